@@ -1,0 +1,1 @@
+"""Thin Ray shells around the engine, the learner and the rewards."""

@@ -1,0 +1,1 @@
+"""Topology, the RL loop, weight publication, run folder and the command line."""

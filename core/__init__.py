@@ -1,0 +1,1 @@
+"""Records, config, errors and metric names shared by every layer."""

@@ -1,0 +1,69 @@
+"""Errors a user can meet, one small tree.
+
+    RlhfSpecError
+    |-- InputError            exit code 2: the user can mend it
+    |   |-- ConfigError       a key, a value or a combination of values
+    |   |-- ModelError        a model path, a tokenizer, an architecture we cannot run
+    |   |-- DataError         a file, a record, a field, a prompt
+    |   |-- PlacementError    the cluster or the memory cannot hold what was asked for
+    |   `-- RewardError       a reward function raised or returned no finite number
+    |-- WeightsError          a manifest, a chunk or a version that does not match
+    |-- NumericsError         the invariance probe failed, or an exactness check found a difference
+    |-- WaitTimeout           one process waited for another for too long
+    `-- InstanceLost          a generation instance died or froze
+
+Messages have one order: what failed, what was expected, what was got, what to do.
+"""
+
+
+class RlhfSpecError(Exception):
+    """Base of every error this project raises on purpose."""
+
+    exit_code = 1
+
+
+class InputError(RlhfSpecError):
+    """Bad input: the user can mend it. The command line exits with 2."""
+
+    exit_code = 2
+
+
+class ConfigError(InputError):
+    """A config key is unknown, or a value or a combination of values is refused."""
+
+
+class ModelError(InputError):
+    """A model or tokenizer is missing, unreadable, or does not fit its partner."""
+
+
+class DataError(InputError):
+    """A data file, record, field or prompt is missing or malformed."""
+
+
+class PlacementError(InputError):
+    """The cluster or its memory cannot hold what the config asks for."""
+
+
+class RewardError(InputError):
+    """A reward function raised, or returned something that is not a finite number."""
+
+
+class WeightsError(RlhfSpecError):
+    """Published weights do not match their manifest, or arrive out of order."""
+
+
+class NumericsError(RlhfSpecError):
+    """The invariance probe failed, or an exactness check found a difference."""
+
+
+class WaitTimeout(RlhfSpecError):
+    """A wait across processes ran out of time. The message names both sides."""
+
+    def __init__(self, *, waiter: str, waited_for: str, order: str, waited_s: float, advice: str) -> None:
+        super().__init__(
+            f"{waiter} waited {waited_s:.0f} s for {waited_for} to answer '{order}' and gave up; {advice}"
+        )
+
+
+class InstanceLost(RlhfSpecError):
+    """A generation instance died or stopped answering; its samples are re-queued."""

@@ -1,0 +1,1 @@
+"""Tree speculative decoding on torch: runner, KV cache, drafters, verification."""

@@ -1,0 +1,1 @@
+"""Learners, tasks, rewards and the making of model pairs."""

@@ -1,0 +1,1 @@
+"""Decisions: how much to draft, which samples to move. Pure, seeded, replayable."""

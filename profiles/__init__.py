@@ -1,0 +1,1 @@
+"""Measured cost and acceptance models of decoding (tables, fits, provenance)."""
