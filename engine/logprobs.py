@@ -1,0 +1,25 @@
+"""The one log-probability function: rollouts and training both call it, so the two cannot differ."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+
+def scaled_logits(logits: Float[Tensor, "... V"], temperature: float) -> Float[Tensor, "... V"]:
+    """Return float32 `logits / T`; greedy decoding (T = 0) reports at T = 1."""
+    logits = logits.float()
+    return logits if temperature in (0.0, 1.0) else logits / temperature
+
+
+def token_logprobs(
+    logits: Float[Tensor, "M V"], token_ids: Int[Tensor, " M"], temperature: float
+) -> Float[Tensor, " M"]:
+    """Return log-softmax(logits / T) at `token_ids`: PPO's log-probability, unfiltered.
+
+    Source: design 3.1, `policy_logprob`. Differentiable.
+    """
+    scaled = scaled_logits(logits, temperature)
+    chosen = scaled.gather(-1, token_ids[:, None]).squeeze(-1)
+    return chosen - torch.logsumexp(scaled, dim=-1)
