@@ -1,0 +1,140 @@
+"""The run folder: one absolute place for everything a run leaves behind.
+
+    RUN/config.yaml                     the resolved config, every default spelled out
+    RUN/status.json                     running | finished | interrupted | failed, and why
+    RUN/metrics.jsonl                   one object an iteration (`core.metrics`)
+    RUN/rollouts/iteration_0000.parquet prompts, responses, rewards, log-probabilities
+    RUN/checkpoints/{target,draft}/     Hugging Face checkpoints, tokenizer included
+    RUN/progress.png, RUN/summary.txt   written at the end, after an interruption too
+
+A job's working directory (Ray unpacks it under its own temporary folder and deletes it) is never
+used: results would vanish with it.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+from core.config import Config, RunConfig
+from core.config_io import dump_config
+from core.errors import ConfigError
+
+JOB_RUNS_FOLDER = "~/rlhfspec-runs"
+"Where runs go when the caller's folder is a Ray job's temporary working directory."
+
+_RAY_WORKING_DIR_MARK = "runtime_resources"
+
+
+def is_ray_working_dir(folder: Path) -> bool:
+    """True for a folder that Ray made for a job (`.../session_x/runtime_resources/...`)."""
+    return _RAY_WORKING_DIR_MARK in folder.parts
+
+
+def choose_run_path(run: RunConfig, *, caller_dir: Path, now: datetime) -> Path:
+    """Return the absolute path of a run folder that does not exist yet. Nothing is written.
+
+    Raises ConfigError when run.output_dir is an absolute place that Ray will delete.
+    """
+    base = Path(run.output_dir).expanduser()
+    if not base.is_absolute():
+        in_job = is_ray_working_dir(caller_dir)
+        base = Path(JOB_RUNS_FOLDER).expanduser() if in_job else caller_dir / base
+    if is_ray_working_dir(base):
+        raise ConfigError(
+            f"run.output_dir must outlive the job, got {base}, which Ray deletes with the job; "
+            "set run.output_dir to a folder outside Ray's temporary one"
+        )
+    stem = f"{run.name}-{now:%Y%m%d-%H%M%S}"
+    path = base / stem
+    number = 2
+    while path.exists():
+        path = base / f"{stem}-{number}"
+        number += 1
+    return path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunDir:
+    """Names every file of a run folder."""
+
+    path: Path
+
+    @classmethod
+    def create(cls, config: Config, path: Path | None = None) -> RunDir:
+        """Make the folder, write the resolved config and the status `running`.
+
+        Raises ConfigError when the folder cannot be made.
+        """
+        path = path or choose_run_path(config.run, caller_dir=Path.cwd(), now=datetime.now())
+        try:
+            (path / "rollouts").mkdir(parents=True)
+            (path / "checkpoints").mkdir()
+        except OSError as error:
+            raise ConfigError(
+                f"cannot make the run folder {path}: {error.strerror}; set run.output_dir to a folder "
+                "you may write to"
+            ) from error
+        run_dir = cls(path=path)
+        dump_config(config, run_dir.config_file)
+        run_dir.set_status("running")
+        return run_dir
+
+    @classmethod
+    def open(cls, path: str | Path) -> RunDir:
+        """Open the folder of an earlier run. Raises ConfigError when it is none."""
+        path = Path(path).expanduser().resolve()
+        if not (path / "config.yaml").is_file():
+            raise ConfigError(
+                f"{path} is not a run folder: expected config.yaml in it, found none; "
+                "give the folder that the run printed first"
+            )
+        return cls(path=path)
+
+    @property
+    def config_file(self) -> Path:
+        """The resolved config."""
+        return self.path / "config.yaml"
+
+    @property
+    def metrics_file(self) -> Path:
+        """One JSON object an iteration."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def status_file(self) -> Path:
+        """State of the run as one JSON object."""
+        return self.path / "status.json"
+
+    @property
+    def picture_file(self) -> Path:
+        """Reward, acceptance length and step time over the iterations."""
+        return self.path / "progress.png"
+
+    @property
+    def summary_file(self) -> Path:
+        """The closing table as text."""
+        return self.path / "summary.txt"
+
+    def rollouts_file(self, iteration: int) -> Path:
+        """Parquet file of one iteration's rollouts; iterations count from 0."""
+        return self.path / "rollouts" / f"iteration_{iteration:04d}.parquet"
+
+    def checkpoint_dir(self, model: str, iteration: int | None = None) -> Path:
+        """Folder of a checkpoint of `target` or `draft`; the last one has no number."""
+        name = model if iteration is None else f"{model}_{iteration:04d}"
+        return self.path / "checkpoints" / name
+
+    def set_status(self, state: str, reason: str = "") -> None:
+        """Write status.json whole or not at all."""
+        partial = self.status_file.with_suffix(".partial")
+        partial.write_text(json.dumps({"state": state, "reason": reason}) + "\n")
+        partial.replace(self.status_file)
+
+    def status(self) -> dict[str, str]:
+        """Read status.json; state `unknown` when an older run has none."""
+        if not self.status_file.is_file():
+            return {"state": "unknown", "reason": ""}
+        return json.loads(self.status_file.read_text())

@@ -1,0 +1,104 @@
+"""What a run achieved, derived from its metrics alone, so that a finished folder tells the same story."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+STEP_PARTS = ("generate", "score", "update", "publish")
+"Parts of an iteration that the loop times as `time/<part>_s`."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """Totals and means over a run; `first` and `last` are means over a fifth of the iterations."""
+
+    num_iterations: int
+    num_samples: int
+    num_response_tokens: int
+    reward_first: float
+    reward_last: float
+    accuracy_first: float | None
+    accuracy_last: float | None
+    mean_acceptance_length: float
+    acceptance_rate: float
+    goodput_tokens_per_s: float
+    "response tokens over the seconds of generation"
+    total_s: float
+    part_s: Mapping[str, float]
+    "seconds by part of the iteration; `other` is what no part claims"
+
+    @property
+    def reward_gain(self) -> float:
+        """Mean reward of the last fifth less that of the first."""
+        return self.reward_last - self.reward_first
+
+    def rows(self) -> list[tuple[str, str]]:
+        """The closing table: label and value."""
+        rows = [
+            ("iterations", str(self.num_iterations)),
+            ("samples", f"{self.num_samples:,}"),
+            ("response tokens", f"{self.num_response_tokens:,}"),
+            (
+                "mean reward, first to last fifth",
+                f"{self.reward_first:.3f} to {self.reward_last:.3f} ({self.reward_gain:+.3f})",
+            ),
+        ]
+        if self.accuracy_first is not None and self.accuracy_last is not None:
+            rows.append(
+                ("accuracy, first to last fifth", f"{self.accuracy_first:.3f} to {self.accuracy_last:.3f}")
+            )
+        rows += [
+            ("mean acceptance length", f"{self.mean_acceptance_length:.2f} tokens a decode step"),
+            ("acceptance rate", f"{self.acceptance_rate:.3f} of the draft tokens"),
+            ("goodput", f"{self.goodput_tokens_per_s:,.0f} tokens/s"),
+            ("time", f"{self.total_s:.1f} s"),
+        ]
+        rows += [
+            (f"  {name}", f"{seconds:.1f} s ({seconds / max(self.total_s, 1e-9):.0%})")
+            for name, seconds in self.part_s.items()
+        ]
+        return rows
+
+    def text(self) -> str:
+        """The table as plain text, one row a line."""
+        rows = self.rows()
+        width = max(len(label) for label, _ in rows)
+        return "\n".join(f"{label:<{width}}  {value}" for label, value in rows) + "\n"
+
+
+def summarise(metrics: Sequence[Mapping[str, float]]) -> Summary | None:
+    """Sum up the lines of `metrics.jsonl`; None when no iteration finished."""
+    if not metrics:
+        return None
+    fifth = max(1, len(metrics) // 5)
+    samples = [row.get("rollout/num_samples", 0.0) for row in metrics]
+    tokens = [
+        n * row.get("rollout/response_tokens_mean", 0.0) for n, row in zip(samples, metrics, strict=True)
+    ]
+    part_s = {part: _total(metrics, f"time/{part}_s") for part in STEP_PARTS}
+    total_s = _total(metrics, "time/iteration_s")
+    part_s["other"] = max(0.0, total_s - sum(part_s.values()))
+    return Summary(
+        num_iterations=len(metrics),
+        num_samples=round(sum(samples)),
+        num_response_tokens=round(sum(tokens)),
+        reward_first=_mean(metrics[:fifth], "reward/mean") or 0.0,
+        reward_last=_mean(metrics[-fifth:], "reward/mean") or 0.0,
+        accuracy_first=_mean(metrics[:fifth], "reward/accuracy"),
+        accuracy_last=_mean(metrics[-fifth:], "reward/accuracy"),
+        mean_acceptance_length=_mean(metrics, "rollout/mean_acceptance_length") or 1.0,
+        acceptance_rate=_mean(metrics, "rollout/acceptance_rate") or 0.0,
+        goodput_tokens_per_s=sum(tokens) / max(part_s["generate"], 1e-9),
+        total_s=total_s,
+        part_s=part_s,
+    )
+
+
+def _total(metrics: Iterable[Mapping[str, float]], name: str) -> float:
+    return sum(row.get(name, 0.0) for row in metrics)
+
+
+def _mean(metrics: Iterable[Mapping[str, float]], name: str) -> float | None:
+    values = [row[name] for row in metrics if name in row]
+    return sum(values) / len(values) if values else None
