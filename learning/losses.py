@@ -1,0 +1,120 @@
+"""Losses of PPO and GRPO as pure functions of log-probabilities, values and advantages.
+
+All work on one token each and leave the reduction to `aggregate`, so that token mean and sequence
+mean are a choice and not a copy. Shapes are [B, T] padded on the right, or any equal shape.
+Papers: PPO (Schulman et al. 2017), KL estimators (Schulman 2020), DAPO (Yu et al. 2025, token mean),
+truncated importance sampling (Yao et al. 2025; Espeholt et al. 2018).
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+KLEstimator = Literal["k1", "k2", "k3"]
+Aggregation = Literal["token_mean", "sequence_mean"]
+
+
+def clipped_policy_loss(
+    logprobs: Float[Tensor, "*S"],
+    old_logprobs: Float[Tensor, "*S"],
+    advantages: Float[Tensor, "*S"],
+    *,
+    clip_ratio: float,
+) -> Float[Tensor, "*S"]:
+    """PPO's clipped surrogate, negated, per token: -min(r A, clip(r, 1 - eps, 1 + eps) A).
+
+    Source: Schulman et al. 2017, equation 7.
+    """
+    ratio = torch.exp(logprobs - old_logprobs)
+    clipped = ratio.clamp(1.0 - clip_ratio, 1.0 + clip_ratio)
+    return -torch.minimum(ratio * advantages, clipped * advantages)
+
+
+def clipped_value_loss(
+    values: Float[Tensor, "*S"],
+    old_values: Float[Tensor, "*S"],
+    returns: Float[Tensor, "*S"],
+    *,
+    clip_value: float,
+) -> Float[Tensor, "*S"]:
+    """Half the larger of the plain and the clipped squared error, per token.
+
+    The clipped value stays within `clip_value` of the value at sampling time.
+    Source: Huang et al. 2022, '37 implementation details of PPO', detail 9.
+    """
+    clipped = old_values + (values - old_values).clamp(-clip_value, clip_value)
+    return 0.5 * torch.maximum((values - returns) ** 2, (clipped - returns) ** 2)
+
+
+def token_entropy(logits: Float[Tensor, "*S V"]) -> Float[Tensor, "*S"]:
+    """Entropy in nats of softmax(logits); give it the logits already divided by the temperature.
+
+    Source: Schulman et al. 2017, equation 9 (the bonus S).
+    """
+    logprobs = torch.log_softmax(logits.float(), dim=-1)
+    # a masked-out token has logit -inf and adds nothing: 0 * -inf would be NaN
+    return -(logprobs.exp() * logprobs.clamp_min(torch.finfo(torch.float32).min)).sum(dim=-1)
+
+
+def kl_estimate(
+    logprobs: Float[Tensor, "*S"], other_logprobs: Float[Tensor, "*S"], estimator: KLEstimator
+) -> Float[Tensor, "*S"]:
+    """Estimate KL(p || q) per token from a token sampled from p; `logprobs` are p's, `other` q's.
+
+    With d = log q - log p:  k1 = -d (unbiased, may be negative);  k2 = d^2 / 2;  k3 = exp(d) - 1 - d
+    (unbiased, never negative). Source: Schulman 2020, 'Approximating KL divergence'.
+    """
+    difference = other_logprobs - logprobs
+    if estimator == "k1":
+        return -difference
+    if estimator == "k2":
+        return 0.5 * difference**2
+    return torch.expm1(difference) - difference
+
+
+def truncated_importance_weight(
+    policy_logprobs: Float[Tensor, "*S"], sampling_logprobs: Float[Tensor, "*S"], *, cap: float
+) -> Float[Tensor, "*S"]:
+    """min(pi / mu, cap) per token, constant for the gradient: corrects for a filtered sampler mu.
+
+    Source: Yao et al. 2025, 'Your efficient RL framework secretly brings you off-policy training';
+    Espeholt et al. 2018, equation 1 (rho bar).
+    """
+    return torch.exp(policy_logprobs - sampling_logprobs).clamp(max=cap).detach()
+
+
+def clip_fraction(
+    logprobs: Float[Tensor, "*S"],
+    old_logprobs: Float[Tensor, "*S"],
+    mask: Bool[Tensor, "*S"],
+    *,
+    clip_ratio: float,
+) -> float:
+    """Share of real tokens whose ratio lies outside the clip range."""
+    outside = (torch.exp(logprobs - old_logprobs) - 1.0).abs() > clip_ratio
+    return float(outside[mask].float().mean())
+
+
+def token_weights(mask: Bool[Tensor, "B T"], aggregation: Aggregation) -> Float[Tensor, "B T"]:
+    """Weights whose weighted sum of per-token losses is the mean asked for; they add up to 1.
+
+    `token_mean`: every token counts the same (Yu et al. 2025, equation 8). `sequence_mean`: the mean
+    over responses of each response's token mean (Shao et al. 2024, equation 3).
+    """
+    real = mask.float()
+    if aggregation == "token_mean":
+        return real / real.sum().clamp_min(1.0)
+    return real / real.sum(dim=1, keepdim=True).clamp_min(1.0) / max(len(mask), 1)
+
+
+def aggregate(
+    per_token: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"], aggregation: Aggregation
+) -> Float[Tensor, ""]:
+    """Masked mean of a per-token loss; what stands on padding never matters, NaN included."""
+    return (
+        torch.where(mask, per_token, torch.zeros_like(per_token)) * token_weights(mask, aggregation)
+    ).sum()
