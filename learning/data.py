@@ -1,0 +1,198 @@
+"""Prompts: read from a task, a file or a data set, and handed out with keys that are never reused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from core.config import DataConfig, SamplingConfig
+from core.errors import DataError
+from core.records import Completion, Prompt, SampleKey, SampleRequest, SamplingParams, Stream
+from learning.records_io import Row, read_rows
+from learning.tasks.chain import draw_problem
+
+CHAIN_PROMPTS = 4096
+"""Problems the chain task draws when data.limit says nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptDataset:
+    """All prompts of a run, tokenised, in the order of their source."""
+
+    prompts: tuple[Prompt, ...]
+    num_skipped: int = 0
+    "prompts left out because they were too long (data.on_long_prompt: skip)"
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    @property
+    def max_prompt_tokens(self) -> int:
+        """Length of the longest prompt."""
+        return max(len(prompt.token_ids) for prompt in self.prompts)
+
+
+def load_prompts(data: DataConfig, tokenizer: PreTrainedTokenizerBase, *, seed: int) -> PromptDataset:
+    """Read and tokenise the prompts that `data` describes.
+
+    `seed` draws the problems of a generated task; files do not depend on it.
+    Raises DataError naming file and line (or row): missing file, malformed record, missing field,
+    empty data set, prompt longer than `max_prompt_tokens`.
+    """
+    rows = _chain_rows(data, seed) if data.task == "chain" else read_rows(data)
+    prompts: list[Prompt] = []
+    num_skipped = 0
+    for index, row in enumerate(rows):
+        token_ids = _encode(row, data, tokenizer)
+        if len(token_ids) > data.max_prompt_tokens:
+            if data.on_long_prompt == "fail":
+                raise DataError(
+                    f"{row.origin}: the prompt has {len(token_ids)} tokens, data.max_prompt_tokens is "
+                    f"{data.max_prompt_tokens}; raise it, or set data.on_long_prompt to skip"
+                )
+            num_skipped += 1
+            continue
+        if not token_ids:
+            raise DataError(f"{row.origin}: the prompt is empty; expected at least one token")
+        prompts.append(
+            Prompt(
+                prompt_id=index,
+                token_ids=np.asarray(token_ids, dtype=np.int64),
+                text=row.prompt,
+                reference=row.reference,
+            )
+        )
+    if not prompts:
+        raise DataError(
+            f"no prompt left of {data.path or data.task}: {num_skipped} were longer than "
+            f"{data.max_prompt_tokens} tokens; expected at least one; check data.path and data.limit"
+        )
+    return PromptDataset(prompts=tuple(prompts), num_skipped=num_skipped)
+
+
+def sampling_params(sampling: SamplingConfig, tokenizer: PreTrainedTokenizerBase) -> SamplingParams:
+    """Sampling settings as the engine takes them, the tokenizer's end token among the stop tokens."""
+    stops = list(sampling.stop_token_ids)
+    eos = tokenizer.eos_token_id
+    if isinstance(eos, int) and eos not in stops:
+        stops.append(eos)
+    return SamplingParams(
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        max_new_tokens=sampling.max_new_tokens,
+        stop_token_ids=tuple(stops),
+    )
+
+
+def response_text(tokenizer: PreTrainedTokenizerBase, completion: Completion) -> str:
+    """Decode a response for the reward function: special tokens dropped, nothing else touched."""
+    text = tokenizer.decode(
+        completion.token_ids.tolist(), skip_special_tokens=True, clean_up_tokenization_spaces=False
+    )
+    return text if isinstance(text, str) else "".join(text)
+
+
+class PromptCursor:
+    """Hands out prompts epoch by epoch; gives every sample its index before anything else sees it.
+
+    The order of epoch e is a permutation seeded by (run_seed, e), so `state()` is four numbers.
+    """
+
+    def __init__(
+        self, dataset: PromptDataset, *, run_seed: int, shuffle: bool, stream: Stream = Stream.TRAIN
+    ) -> None:
+        self.dataset = dataset
+        self.run_seed = run_seed
+        self.shuffle = shuffle
+        self.stream = stream
+        self._epoch = 0
+        self._position = 0
+        self._next_sample_index = 0
+        self._next_group_id = 0
+        self._order = self._epoch_order()
+
+    def next_requests(
+        self, num_prompts: int, samples_per_prompt: int, sampling: SamplingParams
+    ) -> list[SampleRequest]:
+        """Return num_prompts * samples_per_prompt requests, the samples of one prompt side by side.
+
+        Sample indices count up and are never reused, not even after `restore` of an earlier state of
+        the same run: that is then the same sample again.
+        """
+        requests: list[SampleRequest] = []
+        for _ in range(num_prompts):
+            prompt = self._next_prompt()
+            for _ in range(samples_per_prompt):
+                key = SampleKey(
+                    run_seed=self.run_seed, stream=self.stream, sample_index=self._next_sample_index
+                )
+                requests.append(
+                    SampleRequest(key=key, prompt=prompt, sampling=sampling, group_id=self._next_group_id)
+                )
+                self._next_sample_index += 1
+            self._next_group_id += 1
+        return requests
+
+    def state(self) -> dict[str, int]:
+        """Return what a checkpoint keeps."""
+        return {
+            "run_seed": self.run_seed,
+            "num_prompts": len(self.dataset),
+            "epoch": self._epoch,
+            "position": self._position,
+            "next_sample_index": self._next_sample_index,
+            "next_group_id": self._next_group_id,
+        }
+
+    def restore(self, state: Mapping[str, int]) -> None:
+        """Go on where `state` was taken. Raises DataError when seed or data set are not the same."""
+        for name, own in (("run_seed", self.run_seed), ("num_prompts", len(self.dataset))):
+            if state[name] != own:
+                raise DataError(
+                    f"cannot resume the prompt cursor: {name} was {state[name]}, now {own}; "
+                    "resume with the same run.seed and data"
+                )
+        self._epoch, self._position = state["epoch"], state["position"]
+        self._next_sample_index, self._next_group_id = state["next_sample_index"], state["next_group_id"]
+        self._order = self._epoch_order()
+
+    def _next_prompt(self) -> Prompt:
+        if self._position == len(self.dataset):
+            self._epoch, self._position = self._epoch + 1, 0
+            self._order = self._epoch_order()
+        prompt = self.dataset.prompts[int(self._order[self._position])]
+        self._position += 1
+        return prompt
+
+    def _epoch_order(self) -> np.ndarray:
+        if not self.shuffle:
+            return np.arange(len(self.dataset))
+        return np.random.default_rng([self.run_seed, self._epoch]).permutation(len(self.dataset))
+
+
+def _chain_rows(data: DataConfig, seed: int) -> Sequence[Row]:
+    rng = np.random.default_rng([seed, 0xC4A1])
+    problems = [draw_problem(rng) for _ in range(data.limit or CHAIN_PROMPTS)]
+    return [
+        Row(prompt=p.prompt, reference=p.answer, origin=f"chain problem {i}") for i, p in enumerate(problems)
+    ]
+
+
+def _encode(row: Row, data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    if data.task is not None:
+        return tokenizer.encode(row.prompt, add_special_tokens=False)
+    if not data.chat:
+        return tokenizer.encode(data.prompt_template.replace("{prompt}", row.prompt))
+    if tokenizer.chat_template is None:
+        raise DataError(
+            "data.chat is true but the tokenizer has no chat template; set data.chat to false, "
+            "or models.tokenizer to one that has"
+        )
+    messages = [{"role": "user", "content": data.prompt_template.replace("{prompt}", row.prompt)}]
+    encoded: Any = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+    return list(encoded["input_ids"])

@@ -1,0 +1,109 @@
+"""The chain task: letters shifted step by step, with a heavy-tailed number of steps.
+
+A prompt `03:c+5=` gives the number of steps, a letter and a shift; the answer writes out every step,
+counts down, and ends with the last letter: `h;02:h+5=m;01:m+5=r;#r`. The alphabet is a ring. Whatever
+one step needs stands at a fixed distance before it, so a very small model learns the task in a
+minute; a response of n steps has 9n - 5 characters and an end token. The number of steps is log-normal
+and capped: the 99th percentile of the response length is more than six times the median.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from core.errors import RewardError
+from core.records import Prompt, Reward
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+ALPHABET = LETTERS + "0123456789:+=;#"
+MAX_STEPS = 32
+MEDIAN_STEPS = 4.2
+SIGMA = 0.85
+MAX_RESPONSE_TOKENS = 9 * MAX_STEPS - 5 + 1
+STEP_SHARE = 0.4
+"part of the reward paid for the share of right steps; the rest is for the right answer"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChainProblem:
+    """One problem: `num_steps` shifts of `letter` (0-25) by `shift` (1-9)."""
+
+    num_steps: int
+    letter: int
+    shift: int
+
+    @property
+    def prompt(self) -> str:
+        """The prompt text."""
+        return f"{self.num_steps:02d}:{LETTERS[self.letter]}+{self.shift}="
+
+    @property
+    def answer(self) -> str:
+        """The last letter."""
+        return LETTERS[(self.letter + self.num_steps * self.shift) % 26]
+
+
+def draw_problem(rng: np.random.Generator) -> ChainProblem:
+    """Draw one problem; the number of steps is log-normal(median 4.2, sigma 0.85), 1 to 32."""
+    steps = int(np.clip(round(float(rng.lognormal(np.log(MEDIAN_STEPS), SIGMA))), 1, MAX_STEPS))
+    return ChainProblem(num_steps=steps, letter=int(rng.integers(26)), shift=int(rng.integers(1, 10)))
+
+
+def solution(problem: ChainProblem, *, slip_rate: float = 0.0, rng: np.random.Generator | None = None) -> str:
+    """Write out the response. A slip writes a wrong letter and goes on from it, as a person would."""
+    letter, parts = problem.letter, []
+    for left in range(problem.num_steps, 0, -1):
+        if left < problem.num_steps:
+            parts.append(f"{left:02d}:{LETTERS[letter]}+{problem.shift}=")
+        letter = (letter + problem.shift) % 26
+        if slip_rate > 0.0 and rng is not None and rng.random() < slip_rate:
+            letter = (letter + int(rng.integers(1, 26))) % 26
+        parts.append(f"{LETTERS[letter]};")
+    return "".join(parts) + "#" + LETTERS[letter]
+
+
+def parse_prompt(text: str) -> ChainProblem:
+    """Read a prompt back. Raises ValueError when it is not a chain prompt."""
+    if len(text) != 7 or text[2] != ":" or text[4] != "+" or text[6] != "=" or text[3] not in LETTERS:
+        raise ValueError(f"'{text}' is not a chain prompt such as 03:c+5=")
+    return ChainProblem(num_steps=int(text[:2]), letter=LETTERS.index(text[3]), shift=int(text[5]))
+
+
+class ChainReward:
+    """0.6 for the right letter behind `#`, 0.4 times the share of steps that are right in themselves.
+
+    A step is right when it counts down, repeats the letter written before it and shifts it rightly;
+    one slip costs one step there but, as a rule, the whole 0.6. Parts: `correct` (0 or 1), `steps`.
+    """
+
+    def score(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> list[Reward]:
+        """Score one response a prompt, in order. Raises RewardError when a prompt is no chain prompt."""
+        return [_score_one(prompt, response) for prompt, response in zip(prompts, responses, strict=True)]
+
+
+def _score_one(prompt: Prompt, response: str) -> Reward:
+    try:
+        problem = parse_prompt(prompt.text)
+    except ValueError as error:
+        raise RewardError(f"prompt {prompt.prompt_id}: {error}; use data.task chain with it") from error
+    *steps, final = response.split(";")
+    share = _num_right_steps(problem, steps) / max(problem.num_steps, len(steps))
+    correct = float(final == "#" + problem.answer)
+    return Reward(
+        value=STEP_SHARE * share + (1.0 - STEP_SHARE) * correct,
+        parts={"correct": correct, "steps": share},
+    )
+
+
+def _num_right_steps(problem: ChainProblem, steps: Sequence[str]) -> int:
+    num_right, letter = 0, problem.letter
+    for index, step in enumerate(steps[: problem.num_steps]):
+        start = f"{problem.num_steps - index:02d}:{LETTERS[letter]}+{problem.shift}=" if index else ""
+        num_right += step == start + LETTERS[(letter + problem.shift) % 26]
+        # go on from what was written; where that is no letter, from what should have been
+        written = LETTERS.find(step[-1:]) if step else -1
+        letter = written if written >= 0 else (letter + problem.shift) % 26
+    return num_right

@@ -1,0 +1,55 @@
+"""The GSM8K reward: 0.2 for an answer in the form `#### number`, 0.8 for the right number.
+
+Source: Cobbe et al. 2021, 'Training verifiers to solve math word problems' (the `####` convention).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from decimal import Decimal, InvalidOperation
+
+from core.errors import RewardError
+from core.records import Prompt, Reward
+
+FORMAT_SHARE = 0.2
+_ANSWER = re.compile(r"####[ \t]*(?P<number>[-+]?[ \t]*\$?[ \t]*[-+]?(?:\d[\d,]*(?:\.\d+)?|\.\d+))")
+
+
+def final_number(text: str) -> Decimal | None:
+    """Return the number behind the last `####`, or None when there is none.
+
+    Commas, a dollar sign, a sign on either side of it and a trailing full stop are understood.
+    """
+    matches = list(_ANSWER.finditer(text))
+    if not matches:
+        return None
+    plain = re.sub(r"[,$+ \t]", "", matches[-1]["number"])
+    try:
+        return Decimal(plain)
+    except InvalidOperation:
+        return None
+
+
+class Gsm8kReward:
+    """Scores against `prompt.reference`: the data set's answer text, or the bare number."""
+
+    def score(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> list[Reward]:
+        """Score one response a prompt, in order. Raises RewardError when a reference holds no number."""
+        return [_score_one(prompt, response) for prompt, response in zip(prompts, responses, strict=True)]
+
+
+def _score_one(prompt: Prompt, response: str) -> Reward:
+    reference = prompt.reference if "####" in prompt.reference else f"#### {prompt.reference}"
+    expected = final_number(reference)
+    if expected is None:
+        raise RewardError(
+            f"prompt {prompt.prompt_id}: the reference must be a number or end with '#### number', "
+            f"got '{prompt.reference[-60:]}'; mend data.reference_field"
+        )
+    got = final_number(response)
+    formatted, correct = float(got is not None), float(got == expected)
+    return Reward(
+        value=FORMAT_SHARE * formatted + (1.0 - FORMAT_SHARE) * correct,
+        parts={"correct": correct, "format": formatted},
+    )

@@ -1,0 +1,61 @@
+"""A reward from a Hugging Face sequence-classification model with one output.
+
+Source: Ouyang et al. 2022, section 3.5 (a reward model reads prompt and response and gives a scalar).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from core.errors import ModelError, RewardError
+from core.records import Prompt, Reward
+
+
+class ModelReward:
+    """Scores prompt + response text in batches, padded to the longest."""
+
+    def __init__(self, model: str, *, batch_size: int) -> None:
+        self.name = model
+        self.batch_size = batch_size
+        try:
+            self._tokenizer = AutoTokenizer.from_pretrained(model)
+            self._model = AutoModelForSequenceClassification.from_pretrained(model)
+        except (OSError, ValueError) as error:
+            raise ModelError(
+                f"cannot load reward.model '{model}': {error}; check the path or name"
+            ) from error
+        self._model.eval().requires_grad_(False)
+        if self._model.config.num_labels != 1:
+            raise ModelError(
+                f"reward.model '{model}' must have one output, it has {self._model.config.num_labels}; "
+                "use a model trained with num_labels=1"
+            )
+        if self._tokenizer.pad_token_id is None:
+            self._tokenizer.pad_token = self._tokenizer.eos_token
+        # the head finds the last real token by this id
+        self._model.config.pad_token_id = self._tokenizer.pad_token_id
+
+    @torch.inference_mode()
+    def score(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> list[Reward]:
+        """Score one response a prompt, in order. Raises RewardError when a score is not finite."""
+        texts = [prompt.text + response for prompt, response in zip(prompts, responses, strict=True)]
+        rewards: list[Reward] = []
+        for start in range(0, len(texts), self.batch_size):
+            batch = self._tokenizer(
+                texts[start : start + self.batch_size], return_tensors="pt", padding=True, truncation=True
+            )
+            batch.pop("token_type_ids", None)
+            scores = self._model(**batch).logits[:, 0].float().tolist()
+            for offset, score in enumerate(scores):
+                if not math.isfinite(score):
+                    prompt = prompts[start + offset]
+                    raise RewardError(
+                        f"reward model {self.name} gave {score} for sample {start + offset} "
+                        f"(prompt {prompt.prompt_id}); expected a finite number; check the model"
+                    )
+                rewards.append(Reward(value=score))
+        return rewards

@@ -1,0 +1,76 @@
+"""A reward from the user's own Python function, `package.module:function`.
+
+Signature: `f(prompt: str, response: str, reference: str) -> float | dict` with the reward under
+"value" and any further finite numbers as parts.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from core.errors import ConfigError, RewardError
+from core.records import Prompt, Reward
+
+
+class UserReward:
+    """Calls the user's function once a response."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._function = _import_function(path)
+
+    def score(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> list[Reward]:
+        """Score one response a prompt, in order.
+
+        Raises RewardError, naming the prompt and the place in the batch, when the function raises or
+        returns something that is not finite.
+        """
+        pairs = zip(prompts, responses, strict=True)
+        return [self._score_one(index, prompt, response) for index, (prompt, response) in enumerate(pairs)]
+
+    def _score_one(self, index: int, prompt: Prompt, response: str) -> Reward:
+        where = f"reward function {self.path}, sample {index} of the batch (prompt {prompt.prompt_id})"
+        shown = f"response began '{response[:60]}'"
+        try:
+            result = self._function(prompt.text, response, prompt.reference)
+        except Exception as error:  # the user's code may raise anything; we say where
+            raise RewardError(
+                f"{where} raised {type(error).__name__}: {error}; {shown}; mend the function"
+            ) from error
+        if isinstance(result, Mapping):
+            if "value" not in result:
+                raise RewardError(f"{where} returned a dict without 'value'; got keys {sorted(result)}")
+            parts = {str(k): _finite(v, f"{where}, part '{k}'", shown) for k, v in result.items()}
+            return Reward(value=parts.pop("value"), parts=parts)
+        return Reward(value=_finite(result, where, shown))
+
+
+def _finite(value: Any, where: str, shown: str) -> float:
+    try:
+        number = float(value)
+    except (TypeError, ValueError) as error:
+        raise RewardError(
+            f"{where} returned {value!r}; expected a finite number; {shown}; mend the function"
+        ) from error
+    if not math.isfinite(number):
+        raise RewardError(f"{where} returned {number}; expected a finite number; {shown}; mend the function")
+    return number
+
+
+def _import_function(path: str) -> Callable[[str, str, str], Any]:
+    module_name, _, name = path.partition(":")
+    try:
+        function = vars(importlib.import_module(module_name))[name]
+    except (ImportError, SyntaxError) as error:
+        raise ConfigError(
+            f"reward.kind {path}: cannot import {module_name}: {error}; "
+            "run from the folder that holds it, or put it on PYTHONPATH"
+        ) from error
+    except KeyError:
+        raise ConfigError(f"reward.kind {path}: {module_name} has no '{name}'; check the name") from None
+    if not callable(function):
+        raise ConfigError(f"reward.kind {path}: '{name}' is {type(function).__name__}, not a function")
+    return function

@@ -1,0 +1,46 @@
+"""The tokenizers that the project makes itself: one token a character, and byte-level BPE."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
+
+
+def character_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
+    """Make a tokenizer with one token a character; ids 0 and 1 are padding and end of sequence."""
+    vocab = {token: index for index, token in enumerate([PAD, EOS, UNKNOWN, *alphabet])}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token=UNKNOWN))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return _wrap(tokenizer)
+
+
+def train_bpe(texts: Iterable[str], *, vocab_size: int) -> PreTrainedTokenizerFast:
+    """Train a byte-level BPE tokenizer; digits stay single, so that numbers are spelled alike.
+
+    Source: Sennrich et al. 2016 (BPE); Radford et al. 2019, section 2.2 (bytes).
+    """
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[PAD, EOS],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return _wrap(tokenizer)
+
+
+def _wrap(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
+    unknown = UNKNOWN if tokenizer.token_to_id(UNKNOWN) is not None else None
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token=PAD, eos_token=EOS, unk_token=unknown
+    )
