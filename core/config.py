@@ -21,13 +21,13 @@ class RunConfig(Section):
     """What the run is called, how long it is, where it writes."""
 
     name: str = "run"
-    seed: int = Field(0, ge=0, lt=2**63)
-    iterations: int = Field(20, ge=1)
+    seed: int = Field(default=0, ge=0, lt=2**63)
+    iterations: int = Field(default=20, ge=1)
     output_dir: str = "runs"
     "run folders are made under it; made absolute against the caller's folder"
     cache_dir: str = "~/.cache/rlhfspec"
     "the only thing kept in the home folder: model pairs the project made itself"
-    checkpoint_every: int = Field(0, ge=0)
+    checkpoint_every: int = Field(default=0, ge=0)
     "iterations between checkpoints; 0 writes only the last"
 
 
@@ -59,10 +59,10 @@ class DataConfig(Section):
     "plain format: how the prompt field becomes text"
     chat: bool = False
     "true: the tokenizer's chat template is applied to one user turn"
-    max_prompt_tokens: int = Field(512, ge=1)
+    max_prompt_tokens: int = Field(default=512, ge=1)
     on_long_prompt: Literal["fail", "skip"] = "fail"
     shuffle: bool = True
-    limit: int | None = Field(None, ge=1)
+    limit: int | None = Field(default=None, ge=1)
     "use only the first rows"
 
     @model_validator(mode="after")
@@ -79,16 +79,16 @@ class RewardConfig(Section):
     "`chain`, `gsm8k`, `model`, or a Python function as `package.module:function`"
     model: str | None = None
     "kind model: path or hub name of a sequence-classification model"
-    batch_size: int = Field(32, ge=1)
+    batch_size: int = Field(default=32, ge=1)
 
 
 class SamplingConfig(Section):
     """How responses are sampled."""
 
-    temperature: float = Field(1.0, ge=0.0)
-    top_k: int = Field(0, ge=0)
-    top_p: float = Field(1.0, gt=0.0, le=1.0)
-    max_new_tokens: int = Field(256, ge=1)
+    temperature: float = Field(default=1.0, ge=0.0)
+    top_k: int = Field(default=0, ge=0)
+    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
+    max_new_tokens: int = Field(default=256, ge=1)
     stop_token_ids: tuple[int, ...] = ()
     "the tokenizer's end-of-sequence token is always added"
 
@@ -98,15 +98,15 @@ class SpeculationConfig(Section):
 
     drafter: Literal["model", "ngram", "none"] = "model"
     policy: Literal["off", "fixed", "capacity"] = "fixed"
-    num_nodes: int = Field(8, ge=0, le=64)
+    num_nodes: int = Field(default=8, ge=0, le=64)
     "fixed: draft nodes verified per sample; 0 is plain decoding"
-    depth: int = Field(8, ge=0, le=32)
-    branching: int = Field(1, ge=1, le=8)
+    depth: int = Field(default=8, ge=0, le=32)
+    branching: int = Field(default=1, ge=1, le=8)
     "children offered per node; 1 is a chain"
-    capacity_tokens: int = Field(24, ge=2)
+    capacity_tokens: int = Field(default=24, ge=2)
     "capacity: tokens one target forward verifies at no more than twice the cost of one"
-    ngram_max: int = Field(4, ge=1)
-    ngram_min: int = Field(2, ge=1)
+    ngram_max: int = Field(default=4, ge=1)
+    ngram_min: int = Field(default=2, ge=1)
 
 
 class EngineConfig(Section):
@@ -115,10 +115,10 @@ class EngineConfig(Section):
     numerics: Literal["invariant", "fast"] = "invariant"
     attention: Literal["auto", "ordered", "sdpa", "reference", "xformers"] = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    max_running_samples: int = Field(32, ge=1)
-    max_prefill_tokens: int = Field(512, ge=4)
+    max_running_samples: int = Field(default=32, ge=1)
+    max_prefill_tokens: int = Field(default=512, ge=4)
     "prompt tokens in one prefill forward"
-    num_threads: int = Field(1, ge=1)
+    num_threads: int = Field(default=1, ge=1)
     probe: bool = True
     "prove batch invariance for this model, dtype and device at start-up"
 
@@ -126,8 +126,8 @@ class EngineConfig(Section):
 class RolloutConfig(Section):
     """How many responses an iteration generates and how stale they may be."""
 
-    prompts_per_iteration: int = Field(32, ge=1)
-    samples_per_prompt: int = Field(1, ge=1)
+    prompts_per_iteration: int = Field(default=32, ge=1)
+    samples_per_prompt: int = Field(default=1, ge=1)
     max_staleness: Literal[0] = 0
     "weight versions between sampling and update; 0 is synchronous, the only mode so far"
 
@@ -136,46 +136,46 @@ class AlgorithmConfig(Section):
     """PPO (Schulman et al. 2017) or GRPO (Shao et al. 2024)."""
 
     kind: Literal["ppo", "grpo"] = "ppo"
-    gamma: float = Field(1.0, gt=0.0, le=1.0)
-    gae_lambda: float = Field(0.95, ge=0.0, le=1.0)
-    clip_ratio: float = Field(0.2, gt=0.0)
-    clip_value: float = Field(0.2, gt=0.0)
-    value_coef: float = Field(0.5, ge=0.0)
-    entropy_coef: float = Field(0.0, ge=0.0)
-    kl_coef: float = Field(0.01, ge=0.0)
+    gamma: float = Field(default=1.0, gt=0.0, le=1.0)
+    gae_lambda: float = Field(default=0.95, ge=0.0, le=1.0)
+    clip_ratio: float = Field(default=0.2, gt=0.0)
+    clip_value: float = Field(default=0.2, gt=0.0)
+    value_coef: float = Field(default=0.5, ge=0.0)
+    entropy_coef: float = Field(default=0.0, ge=0.0)
+    kl_coef: float = Field(default=0.01, ge=0.0)
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     "Schulman 2020, 'Approximating KL divergence'"
     whiten_advantages: bool = True
     group_std: bool = True
     "grpo: divide by the group's standard deviation (false: Dr. GRPO)"
     loss_aggregation: Literal["token_mean", "sequence_mean"] = "token_mean"
-    truncated_is_cap: float = Field(0.0, ge=0.0)
+    truncated_is_cap: float = Field(default=0.0, ge=0.0)
     "cap of the truncated importance weight policy/sampling; 0 is off"
 
 
 class TrainerConfig(Section):
     """The learner."""
 
-    learning_rate: float = Field(1e-5, gt=0.0)
-    value_learning_rate: float = Field(1e-4, gt=0.0)
-    warmup_updates: int = Field(0, ge=0)
-    epochs: int = Field(1, ge=1)
-    minibatch_size: int = Field(32, ge=1)
+    learning_rate: float = Field(default=1e-5, gt=0.0)
+    value_learning_rate: float = Field(default=1e-4, gt=0.0)
+    warmup_updates: int = Field(default=0, ge=0)
+    epochs: int = Field(default=1, ge=1)
+    minibatch_size: int = Field(default=32, ge=1)
     "responses per optimizer step"
-    max_tokens_per_forward: int = Field(4096, ge=16)
+    max_tokens_per_forward: int = Field(default=4096, ge=16)
     "padded tokens in one forward; more are accumulated"
-    max_grad_norm: float = Field(1.0, gt=0.0)
-    weight_decay: float = Field(0.0, ge=0.0)
+    max_grad_norm: float = Field(default=1.0, gt=0.0)
+    weight_decay: float = Field(default=0.0, ge=0.0)
     gradient_checkpointing: bool = False
-    num_threads: int = Field(2, ge=1)
+    num_threads: int = Field(default=2, ge=1)
 
 
 class PoolConfig(Section):
     """One actor pool: how many actors, and what each takes. Fractions of a CPU are allowed."""
 
-    num_actors: int = Field(1, ge=1)
-    num_cpus: float = Field(0.5, ge=0.0)
-    num_gpus: float = Field(0.0, ge=0.0)
+    num_actors: int = Field(default=1, ge=1)
+    num_cpus: float = Field(default=0.5, ge=0.0)
+    num_gpus: float = Field(default=0.0, ge=0.0)
 
 
 class ClusterConfig(Section):
@@ -192,16 +192,16 @@ class ClusterConfig(Section):
     generation: PoolConfig = PoolConfig(num_actors=2, num_cpus=0.5)
     reward: PoolConfig = PoolConfig(num_actors=1, num_cpus=0.25)
     trainer: PoolConfig = PoolConfig(num_actors=1, num_cpus=0.5)
-    scheduler_num_cpus: float = Field(0.1, ge=0.0)
-    placement_timeout_s: float = Field(60.0, gt=0.0)
-    start_timeout_s: float = Field(300.0, gt=0.0)
+    scheduler_num_cpus: float = Field(default=0.1, ge=0.0)
+    placement_timeout_s: float = Field(default=60.0, gt=0.0)
+    start_timeout_s: float = Field(default=300.0, gt=0.0)
     "an actor's constructor, model building included"
-    poll_interval_s: float = Field(0.1, gt=0.0)
-    heartbeat_timeout_s: float = Field(60.0, gt=0.0)
+    poll_interval_s: float = Field(default=0.1, gt=0.0)
+    heartbeat_timeout_s: float = Field(default=60.0, gt=0.0)
     "an instance that answers no poll for so long is taken for lost"
-    order_timeout_s: float = Field(300.0, gt=0.0)
+    order_timeout_s: float = Field(default=300.0, gt=0.0)
     "weight loads, scoring, updates"
-    max_instance_restarts: int = Field(3, ge=0)
+    max_instance_restarts: int = Field(default=3, ge=0)
 
 
 class Config(Section):

@@ -1,0 +1,37 @@
+# make setup | demo | test | check. The first makes .venv; the others call it.
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/.installed
+SHELL := /bin/bash
+
+.PHONY: setup demo test check
+.DEFAULT_GOAL := demo
+
+setup: $(STAMP)
+
+# Keyed on the content of the dependency lists: a second run, or a fresh date on a file, installs nothing.
+$(STAMP): pyproject.toml constraints.txt
+	@set -e -o pipefail; \
+	key="$$(cat pyproject.toml constraints.txt | cksum)"; \
+	if [ -x $(BIN)/rlhfspec ] && [ "$$(cat $(STAMP) 2>/dev/null)" = "$$key" ]; then touch $(STAMP); exit 0; fi; \
+	$(PYTHON) -c 'import sys; v = sys.version.split()[0]; sys.exit(f"setup needs Python 3.11 or later, got {v}; run: make setup PYTHON=/path/to/python3.11" if sys.version_info < (3, 11) else 0)'; \
+	[ -x $(BIN)/python ] || { echo "setup: making .venv with $(PYTHON)"; $(PYTHON) -m venv .venv; }; \
+	echo "setup: installing pinned dependencies into .venv (minutes the first time; log: .venv/install.log)"; \
+	$(BIN)/python -m pip install --disable-pip-version-check --progress-bar off -c constraints.txt -e '.[dev]' 2>&1 \
+	  | tee .venv/install.log \
+	  | awk '/^Collecting/ {n++} /Downloading .*MB\)/ {print "  " n " packages: " $$2, $$3, $$4} /^Installing collected/ {print "  installing"} {fflush()}' \
+	  || { tail -n 20 .venv/install.log; echo "setup: installation failed; see .venv/install.log"; exit 1; }; \
+	echo "$$key" > $(STAMP); \
+	echo "setup: done"
+
+demo: setup
+	$(BIN)/rlhfspec demo
+
+test: setup
+	$(BIN)/python -m pytest
+
+check: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+	$(BIN)/python -m pytest tests/test_layers.py

@@ -1,0 +1,86 @@
+"""Writes a benchmark's figures: `DIR/NAME.json` with figures, intervals and provenance.
+
+Ratios are named `a_over_b` and exceed 1 when `a` is better. Every figure is finite.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import subprocess
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from core.errors import RlhfSpecError
+
+ROOT = Path(__file__).resolve().parents[1]
+
+_PACKAGES = ("torch", "transformers", "ray", "numpy", "tokenizers")
+
+
+def write_result(
+    out: Path,
+    name: str,
+    figures: Mapping[str, float],
+    intervals: Mapping[str, tuple[float, float]] | None = None,
+    provenance: Mapping[str, Any] | None = None,
+) -> Path:
+    """Write OUT/NAME.json and return its path; provenance is merged over what is known here.
+
+    Raises RlhfSpecError when a figure is not finite, naming it.
+    """
+    for figure, value in figures.items():
+        if not math.isfinite(value):
+            raise RlhfSpecError(f"benchmark {name}: figure {figure} is {value}; expected a finite number")
+    tree = {
+        "figures": dict(figures),
+        "intervals": {figure: list(interval) for figure, interval in (intervals or {}).items()},
+        "provenance": machine_provenance() | dict(provenance or {}),
+    }
+    path = out / f"{name}.json"
+    path.write_text(json.dumps(tree, indent=2) + "\n")
+    return path
+
+
+def machine_provenance() -> dict[str, Any]:
+    """Versions, processor, threads, date and the commit that is checked out, if any."""
+    return {
+        "versions": {package: _version(package) for package in _PACKAGES},
+        "python": platform.python_version(),
+        "cpu_model": _cpu_model(),
+        "num_cores": os.cpu_count(),
+        "omp_num_threads": os.environ.get("OMP_NUM_THREADS"),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": _commit(),
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _cpu_model() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.is_file():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _commit() -> str | None:
+    try:
+        answer = subprocess.run(
+            ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True, check=True
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return answer.stdout.strip()

@@ -1,0 +1,172 @@
+"""Everything that can be known to be wrong before a run starts, checked in the order a user mends it.
+
+config -> models -> tokenizers -> data -> reward -> memory and disk -> placement. Each fault raises one
+InputError with one message; `rlhfspec train` runs the same checks, so that a run fails at setup and
+not at iteration 300.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.configuration_utils import PretrainedConfig
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from cluster import machine
+from cluster.memory import OBJECT_STORE_LIMIT_BYTES, MemoryPlan, ModelShape, gib, plan_memory
+from core.config import Config
+from core.errors import DataError, PlacementError
+from engine.models import check_compatible, load_hf_config, load_tokenizer, max_context_tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckReport:
+    """What `rlhfspec check` prints."""
+
+    models: tuple[str, ...]
+    data: str
+    memory: MemoryPlan
+    available_bytes: int | None
+    free_disk_bytes: int
+    placement: str
+
+    def lines(self) -> list[str]:
+        """The report as text lines."""
+        have = gib(self.available_bytes) if self.available_bytes is not None else "an unknown amount"
+        rows = [f"  {label:<15}{amount}" for label, amount in self.memory.rows()]
+        disk = f"{gib(self.memory.disk_bytes)} of {gib(self.free_disk_bytes)} free"
+        return [
+            "models",
+            *(f"  {line}" for line in self.models),
+            "data",
+            f"  {self.data}",
+            f"memory, of {have} available here",
+            *rows,
+            "disk",
+            f"  {disk}",
+            "placement",
+            *(f"  {line}" for line in self.placement.splitlines()),
+        ]
+
+
+def check_run(config: Config, *, output_dir: Path) -> CheckReport:
+    """Check a config whose model names are resolved (no `demo` left).
+
+    Raises ModelError, DataError, ConfigError, RewardError or PlacementError: the first fault found.
+    """
+    trust = config.models.trust_remote_code
+    target_config = load_hf_config(config.models.target, trust_remote_code=trust)
+    tokenizer_name = config.models.tokenizer or config.models.target
+    tokenizer = load_tokenizer(tokenizer_name, trust_remote_code=trust)
+    target = model_shape(target_config)
+    lines = [_describe_model("target", config.models.target, target)]
+    draft = None
+    draft_config = None
+    if config.speculation.drafter == "model" and config.models.draft is not None:
+        draft_config = load_hf_config(config.models.draft, trust_remote_code=trust)
+        check_compatible(tokenizer, load_tokenizer(config.models.draft, trust_remote_code=trust))
+        draft = model_shape(draft_config)
+        lines.append(_describe_model("draft", config.models.draft, draft))
+        lines.append(f"tokenizers equal, {len(tokenizer)} entries")
+    num_prompts, longest = _check_data(config, tokenizer, [target_config, draft_config])
+    reward = _check_reward(config)
+    plan = plan_memory(
+        config,
+        target=target,
+        draft=draft,
+        reward=reward,
+        max_total_tokens=longest + config.sampling.max_new_tokens,
+        object_store_bytes=_object_store_bytes(config),
+    )
+    report = CheckReport(
+        models=tuple(lines),
+        data=f"{num_prompts} prompts, the longest {longest} tokens",
+        memory=plan,
+        available_bytes=machine.memory_bytes(),
+        free_disk_bytes=machine.free_disk_bytes(output_dir),
+        placement=_placement(config),
+    )
+    _require_room(config, report, output_dir)
+    return report
+
+
+def model_shape(config: PretrainedConfig) -> ModelShape:
+    """Sizes of the model a Hugging Face config describes; parameters are counted on the meta device."""
+    text = config.get_text_config()
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    sizes = text.to_dict()
+    heads = sizes["num_attention_heads"]
+    return ModelShape(
+        num_params=sum(parameter.numel() for parameter in model.parameters()),
+        num_layers=sizes["num_hidden_layers"],
+        num_kv_heads=sizes.get("num_key_value_heads") or heads,
+        head_size=sizes.get("head_dim") or sizes["hidden_size"] // heads,
+        hidden_size=sizes["hidden_size"],
+        vocab_size=sizes["vocab_size"],
+    )
+
+
+def _describe_model(role: str, name: str, shape: ModelShape) -> str:
+    return f"{role} {name}: {shape.num_params / 1e6:.2f}M parameters, {shape.num_layers} layers"
+
+
+def _check_data(
+    config: Config, tokenizer: PreTrainedTokenizerBase, models: list[PretrainedConfig | None]
+) -> tuple[int, int]:
+    from learning.data import load_prompts
+
+    dataset = load_prompts(config.data, tokenizer, seed=config.run.seed)
+    longest = dataset.max_prompt_tokens
+    limits = [limit for model in models if model is not None and (limit := max_context_tokens(model))]
+    needed = longest + config.sampling.max_new_tokens
+    if limits and needed > min(limits):
+        raise DataError(
+            f"the longest prompt has {longest} tokens and sampling.max_new_tokens is "
+            f"{config.sampling.max_new_tokens}: {needed} together, but the models' context holds "
+            f"{min(limits)}; lower sampling.max_new_tokens or data.max_prompt_tokens "
+            "(with data.on_long_prompt=skip)"
+        )
+    return len(dataset), longest
+
+
+def _check_reward(config: Config) -> ModelShape | None:
+    from learning.tasks.base import build_reward
+
+    if config.reward.kind == "model" and config.reward.model is not None:
+        return model_shape(load_hf_config(config.reward.model))
+    build_reward(config.reward)
+    return None
+
+
+def _object_store_bytes(config: Config) -> int:
+    if config.cluster.object_store_bytes is not None:
+        return config.cluster.object_store_bytes
+    shared = machine.shared_memory_bytes()
+    return min(OBJECT_STORE_LIMIT_BYTES, shared // 4) if shared else OBJECT_STORE_LIMIT_BYTES
+
+
+def _placement(config: Config) -> str:
+    from cluster.topology import plan
+
+    return plan(config).describe()
+
+
+def _require_room(config: Config, report: CheckReport, output_dir: Path) -> None:
+    needed = report.memory.total_bytes
+    is_local = config.cluster.address is None
+    if is_local and report.available_bytes is not None and needed > report.available_bytes:
+        parts = ", ".join(f"{label} {amount}" for label, amount in report.memory.rows()[:-1])
+        raise PlacementError(
+            f"the run needs {gib(needed)} of memory but {gib(report.available_bytes)} are available here "
+            f"({parts}); lower engine.max_running_samples, sampling.max_new_tokens, "
+            "trainer.max_tokens_per_forward or the number of actors"
+        )
+    if report.memory.disk_bytes > report.free_disk_bytes:
+        raise PlacementError(
+            f"checkpoints and rollouts need {gib(report.memory.disk_bytes)} but {output_dir} has "
+            f"{gib(report.free_disk_bytes)} free; set run.output_dir to a larger disk"
+        )

@@ -1,0 +1,64 @@
+"""`rlhfspec bench`: run one benchmark of `benchmarks/` and keep its figures.
+
+A benchmark is a module `benchmarks.NAME` with `run(*, out, mode, data) -> int`; it writes
+`OUT/NAME.json` through `benchmarks.result.write_result`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import pkgutil
+from pathlib import Path
+from typing import Any
+
+from cluster.origin import ROOT
+
+_TEXT = """\
+Run one benchmark and write DIR/NAME.json: figures, intervals, provenance.
+
+  rlhfspec bench exactness --out bench           the same tokens whatever was drafted
+  rlhfspec bench engine --out bench --quick      speed of plain decoding and what invariance costs
+"""
+
+_HELPERS = frozenset({"result"})
+"Modules of the folder that are no benchmark."
+
+
+def add_parser(commands: Any) -> None:
+    """Describe the command."""
+    parser = commands.add_parser(
+        "bench",
+        help="run one benchmark and keep its figures",
+        description=_TEXT,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("name", metavar="NAME", help=f"one of: {', '.join(benchmark_names()) or 'none yet'}")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="where the results go")
+    size = parser.add_mutually_exclusive_group()
+    size.add_argument("--quick", action="store_true", help="under a minute, wide intervals")
+    size.add_argument("--full", action="store_true", help="longer than the default ten minutes")
+    parser.add_argument(
+        "--data", type=Path, metavar="PATH", help="real prompts (GSM8K JSONL) where it uses any"
+    )
+    parser.set_defaults(run=run)
+
+
+def benchmark_names(folder: Path = ROOT / "benchmarks") -> list[str]:
+    """Names of the modules in the folder that are benchmarks."""
+    names = (module.name for module in pkgutil.iter_modules([str(folder)]))
+    return sorted(name for name in names if name not in _HELPERS and not name.startswith("_"))
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run it. Raises ConfigError for an unknown name."""
+    from core.errors import ConfigError, DataError
+
+    if args.name not in benchmark_names():
+        raise ConfigError(f"no benchmark '{args.name}'; expected one of: {', '.join(benchmark_names())}")
+    if args.data is not None and not args.data.is_file():
+        raise DataError(f"--data expects a file, {args.data} does not exist")
+    out = args.out.expanduser().resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    mode = "quick" if args.quick else "full" if args.full else "default"
+    return importlib.import_module(f"benchmarks.{args.name}").run(out=out, mode=mode, data=args.data)

@@ -1,0 +1,41 @@
+"""`rlhfspec show`: the summary of a run folder, finished or not."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+_TEXT = """\
+Print what a run achieved, from its folder alone.
+
+  rlhfspec show runs/demo-20260101-120000
+"""
+
+
+def add_parser(commands: Any) -> None:
+    """Describe the command."""
+    parser = commands.add_parser(
+        "show",
+        help="print what a run achieved",
+        description=_TEXT,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="folder that the run printed first")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print state and summary. Raises ConfigError when the folder is no run folder."""
+    from cluster.report import Reporter
+    from cluster.rundir import RunDir
+    from cluster.summary import summarise
+    from core.metrics import read_metrics
+
+    run_dir = RunDir.open(args.run_dir)
+    status = run_dir.status()
+    report = Reporter()
+    report.note(f"state {status['state']}" + (f": {status['reason']}" if status["reason"] else ""))
+    metrics = read_metrics(run_dir.metrics_file) if run_dir.metrics_file.is_file() else []
+    report.finish(summarise(metrics), run_dir)
+    return 0

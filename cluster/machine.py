@@ -1,0 +1,54 @@
+"""What this machine has: memory, shared memory, disk. Linux only; None where it cannot be known."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+_CGROUP_LIMITS = (
+    Path("/sys/fs/cgroup/memory.max"),
+    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
+)
+_SHARED_MEMORY = Path("/dev/shm")
+
+
+def memory_bytes() -> int | None:
+    """Memory this process may count on: what is available now, at most the container's limit."""
+    meminfo = Path("/proc/meminfo")
+    if not meminfo.is_file():
+        return None
+    available = _available_bytes(meminfo.read_text())
+    limits = [limit for path in _CGROUP_LIMITS if (limit := _read_limit(path)) is not None]
+    return min([available, *limits]) if available is not None else None
+
+
+def free_disk_bytes(folder: Path) -> int:
+    """Free bytes where `folder` is or will be."""
+    while not folder.exists():
+        folder = folder.parent
+    return shutil.disk_usage(folder).free
+
+
+def shared_memory_bytes() -> int | None:
+    """Free bytes of /dev/shm, which holds Ray's object store."""
+    return shutil.disk_usage(_SHARED_MEMORY).free if _SHARED_MEMORY.is_dir() else None
+
+
+def num_cores() -> int:
+    """Cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _available_bytes(meminfo: str) -> int | None:
+    for line in meminfo.splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return None
+
+
+def _read_limit(path: Path) -> int | None:
+    if not path.is_file():
+        return None
+    text = path.read_text().strip()
+    return int(text) if text.isdigit() else None

@@ -1,0 +1,173 @@
+"""What a run will hold in memory and on disk, reckoned from shapes before anything is started.
+
+Plain arithmetic on the models' configs; no tensor is made. The fixed costs of a process are measured
+ones (Linux, CPU torch 2.13, Ray 2.60), the rest follows from the sizes:
+
+    generation  weights (twice when linears are prepacked on CPU) + KV pool + one step's logits
+    trainer     weights, reference, gradients, two Adam moments + one forward's activations
+    reward      the interpreter alone, or the reward model's weights
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from core.config import Config
+
+GIB = 1 << 30
+MIB = 1 << 20
+
+TORCH_PROCESS_BYTES = 450 * MIB
+"A Ray actor with torch and transformers imported."
+PLAIN_PROCESS_BYTES = 130 * MIB
+"A Ray actor with neither."
+RAY_PROCESSES_BYTES = 900 * MIB
+"Head processes, agents and dashboard of a local cluster."
+OBJECT_STORE_LIMIT_BYTES = 1 * GIB
+
+_DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+_ADAM_COPIES = 3
+"Gradient and two moments, in the parameters' dtype."
+_ACTIVATIONS_PER_LAYER = 24
+"Values a transformer block keeps for the backward pass, per token, in units of the hidden size."
+_LOGIT_COPIES = 4
+"Logits, their log-softmax and both gradients, float32."
+_ROLLOUT_BYTES_PER_TOKEN = 40
+"Id, two log-probabilities and text of a response token in Parquet, generously."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """The sizes of one causal LM that memory depends on."""
+
+    num_params: int
+    num_layers: int
+    num_kv_heads: int
+    head_size: int
+    hidden_size: int
+    vocab_size: int
+
+    def weight_bytes(self, dtype: str) -> int:
+        """Bytes of the parameters."""
+        return self.num_params * _DTYPE_BYTES[dtype]
+
+    def kv_bytes_per_token(self, dtype: str) -> int:
+        """Keys and values of one token over all layers."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_size * _DTYPE_BYTES[dtype]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPlan:
+    """Bytes by part of the system; `total_bytes` is what one machine must have."""
+
+    generation_bytes: int
+    "one generation actor"
+    kv_pool_bytes: int
+    "of which the KV pool"
+    trainer_bytes: int
+    reward_bytes: int
+    object_store_bytes: int
+    ray_bytes: int
+    num_generation: int
+    num_trainer: int
+    num_reward: int
+    disk_bytes: int
+    "checkpoints and rollouts of the whole run"
+
+    @property
+    def total_bytes(self) -> int:
+        """All actors, Ray and its object store on one machine."""
+        return (
+            self.num_generation * self.generation_bytes
+            + self.num_trainer * self.trainer_bytes
+            + self.num_reward * self.reward_bytes
+            + self.object_store_bytes
+            + self.ray_bytes
+        )
+
+    def rows(self) -> list[tuple[str, str]]:
+        """Label and amount of every part, for `rlhfspec check`."""
+        kv_pool = f"of which KV pool {gib(self.kv_pool_bytes)}"
+        return [
+            ("generation", f"{self.num_generation} x {gib(self.generation_bytes)} ({kv_pool})"),
+            ("trainer", f"{self.num_trainer} x {gib(self.trainer_bytes)}"),
+            ("reward", f"{self.num_reward} x {gib(self.reward_bytes)}"),
+            ("object store", gib(self.object_store_bytes)),
+            ("ray and driver", gib(self.ray_bytes)),
+            ("total", gib(self.total_bytes)),
+        ]
+
+
+def gib(num_bytes: int) -> str:
+    """Bytes as a short text, such as `1.50 GiB`."""
+    return f"{num_bytes / GIB:.2f} GiB"
+
+
+def plan_memory(
+    config: Config,
+    *,
+    target: ModelShape,
+    draft: ModelShape | None,
+    reward: ModelShape | None,
+    max_total_tokens: int,
+    object_store_bytes: int,
+) -> MemoryPlan:
+    """Reckon the plan. `max_total_tokens` is the longest prompt plus sampling.max_new_tokens."""
+    kv_pool = _kv_pool_bytes(config, target, draft, max_total_tokens)
+    return MemoryPlan(
+        generation_bytes=TORCH_PROCESS_BYTES + kv_pool + _engine_bytes(config, target, draft),
+        kv_pool_bytes=kv_pool,
+        trainer_bytes=TORCH_PROCESS_BYTES + _learner_bytes(config, target),
+        reward_bytes=_reward_bytes(config, reward),
+        object_store_bytes=object_store_bytes,
+        ray_bytes=RAY_PROCESSES_BYTES + TORCH_PROCESS_BYTES,
+        num_generation=config.cluster.generation.num_actors,
+        num_trainer=config.cluster.trainer.num_actors,
+        num_reward=config.cluster.reward.num_actors,
+        disk_bytes=_disk_bytes(config, target, draft),
+    )
+
+
+def _kv_pool_bytes(
+    config: Config, target: ModelShape, draft: ModelShape | None, max_total_tokens: int
+) -> int:
+    dtype = config.models.dtype
+    per_token = target.kv_bytes_per_token(dtype) + (draft.kv_bytes_per_token(dtype) if draft else 0)
+    tokens = max_total_tokens + config.speculation.num_nodes
+    return config.engine.max_running_samples * tokens * per_token
+
+
+def _engine_bytes(config: Config, target: ModelShape, draft: ModelShape | None) -> int:
+    dtype = config.models.dtype
+    weights = target.weight_bytes(dtype) + (draft.weight_bytes(dtype) if draft else 0)
+    copies = 1 if config.engine.device == "cuda" else 2
+    tokens = config.engine.max_running_samples * (config.speculation.num_nodes + 1)
+    logits = tokens * target.vocab_size * 4 * 2
+    return copies * weights + logits
+
+
+def _learner_bytes(config: Config, target: ModelShape) -> int:
+    weights = target.weight_bytes(config.models.dtype)
+    reference = weights if config.algorithm.kl_coef > 0 else 0
+    tokens = config.trainer.max_tokens_per_forward
+    kept_layers = 1 if config.trainer.gradient_checkpointing else target.num_layers
+    activations = tokens * target.hidden_size * 4 * _ACTIVATIONS_PER_LAYER * kept_layers
+    logits = tokens * target.vocab_size * 4 * _LOGIT_COPIES
+    published = weights
+    return weights * (1 + _ADAM_COPIES) + reference + published + activations + logits
+
+
+def _reward_bytes(config: Config, reward: ModelShape | None) -> int:
+    if reward is None:
+        return PLAIN_PROCESS_BYTES if config.reward.kind != "model" else TORCH_PROCESS_BYTES
+    return TORCH_PROCESS_BYTES + 2 * reward.weight_bytes("float32")
+
+
+def _disk_bytes(config: Config, target: ModelShape, draft: ModelShape | None) -> int:
+    dtype = config.models.dtype
+    checkpoint = target.weight_bytes(dtype) + (draft.weight_bytes(dtype) if draft else 0)
+    every = config.run.checkpoint_every
+    num_checkpoints = 1 + (config.run.iterations // every if every else 0)
+    samples = config.rollout.prompts_per_iteration * config.rollout.samples_per_prompt
+    rollouts = config.run.iterations * samples * config.sampling.max_new_tokens * _ROLLOUT_BYTES_PER_TOKEN
+    return num_checkpoints * checkpoint + rollouts
