@@ -1,0 +1,128 @@
+"""The shape of the tree: imports go leftwards only, files stay small, every module says what it is."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+LAYERS = ("core", "profiles", "policies", "engine", "learning", "actors", "cluster")
+MAX_LINES = 400
+
+_TORCH = {"torch", "transformers", "tokenizers", "safetensors", "jaxtyping", "numpy"}
+ALLOWED = {
+    "core": {"pydantic", "yaml", "numpy"},
+    "profiles": {"numpy", "pyarrow", "statsmodels"},
+    "policies": {"numpy"},
+    "engine": _TORCH | {"xformers"},
+    "learning": _TORCH | {"pyarrow", "datasets"},
+    "actors": _TORCH | {"ray"},
+    "cluster": _TORCH | {"ray", "pyarrow", "rich", "matplotlib", "yaml"},
+}
+"""Third-party packages a folder may import, besides the standard library."""
+
+
+def modules(*folders: str) -> list[Path]:
+    return sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imported_names(tree: ast.AST) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Every absolute import below `tree`: the module and the names taken from it."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, ()) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0 and node.module, f"relative import at line {node.lineno}"
+            yield node.module, tuple(alias.name for alias in node.names)
+
+
+def imports_at_load(tree: ast.Module) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Imports that run when the module is loaded: not in functions, not for type checkers only."""
+    for node in tree.body:
+        is_function = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))
+        is_type_checking = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        if not (is_function or is_type_checking):
+            yield from imported_names(node)
+
+
+def layer_faults(source: str, folder: str) -> list[str]:
+    """What the source text of a module of `folder` may not import."""
+    faults = []
+    for name, _ in imported_names(ast.parse(source)):
+        top = name.split(".")[0]
+        if top in LAYERS:
+            if LAYERS.index(top) > LAYERS.index(folder):
+                faults.append(f"{folder} imports {name}, which is to its right")
+        elif top in ("benchmarks", "tests"):
+            faults.append(f"{folder} imports {name}")
+        elif top not in sys.stdlib_module_names and top not in ALLOWED[folder]:
+            faults.append(f"{folder} imports {name}, which is not on its list")
+    return faults
+
+
+def import_graph() -> dict[str, set[str]]:
+    """Module to the modules of ours that it loads."""
+    known = {module_name(path): path for path in modules(*LAYERS)}
+    graph = {}
+    for name, path in known.items():
+        targets = set()
+        for module, members in imports_at_load(ast.parse(path.read_text())):
+            targets |= {module, *(f"{module}.{member}" for member in members)}
+        graph[name] = (targets & set(known)) - {name}
+    return graph
+
+
+def find_cycle(graph: dict[str, set[str]]) -> list[str]:
+    """One cycle of the graph as a list of modules; empty when there is none."""
+    done: set[str] = set()
+
+    def visit(name: str, trail: list[str]) -> list[str]:
+        if name in trail:
+            return [*trail[trail.index(name) :], name]
+        if name in done:
+            return []
+        for target in sorted(graph[name]):
+            if cycle := visit(target, [*trail, name]):
+                return cycle
+        done.add(name)
+        return []
+
+    return next((cycle for name in sorted(graph) if (cycle := visit(name, []))), [])
+
+
+@pytest.mark.parametrize("folder", LAYERS)
+def test_a_folder_imports_only_from_its_left(folder: str) -> None:
+    faults = [
+        f"{path.relative_to(ROOT)}: {fault}"
+        for path in modules(folder)
+        for fault in layer_faults(path.read_text(), folder)
+    ]
+    assert not faults, "\n".join(faults)
+
+
+def test_the_layer_rule_catches_planted_faults() -> None:
+    assert layer_faults("from actors.messages import Order", "policies")
+    assert layer_faults("def f():\n    import ray", "learning")
+    assert layer_faults("import torch.nn", "policies")
+    assert not layer_faults("import json\nfrom core.records import Prompt", "policies")
+
+
+def test_no_module_can_reach_itself() -> None:
+    assert find_cycle({"a": {"b"}, "b": {"c"}, "c": {"a"}}) == ["a", "b", "c", "a"]
+    assert find_cycle(import_graph()) == []
+
+
+@pytest.mark.parametrize("path", modules(*LAYERS, "benchmarks"), ids=module_name)
+def test_modules_are_small_and_say_what_they_are(path: Path) -> None:
+    text = path.read_text()
+    assert len(text.splitlines()) <= MAX_LINES
+    assert ast.get_docstring(ast.parse(text)), "the module docstring is missing"
