@@ -7,11 +7,12 @@ Phase two, the selection of nodes by score, is a tensor operation of the engine 
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from core.records import Budget, DecodeState, StepRecord
 
 
+@runtime_checkable
 class DraftPolicy(Protocol):
     """Chooses how much to draft and verify in the next decode step."""
 

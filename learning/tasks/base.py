@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from core.config import RewardConfig
 from core.errors import ConfigError
 from core.records import Prompt, Reward
 
 
+@runtime_checkable
 class RewardFunction(Protocol):
     """Scores responses. Must be a pure function of its arguments: a retry gives the same reward."""
 
