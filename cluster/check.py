@@ -16,10 +16,14 @@ from transformers.configuration_utils import PretrainedConfig
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from cluster import machine
-from cluster.memory import OBJECT_STORE_LIMIT_BYTES, MemoryPlan, ModelShape, gib, plan_memory
+from cluster.memory import MemoryPlan, ModelShape, gib, plan_memory
+from cluster.session import object_store_bytes
+from cluster.topology import plan as plan_topology
 from core.config import Config
 from core.errors import DataError, PlacementError
 from engine.models import check_compatible, load_hf_config, load_tokenizer, max_context_tokens
+from learning.data import load_prompts
+from learning.tasks.base import build_reward
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +83,7 @@ def check_run(config: Config, *, output_dir: Path) -> CheckReport:
         draft=draft,
         reward=reward,
         max_total_tokens=longest + config.sampling.max_new_tokens,
-        object_store_bytes=_object_store_bytes(config),
+        object_store_bytes=config.cluster.object_store_bytes or object_store_bytes(),
     )
     report = CheckReport(
         models=tuple(lines),
@@ -87,7 +91,7 @@ def check_run(config: Config, *, output_dir: Path) -> CheckReport:
         memory=plan,
         available_bytes=machine.memory_bytes(),
         free_disk_bytes=machine.free_disk_bytes(output_dir),
-        placement=_placement(config),
+        placement=plan_topology(config).describe(),
     )
     _require_room(config, report, output_dir)
     return report
@@ -117,8 +121,6 @@ def _describe_model(role: str, name: str, shape: ModelShape) -> str:
 def _check_data(
     config: Config, tokenizer: PreTrainedTokenizerBase, models: list[PretrainedConfig | None]
 ) -> tuple[int, int]:
-    from learning.data import load_prompts
-
     dataset = load_prompts(config.data, tokenizer, seed=config.run.seed)
     longest = dataset.max_prompt_tokens
     limits = [limit for model in models if model is not None and (limit := max_context_tokens(model))]
@@ -134,25 +136,10 @@ def _check_data(
 
 
 def _check_reward(config: Config) -> ModelShape | None:
-    from learning.tasks.base import build_reward
-
     if config.reward.kind == "model" and config.reward.model is not None:
         return model_shape(load_hf_config(config.reward.model))
     build_reward(config.reward)
     return None
-
-
-def _object_store_bytes(config: Config) -> int:
-    if config.cluster.object_store_bytes is not None:
-        return config.cluster.object_store_bytes
-    shared = machine.shared_memory_bytes()
-    return min(OBJECT_STORE_LIMIT_BYTES, shared // 4) if shared else OBJECT_STORE_LIMIT_BYTES
-
-
-def _placement(config: Config) -> str:
-    from cluster.topology import plan
-
-    return plan(config).describe()
 
 
 def _require_room(config: Config, report: CheckReport, output_dir: Path) -> None:

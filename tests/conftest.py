@@ -1,10 +1,13 @@
 """Shared by all tests: no network, one thread, nothing written into the home folder."""
 
 import os
+from dataclasses import dataclass
+from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
+os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")
@@ -18,3 +21,40 @@ def _private_home(tmp_path_factory: pytest.TempPathFactory) -> None:
     home = tmp_path_factory.mktemp("home")
     for name in ("MPLCONFIGDIR", "HF_HOME", "XDG_CACHE_HOME"):
         os.environ[name] = str(home / name.lower())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TinyPair:
+    """Folders of a random target and draft model with one character tokenizer; 128 positions."""
+
+    target: Path
+    draft: Path
+
+
+@pytest.fixture(scope="session")
+def tiny_pair(tmp_path_factory: pytest.TempPathFactory) -> TinyPair:
+    """A pair that loads in milliseconds; its weights are random and the same in every session."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from learning.tasks.chain import ALPHABET
+    from learning.tokenizers import character_tokenizer
+
+    folder = tmp_path_factory.mktemp("tiny_pair")
+    tokenizer = character_tokenizer(ALPHABET)
+    for seed, (name, num_layers) in enumerate((("target", 2), ("draft", 1))):
+        torch.manual_seed(seed)
+        config = LlamaConfig(
+            vocab_size=len(tokenizer),
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=num_layers,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            max_position_embeddings=128,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+        LlamaForCausalLM(config).save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+    return TinyPair(target=folder / "target", draft=folder / "draft")

@@ -17,7 +17,12 @@ Make a pair of models for RLHF from any text, or from question/answer JSONL.
 
 def add_parser(commands: Any) -> None:
     """Describe the command and its one action."""
-    parser = commands.add_parser("models", help="make a model pair of your own (models make)")
+    parser = commands.add_parser(
+        "models",
+        help="make a model pair of your own (models make)",
+        description=_TEXT,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
     make = actions.add_parser(
         "make",

@@ -1,0 +1,80 @@
+"""The memory plan is arithmetic: checked on hand-made sizes."""
+
+from __future__ import annotations
+
+from cluster.check import model_shape
+from cluster.memory import (
+    MIB,
+    PLAIN_PROCESS_BYTES,
+    RAY_PROCESSES_BYTES,
+    TORCH_PROCESS_BYTES,
+    MemoryPlan,
+    ModelShape,
+    gib,
+    plan_memory,
+)
+from core.config import Config
+from core.config_io import config_from_dict
+from engine.models import load_hf_config
+from tests.conftest import TinyPair
+
+TARGET = ModelShape(
+    num_params=1000, num_layers=3, num_kv_heads=2, head_size=8, hidden_size=32, vocab_size=100
+)
+DRAFT = ModelShape(num_params=100, num_layers=1, num_kv_heads=1, head_size=8, hidden_size=8, vocab_size=100)
+
+
+def config(**sections: dict) -> Config:
+    tree = {"data": {"task": "chain"}, "models": {"draft": "demo"}}
+    return config_from_dict(tree | sections)
+
+
+def plan(settings: Config) -> MemoryPlan:
+    return plan_memory(
+        settings, target=TARGET, draft=DRAFT, reward=None, max_total_tokens=50, object_store_bytes=7
+    )
+
+
+def test_the_kv_pool_holds_prompt_response_and_tree_of_every_slot() -> None:
+    settings = config(engine={"max_running_samples": 4}, speculation={"num_nodes": 6})
+    # float32: 2 * 3 layers * 2 heads * 8 * 4 bytes = 384 for the target, 2 * 1 * 1 * 8 * 4 = 64 for the draft
+    assert plan(settings).kv_pool_bytes == 4 * (50 + 6) * (384 + 64)
+
+
+def test_bfloat16_halves_the_kv_pool() -> None:
+    full = plan(config()).kv_pool_bytes
+    half = plan(config(models={"draft": "demo", "dtype": "bfloat16"})).kv_pool_bytes
+    assert full == 2 * half
+
+
+def test_the_total_counts_every_actor_once() -> None:
+    settings = config(cluster={"generation": {"num_actors": 3}, "reward": {"num_actors": 2}})
+    made = plan(settings)
+    assert made.reward_bytes == PLAIN_PROCESS_BYTES
+    assert made.generation_bytes > TORCH_PROCESS_BYTES + made.kv_pool_bytes
+    assert made.ray_bytes > RAY_PROCESSES_BYTES
+    expected = 3 * made.generation_bytes + made.trainer_bytes + 2 * made.reward_bytes + 7 + made.ray_bytes
+    assert made.total_bytes == expected
+
+
+def test_without_a_kl_penalty_no_reference_model_is_held() -> None:
+    with_reference = plan(config(algorithm={"kl_coef": 0.1})).trainer_bytes
+    without = plan(config(algorithm={"kl_coef": 0.0})).trainer_bytes
+    assert with_reference - without == 1000 * 4
+
+
+def test_each_kept_checkpoint_costs_disk() -> None:
+    rare = plan(config(run={"iterations": 10})).disk_bytes
+    often = plan(config(run={"iterations": 10, "checkpoint_every": 2})).disk_bytes
+    assert often - rare == 5 * (1000 + 100) * 4
+
+
+def test_shapes_are_read_from_a_hugging_face_config(tiny_pair: TinyPair) -> None:
+    shape = model_shape(load_hf_config(str(tiny_pair.target)))
+    assert (shape.num_layers, shape.num_kv_heads, shape.head_size, shape.hidden_size) == (2, 1, 16, 32)
+    weights = (tiny_pair.target / "model.safetensors").stat().st_size
+    assert abs(shape.weight_bytes("float32") - weights) < 16384
+
+
+def test_amounts_read_well() -> None:
+    assert gib(1536 * MIB) == "1.50 GiB"

@@ -1,0 +1,174 @@
+"""The command line: help, exit codes, one clear error for each kind of bad input."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cluster.cli import main
+from cluster.commands.bench import benchmark_names
+from cluster.origin import PACKAGES, ROOT, shadowed_packages
+from tests.conftest import TinyPair
+
+COMMANDS = ("demo", "train", "bench", "check", "models", "show")
+
+
+@pytest.fixture
+def config_file(tmp_path: Path, tiny_pair: TinyPair) -> Path:
+    data = tmp_path / "prompts.jsonl"
+    data.write_text(
+        "".join(json.dumps({"question": f"0{i}:a+1=", "answer": "b"}) + "\n" for i in range(1, 5))
+    )
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        f"""
+run: {{output_dir: {tmp_path / "runs"}, cache_dir: {tmp_path / "cache"}}}
+models: {{target: {tiny_pair.target}, draft: {tiny_pair.draft}}}
+data: {{path: {data}}}
+reward: {{kind: chain}}
+sampling: {{max_new_tokens: 32}}
+engine: {{max_running_samples: 4}}
+trainer: {{max_tokens_per_forward: 256}}
+"""
+    )
+    return file
+
+
+def refused(capsys: pytest.CaptureFixture[str], *argv: object) -> str:
+    """Run a command that must fail on bad input; return its one error message."""
+    assert main([str(arg) for arg in argv]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.count("error: ") == 1 and captured.err.startswith("error: ")
+    assert "Traceback" not in captured.err
+    return captured.err
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ending:
+        main([command, "--help"])
+    assert ending.value.code == 0
+    assert len(capsys.readouterr().out) > 200
+
+
+def test_the_module_runs_as_a_script_from_the_checkout() -> None:
+    answer = subprocess.run(
+        [sys.executable, "-m", "cluster.cli", "--help"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert all(command in answer.stdout for command in COMMANDS)
+
+
+def test_an_unknown_command_exits_with_2() -> None:
+    with pytest.raises(SystemExit) as ending:
+        main(["fly"])
+    assert ending.value.code == 2
+
+
+@pytest.mark.parametrize("command", [["train", "--dry-run"], ["check"]])
+def test_a_good_config_passes_and_prints_the_plan(
+    command: list[str], config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*command, "--config", str(config_file)]) == 0
+    out = capsys.readouterr().out
+    for part in ("tokenizers equal", "4 prompts, the longest 7 tokens", "KV pool", "total", "placement"):
+        assert part in out
+    assert not (tmp_path / "runs").exists(), "nothing may be written without running"
+
+
+def test_a_missing_config_file(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "nowhere.yaml does not exist" in refused(capsys, "train", "--config", "nowhere.yaml")
+
+
+def test_an_unknown_key(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    message = refused(capsys, "train", "--config", config_file, "--set", "run.iteration=3")
+    assert "unknown key run.iteration; did you mean 'iterations'?" in message
+
+
+@pytest.mark.parametrize("role", ["target", "draft"])
+def test_a_missing_model_path(role: str, config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    message = refused(capsys, "train", "--config", config_file, "--set", f"models.{role}=/no/such/model")
+    assert "/no/such/model does not exist" in message
+
+
+def test_tokenizers_that_differ(
+    config_file: Path, tmp_path: Path, tiny_pair: TinyPair, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    from learning.tokenizers import character_tokenizer
+
+    AutoModelForCausalLM.from_pretrained(tiny_pair.draft).save_pretrained(tmp_path / "other")
+    character_tokenizer("zyx").save_pretrained(tmp_path / "other")
+    message = refused(capsys, "train", "--config", config_file, "--set", f"models.draft={tmp_path / 'other'}")
+    assert "equal tokenizers" in message and "differ first at id 3" in message
+
+
+def test_malformed_jsonl_names_file_and_line(
+    config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"question": "01:a+1=", "answer": "b"}\n{"question": \n')
+    message = refused(capsys, "train", "--config", config_file, "--set", f"data.path={bad}")
+    assert "bad.jsonl" in message and "line 2" in message.replace(":2", " line 2")
+
+
+def test_an_empty_data_set(config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    empty = tmp_path / "empty.jsonl"
+    empty.write_text("")
+    message = refused(capsys, "train", "--config", config_file, "--set", f"data.path={empty}")
+    assert "empty.jsonl" in message
+
+
+def test_a_prompt_that_does_not_fit_the_context(
+    config_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    message = refused(capsys, "train", "--config", config_file, "--set", "sampling.max_new_tokens=122")
+    assert "context holds 128" in message and "7 tokens" in message
+
+
+def test_a_memory_plan_that_does_not_fit(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    message = refused(
+        capsys, "train", "--config", config_file, "--set", "engine.max_running_samples=100000000"
+    )
+    assert "GiB of memory but" in message and "engine.max_running_samples" in message
+
+
+def test_a_reward_function_that_is_not_there(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    message = refused(capsys, "train", "--config", config_file, "--set", "reward.kind=no_such_module:score")
+    assert "no_such_module" in message
+
+
+def test_half_a_demo_pair(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    message = refused(capsys, "check", "--config", config_file, "--set", "models.target=demo")
+    assert "expected both or none to be 'demo'" in message
+
+
+def test_a_folder_that_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "is not a run folder" in refused(capsys, "show", tmp_path)
+
+
+def test_an_unknown_benchmark(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "no benchmark 'nope'" in refused(capsys, "bench", "nope", "--out", tmp_path)
+
+
+def test_helpers_are_not_offered_as_benchmarks() -> None:
+    assert "result" not in benchmark_names()
+
+
+def test_every_package_comes_from_this_tree() -> None:
+    assert shadowed_packages() == []
+
+
+def test_a_shadowing_package_is_named_with_its_path(tmp_path: Path) -> None:
+    (tmp_path / "core").mkdir()
+    (tmp_path / "core" / "__init__.py").write_text("")
+    code = "from cluster.cli import main; import sys; sys.exit(main(['show', '.']))"
+    loader = f"import sys; sys.path[:0] = [{str(tmp_path)!r}, {str(ROOT)!r}]; {code}"
+    answer = subprocess.run([sys.executable, "-c", loader], capture_output=True, text=True, cwd=tmp_path)
+    assert answer.returncode == 1
+    assert f"package 'core' was expected in {ROOT}, got {tmp_path / 'core'}" in answer.stderr
+    assert set(PACKAGES) >= {"core", "cluster"}

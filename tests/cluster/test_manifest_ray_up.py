@@ -1,0 +1,64 @@
+"""`ray_cluster.yaml` is what `ray up` expects, by Ray's own validation, without a network."""
+
+from __future__ import annotations
+
+import copy
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from ray.autoscaler._private.util import prepare_config, validate_config
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def manifest() -> dict[str, Any]:
+    return yaml.safe_load((ROOT / "ray_cluster.yaml").read_text())
+
+
+def validated(tree: dict[str, Any]) -> dict[str, Any]:
+    prepared = prepare_config(copy.deepcopy(tree))
+    validate_config(prepared)
+    return prepared
+
+
+def test_ray_accepts_the_manifest() -> None:
+    prepared = validated(manifest())
+    assert set(prepared["available_node_types"]) == {"head", "generation", "trainer"}
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        {"max_workerz": 3},
+        {"head_node_type": "nobody"},
+        {"max_workers": "many"},
+    ],
+)
+def test_the_validation_would_notice_a_fault(fault: dict[str, Any]) -> None:
+    with pytest.raises(Exception, match=r"\S"):
+        validated(manifest() | fault)
+
+
+def test_the_nodes_install_the_pinned_versions() -> None:
+    tree = manifest()
+    mounted = {Path(local).name for local in tree["file_mounts"].values()}
+    assert {"constraints.txt", "pyproject.toml"} <= mounted
+    assert any("-c ~/rlhfspec-setup/constraints.txt" in command for command in tree["setup_commands"])
+
+
+def test_constraints_pin_every_direct_dependency_exactly() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = project["dependencies"] + project["optional-dependencies"]["dev"]
+    pinned = {}
+    for line in (ROOT / "constraints.txt").read_text().splitlines():
+        if line and not line.startswith("#"):
+            name, sign, version = line.partition("==")
+            assert sign and "+" not in version and "@" not in line and "/" not in line, line
+            pinned[name.lower().replace("_", "-")] = version
+    for requirement in wanted:
+        name = requirement.split(">=")[0].split("[")[0].lower()
+        assert name in pinned, f"{name} is not pinned"
+    assert (pinned["torch"], pinned["ray"], pinned["transformers"]) == ("2.13.0", "2.60.0", "5.23.0")
