@@ -145,6 +145,8 @@ class AlgorithmConfig(Section):
     kl_coef: float = Field(default=0.01, ge=0.0)
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     "Schulman 2020, 'Approximating KL divergence'"
+    kl_placement: Literal["loss", "reward"] = "loss"
+    "where the reference KL counts: a loss term, or (ppo only) a penalty on each token's reward"
     whiten_advantages: bool = True
     group_std: bool = True
     "grpo: divide by the group's standard deviation (false: Dr. GRPO)"

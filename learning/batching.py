@@ -1,0 +1,38 @@
+"""Padding and packing: sequences of unlike length into batches of a bounded number of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+
+def pack_by_length(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """Split indices into batches whose padded size (rows x longest) stays within `max_tokens`.
+
+    Indices come sorted by (length, index), so padding is small and the result depends on nothing
+    else. A sequence longer than `max_tokens` gets a batch of its own.
+    """
+    batches: list[list[int]] = []
+    for index in sorted(range(len(lengths)), key=lambda i: (lengths[i], i)):
+        if batches and (len(batches[-1]) + 1) * lengths[index] <= max_tokens:
+            batches[-1].append(index)
+        else:
+            batches.append([index])
+    return batches
+
+
+def pad_right(
+    sequences: Sequence[np.ndarray], *, pad_token_id: int
+) -> tuple[Int[Tensor, "B T"], Bool[Tensor, "B T"]]:
+    """Stack int64 sequences, padded on the right; the mask is True on real tokens."""
+    longest = max(len(sequence) for sequence in sequences)
+    ids = torch.full((len(sequences), longest), pad_token_id, dtype=torch.int64)
+    mask = torch.zeros((len(sequences), longest), dtype=torch.bool)
+    for row, sequence in enumerate(sequences):
+        ids[row, : len(sequence)] = torch.from_numpy(np.asarray(sequence, dtype=np.int64))
+        mask[row, : len(sequence)] = True
+    return ids, mask

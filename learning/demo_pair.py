@@ -1,0 +1,173 @@
+"""Makes the demo pair: a target that solves the chain task about half the time, and its draft.
+
+The target learns from demonstrations that slip: a wrong letter now and then, at a rate chosen so that
+a perfect imitator would be right in about half its samples. So accuracy at T = 1 approaches the middle
+instead of jumping over it, whatever the seed, and the room that is left is what PPO can win: the right
+letter is nearly always the likeliest. Training stops on measured accuracy, never on time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from core.errors import RlhfSpecError
+from core.records import Prompt
+from learning.distill import distill_step
+from learning.growth import deepen, widen
+from learning.sampling import sample_responses
+from learning.sft import Example, SupervisedTrainer, supervised_batches
+from learning.tasks.chain import ALPHABET as CHAIN_ALPHABET
+from learning.tasks.chain import MAX_RESPONSE_TOKENS, ChainReward, draw_problem, solution
+from learning.tokenizers import character_tokenizer
+
+Progress = Callable[[str, float], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DemoRecipe:
+    """Everything the pair depends on besides the seed; part of the cache key."""
+
+    version: int = 1
+    hidden_size: int = 128
+    num_layers: int = 2
+    head_dim: int = 64
+    grown_width: int = 2
+    grown_layers: int = 8
+    draft_hidden_size: int = 96
+    learning_rate: float = 2e-3
+    batch_tokens: int = 768
+    slip_rate: float = 0.09
+    min_accuracy: float = 0.42
+    max_accuracy: float = 0.58
+    min_steps: int = 300
+    max_steps: int = 2400
+    steps_between_checks: int = 60
+    num_check_prompts: int = 256
+    draft_steps: int = 700
+    draft_learning_rate: float = 4e-3
+
+
+class DemoPairMaker:
+    """Trains target and draft; deterministic given seed, recipe and thread count."""
+
+    def __init__(self, recipe: DemoRecipe, *, seed: int, progress: Progress) -> None:
+        self.recipe = recipe
+        self.seed = seed
+        self.progress = progress
+        self.tokenizer: PreTrainedTokenizerFast = character_tokenizer(CHAIN_ALPHABET)
+        self.slip_rate = recipe.slip_rate
+        self.accuracy = 0.0
+        self._rng = np.random.default_rng([seed, 0x9A18])
+
+    def make_target(self) -> tuple[LlamaForCausalLM, LlamaForCausalLM]:
+        """Train the narrow target until its measured accuracy fits; return (narrow, grown).
+
+        Raises RlhfSpecError when it does not get there within the recipe's steps.
+        """
+        recipe = self.recipe
+        narrow = self._model(recipe.hidden_size, recipe.num_layers, recipe.head_dim)
+        trainer = SupervisedTrainer(narrow, learning_rate=recipe.learning_rate)
+        for step, batch in enumerate(self._batches(recipe.max_steps), start=1):
+            trainer.step(batch)
+            self.progress("training the demo target", 0.7 * step / recipe.max_steps)
+            # the last stretch at a lower rate: less jitter from one check to the next
+            if step == recipe.min_steps:
+                trainer.learning_rate = recipe.learning_rate / 4
+            past_start = step - recipe.min_steps
+            if past_start >= recipe.steps_between_checks and past_start % recipe.steps_between_checks == 0:
+                self.accuracy = self.measure_accuracy(narrow, recipe.num_check_prompts)
+                if recipe.min_accuracy <= self.accuracy <= recipe.max_accuracy:
+                    wide = widen(narrow, factor=recipe.grown_width, seed=self.seed)
+                    return narrow, deepen(wide, num_layers=recipe.grown_layers, seed=self.seed)
+                self._steer(past_start)
+        raise RlhfSpecError(
+            f"the demo target reached accuracy {self.accuracy:.2f} in {recipe.max_steps} steps; expected "
+            f"{recipe.min_accuracy} to {recipe.max_accuracy}; try another run.seed"
+        )
+
+    def make_draft(self, teacher: LlamaForCausalLM) -> LlamaForCausalLM:
+        """Distil the one-layer draft from the teacher."""
+        recipe = self.recipe
+        draft = self._model(recipe.draft_hidden_size, 1, recipe.draft_hidden_size // 2)
+        trainer = SupervisedTrainer(draft, learning_rate=recipe.draft_learning_rate)
+        teacher.eval()
+        for step, batch in enumerate(self._batches(recipe.draft_steps), start=1):
+            trainer.learning_rate = recipe.draft_learning_rate * (1.0 - 0.9 * step / recipe.draft_steps)
+            distill_step(trainer, teacher, batch)
+            self.progress("distilling the demo draft", 0.7 + 0.3 * step / recipe.draft_steps)
+        return draft.eval()
+
+    def measure_accuracy(self, model: LlamaForCausalLM, num_prompts: int) -> float:
+        """Share of right answers in samples at T = 1 on problems of the task's own distribution."""
+        rng = np.random.default_rng([self.seed, 0xACC])
+        problems = [draw_problem(rng) for _ in range(num_prompts)]
+        prompts = [
+            Prompt(prompt_id=i, token_ids=np.asarray(self.tokenizer.encode(p.prompt)), text=p.prompt)
+            for i, p in enumerate(problems)
+        ]
+        responses = sample_responses(
+            model,
+            [prompt.token_ids for prompt in prompts],
+            max_new_tokens=MAX_RESPONSE_TOKENS + 8,
+            eos_token_id=int(self.tokenizer.eos_token_id),
+            pad_token_id=int(self.tokenizer.pad_token_id),
+            seed=self.seed,
+        )
+        texts = [
+            str(self.tokenizer.decode(tokens.tolist(), skip_special_tokens=True)) for tokens in responses
+        ]
+        rewards = ChainReward().score(prompts, texts)
+        return float(np.mean([reward.parts["correct"] for reward in rewards]))
+
+    def _steer(self, steps_so_far: int) -> None:
+        if self.accuracy > self.recipe.max_accuracy:
+            self.slip_rate = min(0.25, self.slip_rate * 1.3)
+        elif steps_so_far > self.recipe.max_steps // 4:
+            self.slip_rate *= 0.8
+
+    def _model(self, hidden_size: int, num_layers: int, head_dim: int) -> LlamaForCausalLM:
+        config = LlamaConfig(
+            vocab_size=len(self.tokenizer),
+            hidden_size=hidden_size,
+            intermediate_size=hidden_size * 11 // 4,
+            num_hidden_layers=num_layers,
+            num_attention_heads=hidden_size // head_dim,
+            num_key_value_heads=max(1, hidden_size // head_dim // 2),
+            head_dim=head_dim,
+            max_position_embeddings=1024,
+            bos_token_id=None,
+            eos_token_id=self.tokenizer.eos_token_id,
+            pad_token_id=self.tokenizer.pad_token_id,
+            tie_word_embeddings=False,
+        )
+        with torch.random.fork_rng():
+            torch.manual_seed(self.seed)
+            return LlamaForCausalLM(config)
+
+    def _batches(self, num: int):
+        given = 0
+        while given < num:
+            examples = [self._example() for _ in range(256)]
+            for batch in supervised_batches(
+                examples,
+                max_tokens=self.recipe.batch_tokens,
+                pad_token_id=int(self.tokenizer.pad_token_id),
+                rng=self._rng,
+            ):
+                if given < num:
+                    given += 1
+                    yield batch
+
+    def _example(self) -> Example:
+        problem = draw_problem(self._rng)
+        prompt = self.tokenizer.encode(problem.prompt)
+        answer = self.tokenizer.encode(solution(problem, slip_rate=self.slip_rate, rng=self._rng))
+        return Example(
+            token_ids=np.asarray([*prompt, *answer, self.tokenizer.eos_token_id]),
+            num_prompt_tokens=len(prompt),
+        )

@@ -1,0 +1,95 @@
+"""Rollouts as padded tensors, in the order of their sample index and never of their arrival."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from core.errors import NumericsError
+from core.records import Rollout
+from learning.batching import pad_right
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Experience:
+    """One update's material. `B` responses, `R` response tokens, `T` prompt and response tokens.
+
+    Row-major, `mask` [B, R] and `where` [B, T - 1] select the same tokens in the same order.
+    """
+
+    sample_indices: tuple[int, ...]
+    lengths: tuple[int, ...]
+    "prompt + response tokens"
+    ids: Int[Tensor, "B T"]
+    where: Bool[Tensor, "B S"]
+    mask: Bool[Tensor, "B R"]
+    old_logprobs: Float[Tensor, "B R"]
+    sampling_logprobs: Float[Tensor, "B R"]
+    rewards: Float[Tensor, " B"]
+    group_ids: Int[Tensor, " B"]
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of response tokens."""
+        return int(self.mask.sum())
+
+
+def collate(rollouts: Sequence[Rollout], *, pad_token_id: int) -> Experience:
+    """Order by `key.sample_index` and pad.
+
+    Raises NumericsError naming the sample when a reward or log-probability is not finite, or a
+    response is empty; ValueError when two rollouts have the same key or there are none.
+    """
+    if not rollouts:
+        raise ValueError("an update needs at least one rollout, got none")
+    ordered = sorted(rollouts, key=lambda rollout: rollout.completion.key.sample_index)
+    indices = tuple(rollout.completion.key.sample_index for rollout in ordered)
+    if len(set(indices)) != len(indices):
+        raise ValueError("two rollouts of one update have the same sample index; each must be new")
+    for rollout in ordered:
+        _check(rollout)
+    prompts = [rollout.prompt.token_ids for rollout in ordered]
+    responses = [rollout.completion.token_ids for rollout in ordered]
+    ids, real = pad_right(
+        [np.concatenate(pair) for pair in zip(prompts, responses, strict=True)], pad_token_id=pad_token_id
+    )
+    first = torch.tensor([len(prompt) for prompt in prompts])
+    where = real[:, 1:] & (torch.arange(1, ids.shape[1])[None] >= first[:, None])
+    _, mask = pad_right(responses, pad_token_id=pad_token_id)
+    return Experience(
+        sample_indices=indices,
+        lengths=tuple(len(p) + len(r) for p, r in zip(prompts, responses, strict=True)),
+        ids=ids,
+        where=where,
+        mask=mask,
+        old_logprobs=_padded([rollout.completion.policy_logprobs for rollout in ordered], mask),
+        sampling_logprobs=_padded([rollout.completion.sampling_logprobs for rollout in ordered], mask),
+        rewards=torch.tensor([rollout.reward.value for rollout in ordered], dtype=torch.float32),
+        group_ids=torch.tensor([rollout.completion.group_id for rollout in ordered]),
+    )
+
+
+def _padded(rows: Sequence[np.ndarray], mask: Tensor) -> Tensor:
+    out = torch.zeros(mask.shape, dtype=torch.float32)
+    out[mask] = torch.from_numpy(np.concatenate(rows).astype(np.float32))
+    return out
+
+
+def _check(rollout: Rollout) -> None:
+    completion = rollout.completion
+    where = f"sample {completion.key.sample_index} (prompt {completion.prompt_id})"
+    if completion.num_tokens == 0:
+        raise NumericsError(f"{where}: the response is empty; expected at least the end token")
+    named = {
+        "reward": np.asarray(rollout.reward.value),
+        "policy_logprobs": completion.policy_logprobs,
+        "sampling_logprobs": completion.sampling_logprobs,
+    }
+    for name, values in named.items():
+        if not np.isfinite(values).all():
+            raise NumericsError(f"{where}: {name} is not finite; an update must not go on with it")

@@ -1,0 +1,21 @@
+"""What an update computes once, before its first optimizer step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Targets:
+    """Per-token tensors [B, R], padded like the experience, and the figures found on the way."""
+
+    advantages: Tensor
+    returns: Tensor | None
+    "PPO only: what the value head learns"
+    values: Tensor | None
+    "PPO only: the values before the update"
+    reference: Tensor | None
+    "the reference policy's log-probabilities, None without KL control"
+    figures: dict[str, float]

@@ -1,0 +1,102 @@
+"""A tiny model and hand-made rollouts for the learner's tests."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from core.records import (
+    Completion,
+    FinishReason,
+    Prompt,
+    Reward,
+    Rollout,
+    SampleKey,
+    WeightSpan,
+)
+from engine.logprobs import token_logprobs
+
+
+def tiny_model(seed: int = 0) -> LlamaForCausalLM:
+    """Two layers, 4 heads over 2 KV heads, vocabulary 19."""
+    torch.manual_seed(seed)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=19,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=8,
+            max_position_embeddings=64,
+            bos_token_id=None,
+            eos_token_id=1,
+            pad_token_id=0,
+            tie_word_embeddings=False,
+            # far from uniform, so that a mistake in a log-probability shows
+            initializer_range=0.3,
+        )
+    ).eval()
+
+
+@pytest.fixture
+def model() -> LlamaForCausalLM:
+    return tiny_model()
+
+
+@pytest.fixture
+def make_rollouts() -> Callable[..., list[Rollout]]:
+    """Make rollouts of random tokens whose old log-probabilities are the model's own."""
+
+    def make(
+        model: LlamaForCausalLM,
+        num: int = 6,
+        *,
+        seed: int = 0,
+        temperature: float = 1.0,
+        reward: Callable[[np.ndarray], float] = lambda tokens: float(tokens[0] % 3),
+        group_size: int = 2,
+    ) -> list[Rollout]:
+        rng = np.random.default_rng(seed)
+        rollouts = []
+        for index in range(num):
+            prompt = rng.integers(2, 19, size=int(rng.integers(1, 5)))
+            response = rng.integers(2, 19, size=int(rng.integers(1, 9)))
+            logprobs = _dense_logprobs(model, prompt, response, temperature)
+            completion = Completion(
+                key=SampleKey(run_seed=0, sample_index=index),
+                prompt_id=index,
+                group_id=index // group_size,
+                epoch=0,
+                token_ids=response,
+                policy_logprobs=logprobs,
+                sampling_logprobs=logprobs,
+                finish_reason=FinishReason.STOP,
+                weight_spans=(WeightSpan(weight_version=0, first_position=0),),
+                instance="test",
+                num_decode_steps=len(response),
+                num_accepted_tokens=0,
+            )
+            rollouts.append(
+                Rollout(
+                    prompt=Prompt(prompt_id=index, token_ids=prompt),
+                    completion=completion,
+                    response_text="",
+                    reward=Reward(value=reward(response)),
+                )
+            )
+        return rollouts
+
+    return make
+
+
+@torch.no_grad()
+def _dense_logprobs(
+    model: LlamaForCausalLM, prompt: np.ndarray, response: np.ndarray, temperature: float
+) -> np.ndarray:
+    ids = torch.from_numpy(np.concatenate([prompt, response]))[None]
+    logits = model(ids).logits[0, len(prompt) - 1 : -1]
+    return token_logprobs(logits, ids[0, len(prompt) :], temperature).numpy()

@@ -1,0 +1,216 @@
+"""The learner's laws: order does not matter, ratios start at 1, equal rewards teach nothing."""
+
+import dataclasses
+import math
+
+import numpy as np
+import torch
+from pytest import approx, mark, raises
+
+from core.config import AlgorithmConfig, TrainerConfig
+from core.errors import ConfigError, NumericsError
+from core.records import Reward
+from engine.logprobs import token_logprobs
+from learning.experience import collate
+from learning.forward import logits_where
+from learning.learner import Learner
+from tests.learning.conftest import tiny_model
+
+TRAINER = TrainerConfig(learning_rate=1e-2, value_learning_rate=1e-2, minibatch_size=3, epochs=2)
+PPO, GRPO = AlgorithmConfig(kind="ppo"), AlgorithmConfig(kind="grpo")
+
+
+def make_learner(model=None, *, algorithm=PPO, trainer=TRAINER, temperature=1.0) -> Learner:
+    return Learner(
+        model or tiny_model(),
+        algorithm=algorithm,
+        trainer=trainer,
+        temperature=temperature,
+        seed=5,
+        pad_token_id=0,
+    )
+
+
+def parameters(learner: Learner) -> list[torch.Tensor]:
+    return [p.detach().clone() for p in learner.model.parameters()]
+
+
+def test_collate_orders_by_sample_index_and_marks_the_response(model, make_rollouts):
+    rollouts = make_rollouts(model)
+    experience = collate(rollouts[::-1], pad_token_id=0)
+    assert experience.sample_indices == (0, 1, 2, 3, 4, 5)
+    for row, rollout in enumerate(rollouts):
+        picked = experience.ids[row, 1:][experience.where[row]]
+        assert picked.tolist() == rollout.completion.token_ids.tolist()
+        old = experience.old_logprobs[row][experience.mask[row]]
+        assert old.numpy() == approx(rollout.completion.policy_logprobs)
+
+
+def test_collate_refuses_a_sample_that_comes_twice(model, make_rollouts):
+    rollouts = make_rollouts(model)
+    with raises(ValueError, match="same sample index"):
+        collate([*rollouts, rollouts[0]], pad_token_id=0)
+
+
+def test_logits_at_chosen_positions_equal_the_dense_forward(model):
+    ids = torch.randint(2, 19, (3, 7))
+    where = torch.rand(3, 6) > 0.5
+    logits, hidden = logits_where(model, ids, where)
+    assert torch.allclose(logits, model(ids).logits[:, :-1][where], atol=1e-6)
+    assert hidden.shape == (int(where.sum()), 32)
+
+
+@mark.parametrize("algorithm", [PPO, GRPO])
+def test_rollouts_in_any_order_give_bitwise_equal_parameters(make_rollouts, algorithm):
+    learners = [make_learner(algorithm=algorithm), make_learner(algorithm=algorithm)]
+    rollouts = make_rollouts(learners[0].model)
+    reports = [learners[0].update(rollouts), learners[1].update(rollouts[3:] + rollouts[:3][::-1])]
+    assert all(torch.equal(a, b) for a, b in zip(*map(parameters, learners), strict=True))
+    assert reports[0].figures == reports[1].figures
+    assert not torch.equal(parameters(learners[0])[0], parameters(make_learner())[0])
+
+
+@mark.parametrize("temperature", [1.0, 0.7])
+def test_the_ratio_starts_at_one(make_rollouts, temperature):
+    learner = make_learner(temperature=temperature)
+    report = learner.update(make_rollouts(learner.model, temperature=temperature))
+    assert report.figures["ratio_at_first_minibatch"] == approx(1.0, abs=1e-4)
+
+
+def test_a_wrong_old_logprob_shows_in_the_ratio(make_rollouts):
+    learner = make_learner()
+    rollouts = make_rollouts(learner.model, temperature=0.7)
+    assert abs(learner.update(rollouts).figures["ratio_at_first_minibatch"] - 1.0) > 1e-2
+
+
+@mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
+def test_splitting_a_minibatch_into_small_forwards_changes_nothing_but_rounding(make_rollouts, aggregation):
+    algorithm = PPO.model_copy(update={"loss_aggregation": aggregation})
+    whole, split = (
+        make_learner(algorithm=algorithm, trainer=TRAINER.model_copy(update={"max_tokens_per_forward": size}))
+        for size in (4096, 16)
+    )
+    rollouts = make_rollouts(whole.model)
+    a, b = whole.update(rollouts), split.update(rollouts)
+    assert a.figures == approx(b.figures, rel=1e-2, abs=1e-3)
+    for one, other in zip(parameters(whole), parameters(split), strict=True):
+        assert torch.allclose(one, other, atol=3e-3)
+
+
+@mark.parametrize("algorithm", [PPO, GRPO])
+def test_rewarded_tokens_become_likelier(make_rollouts, algorithm):
+    # one group per prompt would need real prompts; here all six responses are one group
+    learner = make_learner(algorithm=algorithm)
+    reward = {True: 1.0, False: 0.0}
+    rollouts = make_rollouts(learner.model, 6, reward=lambda t: reward[bool(t[0] % 2)], group_size=6)
+    before = collate(rollouts, pad_token_id=0)
+    assert 0 < float(before.rewards.sum()) < 6
+    learner.update(rollouts)
+    logits, _ = logits_where(learner.model, before.ids, before.where)
+    now = torch.zeros_like(before.old_logprobs)
+    now[before.mask] = token_logprobs(logits, before.ids[:, 1:][before.where], 1.0).detach()
+    change = (now - before.old_logprobs).sum(dim=1)
+    assert change[before.rewards == 1].mean() > change[before.rewards == 0].mean()
+
+
+def test_a_grpo_group_of_equal_rewards_leaves_the_policy_alone(make_rollouts):
+    learner = make_learner(algorithm=AlgorithmConfig(kind="grpo", kl_coef=0.0))
+    before = parameters(learner)
+    report = learner.update(make_rollouts(learner.model, reward=lambda tokens: 0.1))
+    assert report.figures["num_zero_advantage_groups"] == 3
+    assert all(torch.equal(a, b) for a, b in zip(before, parameters(learner), strict=True))
+
+
+def test_the_value_head_learns_the_reward(make_rollouts):
+    learner = make_learner(trainer=TRAINER.model_copy(update={"learning_rate": 1e-8}))
+    rollouts = make_rollouts(learner.model, 12)
+    explained = [learner.update(rollouts).figures["explained_variance"] for _ in range(40)]
+    # it starts at zero, so the first is 0; a policy that stands still can be fitted
+    assert explained[0] == approx(0.0, abs=1e-5)
+    assert explained[-1] > 0.5
+
+
+@mark.parametrize("placement", ["loss", "reward"])
+def test_the_reference_is_the_initial_policy(make_rollouts, placement):
+    algorithm = AlgorithmConfig(kind="ppo", kl_coef=0.1, kl_placement=placement)
+    learner = make_learner(algorithm=algorithm)
+    rollouts = make_rollouts(learner.model)
+    first = learner.update(rollouts).figures["reference_kl"]
+    assert first == approx(0.0, abs=1e-6)
+    later = learner.update(make_rollouts(learner.model, seed=1)).figures["reference_kl"]
+    assert later > 1e-4
+
+
+def test_every_figure_is_reported_and_finite(make_rollouts):
+    common = {
+        "policy_loss",
+        "entropy",
+        "approx_kl",
+        "clip_fraction",
+        "grad_norm",
+        "reference_kl",
+        "ratio_at_first_minibatch",
+    }
+    for algorithm, own in (
+        (PPO, {"value_loss", "explained_variance"}),
+        (GRPO, {"num_zero_advantage_groups"}),
+    ):
+        learner = make_learner(algorithm=algorithm)
+        report = learner.update(make_rollouts(learner.model))
+        assert set(report.figures) == common | own
+        assert all(math.isfinite(value) for value in report.figures.values())
+        assert (report.weight_version, report.num_samples, report.num_optimizer_steps) == (1, 6, 4)
+
+
+def test_a_resumed_learner_goes_on_bitwise(make_rollouts, tmp_path):
+    straight = make_learner()
+    first, second = make_rollouts(straight.model), make_rollouts(straight.model, seed=1)
+    straight.update(first)
+    torch.save(straight.state_dict(), tmp_path / "state.pt")
+    straight.update(second)
+    resumed = make_learner(tiny_model(seed=9))
+    resumed.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    resumed.update(second)
+    assert resumed.weight_version == 2
+    assert all(torch.equal(a, b) for a, b in zip(parameters(straight), parameters(resumed), strict=True))
+
+
+def test_a_checkpoint_of_another_algorithm_is_refused():
+    with raises(ConfigError, match="value_head"):
+        make_learner(algorithm=PPO).load_state_dict(make_learner(algorithm=GRPO).state_dict())
+
+
+def test_training_at_temperature_zero_is_refused():
+    with raises(ConfigError, match="temperature 0"):
+        make_learner(temperature=0.0)
+
+
+def test_a_reward_that_is_not_finite_is_named_and_changes_nothing(make_rollouts):
+    learner = make_learner()
+    before = parameters(learner)
+    rollouts = make_rollouts(learner.model)
+    rollouts[4] = dataclasses.replace(rollouts[4], reward=Reward(value=math.nan))
+    with raises(NumericsError, match="sample 4.*reward"):
+        learner.update(rollouts)
+    assert all(torch.equal(a, b) for a, b in zip(before, parameters(learner), strict=True))
+
+
+def test_a_diverged_model_is_named(make_rollouts):
+    learner = make_learner()
+    rollouts = make_rollouts(learner.model)
+    with torch.no_grad():
+        learner.model.lm_head.weight[0, 0] = math.nan
+    with raises(NumericsError, match="expected a finite"):
+        learner.update(rollouts)
+
+
+def test_gradient_checkpointing_gives_the_same_update(make_rollouts):
+    plain, saving = (
+        make_learner(),
+        make_learner(trainer=TRAINER.model_copy(update={"gradient_checkpointing": True})),
+    )
+    rollouts = make_rollouts(plain.model)
+    plain.update(rollouts)
+    saving.update(rollouts)
+    for one, other in zip(parameters(plain), parameters(saving), strict=True):
+        assert np.allclose(one, other, atol=1e-5)
