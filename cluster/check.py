@@ -21,6 +21,8 @@ from cluster.session import object_store_bytes
 from cluster.topology import plan as plan_topology
 from core.config import Config
 from core.errors import DataError, PlacementError
+from engine.build import attention_name
+from engine.kv import KVShape
 from engine.models import check_compatible, load_hf_config, load_tokenizer, max_context_tokens
 from learning.data import load_prompts
 from learning.tasks.base import build_reward
@@ -61,6 +63,8 @@ def check_run(config: Config, *, output_dir: Path) -> CheckReport:
 
     Raises ModelError, DataError, ConfigError, RewardError or PlacementError: the first fault found.
     """
+    attention_name(config.engine)
+    placement = plan_topology(config).describe()
     trust = config.models.trust_remote_code
     target_config = load_hf_config(config.models.target, trust_remote_code=trust)
     tokenizer_name = config.models.tokenizer or config.models.target
@@ -91,7 +95,7 @@ def check_run(config: Config, *, output_dir: Path) -> CheckReport:
         memory=plan,
         available_bytes=machine.memory_bytes(),
         free_disk_bytes=machine.free_disk_bytes(output_dir),
-        placement=plan_topology(config).describe(),
+        placement=placement,
     )
     _require_room(config, report, output_dir)
     return report
@@ -102,20 +106,16 @@ def model_shape(config: PretrainedConfig) -> ModelShape:
     text = config.get_text_config()
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    sizes = text.to_dict()
-    heads = sizes["num_attention_heads"]
     return ModelShape(
         num_params=sum(parameter.numel() for parameter in model.parameters()),
-        num_layers=sizes["num_hidden_layers"],
-        num_kv_heads=sizes.get("num_key_value_heads") or heads,
-        head_size=sizes.get("head_dim") or sizes["hidden_size"] // heads,
-        hidden_size=sizes["hidden_size"],
-        vocab_size=sizes["vocab_size"],
+        kv=KVShape.of(config),
+        hidden_size=text.hidden_size,
+        vocab_size=text.vocab_size,
     )
 
 
 def _describe_model(role: str, name: str, shape: ModelShape) -> str:
-    return f"{role} {name}: {shape.num_params / 1e6:.2f}M parameters, {shape.num_layers} layers"
+    return f"{role} {name}: {shape.num_params / 1e6:.2f}M parameters, {shape.kv.num_layers} layers"
 
 
 def _check_data(

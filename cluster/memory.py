@@ -13,6 +13,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from core.config import Config
+from engine.build import build_policy
+from engine.kv import KVShape
 
 GIB = 1 << 30
 MIB = 1 << 20
@@ -32,6 +34,8 @@ _ACTIVATIONS_PER_LAYER = 24
 "Values a transformer block keeps for the backward pass, per token, in units of the hidden size."
 _LOGIT_COPIES = 4
 "Logits, their log-softmax and both gradients, float32."
+_STEP_COPIES = 3
+"Logits, noise and their sum in a decode step, float32."
 _ROLLOUT_BYTES_PER_TOKEN = 40
 "Id, two log-probabilities and text of a response token in Parquet, generously."
 
@@ -41,19 +45,13 @@ class ModelShape:
     """The sizes of one causal LM that memory depends on."""
 
     num_params: int
-    num_layers: int
-    num_kv_heads: int
-    head_size: int
+    kv: KVShape
     hidden_size: int
     vocab_size: int
 
     def weight_bytes(self, dtype: str) -> int:
         """Bytes of the parameters."""
         return self.num_params * _DTYPE_BYTES[dtype]
-
-    def kv_bytes_per_token(self, dtype: str) -> int:
-        """Keys and values of one token over all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_size * _DTYPE_BYTES[dtype]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,18 +129,19 @@ def plan_memory(
 def _kv_pool_bytes(
     config: Config, target: ModelShape, draft: ModelShape | None, max_total_tokens: int
 ) -> int:
-    dtype = config.models.dtype
-    per_token = target.kv_bytes_per_token(dtype) + (draft.kv_bytes_per_token(dtype) if draft else 0)
-    tokens = max_total_tokens + config.speculation.num_nodes
-    return config.engine.max_running_samples * tokens * per_token
+    slots = config.engine.max_running_samples
+    capacity = max_total_tokens + build_policy(config.speculation).max_nodes + 1
+    element_bytes = _DTYPE_BYTES[config.models.dtype]
+    shapes = [shape.kv for shape in (target, draft) if shape is not None]
+    return sum(shape.pool_bytes(slots, capacity, element_bytes) for shape in shapes)
 
 
 def _engine_bytes(config: Config, target: ModelShape, draft: ModelShape | None) -> int:
     dtype = config.models.dtype
     weights = target.weight_bytes(dtype) + (draft.weight_bytes(dtype) if draft else 0)
     copies = 1 if config.engine.device == "cuda" else 2
-    tokens = config.engine.max_running_samples * (config.speculation.num_nodes + 1)
-    logits = tokens * target.vocab_size * 4 * 2
+    tokens = config.engine.max_running_samples * (build_policy(config.speculation).max_nodes + 1)
+    logits = tokens * target.vocab_size * 4 * _STEP_COPIES
     return copies * weights + logits
 
 
@@ -150,7 +149,7 @@ def _learner_bytes(config: Config, target: ModelShape) -> int:
     weights = target.weight_bytes(config.models.dtype)
     reference = weights if config.algorithm.kl_coef > 0 else 0
     tokens = config.trainer.max_tokens_per_forward
-    kept_layers = 1 if config.trainer.gradient_checkpointing else target.num_layers
+    kept_layers = 1 if config.trainer.gradient_checkpointing else target.kv.num_layers
     activations = tokens * target.hidden_size * 4 * _ACTIVATIONS_PER_LAYER * kept_layers
     logits = tokens * target.vocab_size * 4 * _LOGIT_COPIES
     published = weights

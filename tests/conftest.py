@@ -38,7 +38,7 @@ def tiny_pair(tmp_path_factory: pytest.TempPathFactory) -> TinyPair:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from learning.tasks.chain import ALPHABET
-    from learning.tokenizers import character_tokenizer
+    from learning.tokenization import character_tokenizer
 
     folder = tmp_path_factory.mktemp("tiny_pair")
     tokenizer = character_tokenizer(ALPHABET)

@@ -15,13 +15,22 @@ from cluster.memory import (
 )
 from core.config import Config
 from core.config_io import config_from_dict
+from engine.kv import KVShape
 from engine.models import load_hf_config
 from tests.conftest import TinyPair
 
 TARGET = ModelShape(
-    num_params=1000, num_layers=3, num_kv_heads=2, head_size=8, hidden_size=32, vocab_size=100
+    num_params=1000,
+    kv=KVShape(num_layers=3, num_kv_heads=2, num_heads=4, head_size=8),
+    hidden_size=32,
+    vocab_size=100,
 )
-DRAFT = ModelShape(num_params=100, num_layers=1, num_kv_heads=1, head_size=8, hidden_size=8, vocab_size=100)
+DRAFT = ModelShape(
+    num_params=100,
+    kv=KVShape(num_layers=1, num_kv_heads=1, num_heads=1, head_size=8),
+    hidden_size=8,
+    vocab_size=100,
+)
 
 
 def config(**sections: dict) -> Config:
@@ -37,8 +46,9 @@ def plan(settings: Config) -> MemoryPlan:
 
 def test_the_kv_pool_holds_prompt_response_and_tree_of_every_slot() -> None:
     settings = config(engine={"max_running_samples": 4}, speculation={"num_nodes": 6})
-    # float32: 2 * 3 layers * 2 heads * 8 * 4 bytes = 384 for the target, 2 * 1 * 1 * 8 * 4 = 64 for the draft
-    assert plan(settings).kv_pool_bytes == 4 * (50 + 6) * (384 + 64)
+    # 50 tokens, 6 nodes and the root, rounded up to views of 32; keys of 8, values of 8 + 8 padding; float32
+    target, draft = 3 * 2 * (8 + 16) * 4, 1 * 1 * (8 + 16) * 4
+    assert plan(settings).kv_pool_bytes == 4 * 64 * (target + draft)
 
 
 def test_bfloat16_halves_the_kv_pool() -> None:
@@ -71,7 +81,8 @@ def test_each_kept_checkpoint_costs_disk() -> None:
 
 def test_shapes_are_read_from_a_hugging_face_config(tiny_pair: TinyPair) -> None:
     shape = model_shape(load_hf_config(str(tiny_pair.target)))
-    assert (shape.num_layers, shape.num_kv_heads, shape.head_size, shape.hidden_size) == (2, 1, 16, 32)
+    assert shape.kv == KVShape(num_layers=2, num_kv_heads=1, num_heads=2, head_size=16)
+    assert shape.hidden_size == 32
     weights = (tiny_pair.target / "model.safetensors").stat().st_size
     assert abs(shape.weight_bytes("float32") - weights) < 16384
 

@@ -99,7 +99,7 @@ def test_tokenizers_that_differ(
 ) -> None:
     from transformers import AutoModelForCausalLM
 
-    from learning.tokenizers import character_tokenizer
+    from learning.tokenization import character_tokenizer
 
     AutoModelForCausalLM.from_pretrained(tiny_pair.draft).save_pretrained(tmp_path / "other")
     character_tokenizer("zyx").save_pretrained(tmp_path / "other")
