@@ -15,6 +15,8 @@
 Messages have one order: what failed, what was expected, what was got, what to do.
 """
 
+from functools import partial
+
 
 class RlhfSpecError(Exception):
     """Base of every error this project raises on purpose."""
@@ -63,6 +65,17 @@ class WaitTimeout(RlhfSpecError):
         super().__init__(
             f"{waiter} waited {waited_s:.0f} s for {waited_for} to answer '{order}' and gave up; {advice}"
         )
+        self._arguments = {
+            "waiter": waiter,
+            "waited_for": waited_for,
+            "order": order,
+            "waited_s": waited_s,
+            "advice": advice,
+        }
+
+    def __reduce__(self) -> tuple:
+        """Pickle by keyword: the default would call the constructor with the message alone."""
+        return partial(WaitTimeout, **self._arguments), ()
 
 
 class InstanceLost(RlhfSpecError):

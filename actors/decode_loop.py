@@ -1,0 +1,269 @@
+"""The decode loop of one instance: engine state has one writer, and orders one logged order.
+
+Control threads put orders into a mailbox; the loop empties it between decode steps, at numbered step
+boundaries, so that the log of (boundary, order) replays what an instance did (design 3.5). Completions
+wait in an outbox until a later poll acknowledges them: an answer that is lost is given again.
+Nothing here knows Ray.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from actors.messages import LoadedWeights, PollReply
+from core.errors import RlhfSpecError
+from core.records import Completion, InstanceLoad, SampleKey, SampleRequest, WeightManifest
+
+ORDER_LOG_LENGTH = 1000
+
+
+class LoopEngine(Protocol):
+    """What the loop needs of `engine.generator.Engine`."""
+
+    @property
+    def has_work(self) -> bool:
+        """True while a sample is waiting or running."""
+        ...
+
+    def submit(self, request: SampleRequest) -> None:
+        """Queue a sample."""
+        ...
+
+    def step(self) -> list[Completion]:
+        """Do one decode step and return what finished."""
+        ...
+
+    def load(self) -> InstanceLoad:
+        """Return the workload."""
+        ...
+
+    def progress(self) -> dict[SampleKey, np.ndarray]:
+        """Return the response tokens so far of every running sample."""
+        ...
+
+
+class EngineHost(Protocol):
+    """Holds the engine, which exists once all its weights have arrived."""
+
+    @property
+    def engine(self) -> LoopEngine | None:
+        """The engine, if it exists."""
+        ...
+
+    def load_weights(self, manifest: WeightManifest, chunks: Sequence[np.ndarray]) -> LoadedWeights:
+        """Load one version of one model and read it back."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SubmitOrder:
+    """Take these samples."""
+
+    requests: tuple[SampleRequest, ...]
+
+    def __str__(self) -> str:
+        names = ", ".join(f"{r.key.sample_index}@{r.epoch}" for r in self.requests)
+        return f"submit {names}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadOrder:
+    """Load this version of this model; there must be no open sample (mode drain)."""
+
+    manifest: WeightManifest
+    chunks: tuple[np.ndarray, ...]
+
+    def __str__(self) -> str:
+        return f"load {self.manifest.model} version {self.manifest.weight_version}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrainOrder:
+    """Answer when no sample is open."""
+
+    def __str__(self) -> str:
+        return "drain"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StopOrder:
+    """Leave the loop at the next boundary."""
+
+    def __str__(self) -> str:
+        return "stop"
+
+
+LoopOrder = SubmitOrder | LoadOrder | DrainOrder | StopOrder
+
+
+@dataclass(slots=True)
+class _Published:
+    """What polls read: written at step boundaries under the lock."""
+
+    load: InstanceLoad | None = None
+    progress: dict[SampleKey, np.ndarray] = field(default_factory=dict)
+
+
+class DecodeLoop:
+    """Runs an engine; `run` on one thread, `order` and `poll` on any other."""
+
+    def __init__(
+        self,
+        instance: str,
+        host: EngineHost,
+        *,
+        publish_interval_s: float,
+        on_publish: Callable[[InstanceLoad], None] = lambda load: None,
+    ) -> None:
+        self._instance = instance
+        self._host = host
+        self._publish_interval_s = publish_interval_s
+        self._on_publish = on_publish
+        self._mailbox: queue.SimpleQueue[tuple[LoopOrder, Future]] = queue.SimpleQueue()
+        self._drains: list[Future] = []
+        self._changed = threading.Condition()
+        self._outbox: deque[tuple[int, Completion]] = deque()
+        self._sequence = 0
+        self._published = _Published()
+        self._published_at_s = 0.0
+        self._step_began_s: float | None = None
+        self._failure: BaseException | None = None
+        self._ended: BaseException | None = None
+        self._stopping = False
+        self.boundary = 0
+        self.order_log: deque[tuple[int, str]] = deque(maxlen=ORDER_LOG_LENGTH)
+
+    def order(self, order: LoopOrder) -> Future:
+        """Put an order into the mailbox; the future answers once a boundary has carried it out."""
+        future: Future = Future()
+        with self._changed:
+            if self._ended is None:
+                self._mailbox.put((order, future))
+            else:
+                future.set_exception(self._ended)
+        return future
+
+    def poll(self, *, acknowledged: int, wait_s: float) -> PollReply:
+        """Drop completions up to `acknowledged`; return the others, waiting up to `wait_s` for one.
+
+        Raises what ended the loop, if it failed.
+        """
+        with self._changed:
+            while self._outbox and self._outbox[0][0] <= acknowledged:
+                self._outbox.popleft()
+            self._changed.wait_for(lambda: self._outbox or self._failure or self._stopping, timeout=wait_s)
+            if self._failure is not None:
+                raise self._failure
+            began_s = self._step_began_s
+            return PollReply(
+                instance=self._instance,
+                boundary=self.boundary,
+                busy_s=0.0 if began_s is None else time.monotonic() - began_s,
+                load=self._published.load,
+                completions=tuple(completion for _, completion in self._outbox),
+                sequence=self._sequence,
+                progress=self._published.progress,
+            )
+
+    def run(self) -> None:
+        """Alternate between orders and decode steps until a stop order. Raises what a step raises."""
+        try:
+            while not self._stopping:
+                self._carry_out_orders()
+                self.boundary += 1
+                if self._has_work and not self._stopping:
+                    self._step()
+        except BaseException as error:
+            self._failure = error
+            raise
+        finally:
+            self._end(self._failure or RlhfSpecError(f"instance {self._instance} has been stopped"))
+
+    @property
+    def _has_work(self) -> bool:
+        return self._host.engine is not None and self._host.engine.has_work
+
+    def _carry_out_orders(self) -> None:
+        """Empty the mailbox; without work, sleep until something arrives."""
+        if not self._has_work:
+            for future in self._drains:
+                future.set_result(None)
+            self._drains.clear()
+            self._carry_out(*self._mailbox.get())
+        while not self._mailbox.empty():
+            self._carry_out(*self._mailbox.get())
+
+    def _carry_out(self, order: LoopOrder, future: Future) -> None:
+        self.order_log.append((self.boundary, str(order)))
+        try:
+            match order:
+                case SubmitOrder():
+                    self._submit(order.requests)
+                    future.set_result(None)
+                case LoadOrder():
+                    future.set_result(self._host.load_weights(order.manifest, order.chunks))
+                    self._publish()
+                case DrainOrder():
+                    self._drains.append(future)
+                case StopOrder():
+                    with self._changed:
+                        self._stopping = True
+                        self._changed.notify_all()
+                    future.set_result(None)
+        except RlhfSpecError as error:
+            future.set_exception(error)
+        except BaseException as error:
+            future.set_exception(error)
+            raise
+
+    def _submit(self, requests: tuple[SampleRequest, ...]) -> None:
+        if self._host.engine is None:
+            raise RlhfSpecError(
+                f"instance {self._instance} got samples before its weights; publish weights first"
+            )
+        for request in requests:
+            self._host.engine.submit(request)
+
+    def _step(self) -> None:
+        engine = self._host.engine
+        assert engine is not None
+        self._step_began_s = time.monotonic()
+        finished = engine.step()
+        now_s = time.monotonic()
+        self._step_began_s = None
+        if finished or now_s - self._published_at_s >= self._publish_interval_s:
+            self._publish(finished)
+
+    def _publish(self, finished: Sequence[Completion] = ()) -> None:
+        engine = self._host.engine
+        if engine is None:
+            return
+        published = _Published(load=engine.load(), progress=engine.progress())
+        self._published_at_s = time.monotonic()
+        with self._changed:
+            self._published = published
+            for completion in finished:
+                self._sequence += 1
+                self._outbox.append((self._sequence, completion))
+            self._changed.notify_all()
+        assert published.load is not None
+        self._on_publish(published.load)
+
+    def _end(self, reason: BaseException) -> None:
+        """Wake the pollers and refuse every order, those that wait included."""
+        with self._changed:
+            self._ended = reason
+            self._changed.notify_all()
+        while not self._mailbox.empty():
+            self._mailbox.get()[1].set_exception(reason)
+        for future in self._drains:
+            future.set_exception(reason)

@@ -1,0 +1,62 @@
+"""Gauges and counters of one instance for the node's metrics port (`ray_rlhfspec_*`), tagged `instance`.
+
+Series of dead actors stay at the port for over a minute, so an instance sets its gauges to 0 when it
+stops; aggregate by `instance` over living ones.
+"""
+
+from __future__ import annotations
+
+from ray.util.metrics import Counter, Gauge
+
+from core.records import GenerationStats, InstanceLoad
+
+
+class InstanceGauges:
+    """Publishes an instance's load; counters get the difference to the last one."""
+
+    def __init__(self, instance: str) -> None:
+        tags = {"instance": instance}
+        self._emitted = Counter(
+            "rlhfspec_emitted_tokens", description="Response tokens emitted.", tag_keys=("instance",)
+        )
+        self._emitted.set_default_tags(tags)
+        self._gauges = {
+            name: Gauge(f"rlhfspec_{name}", description=text, tag_keys=("instance",))
+            for name, text in _GAUGES.items()
+        }
+        for gauge in self._gauges.values():
+            gauge.set_default_tags(tags)
+        self._last = GenerationStats()
+
+    def update(self, load: InstanceLoad) -> None:
+        """Publish the load."""
+        new = load.stats - self._last
+        if new.num_emitted_tokens > 0:
+            self._emitted.inc(new.num_emitted_tokens)
+        self._last = load.stats
+        self._set(
+            goodput_tokens_per_s=load.goodput_tokens_per_s,
+            mean_acceptance_length=load.stats.mean_acceptance_length,
+            running_samples=load.num_running,
+            waiting_samples=load.num_waiting,
+            context_tokens=load.context_tokens,
+            weight_version=load.weight_version,
+        )
+
+    def close(self) -> None:
+        """Set every gauge to 0."""
+        self._set(**dict.fromkeys(_GAUGES, 0))
+
+    def _set(self, **values: float) -> None:
+        for name, value in values.items():
+            self._gauges[name].set(float(value))
+
+
+_GAUGES = {
+    "goodput_tokens_per_s": "Emitted tokens per second, as the engine last measured it.",
+    "mean_acceptance_length": "Tokens emitted per sample and decode step since the start.",
+    "running_samples": "Samples in the running batch.",
+    "waiting_samples": "Samples accepted but not yet running.",
+    "context_tokens": "Committed tokens of the running samples.",
+    "weight_version": "Version of the target weights.",
+}

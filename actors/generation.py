@@ -1,0 +1,101 @@
+"""Generation actor: a thin Ray shell around the decode loop of one instance.
+
+`run` occupies the default thread for the actor's life. The group `control` carries orders into the
+loop's mailbox; the group `poll` holds the scheduler's one open poll, so that a slow order never delays
+a heartbeat. `max_restarts=0`: a restarted actor would be empty; the loop makes a replacement and the
+scheduler queues its samples again.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from typing import Any
+
+import numpy as np
+import ray
+import torch
+
+from actors.decode_loop import DecodeLoop, DrainOrder, LoadOrder, LoopOrder, StopOrder, SubmitOrder
+from actors.engine_host import ManifestHost
+from actors.gauges import InstanceGauges
+from actors.messages import GenerationSpec, LoadedWeights, PollReply
+from actors.remote import remote
+from core.errors import WaitTimeout
+from core.records import SampleRequest, WeightManifest
+
+
+@remote(max_restarts=0, concurrency_groups={"control": 3, "poll": 1})
+class GenerationActor:
+    """One instance. Today one actor is one instance; with tensor parallelism it is the leader."""
+
+    def __init__(self, spec: GenerationSpec) -> None:
+        self._spec = spec
+        self._gauges = InstanceGauges(spec.instance)
+        self._loop = DecodeLoop(
+            spec.instance,
+            ManifestHost(spec),
+            publish_interval_s=spec.publish_interval_s,
+            on_publish=self._gauges.update,
+        )
+
+    def __repr__(self) -> str:
+        return f"GenerationActor({self._spec.instance})"
+
+    def run(self) -> None:
+        """Decode until told to stop; the caller keeps the reference as a death sentinel."""
+        # The number of threads is a setting of the calling thread, and this thread does the work.
+        torch.set_num_threads(self._spec.engine.num_threads)
+        try:
+            self._loop.run()
+        finally:
+            self._gauges.close()
+
+    @ray.method(concurrency_group="poll")
+    def poll(self, acknowledged: int, wait_s: float) -> PollReply:
+        """Answer with what finished, at once or after `wait_s` with nothing."""
+        return self._loop.poll(acknowledged=acknowledged, wait_s=wait_s)
+
+    @ray.method(concurrency_group="control")
+    def submit(self, requests: tuple[SampleRequest, ...], timeout_s: float) -> None:
+        """Take samples. Raises DataError for one that does not fit the context."""
+        self._carry_out(SubmitOrder(requests=requests), timeout_s)
+
+    @ray.method(concurrency_group="control")
+    def load_weights(self, timeout_s: float, manifest: WeightManifest, *chunks: np.ndarray) -> LoadedWeights:
+        """Load one version of one model between decode steps; no sample may be open.
+
+        Raises WeightsError when the chunks do not match the manifest or a sample is open.
+        """
+        return self._carry_out(LoadOrder(manifest=manifest, chunks=chunks), timeout_s)
+
+    @ray.method(concurrency_group="control")
+    def drain(self, timeout_s: float) -> None:
+        """Answer when no sample is open."""
+        self._carry_out(DrainOrder(), timeout_s)
+
+    @ray.method(concurrency_group="control")
+    def stop(self, timeout_s: float) -> None:
+        """Leave the loop at the next step boundary."""
+        self._carry_out(StopOrder(), timeout_s)
+
+    @ray.method(concurrency_group="control")
+    def order_log(self) -> list[tuple[int, str]]:
+        """The last orders, each with the step boundary that carried it out."""
+        return list(self._loop.order_log)
+
+    def _carry_out(self, order: LoopOrder, timeout_s: float) -> Any:
+        future: Future = self._loop.order(order)
+        try:
+            return future.result(timeout=timeout_s)
+        except FutureTimeout:
+            if future.done():
+                raise
+            raise WaitTimeout(
+                waiter="a caller",
+                waited_for=f"the decode loop of {self._spec.instance} (boundary {self._loop.boundary})",
+                order=str(order),
+                waited_s=timeout_s,
+                advice="a decode step takes too long; lower engine.max_running_samples or raise "
+                "cluster.order_timeout_s",
+            ) from None

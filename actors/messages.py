@@ -1,0 +1,101 @@
+"""Records that only actors and the loop exchange. Arrays travel in completions and chunks, not here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from core.config import AlgorithmConfig, EngineConfig, SpeculationConfig, TrainerConfig
+from core.records import Completion, GenerationStats, InstanceLoad, SampleKey
+from policies.scheduler_records import Alarm
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationSpec:
+    """What an instance is told when it is made; its weights come by manifest."""
+
+    instance: str
+    engine: EngineConfig
+    speculation: SpeculationConfig
+    dtype: str
+    max_total_tokens: int
+    "longest prompt + max_new_tokens"
+    vocab_size: int
+    "token ids the tokenizer knows; padded ids above it are never sampled"
+    publish_interval_s: float
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """Models whose weights must arrive before the instance can run."""
+        drafts = self.speculation.drafter == "model" and self.speculation.policy != "off"
+        return ("target", "draft") if drafts else ("target",)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerSpec:
+    """What the trainer is told when it is made."""
+
+    algorithm: AlgorithmConfig
+    trainer: TrainerConfig
+    dtype: str
+    temperature: float
+    seed: int
+    pad_token_id: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerSettings:
+    """Intervals and limits of the scheduler actor."""
+
+    poll_interval_s: float
+    heartbeat_timeout_s: float
+    order_timeout_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedWeights:
+    """An instance's confirmation: what it now runs, read back from the loaded module."""
+
+    instance: str
+    model: str
+    weight_version: int
+    checksum: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PollReply:
+    """An instance's answer to a poll: everything finished and not yet acknowledged."""
+
+    instance: str
+    boundary: int
+    "number of the last step boundary"
+    busy_s: float
+    "seconds the decode step now running has taken; 0 between steps"
+    load: InstanceLoad | None
+    completions: tuple[Completion, ...]
+    sequence: int
+    "number of the last completion; the next poll acknowledges it"
+    progress: Mapping[SampleKey, np.ndarray]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LostInstance:
+    """An instance the scheduler gave up; its samples are queued again."""
+
+    instance: str
+    reason: str
+    num_requeued: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Taken:
+    """What the scheduler hands out: news since the last `take`."""
+
+    completions: tuple[Completion, ...] = ()
+    lost: tuple[LostInstance, ...] = ()
+    alarms: tuple[Alarm, ...] = ()
+    num_open: int = 0
+    stats: GenerationStats = field(default_factory=GenerationStats)
+    "sums over all instances since the run began, lost ones included"

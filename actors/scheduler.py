@@ -1,0 +1,245 @@
+"""Scheduler actor: the shell around the state machine in `policies.scheduler`.
+
+One thread keeps one poll in flight to every instance and never waits for a particular one; a poll
+answers at once when a sample finishes there, else after the poll interval. Completions come with the
+poll and go out through `take`. An instance that dies, or answers no poll for the heartbeat timeout
+(Ray never notices a frozen process), is given up; the loop makes the replacement.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayTaskError
+
+from actors.messages import LostInstance, PollReply, SchedulerSettings, Taken
+from actors.remote import Handle, remote
+from actors.waiting import first_line, own_error, wait_any
+from core.errors import WaitTimeout
+from core.records import Completion, GenerationStats, SampleRequest
+from policies.scheduler import Scheduler
+from policies.scheduler_records import (
+    Abandon,
+    Alarm,
+    ClockTicked,
+    Deliver,
+    Event,
+    InstanceGone,
+    InstanceJoined,
+    InstanceReported,
+    Order,
+    SamplesArrived,
+    Submit,
+)
+
+IDLE_POLL_S = 1.0
+"An instance without samples is polled for its heartbeat only."
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Link:
+    """What the shell knows of one instance."""
+
+    handle: Handle
+    acknowledged: int = 0
+    poll: Any = None
+
+
+@remote(max_restarts=0, concurrency_groups={"control": 3, "take": 1})
+class SchedulerActor:
+    """The central scheduler of one run."""
+
+    def __init__(self, settings: SchedulerSettings) -> None:
+        self._settings = settings
+        self._machine = Scheduler(heartbeat_timeout_s=settings.heartbeat_timeout_s)
+        self._links: dict[str, _Link] = {}
+        self._submits: dict[Any, str] = {}
+        self._changed = threading.Condition(threading.RLock())
+        self._completions: list[Completion] = []
+        self._lost: list[LostInstance] = []
+        self._alarms: list[Alarm] = []
+        self._stats: dict[str, GenerationStats] = {}
+        self._failure: BaseException | None = None
+        self._stopping = False
+        self._progress_mark = (0, 0)
+        self._progress_at_s = time.monotonic()
+
+    def __repr__(self) -> str:
+        return "SchedulerActor"
+
+    def run(self) -> None:
+        """Poll until told to stop; the caller keeps the reference as a death sentinel."""
+        while not self._stopping:
+            refs = self._refs_in_flight()
+            if not refs:
+                time.sleep(self._settings.poll_interval_s)
+            for ref in wait_any(refs, timeout_s=self._settings.poll_interval_s):
+                self._take_answer(ref)
+            now_s = time.monotonic()
+            self._handle(ClockTicked(now_s=now_s))
+            self._check_for_stall(now_s)
+
+    @ray.method(concurrency_group="control")
+    def join(self, instance: str, handle: Handle, num_slots: int) -> None:
+        """Add an instance whose weights have been confirmed."""
+        with self._changed:
+            self._links[instance] = _Link(handle=handle)
+            self._progress_at_s = time.monotonic()
+            self._handle(InstanceJoined(instance=instance, num_slots=num_slots, now_s=self._progress_at_s))
+
+    @ray.method(concurrency_group="control")
+    def lose(self, instance: str, reason: str) -> None:
+        """Give an instance up; the loop calls it when a weight load failed there."""
+        self._handle(InstanceGone(instance=instance, reason=reason))
+
+    @ray.method(concurrency_group="control")
+    def enqueue(self, requests: tuple[SampleRequest, ...]) -> None:
+        """Take new samples; they complete through `take`."""
+        with self._changed:
+            self._progress_at_s = time.monotonic()
+            self._handle(SamplesArrived(requests=requests))
+
+    @ray.method(concurrency_group="control")
+    def instances(self) -> Mapping[str, int]:
+        """Living instances and the samples each owns."""
+        with self._changed:
+            return self._machine.instances()
+
+    @ray.method(concurrency_group="control")
+    def stop(self) -> None:
+        """End the polling."""
+        self._stopping = True
+
+    @ray.method(concurrency_group="take")
+    def take(self, wait_s: float) -> Taken:
+        """Return the news since the last call, waiting up to `wait_s` for some.
+
+        Raises what made generation impossible: an error of ours that an instance raised, or WaitTimeout.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._completions or self._lost or self._failure, timeout=wait_s)
+            if self._failure is not None:
+                raise self._failure
+            taken = Taken(
+                completions=tuple(self._completions),
+                lost=tuple(self._lost),
+                alarms=tuple(self._alarms),
+                num_open=self._machine.num_open,
+                stats=sum(self._stats.values(), GenerationStats()),
+            )
+            self._completions.clear()
+            self._lost.clear()
+            self._alarms.clear()
+            return taken
+
+    def _refs_in_flight(self) -> list[Any]:
+        """Start a poll where none is in flight; return all references that may answer."""
+        with self._changed:
+            owned = self._machine.instances()
+            for name, link in self._links.items():
+                if link.poll is None:
+                    wait_s = self._settings.poll_interval_s if owned.get(name) else IDLE_POLL_S
+                    link.poll = link.handle.poll.remote(link.acknowledged, wait_s)
+            return [link.poll for link in self._links.values()] + list(self._submits)
+
+    def _take_answer(self, ref: Any) -> None:
+        with self._changed:
+            name = self._submits.pop(ref, None) or self._polled(ref)
+            if name is None:
+                return
+            try:
+                answer = ray.get(ref)
+            except RayActorError as error:
+                self._handle(InstanceGone(instance=name, reason=f"died: {first_line(error)}"))
+            except RayTaskError as error:
+                self._fail(own_error(error))
+            else:
+                if isinstance(answer, PollReply):
+                    self._take_reply(name, answer)
+
+    def _polled(self, ref: Any) -> str | None:
+        for name, link in self._links.items():
+            if link.poll == ref:
+                link.poll = None
+                return name
+        return None
+
+    def _take_reply(self, name: str, reply: PollReply) -> None:
+        if reply.busy_s > self._settings.heartbeat_timeout_s:
+            reason = f"its decode step {reply.boundary} has been running for {reply.busy_s:.0f} s"
+            self._handle(InstanceGone(instance=name, reason=reason))
+            return
+        self._links[name].acknowledged = reply.sequence
+        if reply.load is not None:
+            self._stats[name] = reply.load.stats
+        self._handle(
+            InstanceReported(
+                instance=name,
+                now_s=time.monotonic(),
+                completions=reply.completions,
+                progress=reply.progress,
+                load=reply.load,
+            )
+        )
+
+    def _handle(self, event: Event) -> None:
+        with self._changed:
+            for order in self._machine.handle(event):
+                self._carry_out(order)
+
+    def _carry_out(self, order: Order) -> None:
+        match order:
+            case Submit():
+                ref = self._links[order.instance].handle.submit.remote(
+                    order.requests, self._settings.order_timeout_s
+                )
+                self._submits[ref] = order.instance
+            case Deliver():
+                self._completions.append(order.completion)
+                self._changed.notify_all()
+            case Abandon():
+                self._abandon(order)
+            case Alarm():
+                logger.error("integrity alarm: %s", order)
+                self._alarms.append(order)
+
+    def _abandon(self, order: Abandon) -> None:
+        ray.kill(self._links.pop(order.instance).handle)
+        self._submits = {ref: name for ref, name in self._submits.items() if name != order.instance}
+        self._lost.append(
+            LostInstance(instance=order.instance, reason=order.reason, num_requeued=order.num_requeued)
+        )
+        self._changed.notify_all()
+
+    def _check_for_stall(self, now_s: float) -> None:
+        """Fail when samples are open and none has moved for the order timeout: nobody may hang."""
+        with self._changed:
+            emitted = sum(stats.num_emitted_tokens for stats in self._stats.values())
+            mark = (emitted, self._machine.num_delivered)
+            if mark != self._progress_mark or self._machine.num_open == 0:
+                self._progress_mark, self._progress_at_s = mark, now_s
+            waited_s = now_s - self._progress_at_s
+            if waited_s <= self._settings.order_timeout_s or self._failure is not None:
+                return
+            oldest = self._machine.open_samples()[0]
+            self._fail(
+                WaitTimeout(
+                    waiter=f"the scheduler ({self._machine.num_open} open samples)",
+                    waited_for=oldest.owner or f"a free slot on {list(self._links) or 'no instance'}",
+                    order=f"sample {oldest.request.key.sample_index}, epoch {oldest.request.epoch}",
+                    waited_s=waited_s,
+                    advice="look at the instance's log in the Ray dashboard",
+                )
+            )
+
+    def _fail(self, error: BaseException) -> None:
+        self._failure = self._failure or error
+        self._changed.notify_all()
