@@ -1,0 +1,38 @@
+"""Writes published weights as a plain Hugging Face checkpoint, tokenizer included.
+
+The loop's process writes it, from the same chunks that the instances load: the run folder is on its
+machine, and what is saved is what was sampled from.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from actors.waiting import get
+from cluster.publish import PublishedWeights
+from engine.models import build_causal_lm
+from engine.weights import load_into, unpack_weights
+
+
+def save_checkpoint(
+    weights: PublishedWeights,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    *,
+    dtype: str,
+    timeout_s: float,
+) -> None:
+    """Save model and tokenizer into `folder`. Raises WeightsError when a chunk does not match."""
+    chunks = get(
+        list(weights.chunk_refs),
+        waiter="the loop",
+        waited_for="the object store",
+        order=f"fetch {weights.manifest.model} version {weights.manifest.weight_version}",
+        timeout_s=timeout_s,
+    )
+    model = build_causal_lm(weights.manifest.hf_config_json, dtype)
+    load_into(model, unpack_weights(weights.manifest, chunks))
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)

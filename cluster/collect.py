@@ -1,0 +1,97 @@
+"""Generates and scores the samples of one iteration: completions stream into the reward pool.
+
+Scoring starts with the first completion. An instance that is lost on the way is replaced here; the
+scheduler has queued its samples again by then.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from actors.messages import Taken
+from cluster.report import Reporter
+from cluster.rollout_buffer import RolloutBuffer
+from cluster.system import Scored, System
+from core.records import GenerationStats, Rollout, SampleRequest
+from learning.data import response_text
+
+_WAIT_S = 0.2
+"How long one look at the scheduler or the reward pool may take when there is nothing new."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collected:
+    """The rollouts of an iteration in the order of their sample index, and what they cost."""
+
+    rollouts: list[Rollout]
+    stats: GenerationStats
+    generate_s: float
+    "until the last completion"
+    score_s: float
+    "from there to the last reward"
+
+
+def collect(system: System, requests: Sequence[SampleRequest], report: Reporter) -> Collected:
+    """Generate and score every request.
+
+    Raises RewardError and the like as themselves; InstanceLost when replacements are used up.
+    """
+    began_s = time.perf_counter()
+    before = _take(system, wait_s=0.0, report=report).stats
+    system.ask(system.scheduler.enqueue.remote(tuple(requests)), waited_for="scheduler", order="enqueue")
+    by_key = {request.key: request for request in requests}
+    buffer = RolloutBuffer(max_staleness=system.config.rollout.max_staleness)
+    unscored: list[Scored] = []
+    num_completed, stats, generated_s = 0, before, began_s
+    while len(buffer) < len(requests):
+        if num_completed < len(requests):
+            taken = _take(system, wait_s=_WAIT_S, report=report)
+            unscored += [(by_key[c.key], c, response_text(system.tokenizer, c)) for c in taken.completions]
+            num_completed += len(taken.completions)
+            stats, generated_s = taken.stats, time.perf_counter()
+        _send(system, unscored, is_last=num_completed == len(requests))
+        _receive(system, buffer, wait_s=_WAIT_S if num_completed == len(requests) else 0.0)
+        report.progress("generate", num_completed, len(requests))
+    return Collected(
+        rollouts=buffer.drain(),
+        stats=stats - before,
+        generate_s=generated_s - began_s,
+        score_s=time.perf_counter() - generated_s,
+    )
+
+
+def _take(system: System, *, wait_s: float, report: Reporter) -> Taken:
+    """Ask the scheduler for news; replace what was lost, say what is odd."""
+    taken = system.ask(system.scheduler.take.remote(wait_s), waited_for="scheduler", order="take")
+    for alarm in taken.alarms:
+        report.note(
+            f"integrity alarm: sample {alarm.key.sample_index} from {alarm.instance} under epoch "
+            f"{alarm.epoch}: {alarm.what}; the report was dropped"
+        )
+    for lost in taken.lost:
+        replacement = system.generation.replace(lost)
+        if replacement is not None:
+            report.note(
+                f"instance {lost.instance} was lost ({lost.reason}); {lost.num_requeued} samples were "
+                f"queued again, {replacement} takes its place"
+            )
+    return taken
+
+
+def _send(system: System, unscored: list[Scored], *, is_last: bool) -> None:
+    """Send full batches; a partial one only to an idle actor or at the end."""
+    size = system.config.reward.batch_size
+    while unscored and (len(unscored) >= size or is_last or system.rewards.has_idle):
+        batch = unscored[:size]
+        del unscored[:size]
+        system.rewards.submit(
+            batch, [request.prompt for request, _, _ in batch], [text for _, _, text in batch]
+        )
+
+
+def _receive(system: System, buffer: RolloutBuffer, *, wait_s: float) -> None:
+    for (request, completion, text), reward in system.rewards.collect(wait_s=wait_s):
+        rollout = Rollout(prompt=request.prompt, completion=completion, response_text=text, reward=reward)
+        buffer.add(rollout, weight_version=system.target.manifest.weight_version)

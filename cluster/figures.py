@@ -1,0 +1,43 @@
+"""The figures of one iteration, from its rollouts, decode statistics and the update's report."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from core.records import GenerationStats, Rollout, UpdateReport
+
+
+def iteration_figures(
+    rollouts: Sequence[Rollout],
+    stats: GenerationStats,
+    update: UpdateReport,
+    seconds: Mapping[str, float],
+) -> dict[str, float]:
+    """Name every figure of the iteration.
+
+    Args:
+        rollouts: all samples of the iteration.
+        stats: what the instances' decode steps did in it.
+        update: the learner's report.
+        seconds: `generate`, `score`, `update`, `publish`, `iteration`; score counts only what follows
+            the last completion, because the rest is hidden behind generation.
+    """
+    rewards = np.array([rollout.reward.value for rollout in rollouts])
+    lengths = np.array([rollout.completion.num_tokens for rollout in rollouts])
+    correct = [r.reward.parts["correct"] for r in rollouts if "correct" in r.reward.parts]
+    figures = {"reward/mean": float(rewards.mean()), "reward/std": float(rewards.std())}
+    if correct:
+        figures["reward/accuracy"] = float(np.mean(correct))
+    figures |= {
+        "rollout/mean_acceptance_length": stats.mean_acceptance_length,
+        "rollout/acceptance_rate": stats.acceptance_rate,
+        "rollout/goodput_tokens_per_s": float(lengths.sum()) / max(seconds["generate"], 1e-9),
+        "rollout/response_tokens_mean": float(lengths.mean()),
+        "rollout/response_tokens_max": float(lengths.max()),
+        "rollout/num_samples": float(len(rollouts)),
+        "rollout/num_recomputed": float(sum(rollout.completion.epoch > 0 for rollout in rollouts)),
+    }
+    figures |= {f"time/{name}_s": value for name, value in seconds.items()}
+    return figures | {f"learner/{name}": value for name, value in update.figures.items()}

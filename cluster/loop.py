@@ -1,0 +1,104 @@
+"""The RL loop on one page: sample, score, update, publish; synchronous, streamed, exactly once.
+
+cursor -> scheduler -> generation instances -> completions as they finish -> reward pool
+       -> rollout buffer -> trainer -> weights by manifest -> generation instances
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from cluster.checkpoints import save_checkpoint
+from cluster.collect import collect
+from cluster.figures import iteration_figures
+from cluster.publish import from_trainer
+from cluster.report import Reporter
+from cluster.rollout_files import write_rollouts
+from cluster.rundir import RunDir
+from cluster.session import ray_session
+from cluster.system import System, start_system
+from core.config import Config
+from core.metrics import MetricsLog
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingResult:
+    """What the run ends with."""
+
+    num_iterations: int
+    weight_version: int
+    parameter_checksum: str
+    "of the trained policy; equal runs end with equal checksums"
+
+
+def run_training(config: Config, run_dir: RunDir, report: Reporter) -> TrainingResult:
+    """Train from a config whose model names are resolved, into the run folder.
+
+    Raises InputError for what the user can mend, other RlhfSpecErrors for what failed on the way.
+    """
+    with ray_session(config, run_dir.path.name) as session:
+        if session.dashboard_url:
+            report.note(f"dashboard {session.dashboard_url}")
+        system = start_system(config, is_local=session.is_local)
+        metrics = MetricsLog(run_dir.metrics_file)
+        report.start(config.run.iterations)
+        for iteration in range(config.run.iterations):
+            figures = run_iteration(system, iteration, run_dir, report)
+            metrics.write(iteration, figures)
+            report.iteration(iteration, figures)
+            if config.run.checkpoint_every and (iteration + 1) % config.run.checkpoint_every == 0:
+                save_checkpoints(system, run_dir, iteration=iteration)
+        save_checkpoints(system, run_dir)
+        system.stop()
+    manifest = system.target.manifest
+    report.note(f"parameter checksum {manifest.checksum} (weight version {manifest.weight_version})")
+    return TrainingResult(
+        num_iterations=config.run.iterations,
+        weight_version=manifest.weight_version,
+        parameter_checksum=manifest.checksum,
+    )
+
+
+def run_iteration(system: System, iteration: int, run_dir: RunDir, report: Reporter) -> dict[str, float]:
+    """Sample, score, update, publish once; return the iteration's figures."""
+    rollout = system.config.rollout
+    timeout_s = system.config.cluster.order_timeout_s
+    requests = system.cursor.next_requests(
+        rollout.prompts_per_iteration, rollout.samples_per_prompt, system.sampling
+    )
+    began_s = time.perf_counter()
+    collected = collect(system, requests, report)
+    write_rollouts(run_dir.rollouts_file(iteration), collected.rollouts)
+
+    update_began_s = time.perf_counter()
+    report.progress("update", 0, 1)
+    update = system.ask(
+        system.trainer.update.remote(collected.rollouts), waited_for="trainer", order="update"
+    )
+    publish_began_s = time.perf_counter()
+    report.progress("publish", 0, 1)
+    system.target = from_trainer(system.trainer, timeout_s=timeout_s)
+    system.generation.publish(system.target)
+    ended_s = time.perf_counter()
+    seconds = {
+        "generate": collected.generate_s,
+        "score": collected.score_s,
+        "update": publish_began_s - update_began_s,
+        "publish": ended_s - publish_began_s,
+        "iteration": ended_s - began_s,
+    }
+    return iteration_figures(collected.rollouts, collected.stats, update, seconds)
+
+
+def save_checkpoints(system: System, run_dir: RunDir, *, iteration: int | None = None) -> None:
+    """Save the trained policy and the drafter as Hugging Face checkpoints."""
+    for model, weights in (("target", system.target), ("draft", system.draft)):
+        if weights is not None:
+            save_checkpoint(
+                weights,
+                system.tokenizer,
+                run_dir.checkpoint_dir(model, iteration),
+                dtype=system.config.models.dtype,
+                timeout_s=system.config.cluster.order_timeout_s,
+            )

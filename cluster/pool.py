@@ -1,0 +1,123 @@
+"""The generation pool: makes instances, gives them the current weights, replaces lost ones.
+
+The loop's process makes every actor, so instances outlive a scheduler, and the chunks of the current
+versions stay referenced here for whoever joins later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup
+
+from actors.generation import GenerationActor
+from actors.messages import GenerationSpec, LostInstance
+from actors.remote import Handle
+from actors.waiting import get
+from cluster.publish import PublishedWeights, publish
+from cluster.topology import Place, actor_options
+from core.config import ClusterConfig
+from core.errors import InstanceLost
+
+
+class GenerationPool:
+    """Owns the generation actors of one run."""
+
+    def __init__(
+        self,
+        *,
+        cluster: ClusterConfig,
+        places: tuple[Place, ...],
+        group: PlacementGroup,
+        scheduler: Handle,
+        spec_for: Callable[[str], GenerationSpec],
+    ) -> None:
+        self._cluster = cluster
+        self._places = places
+        self._group = group
+        self._scheduler = scheduler
+        self._spec_for = spec_for
+        self._weights: dict[str, PublishedWeights] = {}
+        self._handles: dict[str, Handle] = {}
+        self._place_of: dict[str, Place] = {}
+        self._sentinels: dict[str, Any] = {}
+        self._num_restarts = 0
+
+    @property
+    def instances(self) -> Mapping[str, Handle]:
+        """Living instances by name."""
+        return dict(self._handles)
+
+    def start(self, *weights: PublishedWeights) -> None:
+        """Make all instances with these weights. Raises InstanceLost when one cannot start."""
+        self._weights = {w.manifest.model: w for w in weights}
+        for place in self._places:
+            self._make(place.name, place)
+        self._bring_up(list(self._handles))
+
+    def publish(self, weights: PublishedWeights) -> None:
+        """Publish a new version to every instance; one that died meanwhile is replaced with it."""
+        self._weights[weights.manifest.model] = weights
+        lost = publish(weights, self._handles, timeout_s=self._cluster.order_timeout_s)
+        for name, error in lost.items():
+            self._order(self._scheduler.lose.remote(name, str(error)), f"lose {name}")
+            self.replace(LostInstance(instance=name, reason=str(error), num_requeued=0))
+
+    def replace(self, lost: LostInstance) -> str | None:
+        """Make a replacement with the current weights; its name, or None when it was replaced before.
+
+        Raises InstanceLost when `cluster.max_instance_restarts` are used up.
+        """
+        place = self._place_of.pop(lost.instance, None)
+        if place is None:
+            return None
+        self._forget(lost.instance)
+        self._num_restarts += 1
+        if self._num_restarts > self._cluster.max_instance_restarts:
+            raise InstanceLost(
+                f"instance {lost.instance} was lost ({lost.reason}) and all "
+                f"{self._cluster.max_instance_restarts} replacements of this run are used up; look at the "
+                "actors' logs (out of memory is the usual reason), or raise cluster.max_instance_restarts"
+            )
+        name = f"{place.name}-r{self._num_restarts}"
+        self._make(name, place)
+        self._bring_up([name])
+        return name
+
+    def stop(self) -> None:
+        """Let every instance leave its loop, so that its gauges end at 0."""
+        refs: list[Any] = [handle.stop.remote(1.0) for handle in self._handles.values()]
+        ray.wait(refs, num_returns=len(refs), timeout=2.0)
+
+    def _make(self, name: str, place: Place) -> None:
+        options = actor_options(place, self._group) | {"name": name}
+        handle = GenerationActor.options(**options).remote(self._spec_for(name))
+        self._handles[name] = handle
+        self._place_of[name] = place
+        self._sentinels[name] = handle.run.remote()
+
+    def _bring_up(self, names: list[str]) -> None:
+        """Load the first weights (module building and the probe included), then let them take samples."""
+        handles = {name: self._handles[name] for name in names}
+        for model in self._spec_for(names[0]).model_names:
+            lost = publish(self._weights[model], handles, timeout_s=self._cluster.start_timeout_s)
+            for error in lost.values():
+                raise error
+        for name in names:
+            num_slots = self._spec_for(name).engine.max_running_samples
+            self._order(self._scheduler.join.remote(name, handles[name], num_slots), f"join {name}")
+
+    def _forget(self, name: str) -> None:
+        ray.kill(self._handles.pop(name))
+        del self._sentinels[name]
+
+    def _order(self, ref: Any, order: str) -> None:
+        get(
+            ref,
+            waiter="the loop",
+            waited_for="scheduler",
+            order=order,
+            timeout_s=self._cluster.order_timeout_s,
+        )

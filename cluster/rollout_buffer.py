@@ -1,0 +1,43 @@
+"""The rollout buffer: scored responses of one iteration, none of them stale, none of them twice."""
+
+from __future__ import annotations
+
+from core.errors import WeightsError
+from core.records import Rollout, SampleKey
+
+
+class RolloutBuffer:
+    """Collects rollouts in any order and gives them out in the order of their sample index.
+
+    `max_staleness` counts weight versions between sampling and update; 0 is synchronous.
+    """
+
+    def __init__(self, *, max_staleness: int) -> None:
+        self._max_staleness = max_staleness
+        self._rollouts: dict[SampleKey, Rollout] = {}
+
+    def __len__(self) -> int:
+        return len(self._rollouts)
+
+    def add(self, rollout: Rollout, *, weight_version: int) -> None:
+        """Take one rollout; `weight_version` is the trainer's.
+
+        Raises WeightsError for a sample that is there already, or with a token that is too old.
+        """
+        key = rollout.completion.key
+        if key in self._rollouts:
+            raise WeightsError(f"sample {key.sample_index} came into the rollout buffer twice; expected once")
+        oldest = min(span.weight_version for span in rollout.completion.weight_spans)
+        if not 0 <= weight_version - oldest <= self._max_staleness:
+            raise WeightsError(
+                f"sample {key.sample_index} holds tokens of weight version {oldest} from "
+                f"{rollout.completion.instance}; the trainer is at {weight_version} and allows "
+                f"{self._max_staleness} versions between; the instance missed a publication"
+            )
+        self._rollouts[key] = rollout
+
+    def drain(self) -> list[Rollout]:
+        """Take everything out, ordered by sample index: never by arrival."""
+        rollouts = sorted(self._rollouts.values(), key=lambda r: r.completion.key.sample_index)
+        self._rollouts.clear()
+        return rollouts

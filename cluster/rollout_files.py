@@ -1,0 +1,74 @@
+"""Rollouts as Parquet, one file an iteration, one row a sample, in the order of the sample index."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from core.records import Rollout
+
+SCHEMA_VERSION = "1"
+
+SCHEMA = pa.schema(
+    [
+        ("run_seed", pa.uint64()),
+        ("stream", pa.string()),
+        ("sample_index", pa.uint64()),
+        ("group_id", pa.int64()),
+        ("prompt_id", pa.int64()),
+        ("prompt", pa.string()),
+        ("reference", pa.string()),
+        ("prompt_token_ids", pa.list_(pa.int32())),
+        ("response", pa.string()),
+        ("response_token_ids", pa.list_(pa.int32())),
+        ("policy_logprobs", pa.list_(pa.float32())),
+        ("sampling_logprobs", pa.list_(pa.float32())),
+        ("reward", pa.float64()),
+        ("reward_parts", pa.map_(pa.string(), pa.float64())),
+        ("finish_reason", pa.string()),
+        ("weight_version", pa.int64()),
+        ("epoch", pa.int32()),
+        ("instance", pa.string()),
+        ("num_decode_steps", pa.int32()),
+        ("num_accepted_tokens", pa.int32()),
+    ],
+    metadata={"schema_version": SCHEMA_VERSION},
+)
+
+
+def write_rollouts(path: Path, rollouts: Sequence[Rollout]) -> None:
+    """Write the file whole or not at all."""
+    partial = path.with_suffix(".partial")
+    table = pa.Table.from_pylist([_row(rollout) for rollout in rollouts], schema=SCHEMA)
+    pq.write_table(table, partial, compression="zstd")
+    partial.replace(path)
+
+
+def _row(rollout: Rollout) -> dict[str, object]:
+    prompt, completion, reward = rollout.prompt, rollout.completion, rollout.reward
+    return {
+        "run_seed": completion.key.run_seed,
+        "stream": str(completion.key.stream),
+        "sample_index": completion.key.sample_index,
+        "group_id": completion.group_id,
+        "prompt_id": prompt.prompt_id,
+        "prompt": prompt.text,
+        "reference": prompt.reference,
+        "prompt_token_ids": prompt.token_ids.astype(np.int32),
+        "response": rollout.response_text,
+        "response_token_ids": completion.token_ids.astype(np.int32),
+        "policy_logprobs": completion.policy_logprobs,
+        "sampling_logprobs": completion.sampling_logprobs,
+        "reward": reward.value,
+        "reward_parts": list(reward.parts.items()),
+        "finish_reason": str(completion.finish_reason),
+        "weight_version": completion.weight_spans[-1].weight_version,
+        "epoch": completion.epoch,
+        "instance": completion.instance,
+        "num_decode_steps": completion.num_decode_steps,
+        "num_accepted_tokens": completion.num_accepted_tokens,
+    }

@@ -1,0 +1,169 @@
+"""The running system of one run: scheduler, generation pool, reward pool, trainer, data cursor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from actors.messages import GenerationSpec, SchedulerSettings, TrainerSpec
+from actors.remote import Handle
+from actors.reward import RewardActor, RewardPool
+from actors.scheduler import SchedulerActor
+from actors.trainer import TrainerActor
+from actors.waiting import get
+from cluster.pool import GenerationPool
+from cluster.publish import PublishedWeights, confirm
+from cluster.topology import Topology, actor_options, place, plan
+from core.config import Config
+from core.records import Completion, SampleRequest, SamplingParams
+from engine.models import load_causal_lm, load_tokenizer
+from engine.weights import pack_weights
+from learning.data import PromptCursor, load_prompts, sampling_params
+
+Scored = tuple[SampleRequest, Completion, str]
+"A completion on its way through the reward pool: its request, itself, its text."
+
+
+@dataclass(slots=True, kw_only=True)
+class System:
+    """Handles to everything; `draft` and `target` are the versions published last."""
+
+    config: Config
+    tokenizer: PreTrainedTokenizerBase
+    cursor: PromptCursor
+    sampling: SamplingParams
+    scheduler: Handle
+    generation: GenerationPool
+    rewards: RewardPool[Scored]
+    trainer: Handle
+    target: PublishedWeights
+    draft: PublishedWeights | None
+    sentinels: tuple[Any, ...]
+
+    def ask(self, ref: Any, *, waited_for: str, order: str, timeout_s: float | None = None) -> Any:
+        """Wait for one actor's answer. Raises WaitTimeout, InstanceLost or what the actor raised."""
+        timeout_s = timeout_s or self.config.cluster.order_timeout_s
+        return get(ref, waiter="the loop", waited_for=waited_for, order=order, timeout_s=timeout_s)
+
+    def stop(self) -> None:
+        """Let the actors end their loops; whatever is left ends with the session."""
+        self.scheduler.stop.remote()
+        self.generation.stop()
+
+
+def start_system(config: Config, *, is_local: bool) -> System:
+    """Start all actors of a run whose model names are resolved, and give them their first weights.
+
+    Raises InputError for models, data, reward function or placement that cannot be used.
+    """
+    cluster = config.cluster
+    name = config.models.tokenizer or config.models.target
+    tokenizer = load_tokenizer(name, trust_remote_code=config.models.trust_remote_code)
+    dataset = load_prompts(config.data, tokenizer, seed=config.run.seed)
+    cursor = PromptCursor(dataset, run_seed=config.run.seed, shuffle=config.data.shuffle)
+    topology = plan(config)
+    group = place(topology, is_local=is_local)
+
+    settings = SchedulerSettings(
+        poll_interval_s=cluster.poll_interval_s,
+        heartbeat_timeout_s=cluster.heartbeat_timeout_s,
+        order_timeout_s=cluster.order_timeout_s,
+    )
+    scheduler = SchedulerActor.options(**actor_options(topology.scheduler, group)).remote(settings)
+    trainer = TrainerActor.options(**actor_options(topology.trainer, group)).remote(
+        _trainer_spec(config, tokenizer)
+    )
+    max_total_tokens = dataset.max_prompt_tokens + config.sampling.max_new_tokens
+    generation = GenerationPool(
+        cluster=cluster,
+        places=topology.generation,
+        group=group,
+        scheduler=scheduler,
+        spec_for=lambda instance: _generation_spec(config, tokenizer, instance, max_total_tokens),
+    )
+    system = System(
+        config=config,
+        tokenizer=tokenizer,
+        cursor=cursor,
+        sampling=sampling_params(config.sampling, tokenizer),
+        scheduler=scheduler,
+        generation=generation,
+        rewards=_reward_pool(config, topology, group),
+        trainer=trainer,
+        target=load_and_put(config, config.models.target, "target"),
+        draft=_draft(config),
+        sentinels=(scheduler.run.remote(),),
+    )
+    _start_trainer(system)
+    generation.start(*[weights for weights in (system.target, system.draft) if weights is not None])
+    return system
+
+
+def load_and_put(config: Config, name: str, model: Any) -> PublishedWeights:
+    """Load a model here, where its path is known, and publish it as version 0 of `model`."""
+    loaded = load_causal_lm(name, config.models.dtype, trust_remote_code=config.models.trust_remote_code)
+    manifest, chunks = pack_weights(loaded, name=model, weight_version=0)
+    return PublishedWeights(manifest=manifest, chunk_refs=tuple(ray.put(chunk) for chunk in chunks))
+
+
+def _draft(config: Config) -> PublishedWeights | None:
+    if config.speculation.drafter != "model" or config.models.draft is None:
+        return None
+    return load_and_put(config, config.models.draft, "draft")
+
+
+def _start_trainer(system: System) -> None:
+    manifest = system.target.manifest
+    ref = system.trainer.load_weights.remote(manifest, *system.target.chunk_refs)
+    timeout_s = system.config.cluster.start_timeout_s
+    confirm(
+        system.ask(ref, waited_for="trainer", order="load the first weights", timeout_s=timeout_s), manifest
+    )
+
+
+def _reward_pool(config: Config, topology: Topology, group: Any) -> RewardPool[Scored]:
+    restarts = config.cluster.max_instance_restarts
+    actors = [
+        RewardActor.options(
+            **actor_options(where, group), max_restarts=restarts, max_task_retries=restarts
+        ).remote(where.name, config.reward)
+        for where in topology.reward
+    ]
+    for where, actor in zip(topology.reward, actors, strict=True):
+        get(
+            actor.score.remote([], []),
+            waiter="the loop",
+            waited_for=where.name,
+            order="build the reward function",
+            timeout_s=config.cluster.start_timeout_s,
+        )
+    return RewardPool(actors, timeout_s=config.cluster.order_timeout_s)
+
+
+def _generation_spec(
+    config: Config, tokenizer: PreTrainedTokenizerBase, instance: str, max_total_tokens: int
+) -> GenerationSpec:
+    return GenerationSpec(
+        instance=instance,
+        engine=config.engine,
+        speculation=config.speculation,
+        dtype=config.models.dtype,
+        max_total_tokens=max_total_tokens,
+        vocab_size=max(tokenizer.get_vocab().values()) + 1,
+        publish_interval_s=config.cluster.poll_interval_s,
+    )
+
+
+def _trainer_spec(config: Config, tokenizer: PreTrainedTokenizerBase) -> TrainerSpec:
+    pad = tokenizer.pad_token_id
+    return TrainerSpec(
+        algorithm=config.algorithm,
+        trainer=config.trainer,
+        dtype=config.models.dtype,
+        temperature=config.sampling.temperature,
+        seed=config.run.seed,
+        pad_token_id=pad if isinstance(pad, int) else 0,
+    )
