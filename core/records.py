@@ -76,8 +76,6 @@ class SampleRequest:
     group_id: int = 0
     "samples of one prompt in one iteration share it (GRPO)"
     epoch: int = 0
-    forced_token_ids: np.ndarray | None = None
-    "[T] int64: response tokens already generated elsewhere; decoding goes on behind them"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ verify `floor(C / B)` tokens, the root included. Four lines, no fitting: a basel
 from __future__ import annotations
 
 from core.records import PLAIN, Budget, DecodeState, StepRecord
-from policies.fixed import clip_depth, max_tree_nodes
+from policies.fixed import clip_depth, max_tree_nodes, narrowest_width
 
 
 class CapacityPolicy:
@@ -28,7 +28,7 @@ class CapacityPolicy:
             return PLAIN
         branching = min(self._branching, num_nodes)
         depth = num_nodes if branching == 1 else min(self._depth, num_nodes)
-        width = 1 if branching == 1 else min(branching, num_nodes)
+        width = narrowest_width(num_nodes, depth, branching)
         num_nodes = min(num_nodes, max_tree_nodes(depth, branching, width))
         budget = Budget(
             num_nodes=num_nodes,

@@ -34,7 +34,7 @@ class FixedPolicy:
                 num_nodes=num_nodes,
                 depth=min(depth, num_nodes),
                 branching=branching,
-                width=1 if branching == 1 else min(branching, num_nodes),
+                width=narrowest_width(num_nodes, min(depth, num_nodes), branching),
                 reason=f"fixed: {num_nodes} nodes, depth {min(depth, num_nodes)}, branching {branching}",
             )
 
@@ -75,3 +75,13 @@ def max_tree_nodes(depth: int, branching: int, width: int) -> int:
         total += children
         frontier = min(width, children)
     return total
+
+
+def narrowest_width(num_nodes: int, depth: int, branching: int) -> int:
+    """Return the fewest nodes to expand a level so that `num_nodes` candidates exist."""
+    if branching == 1:
+        return 1
+    width = branching
+    while width < num_nodes and max_tree_nodes(depth, branching, width) < num_nodes:
+        width += 1
+    return width

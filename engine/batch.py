@@ -1,0 +1,110 @@
+"""The running batch: committed tokens of every running sample, slot by slot, on the host.
+
+Arrays are [S, ...] over slots; running samples stand in slots 0..B-1. A sample's root is its last committed
+token: it is in no cache yet, and every decode step computes it first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from core.records import SampleRequest
+from engine.noise import key_words
+from engine.rule import RowSampling
+
+
+@dataclass(slots=True, kw_only=True)
+class SampleCounters:
+    """What a sample has seen so far, for its completion record."""
+
+    num_decode_steps: int = 0
+    num_accepted_tokens: int = 0
+
+
+class RunningBatch:
+    """Tokens, log-probabilities and limits of the running samples."""
+
+    def __init__(self, *, num_slots: int, max_total_tokens: int, device: torch.device) -> None:
+        self.device = device
+        self.requests: list[SampleRequest] = []
+        self.counters: list[SampleCounters] = []
+        self.tokens = np.zeros((num_slots, max_total_tokens), dtype=np.int64)
+        self.policy_logprobs = np.zeros((num_slots, max_total_tokens), dtype=np.float32)
+        self.sampling_logprobs = np.zeros((num_slots, max_total_tokens), dtype=np.float32)
+        self.lengths = np.zeros(num_slots, dtype=np.int64)
+        "committed tokens, prompt and root included"
+        self.prompt_lengths = np.zeros(num_slots, dtype=np.int64)
+        self.limits = np.zeros(num_slots, dtype=np.int64)
+        "length at which the sample ends"
+        self.words = np.zeros((num_slots, 2), dtype=np.int32)
+        self._sampling: RowSampling | None = None
+
+    def __len__(self) -> int:
+        return len(self.requests)
+
+    def add(self, request: SampleRequest) -> int:
+        """Put a new sample into the next slot; returns the slot."""
+        slot, prompt = len(self.requests), request.prompt.token_ids
+        self.requests.append(request)
+        self.counters.append(SampleCounters())
+        self.tokens[slot, : len(prompt)] = prompt
+        self.lengths[slot] = self.prompt_lengths[slot] = len(prompt)
+        self.limits[slot] = len(prompt) + request.sampling.max_new_tokens
+        self.words[slot] = key_words(request.key)
+        self._sampling = None
+        return slot
+
+    def remove(self, slot: int) -> int:
+        """Take a sample out; the last one moves into its slot. Returns the slot it came from."""
+        last = len(self.requests) - 1
+        self.requests[slot] = self.requests[last]
+        self.counters[slot] = self.counters[last]
+        for array in (
+            self.tokens,
+            self.policy_logprobs,
+            self.sampling_logprobs,
+            self.lengths,
+            self.prompt_lengths,
+            self.limits,
+            self.words,
+        ):
+            array[slot] = array[last]
+        self.requests.pop()
+        self.counters.pop()
+        self._sampling = None
+        return last
+
+    @property
+    def sampling(self) -> RowSampling:
+        """Sampling parameters of the running samples, rebuilt when the batch changes."""
+        if self._sampling is None:
+            self._sampling = RowSampling.of([r.sampling for r in self.requests], self.device)
+        return self._sampling
+
+    def last_tokens(self, count: int) -> Tensor:
+        """Return each sample's last `count` committed tokens, int64 [B, count]. All must have as many."""
+        columns = self.lengths[: len(self), None] - count + np.arange(count)
+        rows = np.arange(len(self))[:, None]
+        return torch.from_numpy(self.tokens[rows, columns]).to(self.device)
+
+    def lengths_tensor(self) -> Tensor:
+        """Return committed lengths, int64 [B]."""
+        return torch.from_numpy(self.lengths[: len(self)].copy()).to(self.device)
+
+    def words_tensor(self) -> Tensor:
+        """Return the noise words of each sample's key, int32 [B, 2]."""
+        return torch.from_numpy(self.words[: len(self)].copy()).to(self.device)
+
+    @property
+    def max_remaining_tokens(self) -> int:
+        """Tokens the longest running response may still get."""
+        return int((self.limits - self.lengths)[: len(self)].max(initial=0))
+
+    @property
+    def context_tokens(self) -> int:
+        """Committed tokens of all running samples."""
+        return int(self.lengths[: len(self)].sum())

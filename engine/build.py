@@ -1,0 +1,142 @@
+"""Puts an engine together from models and config sections."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+from transformers.modeling_utils import PreTrainedModel
+
+from core.config import EngineConfig, SpeculationConfig
+from core.errors import ConfigError, ModelError
+from engine.attention import ATTENTION
+from engine.drafters.base import Drafter
+from engine.drafters.model import ModelDrafter
+from engine.drafters.ngram import NgramDrafter
+from engine.generator import Engine
+from engine.models import max_context_tokens
+from engine.probe import prove_invariance
+from engine.runner import ModelRunner
+from policies.base import DraftPolicy
+from policies.capacity import CapacityPolicy
+from policies.fixed import FixedPolicy, OffPolicy
+
+
+def build_engine(
+    target: PreTrainedModel,
+    draft: PreTrainedModel | None,
+    *,
+    engine: EngineConfig,
+    speculation: SpeculationConfig,
+    max_total_tokens: int,
+    vocab_size: int | None = None,
+    instance: str = "local",
+    weight_version: int = 0,
+    drafter_version: int = 0,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Engine:
+    """Build an engine.
+
+    Args:
+        target: the target model, in eval mode.
+        draft: the draft model, for drafter `model`.
+        engine: numerics, attention, slots, threads.
+        speculation: drafter and draft policy.
+        max_total_tokens: the longest prompt plus the longest response.
+        vocab_size: number of real token ids; padded ids above it are never sampled. All of the target's by default.
+        instance: name in completions and loads.
+        weight_version: version of the target's weights.
+        drafter_version: version of the draft model's weights.
+        clock: seconds, for step records.
+
+    Raises:
+        ModelError: the context is longer than the model's positions, or the draft's vocabulary is too small.
+        NumericsError: invariant numerics are asked for and the probe finds a difference.
+    """
+    _check_context(target, max_total_tokens)
+    vocab_size = vocab_size or int(target.config.get_text_config().vocab_size)
+    policy = build_policy(speculation)
+    attention = ATTENTION[attention_name(engine)]
+
+    def runner_of(model: PreTrainedModel) -> ModelRunner:
+        return ModelRunner(
+            model,
+            num_slots=engine.max_running_samples,
+            capacity=max_total_tokens + policy.max_nodes + 1,
+            attention=attention,
+            vocab_size=vocab_size,
+        )
+
+    runner = runner_of(target)
+    if engine.numerics == "invariant" and engine.probe:
+        prove_invariance(runner, max_nodes=policy.max_nodes)
+    drafter: Drafter | None = None
+    if speculation.drafter == "model" and policy.max_nodes > 0:
+        if draft is None:
+            raise ConfigError("speculation.drafter is 'model' but no draft model was given; set models.draft")
+        _check_draft_vocabulary(draft, vocab_size)
+        drafter = ModelDrafter(runner_of(draft), max_prefill_tokens=engine.max_prefill_tokens)
+    elif speculation.drafter == "ngram" and policy.max_nodes > 0:
+        drafter = NgramDrafter(ngram_max=speculation.ngram_max, ngram_min=speculation.ngram_min)
+    return Engine(
+        runner,
+        drafter=drafter,
+        policy=policy,
+        max_total_tokens=max_total_tokens,
+        max_prefill_tokens=engine.max_prefill_tokens,
+        instance=instance,
+        weight_version=weight_version,
+        drafter_version=drafter_version,
+        clock=clock,
+    )
+
+
+def build_policy(speculation: SpeculationConfig) -> DraftPolicy:
+    """Return the draft policy a config asks for."""
+    if speculation.policy == "off" or speculation.drafter == "none":
+        return OffPolicy()
+    if speculation.policy == "fixed":
+        return FixedPolicy(
+            num_nodes=speculation.num_nodes, depth=speculation.depth, branching=speculation.branching
+        )
+    return CapacityPolicy(
+        capacity_tokens=speculation.capacity_tokens,
+        max_nodes=speculation.num_nodes,
+        depth=speculation.depth,
+        branching=speculation.branching,
+    )
+
+
+def attention_name(engine: EngineConfig) -> str:
+    """Return the attention back end. Raises ConfigError when it cannot serve these numerics or this machine."""
+    if engine.attention == "auto":
+        return "ordered" if engine.numerics == "invariant" else "sdpa"
+    if engine.attention == "xformers":
+        raise ConfigError(
+            f"engine.attention xformers needs CUDA (available: {torch.cuda.is_available()}) and is not built in "
+            "yet; use auto, ordered or sdpa"
+        )
+    if engine.numerics == "invariant" and engine.attention == "sdpa":
+        raise ConfigError(
+            "engine.attention sdpa is not invariant: its row sums depend on neighbours; "
+            "use ordered (or auto), or engine.numerics fast"
+        )
+    return engine.attention
+
+
+def _check_context(target: PreTrainedModel, max_total_tokens: int) -> None:
+    limit = max_context_tokens(target.config)
+    if limit is not None and max_total_tokens > limit:
+        raise ModelError(
+            f"the longest prompt and response take {max_total_tokens} tokens, the target model's context is "
+            f"{limit}; lower data.max_prompt_tokens or sampling.max_new_tokens"
+        )
+
+
+def _check_draft_vocabulary(draft: PreTrainedModel, vocab_size: int) -> None:
+    have = int(draft.config.get_text_config().vocab_size)
+    if have < vocab_size:
+        raise ModelError(
+            f"the draft model has {have} token ids, the tokenizer {vocab_size}; take a draft of the same family"
+        )

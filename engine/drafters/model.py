@@ -1,0 +1,219 @@
+"""Drafts with a small causal LM: a tree, level by level, one forward a level over the whole batch.
+
+Children are ranked by the draft model's own `logits / T + g[t]`, the target's noise `g` included: the drafter
+guesses the sampled token and not merely a likely one (design 3.1; the chain form is Daliri et al. 2024,
+"Coupling without communication and drafter-invariant speculative decoding"). The estimated acceptance of a child
+is its share of the softmax over perturbed scores; a node's score is the product along its path.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from transformers.modeling_utils import PreTrainedModel
+
+from core.records import Budget
+from engine.batch import RunningBatch
+from engine.forward_plan import PrefillPiece, TreePlan
+from engine.prefill import fill_committed
+from engine.rule import perturb, scale
+from engine.runner import ModelRunner
+from engine.tree import DraftTree, chain, select_best
+from engine.verify import Verdict
+
+MAX_CATCH_UP_TOKENS = 4
+"More missing tokens than this are prefilled sample by sample instead of batched with the root."
+
+
+class ModelDrafter:
+    """A draft model with its own KV pool, slot for slot beside the target's."""
+
+    hidden_layers: tuple[int, ...] = ()
+
+    def __init__(self, runner: ModelRunner, *, max_prefill_tokens: int) -> None:
+        self.runner = runner
+        self._max_prefill_tokens = max_prefill_tokens
+        self._cached = np.zeros(runner.pool.num_slots, dtype=np.int64)
+        "committed tokens whose keys and values the draft cache holds"
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The draft model."""
+        return self.runner.model
+
+    def admit(self, slots: range, batch: RunningBatch) -> None:
+        """Start with an empty cache; the next draft catches up."""
+        self._cached[slots.start : slots.stop] = 0
+
+    def draft(self, batch: RunningBatch, budget: Budget, noise: Float[Tensor, "B D V"]) -> DraftTree:
+        """Catch up with the committed tokens, then expand the tree."""
+        logits = self._catch_up(batch)
+        if budget.branching == 1:
+            return self._draft_chain(batch, budget, noise, logits)
+        return select_best(self._expand(batch, budget, noise, logits), budget.num_nodes)
+
+    def commit(
+        self, batch: RunningBatch, tree: DraftTree, verdict: Verdict, target_hidden: Tensor | None
+    ) -> None:
+        """Keep the accepted nodes that were expanded: move them to their dense positions."""
+        lengths = batch.lengths_tensor()
+        slots = tree.draft_slots.gather(1, (verdict.path[:, 1:] - 1).clamp_(min=0))
+        step = torch.arange(slots.shape[1], device=slots.device)
+        kept = (slots >= 0) & (step < verdict.num_accepted[:, None])
+        if not tree.is_chain:
+            moved, level = torch.nonzero(kept & (slots != step), as_tuple=True)
+            if len(moved):
+                base = lengths[moved]
+                self.runner.pool.move_tokens(moved, base + slots[moved, level], base + level)
+        self._cached[: len(batch)] = (lengths + kept.sum(1)).cpu().numpy()
+
+    def move_slot(self, source: int, target: int) -> None:
+        """Follow a sample to its new slot."""
+        self.runner.pool.move_slot(source, target, int(self._cached[source]))
+        self._cached[target] = self._cached[source]
+
+    def drop(self) -> None:
+        """Forget every cached token."""
+        self._cached[:] = 0
+
+    def export(self, slot: int) -> dict[str, Tensor]:
+        """Return keys and values of the cached committed tokens, [L, Hkv, T, E] each."""
+        keys, values = self.runner.pool.export(slot, 0, int(self._cached[slot]))
+        return {"keys": keys, "values": values}
+
+    def import_(self, slot: int, state: dict[str, Tensor]) -> None:
+        """Store an exported cache."""
+        self.runner.pool.import_(slot, 0, state["keys"], state["values"])
+        self._cached[slot] = state["keys"].shape[2]
+
+    def num_cached_tokens(self, slot: int) -> int:
+        """Committed tokens in the draft cache of a slot."""
+        return int(self._cached[slot])
+
+    def _catch_up(self, batch: RunningBatch) -> Float[Tensor, "B V"]:
+        """Bring every cache up to the root, which included; return the logits behind the root."""
+        live = len(batch)
+        lengths = batch.lengths[:live]
+        missing = lengths - self._cached[:live]
+        behind = np.nonzero(missing > min(MAX_CATCH_UP_TOKENS, int(lengths.min())))[0]
+        fill_committed(
+            self.runner,
+            batch.tokens,
+            [
+                PrefillPiece(slot=int(s), start=int(self._cached[s]), length=int(missing[s]) - 1)
+                for s in behind
+            ],
+            self._max_prefill_tokens,
+        )
+        missing[behind] = 1
+        count = int(missing.max())
+        ids = batch.last_tokens(count)
+        base = batch.lengths_tensor() - count
+        index = torch.arange(count, device=base.device)
+        plan = TreePlan(
+            pool=self.runner.pool,
+            attention=self.runner.attention,
+            base=base,
+            seen=(index <= index[:, None]).expand(live, count, count),
+            depth=index.expand(live, count),
+            view_tokens=int(lengths.max()),
+        )
+        logits = self.runner.logits(ids.reshape(-1), (base[:, None] + index).reshape(-1), plan)
+        self._cached[:live] = lengths
+        return logits.view(live, count, -1)[:, -1]
+
+    def _draft_chain(
+        self, batch: RunningBatch, budget: Budget, noise: Tensor, logits: Float[Tensor, "B V"]
+    ) -> DraftTree:
+        """Draft the best child of the best child: no scores, nothing to select."""
+        live = len(batch)
+        lengths = batch.lengths_tensor()
+        tokens = torch.empty(live, budget.num_nodes, dtype=torch.int64, device=lengths.device)
+        seen = torch.ones(live, 1, budget.num_nodes, dtype=torch.bool, device=lengths.device)
+        depth = torch.arange(budget.num_nodes, device=lengths.device).expand(live, -1)
+        for level in range(budget.num_nodes):
+            scaled = scale(logits[:, None], batch.sampling)
+            tokens[:, level] = perturb(scaled, noise[:, level : level + 1], batch.sampling).argmax(-1)[:, 0]
+            if level + 1 < budget.num_nodes:
+                columns = level + 1
+                logits = self._forward_level(
+                    batch, tokens[:, level : level + 1], lengths, seen[..., :columns], depth[:, :columns]
+                )[:, 0]
+        return chain(tokens, torch.ones(tokens.shape, device=lengths.device))
+
+    def _expand(
+        self, batch: RunningBatch, budget: Budget, noise: Tensor, logits: Float[Tensor, "B V"]
+    ) -> DraftTree:
+        """Expand `width` nodes a level, `branching` children each; return all candidates by level."""
+        live, device = len(batch), self.runner.device
+        lengths = batch.lengths_tensor()
+        frontier_logits = logits[:, None]
+        frontier_number = torch.zeros(live, 1, dtype=torch.int64, device=device)
+        frontier_score = torch.ones(live, 1, device=device)
+        frontier_seen = torch.zeros(live, 1, 0, dtype=torch.bool, device=device)
+        depth_of_column = torch.zeros(live, 0, dtype=torch.int64, device=device)
+        levels: list[tuple[Tensor, ...]] = []
+        offset = 0
+        for level in range(1, budget.depth + 1):
+            width = frontier_logits.shape[1]
+            rows = noise[:, level - 1 : level].expand(-1, width, -1)
+            perturbed = perturb(scale(frontier_logits, batch.sampling), rows, batch.sampling)
+            share, ids = torch.softmax(perturbed, dim=-1).topk(budget.branching, dim=-1)
+            score = (frontier_score[..., None] * share).view(live, -1)
+            ids = ids.view(live, -1)
+            parent = frontier_number.repeat_interleave(budget.branching, 1)
+            draft_slot = torch.full_like(ids, -1)
+            levels.append((ids, parent, score, draft_slot))
+            if level == budget.depth:
+                break
+            best = torch.sort(score, dim=1, descending=True, stable=True).indices[:, : budget.width]
+            columns = depth_of_column.shape[1]
+            draft_slot.scatter_(1, best, torch.arange(best.shape[1], device=device).expand_as(best) + columns)
+            parent_seen = frontier_seen.gather(
+                1, (best // budget.branching)[..., None].expand(-1, -1, frontier_seen.shape[2])
+            )
+            itself = torch.eye(best.shape[1], dtype=torch.bool, device=device).expand(live, -1, -1)
+            frontier_seen = torch.cat([parent_seen, itself], dim=2)
+            depth_of_column = torch.cat([depth_of_column, torch.full_like(best, level - 1)], dim=1)
+            frontier_logits = self._forward_level(
+                batch, ids.gather(1, best), lengths, frontier_seen, depth_of_column
+            )
+            frontier_score = score.gather(1, best)
+            frontier_number = best + 1 + offset
+            offset += ids.shape[1]
+        return _candidates(levels, budget.branching)
+
+    def _forward_level(
+        self, batch: RunningBatch, ids: Tensor, lengths: Tensor, seen: Tensor, depth: Tensor
+    ) -> Float[Tensor, "B n V"]:
+        """Run one level's tokens; they are written behind the committed tokens and earlier levels."""
+        live, n = ids.shape
+        plan = TreePlan(
+            pool=self.runner.pool,
+            attention=self.runner.attention,
+            base=lengths,
+            seen=seen,
+            depth=depth,
+            view_tokens=int(batch.lengths[:live].max()) + seen.shape[2],
+        )
+        positions = lengths[:, None] + depth[:, -n:]
+        last_position = batch.tokens.shape[1] - 1
+        logits = self.runner.logits(ids.reshape(-1), positions.clamp(max=last_position).reshape(-1), plan)
+        return logits.view(live, n, -1)
+
+
+def _candidates(levels: list[tuple[Tensor, ...]], branching: int) -> DraftTree:
+    ids, parents, scores, slots = (torch.cat(parts, dim=1) for parts in zip(*levels, strict=True))
+    depth = torch.cat([torch.full_like(level[0], d + 1) for d, level in enumerate(levels)], dim=1)
+    rank = torch.arange(ids.shape[1], device=ids.device) % branching + 1
+    return DraftTree(
+        token_ids=ids,
+        parents=parents,
+        depth=depth,
+        rank=rank.expand_as(ids),
+        scores=scores,
+        draft_slots=slots,
+        is_chain=False,
+    )

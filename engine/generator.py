@@ -1,0 +1,296 @@
+"""The engine: continuous admission, prefill, decode steps, completions. No Ray in it.
+
+A sample's way: `submit` -> waiting -> slot and prefill -> decode steps -> `Completion`. Its tokens are a pure
+function of weights, prompt and key (design 3.1): not of the batch it shares, the plan, or the order of admission.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from core.errors import DataError, WeightsError
+from core.records import (
+    PLAIN,
+    Completion,
+    DecodeState,
+    FinishReason,
+    GenerationStats,
+    InstanceLoad,
+    SampleKey,
+    SampleRequest,
+    StepRecord,
+    WeightManifest,
+    WeightSpan,
+)
+from engine.batch import RunningBatch
+from engine.decode_step import StepOutput, decode_step
+from engine.drafters.base import Drafter
+from engine.drafters.model import ModelDrafter
+from engine.forward_plan import PrefillPiece
+from engine.prefill import fill_committed
+from engine.runner import ModelRunner
+from engine.weights import load_into
+from policies.base import DraftPolicy
+
+STEP_LOG_LENGTH = 4096
+GOODPUT_WINDOW = 64
+
+
+class Engine:
+    """Generates responses for many samples at once on one device, with one writer: its caller's thread."""
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        *,
+        drafter: Drafter | None,
+        policy: DraftPolicy,
+        max_total_tokens: int,
+        max_prefill_tokens: int,
+        instance: str = "local",
+        weight_version: int = 0,
+        drafter_version: int = 0,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.runner = runner
+        self.drafter = drafter
+        self.policy = policy
+        self.instance = instance
+        self.weight_version = weight_version
+        self.drafter_version = drafter_version
+        self.max_total_tokens = max_total_tokens
+        self.stats = GenerationStats()
+        self.step_records: deque[StepRecord] = deque(maxlen=STEP_LOG_LENGTH)
+        self._max_prefill_tokens = max_prefill_tokens
+        self._clock = clock
+        self._waiting: deque[SampleRequest] = deque()
+        self._batch = RunningBatch(
+            num_slots=runner.pool.num_slots, max_total_tokens=max_total_tokens, device=runner.device
+        )
+
+    def submit(self, request: SampleRequest) -> None:
+        """Queue a sample. Raises DataError when prompt and response cannot fit the context."""
+        prompt_tokens = len(request.prompt.token_ids)
+        needed = prompt_tokens + request.sampling.max_new_tokens
+        if prompt_tokens < 1 or needed > self.max_total_tokens:
+            raise DataError(
+                f"prompt {request.prompt.prompt_id}: {prompt_tokens} prompt tokens and up to "
+                f"{request.sampling.max_new_tokens} new ones do not fit {self.max_total_tokens} tokens of context; "
+                "shorten the prompt or lower sampling.max_new_tokens"
+            )
+        self._waiting.append(request)
+
+    def generate(self, requests: Sequence[SampleRequest]) -> list[Completion]:
+        """Generate all responses and return them in the order of the requests."""
+        for request in requests:
+            self.submit(request)
+        done: dict[SampleKey, Completion] = {}
+        while self.has_work:
+            done.update((completion.key, completion) for completion in self.step())
+        return [done[request.key] for request in requests]
+
+    def step(self) -> list[Completion]:
+        """Admit what fits, prefill it, decode one step; return the samples that finished."""
+        self._admit()
+        if not len(self._batch):
+            return []
+        started = self._clock()
+        state = self.decode_state()
+        budget = self.policy.plan(state) if self.drafter is not None else PLAIN
+        output = decode_step(self.runner, self.drafter, self._batch, budget, self._clock)
+        emitted, finished = self._append(output)
+        completions = [self._finish(slot) for slot in sorted(finished, reverse=True)]
+        timed = output.draft_s + output.verify_s + output.accept_s
+        record = StepRecord(
+            decode_step=state.decode_step,
+            budget=budget,
+            num_samples=state.num_samples,
+            context_tokens=state.context_tokens,
+            num_draft_tokens=output.num_draft_tokens,
+            num_accepted_tokens=int(output.num_accepted.sum()),
+            num_accepted_rank2_plus=output.num_accepted_rank2_plus,
+            num_emitted_tokens=emitted,
+            draft_s=output.draft_s,
+            verify_s=output.verify_s,
+            accept_s=output.accept_s,
+            other_s=self._clock() - started - timed,
+        )
+        self._note(record, len(completions))
+        return completions
+
+    def decode_state(self) -> DecodeState:
+        """Return the facts that a draft policy may use."""
+        return DecodeState(
+            decode_step=self.stats.num_decode_steps,
+            num_samples=len(self._batch),
+            context_tokens=self._batch.context_tokens,
+            max_remaining_tokens=self._batch.max_remaining_tokens,
+            num_waiting=len(self._waiting),
+            weight_version=self.weight_version,
+            drafter_version=self.drafter_version,
+        )
+
+    @property
+    def has_work(self) -> bool:
+        """True while a sample is waiting or running."""
+        return bool(self._waiting) or len(self._batch) > 0
+
+    @property
+    def num_running(self) -> int:
+        """Samples in slots."""
+        return len(self._batch)
+
+    @property
+    def num_waiting(self) -> int:
+        """Samples without a slot."""
+        return len(self._waiting)
+
+    def load(self) -> InstanceLoad:
+        """Return the workload as the scheduler polls it."""
+        slots = self.runner.pool.num_slots
+        recent = list(self.step_records)[-GOODPUT_WINDOW:]
+        seconds = sum(record.step_s for record in recent)
+        emitted = sum(record.num_emitted_tokens for record in recent)
+        return InstanceLoad(
+            instance=self.instance,
+            num_running=len(self._batch),
+            num_waiting=len(self._waiting),
+            num_free_slots=slots - len(self._batch) - len(self._waiting),
+            context_tokens=self._batch.context_tokens,
+            free_cache_tokens=slots * self.runner.pool.capacity - self._batch.context_tokens,
+            weight_version=self.weight_version,
+            drafter_version=self.drafter_version,
+            decode_step=self.stats.num_decode_steps,
+            goodput_tokens_per_s=emitted / seconds if seconds > 0 else 0.0,
+            stats=self.stats,
+        )
+
+    def progress(self) -> dict[SampleKey, np.ndarray]:
+        """Return the response tokens so far of every running sample."""
+        batch = self._batch
+        return {
+            request.key: batch.tokens[slot, batch.prompt_lengths[slot] : batch.lengths[slot]].copy()
+            for slot, request in enumerate(batch.requests)
+        }
+
+    def cancel_all(self) -> list[SampleRequest]:
+        """Drop every open sample and return their requests."""
+        cancelled = [*self._batch.requests, *self._waiting]
+        self._waiting.clear()
+        while len(self._batch):
+            self._batch.remove(len(self._batch) - 1)
+        return cancelled
+
+    def load_weights(self, manifest: WeightManifest, tensors: dict[str, Tensor]) -> None:
+        """Load a published version of the target or the draft model (mode `drain`).
+
+        Raises WeightsError when target weights come while samples are open, or there is no draft model.
+        """
+        if manifest.model == "draft":
+            if not isinstance(self.drafter, ModelDrafter):
+                raise WeightsError(f"instance {self.instance} has no draft model to load weights into")
+            load_into(self.drafter.model, tensors)
+            self.drafter.drop()
+            self.drafter_version = manifest.weight_version
+            return
+        if self.has_work:
+            raise WeightsError(
+                f"instance {self.instance} got target weights version {manifest.weight_version} with "
+                f"{len(self._batch)} running and {len(self._waiting)} waiting samples; drain it first"
+            )
+        load_into(self.runner.model, tensors)
+        self.weight_version = manifest.weight_version
+
+    def _admit(self) -> None:
+        first = len(self._batch)
+        free = self.runner.pool.num_slots - first
+        if not free or not self._waiting:
+            return
+        started = self._clock()
+        for _ in range(min(free, len(self._waiting))):
+            self._batch.add(self._waiting.popleft())
+        slots = range(first, len(self._batch))
+        pieces = [
+            PrefillPiece(slot=slot, start=0, length=int(self._batch.lengths[slot]) - 1) for slot in slots
+        ]
+        computed = fill_committed(self.runner, self._batch.tokens, pieces, self._max_prefill_tokens)
+        if self.drafter is not None:
+            self.drafter.admit(slots, self._batch)
+        self.stats += GenerationStats(num_prefill_tokens=computed, prefill_s=self._clock() - started)
+
+    def _append(self, output: StepOutput) -> tuple[int, list[int]]:
+        """Commit the emitted tokens, cut at stop tokens and limits; return their number, who finished."""
+        batch, emitted, finished = self._batch, 0, []
+        for slot, request in enumerate(batch.requests):
+            length = int(batch.lengths[slot])
+            count = min(int(output.num_accepted[slot]) + 1, int(batch.limits[slot]) - length)
+            tokens = output.token_ids[slot, :count]
+            stops = np.isin(tokens, request.sampling.stop_token_ids)
+            if stops.any():
+                count = int(stops.argmax()) + 1
+            batch.tokens[slot, length : length + count] = tokens[:count]
+            batch.policy_logprobs[slot, length : length + count] = output.policy_logprobs[slot, :count]
+            batch.sampling_logprobs[slot, length : length + count] = output.sampling_logprobs[slot, :count]
+            batch.lengths[slot] = length + count
+            batch.counters[slot].num_decode_steps += 1
+            batch.counters[slot].num_accepted_tokens += int(output.num_accepted[slot])
+            emitted += count
+            if stops.any() or length + count == batch.limits[slot]:
+                finished.append(slot)
+        return emitted, finished
+
+    def _finish(self, slot: int) -> Completion:
+        """Take a finished sample out of its slot; the last one moves in."""
+        batch = self._batch
+        request, counters = batch.requests[slot], batch.counters[slot]
+        response = slice(int(batch.prompt_lengths[slot]), int(batch.lengths[slot]))
+        token_ids = batch.tokens[slot, response].copy()
+        stopped = int(token_ids[-1]) in request.sampling.stop_token_ids
+        completion = Completion(
+            key=request.key,
+            prompt_id=request.prompt.prompt_id,
+            group_id=request.group_id,
+            epoch=request.epoch,
+            token_ids=token_ids,
+            policy_logprobs=batch.policy_logprobs[slot, response].copy(),
+            sampling_logprobs=batch.sampling_logprobs[slot, response].copy(),
+            finish_reason=FinishReason.STOP if stopped else FinishReason.LENGTH,
+            weight_spans=(WeightSpan(weight_version=self.weight_version, first_position=0),),
+            instance=self.instance,
+            num_decode_steps=counters.num_decode_steps,
+            num_accepted_tokens=counters.num_accepted_tokens,
+        )
+        last = batch.remove(slot)
+        if last != slot:
+            self.runner.pool.move_slot(last, slot, int(batch.lengths[slot]))
+            if self.drafter is not None:
+                self.drafter.move_slot(last, slot)
+        return completion
+
+    def _note(self, record: StepRecord, num_completions: int) -> None:
+        self.policy.observe(record)
+        self.step_records.append(record)
+        self.stats += GenerationStats(
+            num_decode_steps=1,
+            num_sample_steps=record.num_samples,
+            num_draft_tokens=record.num_draft_tokens,
+            num_accepted_tokens=record.num_accepted_tokens,
+            num_accepted_rank2_plus=record.num_accepted_rank2_plus,
+            num_emitted_tokens=record.num_emitted_tokens,
+            num_completions=num_completions,
+            draft_s=record.draft_s,
+            verify_s=record.verify_s,
+            accept_s=record.accept_s,
+            other_s=record.other_s,
+        )
+
+
+def use_threads(num_threads: int) -> None:
+    """Set torch's thread count explicitly: one a generation actor is the honest default on CPU."""
+    torch.set_num_threads(num_threads)

@@ -1,0 +1,151 @@
+"""The start-up probe: proves, for the model, dtype and device at hand, that logits are invariant (design 3.1).
+
+One sequence is decoded plainly, one token at a time, alone. Then the same tokens are computed in other company:
+in batches, as chains and trees with decoys, in prefill, under longer views, across reduction chunks. Every logit
+must be bitwise equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from core.errors import NumericsError
+from engine.attention import CHUNK
+from engine.forward_plan import PrefillPiece, PrefillPlan, TreePlan
+from engine.runner import ModelRunner
+from engine.tree import DraftTree, ancestors_or_self, chain, drop_split_nodes
+
+PATH_TOKENS = 4
+PROBE_SEED = 20251
+
+
+def prove_invariance(runner: ModelRunner, *, max_nodes: int) -> list[str]:
+    """Compare logits bitwise across batch, tree, prefill and view length; return the cases that passed.
+
+    Uses the pool's slots and leaves junk in them: run it before the first sample.
+    Raises NumericsError naming the first case that differs and by how much.
+    """
+    passed: list[str] = []
+    for context in _contexts(runner.pool.capacity - max_nodes - PATH_TOKENS - 1):
+        generator = torch.Generator().manual_seed(PROBE_SEED + context)
+        ids = torch.randint(runner.vocab_size, (context + PATH_TOKENS,), generator=generator)
+        ids = ids.to(runner.device)
+        base = _plain_logits(runner, ids, context)
+        for case, logits in _variants(runner, ids, context, max_nodes):
+            if not torch.equal(base, logits):
+                raise NumericsError(
+                    f"invariant numerics do not hold here: {case} at context {context} differs from plain decoding "
+                    f"by {float((base - logits).abs().max()):.2e} (model {type(runner.model).__name__}, "
+                    f"{runner.model.dtype}, {runner.device}); set engine.numerics=fast, which promises the "
+                    "distribution but not every bit"
+                )
+            passed.append(f"{case} at context {context}")
+    return passed
+
+
+def _contexts(longest: int) -> list[int]:
+    """Short, around chunk boundaries, and as long as fits (512 at most: a probe, not a proof by exhaustion)."""
+    wanted = [5, CHUNK - 2, CHUNK + 37, 2 * CHUNK - 1, 4 * CHUNK - 3]
+    fitting = [context for context in wanted if context <= longest]
+    return fitting or [max(longest, 1)]
+
+
+def _plain_logits(runner: ModelRunner, ids: Tensor, context: int) -> Tensor:
+    """Logits [PATH, V] of the tokens behind `context`, one at a time in slot 0, prompt prefilled."""
+    _prefill(runner, ids[:context], slot=0)
+    rows = []
+    for position in range(context, context + PATH_TOKENS):
+        tree = chain(ids.new_empty(1, 0), torch.empty(1, 0))
+        rows.append(_tree_logits(runner, ids[position].view(1, 1), tree, position, 0)[0])
+    return torch.cat(rows)
+
+
+def _variants(runner: ModelRunner, ids: Tensor, context: int, max_nodes: int) -> Iterator[tuple[str, Tensor]]:
+    path = ids[context:]
+    _prefill(runner, ids, slot=0, pieces=3)
+    yield "prefill in pieces", _logits_by_prefill(runner, ids, context)
+    for batch in sorted({1, min(3, runner.pool.num_slots), min(8, runner.pool.num_slots)}):
+        for slot in range(batch):
+            _prefill(runner, ids[:context], slot=slot)
+        tree = chain(path[1:].expand(batch, -1), torch.ones(batch, PATH_TOKENS - 1))
+        root = path[:1].expand(batch, 1)
+        extra = min(CHUNK, runner.pool.capacity - context - PATH_TOKENS)
+        logits = _tree_logits(runner, root, tree, context, 0)
+        yield f"chain of {PATH_TOKENS - 1} in a batch of {batch}", logits[-1]
+        if max_nodes >= PATH_TOKENS:
+            longer = _tree_logits(runner, root, tree, context, extra)
+            yield f"the same under a view {extra} tokens longer", longer[0]
+            decoyed, numbers = _with_decoys(path, batch, max_nodes)
+            kept = drop_split_nodes(decoyed, torch.full((batch,), context, device=path.device))
+            alive = int((kept.token_ids[0, numbers[1:] - 1] >= 0).long().cumprod(0).sum()) + 1
+            logits = _tree_logits(runner, root, decoyed, context, 0)[-1][numbers]
+            # nodes past a chunk boundary are dropped by the engine: take plain logits in their place
+            logits[alive:] = longer[0][alive:]
+            yield f"tree of {decoyed.num_nodes} with decoys in a batch of {batch}", logits
+
+
+def _with_decoys(path: Tensor, batch: int, max_nodes: int) -> tuple[DraftTree, Tensor]:
+    """A tree of path and decoy siblings in turn; returns the numbers of the path's nodes, root first."""
+    parents, depth, ids, numbers = [], [], [], [0]
+    for level in range(1, PATH_TOKENS):
+        parent = numbers[-1]
+        if len(ids) + 2 + (PATH_TOKENS - 1 - level) <= max_nodes:
+            ids.append((int(path[level]) + 1) % (int(path.max()) + 1))
+            parents.append(parent)
+            depth.append(level)
+        ids.append(int(path[level]))
+        parents.append(parent)
+        depth.append(level)
+        numbers.append(len(ids))
+
+    def rows(values: list[int]) -> Tensor:
+        return torch.tensor(values, device=path.device).expand(batch, -1)
+
+    tree = DraftTree(
+        token_ids=rows(ids),
+        parents=rows(parents),
+        depth=rows(depth),
+        rank=torch.ones_like(rows(ids)),
+        scores=torch.ones(batch, len(ids), device=path.device),
+        draft_slots=-torch.ones_like(rows(ids)),
+        is_chain=False,
+    )
+    return tree, torch.tensor(numbers, device=path.device)
+
+
+def _tree_logits(runner: ModelRunner, root: Tensor, tree: DraftTree, context: int, extra_view: int) -> Tensor:
+    batch, n = root.shape[0], tree.num_nodes + 1
+    depth = torch.cat([tree.depth.new_zeros(batch, 1), tree.depth], dim=1)
+    base = torch.full((batch,), context, device=root.device)
+    plan = TreePlan(
+        pool=runner.pool,
+        attention=runner.attention,
+        base=base,
+        seen=ancestors_or_self(tree),
+        depth=depth,
+        view_tokens=context + n + extra_view,
+    )
+    ids = torch.cat([root, tree.token_ids], dim=1)
+    logits = runner.logits(ids.reshape(-1), (base[:, None] + depth).reshape(-1), plan)
+    return logits.view(batch, n, -1)
+
+
+def _prefill(runner: ModelRunner, ids: Tensor, *, slot: int, pieces: int = 1) -> None:
+    size = -(-len(ids) // pieces)
+    for start in range(0, len(ids), size):
+        run = ids[start : start + size]
+        plan = PrefillPlan(
+            pool=runner.pool,
+            attention=runner.attention,
+            pieces=[PrefillPiece(slot=slot, start=start, length=len(run))],
+        )
+        runner.fill(run, torch.arange(start, start + len(run), device=ids.device), plan)
+
+
+def _logits_by_prefill(runner: ModelRunner, ids: Tensor, context: int) -> Tensor:
+    piece = PrefillPiece(slot=0, start=0, length=len(ids))
+    plan = PrefillPlan(pool=runner.pool, attention=runner.attention, pieces=[piece])
+    return runner.logits(ids, torch.arange(len(ids), device=ids.device), plan)[context:]

@@ -1,0 +1,113 @@
+"""The draft tree: nodes, ancestors, and the choice of the best nodes (design 3.2, phase `select`).
+
+Node 0 is the root, the last committed token; draft nodes are 1..N, parents before children. Tensors of draft
+nodes are [B, N] and leave the root out. A dead node has token id DEAD: it is computed and never accepted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from engine.attention import CHUNK
+
+DEAD = -1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftTree:
+    """`N` draft nodes for each of `B` samples."""
+
+    token_ids: Int[Tensor, "B N"]
+    parents: Int[Tensor, "B N"]
+    "node number of the parent: 0 is the root"
+    depth: Int[Tensor, "B N"]
+    "1 for children of the root"
+    rank: Int[Tensor, "B N"]
+    "1 for the drafter's first choice among its siblings"
+    scores: Float[Tensor, "B N"]
+    "estimated probability that the whole path is accepted"
+    draft_slots: Int[Tensor, "B N"]
+    "where behind the committed tokens the draft cache holds the node; -1 where it does not"
+    is_chain: bool
+    "node i has parent i - 1 in every sample"
+
+    @property
+    def num_nodes(self) -> int:
+        """N."""
+        return self.token_ids.shape[1]
+
+
+def chain(token_ids: Int[Tensor, "B N"], scores: Float[Tensor, "B N"]) -> DraftTree:
+    """Build a chain: each node the only child of the one before. The last node is in no draft cache."""
+    batch, n = token_ids.shape
+    index = torch.arange(n, device=token_ids.device).expand(batch, n)
+    return DraftTree(
+        token_ids=token_ids,
+        parents=index,
+        depth=index + 1,
+        rank=torch.ones_like(index),
+        scores=scores,
+        draft_slots=torch.where(index == n - 1, -1, index),
+        is_chain=True,
+    )
+
+
+def select_best(candidates: DraftTree, num_nodes: int) -> DraftTree:
+    """Keep the `num_nodes` best candidates by score, ties to the shallower.
+
+    A child never scores above its parent and stands behind it in the candidates, so a prefix of the stable
+    order is closed under parents and lists them first.
+    """
+    if num_nodes >= candidates.num_nodes:
+        return candidates
+    order = torch.sort(candidates.scores, dim=1, descending=True, stable=True).indices[:, :num_nodes]
+    batch, total = candidates.token_ids.shape
+    new_number = torch.zeros(batch, total + 1, dtype=torch.int64, device=order.device)
+    numbers = torch.arange(1, num_nodes + 1, device=order.device).expand(batch, -1)
+    new_number.scatter_(1, order + 1, numbers)
+    return DraftTree(
+        token_ids=candidates.token_ids.gather(1, order),
+        parents=new_number.gather(1, candidates.parents.gather(1, order)),
+        depth=candidates.depth.gather(1, order),
+        rank=candidates.rank.gather(1, order),
+        scores=candidates.scores.gather(1, order),
+        draft_slots=candidates.draft_slots.gather(1, order),
+        is_chain=False,
+    )
+
+
+def ancestors_or_self(tree: DraftTree) -> Bool[Tensor, "B n n"]:
+    """Mark, for each of n = N + 1 nodes (root first), itself and its ancestors."""
+    batch, n = tree.token_ids.shape[0], tree.num_nodes + 1
+    device = tree.token_ids.device
+    if tree.is_chain:
+        return torch.ones(n, n, dtype=torch.bool, device=device).tril_().expand(batch, n, n)
+    reach = torch.eye(n, device=device).repeat(batch, 1, 1)
+    reach[:, 1:].scatter_(2, tree.parents[..., None], 1.0)
+    for _ in range((n - 1).bit_length()):
+        reach = torch.bmm(reach, reach).clamp_(max=1.0)
+    return reach > 0
+
+
+def root_only(batch: int, device: torch.device) -> DraftTree:
+    """Return the empty tree: plain decoding."""
+    ids = torch.empty(batch, 0, dtype=torch.int64, device=device)
+    return chain(ids, ids.float())
+
+
+def drop_split_nodes(tree: DraftTree, base: Int[Tensor, " B"]) -> DraftTree:
+    """Kill nodes stored in another reduction chunk than their dense position: they would round differently.
+
+    `base` is the root's position. Node i is stored at base + i and belongs at base + depth; see
+    `engine.attention`. Children of a killed node can never be accepted, so they need no care.
+    """
+    if tree.is_chain:
+        return tree
+    index = torch.arange(1, tree.num_nodes + 1, device=base.device)
+    stored = (base[:, None] + index) // CHUNK
+    dense = (base[:, None] + tree.depth) // CHUNK
+    return replace(tree, token_ids=tree.token_ids.masked_fill(stored != dense, DEAD))
