@@ -185,8 +185,8 @@ class Learner:
             if not bool(torch.isfinite(loss)):
                 samples = [experience.sample_indices[row] for row in micro]
                 raise NumericsError(
-                    f"the loss of weight version {self.weight_version} is {float(loss)}; expected a finite "
-                    f"number; samples {samples[:8]}; lower trainer.learning_rate or check the rewards"
+                    f"the loss of weight version {self.weight_version} is {float(loss.detach())}; "
+                    f"expected a finite number; samples {samples[:8]}; lower trainer.learning_rate"
                 )
             loss.backward()
         self._step(figures)

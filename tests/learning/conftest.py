@@ -43,6 +43,12 @@ def tiny_model(seed: int = 0) -> LlamaForCausalLM:
 
 
 @pytest.fixture
+def make_model() -> Callable[..., LlamaForCausalLM]:
+    """Give `make_model(seed=0)`."""
+    return tiny_model
+
+
+@pytest.fixture
 def model() -> LlamaForCausalLM:
     return tiny_model()
 

@@ -11,7 +11,7 @@ from core.errors import DataError
 from core.records import SamplingParams
 from learning.data import PromptCursor, load_prompts, sampling_params
 from learning.tasks.chain import ALPHABET
-from learning.tokenizers import character_tokenizer, train_bpe
+from learning.tokenization import character_tokenizer, train_bpe
 
 
 @fixture(scope="module")

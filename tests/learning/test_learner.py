@@ -5,7 +5,7 @@ import math
 
 import numpy as np
 import torch
-from pytest import approx, mark, raises
+from pytest import approx, fixture, mark, raises
 
 from core.config import AlgorithmConfig, TrainerConfig
 from core.errors import ConfigError, NumericsError
@@ -14,21 +14,24 @@ from engine.logprobs import token_logprobs
 from learning.experience import collate
 from learning.forward import logits_where
 from learning.learner import Learner
-from tests.learning.conftest import tiny_model
 
 TRAINER = TrainerConfig(learning_rate=1e-2, value_learning_rate=1e-2, minibatch_size=3, epochs=2)
 PPO, GRPO = AlgorithmConfig(kind="ppo"), AlgorithmConfig(kind="grpo")
 
 
-def make_learner(model=None, *, algorithm=PPO, trainer=TRAINER, temperature=1.0) -> Learner:
-    return Learner(
-        model or tiny_model(),
-        algorithm=algorithm,
-        trainer=trainer,
-        temperature=temperature,
-        seed=5,
-        pad_token_id=0,
-    )
+@fixture
+def make_learner(make_model):
+    def make(model=None, *, algorithm=PPO, trainer=TRAINER, temperature=1.0) -> Learner:
+        return Learner(
+            model or make_model(),
+            algorithm=algorithm,
+            trainer=trainer,
+            temperature=temperature,
+            seed=5,
+            pad_token_id=0,
+        )
+
+    return make
 
 
 def parameters(learner: Learner) -> list[torch.Tensor]:
@@ -61,7 +64,7 @@ def test_logits_at_chosen_positions_equal_the_dense_forward(model):
 
 
 @mark.parametrize("algorithm", [PPO, GRPO])
-def test_rollouts_in_any_order_give_bitwise_equal_parameters(make_rollouts, algorithm):
+def test_rollouts_in_any_order_give_bitwise_equal_parameters(make_learner, make_rollouts, algorithm):
     learners = [make_learner(algorithm=algorithm), make_learner(algorithm=algorithm)]
     rollouts = make_rollouts(learners[0].model)
     reports = [learners[0].update(rollouts), learners[1].update(rollouts[3:] + rollouts[:3][::-1])]
@@ -71,20 +74,20 @@ def test_rollouts_in_any_order_give_bitwise_equal_parameters(make_rollouts, algo
 
 
 @mark.parametrize("temperature", [1.0, 0.7])
-def test_the_ratio_starts_at_one(make_rollouts, temperature):
+def test_the_ratio_starts_at_one(make_learner, make_rollouts, temperature):
     learner = make_learner(temperature=temperature)
     report = learner.update(make_rollouts(learner.model, temperature=temperature))
     assert report.figures["ratio_at_first_minibatch"] == approx(1.0, abs=1e-4)
 
 
-def test_a_wrong_old_logprob_shows_in_the_ratio(make_rollouts):
+def test_a_wrong_old_logprob_shows_in_the_ratio(make_learner, make_rollouts):
     learner = make_learner()
     rollouts = make_rollouts(learner.model, temperature=0.7)
     assert abs(learner.update(rollouts).figures["ratio_at_first_minibatch"] - 1.0) > 1e-2
 
 
 @mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
-def test_splitting_a_minibatch_into_small_forwards_changes_nothing_but_rounding(make_rollouts, aggregation):
+def test_small_forwards_change_nothing_but_rounding(make_learner, make_rollouts, aggregation):
     algorithm = PPO.model_copy(update={"loss_aggregation": aggregation})
     whole, split = (
         make_learner(algorithm=algorithm, trainer=TRAINER.model_copy(update={"max_tokens_per_forward": size}))
@@ -98,7 +101,7 @@ def test_splitting_a_minibatch_into_small_forwards_changes_nothing_but_rounding(
 
 
 @mark.parametrize("algorithm", [PPO, GRPO])
-def test_rewarded_tokens_become_likelier(make_rollouts, algorithm):
+def test_rewarded_tokens_become_likelier(make_learner, make_rollouts, algorithm):
     # one group per prompt would need real prompts; here all six responses are one group
     learner = make_learner(algorithm=algorithm)
     reward = {True: 1.0, False: 0.0}
@@ -113,7 +116,7 @@ def test_rewarded_tokens_become_likelier(make_rollouts, algorithm):
     assert change[before.rewards == 1].mean() > change[before.rewards == 0].mean()
 
 
-def test_a_grpo_group_of_equal_rewards_leaves_the_policy_alone(make_rollouts):
+def test_a_grpo_group_of_equal_rewards_leaves_the_policy_alone(make_learner, make_rollouts):
     learner = make_learner(algorithm=AlgorithmConfig(kind="grpo", kl_coef=0.0))
     before = parameters(learner)
     report = learner.update(make_rollouts(learner.model, reward=lambda tokens: 0.1))
@@ -121,7 +124,7 @@ def test_a_grpo_group_of_equal_rewards_leaves_the_policy_alone(make_rollouts):
     assert all(torch.equal(a, b) for a, b in zip(before, parameters(learner), strict=True))
 
 
-def test_the_value_head_learns_the_reward(make_rollouts):
+def test_the_value_head_learns_the_reward(make_learner, make_rollouts):
     learner = make_learner(trainer=TRAINER.model_copy(update={"learning_rate": 1e-8}))
     rollouts = make_rollouts(learner.model, 12)
     explained = [learner.update(rollouts).figures["explained_variance"] for _ in range(40)]
@@ -131,7 +134,7 @@ def test_the_value_head_learns_the_reward(make_rollouts):
 
 
 @mark.parametrize("placement", ["loss", "reward"])
-def test_the_reference_is_the_initial_policy(make_rollouts, placement):
+def test_the_reference_is_the_initial_policy(make_learner, make_rollouts, placement):
     algorithm = AlgorithmConfig(kind="ppo", kl_coef=0.1, kl_placement=placement)
     learner = make_learner(algorithm=algorithm)
     rollouts = make_rollouts(learner.model)
@@ -141,7 +144,7 @@ def test_the_reference_is_the_initial_policy(make_rollouts, placement):
     assert later > 1e-4
 
 
-def test_every_figure_is_reported_and_finite(make_rollouts):
+def test_every_figure_is_reported_and_finite(make_learner, make_rollouts):
     common = {
         "policy_loss",
         "entropy",
@@ -162,40 +165,40 @@ def test_every_figure_is_reported_and_finite(make_rollouts):
         assert (report.weight_version, report.num_samples, report.num_optimizer_steps) == (1, 6, 4)
 
 
-def test_a_resumed_learner_goes_on_bitwise(make_rollouts, tmp_path):
+def test_a_resumed_learner_goes_on_bitwise(make_model, make_learner, make_rollouts, tmp_path):
     straight = make_learner()
     first, second = make_rollouts(straight.model), make_rollouts(straight.model, seed=1)
     straight.update(first)
     torch.save(straight.state_dict(), tmp_path / "state.pt")
     straight.update(second)
-    resumed = make_learner(tiny_model(seed=9))
+    resumed = make_learner(make_model(seed=9))
     resumed.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
     resumed.update(second)
     assert resumed.weight_version == 2
     assert all(torch.equal(a, b) for a, b in zip(parameters(straight), parameters(resumed), strict=True))
 
 
-def test_a_checkpoint_of_another_algorithm_is_refused():
+def test_a_checkpoint_of_another_algorithm_is_refused(make_learner):
     with raises(ConfigError, match="value_head"):
         make_learner(algorithm=PPO).load_state_dict(make_learner(algorithm=GRPO).state_dict())
 
 
-def test_training_at_temperature_zero_is_refused():
+def test_training_at_temperature_zero_is_refused(make_learner):
     with raises(ConfigError, match="temperature 0"):
         make_learner(temperature=0.0)
 
 
-def test_a_reward_that_is_not_finite_is_named_and_changes_nothing(make_rollouts):
+def test_a_reward_that_is_not_finite_is_named_and_changes_nothing(make_learner, make_rollouts):
     learner = make_learner()
     before = parameters(learner)
     rollouts = make_rollouts(learner.model)
     rollouts[4] = dataclasses.replace(rollouts[4], reward=Reward(value=math.nan))
-    with raises(NumericsError, match="sample 4.*reward"):
+    with raises(NumericsError, match=r"sample 4.*reward"):
         learner.update(rollouts)
     assert all(torch.equal(a, b) for a, b in zip(before, parameters(learner), strict=True))
 
 
-def test_a_diverged_model_is_named(make_rollouts):
+def test_a_diverged_model_is_named(make_learner, make_rollouts):
     learner = make_learner()
     rollouts = make_rollouts(learner.model)
     with torch.no_grad():
@@ -204,7 +207,7 @@ def test_a_diverged_model_is_named(make_rollouts):
         learner.update(rollouts)
 
 
-def test_gradient_checkpointing_gives_the_same_update(make_rollouts):
+def test_gradient_checkpointing_gives_the_same_update(make_learner, make_rollouts):
     plain, saving = (
         make_learner(),
         make_learner(trainer=TRAINER.model_copy(update={"gradient_checkpointing": True})),
