@@ -59,7 +59,7 @@ def noise_bits(
     return _mix32_(bits)
 
 
-def gumbel_from_bits(bits: Int[Tensor, "..."]) -> Float[Tensor, "..."]:
+def gumbel_from_bits(bits: Tensor) -> Tensor:
     """Map 32 hash bits to standard Gumbel noise, float32, finite, between -2.9 and 22.9."""
     high = ((bits >> 16) & 0xFFFF).to(torch.float32)
     w = (bits & 0xFFFF).to(torch.float32).add_(0.5).mul_(2.0**-32)

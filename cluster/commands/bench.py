@@ -1,7 +1,7 @@
 """`rlhfspec bench`: run one benchmark of `benchmarks/` and keep its figures.
 
 A benchmark is a module `benchmarks.NAME` with `run(*, out, mode, data) -> int`; it writes
-`OUT/NAME.json` through `benchmarks.result.write_result`.
+`OUT/NAME.json` through `benchmarks.support.result.write_result`.
 """
 
 from __future__ import annotations
@@ -20,9 +20,6 @@ Run one benchmark and write DIR/NAME.json: figures, intervals, provenance.
   rlhfspec bench exactness --out bench           the same tokens whatever was drafted
   rlhfspec bench engine --out bench --quick      speed of plain decoding and what invariance costs
 """
-
-_HELPERS = frozenset({"result"})
-"Modules of the folder that are no benchmark."
 
 
 def add_parser(commands: Any) -> None:
@@ -45,9 +42,8 @@ def add_parser(commands: Any) -> None:
 
 
 def benchmark_names(folder: Path = ROOT / "benchmarks") -> list[str]:
-    """Names of the modules in the folder that are benchmarks."""
-    names = (module.name for module in pkgutil.iter_modules([str(folder)]))
-    return sorted(name for name in names if name not in _HELPERS and not name.startswith("_"))
+    """Names of the benchmarks: the folder's modules; its packages are what they share."""
+    return sorted(module.name for module in pkgutil.iter_modules([str(folder)]) if not module.ispkg)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -18,7 +18,7 @@ from typing import Any
 
 from core.errors import RlhfSpecError
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 _PACKAGES = ("torch", "transformers", "ray", "numpy", "tokenizers")
 

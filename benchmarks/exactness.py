@@ -1,0 +1,217 @@
+"""Same key, same tokens: every plan, batch, order of admission and place gives the same bits (design 3.1).
+
+For each pair (demo; with `--data` one made from that file too), dtype and sampling: plain decoding alone, then a
+chain, two trees and n-gram drafting under other batch sizes and orders of admission, then two Ray actors. Tokens
+and both log-probabilities are compared bitwise with plain decoding; plain decoding in float32 is compared with a
+teacher-forced Hugging Face forward.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.support.reference import compare_with_reference
+from benchmarks.support.result import write_result
+from benchmarks.support.two_actors import generate_on_two_actors
+from benchmarks.support.workload import Workload, demo_workload, gsm8k_workload
+from cluster.session import ray_session
+from core.config import ClusterConfig, Config, DataConfig, EngineConfig, ModelsConfig, SpeculationConfig
+from core.records import Completion, GenerationStats, SampleKey, SampleRequest
+from engine.build import build_engine
+
+SAMPLINGS: tuple[dict[str, float], ...] = ({}, {"top_p": 0.9}, {"temperature": 0.0})
+REFERENCE_TOLERANCE = 1e-4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """One way to decode."""
+
+    name: str
+    batch_size: int
+    speculation: SpeculationConfig
+
+
+PLANS = (
+    Plan(name="plain", batch_size=5, speculation=SpeculationConfig(policy="off")),
+    Plan(name="plain, other batch", batch_size=16, speculation=SpeculationConfig(policy="off")),
+    Plan(name="chain n=4", batch_size=3, speculation=SpeculationConfig(num_nodes=4)),
+    Plan(name="tree n=8 b=2", batch_size=8, speculation=SpeculationConfig(num_nodes=8, depth=5, branching=2)),
+    Plan(
+        name="tree n=16 b=3", batch_size=12, speculation=SpeculationConfig(num_nodes=16, depth=6, branching=3)
+    ),
+    Plan(
+        name="n-gram", batch_size=7, speculation=SpeculationConfig(drafter="ngram", num_nodes=4, ngram_min=1)
+    ),
+)
+ACTOR_PLAN = PLANS[3]
+
+
+@dataclass(slots=True, kw_only=True)
+class Tally:
+    """Sums over everything compared."""
+
+    samples: int = 0
+    tokens: int = 0
+    accepted_draft_tokens: int = 0
+    accepted_rank2_plus: int = 0
+    mismatches: int = 0
+    reference_mismatches: int = 0
+    near_ties: int = 0
+    logprob_max_abs_error: float = 0.0
+
+
+def run(*, out: Path, mode: str, data: Path | None) -> int:
+    """Run the benchmark; returns 1 when anything differed."""
+    torch.set_num_threads(1)
+    num_prompts = {"quick": 6, "default": 32, "full": 128}[mode]
+    workloads = [demo_workload(num_prompts)]
+    console = Console()
+    if data is not None:
+        workloads.append(gsm8k_workload(data, num_prompts // 2))
+    else:
+        console.print("no --data given: the pair made from real prompts is skipped")
+    tally, rows = Tally(), []
+    config = Config(
+        data=DataConfig(task="chain"),
+        models=ModelsConfig(draft="demo"),
+        cluster=ClusterConfig(dashboard=False),
+    )
+    with ray_session(config, "bench-exactness"):
+        for workload in workloads:
+            for dtype in ("float32", "bfloat16"):
+                rows += _compare_all(workload, dtype, tally, console)
+    _print(rows, console)
+    pq.write_table(pa.Table.from_pylist(rows), out / "exactness.parquet")
+    figures = {name: float(getattr(tally, name)) for name in Tally.__dataclass_fields__}
+    write_result(out, "exactness", figures, provenance={"mode": mode, "data": str(data) if data else None})
+    console.print(figures)
+    exact = tally.mismatches == 0 and tally.reference_mismatches == 0
+    return 0 if exact and tally.logprob_max_abs_error <= REFERENCE_TOLERANCE else 1
+
+
+def _compare_all(workload: Workload, dtype: str, tally: Tally, console: Console) -> list[dict]:
+    requests = [
+        request
+        for index, changes in enumerate(SAMPLINGS)
+        for request in workload.requests(index * len(workload.prompts), **changes)
+    ]
+    rows = []
+    plain: Mapping[SampleKey, Completion] = {}
+    for plan in PLANS:
+        done, stats = _generate(workload, dtype, plan, _shuffled(requests, plan.name))
+        if not plain:
+            plain = done
+            if dtype == "float32":
+                _check_reference(workload, requests, plain, tally)
+        else:
+            rows.append(_row(workload, dtype, plan.name, plain, done, stats, tally))
+            console.print(f"{workload.name} {dtype} {plan.name}: {rows[-1]['mismatches']} mismatches")
+    done = generate_on_two_actors(
+        workload,
+        _shuffled(requests, "actors"),
+        dtype=dtype,
+        engine=_engine_config(ACTOR_PLAN),
+        speculation=ACTOR_PLAN.speculation,
+    )
+    busy = {completion.instance for completion in done.values()}
+    name = f"{ACTOR_PLAN.name} on {len(busy)} Ray actors"
+    accepted = sum(completion.num_accepted_tokens for completion in done.values())
+    steps = sum(completion.num_decode_steps for completion in done.values())
+    stats = GenerationStats(num_accepted_tokens=accepted, num_sample_steps=steps)
+    rows.append(_row(workload, dtype, name, plain, done, stats, tally))
+    console.print(f"{workload.name} {dtype} {name}: {rows[-1]['mismatches']} mismatches")
+    return rows
+
+
+def _generate(
+    workload: Workload, dtype: str, plan: Plan, requests: Sequence[SampleRequest]
+) -> tuple[dict[SampleKey, Completion], GenerationStats]:
+    drafts = plan.speculation.drafter == "model" and plan.speculation.policy != "off"
+    engine = build_engine(
+        workload.target(dtype),
+        workload.draft(dtype) if drafts else None,
+        engine=_engine_config(plan),
+        speculation=plan.speculation,
+        max_total_tokens=workload.max_total_tokens,
+        vocab_size=workload.vocab_size,
+    )
+    done = {completion.key: completion for completion in engine.generate(requests)}
+    return done, engine.stats
+
+
+def _engine_config(plan: Plan) -> EngineConfig:
+    return EngineConfig(max_running_samples=plan.batch_size)
+
+
+def _shuffled(requests: Sequence[SampleRequest], name: str) -> list[SampleRequest]:
+    order = list(requests)
+    random.Random(name).shuffle(order)
+    return order
+
+
+def _row(
+    workload: Workload,
+    dtype: str,
+    plan: str,
+    plain: Mapping[SampleKey, Completion],
+    done: Mapping[SampleKey, Completion],
+    stats: GenerationStats,
+    tally: Tally,
+) -> dict:
+    mismatches = sum(not _same_bits(completion, done[key]) for key, completion in plain.items())
+    tokens = sum(completion.num_tokens for completion in done.values())
+    tally.samples += len(done)
+    tally.tokens += tokens
+    tally.mismatches += mismatches
+    tally.accepted_draft_tokens += stats.num_accepted_tokens
+    tally.accepted_rank2_plus += stats.num_accepted_rank2_plus
+    return {
+        "pair": workload.name,
+        "dtype": dtype,
+        "plan": plan,
+        "samples": len(done),
+        "tokens": tokens,
+        "accepted": stats.num_accepted_tokens,
+        "accepted_rank2_plus": stats.num_accepted_rank2_plus,
+        "tokens_per_step": tokens / max(stats.num_sample_steps, 1),
+        "mismatches": mismatches,
+    }
+
+
+def _same_bits(a: Completion, b: Completion) -> bool:
+    return (
+        a.token_ids.tobytes() == b.token_ids.tobytes()
+        and a.policy_logprobs.tobytes() == b.policy_logprobs.tobytes()
+        and a.sampling_logprobs.tobytes() == b.sampling_logprobs.tobytes()
+        and a.finish_reason == b.finish_reason
+    )
+
+
+def _check_reference(
+    workload: Workload, requests: Sequence[SampleRequest], plain: Mapping[SampleKey, Completion], tally: Tally
+) -> None:
+    model = workload.target("float32")
+    for request in requests:
+        result = compare_with_reference(model, request, plain[request.key], workload.vocab_size)
+        tally.reference_mismatches += result.num_mismatches
+        tally.near_ties += result.num_near_ties
+        tally.logprob_max_abs_error = max(tally.logprob_max_abs_error, result.logprob_max_abs_error)
+
+
+def _print(rows: list[dict], console: Console) -> None:
+    table = Table(title="tokens and log-probabilities against plain decoding, bitwise")
+    for name in rows[0]:
+        table.add_column(name.replace("_", " "))
+    for row in rows:
+        table.add_row(*(f"{v:.2f}" if isinstance(v, float) else str(v) for v in row.values()))
+    console.print(table)

@@ -1,0 +1,71 @@
+"""The teacher-forced reference: one plain Hugging Face forward over prompt and response.
+
+At each position the rule (design 3.1) applied to the forward's logits must give the emitted token, and the
+log-probabilities must agree. Positions where rounding can decide are counted as near ties, with their evidence.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers.modeling_utils import PreTrainedModel
+
+from core.records import Completion, SampleRequest
+from engine.noise import gumbel_noise, key_words
+from engine.rule import RowSampling, emitted_logprobs, perturb, scale
+
+TIE_GAP = 1e-4
+"A perturbed gap below this, divided by T, may fall either way in float32."
+NUCLEUS_MARGIN = 1e-5
+"A token whose cumulative mass lies this close to top_p may be kept or dropped."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReferenceResult:
+    """What the comparison of one response found."""
+
+    num_mismatches: int
+    num_near_ties: int
+    logprob_max_abs_error: float
+
+
+@torch.inference_mode()
+def compare_with_reference(
+    model: PreTrainedModel, request: SampleRequest, completion: Completion, vocab_size: int
+) -> ReferenceResult:
+    """Replay the rule over a plain forward of `model`, which must not be an engine's."""
+    prompt = torch.from_numpy(request.prompt.token_ids)
+    response = torch.from_numpy(completion.token_ids)
+    full = model(torch.cat([prompt, response])[None], use_cache=False).logits
+    logits = full[:, len(prompt) - 1 : -1, :vocab_size]
+    rows = RowSampling.of([request.sampling], logits.device)
+    positions = torch.arange(len(prompt), len(prompt) + len(response))[None]
+    noise = gumbel_noise(torch.from_numpy(key_words(request.key))[None], positions, vocab_size)
+    scaled = scale(logits, rows)
+    perturbed = perturb(scaled, noise, rows)
+    differs = perturbed.argmax(-1)[0] != response
+    unsure = _near_tie(perturbed[0], request) | _near_nucleus(scaled, request)
+    policy, sampling = emitted_logprobs(scaled, response[None], rows)
+    error = (policy[0] - torch.from_numpy(completion.policy_logprobs)).abs()
+    filtered = (sampling[0] - torch.from_numpy(completion.sampling_logprobs)).abs()
+    errors = torch.cat([error, filtered[~unsure]])
+    return ReferenceResult(
+        num_mismatches=int((differs & ~unsure).sum()),
+        num_near_ties=int((differs & unsure).sum()),
+        logprob_max_abs_error=float(errors.max()),
+    )
+
+
+def _near_tie(perturbed: Tensor, request: SampleRequest) -> Tensor:
+    best = perturbed.topk(2, dim=-1).values
+    return best[:, 0] - best[:, 1] < TIE_GAP / (request.sampling.temperature or 1.0)
+
+
+def _near_nucleus(scaled: Tensor, request: SampleRequest) -> Tensor:
+    sampling = request.sampling
+    if sampling.top_p >= 1.0 or sampling.temperature == 0.0:
+        return torch.zeros(scaled.shape[1], dtype=torch.bool)
+    mass = torch.softmax(scaled[0].sort(dim=-1, descending=True).values, dim=-1).cumsum(-1)
+    return ((mass - sampling.top_p).abs() < NUCLEUS_MARGIN).any(-1)
