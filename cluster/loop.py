@@ -40,6 +40,7 @@ def run_training(config: Config, run_dir: RunDir, report: Reporter) -> TrainingR
     with ray_session(config, run_dir.path.name) as session:
         if session.dashboard_url:
             report.note(f"dashboard {session.dashboard_url}")
+        report.stage("starting the actors, loading the first weights")
         system = start_system(config, is_local=session.is_local)
         metrics = MetricsLog(run_dir.metrics_file)
         report.start(config.run.iterations)

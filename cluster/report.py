@@ -11,6 +11,7 @@ from contextlib import contextmanager
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.status import Status
 from rich.table import Table
 
 from cluster.rundir import RunDir
@@ -29,9 +30,20 @@ class Reporter:
         self._iterations: TaskID | None = None
         self._phase: TaskID | None = None
         self._total = 0
+        self._stage: Status | None = None
+
+    def stage(self, text: str) -> None:
+        """Say what the start-up is doing; on a terminal it turns until the next stage or `start`."""
+        self._end_stage()
+        if self.console.is_terminal:
+            self._stage = self.console.status(text)
+            self._stage.start()
+        else:
+            self.note(text)
 
     def start(self, total_iterations: int) -> None:
         """Begin: `total_iterations` is what the bar counts to."""
+        self._end_stage()
         self._total = total_iterations
         if not self.console.is_terminal:
             return
@@ -67,6 +79,7 @@ class Reporter:
 
     def stop(self) -> None:
         """Take the bars down; called however the run ended."""
+        self._end_stage()
         if self._bars is not None:
             self._bars.stop()
             self._bars = None
@@ -83,9 +96,15 @@ class Reporter:
             self.console.print(table)
         self.console.print(f"run folder {run_dir.path}", markup=False)
 
+    def _end_stage(self) -> None:
+        if self._stage is not None:
+            self._stage.stop()
+            self._stage = None
+
     @contextmanager
     def job(self, title: str) -> Iterator[Callable[[str, float], None]]:
         """Bar of a job before the run: yields `tick(stage, fraction)`, fraction from 0 to 1."""
+        self._end_stage()
         if not self.console.is_terminal:
             yield _PlainTicker(self, title)
             return

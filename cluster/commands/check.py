@@ -37,12 +37,17 @@ def run(args: argparse.Namespace) -> int:
 
     report = Reporter()
     config = load_config(args.config, args.set)
-    config = resolve_models(config, report)
-
-    from cluster.check import check_run
-
     path = choose_run_path(config.run, caller_dir=Path.cwd(), now=datetime.now())
-    for line in check_run(config, output_dir=path).lines():
+    try:
+        report.stage("loading torch and transformers")
+        config = resolve_models(config, report)
+        report.stage("checking models, data and memory")
+        from cluster.check import check_run
+
+        lines = check_run(config, output_dir=path).lines()
+    finally:
+        report.stop()
+    for line in lines:
         report.note(line)
     report.note("check passed: the config can run here")
     return 0

@@ -54,24 +54,35 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Check, then train (or only print, with --dry-run). Raises InputError for bad input."""
-    from cluster.prepare import resolve_models
     from cluster.report import Reporter
-    from cluster.rundir import RunDir, choose_run_path
+    from cluster.rundir import choose_run_path
     from core.config_io import load_config
 
     report = Reporter()
     config = load_config(args.config, args.set)
     path = choose_run_path(config.run, caller_dir=Path.cwd(), now=datetime.now())
     report.note(f"run folder {path}" + (" (dry run: not made)" if args.dry_run else ""))
-    config = resolve_models(config, report)
+    try:
+        return _run(config, path, report, dry_run=args.dry_run)
+    finally:
+        report.stop()
 
+
+def _run(config: Config, path: Path, report: Reporter, *, dry_run: bool) -> int:
+    from cluster.prepare import resolve_models
+    from cluster.rundir import RunDir
+
+    report.stage("loading torch and transformers")
+    config = resolve_models(config, report)
+    report.stage("checking models, data and memory")
     from cluster.check import check_run
 
     checked = check_run(config, output_dir=path)
-    if args.dry_run:
+    report.stop()
+    if dry_run:
         _print_plan(config, checked.lines(), report)
-        return 0
-    _train(config, RunDir.create(config, path), report)
+    else:
+        _train(config, RunDir.create(config, path), report)
     return 0
 
 
@@ -84,6 +95,7 @@ def _print_plan(config: Config, lines: list[str], report: Reporter) -> None:
 
 def _train(config: Config, run_dir: RunDir, report: Reporter) -> None:
     """Run the loop; however it ends, the run folder says so and holds summary and picture so far."""
+    report.stage("starting Ray")
     from cluster.loop import run_training
 
     try:
@@ -91,7 +103,6 @@ def _train(config: Config, run_dir: RunDir, report: Reporter) -> None:
     except BaseException as error:
         ending = "interrupted" if isinstance(error, (KeyboardInterrupt, SystemExit)) else "failed"
         run_dir.set_status(ending, f"{type(error).__name__}: {error}")
-        report.stop()
         _close(run_dir, report)
         raise
     run_dir.set_status("finished")
