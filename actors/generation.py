@@ -14,10 +14,8 @@ from typing import Any
 
 import numpy as np
 import ray
-import torch
 
 from actors.decode_loop import DecodeLoop, DrainOrder, LoadOrder, LoopOrder, StopOrder, SubmitOrder
-from actors.engine_host import ManifestHost
 from actors.gauges import InstanceGauges
 from actors.messages import GenerationSpec, LoadedWeights, PollReply
 from actors.remote import remote
@@ -30,6 +28,9 @@ class GenerationActor:
     """One instance. Today one actor is one instance; with tensor parallelism it is the leader."""
 
     def __init__(self, spec: GenerationSpec) -> None:
+        # The scheduler imports this module with a handle and has no use for torch: seconds and memory.
+        from actors.engine_host import ManifestHost
+
         self._spec = spec
         self._gauges = InstanceGauges(spec.instance)
         self._loop = DecodeLoop(
@@ -44,8 +45,10 @@ class GenerationActor:
 
     def run(self) -> None:
         """Decode until told to stop; the caller keeps the reference as a death sentinel."""
+        from engine.generator import use_threads
+
         # The number of threads is a setting of the calling thread, and this thread does the work.
-        torch.set_num_threads(self._spec.engine.num_threads)
+        use_threads(self._spec.engine.num_threads)
         try:
             self._loop.run()
         finally:

@@ -76,6 +76,17 @@ class RewardPool(Generic[T]):
         """Batches sent and not yet collected."""
         return len(self._in_flight)
 
+    def prove(self, *, timeout_s: float) -> None:
+        """Let every actor build its reward function. Raises what building it raises."""
+        for name, actor in enumerate(self._actors):
+            get(
+                actor.score.remote([], []),
+                waiter="the loop",
+                waited_for=f"reward-{name}",
+                order="build the reward function",
+                timeout_s=timeout_s,
+            )
+
     def submit(self, items: Sequence[T], prompts: Sequence[Prompt], responses: Sequence[str]) -> None:
         """Send one batch; it is scored while the caller goes on."""
         loads = self._loads()
@@ -91,8 +102,13 @@ class RewardPool(Generic[T]):
         scored: list[tuple[T, Reward]] = []
         for ref in wait_any(list(self._in_flight), timeout_s=wait_s):
             batch = self._in_flight.pop(ref)
-            rewards = get(ref, waiter="the loop", waited_for=f"reward-{batch.actor}", order="score",
-                          timeout_s=self._timeout_s)  # fmt: skip
+            rewards = get(
+                ref,
+                waiter="the loop",
+                waited_for=f"reward-{batch.actor}",
+                order="score",
+                timeout_s=self._timeout_s,
+            )
             scored += zip(batch.items, rewards, strict=True)
         self._refuse_late()
         return scored

@@ -17,7 +17,7 @@ from cluster.report import Reporter
 from cluster.rollout_files import write_rollouts
 from cluster.rundir import RunDir
 from cluster.session import ray_session
-from cluster.system import System, start_system
+from cluster.system import System, running_system
 from core.config import Config
 from core.metrics import MetricsLog
 
@@ -40,18 +40,8 @@ def run_training(config: Config, run_dir: RunDir, report: Reporter) -> TrainingR
     with ray_session(config, run_dir.path.name) as session:
         if session.dashboard_url:
             report.note(f"dashboard {session.dashboard_url}")
-        report.stage("starting the actors, loading the first weights")
-        system = start_system(config, is_local=session.is_local)
-        metrics = MetricsLog(run_dir.metrics_file)
-        report.start(config.run.iterations)
-        for iteration in range(config.run.iterations):
-            figures = run_iteration(system, iteration, run_dir, report)
-            metrics.write(iteration, figures)
-            report.iteration(iteration, figures)
-            if config.run.checkpoint_every and (iteration + 1) % config.run.checkpoint_every == 0:
-                save_checkpoints(system, run_dir, iteration=iteration)
-        save_checkpoints(system, run_dir)
-        system.stop()
+        with running_system(config, session) as system:
+            train(system, run_dir, report)
     manifest = system.target.manifest
     report.note(f"parameter checksum {manifest.checksum} (weight version {manifest.weight_version})")
     return TrainingResult(
@@ -59,6 +49,20 @@ def run_training(config: Config, run_dir: RunDir, report: Reporter) -> TrainingR
         weight_version=manifest.weight_version,
         parameter_checksum=manifest.checksum,
     )
+
+
+def train(system: System, run_dir: RunDir, report: Reporter) -> None:
+    """Run every iteration, writing metrics, rollouts and checkpoints as they come."""
+    run = system.config.run
+    metrics = MetricsLog(run_dir.metrics_file)
+    report.start(run.iterations)
+    for iteration in range(run.iterations):
+        figures = run_iteration(system, iteration, run_dir, report)
+        metrics.write(iteration, figures)
+        report.iteration(iteration, figures)
+        if run.checkpoint_every and (iteration + 1) % run.checkpoint_every == 0:
+            save_checkpoints(system, run_dir, iteration=iteration)
+    save_checkpoints(system, run_dir)
 
 
 def run_iteration(system: System, iteration: int, run_dir: RunDir, report: Reporter) -> dict[str, float]:

@@ -10,14 +10,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import ray
-from ray.util.placement_group import PlacementGroup
 
 from actors.generation import GenerationActor
 from actors.messages import GenerationSpec, LostInstance
 from actors.remote import Handle
 from actors.waiting import get
 from cluster.publish import PublishedWeights, publish
-from cluster.topology import Place, actor_options
+from cluster.topology import Ground, Place, actor_options
 from core.config import ClusterConfig
 from core.errors import InstanceLost
 
@@ -30,13 +29,13 @@ class GenerationPool:
         *,
         cluster: ClusterConfig,
         places: tuple[Place, ...],
-        group: PlacementGroup,
+        ground: Ground,
         scheduler: Handle,
         spec_for: Callable[[str], GenerationSpec],
     ) -> None:
         self._cluster = cluster
         self._places = places
-        self._group = group
+        self._ground = ground
         self._scheduler = scheduler
         self._spec_for = spec_for
         self._weights: dict[str, PublishedWeights] = {}
@@ -50,11 +49,14 @@ class GenerationPool:
         """Living instances by name."""
         return dict(self._handles)
 
-    def start(self, *weights: PublishedWeights) -> None:
-        """Make all instances with these weights. Raises InstanceLost when one cannot start."""
-        self._weights = {w.manifest.model: w for w in weights}
+    def make_all(self) -> None:
+        """Start the processes of all instances; they come up while the caller goes on."""
         for place in self._places:
             self._make(place.name, place)
+
+    def bring_up(self, *weights: PublishedWeights) -> None:
+        """Give all instances their first weights. Raises InstanceLost when one cannot start."""
+        self._weights = {w.manifest.model: w for w in weights}
         self._bring_up(list(self._handles))
 
     def publish(self, weights: PublishedWeights) -> None:
@@ -92,7 +94,7 @@ class GenerationPool:
         ray.wait(refs, num_returns=len(refs), timeout=2.0)
 
     def _make(self, name: str, place: Place) -> None:
-        options = actor_options(place, self._group) | {"name": name}
+        options = actor_options(place, self._ground) | {"name": name}
         handle = GenerationActor.options(**options).remote(self._spec_for(name))
         self._handles[name] = handle
         self._place_of[name] = place

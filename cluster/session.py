@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -52,7 +53,7 @@ def ray_session(config: Config, run_id: str) -> Iterator[RaySession]:
     A Ray that this process has already initialised is used and left alone.
     Raises PlacementError when the cluster at `cluster.address` cannot be reached.
     """
-    namespace = f"rlhfspec-{run_id}"
+    namespace = f"rlhfspec-{run_id}-{secrets.token_hex(2)}"
     if ray.is_initialized():
         yield RaySession(namespace=namespace, is_local=False, dashboard_url=None)
         return

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import ray
+from ray.util.placement_group import remove_placement_group
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from actors.messages import GenerationSpec, SchedulerSettings, TrainerSpec
@@ -16,12 +19,13 @@ from actors.trainer import TrainerActor
 from actors.waiting import get
 from cluster.pool import GenerationPool
 from cluster.publish import PublishedWeights, confirm
-from cluster.topology import Topology, actor_options, place, plan
+from cluster.session import RaySession
+from cluster.topology import Ground, Topology, actor_options, place, plan
 from core.config import Config
 from core.records import Completion, SampleRequest, SamplingParams
 from engine.models import load_causal_lm, load_tokenizer
 from engine.weights import pack_weights
-from learning.data import PromptCursor, load_prompts, sampling_params
+from learning.data import PromptCursor, PromptDataset, load_prompts, sampling_params
 
 Scored = tuple[SampleRequest, Completion, str]
 "A completion on its way through the reward pool: its request, itself, its text."
@@ -49,57 +53,83 @@ class System:
         return get(ref, waiter="the loop", waited_for=waited_for, order=order, timeout_s=timeout_s)
 
     def stop(self) -> None:
-        """Let the actors end their loops; whatever is left ends with the session."""
+        """Let the actors end their loops; what is left ends with their bundles."""
         self.scheduler.stop.remote()
         self.generation.stop()
 
 
-def start_system(config: Config, *, is_local: bool) -> System:
-    """Start all actors of a run whose model names are resolved, and give them their first weights.
+@contextmanager
+def running_system(config: Config, session: RaySession) -> Iterator[System]:
+    """Run all actors of a config whose model names are resolved, first weights loaded.
 
+    Their bundles are given back however the block ends, and the actors end with them.
     Raises InputError for models, data, reward function or placement that cannot be used.
     """
-    cluster = config.cluster
     name = config.models.tokenizer or config.models.target
     tokenizer = load_tokenizer(name, trust_remote_code=config.models.trust_remote_code)
     dataset = load_prompts(config.data, tokenizer, seed=config.run.seed)
-    cursor = PromptCursor(dataset, run_seed=config.run.seed, shuffle=config.data.shuffle)
     topology = plan(config)
-    group = place(topology, is_local=is_local)
+    group = place(topology, is_local=session.is_local)
+    try:
+        ground = Ground(group=group, namespace=session.namespace)
+        system = _make_actors(config, tokenizer, dataset, topology, ground)
+        _bring_up(system)
+        yield system
+        system.stop()
+    finally:
+        remove_placement_group(group)
 
+
+def _make_actors(
+    config: Config,
+    tokenizer: PreTrainedTokenizerBase,
+    dataset: PromptDataset,
+    topology: Topology,
+    ground: Ground,
+) -> System:
+    """Start every process; they come up at the same time, while the models are read here."""
+    cluster = config.cluster
     settings = SchedulerSettings(
         poll_interval_s=cluster.poll_interval_s,
         heartbeat_timeout_s=cluster.heartbeat_timeout_s,
         order_timeout_s=cluster.order_timeout_s,
     )
-    scheduler = SchedulerActor.options(**actor_options(topology.scheduler, group)).remote(settings)
-    trainer = TrainerActor.options(**actor_options(topology.trainer, group)).remote(
-        _trainer_spec(config, tokenizer)
-    )
+    scheduler = SchedulerActor.options(**actor_options(topology.scheduler, ground)).remote(settings)
+    trainer_spec = _trainer_spec(config, tokenizer)
+    trainer = TrainerActor.options(**actor_options(topology.trainer, ground)).remote(trainer_spec)
     max_total_tokens = dataset.max_prompt_tokens + config.sampling.max_new_tokens
     generation = GenerationPool(
         cluster=cluster,
         places=topology.generation,
-        group=group,
+        ground=ground,
         scheduler=scheduler,
         spec_for=lambda instance: _generation_spec(config, tokenizer, instance, max_total_tokens),
     )
-    system = System(
+    generation.make_all()
+    return System(
         config=config,
         tokenizer=tokenizer,
-        cursor=cursor,
+        cursor=PromptCursor(dataset, run_seed=config.run.seed, shuffle=config.data.shuffle),
         sampling=sampling_params(config.sampling, tokenizer),
         scheduler=scheduler,
         generation=generation,
-        rewards=_reward_pool(config, topology, group),
+        rewards=_reward_pool(config, topology, ground),
         trainer=trainer,
         target=load_and_put(config, config.models.target, "target"),
         draft=_draft(config),
         sentinels=(scheduler.run.remote(),),
     )
-    _start_trainer(system)
-    generation.start(*[weights for weights in (system.target, system.draft) if weights is not None])
-    return system
+
+
+def _bring_up(system: System) -> None:
+    """Give trainer and instances their first weights; the reward functions must build."""
+    timeout_s = system.config.cluster.start_timeout_s
+    system.rewards.prove(timeout_s=timeout_s)
+    manifest = system.target.manifest
+    ref = system.trainer.load_weights.remote(manifest, *system.target.chunk_refs)
+    order = "load the first weights"
+    confirm(system.ask(ref, waited_for="trainer", order=order, timeout_s=timeout_s), manifest)
+    system.generation.bring_up(*[weights for weights in (system.target, system.draft) if weights is not None])
 
 
 def load_and_put(config: Config, name: str, model: Any) -> PublishedWeights:
@@ -115,31 +145,14 @@ def _draft(config: Config) -> PublishedWeights | None:
     return load_and_put(config, config.models.draft, "draft")
 
 
-def _start_trainer(system: System) -> None:
-    manifest = system.target.manifest
-    ref = system.trainer.load_weights.remote(manifest, *system.target.chunk_refs)
-    timeout_s = system.config.cluster.start_timeout_s
-    confirm(
-        system.ask(ref, waited_for="trainer", order="load the first weights", timeout_s=timeout_s), manifest
-    )
-
-
-def _reward_pool(config: Config, topology: Topology, group: Any) -> RewardPool[Scored]:
+def _reward_pool(config: Config, topology: Topology, ground: Ground) -> RewardPool[Scored]:
     restarts = config.cluster.max_instance_restarts
     actors = [
         RewardActor.options(
-            **actor_options(where, group), max_restarts=restarts, max_task_retries=restarts
+            **actor_options(where, ground), max_restarts=restarts, max_task_retries=restarts
         ).remote(where.name, config.reward)
         for where in topology.reward
     ]
-    for where, actor in zip(topology.reward, actors, strict=True):
-        get(
-            actor.score.remote([], []),
-            waiter="the loop",
-            waited_for=where.name,
-            order="build the reward function",
-            timeout_s=config.cluster.start_timeout_s,
-        )
     return RewardPool(actors, timeout_s=config.cluster.order_timeout_s)
 
 

@@ -125,15 +125,24 @@ def place(topology: Topology, *, is_local: bool) -> PlacementGroup:
     return group
 
 
-def actor_options(place: Place, group: PlacementGroup) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ground:
+    """Where a run's actors stand: their bundles and their namespace."""
+
+    group: PlacementGroup
+    namespace: str
+
+
+def actor_options(place: Place, ground: Ground) -> dict[str, Any]:
     """Options for `Actor.options(...)`: name, bundle, thread environment."""
     threads = str(place.num_threads)
     return {
         "name": place.name,
+        "namespace": ground.namespace,
         "num_cpus": place.num_cpus,
         "num_gpus": place.num_gpus,
         "scheduling_strategy": PlacementGroupSchedulingStrategy(
-            placement_group=group, placement_group_bundle_index=place.bundle
+            placement_group=ground.group, placement_group_bundle_index=place.bundle
         ),
         "runtime_env": {"env_vars": {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}},
     }
