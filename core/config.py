@@ -112,7 +112,8 @@ class SpeculationConfig(Section):
 class EngineConfig(Section):
     """One generation instance."""
 
-    numerics: Literal["invariant", "fast"] = "invariant"
+    numerics: Literal["auto", "invariant", "fast"] = "auto"
+    "invariant: every bit is independent of batch and plan; fast: the distribution is; auto: by device (CPU, CUDA)"
     attention: Literal["auto", "ordered", "sdpa", "reference", "xformers"] = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     max_running_samples: int = Field(default=32, ge=1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Literal
 
 import torch
 from transformers.modeling_utils import PreTrainedModel
@@ -21,6 +22,8 @@ from engine.runner import ModelRunner
 from policies.base import DraftPolicy
 from policies.capacity import CapacityPolicy
 from policies.fixed import FixedPolicy, OffPolicy
+
+Numerics = Literal["invariant", "fast"]
 
 
 def build_engine(
@@ -55,13 +58,15 @@ def build_engine(
         NumericsError: invariant numerics are asked for and the probe finds a difference.
     """
     _check_context(target, max_total_tokens)
+    device = resolve_device(engine)
+    numerics = resolve_numerics(engine, device)
     vocab_size = vocab_size or int(target.config.get_text_config().vocab_size)
     policy = build_policy(speculation)
-    attention = ATTENTION[attention_name(engine)]
+    attention = ATTENTION[attention_name(engine, numerics)]
 
     def runner_of(model: PreTrainedModel) -> ModelRunner:
         return ModelRunner(
-            model,
+            model.to(device),  # type: ignore[arg-type]
             num_slots=engine.max_running_samples,
             capacity=max_total_tokens + policy.max_nodes + 1,
             attention=attention,
@@ -69,7 +74,7 @@ def build_engine(
         )
 
     runner = runner_of(target)
-    if engine.numerics == "invariant" and engine.probe:
+    if numerics == "invariant" and engine.probe:
         prove_invariance(runner, max_nodes=policy.max_nodes)
     drafter: Drafter | None = None
     if speculation.drafter == "model" and policy.max_nodes > 0:
@@ -108,16 +113,32 @@ def build_policy(speculation: SpeculationConfig) -> DraftPolicy:
     )
 
 
-def attention_name(engine: EngineConfig) -> str:
+def resolve_device(engine: EngineConfig) -> torch.device:
+    """Return the device to decode on. Raises ConfigError when CUDA is asked for and absent."""
+    if engine.device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if engine.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("engine.device is cuda but torch sees no CUDA device; use cpu or auto")
+    return torch.device(engine.device)
+
+
+def resolve_numerics(engine: EngineConfig, device: torch.device) -> Numerics:
+    """Return invariant or fast; `auto` is invariant on CPU, where the probe has been seen to hold."""
+    if engine.numerics == "auto":
+        return "invariant" if device.type == "cpu" else "fast"
+    return engine.numerics
+
+
+def attention_name(engine: EngineConfig, numerics: Numerics) -> str:
     """Return the attention back end. Raises ConfigError when it cannot serve these numerics or this machine."""
     if engine.attention == "auto":
-        return "ordered" if engine.numerics == "invariant" else "sdpa"
+        return "ordered" if numerics == "invariant" else "sdpa"
     if engine.attention == "xformers":
         raise ConfigError(
             f"engine.attention xformers needs CUDA (available: {torch.cuda.is_available()}) and is not built in "
             "yet; use auto, ordered or sdpa"
         )
-    if engine.numerics == "invariant" and engine.attention == "sdpa":
+    if numerics == "invariant" and engine.attention == "sdpa":
         raise ConfigError(
             "engine.attention sdpa is not invariant: its row sums depend on neighbours; "
             "use ordered (or auto), or engine.numerics fast"
