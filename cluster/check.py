@@ -21,7 +21,7 @@ from cluster.session import object_store_bytes
 from cluster.topology import plan as plan_topology
 from core.config import Config
 from core.errors import DataError, PlacementError
-from engine.build import attention_name
+from engine.build import attention_name, resolve_device, resolve_numerics
 from engine.kv import KVShape
 from engine.models import check_compatible, load_hf_config, load_tokenizer, max_context_tokens
 from learning.data import load_prompts
@@ -63,7 +63,8 @@ def check_run(config: Config, *, output_dir: Path) -> CheckReport:
 
     Raises ModelError, DataError, ConfigError, RewardError or PlacementError: the first fault found.
     """
-    attention_name(config.engine)
+    if config.cluster.generation.num_gpus == 0:  # what a GPU node can do is known there only
+        attention_name(config.engine, resolve_numerics(config.engine, resolve_device(config.engine)))
     placement = plan_topology(config).describe()
     trust = config.models.trust_remote_code
     target_config = load_hf_config(config.models.target, trust_remote_code=trust)

@@ -36,6 +36,10 @@ def add_parser(commands: Any) -> None:
     make.add_argument("--out", type=Path, required=True, metavar="DIR", help="gets target/ and draft/")
     make.add_argument("--prompt-field", default="question", help="JSONL field of the prompt (%(default)s)")
     make.add_argument("--answer-field", default="answer", help="JSONL field of the answer (%(default)s)")
+    make.add_argument(
+        "--budget", type=float, default=180.0, metavar="SECONDS", help="about how long to train (%(default)g)"
+    )
+    make.add_argument("--seed", type=int, default=0, help="seed of weights and batches (%(default)s)")
     make.set_defaults(run=run)
 
 
@@ -51,6 +55,8 @@ def run(args: argparse.Namespace) -> int:
             args.out.expanduser().resolve(),
             prompt_field=args.prompt_field,
             answer_field=args.answer_field,
+            budget_s=args.budget,
+            seed=args.seed,
             progress=tick,
         )
     report.note(f"target {pair.target}\ndraft  {pair.draft}")
