@@ -39,8 +39,10 @@ def generate_on_two_actors(
         for name in ("gen-0", "gen-1")
     }
     running = [scheduler.run.remote(), *(handle.run.remote() for handle in handles.values())]
-    for name, model in (("target", workload.target(dtype)), ("draft", workload.draft(dtype))):
-        manifest, chunks = pack_weights(model, name=name, weight_version=0)
+    for manifest, chunks in (
+        pack_weights(workload.target(dtype), name="target", weight_version=0),
+        pack_weights(workload.draft(dtype), name="draft", weight_version=0),
+    ):
         weights = PublishedWeights(manifest=manifest, chunk_refs=tuple(ray.put(chunk) for chunk in chunks))
         publish(weights, handles, timeout_s=TIMEOUT_S)
     for name, handle in handles.items():
