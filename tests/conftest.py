@@ -1,6 +1,9 @@
 """Shared by all tests: no network, one thread, nothing written into the home folder."""
 
 import os
+import shutil
+import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,3 +61,24 @@ def tiny_pair(tmp_path_factory: pytest.TempPathFactory) -> TinyPair:
         LlamaForCausalLM(config).save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
     return TinyPair(target=folder / "target", draft=folder / "draft")
+
+
+@pytest.fixture(scope="session")
+def local_ray() -> Iterator[None]:
+    """One local Ray for the whole test session, ended with it; four CPUs on paper."""
+    import ray
+
+    root = Path(__file__).resolve().parents[1]
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(root), str(root / "tests" / "helpers")])
+    folder = tempfile.mkdtemp(prefix="rlhfspec-test-")
+    ray.init(
+        address="local",
+        num_cpus=4,
+        include_dashboard=False,
+        object_store_memory=200 << 20,
+        _temp_dir=folder,
+        log_to_driver=False,
+    )
+    yield
+    ray.shutdown()
+    shutil.rmtree(folder, ignore_errors=True)
