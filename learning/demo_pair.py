@@ -23,7 +23,7 @@ from learning.sampling import sample_responses
 from learning.sft import Example, SupervisedBatch, SupervisedTrainer, supervised_batches
 from learning.tasks.chain import ALPHABET as CHAIN_ALPHABET
 from learning.tasks.chain import MAX_RESPONSE_TOKENS, ChainProblem, ChainReward, draw_problem, solution
-from learning.tokenization import character_tokenizer
+from learning.tokenization import character_tokenizer, token_id
 
 Progress = Callable[[str, float], None]
 
@@ -108,7 +108,7 @@ class DemoPairMaker:
         """
         model.eval()
         total = 0.0
-        for batch in self._collate([self._solved(p) for p in self._check_problems(num_prompts)]):
+        for batch in self._collate([self._solved(p) for p in self.check_problems(num_prompts)]):
             logits = model(input_ids=batch.ids, use_cache=False).logits[:, :-1]
             logprobs = torch.log_softmax(logits, dim=-1).gather(-1, batch.ids[:, 1:, None]).squeeze(-1)
             total += float((logprobs * batch.where).sum(dim=1).exp().sum())
@@ -117,7 +117,7 @@ class DemoPairMaker:
 
     def measure_accuracy(self, model: LlamaForCausalLM, num_prompts: int) -> float:
         """Share of right answers in samples at T = 1 on problems of the task's own distribution."""
-        problems = self._check_problems(num_prompts)
+        problems = self.check_problems(num_prompts)
         prompts = [
             Prompt(prompt_id=i, token_ids=np.asarray(self.tokenizer.encode(p.prompt)), text=p.prompt)
             for i, p in enumerate(problems)
@@ -126,8 +126,8 @@ class DemoPairMaker:
             model,
             [prompt.token_ids for prompt in prompts],
             max_new_tokens=MAX_RESPONSE_TOKENS + 8,
-            eos_token_id=int(self.tokenizer.eos_token_id),
-            pad_token_id=int(self.tokenizer.pad_token_id),
+            eos_token_id=token_id(self.tokenizer, "eos"),
+            pad_token_id=token_id(self.tokenizer, "pad"),
             seed=self.seed,
         )
         texts = [
@@ -148,7 +148,8 @@ class DemoPairMaker:
         elif estimate < self.recipe.min_accuracy and step > self.recipe.max_steps // 3:
             self.slip_rate *= 0.9
 
-    def _check_problems(self, num: int) -> list[ChainProblem]:
+    def check_problems(self, num: int) -> list[ChainProblem]:
+        """The held-out problems of every check; the seed decides them."""
         rng = np.random.default_rng([self.seed, 0xACC])
         return [draw_problem(rng) for _ in range(num)]
 
@@ -163,9 +164,10 @@ class DemoPairMaker:
             head_dim=head_dim,
             max_position_embeddings=1024,
             bos_token_id=None,
-            eos_token_id=self.tokenizer.eos_token_id,
-            pad_token_id=self.tokenizer.pad_token_id,
+            eos_token_id=token_id(self.tokenizer, "eos"),
+            pad_token_id=token_id(self.tokenizer, "pad"),
             tie_word_embeddings=False,
+            initializer_range=0.06,
         )
         with torch.random.fork_rng():
             torch.manual_seed(self.seed)
@@ -184,7 +186,7 @@ class DemoPairMaker:
         return supervised_batches(
             examples,
             max_tokens=self.recipe.batch_tokens,
-            pad_token_id=int(self.tokenizer.pad_token_id),
+            pad_token_id=token_id(self.tokenizer, "pad"),
             rng=self._rng,
         )
 
@@ -192,6 +194,6 @@ class DemoPairMaker:
         prompt = self.tokenizer.encode(problem.prompt)
         answer = self.tokenizer.encode(solution(problem, slip_rate=slip_rate, rng=self._rng))
         return Example(
-            token_ids=np.asarray([*prompt, *answer, self.tokenizer.eos_token_id]),
+            token_ids=np.asarray([*prompt, *answer, token_id(self.tokenizer, "eos")]),
             num_prompt_tokens=len(prompt),
         )

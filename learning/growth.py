@@ -26,7 +26,7 @@ def widen(model: LlamaForCausalLM, *, factor: int = 2, seed: int = 0) -> LlamaFo
             "hidden_size": old.hidden_size * factor,
             "intermediate_size": old.intermediate_size * factor,
             "num_attention_heads": old.num_attention_heads * factor,
-            "num_key_value_heads": old.num_key_value_heads * factor,
+            "num_key_value_heads": (old.num_key_value_heads or old.num_attention_heads) * factor,
             "head_dim": old.head_dim,
             "rms_norm_eps": old.rms_norm_eps / factor,
         }

@@ -38,7 +38,7 @@ def sample_responses(
             for row, prompt in enumerate(batch):
                 ids[row, longest - len(prompt) :] = torch.from_numpy(prompt)
                 mask[row, longest - len(prompt) :] = 1
-            output = model.generate(
+            output = model.generate(  # type: ignore[operator]
                 ids,
                 attention_mask=mask,
                 do_sample=True,

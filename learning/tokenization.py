@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Literal
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from core.errors import ModelError
 
 PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
 
@@ -37,6 +40,14 @@ def train_bpe(texts: Iterable[str], *, vocab_size: int) -> PreTrainedTokenizerFa
     )
     tokenizer.train_from_iterator(texts, trainer)
     return _wrap(tokenizer)
+
+
+def token_id(tokenizer: PreTrainedTokenizerBase, which: Literal["eos", "pad"]) -> int:
+    """Return the id of the end or padding token. Raises ModelError when there is none."""
+    number = tokenizer.eos_token_id if which == "eos" else tokenizer.pad_token_id
+    if not isinstance(number, int):
+        raise ModelError(f"the tokenizer has no {which} token; expected one; set it in the tokenizer's files")
+    return number
 
 
 def _wrap(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:

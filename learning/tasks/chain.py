@@ -19,7 +19,7 @@ from core.records import Prompt, Reward
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 ALPHABET = LETTERS + "0123456789:+=;#"
-MAX_STEPS = 32
+MAX_STEPS = 28
 MEDIAN_STEPS = 4.2
 SIGMA = 0.9
 MAX_RESPONSE_TOKENS = 9 * MAX_STEPS - 5 + 1
@@ -47,7 +47,7 @@ class ChainProblem:
 
 
 def draw_problem(rng: np.random.Generator) -> ChainProblem:
-    """Draw one problem; the number of steps is log-normal(median 4.2, sigma 0.9), 1 to 32."""
+    """Draw one problem; the number of steps is log-normal(median 4.2, sigma 0.9), 1 to 28."""
     steps = int(np.clip(round(float(rng.lognormal(np.log(MEDIAN_STEPS), SIGMA))), 1, MAX_STEPS))
     return ChainProblem(num_steps=steps, letter=int(rng.integers(26)), shift=int(rng.integers(1, 10)))
 
