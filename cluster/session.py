@@ -58,7 +58,7 @@ def ray_session(config: Config, run_id: str) -> Iterator[RaySession]:
         yield RaySession(namespace=namespace, is_local=False, dashboard_url=None)
         return
     address = config.cluster.address or os.environ.get("RAY_ADDRESS")
-    with _sigterm_interrupts(), _environment(_worker_environment()):
+    with _environment(_worker_environment()):
         if address:
             with _joined(address, namespace) as session:
                 yield session
@@ -85,7 +85,8 @@ def _local(config: Config, namespace: str) -> Iterator[RaySession]:
                 log_to_driver=False,
                 logging_level=logging.WARNING,
             )
-            yield RaySession(namespace=namespace, is_local=True, dashboard_url=_dashboard_url(context))
+            with _sigterm_interrupts():
+                yield RaySession(namespace=namespace, is_local=True, dashboard_url=_dashboard_url(context))
     finally:
         with _uninterrupted():
             ray.shutdown()
@@ -111,7 +112,8 @@ def _joined(address: str, namespace: str) -> Iterator[RaySession]:
             "leave cluster.address and RAY_ADDRESS unset for a local one"
         ) from error
     try:
-        yield RaySession(namespace=namespace, is_local=False, dashboard_url=_dashboard_url(context))
+        with _sigterm_interrupts():
+            yield RaySession(namespace=namespace, is_local=False, dashboard_url=_dashboard_url(context))
     finally:
         with _uninterrupted():
             ray.shutdown()
@@ -158,7 +160,10 @@ def _environment(values: dict[str, str]) -> Iterator[None]:
 
 @contextmanager
 def _sigterm_interrupts() -> Iterator[None]:
-    """Turn SIGTERM into SystemExit, so that `finally` blocks run; main thread only."""
+    """Turn SIGTERM into SystemExit, so that `finally` blocks run; main thread only.
+
+    Entered after `ray.init`, which installs a handler that aborts the process three seconds later.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
