@@ -102,7 +102,7 @@ def _engine(workload: Workload, plan: str, batch_size: int, numerics: str, dtype
 def _hugging_face_rate(workload: Workload) -> Rate:
     """Hugging Face `generate` on all prompts at once, left-padded, T = 1."""
     model: Any = workload.target("float32")
-    pad = int(workload.tokenizer.convert_tokens_to_ids(str(workload.tokenizer.pad_token)))
+    pad = workload.pad_token_id
     stop = list(workload.sampling.stop_token_ids)
     prompts = [prompt.token_ids for prompt in workload.prompts]
     width = max(len(prompt) for prompt in prompts)

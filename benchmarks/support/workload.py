@@ -41,6 +41,12 @@ class Workload:
         return max(self.tokenizer.get_vocab().values()) + 1
 
     @property
+    def pad_token_id(self) -> int:
+        """The padding token, the first stop token where there is none."""
+        pad = self.tokenizer.pad_token_id
+        return pad if isinstance(pad, int) else self.sampling.stop_token_ids[0]
+
+    @property
     def max_total_tokens(self) -> int:
         """Longest prompt and longest response."""
         longest = max(len(prompt.token_ids) for prompt in self.prompts)
