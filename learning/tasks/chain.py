@@ -1,10 +1,10 @@
 """The chain task: letters shifted step by step, with a heavy-tailed number of steps.
 
 A prompt `03:c+5=` gives the number of steps, a letter and a shift; the answer writes out every step,
-counts down, and ends with the last letter: `h;02:h+5=m;01:m+5=r;#r`. The alphabet is a ring. Whatever
-one step needs stands at a fixed distance before it, so a very small model learns the task in a
-minute; a response of n steps has 9n - 5 characters and an end token. The number of steps is log-normal
-and capped: the 99th percentile of the response length is more than six times the median.
+counts down, and ends with the last letter: `h;02:h+5=m;01:m+5=b;#b`. The alphabet is a ring of sixteen
+letters. Whatever one step needs stands at a fixed distance before it, so a very small model learns the
+task in a minute; a response of n steps has 9n - 5 characters and an end token. The number of steps is
+log-normal and capped: the 99th percentile of the response length is more than six times the median.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import numpy as np
 from core.errors import RewardError
 from core.records import Prompt, Reward
 
-LETTERS = "abcdefghijklmnopqrstuvwxyz"
+LETTERS = "abcdefghijklmnop"
+MAX_SHIFT = 5
 ALPHABET = LETTERS + "0123456789:+=;#"
 MAX_STEPS = 28
 MEDIAN_STEPS = 4.2
@@ -29,7 +30,7 @@ STEP_SHARE = 0.4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChainProblem:
-    """One problem: `num_steps` shifts of `letter` (0-25) by `shift` (1-9)."""
+    """One problem: `num_steps` shifts of `letter` (0-15) by `shift` (1-5)."""
 
     num_steps: int
     letter: int
@@ -43,13 +44,13 @@ class ChainProblem:
     @property
     def answer(self) -> str:
         """The last letter."""
-        return LETTERS[(self.letter + self.num_steps * self.shift) % 26]
+        return LETTERS[(self.letter + self.num_steps * self.shift) % len(LETTERS)]
 
 
 def draw_problem(rng: np.random.Generator) -> ChainProblem:
     """Draw one problem; the number of steps is log-normal(median 4.2, sigma 0.9), 1 to 28."""
     steps = int(np.clip(round(float(rng.lognormal(np.log(MEDIAN_STEPS), SIGMA))), 1, MAX_STEPS))
-    return ChainProblem(num_steps=steps, letter=int(rng.integers(26)), shift=int(rng.integers(1, 10)))
+    return ChainProblem(num_steps=steps, letter=int(rng.integers(len(LETTERS))), shift=int(rng.integers(1, MAX_SHIFT + 1)))
 
 
 def solution(problem: ChainProblem, *, slip_rate: float = 0.0, rng: np.random.Generator | None = None) -> str:
@@ -58,9 +59,9 @@ def solution(problem: ChainProblem, *, slip_rate: float = 0.0, rng: np.random.Ge
     for left in range(problem.num_steps, 0, -1):
         if left < problem.num_steps:
             parts.append(f"{left:02d}:{LETTERS[letter]}+{problem.shift}=")
-        letter = (letter + problem.shift) % 26
+        letter = (letter + problem.shift) % len(LETTERS)
         if slip_rate > 0.0 and rng is not None and rng.random() < slip_rate:
-            letter = (letter + int(rng.integers(1, 26))) % 26
+            letter = (letter + int(rng.integers(1, len(LETTERS)))) % len(LETTERS)
         parts.append(f"{LETTERS[letter]};")
     return "".join(parts) + "#" + LETTERS[letter]
 
@@ -102,8 +103,8 @@ def _num_right_steps(problem: ChainProblem, steps: Sequence[str]) -> int:
     num_right, letter = 0, problem.letter
     for index, step in enumerate(steps[: problem.num_steps]):
         start = f"{problem.num_steps - index:02d}:{LETTERS[letter]}+{problem.shift}=" if index else ""
-        num_right += step == start + LETTERS[(letter + problem.shift) % 26]
+        num_right += step == start + LETTERS[(letter + problem.shift) % len(LETTERS)]
         # go on from what was written; where that is no letter, from what should have been
         written = LETTERS.find(step[-1:]) if step else -1
-        letter = written if written >= 0 else (letter + problem.shift) % 26
+        letter = written if written >= 0 else (letter + problem.shift) % len(LETTERS)
     return num_right

@@ -7,7 +7,7 @@ from core.errors import RewardError
 from core.records import Prompt
 from learning.tasks.chain import ChainProblem, ChainReward, draw_problem, parse_prompt, solution
 
-THREE = ChainProblem(num_steps=3, letter=2, shift=5)  # c -> h -> m -> r
+THREE = ChainProblem(num_steps=3, letter=2, shift=5)  # c -> h -> m -> b (the ring ends at p)
 
 
 def score(response: str, prompt: str = THREE.prompt):
@@ -19,13 +19,13 @@ def score(response: str, prompt: str = THREE.prompt):
 
 def test_prompt_and_solution_are_as_the_docstring_says():
     assert THREE.prompt == "03:c+5="
-    assert solution(THREE) == "h;02:h+5=m;01:m+5=r;#r"
+    assert solution(THREE) == "h;02:h+5=m;01:m+5=b;#b"
     assert len(solution(THREE)) == 9 * 3 - 5
     assert parse_prompt(THREE.prompt) == THREE
 
 
 def test_the_alphabet_is_a_ring():
-    assert solution(ChainProblem(num_steps=1, letter=25, shift=1)) == "a;#a"
+    assert solution(ChainProblem(num_steps=1, letter=15, shift=1)) == "a;#a"
 
 
 @mark.parametrize("seed", [0, 1, 2])
@@ -43,22 +43,22 @@ def test_the_right_solution_earns_one():
 
 
 def test_one_slip_costs_one_step_and_the_answer():
-    # the second step writes n for m and goes on rightly from it: n + 5 = s; 2 of 3 steps
-    reward = score("h;02:h+5=n;01:n+5=s;#s")
+    # the second step writes n for m and goes on rightly from it: n + 5 = c; 2 of 3 steps
+    reward = score("h;02:h+5=n;01:n+5=c;#c")
     assert reward.parts == {"correct": 0.0, "steps": approx(2 / 3)}
     assert reward.value == approx(0.4 * 2 / 3)
 
 
 def test_a_right_letter_needs_the_right_form():
-    assert score("#r").parts == {"correct": 1.0, "steps": 0.0}
-    assert score("r").parts["correct"] == 0.0
-    assert score(solution(THREE) + "r").parts["correct"] == 0.0
+    assert score("#b").parts == {"correct": 1.0, "steps": 0.0}
+    assert score("b").parts["correct"] == 0.0
+    assert score(solution(THREE) + "b").parts["correct"] == 0.0
     assert score("").value == 0.0
 
 
 def test_extra_steps_dilute():
     # three right steps among five written: 3/5
-    assert score("h;02:h+5=m;01:m+5=r;00:r+5=w;;#r").parts["steps"] == approx(3 / 5)
+    assert score("h;02:h+5=m;01:m+5=b;00:b+5=g;;#b").parts["steps"] == approx(3 / 5)
 
 
 def test_slips_are_wrong_letters_carried_on():

@@ -71,9 +71,9 @@ def test_the_estimate_is_the_probability_of_the_solution():
     with torch.no_grad():
         for parameter in narrow.parameters():
             parameter.zero_()
-    # all logits equal: a response of n tokens has probability 44^-n (44 tokens in the vocabulary)
-    assert len(maker.tokenizer) == 44
-    expected = sum(44.0 ** -(9 * p.num_steps - 5 + 1) for p in maker.check_problems(4)) / 4
+    # all logits equal: a response of n tokens has probability 34^-n (34 tokens in the vocabulary)
+    assert len(maker.tokenizer) == 34
+    expected = sum(34.0 ** -(9 * p.num_steps - 5 + 1) for p in maker.check_problems(4)) / 4
     assert maker.estimate_accuracy(narrow, 4) == approx(expected, rel=1e-3)
 
 
