@@ -181,6 +181,18 @@ class PoolConfig(Section):
     num_gpus: float = Field(default=0.0, ge=0.0)
 
 
+class GenerationPoolConfig(PoolConfig):
+    """The generation instances."""
+
+    num_actors: int = Field(2, ge=1)
+
+
+class RewardPoolConfig(PoolConfig):
+    """The reward actors."""
+
+    num_cpus: float = Field(0.25, ge=0.0)
+
+
 class ClusterConfig(Section):
     """Ray: where, what each pool takes, and how long anything may take to answer."""
 
@@ -192,9 +204,9 @@ class ClusterConfig(Section):
     object_store_bytes: int | None = None
     "null: a quarter of /dev/shm, at most 1 GiB (local cluster only)"
     placement: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = "PACK"
-    generation: PoolConfig = PoolConfig(num_actors=2, num_cpus=0.5)
-    reward: PoolConfig = PoolConfig(num_actors=1, num_cpus=0.25)
-    trainer: PoolConfig = PoolConfig(num_actors=1, num_cpus=0.5)
+    generation: GenerationPoolConfig = GenerationPoolConfig()
+    reward: RewardPoolConfig = RewardPoolConfig()
+    trainer: PoolConfig = PoolConfig()
     scheduler_num_cpus: float = Field(default=0.1, ge=0.0)
     placement_timeout_s: float = Field(default=60.0, gt=0.0)
     start_timeout_s: float = Field(default=300.0, gt=0.0)

@@ -33,7 +33,7 @@ def test_a_wait_ends_with_the_error_that_says_what_happened(local_ray):
     with pytest.raises(RewardError) as refused:
         ask(partner.refuse.remote())
     assert type(refused.value) is RewardError and str(refused.value) == "sample 7: the reward is nan"
-    with pytest.raises(WaitTimeout, match="the loop waited .* for partner to answer 'act'"):
+    with pytest.raises(WaitTimeout, match=r"the loop waited .* for partner to answer 'act'"):
         ask(partner.sleep.remote(5), timeout_s=0.2)
     with pytest.raises(InstanceLost, match="partner died while the loop waited for 'act'"):
         ask(partner.die.remote())

@@ -1,5 +1,6 @@
 """A fake engine and a fake instance: responses are a pure function of the key, no torch, quick to start."""
 
+import contextlib
 import os
 import threading
 import time
@@ -136,10 +137,8 @@ class FakeInstance:
         threading.Thread(target=self._run, daemon=True).start()
 
     def _run(self) -> None:
-        try:
+        with contextlib.suppress(ZeroDivisionError):
             self.loop.run()
-        except ZeroDivisionError:
-            pass
 
     @ray.method(concurrency_group="poll")
     def poll(self, acknowledged: int, wait_s: float):

@@ -1,0 +1,53 @@
+"""The reward pool: batches come back beside their rewards, and a bad reward function is named."""
+
+import numpy as np
+import pytest
+
+from actors.reward import RewardActor, RewardPool
+from core.config import RewardConfig
+from core.errors import ConfigError, RewardError
+from core.records import Prompt
+
+pytestmark = pytest.mark.ray
+
+
+@pytest.fixture
+def make_pool(local_ray):
+    def make(kind: str, num_actors: int = 1) -> RewardPool[int]:
+        config = RewardConfig(kind=kind)
+        actors = [RewardActor.options(num_cpus=0).remote(f"reward-{i}", config) for i in range(num_actors)]
+        return RewardPool(actors, timeout_s=60.0)
+
+    return make
+
+
+def prompts(count: int) -> list[Prompt]:
+    return [Prompt(prompt_id=i, token_ids=np.arange(2), text="p") for i in range(count)]
+
+
+def test_items_come_back_with_their_own_rewards_from_every_actor(make_pool):
+    pool = make_pool("sample_rewards:vowel_share", num_actors=2)
+    pool.prove(timeout_s=60)
+    assert pool.has_idle
+    pool.submit([0, 1], prompts(2), ["aaaa", "xyzt"])
+    assert pool.has_idle
+    pool.submit([2], prompts(1), ["ae--"])
+    assert not pool.has_idle
+    scored = []
+    while pool.num_in_flight:
+        scored += pool.collect(wait_s=5.0)
+    assert {item: reward.value for item, reward in scored} == {0: 1.0, 1: 0.0, 2: 0.5}
+
+
+def test_a_reward_that_is_not_finite_surfaces_as_itself_naming_the_sample(make_pool):
+    pool = make_pool("sample_rewards:broken")
+    pool.submit([0], prompts(1), ["abc"])
+    with pytest.raises(RewardError, match=r"sample_rewards:broken, sample 0 .*nan") as caught:
+        pool.collect(wait_s=60.0)
+    assert type(caught.value) is RewardError and "\n" not in str(caught.value)
+
+
+def test_a_reward_function_that_cannot_be_imported_is_told_before_the_run(make_pool):
+    with pytest.raises(ConfigError) as caught:
+        make_pool("sample_rewards:no_such_function").prove(timeout_s=60.0)
+    assert "no_such_function" in str(caught.value)
