@@ -1,0 +1,212 @@
+"""The loop on real actors with a tiny random pair, against the same samples made in one process.
+
+One system is started for the whole file: it trains two iterations, then loses an instance.
+"""
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import ray
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from cluster.collect import collect
+from cluster.loop import train
+from cluster.report import Reporter
+from cluster.rundir import RunDir
+from cluster.session import RaySession
+from cluster.system import System, running_system
+from core.config import Config
+from core.config_io import config_from_dict
+from core.metrics import read_metrics
+from core.records import Completion, Rollout, SampleRequest
+from engine.build import build_engine
+from engine.generator import Engine
+from engine.models import load_causal_lm, load_tokenizer
+from engine.weights import model_checksum, pack_weights, unpack_weights
+from learning.data import PromptCursor, load_prompts, response_text, sampling_params
+from learning.learner import Learner
+from learning.tasks.base import build_reward
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
+
+SAMPLES = 12
+LATE_SAMPLES = 40
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trained:
+    """A system after its two iterations."""
+
+    system: System
+    run_dir: RunDir
+
+
+@pytest.fixture(scope="module")
+def config(tiny_pair) -> Config:
+    return config_from_dict(
+        {
+            "run": {"iterations": 2, "seed": 5},
+            "models": {"target": str(tiny_pair.target), "draft": str(tiny_pair.draft)},
+            "data": {"task": "chain", "limit": 64},
+            "reward": {"kind": "sample_rewards:vowel_share", "batch_size": 4},
+            "sampling": {"max_new_tokens": 60},
+            "speculation": {"policy": "fixed", "num_nodes": 8, "depth": 4, "branching": 2},
+            "rollout": {"prompts_per_iteration": SAMPLES},
+            "engine": {"max_running_samples": 4},
+            "trainer": {"minibatch_size": 6, "learning_rate": 1e-3, "num_threads": 1},
+        }
+    )
+
+
+@pytest.fixture(scope="module")
+def trained(local_ray, config, tmp_path_factory) -> Iterator[Trained]:
+    run_dir = RunDir.create(config, tmp_path_factory.mktemp("runs") / "run")
+    session = RaySession(namespace="test-loop", is_local=False, dashboard_url=None)
+    with running_system(config, session) as system:
+        train(system, run_dir, Reporter())
+        yield Trained(system=system, run_dir=run_dir)
+
+
+def plain_engine(config: Config, target) -> Engine:
+    """Plain decoding, another batch size."""
+    return build_engine(
+        target,
+        None,
+        engine=config.engine.model_copy(update={"max_running_samples": 7}),
+        speculation=config.speculation.model_copy(update={"policy": "off"}),
+        max_total_tokens=128,
+    )
+
+
+def train_in_one_process(config: Config) -> tuple[list[list[Rollout]], str]:
+    """The same run without Ray, without speculation, without streaming."""
+    tokenizer = load_tokenizer(config.models.target)
+    served, learned = (load_causal_lm(config.models.target, "float32") for _ in range(2))
+    engine = plain_engine(config, served)
+    learner = Learner(
+        learned,
+        algorithm=config.algorithm,
+        trainer=config.trainer,
+        temperature=config.sampling.temperature,
+        seed=config.run.seed,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    cursor = PromptCursor(
+        load_prompts(config.data, tokenizer, seed=config.run.seed), run_seed=config.run.seed, shuffle=True
+    )
+    reward = build_reward(config.reward)
+    iterations = []
+    for _ in range(config.run.iterations):
+        requests = cursor.next_requests(SAMPLES, 1, sampling_params(config.sampling, tokenizer))
+        done = engine.generate(requests)
+        texts = [response_text(tokenizer, completion) for completion in done]
+        prompts = [request.prompt for request in requests]
+        rollouts = [
+            Rollout(prompt=prompt, completion=completion, response_text=text, reward=value)
+            for prompt, completion, text, value in zip(
+                prompts, done, texts, reward.score(prompts, texts), strict=True
+            )
+        ]
+        learner.update(rollouts)
+        engine.load_weights(*_published(learner))
+        iterations.append(rollouts)
+    return iterations, model_checksum(learner.model)
+
+
+def _published(learner: Learner):
+    manifest, chunks = pack_weights(learner.model, name="target", weight_version=learner.weight_version)
+    return manifest, unpack_weights(manifest, chunks)
+
+
+def fingerprints(completions: Sequence[Completion]) -> list[tuple]:
+    return [
+        (
+            c.key,
+            c.finish_reason,
+            c.token_ids.tobytes(),
+            c.policy_logprobs.tobytes(),
+            c.sampling_logprobs.tobytes(),
+        )
+        for c in completions
+    ]
+
+
+def test_speculation_on_two_instances_changes_neither_tokens_nor_rewards_nor_parameters(trained, config):
+    iterations, checksum = train_in_one_process(config)
+    for iteration, rollouts in enumerate(iterations):
+        rows = pq.read_table(trained.run_dir.rollouts_file(iteration)).to_pylist()
+        assert {row["instance"] for row in rows} == {"gen-0", "gen-1"}
+        assert [row["sample_index"] for row in rows] == [r.completion.key.sample_index for r in rollouts]
+        for row, rollout in zip(rows, rollouts, strict=True):
+            done = rollout.completion
+            assert row["response_token_ids"] == done.token_ids.tolist()
+            assert np.float32(row["policy_logprobs"]).tobytes() == done.policy_logprobs.tobytes()
+            assert np.float32(row["sampling_logprobs"]).tobytes() == done.sampling_logprobs.tobytes()
+            assert row["reward"] == rollout.reward.value
+    manifest = trained.system.target.manifest
+    assert (manifest.weight_version, manifest.checksum) == (2, checksum)
+
+
+def test_the_figures_say_what_happened(trained):
+    first, last = read_metrics(trained.run_dir.metrics_file)
+    assert first["rollout/mean_acceptance_length"] > 1.0 and first["rollout/num_samples"] == SAMPLES
+    assert first["reward/std"] > 0.0 and first["learner/grad_norm"] > 0.0
+    assert abs(last["learner/ratio_at_first_minibatch"] - 1.0) < 1e-4
+    parts = sum(first[f"time/{name}_s"] for name in ("generate", "score", "update", "publish"))
+    assert 0.0 < parts <= first["time/iteration_s"]
+
+
+def test_checkpoints_are_plain_hugging_face_ones_of_what_was_published(trained, config):
+    folder = trained.run_dir.checkpoint_dir("target")
+    policy = AutoModelForCausalLM.from_pretrained(folder)
+    assert model_checksum(policy) == trained.system.target.manifest.checksum
+    assert model_checksum(policy) != model_checksum(load_causal_lm(config.models.target, "float32"))
+    draft = AutoModelForCausalLM.from_pretrained(trained.run_dir.checkpoint_dir("draft"))
+    assert model_checksum(draft) == model_checksum(load_causal_lm(str(config.models.draft), "float32"))
+    assert AutoTokenizer.from_pretrained(folder).get_vocab() == trained.system.tokenizer.get_vocab()
+
+
+def kill_when_busy(system: System) -> threading.Thread:
+    """Kill the first instance as soon as it owns samples."""
+
+    def watch() -> None:
+        handle = system.generation.instances["gen-0"]
+        while not ray.get(system.scheduler.instances.remote()).get("gen-0"):
+            time.sleep(0.002)
+        ray.kill(handle)
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    return thread
+
+
+def alone(config: Config, folder: Path, requests: list[SampleRequest]) -> list[Completion]:
+    """The same samples from the saved checkpoint, in this process and the other way round."""
+    return plain_engine(config, load_causal_lm(str(folder), "float32")).generate(requests[::-1])[::-1]
+
+
+def test_an_instance_killed_mid_iteration_loses_no_sample_and_changes_none(trained, config):
+    system = trained.system
+    requests = system.cursor.next_requests(LATE_SAMPLES, 1, system.sampling)
+    killer = kill_when_busy(system)
+    disturbed = collect(system, requests, Reporter())
+    killer.join(timeout=60)
+    assert sorted(system.generation.instances) == ["gen-0-r1", "gen-1"]
+    assert any(rollout.completion.epoch > 0 for rollout in disturbed.rollouts)
+    undisturbed = alone(config, trained.run_dir.checkpoint_dir("target"), requests)
+    assert fingerprints([r.completion for r in disturbed.rollouts]) == fingerprints(undisturbed)
+
+
+def test_a_replacement_runs_the_current_weights_and_takes_part_in_the_next_publication(trained):
+    system = trained.system
+    system.generation.publish(system.target)
+    loads = ray.get(
+        [handle.poll.remote(0, 0.0) for handle in system.generation.instances.values()], timeout=60
+    )
+    assert {reply.load.weight_version for reply in loads} == {2}
