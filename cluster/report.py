@@ -6,6 +6,7 @@ here decides anything: a run with a silent reporter is the same run.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
@@ -17,15 +18,18 @@ from rich.table import Table
 from cluster.rundir import RunDir
 from cluster.summary import Summary
 
-_PLAIN_LINE_EVERY = 0.25
-"Without a terminal, a long job says something at every quarter of the way."
+_PLAIN_LINE_EVERY_S = 10.0
+"Without a terminal, a long job says something this often, and at every new stage."
 
 
 class Reporter:
     """Progress of one run on a console; plain lines when the console is not a terminal."""
 
-    def __init__(self, console: Console | None = None) -> None:
+    def __init__(
+        self, console: Console | None = None, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.console = console or Console(highlight=False, soft_wrap=True)
+        self.clock = clock
         self._bars: Progress | None = None
         self._iterations: TaskID | None = None
         self._phase: TaskID | None = None
@@ -127,13 +131,13 @@ class _PlainTicker:
         self._report = report
         self._title = title
         self._stage = ""
-        self._next = 0.0
+        self._said_s = 0.0
 
     def __call__(self, stage: str, fraction: float) -> None:
-        if stage == self._stage and fraction < self._next:
+        now_s = self._report.clock()
+        if stage == self._stage and now_s - self._said_s < _PLAIN_LINE_EVERY_S:
             return
-        self._stage = stage
-        self._next = fraction + _PLAIN_LINE_EVERY
+        self._stage, self._said_s = stage, now_s
         self._report.note(f"{self._title}: {stage} ({fraction:.0%})")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 from datetime import datetime
 from pathlib import Path
@@ -99,14 +100,20 @@ def test_on_a_terminal_the_bar_shows_reward_acceptance_and_goodput() -> None:
         assert part in text.getvalue()
 
 
-def test_a_job_without_a_terminal_says_something_each_quarter() -> None:
+def test_a_job_without_a_terminal_speaks_at_every_stage_and_every_ten_seconds() -> None:
     report, text = text_reporter(terminal=False)
+    now_s = itertools.count(100.0, 3.0)
+    report.clock = lambda: next(now_s)
     with report.job("pair") as tick:
-        for percent in range(101):
+        for percent in range(0, 90, 10):
             tick("training", percent / 100)
-    lines = text.getvalue().splitlines()
-    assert lines[0] == "pair: training (0%)"
-    assert 4 <= len(lines) <= 6
+        tick("distilling", 0.9)
+    assert text.getvalue().splitlines() == [
+        "pair: training (0%)",
+        "pair: training (40%)",
+        "pair: training (80%)",
+        "pair: distilling (90%)",
+    ]
 
 
 def test_the_run_folder_is_absolute_and_never_used_twice(tmp_path: Path) -> None:
