@@ -1,0 +1,104 @@
+"""The start-up probe passes where numerics are invariant and names the case where they are not."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from core.config import EngineConfig, SpeculationConfig
+from core.errors import ConfigError, NumericsError
+from engine.attention import ATTENTION, Attention, ordered_attention, sdpa_attention
+from engine.build import attention_name, build_engine, resolve_device, resolve_numerics
+from engine.probe import prove_invariance
+from engine.runner import ModelRunner
+
+
+def runner_of(pair, attention: Attention, capacity: int = 350) -> ModelRunner:
+    return ModelRunner(pair.target, num_slots=8, capacity=capacity, attention=attention, vocab_size=64)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_ordered_attention_passes_across_chunks_batches_and_trees(pairs, dtype: str) -> None:
+    passed = "; ".join(prove_invariance(runner_of(pairs[dtype], ordered_attention), max_nodes=8))
+    for case in (
+        "prefill in pieces at context 5",
+        "batch of 8 at context 126",
+        "tree of 6",
+        "at context 255",
+    ):
+        assert case in passed
+
+
+def test_a_small_pool_is_probed_as_far_as_it_goes(pairs) -> None:
+    runner = ModelRunner(
+        pairs["float32"].target, num_slots=1, capacity=16, attention=ordered_attention, vocab_size=64
+    )
+    assert prove_invariance(runner, max_nodes=4)
+
+
+def test_sdpa_fails(pairs) -> None:
+    with pytest.raises(NumericsError, match=r"engine\.numerics=fast"):
+        prove_invariance(runner_of(pairs["float32"], sdpa_attention), max_nodes=8)
+
+
+def view_dependent(
+    q: Tensor, keys: Tensor, values: Tensor, bias: Tensor, *, scaling: float, softcap: float | None
+) -> Tensor:
+    """Rounds differently under longer views: what a library may do that splits a reduction by its length."""
+    out = ordered_attention(q, keys, values, bias, scaling=scaling, softcap=softcap)
+    return out * (1.0 + 2.0**-22) if keys.shape[2] > 96 else out
+
+
+def batch_dependent(
+    q: Tensor, keys: Tensor, values: Tensor, bias: Tensor, *, scaling: float, softcap: float | None
+) -> Tensor:
+    out = ordered_attention(q, keys, values, bias, scaling=scaling, softcap=softcap)
+    return out * (1.0 + 2.0**-22) if q.shape[0] > 1 else out
+
+
+@pytest.mark.parametrize(
+    ("attention", "case"), [(view_dependent, "view .* longer at context 5"), (batch_dependent, "batch of 3")]
+)
+def test_planted_dependences_are_named(pairs, attention: Attention, case: str) -> None:
+    with pytest.raises(NumericsError, match=case):
+        prove_invariance(runner_of(pairs["float32"], attention), max_nodes=8)
+
+
+@pytest.mark.parametrize("numerics", ["invariant", "fast"])
+def test_the_engine_probes_when_it_promises_invariance(pairs, numerics, monkeypatch) -> None:
+    monkeypatch.setitem(ATTENTION, "reference", view_dependent)
+
+    def build():
+        return build_engine(
+            pairs["float32"].target,
+            None,
+            engine=EngineConfig(
+                device="cpu", numerics=numerics, attention="reference", max_running_samples=2
+            ),
+            speculation=SpeculationConfig(drafter="ngram", num_nodes=8),
+            max_total_tokens=100,
+        )
+
+    if numerics == "fast":
+        assert not build().has_work
+    else:
+        with pytest.raises(NumericsError):
+            build()
+
+
+def test_attention_back_ends_by_config() -> None:
+    assert attention_name(EngineConfig(), "invariant") == "ordered"
+    assert attention_name(EngineConfig(), "fast") == "sdpa"
+    assert attention_name(EngineConfig(attention="ordered"), "fast") == "ordered"
+    with pytest.raises(ConfigError, match="not invariant"):
+        attention_name(EngineConfig(attention="sdpa"), "invariant")
+    with pytest.raises(ConfigError, match="xformers"):
+        attention_name(EngineConfig(attention="xformers"), "fast")
+
+
+def test_numerics_by_config_and_device() -> None:
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    assert resolve_numerics(EngineConfig(), cpu) == "invariant"
+    assert resolve_numerics(EngineConfig(), cuda) == "fast"
+    assert resolve_numerics(EngineConfig(numerics="invariant"), cuda) == "invariant"
+    assert resolve_numerics(EngineConfig(numerics="fast"), cpu) == "fast"
+    assert resolve_device(EngineConfig(device="cpu")) == cpu
