@@ -45,7 +45,7 @@ class DemoRecipe:
     slip_rate: float = 0.08
     min_accuracy: float = 0.40
     max_accuracy: float = 0.56
-    min_steps: int = 200
+    min_steps: int = 100
     max_steps: int = 2400
     steps_between_checks: int = 25
     num_check_prompts: int = 256
