@@ -184,13 +184,13 @@ class PoolConfig(Section):
 class GenerationPoolConfig(PoolConfig):
     """The generation instances."""
 
-    num_actors: int = Field(2, ge=1)
+    num_actors: int = Field(default=2, ge=1)
 
 
 class RewardPoolConfig(PoolConfig):
     """The reward actors."""
 
-    num_cpus: float = Field(0.25, ge=0.0)
+    num_cpus: float = Field(default=0.25, ge=0.0)
 
 
 class ClusterConfig(Section):
