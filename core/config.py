@@ -208,7 +208,7 @@ class ClusterConfig(Section):
     reward: RewardPoolConfig = RewardPoolConfig()
     trainer: PoolConfig = PoolConfig()
     scheduler_num_cpus: float = Field(default=0.1, ge=0.0)
-    placement_timeout_s: float = Field(default=60.0, gt=0.0)
+    placement_timeout_s: float = Field(default=30.0, gt=0.0)
     start_timeout_s: float = Field(default=300.0, gt=0.0)
     "an actor's constructor, model building included"
     poll_interval_s: float = Field(default=0.1, gt=0.0)
