@@ -29,6 +29,8 @@ class ReferenceResult:
     num_mismatches: int
     num_near_ties: int
     logprob_max_abs_error: float
+    evidence: tuple[str, ...]
+    "one line for each position that differs, near tie or not"
 
 
 @torch.inference_mode()
@@ -51,16 +53,26 @@ def compare_with_reference(
     error = (policy[0] - torch.from_numpy(completion.policy_logprobs)).abs()
     filtered = (sampling[0] - torch.from_numpy(completion.sampling_logprobs)).abs()
     errors = torch.cat([error, filtered[~unsure]])
+    gap = _perturbed_gap(perturbed[0])
     return ReferenceResult(
         num_mismatches=int((differs & ~unsure).sum()),
         num_near_ties=int((differs & unsure).sum()),
         logprob_max_abs_error=float(errors.max()),
+        evidence=tuple(
+            f"sample {request.key.sample_index} position {t}: emitted {int(response[t])}, reference "
+            f"{int(perturbed[0, t].argmax())}, perturbed gap {float(gap[t]):.1e}, near tie: {bool(unsure[t])}"
+            for t in differs.nonzero().flatten().tolist()
+        ),
     )
 
 
-def _near_tie(perturbed: Tensor, request: SampleRequest) -> Tensor:
+def _perturbed_gap(perturbed: Tensor) -> Tensor:
     best = perturbed.topk(2, dim=-1).values
-    return best[:, 0] - best[:, 1] < TIE_GAP / (request.sampling.temperature or 1.0)
+    return best[:, 0] - best[:, 1]
+
+
+def _near_tie(perturbed: Tensor, request: SampleRequest) -> Tensor:
+    return _perturbed_gap(perturbed) < TIE_GAP / (request.sampling.temperature or 1.0)
 
 
 def _near_nucleus(scaled: Tensor, request: SampleRequest) -> Tensor:
