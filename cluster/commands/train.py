@@ -55,13 +55,15 @@ def add_parser(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Check, then train (or only print, with --dry-run). Raises InputError for bad input."""
     from cluster.report import Reporter
-    from cluster.rundir import choose_run_path
+    from cluster.rundir import choose_run_path, is_ray_working_dir
     from core.config_io import load_config
 
     report = Reporter()
     config = load_config(args.config, args.set)
     path = choose_run_path(config.run, caller_dir=Path.cwd(), now=datetime.now())
     report.note(f"run folder {path}" + (" (dry run: not made)" if args.dry_run else ""))
+    if is_ray_working_dir(Path.cwd()):
+        report.note("  not in the job's own folder, which Ray deletes; run.output_dir says where else")
     try:
         return _run(config, path, report, dry_run=args.dry_run)
     finally:
