@@ -1,7 +1,7 @@
 """The engine's samples are the target's distribution, end to end: chi-square over pairs of consecutive tokens.
 
 A one-layer model whose attention window is one token is a Markov chain: its transition matrix is exact, and
-every pair of neighbours in 50,000 sampled tokens tests it (`test_rule` draws 200,000 by the rule alone).
+every pair of neighbours in 25,000 sampled tokens tests it (`test_rule` draws 200,000 by the rule alone).
 Noise that is shared between positions or samples
 leaves single tokens looking right and shows here.
 """
@@ -24,7 +24,7 @@ from engine.noise import gumbel_noise, key_words
 from engine.rule import RowSampling, kept_tokens
 
 VOCAB_SIZE = 8
-NUM_SAMPLES, NUM_TOKENS = 1024, 50
+NUM_SAMPLES, NUM_TOKENS = 512, 50
 SMALLEST_P = 1e-4
 TREE = SpeculationConfig(num_nodes=6, depth=3, branching=2)
 OFF = SpeculationConfig(policy="off")
@@ -78,7 +78,7 @@ def pairs_p(
     speculation: SpeculationConfig,
     top_p: float,
 ) -> float:
-    """Sample 51,200 tokens; p-value of all pairs of neighbours under the transition matrix."""
+    """Sample 25,600 tokens; p-value of all pairs of neighbours under the transition matrix."""
     engine = build_engine(
         *models,
         engine=EngineConfig(
@@ -98,7 +98,7 @@ def pairs_p(
     ]
     done = engine.generate(requests)
     if speculation is not OFF:
-        assert engine.stats.num_accepted_rank2_plus > 1000
+        assert engine.stats.num_accepted_rank2_plus > 500
     tokens = np.stack(
         [np.append(r.prompt.token_ids[1:], c.token_ids) for r, c in zip(requests, done, strict=True)]
     )

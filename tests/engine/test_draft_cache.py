@@ -42,6 +42,7 @@ SCHEDULES = {
     "chain": (CHAIN,),
     "chain of two": (FixedPolicy(num_nodes=2, depth=2, branching=1),),
     "tree": (TREE,),
+    "shallow tree": (FixedPolicy(num_nodes=6, depth=2, branching=2),),
     "wide tree": (WIDE,),
     "chain and tree in turn": (CHAIN, TREE),
     "a few plain steps between": (TREE, None, None, CHAIN, None),
@@ -155,7 +156,7 @@ def _slot_not_moved(drafter: ModelDrafter) -> None:
     ("plant", "schedule"),
     [
         (_leaf_taken_for_cached, "chain of two"),
-        (_leaf_taken_for_cached, "tree"),
+        (_leaf_taken_for_cached, "shallow tree"),
         (_path_not_moved, "tree"),
         (_plain_steps_not_caught_up, "a few plain steps between"),
         (_slot_not_moved, "chain"),

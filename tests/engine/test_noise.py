@@ -26,7 +26,7 @@ def noise_of(key: SampleKey, positions: list[int], vocab_size: int = VOCAB_SIZE)
 
 def test_maxima_at_a_real_vocabulary_are_distributed_as_maxima_of_gumbels() -> None:
     maxima, lowest = [], math.inf
-    for sample_index in range(10):
+    for sample_index in range(8):
         noise = noise_of(replace(KEY, sample_index=sample_index), list(range(32)))
         assert torch.isfinite(noise).all()
         lowest = min(lowest, noise.min().item())
@@ -34,7 +34,7 @@ def test_maxima_at_a_real_vocabulary_are_distributed_as_maxima_of_gumbels() -> N
     result = stats.kstest(torch.cat(maxima).numpy(), lambda x: np.exp(-VOCAB_SIZE * np.exp(-x)))
     assert result.pvalue > 1e-4
     assert lowest > -3.0
-    assert torch.cat(maxima).unique().numel() > 310, "float32 resolves the upper tail"
+    assert torch.cat(maxima).unique().numel() > 250, "float32 resolves the upper tail"
 
 
 def test_single_values_are_standard_gumbel() -> None:
