@@ -85,7 +85,10 @@ class GenerationPool:
             )
         name = f"{place.name}-r{self._num_restarts}"
         self._make(name, place)
-        self._bring_up([name])
+        try:
+            self._bring_up([name])
+        except InstanceLost as error:
+            return self.replace(LostInstance(instance=name, reason=str(error), num_requeued=0))
         return name
 
     def stop(self) -> None:

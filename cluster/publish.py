@@ -17,7 +17,7 @@ import ray
 from actors.messages import LoadedWeights
 from actors.remote import Handle
 from actors.waiting import get
-from core.errors import InstanceLost, WeightsError
+from core.errors import InstanceLost, WaitTimeout, WeightsError
 from core.records import WeightManifest
 
 _GRACE_S = 5.0
@@ -33,13 +33,21 @@ class PublishedWeights:
 
 
 def from_trainer(trainer: Handle, *, timeout_s: float) -> PublishedWeights:
-    """Take the trainer's current weights; the references outlive the trainer."""
+    """Take the trainer's current weights; the references outlive the trainer. Raises WaitTimeout."""
     names = {"waiter": "the loop", "waited_for": "trainer", "timeout_s": timeout_s}
     manifest = get(trainer.pack.remote(), order="pack the weights", **names)
     num_chunks = len(manifest.chunk_num_bytes)
     returned = trainer.chunks.options(num_returns=num_chunks).remote()
     refs: list[Any] = [returned] if num_chunks == 1 else list(returned)
-    ray.wait(refs, num_returns=num_chunks, timeout=timeout_s, fetch_local=False)
+    ready, _ = ray.wait(refs, num_returns=num_chunks, timeout=timeout_s, fetch_local=False)
+    if len(ready) < num_chunks:
+        raise WaitTimeout(
+            waiter="the loop",
+            waited_for="trainer",
+            order=f"hand out {num_chunks} weight chunks",
+            waited_s=timeout_s,
+            advice="raise cluster.order_timeout_s if the trainer is only slow",
+        )
     return PublishedWeights(manifest=manifest, chunk_refs=tuple(refs))
 
 
