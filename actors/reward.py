@@ -1,7 +1,7 @@
 """Reward pool: actors around one reward function, and the client that sends them whole batches.
 
-A plain pool of actors is the default: measured faster than Ray Serve here, and it starts in a second
-(docs/decisions). Scoring is a pure function of its arguments, so a batch whose actor died is simply
+A plain pool of actors: measured no slower than Ray Serve on one machine, and it starts in a second
+instead of sixteen. Scoring is a pure function of its arguments, so a batch whose actor died is simply
 scored again by the restarted one.
 """
 
