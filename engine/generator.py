@@ -161,7 +161,7 @@ class Engine:
             instance=self.instance,
             num_running=len(self._batch),
             num_waiting=len(self._waiting),
-            num_free_slots=slots - len(self._batch) - len(self._waiting),
+            num_free_slots=max(slots - len(self._batch) - len(self._waiting), 0),
             context_tokens=self._batch.context_tokens,
             free_cache_tokens=slots * self.runner.pool.capacity - self._batch.context_tokens,
             weight_version=self.weight_version,

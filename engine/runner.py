@@ -18,8 +18,9 @@ from transformers.modeling_utils import PreTrainedModel
 
 from core.errors import ModelError
 from engine.attention import Attention
-from engine.forward_plan import ForwardPlan
+from engine.forward_plan import ForwardPlan, PrefillPiece, PrefillPlan
 from engine.kv import KVPool, KVShape
+from engine.support import COMPARED_TOKENS, plain_logits, refuse_unsupported, require_equal
 
 ATTENTION_NAME = "rlhfspec"
 MIN_TOKENS = 4
@@ -36,9 +37,15 @@ def _attend(
     scaling: float | None = None,
     softcap: float | None = None,
     sliding_window: int | None = None,
+    s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Attention as transformers calls it: query [1, H, M, E], key and value [1, Hkv, M, E]."""
+    """Attention as transformers calls it: query [1, H, M, E], key and value [1, Hkv, M, E].
+
+    Raises ModelError for attention sinks (`s_aux`), which no back end here adds.
+    """
+    if s_aux is not None:
+        raise ModelError(f"{type(module).__name__} is not supported: it has attention sinks")
     out = forward_plan.attend(
         int(module.layer_idx),  # type: ignore[arg-type]
         query[0],
@@ -60,13 +67,7 @@ class ModelRunner:
     def __init__(
         self, model: PreTrainedModel, *, num_slots: int, capacity: int, attention: Attention, vocab_size: int
     ) -> None:
-        try:
-            model.set_attn_implementation(ATTENTION_NAME)
-        except (ValueError, AttributeError) as error:
-            raise ModelError(
-                f"{type(model).__name__} takes no registered attention function: {error}; "
-                "this architecture is not supported"
-            ) from error
+        refuse_unsupported(model, capacity)
         self.model = model
         self.attention = attention
         self.vocab_size = vocab_size
@@ -76,6 +77,7 @@ class ModelRunner:
         self.pool = KVPool(
             KVShape.of(model.config), num_slots=num_slots, capacity=capacity, dtype=dtype, device=self.device
         )
+        self._compare_with_plain_forward()
 
     @torch.inference_mode()
     def logits(
@@ -104,3 +106,14 @@ class ModelRunner:
             forward_plan=plan,
             logits_to_keep=MIN_TOKENS if logits_to_keep else 0,
         ).logits
+
+    def _compare_with_plain_forward(self) -> None:
+        """Switch the model to our attention; require the logits it had before. Leaves junk in slot 0."""
+        length = min(COMPARED_TOKENS, self.pool.capacity)
+        positions = torch.arange(length, device=self.device)
+        ids = positions * 31 % self.vocab_size
+        plain = plain_logits(self.model, ids)[:, : self.vocab_size]
+        self.model.set_attn_implementation(ATTENTION_NAME)
+        piece = PrefillPiece(slot=0, start=0, length=length)
+        plan = PrefillPlan(pool=self.pool, attention=self.attention, pieces=[piece])
+        require_equal(self.model, plain, self.logits(ids, positions, plan))

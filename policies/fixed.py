@@ -26,16 +26,17 @@ class FixedPolicy:
     """
 
     def __init__(self, *, num_nodes: int, depth: int, branching: int) -> None:
-        if branching == 1:
-            depth = num_nodes
+        depth = num_nodes if branching == 1 else min(depth, num_nodes)
+        if branching > 1:
+            num_nodes = min(num_nodes, max_tree_nodes(depth, branching, num_nodes))
         self._tree = PLAIN
         if num_nodes > 0:
             self._tree = Budget(
                 num_nodes=num_nodes,
-                depth=min(depth, num_nodes),
+                depth=depth,
                 branching=branching,
-                width=narrowest_width(num_nodes, min(depth, num_nodes), branching),
-                reason=f"fixed: {num_nodes} nodes, depth {min(depth, num_nodes)}, branching {branching}",
+                width=narrowest_width(num_nodes, depth, branching),
+                reason=f"fixed: {num_nodes} nodes, depth {depth}, branching {branching}",
             )
 
     @property

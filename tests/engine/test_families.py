@@ -129,6 +129,7 @@ REFUSED = {
             "attention_types": [[["global"], 2]],
         },
     ),
+    "deepseek_v3: latent cache": ("deepseek_v3", LLAMA | {"kv_lora_rank": 16, "moe_intermediate_size": 32}),
     "gptj: own attention": ("gptj", GPT2 | {"rotary_dim": 8}),
     "bloom: own attention, ALiBi": ("bloom", ALIBI),
     "gpt_oss: attention sinks": ("gpt_oss", MOE | WINDOW | {"num_local_experts": 4}),
@@ -151,23 +152,9 @@ REFUSED = {
         },
     ),
 }
-NOT_YET_REFUSED = {
-    name for name in REFUSED if name.split(":")[0] in ("gptj", "bloom", "gpt_oss", "llama4", "phi3")
-}
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(
-            name,
-            marks=pytest.mark.xfail(strict=True, reason="runs and gives wrong logits")
-            if name in NOT_YET_REFUSED
-            else (),
-        )
-        for name in REFUSED
-    ],
-)
+@pytest.mark.parametrize("name", REFUSED)
 def test_architectures_that_cannot_be_served_are_refused(name: str) -> None:
     with pytest.raises(ModelError, match="not supported"):
         runner_of(build(*REFUSED[name]))
