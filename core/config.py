@@ -141,7 +141,6 @@ class AlgorithmConfig(Section):
     gae_lambda: float = Field(default=0.95, ge=0.0, le=1.0)
     clip_ratio: float = Field(default=0.2, gt=0.0)
     clip_value: float = Field(default=0.2, gt=0.0)
-    value_coef: float = Field(default=0.5, ge=0.0)
     entropy_coef: float = Field(default=0.0, ge=0.0)
     kl_coef: float = Field(default=0.01, ge=0.0)
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
@@ -161,6 +160,8 @@ class TrainerConfig(Section):
 
     learning_rate: float = Field(default=1e-5, gt=0.0)
     value_learning_rate: float = Field(default=1e-4, gt=0.0)
+    value_epochs: int = Field(default=4, ge=1)
+    "ppo: passes of the value head over a batch's states; cheap, since the trunk is run once for all"
     warmup_updates: int = Field(default=0, ge=0)
     epochs: int = Field(default=1, ge=1)
     minibatch_size: int = Field(default=32, ge=1)

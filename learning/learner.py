@@ -1,6 +1,6 @@
 """The learner: PPO and GRPO on finished rollouts, deterministic to the last bit.
 
-PPO: Schulman et al. 2017, algorithm 1, with a value head and GAE. GRPO: Shao et al. 2024, algorithm 1.
+PPO: Schulman et al. 2017, algorithm 1, with GAE. GRPO: Shao et al. 2024, algorithm 1.
 Old log-probabilities are the engine's; the reference is a frozen copy of the initial policy.
 Equal rollouts give bitwise equal parameters: samples are ordered by index, minibatches are drawn from
 (seed, weight version), and nothing else is random.
@@ -23,6 +23,7 @@ from core.errors import ConfigError, NumericsError
 from core.records import Rollout, UpdateReport
 from engine.logprobs import scaled_logits, token_logprobs
 from learning.advantages import (
+    discounted_returns,
     explained_variance,
     gae,
     group_advantages,
@@ -31,23 +32,22 @@ from learning.advantages import (
     whiten,
 )
 from learning.batching import pack_by_length
+from learning.critic import Critic, history_features
 from learning.experience import Experience, collate
 from learning.figures import MinibatchFigures
 from learning.forward import logits_where, prepare_for_training
 from learning.losses import (
     clipped_policy_loss,
-    clipped_value_loss,
     kl_estimate,
     token_entropy,
     token_weights,
     truncated_importance_weight,
 )
 from learning.targets import Targets
-from learning.value import ValueHead
 
 
 class Learner:
-    """Holds the policy, its optimizer, for PPO a value head, and with KL control a reference."""
+    """Holds the policy, its optimizer, for PPO a critic, and with KL control a reference."""
 
     def __init__(
         self,
@@ -76,14 +76,18 @@ class Learner:
         if algorithm.kl_coef > 0.0:
             self.reference = copy.deepcopy(model).eval().requires_grad_(False)
         prepare_for_training(model, gradient_checkpointing=trainer.gradient_checkpointing)
-        self.value_head: ValueHead | None = None
-        groups: list[dict[str, Any]] = [{"params": list(model.parameters()), "lr": trainer.learning_rate}]
+        self.critic: Critic | None = None
         if algorithm.kind == "ppo":
-            hidden_size = model.config.get_text_config().hidden_size
-            self.value_head = ValueHead(hidden_size, seed=seed).to(model.device)
-            groups.append({"params": list(self.value_head.parameters()), "lr": trainer.value_learning_rate})
-        self.optimizer = torch.optim.AdamW(groups, weight_decay=trainer.weight_decay, betas=(0.9, 0.95))
-        self._base_rates = [group["lr"] for group in groups]
+            self.critic = Critic(
+                model.config.get_text_config().hidden_size,
+                seed=seed,
+                learning_rate=trainer.value_learning_rate,
+                max_grad_norm=trainer.max_grad_norm,
+                device=model.device,
+            )
+        self.optimizer = torch.optim.AdamW(
+            model.parameters(), lr=trainer.learning_rate, weight_decay=trainer.weight_decay, betas=(0.9, 0.95)
+        )
         self._num_optimizer_steps = 0
 
     def update(self, rollouts: Sequence[Rollout]) -> UpdateReport:
@@ -93,10 +97,11 @@ class Learner:
         """
         start = time.perf_counter()
         experience = collate(rollouts, pad_token_id=self.pad_token_id)
-        targets = self._targets(experience)
+        generator = torch.Generator().manual_seed((self.seed * 1_000_003 + self.weight_version) % 2**63)
+        targets = self._targets(experience, generator)
         figures = MinibatchFigures()
         steps_before = self._num_optimizer_steps
-        for rows in self._minibatches(len(experience.lengths)):
+        for rows in self._minibatches(len(experience.lengths), generator):
             self._learn(experience, targets, rows, figures)
         self.weight_version += 1
         return UpdateReport(
@@ -113,7 +118,7 @@ class Learner:
         return {
             "model": self.model.state_dict(),
             "reference": None if self.reference is None else self.reference.state_dict(),
-            "value_head": None if self.value_head is None else self.value_head.state_dict(),
+            "critic": None if self.critic is None else self.critic.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "weight_version": self.weight_version,
             "num_optimizer_steps": self._num_optimizer_steps,
@@ -122,7 +127,7 @@ class Learner:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state_dict` was taken. Raises ConfigError when the algorithm differs."""
-        for name, part in (("reference", self.reference), ("value_head", self.value_head)):
+        for name, part in (("reference", self.reference), ("critic", self.critic)):
             if (part is None) != (state[name] is None):
                 raise ConfigError(
                     f"the checkpoint {'has no' if state[name] is None else 'has a'} {name}, this run's "
@@ -136,42 +141,83 @@ class Learner:
         self._num_optimizer_steps = state["num_optimizer_steps"]
         self.seed = state["seed"]
 
-    @torch.no_grad()
-    def _targets(self, experience: Experience) -> Targets:
-        """Compute advantages, returns and reference log-probabilities once, before any step."""
-        algorithm, mask = self.algorithm, experience.mask
+    def _targets(self, experience: Experience, generator: torch.Generator) -> Targets:
+        """Compute advantages and reference log-probabilities once, before any step of the policy."""
+        reference = self._reference_logprobs(experience)
         figures: dict[str, float] = {}
-        reference = values = returns = None
-        if self.reference is not None:
-            reference = torch.zeros(mask.shape)
-            for rows in self._packs(range(len(mask)), experience):
-                ids, where = self._inputs(experience, rows)
-                logits, _ = logits_where(self.reference, ids, where)
-                _scatter(reference, rows, mask, token_logprobs(logits, ids[:, 1:][where], self.temperature))
-            kl = kl_estimate(experience.old_logprobs, reference, algorithm.kl_estimator)
-            figures["reference_kl"] = float(kl[mask].mean())
-        if self.value_head is None:
+        if reference is not None:
+            kl = kl_estimate(experience.old_logprobs, reference, self.algorithm.kl_estimator)
+            figures["reference_kl"] = float(kl[experience.mask].mean())
+        if self.critic is not None:
+            advantages = self._ppo_advantages(self.critic, experience, reference, generator, figures)
+        else:
             per_response, num_zero = group_advantages(
-                experience.rewards, experience.group_ids, divide_by_std=algorithm.group_std
+                experience.rewards, experience.group_ids, divide_by_std=self.algorithm.group_std
             )
             figures["num_zero_advantage_groups"] = float(num_zero)
-            advantages = spread(per_response, mask)
-        else:
-            values = torch.zeros(mask.shape)
-            for rows in self._packs(range(len(mask)), experience):
-                _, hidden = logits_where(self.model, *self._inputs(experience, rows))
-                _scatter(values, rows, mask, self.value_head(hidden))
-            rewards = place_terminal_reward(experience.rewards, mask)
-            if reference is not None and algorithm.kl_placement == "reward":
-                kl = kl_estimate(experience.old_logprobs, reference, algorithm.kl_estimator)
-                rewards = rewards - algorithm.kl_coef * torch.where(mask, kl, torch.zeros_like(kl))
-            advantages, returns = gae(rewards, values, mask, gamma=algorithm.gamma, lam=algorithm.gae_lambda)
-            figures["explained_variance"] = explained_variance(values, returns, mask)
-            if algorithm.whiten_advantages:
-                advantages = whiten(advantages, mask)
-        return Targets(
-            advantages=advantages, returns=returns, values=values, reference=reference, figures=figures
+            advantages = spread(per_response, experience.mask)
+        return Targets(advantages=advantages, reference=reference, figures=figures)
+
+    @torch.no_grad()
+    def _reference_logprobs(self, experience: Experience) -> Tensor | None:
+        if self.reference is None:
+            return None
+        out = torch.zeros(experience.mask.shape)
+        for rows in self._packs(range(len(out)), experience):
+            ids, where = self._inputs(experience, rows)
+            logits, _ = logits_where(self.reference, ids, where)
+            flat = token_logprobs(logits, ids[:, 1:][where], self.temperature).float().cpu()
+            out[rows] = _padded(flat, experience.mask[rows])
+        return out
+
+    def _ppo_advantages(
+        self,
+        critic: Critic,
+        experience: Experience,
+        reference: Tensor | None,
+        generator: torch.Generator,
+        figures: dict[str, float],
+    ) -> Tensor:
+        """GAE under the critic as it is; then the critic learns from this batch, for the next one.
+
+        The critic's returns are undiluted by lambda (lambda = 1), the policy's advantages are not.
+        Source: Yuan et al. 2025, 'What's behind PPO's collapse in long-CoT?', section 4 (decoupled GAE).
+        """
+        algorithm, mask = self.algorithm, experience.mask
+        hidden = self._hidden_states(experience)
+        history = history_features(experience.old_logprobs, mask)[mask].to(hidden.device)
+        values = _padded(critic.values(hidden, history).cpu(), mask)
+        rewards = place_terminal_reward(experience.rewards, mask)
+        if reference is not None and algorithm.kl_placement == "reward":
+            kl = kl_estimate(experience.old_logprobs, reference, algorithm.kl_estimator)
+            rewards = rewards - algorithm.kl_coef * torch.where(mask, kl, torch.zeros_like(kl))
+        advantages, _ = gae(rewards, values, mask, gamma=algorithm.gamma, lam=algorithm.gae_lambda)
+        returns = discounted_returns(rewards, mask, gamma=algorithm.gamma)
+        figures["explained_variance"] = explained_variance(values, returns, mask)
+        figures["value_loss"] = critic.fit(
+            hidden,
+            history,
+            returns[mask].to(hidden.device),
+            epochs=self.trainer.value_epochs,
+            num_minibatches=-(-len(mask) // self.trainer.minibatch_size),
+            clip_value=algorithm.clip_value,
+            generator=generator,
         )
+        return whiten(advantages, mask) if algorithm.whiten_advantages else advantages
+
+    @torch.no_grad()
+    def _hidden_states(self, experience: Experience) -> Tensor:
+        """Last hidden states that predict each response token, [num_tokens, H] in row-major order."""
+        place = torch.full(experience.mask.shape, -1)
+        place[experience.mask] = torch.arange(experience.num_tokens)
+        out: Tensor | None = None
+        for rows in self._packs(range(len(place)), experience):
+            _, hidden = logits_where(self.model, *self._inputs(experience, rows))
+            if out is None:
+                out = hidden.new_zeros((experience.num_tokens, hidden.shape[1]))
+            out[place[rows][experience.mask[rows]].to(out.device)] = hidden
+        assert out is not None, "collate refuses an empty batch"
+        return out
 
     def _learn(
         self, experience: Experience, targets: Targets, rows: list[int], figures: MinibatchFigures
@@ -206,7 +252,7 @@ class Learner:
             return padded[rows][mask].to(device)
 
         ids, where = self._inputs(experience, rows)
-        logits, hidden = logits_where(self.model, ids, where)
+        logits, _ = logits_where(self.model, ids, where)
         logprobs = token_logprobs(logits, ids[:, 1:][where], self.temperature)
         old = flat(experience.old_logprobs)
         weight = weights[mask].to(device)
@@ -221,15 +267,6 @@ class Learner:
         if targets.reference is not None and algorithm.kl_placement == "loss":
             kl = kl_estimate(logprobs, flat(targets.reference), algorithm.kl_estimator)
             total = total + algorithm.kl_coef * kl
-        if self.value_head is not None and targets.values is not None and targets.returns is not None:
-            value = clipped_value_loss(
-                self.value_head(hidden),
-                flat(targets.values),
-                flat(targets.returns),
-                clip_value=algorithm.clip_value,
-            )
-            total = total + algorithm.value_coef * value
-            out.add("value_loss", value, weight)
         out.add("policy_loss", policy, weight)
         out.add("entropy", entropy, weight)
         out.add_ratio(logprobs, old, weight, clip_ratio=algorithm.clip_ratio)
@@ -238,22 +275,19 @@ class Learner:
     def _step(self, figures: MinibatchFigures) -> None:
         self._num_optimizer_steps += 1
         warmup = min(1.0, self._num_optimizer_steps / max(self.trainer.warmup_updates, 1))
-        norms: list[float] = []
-        for group, rate in zip(self.optimizer.param_groups, self._base_rates, strict=True):
-            group["lr"] = rate * warmup
-            # policy and value head share no gradient, so each is clipped by its own norm
-            norms.append(float(torch.nn.utils.clip_grad_norm_(group["params"], self.trainer.max_grad_norm)))
-        if not all(math.isfinite(norm) for norm in norms):
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.trainer.learning_rate * warmup
+        norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.trainer.max_grad_norm))
+        if not math.isfinite(norm):
             raise NumericsError(
-                f"the gradient norm at weight version {self.weight_version} is {norms}; expected finite "
-                "numbers; lower trainer.learning_rate"
+                f"the gradient norm at weight version {self.weight_version} is {norm}; expected a finite "
+                "number; lower trainer.learning_rate"
             )
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        figures.close_minibatch(grad_norm=norms[0])
+        figures.close_minibatch(grad_norm=norm)
 
-    def _minibatches(self, num_samples: int) -> Iterator[list[int]]:
-        generator = torch.Generator().manual_seed((self.seed * 1_000_003 + self.weight_version) % 2**63)
+    def _minibatches(self, num_samples: int, generator: torch.Generator) -> Iterator[list[int]]:
         for _ in range(self.trainer.epochs):
             order = torch.randperm(num_samples, generator=generator).tolist()
             for start in range(0, num_samples, self.trainer.minibatch_size):
@@ -273,7 +307,7 @@ class Learner:
         )
 
 
-def _scatter(out: Tensor, rows: list[int], mask: Tensor, flat: Tensor) -> None:
-    part = torch.zeros(mask[rows].shape)
-    part[mask[rows]] = flat.float().cpu()
-    out[rows] = part
+def _padded(flat: Tensor, mask: Tensor) -> Tensor:
+    out = torch.zeros(mask.shape)
+    out[mask] = flat
+    return out

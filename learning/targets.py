@@ -12,10 +12,6 @@ class Targets:
     """Per-token tensors [B, R], padded like the experience, and the figures found on the way."""
 
     advantages: Tensor
-    returns: Tensor | None
-    "PPO only: what the value head learns"
-    values: Tensor | None
-    "PPO only: the values before the update"
     reference: Tensor | None
     "the reference policy's log-probabilities, None without KL control"
     figures: dict[str, float]

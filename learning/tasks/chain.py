@@ -50,7 +50,9 @@ class ChainProblem:
 def draw_problem(rng: np.random.Generator) -> ChainProblem:
     """Draw one problem; the number of steps is log-normal(median 4.2, sigma 0.9), 1 to 28."""
     steps = int(np.clip(round(float(rng.lognormal(np.log(MEDIAN_STEPS), SIGMA))), 1, MAX_STEPS))
-    return ChainProblem(num_steps=steps, letter=int(rng.integers(len(LETTERS))), shift=int(rng.integers(1, MAX_SHIFT + 1)))
+    return ChainProblem(
+        num_steps=steps, letter=int(rng.integers(len(LETTERS))), shift=int(rng.integers(1, MAX_SHIFT + 1))
+    )
 
 
 def solution(problem: ChainProblem, *, slip_rate: float = 0.0, rng: np.random.Generator | None = None) -> str:

@@ -179,7 +179,7 @@ def test_a_resumed_learner_goes_on_bitwise(make_model, make_learner, make_rollou
 
 
 def test_a_checkpoint_of_another_algorithm_is_refused(make_learner):
-    with raises(ConfigError, match="value_head"):
+    with raises(ConfigError, match="critic"):
         make_learner(algorithm=PPO).load_state_dict(make_learner(algorithm=GRPO).state_dict())
 
 

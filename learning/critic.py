@@ -1,0 +1,114 @@
+"""The critic of PPO: a small network on the policy's own hidden states and on how likely its tokens were.
+
+It reads the trunk without sending gradients into it, so value errors, large at first, cannot disturb the
+policy, no second model is held, and the states of a batch, computed once, serve many passes.
+
+Beside the hidden state it sees the history of log-probabilities: an unlikely token is often a slip, and
+a critic that notices it puts the blame on that token instead of the whole response.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+
+from learning.losses import clipped_value_loss
+
+NUM_HISTORY = 3
+
+
+def history_features(
+    logprobs: Float[Tensor, "B R"], mask: Bool[Tensor, "B R"]
+) -> Float[Tensor, "B R NUM_HISTORY"]:
+    """Features of the tokens before each position, all between 0 and 1 but the last.
+
+    exp of the sum of their log-probabilities, exp of the smallest one, and log(1 + how many).
+    """
+    before = torch.zeros_like(logprobs)
+    before[:, 1:] = torch.where(mask, logprobs, torch.zeros_like(logprobs))[:, :-1]
+    count = torch.arange(logprobs.shape[1], dtype=torch.float32).expand_as(before)
+    smallest = before.cummin(dim=1).values
+    return torch.stack([before.cumsum(dim=1).exp(), smallest.exp(), torch.log1p(count)], dim=-1)
+
+
+class ValueHead(nn.Module):
+    """Normalised hidden state and history -> tanh layer -> one number; starts at zero."""
+
+    def __init__(self, hidden_size: int, *, seed: int) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            self.norm = nn.LayerNorm(hidden_size)
+            self.from_hidden = nn.Linear(hidden_size, hidden_size)
+            self.from_history = nn.Linear(NUM_HISTORY, hidden_size, bias=False)
+            self.outer = nn.Linear(hidden_size, 1)
+        nn.init.zeros_(self.outer.weight)
+        nn.init.zeros_(self.outer.bias)
+
+    def forward(self, hidden: Float[Tensor, "M H"], history: Float[Tensor, "M F"]) -> Float[Tensor, " M"]:
+        """Return one value a position; no gradient reaches `hidden`."""
+        inner = self.from_hidden(self.norm(hidden.detach().float())) + self.from_history(history)
+        return self.outer(torch.tanh(inner)).squeeze(-1)
+
+
+class Critic:
+    """Value head and its optimizer. Fitted after the advantages of a batch are taken, for the next one."""
+
+    def __init__(
+        self, hidden_size: int, *, seed: int, learning_rate: float, max_grad_norm: float, device: torch.device
+    ) -> None:
+        self.head = ValueHead(hidden_size, seed=seed).to(device)
+        self.optimizer = torch.optim.AdamW(self.head.parameters(), lr=learning_rate, weight_decay=0.0)
+        self.max_grad_norm = max_grad_norm
+
+    @torch.no_grad()
+    def values(self, hidden: Float[Tensor, "M H"], history: Float[Tensor, "M F"]) -> Float[Tensor, " M"]:
+        """Return the values of some states."""
+        return self.head(hidden, history)
+
+    def fit(
+        self,
+        hidden: Float[Tensor, "M H"],
+        history: Float[Tensor, "M F"],
+        returns: Float[Tensor, " M"],
+        *,
+        epochs: int,
+        num_minibatches: int,
+        clip_value: float,
+        generator: torch.Generator,
+    ) -> float:
+        """Regress on the returns; return the mean loss of the first pass.
+
+        Source: Schulman et al. 2017, equation 9 (the value term), apart from the policy's updates as in
+        Cobbe et al. 2021, 'Phasic policy gradient', section 2.
+        """
+        old_values = self.values(hidden, history)
+        first_pass: list[float] = []
+        for epoch in range(epochs):
+            order = torch.randperm(len(returns), generator=generator).to(returns.device)
+            for rows in order.tensor_split(num_minibatches):
+                if not len(rows):
+                    continue
+                values = self.head(hidden[rows], history[rows])
+                loss = clipped_value_loss(
+                    values, old_values[rows], returns[rows], clip_value=clip_value
+                ).mean()
+                self.optimizer.zero_grad(set_to_none=True)
+                loss.backward()
+                torch.nn.utils.clip_grad_norm_(self.head.parameters(), self.max_grad_norm)
+                self.optimizer.step()
+                if epoch == 0:
+                    first_pass.append(float(loss.detach()))
+        return sum(first_pass) / len(first_pass)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Head and optimizer."""
+        return {"head": self.head.state_dict(), "optimizer": self.optimizer.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state_dict` was taken."""
+        self.head.load_state_dict(state["head"])
+        self.optimizer.load_state_dict(state["optimizer"])
