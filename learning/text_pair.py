@@ -174,7 +174,8 @@ class TextPairMaker:
         config = LlamaConfig(
             vocab_size=len(self.tokenizer),
             hidden_size=hidden_size,
-            intermediate_size=hidden_size * 8 // 3,
+            # a multiple of 32: CPU matrix products over other lengths are not batch-invariant
+            intermediate_size=-(-hidden_size * 8 // 96) * 32,
             num_hidden_layers=num_layers,
             num_attention_heads=hidden_size // head_dim,
             num_key_value_heads=max(1, hidden_size // head_dim // 2),
