@@ -1,0 +1,72 @@
+"""`rlhfspec train` from a file to a run folder, and what is left when it fails."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from cluster.cli import main
+from cluster.rundir import RunDir
+from core.metrics import read_metrics
+from tests.conftest import TinyPair
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
+
+
+@pytest.fixture
+def config_file(tmp_path: Path, tiny_pair: TinyPair) -> Path:
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        f"""
+run: {{name: tiny, output_dir: {tmp_path / "runs"}, iterations: 2}}
+models: {{target: {tiny_pair.target}, draft: {tiny_pair.draft}}}
+data: {{task: chain, limit: 16}}
+sampling: {{max_new_tokens: 24}}
+engine: {{max_running_samples: 4}}
+rollout: {{prompts_per_iteration: 8}}
+trainer: {{minibatch_size: 8, num_threads: 1, max_tokens_per_forward: 512}}
+"""
+    )
+    return file
+
+
+def only_run(tmp_path: Path) -> RunDir:
+    (folder,) = (tmp_path / "runs").iterdir()
+    return RunDir.open(folder)
+
+
+@pytest.mark.usefixtures("local_ray")
+def test_a_run_leaves_a_complete_folder(
+    config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", "--config", str(config_file)]) == 0
+    run_dir = only_run(tmp_path)
+    out = capsys.readouterr().out.replace("\n", "")
+    assert out.startswith(f"run folder {run_dir.path}")
+    for part in ("iteration 1/2", "iteration 2/2", "summary", "16"):
+        assert part in out
+    assert run_dir.status() == {"state": "finished", "reason": ""}
+    assert [row["iteration"] for row in read_metrics(run_dir.metrics_file)] == [0, 1]
+    assert pq.read_table(run_dir.rollouts_file(1)).num_rows == 8
+    assert run_dir.picture_file.stat().st_size > 0
+    assert "iterations" in run_dir.summary_file.read_text()
+    for model in ("target", "draft"):
+        checkpoint = run_dir.checkpoint_dir(model)
+        assert AutoModelForCausalLM.from_pretrained(checkpoint).num_parameters() > 0
+        assert AutoTokenizer.from_pretrained(checkpoint).eos_token_id is not None
+
+
+@pytest.mark.usefixtures("local_ray")
+def test_a_broken_reward_function_ends_the_run_naming_the_sample(
+    config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["train", "--config", str(config_file), "--set", "reward.kind=sample_rewards:broken"]
+    assert main(argv) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: reward function sample_rewards:broken, sample ")
+    assert "expected a finite number" in error and "Traceback" not in error
+    status = only_run(tmp_path).status()
+    assert status["state"] == "failed" and "sample_rewards:broken" in status["reason"]
