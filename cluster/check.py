@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.configuration_utils import PretrainedConfig
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
@@ -20,7 +21,7 @@ from cluster.memory import MemoryPlan, ModelShape, gib, plan_memory
 from cluster.session import object_store_bytes
 from cluster.topology import plan as plan_topology
 from core.config import Config
-from core.errors import DataError, PlacementError
+from core.errors import DataError, ModelError, PlacementError
 from engine.build import attention_name, resolve_device, resolve_numerics
 from engine.kv import KVShape
 from engine.models import check_compatible, load_hf_config, load_tokenizer, max_context_tokens
@@ -81,12 +82,12 @@ def check_run(config: Config, *, output_dir: Path) -> CheckReport:
         lines.append(_describe_model("draft", config.models.draft, draft))
         lines.append(f"tokenizers equal, {len(tokenizer)} entries")
     num_prompts, longest = _check_data(config, tokenizer, [target_config, draft_config])
-    reward = _check_reward(config)
+    reward_params = _check_reward(config)
     plan = plan_memory(
         config,
         target=target,
         draft=draft,
-        reward=reward,
+        reward_params=reward_params,
         max_total_tokens=longest + config.sampling.max_new_tokens,
         object_store_bytes=config.cluster.object_store_bytes or object_store_bytes(),
     )
@@ -103,16 +104,26 @@ def check_run(config: Config, *, output_dir: Path) -> CheckReport:
 
 
 def model_shape(config: PretrainedConfig) -> ModelShape:
-    """Sizes of the model a Hugging Face config describes; parameters are counted on the meta device."""
+    """Sizes of the causal LM a Hugging Face config describes. Raises ModelError when there is none."""
     text = config.get_text_config()
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
     return ModelShape(
-        num_params=sum(parameter.numel() for parameter in model.parameters()),
+        num_params=count_params(config, AutoModelForCausalLM),
         kv=KVShape.of(config),
         hidden_size=text.hidden_size,
         vocab_size=text.vocab_size,
     )
+
+
+def count_params(config: PretrainedConfig, auto_class: Any) -> int:
+    """Parameters of a model, counted on the meta device. Raises ModelError when there is no such model."""
+    try:
+        with torch.device("meta"):
+            model = auto_class.from_config(config)
+    except ValueError as error:
+        raise ModelError(
+            f"a '{config.model_type}' model cannot be used as {auto_class.__name__}; take another model"
+        ) from error
+    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def _describe_model(role: str, name: str, shape: ModelShape) -> str:
@@ -136,9 +147,10 @@ def _check_data(
     return len(dataset), longest
 
 
-def _check_reward(config: Config) -> ModelShape | None:
+def _check_reward(config: Config) -> int | None:
+    """Parameters of the reward model, None for a rule."""
     if config.reward.kind == "model" and config.reward.model is not None:
-        return model_shape(load_hf_config(config.reward.model))
+        return count_params(load_hf_config(config.reward.model), AutoModelForSequenceClassification)
     build_reward(config.reward)
     return None
 

@@ -106,7 +106,7 @@ def plan_memory(
     *,
     target: ModelShape,
     draft: ModelShape | None,
-    reward: ModelShape | None,
+    reward_params: int | None,
     max_total_tokens: int,
     object_store_bytes: int,
 ) -> MemoryPlan:
@@ -116,7 +116,7 @@ def plan_memory(
         generation_bytes=TORCH_PROCESS_BYTES + kv_pool + _engine_bytes(config, target, draft),
         kv_pool_bytes=kv_pool,
         trainer_bytes=TORCH_PROCESS_BYTES + _learner_bytes(config, target),
-        reward_bytes=_reward_bytes(config, reward),
+        reward_bytes=_reward_bytes(reward_params),
         object_store_bytes=object_store_bytes,
         ray_bytes=RAY_PROCESSES_BYTES + TORCH_PROCESS_BYTES,
         num_generation=config.cluster.generation.num_actors,
@@ -156,10 +156,10 @@ def _learner_bytes(config: Config, target: ModelShape) -> int:
     return weights * (1 + _ADAM_COPIES) + reference + published + activations + logits
 
 
-def _reward_bytes(config: Config, reward: ModelShape | None) -> int:
-    if reward is None:
-        return PLAIN_PROCESS_BYTES if config.reward.kind != "model" else TORCH_PROCESS_BYTES
-    return TORCH_PROCESS_BYTES + 2 * reward.weight_bytes("float32")
+def _reward_bytes(reward_params: int | None) -> int:
+    if reward_params is None:
+        return PLAIN_PROCESS_BYTES
+    return TORCH_PROCESS_BYTES + 2 * reward_params * _DTYPE_BYTES["float32"]
 
 
 def _disk_bytes(config: Config, target: ModelShape, draft: ModelShape | None) -> int:

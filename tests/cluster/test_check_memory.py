@@ -38,9 +38,14 @@ def config(**sections: dict) -> Config:
     return config_from_dict(tree | sections)
 
 
-def plan(settings: Config) -> MemoryPlan:
+def plan(settings: Config, reward_params: int | None = None) -> MemoryPlan:
     return plan_memory(
-        settings, target=TARGET, draft=DRAFT, reward=None, max_total_tokens=50, object_store_bytes=7
+        settings,
+        target=TARGET,
+        draft=DRAFT,
+        reward_params=reward_params,
+        max_total_tokens=50,
+        object_store_bytes=7,
     )
 
 
@@ -65,6 +70,10 @@ def test_the_total_counts_every_actor_once() -> None:
     assert made.ray_bytes > RAY_PROCESSES_BYTES
     expected = 3 * made.generation_bytes + made.trainer_bytes + 2 * made.reward_bytes + 7 + made.ray_bytes
     assert made.total_bytes == expected
+
+
+def test_a_reward_model_is_held_once_and_loaded_once_more() -> None:
+    assert plan(config(), reward_params=100).reward_bytes == TORCH_PROCESS_BYTES + 2 * 100 * 4
 
 
 def test_without_a_kl_penalty_no_reference_model_is_held() -> None:
