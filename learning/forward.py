@@ -17,11 +17,12 @@ from core.errors import ModelError
 
 
 def logits_where(
-    model: PreTrainedModel, ids: Int[Tensor, "B T"], where: Bool[Tensor, "B S"]
+    model: PreTrainedModel, ids: Int[Tensor, "B T"], where: Bool[Tensor, "B S"], vocab_size: int
 ) -> tuple[Float[Tensor, "M V"], Float[Tensor, "M H"]]:
     """Return logits and hidden states that predict ids[:, 1:][where], in row-major order.
 
-    `ids` is padded on the right, so causal attention needs no mask. `where` is [B, T - 1].
+    `ids` is padded on the right, so causal attention needs no mask. `where` is [B, T - 1]. Logits are those of
+    the first `vocab_size` ids, as in the engine: padded ids take no part.
     Raises ModelError when the model has no output head to be asked.
     """
     head = model.get_output_embeddings()
@@ -38,7 +39,7 @@ def logits_where(
         logits = model(input_ids=ids, use_cache=False).logits
     finally:
         handle.remove()
-    return logits[0], kept[0]
+    return logits[0, :, :vocab_size], kept[0]
 
 
 def prepare_for_training(model: PreTrainedModel, *, gradient_checkpointing: bool) -> None:

@@ -58,6 +58,7 @@ class Learner:
         temperature: float,
         seed: int,
         pad_token_id: int,
+        vocab_size: int | None = None,
     ) -> None:
         if temperature <= 0.0:
             raise ConfigError(
@@ -71,6 +72,8 @@ class Learner:
         self.temperature = temperature
         self.seed = seed
         self.pad_token_id = pad_token_id
+        # padded ids are cut off here as in the engine, or the two would not normalise over the same tokens
+        self.vocab_size = vocab_size or int(model.config.get_text_config().vocab_size)
         self.weight_version = 0
         self.reference: PreTrainedModel | None = None
         if algorithm.kl_coef > 0.0:
@@ -165,7 +168,7 @@ class Learner:
         out = torch.zeros(experience.mask.shape)
         for rows in self._packs(range(len(out)), experience):
             ids, where = self._inputs(experience, rows)
-            logits, _ = logits_where(self.reference, ids, where)
+            logits, _ = logits_where(self.reference, ids, where, self.vocab_size)
             flat = token_logprobs(logits, ids[:, 1:][where], self.temperature).float().cpu()
             out[rows] = _padded(flat, experience.mask[rows])
         return out
@@ -212,7 +215,7 @@ class Learner:
         place[experience.mask] = torch.arange(experience.num_tokens)
         out: Tensor | None = None
         for rows in self._packs(range(len(place)), experience):
-            _, hidden = logits_where(self.model, *self._inputs(experience, rows))
+            _, hidden = logits_where(self.model, *self._inputs(experience, rows), self.vocab_size)
             if out is None:
                 out = hidden.new_zeros((experience.num_tokens, hidden.shape[1]))
             out[place[rows][experience.mask[rows]].to(out.device)] = hidden
@@ -252,7 +255,7 @@ class Learner:
             return padded[rows][mask].to(device)
 
         ids, where = self._inputs(experience, rows)
-        logits, _ = logits_where(self.model, ids, where)
+        logits, _ = logits_where(self.model, ids, where, self.vocab_size)
         logprobs = token_logprobs(logits, ids[:, 1:][where], self.temperature)
         old = flat(experience.old_logprobs)
         weight = weights[mask].to(device)

@@ -83,8 +83,8 @@ def make_pair_from_text(
     examples = read_examples(data, prompt_field=prompt_field, answer_field=answer_field)
     recipe = recipe or TextRecipe()
     maker = TextPairMaker(recipe, examples, seed=seed, budget_s=budget_s, progress=progress or _silent)
-    target = maker.make_target()
-    draft = maker.make_draft(target)
+    narrow, target = maker.make_target()
+    draft = maker.make_draft(narrow)
     notes = {"recipe": dataclasses.asdict(recipe), "seed": seed, "data": [Path(p).name for p in data]}
     _publish(out_dir, target, draft, maker.tokenizer, notes)
     return PairPaths(target=out_dir / "target", draft=out_dir / "draft")

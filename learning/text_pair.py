@@ -19,6 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from core.config import DataConfig
 from core.errors import DataError
 from learning.distill import distill_step
+from learning.growth import deepen, widen
 from learning.records_io import read_rows
 from learning.sft import Example, SupervisedBatch, SupervisedTrainer, supervised_batches
 from learning.tokenization import token_id, train_bpe
@@ -37,6 +38,9 @@ class TextRecipe:
     hidden_size: int = 128
     num_layers: int = 3
     head_dim: int = 32
+    grown_width: int = 2
+    grown_layers: int = 6
+    "the trained target is grown function-preservingly, so that its cost is a target's"
     draft_hidden_size: int = 96
     draft_head_dim: int = 32
     learning_rate: float = 3e-3
@@ -110,8 +114,8 @@ class TextPairMaker:
         self._rng = np.random.default_rng([seed, 0x7E87])
         self._examples = self._encode(examples)
 
-    def make_target(self) -> LlamaForCausalLM:
-        """Train the target on the answers, and on the prompts too: they are text as well."""
+    def make_target(self) -> tuple[LlamaForCausalLM, LlamaForCausalLM]:
+        """Train the target on the answers; return it as trained (narrow) and grown."""
         recipe = self.recipe
         target = self._model(recipe.hidden_size, recipe.num_layers, recipe.head_dim)
         trainer = SupervisedTrainer(target, learning_rate=recipe.learning_rate)
@@ -119,16 +123,17 @@ class TextPairMaker:
             trainer.learning_rate = recipe.learning_rate * _cooling(share)
             trainer.step(batch)
             self.progress("training the target", share * (1.0 - recipe.draft_share))
-        return target.eval()
+        wide = widen(target, factor=recipe.grown_width, seed=self.seed)
+        return target.eval(), deepen(wide, num_layers=recipe.grown_layers, seed=self.seed).eval()
 
-    def make_draft(self, target: LlamaForCausalLM) -> LlamaForCausalLM:
-        """Distil a one-layer draft from the target."""
+    def make_draft(self, teacher: LlamaForCausalLM) -> LlamaForCausalLM:
+        """Distil a one-layer draft from the target as it was trained: the same function, and cheaper."""
         recipe = self.recipe
         draft = self._model(recipe.draft_hidden_size, 1, recipe.draft_head_dim)
         trainer = SupervisedTrainer(draft, learning_rate=recipe.draft_learning_rate)
         for share, batch in self._timed_batches(self.budget_s * recipe.draft_share):
             trainer.learning_rate = recipe.draft_learning_rate * _cooling(share)
-            distill_step(trainer, target, batch)
+            distill_step(trainer, teacher, batch)
             self.progress("distilling the draft", 1.0 - recipe.draft_share * (1.0 - share))
         return draft.eval()
 

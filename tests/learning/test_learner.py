@@ -21,7 +21,7 @@ PPO, GRPO = AlgorithmConfig(kind="ppo"), AlgorithmConfig(kind="grpo")
 
 @fixture
 def make_learner(make_model):
-    def make(model=None, *, algorithm=PPO, trainer=TRAINER, temperature=1.0) -> Learner:
+    def make(model=None, *, algorithm=PPO, trainer=TRAINER, temperature=1.0, vocab_size=None) -> Learner:
         return Learner(
             model or make_model(),
             algorithm=algorithm,
@@ -29,6 +29,7 @@ def make_learner(make_model):
             temperature=temperature,
             seed=5,
             pad_token_id=0,
+            vocab_size=vocab_size,
         )
 
     return make
@@ -58,7 +59,7 @@ def test_collate_refuses_a_sample_that_comes_twice(model, make_rollouts):
 def test_logits_at_chosen_positions_equal_the_dense_forward(model):
     ids = torch.randint(2, 19, (3, 7))
     where = torch.rand(3, 6) > 0.5
-    logits, hidden = logits_where(model, ids, where)
+    logits, hidden = logits_where(model, ids, where, 19)
     assert torch.allclose(logits, model(ids).logits[:, :-1][where], atol=1e-6)
     assert hidden.shape == (int(where.sum()), 32)
 
@@ -78,6 +79,23 @@ def test_the_ratio_starts_at_one(make_learner, make_rollouts, temperature):
     learner = make_learner(temperature=temperature)
     report = learner.update(make_rollouts(learner.model, temperature=temperature))
     assert report.figures["ratio_at_first_minibatch"] == approx(1.0, abs=1e-4)
+
+
+def test_padded_ids_take_no_part_in_log_probabilities(make_learner, make_rollouts):
+    real = make_learner()
+    padded = make_learner()
+    padded.model.resize_token_embeddings(32)
+    with torch.no_grad():
+        padded.model.lm_head.weight[19:] = 1.0
+    rollouts = make_rollouts(real.model)
+    wrong = Learner(
+        padded.model, algorithm=PPO, trainer=TRAINER, temperature=1.0, seed=5, pad_token_id=0
+    ).update(rollouts)
+    assert abs(wrong.figures["ratio_at_first_minibatch"] - 1.0) > 1e-3
+    fresh = make_learner()
+    fresh.model.resize_token_embeddings(32)
+    right = make_learner(fresh.model, vocab_size=19).update(rollouts)
+    assert right.figures["ratio_at_first_minibatch"] == approx(1.0, abs=1e-4)
 
 
 def test_a_wrong_old_logprob_shows_in_the_ratio(make_learner, make_rollouts):
@@ -109,7 +127,7 @@ def test_rewarded_tokens_become_likelier(make_learner, make_rollouts, algorithm)
     before = collate(rollouts, pad_token_id=0)
     assert 0 < float(before.rewards.sum()) < 6
     learner.update(rollouts)
-    logits, _ = logits_where(learner.model, before.ids, before.where)
+    logits, _ = logits_where(learner.model, before.ids, before.where, 19)
     now = torch.zeros_like(before.old_logprobs)
     now[before.mask] = token_logprobs(logits, before.ids[:, 1:][before.where], 1.0).detach()
     change = (now - before.old_logprobs).sum(dim=1)

@@ -27,7 +27,7 @@ TINY = DemoRecipe(
     num_check_prompts=4,
     draft_steps=2,
 )
-TINY_TEXT = TextRecipe(vocab_size=300, hidden_size=32, num_layers=1, draft_hidden_size=32)
+TINY_TEXT = TextRecipe(vocab_size=300, hidden_size=32, num_layers=1, grown_layers=2, draft_hidden_size=32)
 
 
 def test_the_demo_pair_is_made_once_and_loads_with_plain_transformers(tmp_path):
