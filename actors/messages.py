@@ -43,6 +43,8 @@ class TrainerSpec:
     temperature: float
     seed: int
     pad_token_id: int
+    vocab_size: int
+    "token ids the tokenizer knows, as for the instances"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -44,6 +44,7 @@ class TrainerActor:
             temperature=self._spec.temperature,
             seed=self._spec.seed,
             pad_token_id=self._spec.pad_token_id,
+            vocab_size=self._spec.vocab_size,
         )
         return LoadedWeights(
             instance="trainer",

@@ -165,7 +165,7 @@ def _generation_spec(
         speculation=config.speculation,
         dtype=config.models.dtype,
         max_total_tokens=max_total_tokens,
-        vocab_size=max(tokenizer.get_vocab().values()) + 1,
+        vocab_size=_vocab_size(tokenizer),
         publish_interval_s=config.cluster.poll_interval_s,
     )
 
@@ -179,4 +179,9 @@ def _trainer_spec(config: Config, tokenizer: PreTrainedTokenizerBase) -> Trainer
         temperature=config.sampling.temperature,
         seed=config.run.seed,
         pad_token_id=pad if isinstance(pad, int) else 0,
+        vocab_size=_vocab_size(tokenizer),
     )
+
+
+def _vocab_size(tokenizer: PreTrainedTokenizerBase) -> int:
+    return max(tokenizer.get_vocab().values()) + 1
