@@ -24,7 +24,7 @@ MAX_STEPS = 28
 MEDIAN_STEPS = 4.2
 SIGMA = 0.9
 MAX_RESPONSE_TOKENS = 9 * MAX_STEPS - 5 + 1
-STEP_SHARE = 0.4
+STEP_SHARE = 0.2
 "part of the reward paid for the share of right steps; the rest is for the right answer"
 
 
@@ -76,10 +76,10 @@ def parse_prompt(text: str) -> ChainProblem:
 
 
 class ChainReward:
-    """0.6 for the right letter behind `#`, 0.4 times the share of steps that are right in themselves.
+    """0.8 for the right letter behind `#`, 0.2 times the share of steps that are right in themselves.
 
     A step is right when it counts down, repeats the letter written before it and shifts it rightly;
-    one slip costs one step there but, as a rule, the whole 0.6. Parts: `correct` (0 or 1), `steps`.
+    one slip costs one step there but, as a rule, the whole 0.8. Parts: `correct` (0 or 1), `steps`.
     """
 
     def score(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> list[Reward]:

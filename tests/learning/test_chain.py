@@ -46,7 +46,7 @@ def test_one_slip_costs_one_step_and_the_answer():
     # the second step writes n for m and goes on rightly from it: n + 5 = c; 2 of 3 steps
     reward = score("h;02:h+5=n;01:n+5=c;#c")
     assert reward.parts == {"correct": 0.0, "steps": approx(2 / 3)}
-    assert reward.value == approx(0.4 * 2 / 3)
+    assert reward.value == approx(0.2 * 2 / 3)
 
 
 def test_a_right_letter_needs_the_right_form():
