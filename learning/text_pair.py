@@ -33,7 +33,7 @@ class TextRecipe:
     """Sizes and rates; the time budget is given beside it."""
 
     vocab_size: int = 768
-    max_tokens: int = 512
+    max_tokens: int = 320
     "longer examples are left out"
     hidden_size: int = 128
     num_layers: int = 3
