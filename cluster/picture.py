@@ -11,6 +11,7 @@ matplotlib.use("Agg")
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from cluster.summary import STEP_PARTS
 
@@ -45,7 +46,7 @@ def _draw_acceptance(axes: Axes, iterations: list[float], metrics: Sequence[Mapp
     lengths = _column(metrics, "rollout/mean_acceptance_length")
     axes.plot(iterations, lengths, marker="o", markersize=3, color="tab:green")
     axes.axhline(1.0, color="grey", linewidth=0.8, linestyle=":")
-    axes.set_ylabel("tokens per sample\nand decode step")
+    axes.set_ylabel("acceptance length\n(tokens a decode step)")
     axes.grid(alpha=0.3)
 
 
@@ -58,6 +59,8 @@ def _draw_time(axes: Axes, iterations: list[float], metrics: Sequence[Mapping[st
     total = [row.get("time/iteration_s", 0.0) for row in metrics]
     rest = [max(0.0, whole - below) for whole, below in zip(total, bottom, strict=True)]
     axes.bar(iterations, rest, bottom=bottom, label="other", color="lightgrey")
-    axes.set_ylabel("seconds")
+    axes.set_ylabel("seconds an iteration")
     axes.set_xlabel("iteration")
-    axes.legend(loc="upper right", ncols=len(STEP_PARTS) + 1, fontsize="small")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    above = {"loc": "lower right", "bbox_to_anchor": (1.0, 1.0), "frameon": False}
+    axes.legend(ncols=len(STEP_PARTS) + 1, fontsize="small", **above)
