@@ -75,7 +75,7 @@ class Tally:
 def run(*, out: Path, mode: str, data: Path | None) -> int:
     """Run the benchmark; returns 1 when anything differed."""
     torch.set_num_threads(1)
-    num_prompts = {"quick": 6, "default": 32, "full": 128}[mode]
+    num_prompts = {"quick": 6, "default": 24, "full": 128}[mode]
     workloads = [demo_workload(num_prompts)]
     console = Console()
     if data is not None:
