@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,19 @@ from pydantic import BaseModel, ValidationError
 
 from core.config import Config
 from core.errors import ConfigError
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML with 1.2's booleans: `off`, `on`, `yes` and `no` are words, so `policy: off` means what it says."""
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:bool"]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:bool", re.compile(r"^(?:true|True|false|False)$"), list("tTfF")
+)
 
 
 def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
@@ -25,7 +39,7 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
             f"cannot read the config: expected a YAML file, {path} does not exist; check --config"
         )
     try:
-        tree = yaml.safe_load(path.read_text())
+        tree = yaml.load(path.read_text(), _Loader)
     except yaml.YAMLError as error:
         raise ConfigError(f"{path} is not valid YAML: {error}; mend the file") from error
     if not isinstance(tree, dict):
@@ -61,7 +75,7 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
         node = node[parent]
         if not isinstance(node, dict):
             raise ConfigError(f"--set {override}: '{parent}' is a value, not a section")
-    node[leaf] = yaml.safe_load(text)
+    node[leaf] = yaml.load(text, _Loader)
 
 
 def _explain(item: Any) -> str:

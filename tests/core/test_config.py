@@ -78,3 +78,13 @@ def test_every_shipped_config_loads(file: Path) -> None:
 
 def test_the_promised_configs_are_shipped() -> None:
     assert {"demo", "gsm8k_ppo"} <= {file.stem for file in CONFIGS.glob("*.yaml")}
+
+
+def test_off_is_a_word_and_false_a_truth_value(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("data: {task: chain}\nmodels: {draft: demo}\nspeculation: {policy: off}\n")
+    assert load_config(path).speculation.policy == "off"
+    overridden = load_config(path, ["speculation.policy=off", "cluster.dashboard=false", "data.shuffle=true"])
+    assert overridden.speculation.policy == "off"
+    assert overridden.cluster.dashboard is False
+    assert overridden.data.shuffle is True
