@@ -23,7 +23,7 @@ from cluster.session import RaySession
 from cluster.topology import Ground, Topology, actor_options, place, plan
 from core.config import Config
 from core.records import Completion, SampleRequest, SamplingParams
-from engine.models import load_causal_lm, load_tokenizer
+from engine.models import load_causal_lm, load_tokenizer, num_token_ids
 from engine.weights import pack_weights
 from learning.data import PromptCursor, PromptDataset, load_prompts, sampling_params
 
@@ -165,7 +165,7 @@ def _generation_spec(
         speculation=config.speculation,
         dtype=config.models.dtype,
         max_total_tokens=max_total_tokens,
-        vocab_size=_vocab_size(tokenizer),
+        vocab_size=num_token_ids(tokenizer),
         publish_interval_s=config.cluster.poll_interval_s,
     )
 
@@ -179,9 +179,5 @@ def _trainer_spec(config: Config, tokenizer: PreTrainedTokenizerBase) -> Trainer
         temperature=config.sampling.temperature,
         seed=config.run.seed,
         pad_token_id=pad if isinstance(pad, int) else 0,
-        vocab_size=_vocab_size(tokenizer),
+        vocab_size=num_token_ids(tokenizer),
     )
-
-
-def _vocab_size(tokenizer: PreTrainedTokenizerBase) -> int:
-    return max(tokenizer.get_vocab().values()) + 1

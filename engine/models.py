@@ -78,6 +78,11 @@ def check_compatible(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizer
     )
 
 
+def num_token_ids(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return how many ids the tokenizer knows; a model's padded ids lie above."""
+    return max(tokenizer.get_vocab().values()) + 1
+
+
 def max_context_tokens(config: PretrainedConfig) -> int | None:
     """Return the longest context the model's positions allow, None when it has no limit."""
     limit = config.get_text_config().to_dict().get("max_position_embeddings")

@@ -17,7 +17,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from core.config import DataConfig, RunConfig, SamplingConfig
 from core.records import Prompt, SampleKey, SampleRequest, SamplingParams, Stream
-from engine.models import load_causal_lm, load_tokenizer
+from engine.models import load_causal_lm, load_tokenizer, num_token_ids
 from learning.data import load_prompts, sampling_params
 from learning.pairs import PairPaths, make_demo_pair, make_pair_from_text
 
@@ -38,7 +38,7 @@ class Workload:
     @property
     def vocab_size(self) -> int:
         """Token ids the tokenizer knows."""
-        return max(self.tokenizer.get_vocab().values()) + 1
+        return num_token_ids(self.tokenizer)
 
     @property
     def pad_token_id(self) -> int:
