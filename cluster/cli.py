@@ -7,11 +7,8 @@ command needs is imported, so that `--help` answers at once.
 from __future__ import annotations
 
 import argparse
-import logging
-import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from cluster.origin import shadowed_packages
 
@@ -54,10 +51,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if faults:
         print("error: " + "\n       ".join(faults), file=sys.stderr)
         return 1
+    from cluster.quiet import quiet_libraries
     from core.errors import RlhfSpecError
 
     args = build_parser().parse_args(argv)
-    _quiet_libraries()
+    quiet_libraries()
     try:
         return args.run(args)
     except RlhfSpecError as error:
@@ -66,17 +64,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return _INTERRUPTED
-
-
-def _quiet_libraries() -> None:
-    """Keep libraries from writing into the home folder or over the progress bars."""
-    from core.config import RunConfig
-
-    cache = Path(RunConfig().cache_dir).expanduser()
-    os.environ.setdefault("MPLCONFIGDIR", str(cache / "matplotlib"))
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from cluster.quiet import quiet_environment
 from core.config import Config
 from core.errors import ConfigError, PlacementError
 
@@ -134,7 +135,7 @@ class Ground:
 
 
 def actor_options(place: Place, ground: Ground) -> dict[str, Any]:
-    """Options for `Actor.options(...)`: name, bundle, thread environment."""
+    """Options for `Actor.options(...)`: name, bundle, threads, silenced libraries."""
     threads = str(place.num_threads)
     return {
         "name": place.name,
@@ -144,7 +145,9 @@ def actor_options(place: Place, ground: Ground) -> dict[str, Any]:
         "scheduling_strategy": PlacementGroupSchedulingStrategy(
             placement_group=ground.group, placement_group_bundle_index=place.bundle
         ),
-        "runtime_env": {"env_vars": {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}},
+        "runtime_env": {
+            "env_vars": quiet_environment() | {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
+        },
     }
 
 

@@ -1,0 +1,38 @@
+"""Keeps libraries from drawing over our own bars, here and in the actors.
+
+transformers, the hub client and `datasets` read these variables when they are imported. The command line
+imports none of them before `quiet_libraries`; actors get the variables with their runtime environment.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from pathlib import Path
+
+from core.config import RunConfig
+
+_DEFAULTS = {
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
+    "TRANSFORMERS_VERBOSITY": "error",
+}
+"What the caller's environment says goes first."
+
+
+def quiet_environment() -> dict[str, str]:
+    """Variables that switch the libraries' bars and chatter off, unless the caller set them otherwise."""
+    return {name: os.environ.get(name, value) for name, value in _DEFAULTS.items()}
+
+
+def quiet_libraries() -> None:
+    """Silence libraries in this process, imported or not; keep matplotlib's cache out of the home folder."""
+    cache = Path(RunConfig().cache_dir).expanduser()
+    os.environ.update(quiet_environment())
+    os.environ.setdefault("MPLCONFIGDIR", str(cache / "matplotlib"))
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    # Imported before (a notebook, a test): its switch has been read already. Never imported for this alone.
+    imported = sys.modules.get("transformers.utils.logging")
+    if imported is not None and os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] == "1":
+        imported.disable_progress_bar()
