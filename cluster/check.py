@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.configuration_utils import PretrainedConfig
-from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from cluster import machine
+from cluster.inputs import Inputs, read_inputs, read_tokenizer
 from cluster.memory import MemoryPlan, ModelShape, gib, plan_memory
 from cluster.session import object_store_bytes
 from cluster.topology import plan as plan_topology
@@ -25,14 +25,15 @@ from core.errors import DataError, ModelError, PlacementError
 from engine.build import attention_name, resolve_device, resolve_numerics
 from engine.kv import KVShape
 from engine.models import check_compatible, load_hf_config, load_tokenizer, max_context_tokens
-from learning.data import load_prompts
+from learning.data import PromptDataset
 from learning.tasks.base import build_reward
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckReport:
-    """What `rlhfspec check` prints."""
+    """What `rlhfspec check` prints, and the inputs it has read on the way."""
 
+    inputs: Inputs
     models: tuple[str, ...]
     data: str
     memory: MemoryPlan
@@ -69,8 +70,7 @@ def check_run(config: Config, *, output_dir: Path) -> CheckReport:
     placement = plan_topology(config).describe()
     trust = config.models.trust_remote_code
     target_config = load_hf_config(config.models.target, trust_remote_code=trust)
-    tokenizer_name = config.models.tokenizer or config.models.target
-    tokenizer = load_tokenizer(tokenizer_name, trust_remote_code=trust)
+    tokenizer = read_tokenizer(config)
     target = model_shape(target_config)
     lines = [_describe_model("target", config.models.target, target)]
     draft = None
@@ -81,7 +81,9 @@ def check_run(config: Config, *, output_dir: Path) -> CheckReport:
         draft = model_shape(draft_config)
         lines.append(_describe_model("draft", config.models.draft, draft))
         lines.append(f"tokenizers equal, {len(tokenizer)} entries")
-    num_prompts, longest = _check_data(config, tokenizer, [target_config, draft_config])
+    inputs = read_inputs(config, tokenizer)
+    longest = inputs.dataset.max_prompt_tokens
+    _check_lengths(config, inputs.dataset, [target_config, draft_config])
     reward_params = _check_reward(config)
     plan = plan_memory(
         config,
@@ -92,8 +94,9 @@ def check_run(config: Config, *, output_dir: Path) -> CheckReport:
         object_store_bytes=config.cluster.object_store_bytes or object_store_bytes(),
     )
     report = CheckReport(
+        inputs=inputs,
         models=tuple(lines),
-        data=f"{num_prompts} prompts, the longest {longest} tokens",
+        data=f"{len(inputs.dataset)} prompts, the longest {longest} tokens",
         memory=plan,
         available_bytes=machine.memory_bytes(),
         free_disk_bytes=machine.free_disk_bytes(output_dir),
@@ -130,10 +133,7 @@ def _describe_model(role: str, name: str, shape: ModelShape) -> str:
     return f"{role} {name}: {shape.num_params / 1e6:.2f}M parameters, {shape.kv.num_layers} layers"
 
 
-def _check_data(
-    config: Config, tokenizer: PreTrainedTokenizerBase, models: list[PretrainedConfig | None]
-) -> tuple[int, int]:
-    dataset = load_prompts(config.data, tokenizer, seed=config.run.seed)
+def _check_lengths(config: Config, dataset: PromptDataset, models: list[PretrainedConfig | None]) -> None:
     longest = dataset.max_prompt_tokens
     limits = [limit for model in models if model is not None and (limit := max_context_tokens(model))]
     needed = longest + config.sampling.max_new_tokens
@@ -144,7 +144,6 @@ def _check_data(
             f"{min(limits)}; lower sampling.max_new_tokens or data.max_prompt_tokens "
             "(with data.on_long_prompt=skip)"
         )
-    return len(dataset), longest
 
 
 def _check_reward(config: Config) -> int | None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from cluster.checkpoints import save_checkpoint
 from cluster.collect import collect
 from cluster.figures import iteration_figures
+from cluster.inputs import Inputs
 from cluster.publish import from_trainer
 from cluster.report import Reporter
 from cluster.rollout_files import write_rollouts
@@ -32,7 +33,7 @@ class TrainingResult:
     "of the trained policy; equal runs end with equal checksums"
 
 
-def run_training(config: Config, run_dir: RunDir, report: Reporter) -> TrainingResult:
+def run_training(config: Config, inputs: Inputs, run_dir: RunDir, report: Reporter) -> TrainingResult:
     """Train from a config whose model names are resolved, into the run folder.
 
     Raises InputError for what the user can mend, other RlhfSpecErrors for what failed on the way.
@@ -40,7 +41,7 @@ def run_training(config: Config, run_dir: RunDir, report: Reporter) -> TrainingR
     with ray_session(config, run_dir.path.name) as session:
         if session.dashboard_url:
             report.note(f"dashboard {session.dashboard_url}")
-        with running_system(config, session) as system:
+        with running_system(config, session, inputs) as system:
             train(system, run_dir, report)
     manifest = system.target.manifest
     report.note(f"parameter checksum {manifest.checksum} (weight version {manifest.weight_version})")

@@ -17,15 +17,16 @@ from actors.reward import RewardActor, RewardPool
 from actors.scheduler import SchedulerActor
 from actors.trainer import TrainerActor
 from actors.waiting import get
+from cluster.inputs import Inputs
 from cluster.pool import GenerationPool
 from cluster.publish import PublishedWeights, confirm
 from cluster.session import RaySession
 from cluster.topology import Ground, Topology, actor_options, place, plan
 from core.config import Config
 from core.records import Completion, SampleRequest, SamplingParams
-from engine.models import load_causal_lm, load_tokenizer, num_token_ids
+from engine.models import load_causal_lm, num_token_ids
 from engine.weights import pack_weights
-from learning.data import PromptCursor, PromptDataset, load_prompts, sampling_params
+from learning.data import PromptCursor, sampling_params
 
 Scored = tuple[SampleRequest, Completion, str]
 "A completion on its way through the reward pool: its request, itself, its text."
@@ -59,20 +60,17 @@ class System:
 
 
 @contextmanager
-def running_system(config: Config, session: RaySession) -> Iterator[System]:
+def running_system(config: Config, session: RaySession, inputs: Inputs) -> Iterator[System]:
     """Run all actors of a config whose model names are resolved, first weights loaded.
 
     Their bundles are given back however the block ends, and the actors end with them.
-    Raises InputError for models, data, reward function or placement that cannot be used.
+    Raises InputError for models, reward function or placement that cannot be used.
     """
-    name = config.models.tokenizer or config.models.target
-    tokenizer = load_tokenizer(name, trust_remote_code=config.models.trust_remote_code)
-    dataset = load_prompts(config.data, tokenizer, seed=config.run.seed)
     topology = plan(config)
     group = place(topology, is_local=session.is_local)
     try:
         ground = Ground(group=group, namespace=session.namespace)
-        system = _make_actors(config, tokenizer, dataset, topology, ground)
+        system = _make_actors(config, inputs, topology, ground)
         _bring_up(system)
         yield system
         system.stop()
@@ -80,15 +78,9 @@ def running_system(config: Config, session: RaySession) -> Iterator[System]:
         remove_placement_group(group)
 
 
-def _make_actors(
-    config: Config,
-    tokenizer: PreTrainedTokenizerBase,
-    dataset: PromptDataset,
-    topology: Topology,
-    ground: Ground,
-) -> System:
+def _make_actors(config: Config, inputs: Inputs, topology: Topology, ground: Ground) -> System:
     """Start every process; they come up at the same time, while the models are read here."""
-    cluster = config.cluster
+    cluster, tokenizer, dataset = config.cluster, inputs.tokenizer, inputs.dataset
     settings = SchedulerSettings(
         poll_interval_s=cluster.poll_interval_s,
         heartbeat_timeout_s=cluster.heartbeat_timeout_s,

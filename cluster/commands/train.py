@@ -11,6 +11,7 @@ from cluster.commands.arguments import add_config_arguments
 from cluster.origin import ROOT
 
 if TYPE_CHECKING:
+    from cluster.inputs import Inputs
     from cluster.report import Reporter
     from cluster.rundir import RunDir
     from core.config import Config
@@ -84,7 +85,7 @@ def _run(config: Config, path: Path, report: Reporter, *, dry_run: bool) -> int:
     if dry_run:
         _print_plan(config, checked.lines(), report)
     else:
-        _train(config, RunDir.create(config, path), report)
+        _train(config, checked.inputs, RunDir.create(config, path), report)
     return 0
 
 
@@ -95,13 +96,13 @@ def _print_plan(config: Config, lines: list[str], report: Reporter) -> None:
     report.note("\n".join(lines))
 
 
-def _train(config: Config, run_dir: RunDir, report: Reporter) -> None:
+def _train(config: Config, inputs: Inputs, run_dir: RunDir, report: Reporter) -> None:
     """Run the loop; however it ends, the run folder says so and holds summary and picture so far."""
     report.stage("starting Ray")
     from cluster.loop import run_training
 
     try:
-        run_training(config, run_dir, report)
+        run_training(config, inputs, run_dir, report)
     except BaseException as error:
         ending = "interrupted" if isinstance(error, (KeyboardInterrupt, SystemExit)) else "failed"
         run_dir.set_status(ending, f"{type(error).__name__}: {error}")

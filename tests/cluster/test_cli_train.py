@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import learning.data
 from cluster.cli import main
 from cluster.rundir import RunDir
 from core.metrics import read_metrics
+from learning.records_io import Row
 from tests.conftest import TinyPair
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
@@ -38,11 +41,26 @@ def only_run(tmp_path: Path) -> RunDir:
     return RunDir.open(folder)
 
 
+@pytest.fixture
+def tokenised(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The prompts tokenised for the data set in this process, one entry each time."""
+    seen: list[str] = []
+    encode = learning.data._encode
+
+    def counting(row: Row, *args: Any) -> list[int]:
+        seen.append(row.origin)
+        return encode(row, *args)
+
+    monkeypatch.setattr(learning.data, "_encode", counting)
+    return seen
+
+
 @pytest.mark.usefixtures("local_ray")
 def test_a_run_leaves_a_complete_folder(
-    config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], tokenised: list[str]
 ) -> None:
     assert main(["train", "--config", str(config_file)]) == 0
+    assert len(tokenised) == len(set(tokenised)) == 16, "the check reads the prompts, the loop uses them"
     run_dir = only_run(tmp_path)
     out = capsys.readouterr().out.replace("\n", "")
     assert out.startswith(f"run folder {run_dir.path}")

@@ -16,6 +16,7 @@ import ray
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cluster.collect import collect
+from cluster.inputs import read_inputs
 from cluster.loop import train
 from cluster.report import Reporter
 from cluster.rundir import RunDir
@@ -68,7 +69,7 @@ def config(tiny_pair) -> Config:
 def trained(local_ray, config, tmp_path_factory) -> Iterator[Trained]:
     run_dir = RunDir.create(config, tmp_path_factory.mktemp("runs") / "run")
     session = RaySession(namespace="test-loop", is_local=False, dashboard_url=None)
-    with running_system(config, session) as system:
+    with running_system(config, session, read_inputs(config)) as system:
         train(system, run_dir, Reporter())
         yield Trained(system=system, run_dir=run_dir)
 
