@@ -19,7 +19,7 @@ from typing import Protocol
 
 import numpy as np
 
-from actors.messages import LoadedWeights, PollReply
+from actors.messages import HeldSamples, LoadedWeights, PollReply
 from core.errors import RlhfSpecError
 from core.records import Completion, InstanceLoad, SampleKey, SampleRequest, WeightManifest
 
@@ -66,13 +66,14 @@ class EngineHost(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SubmitOrder:
-    """Take these samples."""
+    """Take these samples, if they come from no scheduler that has been replaced."""
 
     requests: tuple[SampleRequest, ...]
+    term: int = 0
 
     def __str__(self) -> str:
         names = ", ".join(f"{r.key.sample_index}@{r.epoch}" for r in self.requests)
-        return f"submit {names}"
+        return f"submit {names}" + (f" in term {self.term}" if self.term else "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +103,17 @@ class StopOrder:
         return "stop"
 
 
-LoopOrder = SubmitOrder | LoadOrder | DrainOrder | StopOrder
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HoldOrder:
+    """Answer what is held, and take no samples of an earlier term any more."""
+
+    term: int
+
+    def __str__(self) -> str:
+        return f"hold for term {self.term}"
+
+
+LoopOrder = SubmitOrder | LoadOrder | DrainOrder | StopOrder | HoldOrder
 
 
 @dataclass(slots=True)
@@ -131,6 +142,8 @@ class DecodeLoop:
         self._mailbox: queue.SimpleQueue[tuple[LoopOrder, Future]] = queue.SimpleQueue()
         self._drains: list[Future] = []
         self._changed = threading.Condition()
+        self._open: dict[SampleKey, int] = {}
+        self._term = 0
         self._outbox: deque[tuple[int, Completion]] = deque()
         self._sequence = 0
         self._published = _Published()
@@ -207,13 +220,16 @@ class DecodeLoop:
         try:
             match order:
                 case SubmitOrder():
-                    self._submit(order.requests)
+                    self._submit(order)
                     future.set_result(None)
                 case LoadOrder():
                     future.set_result(self._host.load_weights(order.manifest, order.chunks))
                     self._publish()
                 case DrainOrder():
                     self._drains.append(future)
+                case HoldOrder():
+                    self._term = max(self._term, order.term)
+                    future.set_result(self._held())
                 case StopOrder():
                     with self._changed:
                         self._stopping = True
@@ -225,19 +241,34 @@ class DecodeLoop:
             future.set_exception(error)
             raise
 
-    def _submit(self, requests: tuple[SampleRequest, ...]) -> None:
+    def _submit(self, order: SubmitOrder) -> None:
+        # Sent by a scheduler before its death, arrived after its successor asked: given out again by now.
+        if order.term < self._term:
+            return
         if self._host.engine is None:
             raise RlhfSpecError(
                 f"instance {self._instance} got samples before its weights; publish weights first"
             )
-        for request in requests:
+        for request in order.requests:
             self._host.engine.submit(request)
+            self._open[request.key] = request.epoch
+
+    def _held(self) -> HeldSamples:
+        with self._changed:
+            return HeldSamples(
+                instance=self._instance,
+                open_epochs=dict(self._open),
+                completions=tuple(completion for _, completion in self._outbox),
+                sequence=self._sequence,
+            )
 
     def _step(self) -> None:
         engine = self._host.engine
         assert engine is not None
         self._step_began_s = time.monotonic()
         finished = engine.step()
+        for completion in finished:
+            self._open.pop(completion.key, None)
         now_s = time.monotonic()
         self._step_began_s = None
         if finished or now_s - self._published_at_s >= self._publish_interval_s:

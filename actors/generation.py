@@ -15,9 +15,17 @@ from typing import Any
 import numpy as np
 import ray
 
-from actors.decode_loop import DecodeLoop, DrainOrder, LoadOrder, LoopOrder, StopOrder, SubmitOrder
+from actors.decode_loop import (
+    DecodeLoop,
+    DrainOrder,
+    HoldOrder,
+    LoadOrder,
+    LoopOrder,
+    StopOrder,
+    SubmitOrder,
+)
 from actors.gauges import InstanceGauges
-from actors.messages import GenerationSpec, LoadedWeights, PollReply
+from actors.messages import GenerationSpec, HeldSamples, LoadedWeights, PollReply
 from actors.remote import remote
 from core.errors import WaitTimeout
 from core.records import SampleRequest, WeightManifest
@@ -60,9 +68,14 @@ class GenerationActor:
         return self._loop.poll(acknowledged=acknowledged, wait_s=wait_s)
 
     @ray.method(concurrency_group="control")
-    def submit(self, requests: tuple[SampleRequest, ...], timeout_s: float) -> None:
+    def submit(self, requests: tuple[SampleRequest, ...], timeout_s: float, term: int = 0) -> None:
         """Take samples. Raises DataError for one that does not fit the context."""
-        self._carry_out(SubmitOrder(requests=requests), timeout_s)
+        self._carry_out(SubmitOrder(requests=requests, term=term), timeout_s)
+
+    @ray.method(concurrency_group="control")
+    def hold(self, term: int, timeout_s: float) -> HeldSamples:
+        """Answer what is held, and take no samples from a scheduler of an earlier term any more."""
+        return self._carry_out(HoldOrder(term=term), timeout_s)
 
     @ray.method(concurrency_group="control")
     def load_weights(self, timeout_s: float, manifest: WeightManifest, *chunks: np.ndarray) -> LoadedWeights:

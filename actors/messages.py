@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -54,6 +55,8 @@ class SchedulerSettings:
     poll_interval_s: float
     heartbeat_timeout_s: float
     order_timeout_s: float
+    term: int = 0
+    "counts the schedulers of a run: instances take no samples from an older one than they know of"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +86,28 @@ class PollReply:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HeldSamples:
+    """What an instance holds at a step boundary, for a scheduler that starts again."""
+
+    instance: str
+    open_epochs: Mapping[SampleKey, int]
+    "samples taken and not finished, with the epoch of their order"
+    completions: tuple[Completion, ...]
+    "finished and not yet acknowledged"
+    sequence: int
+    "number of the last completion"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rejoined:
+    """An instance that outlived its scheduler."""
+
+    handle: Any
+    num_slots: int
+    held: HeldSamples
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LostInstance:
     """An instance the scheduler gave up; its samples are queued again."""
 
@@ -99,5 +124,5 @@ class Taken:
     lost: tuple[LostInstance, ...] = ()
     alarms: tuple[Alarm, ...] = ()
     num_open: int = 0
-    stats: GenerationStats = field(default_factory=GenerationStats)
-    "sums over all instances since the run began, lost ones included"
+    stats: Mapping[str, GenerationStats] = field(default_factory=dict)
+    "sums by instance since it began; lost ones included that this scheduler has known"

@@ -3,7 +3,8 @@
 One thread keeps one poll in flight to every instance and never waits for a particular one; a poll
 answers at once when a sample finishes there, else after the poll interval. Completions come with the
 poll and go out through `take`. An instance that dies, or answers no poll for the heartbeat timeout
-(Ray never notices a frozen process), is given up; the loop makes the replacement.
+(Ray never notices a frozen process), is given up; the loop makes the replacement. It also replaces this
+actor: `rebuild` takes over what a dead scheduler knew.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
-from actors.messages import LostInstance, PollReply, SchedulerSettings, Taken
+from actors.messages import LostInstance, PollReply, Rejoined, SchedulerSettings, Taken
 from actors.remote import Handle, remote
 from actors.waiting import first_line, own_error, wait_any
 from core.errors import WaitTimeout
@@ -33,6 +34,7 @@ from policies.scheduler_records import (
     InstanceGone,
     InstanceJoined,
     InstanceReported,
+    InstanceSnapshot,
     Order,
     SamplesArrived,
     Submit,
@@ -108,6 +110,39 @@ class SchedulerActor:
             self._handle(SamplesArrived(requests=requests))
 
     @ray.method(concurrency_group="control")
+    def rebuild(
+        self,
+        requests: tuple[SampleRequest, ...],
+        delivered: tuple[Completion, ...],
+        rejoined: tuple[Rejoined, ...],
+    ) -> None:
+        """Go on where a dead scheduler stopped; to be called before `run` and instead of `join`."""
+        snapshots = [
+            InstanceSnapshot(
+                instance=one.held.instance,
+                num_slots=one.num_slots,
+                open_epochs=one.held.open_epochs,
+                completions=one.held.completions,
+            )
+            for one in rejoined
+        ]
+        with self._changed:
+            self._links = {
+                one.held.instance: _Link(handle=one.handle, acknowledged=one.held.sequence)
+                for one in rejoined
+            }
+            self._progress_at_s = time.monotonic()
+            self._machine, orders = Scheduler.rebuild(
+                requests=requests,
+                delivered=delivered,
+                snapshots=snapshots,
+                heartbeat_timeout_s=self._settings.heartbeat_timeout_s,
+                now_s=self._progress_at_s,
+            )
+            for order in orders:
+                self._carry_out(order)
+
+    @ray.method(concurrency_group="control")
     def instances(self) -> Mapping[str, int]:
         """Living instances and the samples each owns."""
         with self._changed:
@@ -133,7 +168,7 @@ class SchedulerActor:
                 lost=tuple(self._lost),
                 alarms=tuple(self._alarms),
                 num_open=self._machine.num_open,
-                stats=sum(self._stats.values(), GenerationStats()),
+                stats=dict(self._stats),
             )
             self._completions.clear()
             self._lost.clear()
@@ -199,7 +234,7 @@ class SchedulerActor:
         match order:
             case Submit():
                 ref = self._links[order.instance].handle.submit.remote(
-                    order.requests, self._settings.order_timeout_s
+                    order.requests, self._settings.order_timeout_s, self._settings.term
                 )
                 self._submits[ref] = order.instance
             case Deliver():

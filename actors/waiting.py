@@ -1,7 +1,7 @@
 """Waiting for other processes: every wait has an end, and every failure arrives as our own error.
 
 `RayTaskError` is unwrapped to the error that was raised on the other side; a dead actor becomes
-`InstanceLost`, a silent one `WaitTimeout`, both naming who waited for whom and for what.
+`ActorDied`, a silent one `WaitTimeout`, both naming who waited for whom and for what.
 """
 
 from __future__ import annotations
@@ -16,12 +16,16 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 from core.errors import InstanceLost, RlhfSpecError, WaitTimeout
 
 
+class ActorDied(InstanceLost):
+    """The other side of a call died, or cannot be reached any more; raised on this side only."""
+
+
 def get(ref: Any, *, waiter: str, waited_for: str, order: str, timeout_s: float) -> Any:
     """Wait for one answer or a list of them.
 
     Raises:
         WaitTimeout: no answer within `timeout_s`.
-        InstanceLost: the other side died.
+        ActorDied: the other side died.
         RlhfSpecError: whatever the other side raised, as itself.
     """
     began_s = time.monotonic()
@@ -37,7 +41,7 @@ def get(ref: Any, *, waiter: str, waited_for: str, order: str, timeout_s: float)
             "else look at its log in the Ray dashboard",
         ) from None
     except RayActorError as error:
-        raise InstanceLost(
+        raise ActorDied(
             f"{waited_for} died while {waiter} waited for '{order}': {first_line(error)}; "
             "look at its log in the Ray dashboard (out of memory is the usual reason)"
         ) from None

@@ -1,7 +1,7 @@
 """Generates and scores the samples of one iteration: completions stream into the reward pool.
 
 Scoring starts with the first completion. An instance that is lost on the way is replaced here; the
-scheduler has queued its samples again by then.
+scheduler has queued its samples again by then. A scheduler that dies is replaced in `take`.
 """
 
 from __future__ import annotations
@@ -36,11 +36,13 @@ class Collected:
 def collect(system: System, requests: Sequence[SampleRequest], report: Reporter) -> Collected:
     """Generate and score every request.
 
-    Raises RewardError and the like as themselves; InstanceLost when replacements are used up.
+    Raises RewardError and the like as themselves; InstanceLost or SchedulerLost when replacements are
+    used up.
     """
     began_s = time.perf_counter()
-    before = _take(system, wait_s=0.0, report=report).stats
-    system.ask(system.scheduler.enqueue.remote(tuple(requests)), waited_for="scheduler", order="enqueue")
+    _take(system, wait_s=0.0, report=report)
+    before = system.scheduler.stats
+    system.scheduler.enqueue(tuple(requests))
     by_key = {request.key: request for request in requests}
     buffer = RolloutBuffer(max_staleness=system.config.rollout.max_staleness)
     unscored: list[Scored] = []
@@ -50,7 +52,7 @@ def collect(system: System, requests: Sequence[SampleRequest], report: Reporter)
             taken = _take(system, wait_s=_WAIT_S, report=report)
             unscored += [(by_key[c.key], c, response_text(system.tokenizer, c)) for c in taken.completions]
             num_completed += len(taken.completions)
-            stats, generated_s = taken.stats, time.perf_counter()
+            stats, generated_s = system.scheduler.stats, time.perf_counter()
         _send(system, unscored, is_last=num_completed == len(requests))
         _receive(system, buffer, wait_s=_WAIT_S if num_completed == len(requests) else 0.0)
         report.progress("generate", num_completed, len(requests))
@@ -64,7 +66,9 @@ def collect(system: System, requests: Sequence[SampleRequest], report: Reporter)
 
 def _take(system: System, *, wait_s: float, report: Reporter) -> Taken:
     """Ask the scheduler for news; replace what was lost, say what is odd."""
-    taken = system.ask(system.scheduler.take.remote(wait_s), waited_for="scheduler", order="take")
+    taken = system.scheduler.take(wait_s)
+    for line in system.scheduler.news():
+        report.note(line)
     for alarm in taken.alarms:
         report.note(
             f"integrity alarm: sample {alarm.key.sample_index} from {alarm.instance} under epoch "
@@ -73,9 +77,9 @@ def _take(system: System, *, wait_s: float, report: Reporter) -> Taken:
     for lost in taken.lost:
         replacement = system.generation.replace(lost)
         if replacement is not None:
+            again = f"{lost.num_requeued} samples were queued again, " if lost.num_requeued else ""
             report.note(
-                f"instance {lost.instance} was lost ({lost.reason}); {lost.num_requeued} samples were "
-                f"queued again, {replacement} takes its place"
+                f"instance {lost.instance} was lost ({lost.reason}); {again}{replacement} takes its place"
             )
     return taken
 

@@ -14,8 +14,8 @@ import ray
 from actors.generation import GenerationActor
 from actors.messages import GenerationSpec, LostInstance
 from actors.remote import Handle
-from actors.waiting import get
 from cluster.publish import PublishedWeights, publish
+from cluster.scheduling import SchedulerClient
 from cluster.topology import Ground, Place, actor_options
 from core.config import ClusterConfig
 from core.errors import InstanceLost
@@ -30,7 +30,7 @@ class GenerationPool:
         cluster: ClusterConfig,
         places: tuple[Place, ...],
         ground: Ground,
-        scheduler: Handle,
+        scheduler: SchedulerClient,
         spec_for: Callable[[str], GenerationSpec],
     ) -> None:
         self._cluster = cluster
@@ -64,7 +64,7 @@ class GenerationPool:
         self._weights[weights.manifest.model] = weights
         lost = publish(weights, self._handles, timeout_s=self._cluster.order_timeout_s)
         for name, error in lost.items():
-            self._order(self._scheduler.lose.remote(name, str(error)), f"lose {name}")
+            self._scheduler.lose(name, str(error))
             self.replace(LostInstance(instance=name, reason=str(error), num_requeued=0))
 
     def replace(self, lost: LostInstance) -> str | None:
@@ -112,17 +112,8 @@ class GenerationPool:
                 raise error
         for name in names:
             num_slots = self._spec_for(name).engine.max_running_samples
-            self._order(self._scheduler.join.remote(name, handles[name], num_slots), f"join {name}")
+            self._scheduler.join(name, handles[name], num_slots)
 
     def _forget(self, name: str) -> None:
         ray.kill(self._handles.pop(name))
         del self._sentinels[name]
-
-    def _order(self, ref: Any, order: str) -> None:
-        get(
-            ref,
-            waiter="the loop",
-            waited_for="scheduler",
-            order=order,
-            timeout_s=self._cluster.order_timeout_s,
-        )

@@ -20,6 +20,7 @@ from actors.waiting import get
 from cluster.inputs import Inputs
 from cluster.pool import GenerationPool
 from cluster.publish import PublishedWeights, confirm
+from cluster.scheduling import SchedulerClient, scheduler_name
 from cluster.session import RaySession
 from cluster.topology import Ground, Topology, actor_options, place, plan
 from core.config import Config
@@ -40,13 +41,12 @@ class System:
     tokenizer: PreTrainedTokenizerBase
     cursor: PromptCursor
     sampling: SamplingParams
-    scheduler: Handle
+    scheduler: SchedulerClient
     generation: GenerationPool
     rewards: RewardPool[Scored]
     trainer: Handle
     target: PublishedWeights
     draft: PublishedWeights | None
-    sentinels: tuple[Any, ...]
 
     def ask(self, ref: Any, *, waited_for: str, order: str, timeout_s: float | None = None) -> Any:
         """Wait for one actor's answer. Raises WaitTimeout, InstanceLost or what the actor raised."""
@@ -55,7 +55,7 @@ class System:
 
     def stop(self) -> None:
         """Let the actors end their loops; what is left ends with their bundles."""
-        self.scheduler.stop.remote()
+        self.scheduler.stop()
         self.generation.stop()
 
 
@@ -81,12 +81,7 @@ def running_system(config: Config, session: RaySession, inputs: Inputs) -> Itera
 def _make_actors(config: Config, inputs: Inputs, topology: Topology, ground: Ground) -> System:
     """Start every process; they come up at the same time, while the models are read here."""
     cluster, tokenizer, dataset = config.cluster, inputs.tokenizer, inputs.dataset
-    settings = SchedulerSettings(
-        poll_interval_s=cluster.poll_interval_s,
-        heartbeat_timeout_s=cluster.heartbeat_timeout_s,
-        order_timeout_s=cluster.order_timeout_s,
-    )
-    scheduler = SchedulerActor.options(**actor_options(topology.scheduler, ground)).remote(settings)
+    scheduler = _scheduler(config, topology, ground)
     trainer_spec = _trainer_spec(config, tokenizer)
     trainer = TrainerActor.options(**actor_options(topology.trainer, ground)).remote(trainer_spec)
     max_total_tokens = dataset.max_prompt_tokens + config.sampling.max_new_tokens
@@ -109,7 +104,6 @@ def _make_actors(config: Config, inputs: Inputs, topology: Topology, ground: Gro
         trainer=trainer,
         target=load_and_put(config, config.models.target, "target"),
         draft=_draft(config),
-        sentinels=(scheduler.run.remote(),),
     )
 
 
@@ -159,6 +153,23 @@ def _generation_spec(
         max_total_tokens=max_total_tokens,
         vocab_size=num_token_ids(tokenizer),
         publish_interval_s=config.cluster.poll_interval_s,
+    )
+
+
+def _scheduler(config: Config, topology: Topology, ground: Ground) -> SchedulerClient:
+    cluster = config.cluster
+    options = actor_options(topology.scheduler, ground)
+    return SchedulerClient(
+        lambda settings: SchedulerActor.options(**options | {"name": scheduler_name(settings.term)}).remote(
+            settings
+        ),
+        SchedulerSettings(
+            poll_interval_s=cluster.poll_interval_s,
+            heartbeat_timeout_s=cluster.heartbeat_timeout_s,
+            order_timeout_s=cluster.order_timeout_s,
+        ),
+        max_restarts=cluster.max_scheduler_restarts,
+        start_timeout_s=cluster.start_timeout_s,
     )
 
 

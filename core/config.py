@@ -218,6 +218,8 @@ class ClusterConfig(Section):
     order_timeout_s: float = Field(default=300.0, gt=0.0)
     "weight loads, scoring, updates"
     max_instance_restarts: int = Field(default=3, ge=0)
+    max_scheduler_restarts: int = Field(default=3, ge=0)
+    "in a run, as the instances'; the state comes from the instances and the loop"
 
 
 class Config(Section):

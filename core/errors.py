@@ -10,7 +10,8 @@
     |-- WeightsError          a manifest, a chunk or a version that does not match
     |-- NumericsError         the invariance probe failed, or an exactness check found a difference
     |-- WaitTimeout           one process waited for another for too long
-    `-- InstanceLost          a generation instance died or froze
+    |-- InstanceLost          a generation instance died or froze
+    `-- SchedulerLost         the scheduler died more often than it may be restarted
 
 Messages have one order: what failed, what was expected, what was got, what to do.
 """
@@ -80,3 +81,7 @@ class WaitTimeout(RlhfSpecError):
 
 class InstanceLost(RlhfSpecError):
     """A generation instance died or stopped answering; its samples are re-queued."""
+
+
+class SchedulerLost(RlhfSpecError):
+    """The scheduler died more often than it may be restarted."""

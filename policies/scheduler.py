@@ -128,8 +128,9 @@ class Scheduler:
     ) -> tuple[Scheduler, list[Order]]:
         """A scheduler that goes on where a dead one stopped.
 
-        `requests` are all samples the loop asked for, `delivered` those it has already received,
-        `snapshots` what the living instances hold. A sample that two instances hold under one epoch
+        `requests` are the samples the loop asked for since it last had all, `delivered` those of them it
+        has already received, `snapshots` what the living instances hold; what they finished for earlier
+        requests has been received, and is dropped. A sample that two instances hold under one epoch
         belongs to neither and starts again under a higher one. Instances without a snapshot must be
         ended before: what they hold is given to others.
         """
@@ -148,10 +149,10 @@ class Scheduler:
         machine._waiting = [(s.arrival, k) for k, s in machine._open.items() if s.owner is None]
         heapq.heapify(machine._waiting)
         orders: list[Order] = []
+        asked = set(machine._open) | set(machine._accepted)
         for snapshot in known:
-            report = InstanceReported(
-                instance=snapshot.instance, now_s=now_s, completions=snapshot.completions
-            )
+            news = tuple(c for c in snapshot.completions if c.key in asked)
+            report = InstanceReported(instance=snapshot.instance, now_s=now_s, completions=news)
             orders += machine._report(report)
         return machine, orders + machine._pull()
 

@@ -1,11 +1,12 @@
 """Laws of the decode loop: one order log, at-least-once outbox, failures reach everyone. No Ray."""
 
 import threading
+from dataclasses import replace
 
 import pytest
 from fake_engine import POISON, FakeEngine, FakeHost, make_request, response_of
 
-from actors.decode_loop import DecodeLoop, DrainOrder, LoadOrder, StopOrder, SubmitOrder
+from actors.decode_loop import DecodeLoop, DrainOrder, HoldOrder, LoadOrder, StopOrder, SubmitOrder
 from core.errors import DataError, RlhfSpecError
 from core.records import WeightManifest
 
@@ -161,3 +162,32 @@ def test_progress_and_load_are_published_between_steps(running):
     assert [load.num_running for load in loop.loads][-1] == 0
     assert max(load.num_running for load in loop.loads) == 1
     assert loop.loads[-1].stats.num_emitted_tokens == 7
+
+
+def test_what_is_held_is_what_is_open_and_what_nobody_has_acknowledged(running):
+    loop = running()
+    loop.submit(0, 1)
+    loop.collect(2)
+    loop.collect(2)
+    held = loop.order(HoldOrder(term=1))
+    assert (held.instance, held.open_epochs, held.sequence) == ("gen-0", {}, 2)
+    assert {c.key.sample_index for c in held.completions} == {0, 1}
+    loop.loop.poll(acknowledged=held.sequence, wait_s=0)
+    assert loop.order(HoldOrder(term=1)).completions == ()
+
+
+def test_open_samples_are_held_under_the_epoch_of_their_order(running):
+    loop = running(step_s=0.2)
+    request = replace(make_request(6), epoch=3)
+    loop.order(SubmitOrder(requests=(request,)))
+    assert loop.order(HoldOrder(term=1)).open_epochs == {request.key: 3}
+
+
+def test_samples_of_a_replaced_scheduler_are_not_taken(running):
+    loop = running()
+    loop.order(HoldOrder(term=2))
+    loop.order(SubmitOrder(requests=(make_request(1),), term=1))
+    assert loop.order(HoldOrder(term=1)).open_epochs == {} and not loop.engine.has_work
+    loop.order(SubmitOrder(requests=(make_request(2),), term=2))
+    assert list(loop.collect(1)) == [2]
+    assert [order for _, order in loop.loop.order_log][1] == "submit 1@0 in term 1"

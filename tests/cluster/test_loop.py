@@ -178,7 +178,7 @@ def kill_when_busy(system: System) -> threading.Thread:
 
     def watch() -> None:
         handle = system.generation.instances["gen-0"]
-        while not ray.get(system.scheduler.instances.remote()).get("gen-0"):
+        while not ray.get(system.scheduler.handle.instances.remote()).get("gen-0"):
             time.sleep(0.002)
         ray.kill(handle)
 
@@ -211,3 +211,34 @@ def test_a_replacement_runs_the_current_weights_and_takes_part_in_the_next_publi
         [handle.poll.remote(0, 0.0) for handle in system.generation.instances.values()], timeout=60
     )
     assert {reply.load.weight_version for reply in loads} == {2}
+
+
+class SchedulerKiller(Reporter):
+    """Kills the scheduler once, when the loop has some of the samples and not all."""
+
+    def __init__(self, system: System) -> None:
+        super().__init__()
+        self.system = system
+        self.killed_at: int | None = None
+        self.notes: list[str] = []
+
+    def progress(self, phase: str, done: int, total: int) -> None:
+        if self.killed_at is None and 0 < done < total:
+            self.killed_at = done
+            ray.kill(self.system.scheduler.handle)
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+
+def test_a_scheduler_killed_mid_iteration_is_replaced_and_changes_no_sample(trained, config):
+    system = trained.system
+    requests = system.cursor.next_requests(LATE_SAMPLES, 1, system.sampling)
+    killer = SchedulerKiller(system)
+    disturbed = collect(system, requests, killer)
+    assert killer.killed_at is not None
+    (note,) = killer.notes
+    assert note.startswith("scheduler died") and "scheduler-r1 takes its place" in note
+    undisturbed = alone(config, trained.run_dir.checkpoint_dir("target"), requests)
+    assert fingerprints([r.completion for r in disturbed.rollouts]) == fingerprints(undisturbed)
+    assert disturbed.stats.num_emitted_tokens >= sum(c.num_tokens for c in undisturbed)

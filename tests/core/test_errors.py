@@ -16,6 +16,7 @@ from core import errors
         ("WeightsError", 1),
         ("NumericsError", 1),
         ("InstanceLost", 1),
+        ("SchedulerLost", 1),
     ],
 )
 def test_only_bad_input_exits_with_2(name: str, exit_code: int) -> None:

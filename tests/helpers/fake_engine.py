@@ -8,7 +8,7 @@ import time
 import numpy as np
 import ray
 
-from actors.decode_loop import DecodeLoop, SubmitOrder
+from actors.decode_loop import DecodeLoop, HoldOrder, SubmitOrder
 from actors.messages import LoadedWeights
 from core.errors import DataError
 from core.records import (
@@ -145,8 +145,12 @@ class FakeInstance:
         return self.loop.poll(acknowledged=acknowledged, wait_s=wait_s)
 
     @ray.method(concurrency_group="control")
-    def submit(self, requests, timeout_s: float) -> None:
-        self.loop.order(SubmitOrder(requests=requests)).result(timeout=timeout_s)
+    def submit(self, requests, timeout_s: float, term: int = 0) -> None:
+        self.loop.order(SubmitOrder(requests=requests, term=term)).result(timeout=timeout_s)
+
+    @ray.method(concurrency_group="control")
+    def hold(self, term: int, timeout_s: float):
+        return self.loop.order(HoldOrder(term=term)).result(timeout=timeout_s)
 
     def pid(self) -> int:
         return os.getpid()

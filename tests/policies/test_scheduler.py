@@ -358,3 +358,14 @@ def test_a_rebuild_gives_a_doubly_held_sample_to_neither():
     )
     ((_, (again,)),) = submitted(orders).items()
     assert again.epoch == 4 and scheduler.num_open == 1
+
+
+def test_a_rebuild_drops_what_was_finished_for_requests_delivered_long_ago():
+    old, new = complete(request(0), "a"), complete(request(1), "a")
+    snapshot = InstanceSnapshot(instance="a", num_slots=1, open_epochs={}, completions=(old, new))
+    scheduler, orders = Scheduler.rebuild(
+        requests=[request(1)], delivered=[], snapshots=[snapshot], heartbeat_timeout_s=1.0, now_s=0.0
+    )
+    (order,) = orders
+    assert isinstance(order, Deliver) and order.completion is new
+    assert scheduler.num_open == 0
