@@ -1,10 +1,10 @@
-# make setup | demo | test | check. The first makes .venv; the others call it.
+# make setup | demo | test | check | bench-peers. The first makes .venv; the others call it.
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 SHELL := /bin/bash
 
-.PHONY: setup demo test check
+.PHONY: setup demo test check bench-peers
 .DEFAULT_GOAL := demo
 
 setup: $(STAMP)
@@ -35,3 +35,7 @@ check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/python -m pytest tests/test_layers.py
+
+# Engines that `rlhfspec bench engine` compares with, each in an environment of its own (gigabytes; minutes).
+bench-peers: setup
+	$(BIN)/python -m benchmarks.peers.build

@@ -1,0 +1,76 @@
+"""Builds the peers' environments: `python -m benchmarks.peers.build [--only NAME]`, what `make bench-peers` runs.
+
+A peer that cannot be built is named with the reason and the others go on; the exit status is 1 only when none
+is there at the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import subprocess
+import sys
+from pathlib import Path
+
+from benchmarks.peers.client import BUILT, PEER_NAMES, SERVERS, available_peers, default_peers_dir
+
+IMPORTS = {
+    "openvino": "import openvino_genai, optimum.intel",
+    "ctranslate2": "import ctranslate2.converters, transformers",
+    "vllm": "import vllm._custom_ops; from vllm import LLM",
+}
+UNUSED = ("torchvision", "torchaudio", "torchcodec")
+"Come as dependencies, are not needed for text, and fail to import when their torch was built another way."
+
+
+class BuildError(Exception):
+    """A step of a build failed; the message is the last line the step printed."""
+
+
+def main(names: list[str], folder: Path) -> int:
+    """Build each named peer; returns the exit status."""
+    for name in names:
+        try:
+            print(f"peer {name}: {build(name, folder)}", flush=True)
+        except (BuildError, OSError) as error:
+            print(f"peer {name}: NOT built: {error} (log: {folder / name / 'build.log'})", flush=True)
+    there = available_peers(folder)
+    print(f"peers available in {folder}: {', '.join(there) or 'none'}")
+    return 0 if there else 1
+
+
+def build(name: str, folder: Path) -> str:
+    """Make one environment and import its engine; returns what was done. Nothing when it is already built."""
+    environment, requirements = folder / name, SERVERS / f"requirements-{name}.txt"
+    stamp, key = environment / BUILT, hashlib.sha256(requirements.read_bytes()).hexdigest()
+    if stamp.is_file() and stamp.read_text() == key:
+        return "already built"
+    stamp.unlink(missing_ok=True)
+    environment.mkdir(parents=True, exist_ok=True)
+    log = environment / "build.log"
+    log.write_text("")
+    run([sys.executable, "-m", "venv", str(environment)], log)
+    python = str(environment / "bin" / "python")
+    pip = [python, "-m", "pip", "--disable-pip-version-check"]
+    run([*pip, "install", "--progress-bar", "off", "-r", str(requirements)], log)
+    run([*pip, "uninstall", "--yes", *UNUSED], log)
+    run([python, "-c", IMPORTS[name]], log)
+    stamp.write_text(key)
+    return "built"
+
+
+def run(command: list[str], log: Path) -> None:
+    """Run one step, appending what it prints to the log. Raises BuildError with the last line of it."""
+    with log.open("ab") as stream:
+        status = subprocess.run(command, stdout=stream, stderr=subprocess.STDOUT).returncode
+    if status != 0:
+        lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+        last = lines[-1] if lines else "it printed nothing"
+        raise BuildError(f"{' '.join(command[1:4])} ... exited with {status}: {last}")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", choices=PEER_NAMES, help="build this peer alone")
+    only = parser.parse_args().only
+    sys.exit(main([only] if only else list(PEER_NAMES), default_peers_dir()))
