@@ -157,6 +157,7 @@ class Learner:
             per_response, num_zero = group_advantages(
                 experience.rewards, experience.group_ids, divide_by_std=self.algorithm.group_std
             )
+            figures["num_groups"] = float(len(experience.group_ids.unique()))
             figures["num_zero_advantage_groups"] = float(num_zero)
             advantages = spread(per_response, experience.mask)
         return Targets(advantages=advantages, reference=reference, figures=figures)

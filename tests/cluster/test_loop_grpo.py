@@ -1,0 +1,96 @@
+"""GRPO through the whole loop: two iterations on real actors with a tiny random pair."""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pyarrow.parquet as pq
+import pytest
+
+from cluster.inputs import read_inputs
+from cluster.loop import train
+from cluster.report import Reporter
+from cluster.rundir import RunDir
+from cluster.session import RaySession
+from cluster.system import running_system
+from core.config_io import config_from_dict
+from core.metrics import read_metrics
+from core.records import WeightManifest
+from engine.models import load_causal_lm
+from engine.weights import model_checksum
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
+
+GROUPS, SIZE = 4, 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trained:
+    run_dir: RunDir
+    manifest: WeightManifest
+
+    def groups(self, iteration: int) -> dict[int, list[dict]]:
+        """Rows of an iteration's samples by group."""
+        groups = defaultdict(list)
+        for row in pq.read_table(self.run_dir.rollouts_file(iteration)).to_pylist():
+            groups[row["group_id"]].append(row)
+        return groups
+
+
+@pytest.fixture(scope="module")
+def trained(local_ray, tiny_pair, tmp_path_factory) -> Iterator[Trained]:
+    config = config_from_dict(
+        {
+            "run": {"iterations": 2, "seed": 5},
+            "models": {"target": str(tiny_pair.target), "draft": str(tiny_pair.draft)},
+            "data": {"task": "chain", "limit": 64},
+            # a random model solves no chain; this reward differs within a group
+            "reward": {"kind": "sample_rewards:vowel_share", "batch_size": 4},
+            "sampling": {"max_new_tokens": 40},
+            "speculation": {"policy": "fixed", "num_nodes": 8, "depth": 4, "branching": 2},
+            "rollout": {"prompts_per_iteration": GROUPS, "samples_per_prompt": SIZE},
+            "engine": {"max_running_samples": 4},
+            "algorithm": {"kind": "grpo"},
+            # minibatches that cut through groups
+            "trainer": {"minibatch_size": 5, "learning_rate": 1e-3, "num_threads": 1},
+        }
+    )
+    run_dir = RunDir.create(config, tmp_path_factory.mktemp("runs") / "grpo")
+    session = RaySession(namespace="test-loop-grpo", is_local=False, dashboard_url=None)
+    with running_system(config, session, read_inputs(config)) as system:
+        train(system, run_dir, Reporter())
+        yield Trained(run_dir=run_dir, manifest=system.target.manifest)
+
+
+def test_a_group_is_one_prompt_with_samples_that_differ(trained):
+    seen: set[int] = set()
+    for iteration in range(2):
+        groups = trained.groups(iteration)
+        assert [len(rows) for rows in groups.values()] == [SIZE] * GROUPS
+        assert not seen & set(groups), "a group id was used twice"
+        seen |= set(groups)
+        for rows in groups.values():
+            assert len({row["prompt_id"] for row in rows}) == 1
+            assert len({tuple(row["response_token_ids"]) for row in rows}) > 1
+
+
+def test_every_figure_is_finite_and_the_groups_are_counted(trained):
+    metrics = read_metrics(trained.run_dir.metrics_file)
+    assert len(metrics) == 2
+    for iteration, figures in enumerate(metrics):
+        assert all(math.isfinite(value) for value in figures.values())
+        equal = [len({row["reward"] for row in rows}) == 1 for rows in trained.groups(iteration).values()]
+        assert figures["learner/num_groups"] == GROUPS
+        assert figures["learner/num_zero_advantage_groups"] == sum(equal) < GROUPS
+        assert figures["learner/grad_norm"] > 0.0
+        assert abs(figures["learner/ratio_at_first_minibatch"] - 1.0) < 1e-4
+        assert "learner/value_loss" not in figures, "GRPO has no critic"
+    assert metrics[0]["learner/reference_kl"] == pytest.approx(0.0, abs=1e-6)
+    assert metrics[1]["learner/reference_kl"] > metrics[0]["learner/reference_kl"]
+
+
+def test_the_parameters_change_and_are_those_of_the_checkpoint(trained, tiny_pair):
+    saved = model_checksum(load_causal_lm(str(trained.run_dir.checkpoint_dir("target")), "float32"))
+    assert (trained.manifest.weight_version, trained.manifest.checksum) == (2, saved)
+    assert saved != model_checksum(load_causal_lm(str(tiny_pair.target), "float32"))
