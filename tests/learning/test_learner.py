@@ -174,13 +174,14 @@ def test_every_figure_is_reported_and_finite(make_learner, make_rollouts):
     }
     for algorithm, own in (
         (PPO, {"value_loss", "explained_variance"}),
-        (GRPO, {"num_zero_advantage_groups"}),
+        (GRPO, {"num_groups", "num_zero_advantage_groups"}),
     ):
         learner = make_learner(algorithm=algorithm)
         report = learner.update(make_rollouts(learner.model))
         assert set(report.figures) == common | own
         assert all(math.isfinite(value) for value in report.figures.values())
         assert (report.weight_version, report.num_samples, report.num_optimizer_steps) == (1, 6, 4)
+    assert report.figures["num_groups"] == 3
 
 
 def test_a_resumed_learner_goes_on_bitwise(make_model, make_learner, make_rollouts, tmp_path):
