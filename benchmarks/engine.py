@@ -196,8 +196,7 @@ def _forward_s(workload: Workload, model: str) -> float:
             pool=runner.pool,
             attention=runner.attention,
             base=base,
-            seen=torch.ones(8, 1, 1, dtype=torch.bool),
-            depth=torch.zeros(8, 1, dtype=torch.int64),
+            num_tokens=1,
             view_tokens=context + 1,
         )
         started = time.perf_counter()

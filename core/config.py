@@ -115,6 +115,8 @@ class EngineConfig(Section):
     numerics: Literal["auto", "invariant", "fast"] = "auto"
     "invariant: every bit is independent of batch and plan; fast: the distribution is; auto: by device (CPU, CUDA)"
     attention: Literal["auto", "ordered", "sdpa", "reference", "xformers"] = "auto"
+    forward: Literal["auto", "stock"] = "auto"
+    "auto: our own forward where there is one (Llama, Mistral, Qwen2, Qwen3); stock: the Hugging Face module"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     max_running_samples: int = Field(default=32, ge=1)
     max_prefill_tokens: int = Field(default=512, ge=4)

@@ -1,13 +1,15 @@
 """Attention over the KV pool: `ordered` (bitwise invariant), `sdpa` (fast), `reference` (the oracle).
 
-All take queries packed by KV head, so KV heads are never repeated:
-    q [B, Hkv, R, E] with R = group * n rows, keys [B, Hkv, C, E], values [B, Hkv, C, E + VALUE_PAD]
-and an additive bias [B, 1, R, C] that holds 0 or -inf.
+All take one row of the batch dimension for each (sample, KV head), with the queries of the head's group packed
+behind one another, so KV heads are never repeated:
+    q [N, R, E], keys [N, C, E], values [N, C, E + VALUE_PAD], additive bias [N or 1, R or 1, C] of 0 and -inf.
+Only the first `rows` of the R queries count; the others are padding (any finite values) and do not come back.
 
 **Ordered attention.** A token's output must not depend on its neighbours: not on decoy nodes stored between its
-ancestors, not on the view length C, not on the number of rows. Library kernels break this in two ways, both
-measured on CPU: a row's sum of weights runs in vector lanes, so that a decoy shifts the lanes; and a matrix
-product splits its inner dimension by a rule that depends on its length (192 < C < 384). Here
+ancestors, not on the view length C, not on the number of rows. Library kernels break this in three ways, all
+measured on CPU: a row's sum of weights runs in vector lanes, so that a decoy shifts the lanes; a matrix product
+splits its inner dimension by a rule that depends on its length (192 < C < 384); and products of fewer than
+MIN_ROWS rows take another path. Here
 - every reduction over positions runs in chunks of CHUNK positions, in order, one matrix product each;
 - the sum of weights is a column of ones in the values, so it is summed as the values are, in order of position,
   and masked positions add exact zeros;
@@ -38,58 +40,88 @@ class Attention(Protocol):
 
     def __call__(
         self,
-        q: Float[Tensor, "B Hkv R E"],
-        keys: Float[Tensor, "B Hkv C E"],
-        values: Float[Tensor, "B Hkv C EV"],
-        bias: Float[Tensor, "B 1 R C"],
+        q: Float[Tensor, "N R E"],
+        keys: Float[Tensor, "N C E"],
+        values: Float[Tensor, "N C EV"],
+        bias: Float[Tensor, "N1 R1 C"],
         *,
+        rows: int,
         scaling: float,
         softcap: float | None,
-    ) -> Float[Tensor, "B Hkv R E"]:
+    ) -> Float[Tensor, "N rows E"]:
         """Attend. `softcap` bounds scores by cap * tanh(score / cap)."""
         ...
 
 
 def ordered_attention(
-    q: Tensor, keys: Tensor, values: Tensor, bias: Tensor, *, scaling: float, softcap: float | None
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    bias: Tensor,
+    *,
+    rows: int,
+    scaling: float,
+    softcap: float | None,
 ) -> Tensor:
     """Attend with reductions in order of position: bitwise the same alone, in a batch, in a tree."""
-    batch, heads, rows, size = q.shape
-    view = keys.shape[2]
-    merged = batch * heads
+    view, size = keys.shape[1], q.shape[2]
+    keys = keys.transpose(1, 2)
     if softcap is None:
-        q = q * (scaling * LOG2_E)
-    scores = torch.bmm(q.reshape(merged, rows, size), _merge(keys).transpose(1, 2))
-    if softcap is not None:
-        scores = scores.mul_(scaling / softcap).tanh_().mul_(softcap * LOG2_E)
-    scores.view(batch, heads, rows, view).add_(bias)
-    weights = scores.sub_(scores.amax(-1, keepdim=True)).exp2_()
-    values = _merge(values)
-    out = torch.bmm(weights[:, :, :CHUNK], values[:, :CHUNK])
-    for start in range(CHUNK, view, CHUNK):
-        out.baddbmm_(weights[:, :, start : start + CHUNK], values[:, start : start + CHUNK])
-    return (out[..., :size] / out[..., size : size + 1]).view(batch, heads, rows, size)
+        scores = torch.baddbmm(bias.to(q.dtype), q, keys, alpha=scaling * LOG2_E)
+    else:
+        scores = torch.bmm(q, keys).mul_(scaling / softcap).tanh_().mul_(softcap * LOG2_E).add_(bias)
+    weights = scores[:, :rows]
+    weights.sub_(weights.amax(-1, keepdim=True)).exp2_()
+    # all R rows go into the products: fewer than MIN_ROWS would round differently
+    if view <= CHUNK:
+        out = torch.bmm(scores, values)
+    else:
+        out = torch.bmm(scores[:, :, :CHUNK], values[:, :CHUNK])
+        for start in range(CHUNK, view, CHUNK):
+            out.baddbmm_(scores[:, :, start : start + CHUNK], values[:, start : start + CHUNK])
+    return out[:, :rows, :size] / out[:, :rows, size : size + 1]
 
 
 def sdpa_attention(
-    q: Tensor, keys: Tensor, values: Tensor, bias: Tensor, *, scaling: float, softcap: float | None
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    bias: Tensor,
+    *,
+    rows: int,
+    scaling: float,
+    softcap: float | None,
 ) -> Tensor:
     """Attend with torch's scaled_dot_product_attention; equal to `ordered` up to rounding."""
     if softcap is not None:
-        return reference_attention(q, keys, values, bias, scaling=scaling, softcap=softcap)
-    return F.scaled_dot_product_attention(
-        q, keys, values[..., : q.shape[-1]], attn_mask=bias.to(q.dtype), scale=scaling
+        return reference_attention(q, keys, values, bias, rows=rows, scaling=scaling, softcap=softcap)
+    size = q.shape[-1]
+    bias = bias[:, :rows].to(q.dtype)
+    out = F.scaled_dot_product_attention(
+        q[:, None, :rows],
+        keys[:, None],
+        values[:, None, :, :size],
+        attn_mask=bias[:, None].expand(len(q), 1, rows, -1),
+        scale=scaling,
     )
+    return out[:, 0]
 
 
 def reference_attention(
-    q: Tensor, keys: Tensor, values: Tensor, bias: Tensor, *, scaling: float, softcap: float | None
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    bias: Tensor,
+    *,
+    rows: int,
+    scaling: float,
+    softcap: float | None,
 ) -> Tensor:
     """Attend as the formula reads, in float64: the oracle of the others."""
     scores = torch.matmul(q.double(), keys.double().transpose(-1, -2)) * scaling
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
-    weights = torch.softmax(scores + bias, dim=-1)
+    weights = torch.softmax((scores + bias)[:, :rows], dim=-1)
     return torch.matmul(weights, values[..., : q.shape[-1]].double()).to(q.dtype)
 
 
@@ -98,8 +130,3 @@ ATTENTION: dict[str, Attention] = {
     "sdpa": sdpa_attention,
     "reference": reference_attention,
 }
-
-
-def _merge(x: Tensor) -> Tensor:
-    """[B, H, C, E] -> [B * H, C, E] without a copy: slots and heads lie behind one another in the pool."""
-    return x.flatten(0, 1)

@@ -10,7 +10,7 @@ import torch
 from transformers.modeling_utils import PreTrainedModel
 
 from core.config import EngineConfig, SpeculationConfig
-from core.errors import ConfigError, ModelError
+from core.errors import ConfigError, ModelError, NumericsError
 from engine.attention import ATTENTION
 from engine.drafters.base import Drafter
 from engine.drafters.model import ModelDrafter
@@ -64,18 +64,26 @@ def build_engine(
     policy = build_policy(speculation)
     attention = ATTENTION[attention_name(engine, numerics)]
 
-    def runner_of(model: PreTrainedModel) -> ModelRunner:
+    def runner_of(model: PreTrainedModel, *, prepack: bool = True) -> ModelRunner:
         return ModelRunner(
             model.to(device),  # type: ignore[arg-type]
             num_slots=engine.max_running_samples,
             capacity=max_total_tokens + policy.max_nodes + 1,
             attention=attention,
             vocab_size=vocab_size,
+            stock=engine.forward == "stock",
+            prepack=prepack,
         )
 
     runner = runner_of(target)
     if numerics == "invariant" and engine.probe:
-        prove_invariance(runner, max_nodes=policy.max_nodes)
+        try:
+            prove_invariance(runner, max_nodes=policy.max_nodes)
+        except NumericsError:
+            if not runner.prepacked:
+                raise
+            runner = runner_of(target, prepack=False)
+            prove_invariance(runner, max_nodes=policy.max_nodes)
     drafter: Drafter | None = None
     if speculation.drafter == "model" and policy.max_nodes > 0:
         if draft is None:

@@ -100,8 +100,9 @@ def _target_logits(
         pool=runner.pool,
         attention=runner.attention,
         base=base,
-        seen=ancestors,
-        depth=depth,
+        num_tokens=n,
+        seen=None if tree.is_chain else ancestors,
+        depth=None if tree.is_chain else depth,
         view_tokens=int(batch.lengths[:live].max()) + n - 1,
     )
     ids = torch.cat([batch.last_tokens(1), tree.token_ids.clamp(min=0)], dim=1)

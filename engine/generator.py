@@ -35,7 +35,6 @@ from engine.drafters.model import ModelDrafter
 from engine.forward_plan import PrefillPiece
 from engine.prefill import fill_committed
 from engine.runner import ModelRunner
-from engine.weights import load_into
 from policies.base import DraftPolicy
 
 STEP_LOG_LENGTH = 4096
@@ -195,7 +194,7 @@ class Engine:
         if manifest.model == "draft":
             if not isinstance(self.drafter, ModelDrafter):
                 raise WeightsError(f"instance {self.instance} has no draft model to load weights into")
-            load_into(self.drafter.model, tensors)
+            self.drafter.runner.load(tensors)
             self.drafter.drop()
             self.drafter_version = manifest.weight_version
             return
@@ -204,7 +203,7 @@ class Engine:
                 f"instance {self.instance} got target weights version {manifest.weight_version} with "
                 f"{len(self._batch)} running and {len(self._waiting)} waiting samples; drain it first"
             )
-        load_into(self.runner.model, tensors)
+        self.runner.load(tensors)
         self.weight_version = manifest.weight_version
 
     def _admit(self) -> None:

@@ -1,6 +1,7 @@
 """The KV pool: keys and values of every running sample, one slot each (design 3.7).
 
-Layout: keys [L, S, H, C, E], values [L, S, H, C, E + VALUE_PAD] (the pad holds ones: see `engine.attention`).
+Layout: [L, S, H, C, 2E + VALUE_PAD], a token's key, value and ones behind one another, so that one write stores
+all (what the ones are for: `engine.attention`).
 Running samples occupy slots 0..B-1; a finished one is replaced by the last, so a batch is a slice and nothing
 is gathered per layer. Slot numbers stay inside `engine/`; callers hold sample keys.
 """
@@ -63,66 +64,64 @@ class KVPool:
         self.shape = shape
         self.capacity = round_up(capacity)
         self.num_slots = num_slots
-        lead = (shape.num_layers, num_slots, shape.num_kv_heads, self.capacity)
-        self.keys = torch.zeros(*lead, shape.head_size, dtype=dtype, device=device)
-        self.values = torch.ones(*lead, shape.head_size + VALUE_PAD, dtype=dtype, device=device)
-        self.values[..., : shape.head_size] = 0
-        rows = num_slots * shape.num_kv_heads * self.capacity
-        self._key_rows = self.keys.view(shape.num_layers, rows, shape.head_size)
-        self._value_rows = self.values.view(shape.num_layers, rows, -1)[..., : shape.head_size]
-        self._head_offset = torch.arange(shape.num_kv_heads, device=device) * self.capacity
+        self.device = device
+        size, heads = shape.head_size, shape.num_kv_heads
+        lead = (shape.num_layers, num_slots, heads, self.capacity)
+        self.cells = torch.zeros(*lead, 2 * size + VALUE_PAD, dtype=dtype, device=device)
+        self.cells[..., 2 * size :] = 1
+        merged = self.cells.flatten(1, 2)
+        self._keys = [layer[..., :size] for layer in merged]
+        self._values = [layer[..., size:] for layer in merged]
+        self._writable = [layer.flatten(0, 1)[:, : 2 * size] for layer in merged]
+        slots = torch.arange(num_slots, device=device)[:, None, None]
+        self._first_row = (slots * heads + torch.arange(heads, device=device)) * self.capacity
 
-    def row_index(self, slots: Int[Tensor, " M"], positions: Int[Tensor, " M"]) -> Int[Tensor, " MH"]:
+    def rows(self, slots: Int[Tensor, " M"], positions: Int[Tensor, " M"]) -> Int[Tensor, " MH"]:
         """Return where `write` puts M tokens: one index per (token, KV head), the same for every layer."""
-        first = slots * (self.shape.num_kv_heads * self.capacity) + positions
-        return (first[:, None] + self._head_offset).flatten()
+        return (self._first_row[slots, 0] + positions[:, None]).flatten()
 
-    def write(
-        self,
-        layer: int,
-        rows: Int[Tensor, " MH"],
-        keys: Float[Tensor, "M Hkv E"],
-        values: Float[Tensor, "M Hkv E"],
-    ) -> None:
+    def tree_rows(self, start: Int[Tensor, " B"], num_tokens: int) -> Int[Tensor, " MH"]:
+        """Return the same for `num_tokens` tokens from position start[b] on of each slot b."""
+        positions = start[:, None, None] + torch.arange(num_tokens, device=self.device)[:, None]
+        return (self._first_row[: len(start)] + positions).flatten()
+
+    def write(self, layer: int, rows: Int[Tensor, " MH"], tokens: Float[Tensor, "M Hkv 2 E"]) -> None:
         """Store M tokens' keys and values of one layer."""
-        size = self.shape.head_size
-        self._key_rows[layer].index_copy_(0, rows, keys.reshape(-1, size).to(self.keys.dtype))
-        self._value_rows[layer].index_copy_(0, rows, values.reshape(-1, size).to(self.values.dtype))
+        cells = tokens.reshape(-1, 2 * self.shape.head_size).to(self.cells.dtype)
+        self._writable[layer].index_put_((rows,), cells)
 
-    def view(self, layer: int, slots: slice, length: int) -> tuple[Tensor, Tensor]:
-        """Return keys [B, Hkv, length, E] and values [B, Hkv, length, E + pad] of a run of slots."""
-        return self.keys[layer, slots, :, :length], self.values[layer, slots, :, :length]
+    def view(self, layer: int, first_slot: int, num_slots: int, length: int) -> tuple[Tensor, Tensor]:
+        """Return keys [N, length, E] and values [N, length, E + pad] of a run of slots, N = num_slots * Hkv."""
+        heads = self.shape.num_kv_heads
+        run = slice(first_slot * heads, (first_slot + num_slots) * heads)
+        return self._keys[layer][run, :length], self._values[layer][run, :length]
 
     def move_tokens(
         self, slots: Int[Tensor, " M"], sources: Int[Tensor, " M"], targets: Int[Tensor, " M"]
     ) -> None:
         """Copy tokens inside their slots, all layers at once: the accepted path becomes a dense prefix."""
-        self.keys[:, slots, :, targets] = self.keys[:, slots, :, sources]
-        self.values[:, slots, :, targets] = self.values[:, slots, :, sources]
+        self.cells[:, slots, :, targets] = self.cells[:, slots, :, sources]
 
     def move_slot(self, source: int, target: int, length: int) -> None:
         """Copy the first `length` tokens of a slot over another: swap with last on finish."""
-        self.keys[:, target, :, :length] = self.keys[:, source, :, :length]
-        self.values[:, target, :, :length] = self.values[:, source, :, :length]
+        self.cells[:, target, :, :length] = self.cells[:, source, :, :length]
 
     def export(self, slot: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Return copies of a token range: keys and values [L, Hkv, stop - start, E]."""
         size = self.shape.head_size
-        return (
-            self.keys[:, slot, :, start:stop].clone(),
-            self.values[:, slot, :, start:stop, :size].clone(),
-        )
+        cells = self.cells[:, slot, :, start:stop]
+        return cells[..., :size].clone(), cells[..., size : 2 * size].clone()
 
     def import_(self, slot: int, start: int, keys: Tensor, values: Tensor) -> None:
         """Store an exported token range."""
-        stop = start + keys.shape[2]
-        self.keys[:, slot, :, start:stop] = keys
-        self.values[:, slot, :, start:stop, : self.shape.head_size] = values
+        stop, size = start + keys.shape[2], self.shape.head_size
+        self.cells[:, slot, :, start:stop, :size] = keys
+        self.cells[:, slot, :, start:stop, size : 2 * size] = values
 
     @property
     def num_bytes(self) -> int:
         """Bytes held."""
-        return self.keys.nbytes + self.values.nbytes
+        return self.cells.nbytes
 
 
 def round_up(length: int, step: int = VIEW_STEP) -> int:

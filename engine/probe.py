@@ -124,8 +124,9 @@ def _tree_logits(runner: ModelRunner, root: Tensor, tree: DraftTree, context: in
         pool=runner.pool,
         attention=runner.attention,
         base=base,
-        seen=ancestors_or_self(tree),
-        depth=depth,
+        num_tokens=n,
+        seen=None if tree.is_chain else ancestors_or_self(tree),
+        depth=None if tree.is_chain else depth,
         view_tokens=context + n + extra_view,
     )
     ids = torch.cat([root, tree.token_ids], dim=1)

@@ -1,72 +1,76 @@
-"""Runs a stock Hugging Face causal LM over our KV pool, without patching it (design 3.7).
+"""Runs a causal LM over our KV pool: a stock Hugging Face module or our own forward of its weights.
 
-An attention function registered under our name receives the forward plan as a keyword argument, writes keys and
-values into the pool and attends there; no mask function is registered, so the model builds no mask. Tokens of
-all samples are packed into one row: linears see real tokens only. Fewer than MIN_TOKENS tokens are padded with
-dummies, because smaller matrix products round differently (measured; `engine.probe`).
+Fewer than MIN_TOKENS tokens are padded with dummies, because smaller matrix products round differently
+(measured; `engine.probe`).
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor, nn
-from transformers import AttentionInterface
+from torch import Tensor
 from transformers.modeling_utils import PreTrainedModel
 
-from core.errors import ModelError
 from engine.attention import Attention
 from engine.forward_plan import ForwardPlan, PrefillPiece, PrefillPlan
 from engine.kv import KVPool, KVShape
+from engine.llama_forward import LlamaForward, can_serve
+from engine.stock_forward import StockForward
 from engine.support import COMPARED_TOKENS, plain_logits, refuse_unsupported, require_equal
+from engine.weights import load_into
 
-ATTENTION_NAME = "rlhfspec"
 MIN_TOKENS = 4
 
 
-def _attend(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    forward_plan: ForwardPlan,
-    scaling: float | None = None,
-    softcap: float | None = None,
-    sliding_window: int | None = None,
-    s_aux: Tensor | None = None,
-    **_: Any,
-) -> tuple[Tensor, None]:
-    """Attention as transformers calls it: query [1, H, M, E], key and value [1, Hkv, M, E].
+@runtime_checkable
+class Forward(Protocol):
+    """The model's arithmetic: packed tokens in, next-token logits out, attention by the plan."""
 
-    Raises ModelError for attention sinks (`s_aux`), which no back end here adds.
-    """
-    if s_aux is not None:
-        raise ModelError(f"{type(module).__name__} is not supported: it has attention sinks")
-    out = forward_plan.attend(
-        int(module.layer_idx),  # type: ignore[arg-type]
-        query[0],
-        key[0],
-        value[0],
-        scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
-        softcap=softcap,
-        sliding_window=sliding_window,
-    )
-    return out[None], None
+    def __call__(
+        self, input_ids: Int[Tensor, " M"], position_ids: Int[Tensor, " M"], plan: ForwardPlan
+    ) -> Float[Tensor, "M V"]:
+        """Return every token's next-token logits."""
+        ...
 
+    def fill(self, input_ids: Int[Tensor, " M"], position_ids: Int[Tensor, " M"], plan: ForwardPlan) -> None:
+        """Compute keys and values only."""
+        ...
 
-AttentionInterface.register(ATTENTION_NAME, _attend)
+    def reload(self) -> None:
+        """Follow the module's weights after they changed."""
+        ...
 
 
 class ModelRunner:
     """A model, its KV pool, and the forward that joins them."""
 
     def __init__(
-        self, model: PreTrainedModel, *, num_slots: int, capacity: int, attention: Attention, vocab_size: int
+        self,
+        model: PreTrainedModel,
+        *,
+        num_slots: int,
+        capacity: int,
+        attention: Attention,
+        vocab_size: int,
+        stock: bool = False,
+        prepack: bool = True,
     ) -> None:
+        """Build pool and forward, and compare the forward with the model's own.
+
+        Args:
+            model: in eval mode; stays the owner of the weights.
+            num_slots: samples at once.
+            capacity: tokens of one sample, draft nodes included.
+            attention: the back end.
+            vocab_size: token ids to return logits for.
+            stock: use the Hugging Face module even where a forward of ours exists.
+            prepack: allow weights in oneDNN's layout.
+
+        Raises:
+            ModelError: the architecture cannot be served.
+        """
         refuse_unsupported(model, capacity)
         self.model = model
         self.attention = attention
@@ -77,43 +81,49 @@ class ModelRunner:
         self.pool = KVPool(
             KVShape.of(model.config), num_slots=num_slots, capacity=capacity, dtype=dtype, device=self.device
         )
-        self._compare_with_plain_forward()
+        length = min(COMPARED_TOKENS, self.pool.capacity)
+        ids = torch.arange(length, device=self.device) * 31 % vocab_size
+        plain = plain_logits(model, ids)[:, :vocab_size]
+        self._forward: Forward = (
+            LlamaForward(model, capacity=self.pool.capacity, prepack=prepack)
+            if can_serve(model) and not stock
+            else StockForward(model)
+        )
+        require_equal(model, plain, self._causal_logits(ids))
+
+    @property
+    def prepacked(self) -> bool:
+        """Whether any weight lies in oneDNN's layout."""
+        return isinstance(self._forward, LlamaForward) and self._forward.prepacked
 
     @torch.inference_mode()
     def logits(
         self, input_ids: Int[Tensor, " M"], position_ids: Int[Tensor, " M"], plan: ForwardPlan
     ) -> Float[Tensor, "M V"]:
         """Run the packed tokens and return each one's next-token logits, padded ids cut off."""
-        out = self._forward(input_ids, position_ids, plan, logits_to_keep=0)
-        return out[0, : len(input_ids), : self.vocab_size]
+        out = self._forward(*_padded(input_ids, position_ids), plan)
+        return out[: len(input_ids), : self.vocab_size]
 
     @torch.inference_mode()
     def fill(self, input_ids: Int[Tensor, " M"], position_ids: Int[Tensor, " M"], plan: ForwardPlan) -> None:
         """Run the packed tokens for their keys and values only."""
-        self._forward(input_ids, position_ids, plan, logits_to_keep=1)
+        self._forward.fill(*_padded(input_ids, position_ids), plan)
 
-    def _forward(
-        self, input_ids: Tensor, position_ids: Tensor, plan: ForwardPlan, *, logits_to_keep: int
-    ) -> Tensor:
-        missing = max(MIN_TOKENS - len(input_ids), 0)
-        if missing:
-            input_ids = torch.cat([input_ids, input_ids.new_zeros(missing)])
-            position_ids = torch.cat([position_ids, position_ids.new_zeros(missing)])
-        return self.model(
-            input_ids=input_ids[None],
-            position_ids=position_ids[None],
-            use_cache=False,
-            forward_plan=plan,
-            logits_to_keep=MIN_TOKENS if logits_to_keep else 0,
-        ).logits
+    def load(self, tensors: dict[str, Tensor]) -> None:
+        """Load named weights into the model and its inference copy. Raises WeightsError when they do not fit."""
+        load_into(self.model, tensors)
+        self._forward.reload()
 
-    def _compare_with_plain_forward(self) -> None:
-        """Switch the model to our attention; require the logits it had before. Leaves junk in slot 0."""
-        length = min(COMPARED_TOKENS, self.pool.capacity)
-        positions = torch.arange(length, device=self.device)
-        ids = positions * 31 % self.vocab_size
-        plain = plain_logits(self.model, ids)[:, : self.vocab_size]
-        self.model.set_attn_implementation(ATTENTION_NAME)
-        piece = PrefillPiece(slot=0, start=0, length=length)
+    def _causal_logits(self, ids: Tensor) -> Tensor:
+        """Logits of one sequence through the pool. Leaves junk in slot 0."""
+        piece = PrefillPiece(slot=0, start=0, length=len(ids))
         plan = PrefillPlan(pool=self.pool, attention=self.attention, pieces=[piece])
-        require_equal(self.model, plain, self.logits(ids, positions, plan))
+        return self.logits(ids, torch.arange(len(ids), device=self.device), plan)
+
+
+def _padded(input_ids: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+    missing = MIN_TOKENS - len(input_ids)
+    if missing <= 0:
+        return input_ids, position_ids
+    zeros = input_ids.new_zeros(missing)
+    return torch.cat([input_ids, zeros]), torch.cat([position_ids, zeros])

@@ -116,8 +116,7 @@ class ModelDrafter:
             pool=self.runner.pool,
             attention=self.runner.attention,
             base=base,
-            seen=(index <= index[:, None]).expand(live, count, count),
-            depth=index.expand(live, count),
+            num_tokens=count,
             view_tokens=int(lengths.max()),
         )
         logits = self.runner.logits(ids.reshape(-1), (base[:, None] + index).reshape(-1), plan)
@@ -131,7 +130,6 @@ class ModelDrafter:
         live = len(batch)
         lengths = batch.lengths_tensor()
         tokens = torch.empty(live, budget.num_nodes, dtype=torch.int64, device=lengths.device)
-        seen = torch.ones(live, 1, budget.num_nodes, dtype=torch.bool, device=lengths.device)
         depth = torch.arange(budget.num_nodes, device=lengths.device).expand(live, -1)
         for level in range(budget.num_nodes):
             scaled = scale(logits[:, None], batch.sampling)
@@ -139,7 +137,7 @@ class ModelDrafter:
             if level + 1 < budget.num_nodes:
                 columns = level + 1
                 logits = self._forward_level(
-                    batch, tokens[:, level : level + 1], lengths, seen[..., :columns], depth[:, :columns]
+                    batch, tokens[:, level : level + 1], lengths, None, depth[:, :columns]
                 )[:, 0]
         return chain(tokens, torch.ones(tokens.shape, device=lengths.device))
 
@@ -186,7 +184,7 @@ class ModelDrafter:
         return _candidates(levels, budget.branching)
 
     def _forward_level(
-        self, batch: RunningBatch, ids: Tensor, lengths: Tensor, seen: Tensor, depth: Tensor
+        self, batch: RunningBatch, ids: Tensor, lengths: Tensor, seen: Tensor | None, depth: Tensor
     ) -> Float[Tensor, "B n V"]:
         """Run one level's tokens; they are written behind the committed tokens and earlier levels."""
         live, n = ids.shape
@@ -194,9 +192,11 @@ class ModelDrafter:
             pool=self.runner.pool,
             attention=self.runner.attention,
             base=lengths,
+            num_tokens=n,
+            num_earlier=depth.shape[1] - n,
             seen=seen,
             depth=depth,
-            view_tokens=int(batch.lengths[:live].max()) + seen.shape[2],
+            view_tokens=int(batch.lengths[:live].max()) + depth.shape[1],
         )
         positions = lengths[:, None] + depth[:, -n:]
         last_position = batch.tokens.shape[1] - 1

@@ -14,15 +14,16 @@ SCALING = SIZE**-0.5
 
 def random_inputs(view: int, rows: int = 4, batch: int = 1) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(view)
-    q = torch.randn(batch, HEADS, rows, SIZE, generator=generator) * 2
-    keys = torch.randn(batch, HEADS, view, SIZE, generator=generator)
-    values = torch.ones(batch, HEADS, view, SIZE + VALUE_PAD)
-    values[..., :SIZE] = torch.randn(batch, HEADS, view, SIZE, generator=generator)
+    merged = batch * HEADS
+    q = torch.randn(merged, rows, SIZE, generator=generator) * 2
+    keys = torch.randn(merged, view, SIZE, generator=generator)
+    values = torch.ones(merged, view, SIZE + VALUE_PAD)
+    values[..., :SIZE] = torch.randn(merged, view, SIZE, generator=generator)
     return q, keys, values
 
 
 def bias_of(seen: Tensor) -> Tensor:
-    return torch.zeros(seen.shape).masked_fill_(~seen, float("-inf"))[None, None]
+    return torch.zeros(seen.shape).masked_fill_(~seen, float("-inf"))[None]
 
 
 @pytest.mark.parametrize("name", ["ordered", "sdpa"])
@@ -32,22 +33,22 @@ def test_back_ends_equal_the_formula(name: str, softcap: float | None, view: int
     q, keys, values = random_inputs(view, rows=8, batch=3)
     seen = torch.rand(8, view, generator=torch.Generator().manual_seed(1)) < 0.5
     seen[:, view // 2] = True
-    settings = {"scaling": SCALING, "softcap": softcap}
+    settings = {"rows": 8, "scaling": SCALING, "softcap": softcap}
     got = ATTENTION[name](q, keys, values, bias_of(seen), **settings)
     expected = reference_attention(q, keys, values, bias_of(seen), **settings)
     torch.testing.assert_close(got, expected, rtol=0, atol=2e-6)
 
 
 def test_the_reference_by_hand() -> None:
-    q = torch.tensor([[[[1.0]]]])
-    keys = torch.tensor([[[[0.0], [3.0], [9.0]]]])
-    values = torch.tensor([[[[4.0], [8.0], [100.0]]]])
-    bias = torch.tensor([[[[0.0, 0.0, float("-inf")]]]])
+    q = torch.tensor([[[1.0]]])
+    keys = torch.tensor([[[0.0], [3.0], [9.0]]])
+    values = torch.tensor([[[4.0], [8.0], [100.0]]])
+    bias = torch.tensor([[[0.0, 0.0, float("-inf")]]])
     weights = torch.softmax(torch.tensor([0.0, 3.0]), -1)
-    plain = reference_attention(q, keys, values, bias, scaling=1.0, softcap=None)
+    plain = reference_attention(q, keys, values, bias, rows=1, scaling=1.0, softcap=None)
     assert plain.item() == pytest.approx((4 * weights[0] + 8 * weights[1]).item())
     capped = torch.softmax(torch.tensor([0.0, 2 * torch.tanh(torch.tensor(1.5))]), -1)
-    got = reference_attention(q, keys, values, bias, scaling=1.0, softcap=2.0)
+    got = reference_attention(q, keys, values, bias, rows=1, scaling=1.0, softcap=2.0)
     assert got.item() == pytest.approx((4 * capped[0] + 8 * capped[1]).item())
 
 
@@ -59,14 +60,15 @@ def test_a_row_does_not_depend_on_rows_batch_or_view(context: int, softcap: floa
 
     def attend(batch: int, rows: int, view: int) -> Tensor:
         out = ordered_attention(
-            q[:batch, :, :rows],
-            keys[:batch, :, :view],
-            values[:batch, :, :view],
+            q[: batch * HEADS, :rows],
+            keys[: batch * HEADS, :view],
+            values[: batch * HEADS, :view],
             bias_of(seen[:rows, :view]),
+            rows=rows,
             scaling=SCALING,
             softcap=softcap,
         )
-        return out[0, :, :4]
+        return out[:HEADS, :4]
 
     alone = attend(1, 4, -(-context // 32) * 32)
     for batch, rows, view in [(1, 4, 416), (1, 64, 416), (8, 4, 416), (8, 36, 288 if context < 288 else 416)]:
@@ -81,10 +83,11 @@ def test_decoys_between_a_nodes_ancestors_change_nothing(context: int) -> None:
     dense = torch.cat([torch.arange(context), torch.tensor(stored)])
     sparse_seen = torch.zeros(4, 416, dtype=torch.bool)
     sparse_seen[:, dense] = True
-    with_decoys = ordered_attention(q, keys, values, bias_of(sparse_seen), scaling=SCALING, softcap=None)
-    keys[:, :, : len(dense)], values[:, :, : len(dense)] = keys[:, :, dense], values[:, :, dense]
+    settings = {"rows": 4, "scaling": SCALING, "softcap": None}
+    with_decoys = ordered_attention(q, keys, values, bias_of(sparse_seen), **settings)
+    keys[:, : len(dense)], values[:, : len(dense)] = keys[:, dense], values[:, dense]
     dense_seen = (torch.arange(416) < len(dense)).expand(4, -1)
-    densely = ordered_attention(q, keys, values, bias_of(dense_seen), scaling=SCALING, softcap=None)
+    densely = ordered_attention(q, keys, values, bias_of(dense_seen), **settings)
     assert torch.equal(with_decoys, densely)
 
 
@@ -94,6 +97,12 @@ def pool_with(keys: Tensor, values: Tensor) -> KVPool:
     pool = KVPool(shape, num_slots=1, capacity=96, dtype=torch.float32, device=torch.device("cpu"))
     pool.import_(0, 0, keys[None], values[None])
     return pool
+
+
+def packed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """q [H, M, E], k and v [Hkv, M, E] as plans take them: [M, Hkv, group + 2, E]."""
+    queries = q.view(HEADS, -1, *q.shape[1:])
+    return torch.cat([queries, k[:, None], v[:, None]], dim=1).permute(2, 0, 1, 3).contiguous()
 
 
 @pytest.mark.parametrize("window", [None, 3, 8])
@@ -115,12 +124,13 @@ def test_plans_apply_the_sliding_window_by_distance_in_the_conversation(window: 
         pool=pool,
         attention=ordered_attention,
         base=torch.tensor([context]),
+        num_tokens=6,
         seen=seen,
         depth=torch.tensor([[len(path) - 1 for path in paths]]),
         view_tokens=context + 6,
     )
     settings = {"scaling": SCALING, "softcap": None, "sliding_window": window}
-    tree = plan.attend(0, q[:, context:], k[:, context:], v[:, context:], **settings)
+    tree = plan.attend(0, packed(q[:, context:], k[:, context:], v[:, context:]), **settings)
     for node, path in enumerate(paths):
         tokens = [*range(context), *(context + step for step in path)]
         prefill = PrefillPlan(
@@ -128,7 +138,7 @@ def test_plans_apply_the_sliding_window_by_distance_in_the_conversation(window: 
             attention=reference_attention,
             pieces=[PrefillPiece(slot=0, start=0, length=len(tokens))],
         )
-        dense = prefill.attend(0, q[:, tokens], k[:, tokens], v[:, tokens], **settings)
+        dense = prefill.attend(0, packed(q[:, tokens], k[:, tokens], v[:, tokens]), **settings)
         torch.testing.assert_close(tree[node], dense[-1], rtol=0, atol=2e-6)
 
 
@@ -140,5 +150,6 @@ def test_the_window_counts_the_token_itself() -> None:
         pieces=[PrefillPiece(slot=0, start=0, length=5)],
     )
     zeros = torch.zeros(2 * HEADS, 5, SIZE)
-    out = plan.attend(0, zeros, torch.zeros_like(v), v, scaling=1.0, softcap=None, sliding_window=2)
-    assert out[:, 0, 0].tolist() == [0.0, 0.5, 1.5, 2.5, 3.5]
+    qkv = packed(zeros, torch.zeros_like(v), v)
+    out = plan.attend(0, qkv, scaling=1.0, softcap=None, sliding_window=2)
+    assert out[:, 0].tolist() == [0.0, 0.5, 1.5, 2.5, 3.5]

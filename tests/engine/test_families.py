@@ -31,8 +31,28 @@ WITHOUT_KV_HEADS = {k: v for k, v in LLAMA.items() if k != "num_key_value_heads"
 
 SUPPORTED = {
     "llama": ("llama", LLAMA),
+    "llama, biases": ("llama", LLAMA | {"attention_bias": True, "mlp_bias": True}),
+    "llama, one KV head for each head, tied": (
+        "llama",
+        LLAMA | {"num_key_value_heads": 4, "tie_word_embeddings": True},
+    ),
+    "llama, scaled rope": (
+        "llama",
+        LLAMA
+        | {
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 500.0,
+                "factor": 4.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 32,
+            }
+        },
+    ),
     "qwen2": ("qwen2", LLAMA),
     "qwen3": ("qwen3", WITH_HEAD_SIZE),
+    "qwen3, wide heads": ("qwen3", LLAMA | {"head_dim": 32}),
     "mistral, window 16": ("mistral", LLAMA | WINDOW),
     "gemma2, window and softcaps": (
         "gemma2",
@@ -62,8 +82,10 @@ def build(model_type: str, settings: dict) -> PreTrainedModel:
     return model.eval().requires_grad_(False)
 
 
-def runner_of(model: PreTrainedModel) -> ModelRunner:
-    return ModelRunner(model, num_slots=3, capacity=160, attention=ordered_attention, vocab_size=64)
+def runner_of(model: PreTrainedModel, *, stock: bool = False) -> ModelRunner:
+    return ModelRunner(
+        model, num_slots=3, capacity=160, attention=ordered_attention, vocab_size=64, stock=stock
+    )
 
 
 def prefill(runner: ModelRunner, ids: Tensor, slot: int) -> None:
@@ -79,6 +101,7 @@ def tree_logits(runner: ModelRunner, ids: Tensor, base: int, seen: Tensor, depth
         pool=runner.pool,
         attention=runner.attention,
         base=torch.tensor([base]),
+        num_tokens=len(ids),
         seen=seen[None],
         depth=depth[None],
         view_tokens=base + len(ids),
@@ -86,13 +109,19 @@ def tree_logits(runner: ModelRunner, ids: Tensor, base: int, seen: Tensor, depth
     return runner.logits(ids, base + depth, plan)
 
 
-@pytest.mark.parametrize("name", SUPPORTED)
-def test_prefill_decode_and_trees_equal_the_plain_forward(name: str) -> None:
+OURS = ("llama", "qwen2", "qwen3", "mistral")
+FORWARDS = [(name, False) for name in SUPPORTED] + [
+    (name, True) for name in SUPPORTED if SUPPORTED[name][0] in OURS
+]
+
+
+@pytest.mark.parametrize(("name", "stock"), FORWARDS)
+def test_prefill_decode_and_trees_equal_the_plain_forward(name: str, stock: bool) -> None:
     model = build(*SUPPORTED[name])
     ids = torch.randint(64, (44,), generator=torch.Generator().manual_seed(1))
     with torch.inference_mode():
         expected = model(ids[None], use_cache=False).logits[0]
-    runner = runner_of(model)
+    runner = runner_of(model, stock=stock)
     prefill(runner, ids[:36], 0)
     one = torch.ones(1, 1, dtype=torch.bool)
     plain = [tree_logits(runner, ids[t : t + 1], t, one, torch.zeros(1).long()) for t in range(36, 40)]
@@ -110,9 +139,9 @@ def test_prefill_decode_and_trees_equal_the_plain_forward(name: str) -> None:
     torch.testing.assert_close(tree, expected[40:44], rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", SUPPORTED)
-def test_logits_are_invariant(name: str) -> None:
-    assert prove_invariance(runner_of(build(*SUPPORTED[name])), max_nodes=8)
+@pytest.mark.parametrize(("name", "stock"), FORWARDS)
+def test_logits_are_invariant(name: str, stock: bool) -> None:
+    assert prove_invariance(runner_of(build(*SUPPORTED[name]), stock=stock), max_nodes=8)
 
 
 ALIBI = {"vocab_size": 64, "hidden_size": 64, "n_layer": 2, "n_head": 4}

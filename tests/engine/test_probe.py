@@ -11,6 +11,9 @@ from engine.build import attention_name, build_engine, resolve_device, resolve_n
 from engine.probe import prove_invariance
 from engine.runner import ModelRunner
 
+HEADS = 2
+"KV heads of the pair's target: attention sees one row for each sample and head."
+
 
 def runner_of(pair, attention: Attention, capacity: int = 350) -> ModelRunner:
     return ModelRunner(pair.target, num_slots=8, capacity=capacity, attention=attention, vocab_size=64)
@@ -41,18 +44,32 @@ def test_sdpa_fails(pairs) -> None:
 
 
 def view_dependent(
-    q: Tensor, keys: Tensor, values: Tensor, bias: Tensor, *, scaling: float, softcap: float | None
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    bias: Tensor,
+    *,
+    rows: int,
+    scaling: float,
+    softcap: float | None,
 ) -> Tensor:
     """Rounds differently under longer views: what a library may do that splits a reduction by its length."""
-    out = ordered_attention(q, keys, values, bias, scaling=scaling, softcap=softcap)
-    return out * (1.0 + 2.0**-22) if keys.shape[2] > 96 else out
+    out = ordered_attention(q, keys, values, bias, rows=rows, scaling=scaling, softcap=softcap)
+    return out * (1.0 + 2.0**-22) if keys.shape[1] > 96 else out
 
 
 def batch_dependent(
-    q: Tensor, keys: Tensor, values: Tensor, bias: Tensor, *, scaling: float, softcap: float | None
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    bias: Tensor,
+    *,
+    rows: int,
+    scaling: float,
+    softcap: float | None,
 ) -> Tensor:
-    out = ordered_attention(q, keys, values, bias, scaling=scaling, softcap=softcap)
-    return out * (1.0 + 2.0**-22) if q.shape[0] > 1 else out
+    out = ordered_attention(q, keys, values, bias, rows=rows, scaling=scaling, softcap=softcap)
+    return out * (1.0 + 2.0**-22) if q.shape[0] > HEADS else out
 
 
 @pytest.mark.parametrize(

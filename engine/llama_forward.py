@@ -1,0 +1,236 @@
+"""A forward of our own for Llama and its kin (Qwen2, Qwen3, Mistral): the same arithmetic in a third of the calls.
+
+Small models and small batches spend most of a stock forward in dispatch. Here
+- queries, keys and values come from one product, laid out head by head as attention and the pool want them;
+- gate and up come from one product; residuals are added by the products that follow;
+- the rotation of all heads is one complex product: pairs of the stock layout (i, i + E/2) are made neighbours by
+  permuting the rows of the weights once, which no dot product of query and key sees;
+- gains of the norms are multiplied into the weights behind them (float32);
+- inner sizes are padded with zero rows to a multiple of 32, where products are seen to round alike;
+- a prefill ends with the keys and values of the last layer.
+The stock module stays the oracle: `engine.runner` compares the two at start-up.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers.modeling_utils import PreTrainedModel
+
+from engine.forward_plan import ForwardPlan
+from engine.linears import Linear, PrepackedLinear, compute_dtype, make_linear
+
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+INNER_STEP = 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layer:
+    """One decoder layer's weights, laid out."""
+
+    attention_gain: Tensor | None
+    "None: multiplied into the weights"
+    qkv: Linear
+    head_gain: Tensor | None
+    "[group + 1, E]: Qwen3's norms of queries and key"
+    out: Linear
+    mlp_gain: Tensor | None
+    gate_up: Linear
+    down: Linear
+    sliding_window: int | None
+
+
+class LlamaForward:
+    """Our forward over a stock module's weights. See `engine.runner.Forward`.
+
+    The weights are copied: call `reload` after they change.
+    """
+
+    def __init__(self, model: PreTrainedModel, *, capacity: int, prepack: bool = True) -> None:
+        config = model.config
+        self._model = model
+        self._prepack = prepack
+        self._dtype = compute_dtype(model.dtype, model.device)
+        self._kv_heads: int = config.num_key_value_heads
+        self._group: int = config.num_attention_heads // config.num_key_value_heads
+        self._size: int = model.base_model.layers[0].self_attn.head_dim  # type: ignore[index,union-attr]
+        self._eps: float = config.rms_norm_eps
+        self._scaling = self._size**-0.5
+        self._rotations = _rotations(model, capacity)
+        self.reload()
+
+    def reload(self) -> None:
+        """Lay the module's present weights out."""
+        with torch.inference_mode():
+            base: Any = self._model.base_model
+            self._embedding = base.embed_tokens.weight.to(self._dtype)
+            self._layers = [self._layer(index, layer) for index, layer in enumerate(base.layers)]
+            self._final_gain, head = self._fold(base.norm, [self._model.lm_head.weight])
+            self._head = make_linear(head[0], prepack=self._prepack)
+
+    @property
+    def prepacked(self) -> bool:
+        """Whether any weight lies in oneDNN's layout."""
+        linears = [self._head]
+        for layer in self._layers:
+            linears += [layer.qkv, layer.out, layer.gate_up, layer.down]
+        return any(isinstance(linear, PrepackedLinear) for linear in linears)
+
+    def __call__(
+        self, input_ids: Int[Tensor, " M"], position_ids: Int[Tensor, " M"], plan: ForwardPlan
+    ) -> Float[Tensor, "M V"]:
+        """See `engine.runner.Forward`."""
+        x = F.embedding(input_ids, self._embedding)
+        rotation = self._rotation(position_ids)
+        for index, layer in enumerate(self._layers):
+            attended = plan.attend(
+                index,
+                self._qkv(layer, x, rotation),
+                scaling=self._scaling,
+                softcap=None,
+                sliding_window=layer.sliding_window,
+            )
+            x = layer.out.add_to(x, attended.to(self._dtype))
+            gate, up = layer.gate_up(self._norm(x, layer.mlp_gain)).chunk(2, dim=-1)
+            x = layer.down.add_to(x, F.silu(gate).mul_(up))
+        return self._head(self._norm(x, self._final_gain))
+
+    def fill(self, input_ids: Tensor, position_ids: Tensor, plan: ForwardPlan) -> None:
+        """See `engine.runner.Forward`."""
+        x = F.embedding(input_ids, self._embedding)
+        rotation = self._rotation(position_ids)
+        last = len(self._layers) - 1
+        for index, layer in enumerate(self._layers):
+            qkv = self._qkv(layer, x, rotation)
+            if index == last:
+                plan.store(index, qkv)
+                return
+            attended = plan.attend(
+                index, qkv, scaling=self._scaling, softcap=None, sliding_window=layer.sliding_window
+            )
+            x = layer.out.add_to(x, attended.to(self._dtype))
+            gate, up = layer.gate_up(self._norm(x, layer.mlp_gain)).chunk(2, dim=-1)
+            x = layer.down.add_to(x, F.silu(gate).mul_(up))
+
+    def _qkv(self, layer: Layer, x: Tensor, rotation: Tensor) -> Float[Tensor, "M Hkv G E"]:
+        """Rotated queries and key, and the value, of every token and KV head."""
+        packed = layer.qkv(self._norm(x, layer.attention_gain)).float()
+        qkv = packed.view(len(x), self._kv_heads, self._group + 2, self._size)
+        if layer.head_gain is not None:
+            queries_key = qkv[:, :, :-1]
+            queries_key.copy_(F.rms_norm(queries_key, (self._size,), None, self._eps).mul_(layer.head_gain))
+        torch.view_as_complex(qkv.view((*rotation.shape, 2))).mul_(rotation)
+        return qkv
+
+    def _rotation(self, positions: Tensor) -> Tensor:
+        """Complex [M, Hkv, group + 2, E/2]: each position's rotation, one for the values."""
+        turned = self._rotations[positions][:, None, None]
+        rotation = turned.new_ones(len(positions), self._kv_heads, self._group + 2, self._size // 2)
+        rotation[:, :, :-1] = turned
+        return rotation
+
+    def _norm(self, x: Tensor, gain: Tensor | None) -> Tensor:
+        return F.rms_norm(x, (x.shape[-1],), gain, self._eps)
+
+    def _layer(self, index: int, layer: Any) -> Layer:
+        attention, mlp = layer.self_attn, layer.mlp
+        attention_gain, (query, key, value) = self._fold(
+            layer.input_layernorm,
+            [attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight],
+        )
+        mlp_gain, (gate, up) = self._fold(
+            layer.post_attention_layernorm, [mlp.gate_proj.weight, mlp.up_proj.weight]
+        )
+        pad = -gate.shape[0] % INNER_STEP
+        return Layer(
+            attention_gain=attention_gain,
+            qkv=self._linear(
+                self._by_head(query, key, value),
+                self._by_head(attention.q_proj.bias, attention.k_proj.bias, attention.v_proj.bias),
+            ),
+            head_gain=self._head_gain(attention),
+            out=self._linear(attention.o_proj.weight, attention.o_proj.bias),
+            mlp_gain=mlp_gain,
+            gate_up=self._linear(
+                torch.cat([_pad_rows(gate, pad), _pad_rows(up, pad)]),
+                None
+                if mlp.gate_proj.bias is None
+                else torch.cat([_pad_rows(mlp.gate_proj.bias, pad), _pad_rows(mlp.up_proj.bias, pad)]),
+            ),
+            down=self._linear(F.pad(mlp.down_proj.weight, (0, pad)), mlp.down_proj.bias),
+            sliding_window=_sliding_window(self._model.config, index),
+        )
+
+    def _linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
+        return make_linear(
+            weight.to(self._dtype),
+            None if bias is None else bias.to(self._dtype),
+            prepack=self._prepack,
+        )
+
+    def _fold(self, norm: Any, weights: list[Tensor]) -> tuple[Tensor | None, list[Tensor]]:
+        """Multiply a norm's gain into the weights behind it; bfloat16 would round, there it stays apart."""
+        weights = [weight.to(self._dtype) for weight in weights]
+        gain = norm.weight.to(self._dtype)
+        if self._dtype != torch.float32:
+            return gain, weights
+        return None, [weight * gain for weight in weights]
+
+    def _by_head(self, query: Tensor | None, key: Tensor | None, value: Tensor | None) -> Any:
+        """Join rows [H * E, ...] of queries, keys and values KV head by KV head, rotary pairs made neighbours."""
+        if query is None or key is None or value is None:
+            return None
+        lead = (self._kv_heads, -1, self._size)
+        tail = query.shape[1:]
+        queries = _pairs_together(query.view(*lead, *tail), dim=2)
+        keys = _pairs_together(key.view(*lead, *tail), dim=2)
+        return torch.cat([queries, keys, value.view(*lead, *tail)], dim=1).reshape(-1, *tail)
+
+    def _head_gain(self, attention: Any) -> Tensor | None:
+        if self._model.config.model_type != "qwen3":
+            return None
+        query = _pairs_together(attention.q_norm.weight.float(), dim=0)
+        key = _pairs_together(attention.k_norm.weight.float(), dim=0)
+        return torch.cat([query.expand(self._group, -1), key[None]])
+
+
+def can_serve(model: PreTrainedModel) -> bool:
+    """Whether `LlamaForward` knows this architecture; what it is wrong about, the comparison finds."""
+    config = model.config
+    return (
+        config.model_type in MODEL_TYPES
+        and config.hidden_act == "silu"
+        and isinstance(model.get_output_embeddings(), nn.Linear)
+        and float((config.rope_parameters or {}).get("partial_rotary_factor", 1.0)) == 1.0
+    )
+
+
+def _rotations(model: PreTrainedModel, capacity: int) -> Tensor:
+    """Complex [capacity, E/2]: every position's rotation, as the stock module computes it."""
+    rotary: Any = model.base_model.rotary_emb
+    angles = torch.arange(capacity, device=model.device)[:, None].float() * rotary.inv_freq.float()
+    scale = rotary.attention_scaling
+    return torch.complex(angles.cos() * scale, angles.sin() * scale)
+
+
+def _sliding_window(config: Any, layer: int) -> int | None:
+    types = config.to_dict().get("layer_types")
+    if types is not None and types[layer] != "sliding_attention":
+        return None
+    return config.to_dict().get("sliding_window")
+
+
+def _pairs_together(x: Tensor, *, dim: int) -> Tensor:
+    """Reorder an axis of E from (0, 1, .., E-1) to (0, E/2, 1, E/2 + 1, ..)."""
+    half = x.shape[dim] // 2
+    order = torch.arange(2 * half, device=x.device).view(2, half).t().reshape(-1)
+    return x.index_select(dim, order)
+
+
+def _pad_rows(x: Tensor, count: int) -> Tensor:
+    return torch.cat([x, x.new_zeros(count, *x.shape[1:])])

@@ -1,0 +1,65 @@
+"""Which cached positions a token sees, and the additive bias that says so to attention."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from engine.attention import MIN_ROWS
+
+NEG_INF = float("-inf")
+
+
+def chain_visibility(
+    start: Int[Tensor, " B"], num_tokens: int, view: int, *, window: int | None
+) -> Bool[Tensor, "B n C"]:
+    """Token i of sample b stands at position start[b] + i and sees all positions up to its own."""
+    row = start[:, None, None] + torch.arange(num_tokens, device=start.device)[:, None]
+    column = torch.arange(view, device=start.device)
+    seen = column <= row
+    return seen if window is None else seen & (row - column < window)
+
+
+def tree_visibility(
+    base: Int[Tensor, " B"],
+    seen: Bool[Tensor, "B n t"],
+    depth: Int[Tensor, "B t"],
+    view: int,
+    *,
+    window: int | None,
+) -> Bool[Tensor, "B n C"]:
+    """The last n of a tree's t columns see the `base` positions before it and the columns marked in `seen`.
+
+    Args:
+        base: position of the tree's first column.
+        seen: visibility among the columns.
+        depth: each column's distance from `base` in the conversation; the window counts by it.
+        view: C, cached positions in view.
+        window: how many tokens back a token sees, itself included; None: all.
+    """
+    batch, n, columns = seen.shape
+    offset = torch.arange(view, device=base.device) - base[:, None]
+    inside = (offset >= 0) & (offset < columns)
+    column = offset.clamp(0, columns - 1)
+    visible = seen.gather(2, column[:, None].expand(batch, n, -1))
+    visible = torch.where(inside[:, None], visible, (offset < 0)[:, None])
+    if window is None:
+        return visible
+    column_depth = torch.where(offset < 0, offset, depth.gather(1, column))
+    return visible & (depth[:, columns - n :, None] - column_depth[:, None] < window)
+
+
+def as_bias(seen: Bool[Tensor, "B n C"], *, heads: int, group: int) -> Float[Tensor, "N R C"]:
+    """Return 0 where seen and -inf elsewhere, for queries packed by (sample, KV head), rows token by token.
+
+    One row serves the whole group of a single token. Padding rows up to MIN_ROWS see everything.
+    """
+    batch, n, view = seen.shape
+    bias = torch.zeros(seen.shape, device=seen.device).masked_fill_(~seen, NEG_INF)
+    if n == 1:
+        return bias.expand(batch, heads, view).reshape(batch * heads, 1, view)
+    bias = bias[:, None, :, None].expand(batch, heads, n, group, view)
+    bias = bias.reshape(batch * heads, n * group, view)
+    missing = MIN_ROWS - n * group
+    return bias if missing <= 0 else torch.nn.functional.pad(bias, (0, 0, 0, missing))

@@ -1,0 +1,144 @@
+"""Our own forward: follows the weights, rounds alike for odd shapes, falls back where prepacking does not hold."""
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor
+
+from core.config import EngineConfig, SpeculationConfig
+from core.errors import ModelError, NumericsError
+from engine import linears
+from engine.attention import ordered_attention
+from engine.build import build_engine
+from engine.forward_plan import PrefillPiece, PrefillPlan
+from engine.linears import MatrixLinear, PrepackedLinear, compute_dtype, make_linear
+from engine.llama_forward import LlamaForward, can_serve
+from engine.probe import prove_invariance
+from engine.runner import ModelRunner
+
+IDS = torch.arange(20) * 7 % 64
+
+
+def runner_of(model, **options: bool) -> ModelRunner:
+    return ModelRunner(
+        model, num_slots=4, capacity=160, attention=ordered_attention, vocab_size=64, **options
+    )
+
+
+def causal_logits(runner: ModelRunner, ids: Tensor) -> Tensor:
+    plan = PrefillPlan(
+        pool=runner.pool,
+        attention=runner.attention,
+        pieces=[PrefillPiece(slot=0, start=0, length=len(ids))],
+    )
+    return runner.logits(ids, torch.arange(len(ids)), plan)
+
+
+def test_loaded_weights_are_used(new_model) -> None:
+    model, other = new_model(1, "float32"), new_model(2, "float32")
+    runner = runner_of(copy.deepcopy(model))
+    before = causal_logits(runner, IDS)
+    runner.load(dict(other.state_dict()))
+    after = causal_logits(runner, IDS)
+    assert not torch.equal(before, after)
+    assert torch.equal(after, causal_logits(runner_of(other), IDS))
+
+
+def test_an_inner_size_that_no_kernel_likes_is_padded(new_model) -> None:
+    """A stock forward with an inner size of 100 rounds differently in company; ours does not."""
+    model = new_model(1, "float32", intermediate_size=100)
+    assert prove_invariance(runner_of(copy.deepcopy(model)), max_nodes=8)
+    with pytest.raises(NumericsError):
+        prove_invariance(runner_of(model, stock=True), max_nodes=8)
+
+
+def test_what_it_does_not_know_is_left_to_the_stock_module(new_model) -> None:
+    model = new_model(1, "float32")
+    assert can_serve(model)
+    model.config.hidden_act = "gelu"
+    assert not can_serve(model)
+
+
+def test_a_wrong_forward_is_refused(new_model, monkeypatch) -> None:
+    """The comparison with the model's own forward stands between a mistake here and a sample."""
+    monkeypatch.setattr("engine.llama_forward._pairs_together", lambda x, *, dim: x)
+    with pytest.raises(ModelError, match="differ from its own forward's"):
+        runner_of(new_model(1, "float32"))
+
+
+@pytest.mark.parametrize("kind", [MatrixLinear, PrepackedLinear])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_linears_equal_the_formula(kind: type, with_bias: bool) -> None:
+    generator = torch.Generator().manual_seed(3)
+    x, residual = torch.randn(5, 64, generator=generator), torch.randn(5, 96, generator=generator)
+    weight = torch.randn(96, 64, generator=generator)
+    bias = torch.randn(96, generator=generator) if with_bias else None
+    expected = torch.nn.functional.linear(
+        x.double(), weight.double(), None if bias is None else bias.double()
+    )
+    linear = kind(weight, bias)
+    torch.testing.assert_close(linear(x).double(), expected, rtol=0, atol=1e-4)
+    added = residual.double() + expected
+    torch.testing.assert_close(linear.add_to(residual.clone(), x).double(), added, rtol=0, atol=1e-4)
+
+
+def test_large_matrices_are_prepacked_and_rows_stay_invariant(monkeypatch) -> None:
+    weight = torch.randn(1024, 512, generator=torch.Generator().manual_seed(4))
+    x = torch.randn(64, 512, generator=torch.Generator().manual_seed(5))
+    assert isinstance(make_linear(weight[:32], prepack=True), MatrixLinear)
+    assert isinstance(make_linear(weight, prepack=False), MatrixLinear)
+    linear = make_linear(weight, prepack=True)
+    assert isinstance(linear, PrepackedLinear)
+    for rows in (4, 7, 16, 33):
+        assert torch.equal(linear(x[:rows]), linear(x)[:rows])
+    monkeypatch.setattr(linears, "can_prepack", lambda: False)
+    assert isinstance(make_linear(weight, prepack=True), MatrixLinear)
+
+
+class NeighbourlyLinear(PrepackedLinear):
+    """Rounds with the number of rows, as a library's kernel may."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return super().__call__(x) * (1.0 + 2.0**-20 * len(x))
+
+
+def test_without_invariant_prepacking_plain_matrices_serve(new_model, monkeypatch) -> None:
+    monkeypatch.setattr(linears, "PrepackedLinear", NeighbourlyLinear)
+    monkeypatch.setattr(linears, "PREPACKED_MIN_ELEMENTS", 1 << 12)
+    model = new_model(1, "float32")
+    with pytest.raises(NumericsError):
+        prove_invariance(runner_of(copy.deepcopy(model)), max_nodes=8)
+    engine = build_engine(
+        model,
+        None,
+        engine=EngineConfig(device="cpu", numerics="invariant", max_running_samples=4),
+        speculation=SpeculationConfig(policy="off"),
+        max_total_tokens=100,
+    )
+    assert not engine.runner.prepacked
+
+
+def test_bfloat16_weights_compute_in_float32_where_the_cpu_has_no_bfloat16(monkeypatch) -> None:
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    for has, expected in ((True, torch.bfloat16), (False, torch.float32)):
+        monkeypatch.setattr(linears, "_has_bfloat16", lambda has=has: has)
+        assert compute_dtype(torch.bfloat16, cpu) == expected
+    assert compute_dtype(torch.bfloat16, cuda) == torch.bfloat16
+    assert compute_dtype(torch.float32, cpu) == torch.float32
+
+
+def test_computing_in_float32_stays_close_to_the_bfloat16_module(new_model, monkeypatch) -> None:
+    """Both types of computation pass the comparison and agree to bfloat16's rounding."""
+    logits = []
+    for has in (True, False):
+        monkeypatch.setattr(linears, "_has_bfloat16", lambda has=has: has)
+        logits.append(causal_logits(runner_of(new_model(1, "bfloat16")), IDS).float().softmax(-1))
+    distance = (logits[0] - logits[1]).abs().sum(-1).max() / 2
+    assert 0 < float(distance) < 0.05
+
+
+def test_the_own_forward_is_taken_unless_told_otherwise(new_model) -> None:
+    for stock in (False, True):
+        runner = runner_of(new_model(1, "float32"), stock=stock)
+        assert isinstance(runner._forward, LlamaForward) is not stock
