@@ -16,6 +16,8 @@ from core.records import SampleRequest
 from engine.noise import key_words
 from engine.rule import RowSampling
 
+NO_STOP = -1
+
 
 @dataclass(slots=True, kw_only=True)
 class SampleCounters:
@@ -41,6 +43,8 @@ class RunningBatch:
         self.limits = np.zeros(num_slots, dtype=np.int64)
         "length at which the sample ends"
         self.words = np.zeros((num_slots, 2), dtype=np.int32)
+        self.stop_ids = np.full((num_slots, 1), NO_STOP, dtype=np.int64)
+        "stop tokens of each sample, padded"
         self._sampling: RowSampling | None = None
 
     def __len__(self) -> int:
@@ -55,6 +59,7 @@ class RunningBatch:
         self.lengths[slot] = self.prompt_lengths[slot] = len(prompt)
         self.limits[slot] = len(prompt) + request.sampling.max_new_tokens
         self.words[slot] = key_words(request.key)
+        self._set_stop_ids(slot, request.sampling.stop_token_ids)
         self._sampling = None
         return slot
 
@@ -71,12 +76,56 @@ class RunningBatch:
             self.prompt_lengths,
             self.limits,
             self.words,
+            self.stop_ids,
         ):
             array[slot] = array[last]
         self.requests.pop()
         self.counters.pop()
         self._sampling = None
         return last
+
+    def append(
+        self,
+        token_ids: np.ndarray,
+        policy_logprobs: np.ndarray,
+        sampling_logprobs: np.ndarray,
+        num_accepted: np.ndarray,
+    ) -> tuple[int, np.ndarray]:
+        """Commit what a decode step emitted, cut behind stop tokens and at limits.
+
+        Args:
+            token_ids: [B, D]; entries up to num_accepted[b] are emitted.
+            policy_logprobs: of them.
+            sampling_logprobs: of them.
+            num_accepted: [B].
+
+        Returns:
+            The number of tokens committed, and the slots whose sample is finished.
+        """
+        live = len(self)
+        lengths = self.lengths[:live]
+        count = np.minimum(num_accepted + 1, self.limits[:live] - lengths)
+        column = np.arange(token_ids.shape[1])
+        stops = (token_ids[:, :, None] == self.stop_ids[:live, None]).any(-1) & (column < count[:, None])
+        stopped = stops.any(1)
+        count = np.where(stopped, stops.argmax(1) + 1, count)
+        row, taken = np.nonzero(column < count[:, None])
+        target = lengths[row] + taken
+        self.tokens[row, target] = token_ids[row, taken]
+        self.policy_logprobs[row, target] = policy_logprobs[row, taken]
+        self.sampling_logprobs[row, target] = sampling_logprobs[row, taken]
+        self.lengths[:live] += count
+        for counters, accepted in zip(self.counters, num_accepted.tolist(), strict=True):
+            counters.num_decode_steps += 1
+            counters.num_accepted_tokens += accepted
+        return len(row), np.nonzero(stopped | (self.lengths[:live] == self.limits[:live]))[0]
+
+    def _set_stop_ids(self, slot: int, stop_ids: tuple[int, ...]) -> None:
+        wider = len(stop_ids) - self.stop_ids.shape[1]
+        if wider > 0:
+            self.stop_ids = np.pad(self.stop_ids, ((0, 0), (0, wider)), constant_values=NO_STOP)
+        self.stop_ids[slot] = NO_STOP
+        self.stop_ids[slot, : len(stop_ids)] = stop_ids
 
     @property
     def sampling(self) -> RowSampling:
@@ -94,10 +143,6 @@ class RunningBatch:
     def lengths_tensor(self) -> Tensor:
         """Return committed lengths, int64 [B]."""
         return torch.from_numpy(self.lengths[: len(self)].copy()).to(self.device)
-
-    def words_tensor(self) -> Tensor:
-        """Return the noise words of each sample's key, int32 [B, 2]."""
-        return torch.from_numpy(self.words[: len(self)].copy()).to(self.device)
 
     @property
     def max_remaining_tokens(self) -> int:

@@ -54,33 +54,37 @@ def decode_step(
     """Decode one step for the running batch; the caches follow, the committed tokens are the caller's."""
     started = clock()
     lengths = batch.lengths_tensor()
-    levels = torch.arange(budget.depth + 1, device=lengths.device)
-    noise = gumbel_noise(batch.words_tensor(), lengths[:, None] + levels, runner.vocab_size)
+    live = len(batch)
+    positions = batch.lengths[:live, None] + np.arange(budget.depth + 1)
+    noise = gumbel_noise(batch.words[:live], positions, runner.vocab_size, runner.device)
     tree = None
     if drafter is not None and not budget.is_plain:
         tree = drafter.draft(batch, budget, noise)
     if tree is None:
-        tree = root_only(len(batch), lengths.device)
+        tree = root_only(live, lengths.device)
     tree = drop_split_nodes(tree, lengths - 1)
     drafted = clock()
 
-    logits, ancestors = _target_logits(runner, batch, tree, lengths - 1)
+    ancestors = None if tree.is_chain else ancestors_or_self(tree)
+    logits = _target_logits(runner, batch, tree, ancestors, lengths - 1)
     verified = clock()
 
     scaled = scale(logits, batch.sampling)
     choices = perturb(scaled, _noise_of_nodes(noise, tree), batch.sampling).argmax(-1)
-    verdict = verify(choices, tree, ancestors, int(tree.depth.max()) if tree.num_nodes else 0)
+    verdict = verify(choices, tree, ancestors, min(budget.depth, tree.num_nodes))
     _commit_path(runner, verdict, tree, lengths - 1)
     if drafter is not None and tree.num_nodes:
         drafter.commit(batch, tree, verdict, None)
-    rows = scaled.gather(1, verdict.path[..., None].expand(-1, -1, scaled.shape[-1]))
+    rows = scaled
+    if not tree.is_chain:
+        rows = scaled.gather(1, verdict.path[..., None].expand(-1, -1, scaled.shape[-1]))
     policy, sampling = emitted_logprobs(rows, verdict.token_ids, batch.sampling)
     output = StepOutput(
         token_ids=verdict.token_ids.cpu().numpy(),
         policy_logprobs=policy.cpu().numpy(),
         sampling_logprobs=sampling.cpu().numpy(),
         num_accepted=verdict.num_accepted.cpu().numpy(),
-        num_draft_tokens=int((tree.token_ids >= 0).sum()),
+        num_draft_tokens=int((tree.token_ids >= 0).sum()) if tree.num_nodes else 0,
         num_accepted_rank2_plus=int(verdict.num_accepted_rank2_plus),
         draft_s=drafted - started,
         verify_s=verified - drafted,
@@ -90,26 +94,27 @@ def decode_step(
 
 
 def _target_logits(
-    runner: ModelRunner, batch: RunningBatch, tree: DraftTree, base: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Run root and nodes of every sample; return logits [B, n, V] and ancestors [B, n, n]."""
+    runner: ModelRunner, batch: RunningBatch, tree: DraftTree, ancestors: Tensor | None, base: Tensor
+) -> Tensor:
+    """Run root and nodes of every sample; return logits [B, n, V]."""
     live, n = len(batch), tree.num_nodes + 1
-    ancestors = ancestors_or_self(tree)
-    depth = torch.cat([tree.depth.new_zeros(live, 1), tree.depth], dim=1)
+    depth = torch.arange(n, device=base.device).expand(live, n)
+    if not tree.is_chain:
+        depth = torch.cat([tree.depth.new_zeros(live, 1), tree.depth], dim=1)
     plan = TreePlan(
         pool=runner.pool,
         attention=runner.attention,
         base=base,
         num_tokens=n,
-        seen=None if tree.is_chain else ancestors,
-        depth=None if tree.is_chain else depth,
+        seen=ancestors,
+        depth=None if ancestors is None else depth,
         view_tokens=int(batch.lengths[:live].max()) + n - 1,
     )
     ids = torch.cat([batch.last_tokens(1), tree.token_ids.clamp(min=0)], dim=1)
     # nodes behind a sample's limit are computed and cut off; their positions must still exist
     positions = (base[:, None] + depth).clamp_(max=batch.tokens.shape[1] - 1)
     logits = runner.logits(ids.reshape(-1), positions.reshape(-1), plan)
-    return logits.view(live, n, -1), ancestors
+    return logits.view(live, n, -1)
 
 
 def _noise_of_nodes(noise: Tensor, tree: DraftTree) -> Tensor:

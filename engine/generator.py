@@ -29,7 +29,7 @@ from core.records import (
     WeightSpan,
 )
 from engine.batch import RunningBatch
-from engine.decode_step import StepOutput, decode_step
+from engine.decode_step import decode_step
 from engine.drafters.base import Drafter
 from engine.drafters.model import ModelDrafter
 from engine.forward_plan import PrefillPiece
@@ -103,8 +103,10 @@ class Engine:
         state = self.decode_state()
         budget = self.policy.plan(state) if self.drafter is not None else PLAIN
         output = decode_step(self.runner, self.drafter, self._batch, budget, self._clock)
-        emitted, finished = self._append(output)
-        completions = [self._finish(slot) for slot in sorted(finished, reverse=True)]
+        emitted, finished = self._batch.append(
+            output.token_ids, output.policy_logprobs, output.sampling_logprobs, output.num_accepted
+        )
+        completions = [self._finish(int(slot)) for slot in finished[::-1]]
         timed = output.draft_s + output.verify_s + output.accept_s
         record = StepRecord(
             decode_step=state.decode_step,
@@ -222,27 +224,6 @@ class Engine:
         if self.drafter is not None:
             self.drafter.admit(slots, self._batch)
         self.stats += GenerationStats(num_prefill_tokens=computed, prefill_s=self._clock() - started)
-
-    def _append(self, output: StepOutput) -> tuple[int, list[int]]:
-        """Commit the emitted tokens, cut at stop tokens and limits; return their number, who finished."""
-        batch, emitted, finished = self._batch, 0, []
-        for slot, request in enumerate(batch.requests):
-            length = int(batch.lengths[slot])
-            count = min(int(output.num_accepted[slot]) + 1, int(batch.limits[slot]) - length)
-            tokens = output.token_ids[slot, :count]
-            stops = np.isin(tokens, request.sampling.stop_token_ids)
-            if stops.any():
-                count = int(stops.argmax()) + 1
-            batch.tokens[slot, length : length + count] = tokens[:count]
-            batch.policy_logprobs[slot, length : length + count] = output.policy_logprobs[slot, :count]
-            batch.sampling_logprobs[slot, length : length + count] = output.sampling_logprobs[slot, :count]
-            batch.lengths[slot] = length + count
-            batch.counters[slot].num_decode_steps += 1
-            batch.counters[slot].num_accepted_tokens += int(output.num_accepted[slot])
-            emitted += count
-            if stops.any() or length + count == batch.limits[slot]:
-                finished.append(slot)
-        return emitted, finished
 
     def _finish(self, slot: int) -> Completion:
         """Take a finished sample out of its slot; the last one moves in."""

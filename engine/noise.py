@@ -12,6 +12,8 @@ when one word collides.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
 import torch
 from jaxtyping import Float, Int
@@ -33,27 +35,25 @@ def key_words(key: SampleKey) -> np.ndarray:
 
 
 def gumbel_noise(
-    words: Int[Tensor, "B 2"], positions: Int[Tensor, "B D"], vocab_size: int
+    words: np.ndarray, positions: np.ndarray, vocab_size: int, device: torch.device | None = None
 ) -> Float[Tensor, "B D V"]:
     """Return the noise of every token id at the given absolute positions.
 
     Args:
-        words: key words of each sample, int32.
-        positions: index, in the unpadded conversation, of the token to be sampled.
+        words: key words of each sample, int32 [B, 2].
+        positions: index, in the unpadded conversation, of the token to be sampled, [B, D].
         vocab_size: V; the noise of an id does not depend on it.
+        device: where to compute; the CPU by default.
     """
-    return gumbel_from_bits(noise_bits(words, positions, vocab_size))
+    return gumbel_from_bits(noise_bits(words, positions, vocab_size, device))
 
 
 def noise_bits(
-    words: Int[Tensor, "B 2"], positions: Int[Tensor, "B D"], vocab_size: int
+    words: np.ndarray, positions: np.ndarray, vocab_size: int, device: torch.device | None = None
 ) -> Int[Tensor, "B D V"]:
     """Return the 32 hash bits of every (sample, position, token id), as int32."""
-    at = positions.to(torch.int32)
-    first = _mix32(words[:, :1] ^ _mix32(at * _i32(0x9E3779B9) + _i32(0x3C6EF372)))
-    second = _mix32(words[:, 1:] + _mix32(at * _i32(0x85EBCA6B) ^ _i32(0x27D4EB2F)))
-    ids = torch.arange(vocab_size, dtype=torch.int32, device=words.device)
-    bits = _mix32(ids * _i32(0x9E3779B1)) + first[..., None]
+    first, second = torch.from_numpy(_row_words(words, positions)).to(device)
+    bits = _id_words(vocab_size, device) + first[..., None]
     bits = _mix32_(bits)
     bits ^= second[..., None]
     return _mix32_(bits)
@@ -67,6 +67,21 @@ def gumbel_from_bits(bits: Tensor) -> Tensor:
     return w.neg_().log1p_().neg_().log_().neg_()
 
 
+def _row_words(words: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """Two words for each (sample, position), int32 [2, B, D], hashed on the host: they are few."""
+    at = positions.astype(np.uint32)
+    mixed = _mix32_host(np.stack([at * 0x9E3779B9 + 0x3C6EF372, at * 0x85EBCA6B ^ 0x27D4EB2F]))
+    key = words.view(np.uint32).T[:, :, None]
+    return _mix32_host(np.stack([key[0] ^ mixed[0], key[1] + mixed[1]])).view(np.int32)
+
+
+@lru_cache(maxsize=4)
+def _id_words(vocab_size: int, device: torch.device | None) -> Int[Tensor, " V"]:
+    """One word for each token id."""
+    ids = np.arange(vocab_size, dtype=np.uint32) * 0x9E3779B1
+    return torch.from_numpy(_mix32_host(ids).view(np.int32)).to(device)
+
+
 def _splitmix64(state: int) -> int:
     state = (state + 0x9E3779B97F4A7C15) & MASK64
     state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & MASK64
@@ -74,19 +89,18 @@ def _splitmix64(state: int) -> int:
     return state ^ (state >> 31)
 
 
-def _mix32(x: Tensor) -> Tensor:
-    return _mix32_(x.clone())
+def _mix32_host(x: np.ndarray) -> np.ndarray:
+    """lowbias32 on uint32."""
+    x = (x ^ (x >> 16)) * 0x7FEB352D
+    x = (x ^ (x >> 15)) * 0x846CA68B
+    return x ^ (x >> 16)
 
 
 def _mix32_(x: Tensor) -> Tensor:
-    """Mix in place: lowbias32, two multiplications, three logical shifts."""
+    """lowbias32 on int32, in place: two multiplications, three logical shifts."""
     x ^= (x >> 16) & 0xFFFF
-    x *= _i32(0x7FEB352D)
+    x *= 0x7FEB352D
     x ^= (x >> 15) & 0x1FFFF
-    x *= _i32(0x846CA68B)
+    x *= 0x846CA68B - (1 << 32)
     x ^= (x >> 16) & 0xFFFF
     return x
-
-
-def _i32(value: int) -> int:
-    return value - (1 << 32) if value >= 1 << 31 else value

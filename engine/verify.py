@@ -32,28 +32,37 @@ class Verdict:
 
 
 def verify(
-    choices: Int[Tensor, "B n"], tree: DraftTree, ancestors: Bool[Tensor, "B n n"], max_depth: int
+    choices: Int[Tensor, "B n"], tree: DraftTree, ancestors: Bool[Tensor, "B n n"] | None, max_depth: int
 ) -> Verdict:
     """Accept the path on which every draft token equals the target's choice at its parent.
 
     Args:
         choices: the target's token at each node, root first (`engine.rule`).
         tree: N = n - 1 draft nodes.
-        ancestors: node itself and its ancestors, root included.
+        ancestors: node itself and its ancestors, root included; a chain needs none.
         max_depth: the deepest level of the tree; D = max_depth + 1.
     """
+    if tree.is_chain or ancestors is None:
+        right = (tree.token_ids == choices[:, :-1]).long()
+        num_accepted = right.cumprod(1).sum(1)
+        number = torch.arange(choices.shape[1], device=choices.device)
+        return Verdict(
+            num_accepted=num_accepted,
+            path=torch.minimum(number, num_accepted[:, None]),
+            token_ids=choices,
+            num_accepted_rank2_plus=num_accepted.new_zeros(()),
+        )
     batch, n = choices.shape
     wrong = torch.zeros(batch, n, device=choices.device)
     wrong[:, 1:] = (tree.token_ids != choices.gather(1, tree.parents)).float()
     wrong_above = torch.bmm(ancestors.float(), wrong[..., None]).squeeze(-1)
     accepted = wrong_above == 0
-    num_accepted = accepted[:, 1:].sum(1)
     number = torch.arange(n, device=choices.device)
     last = (accepted * number).amax(1, keepdim=True)
     path = torch.where(accepted, number, n).sort(dim=1).values[:, : max_depth + 1]
     path = torch.minimum(path, last)
     return Verdict(
-        num_accepted=num_accepted,
+        num_accepted=accepted[:, 1:].sum(1),
         path=path,
         token_ids=choices.gather(1, path),
         num_accepted_rank2_plus=(accepted[:, 1:] & (tree.rank > 1)).sum(),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers.modeling_utils import PreTrainedModel
@@ -43,8 +44,8 @@ def compare_with_reference(
     full = model(torch.cat([prompt, response])[None], use_cache=False).logits
     logits = full[:, len(prompt) - 1 : -1, :vocab_size]
     rows = RowSampling.of([request.sampling], logits.device)
-    positions = torch.arange(len(prompt), len(prompt) + len(response))[None]
-    noise = gumbel_noise(torch.from_numpy(key_words(request.key))[None], positions, vocab_size)
+    positions = np.arange(len(prompt), len(prompt) + len(response))[None]
+    noise = gumbel_noise(key_words(request.key)[None], positions, vocab_size)
     scaled = scale(logits, rows)
     perturbed = perturb(scaled, noise, rows)
     differs = perturbed.argmax(-1)[0] != response

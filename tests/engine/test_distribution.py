@@ -119,8 +119,8 @@ def test_speculative_samples_follow_the_targets_distribution(models, transitions
 
 
 def _reuse_noise(patch: pytest.MonkeyPatch) -> None:
-    def reused(words, positions, vocab_size):
-        return gumbel_noise(words, torch.zeros_like(positions), vocab_size)
+    def reused(words, positions, vocab_size, device):
+        return gumbel_noise(words, np.zeros_like(positions), vocab_size)
 
     patch.setattr(engine.decode_step, "gumbel_noise", reused)
 

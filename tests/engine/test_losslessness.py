@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
 
 from core.records import Completion, FinishReason, SampleRequest, SamplingParams
 from engine.generator import Engine
@@ -186,8 +185,8 @@ def test_a_plain_forward_gives_the_same_tokens_by_the_rule(
         prompt, response = request.prompt.token_ids, completion.token_ids
         logits = dense_logits(pairs["float32"].target, np.concatenate([prompt, response]))
         rows = logits[len(prompt) - 1 : -1].double().numpy() / (params.temperature or 1.0)
-        words = torch.from_numpy(key_words(request.key))[None]
-        positions = torch.arange(len(prompt), len(prompt) + len(response))[None]
+        words = key_words(request.key)[None]
+        positions = np.arange(len(prompt), len(prompt) + len(response))[None]
         noise = gumbel_noise(words, positions, rows.shape[1])[0].numpy()
         for j, (scores, token) in enumerate(zip(rows, response, strict=True)):
             after = filtered_logprobs(scores, params) if params.temperature else scores

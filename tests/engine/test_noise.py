@@ -20,8 +20,8 @@ KEY = SampleKey(run_seed=7, stream=Stream.TRAIN, sample_index=123_456_789_012)
 
 def noise_of(key: SampleKey, positions: list[int], vocab_size: int = VOCAB_SIZE) -> Tensor:
     """[D, V]"""
-    words = torch.from_numpy(key_words(key))[None]
-    return gumbel_noise(words, torch.tensor([positions]), vocab_size)[0]
+    words = key_words(key)[None]
+    return gumbel_noise(words, np.array([positions]), vocab_size)[0]
 
 
 def test_maxima_at_a_real_vocabulary_are_distributed_as_maxima_of_gumbels() -> None:
@@ -95,9 +95,9 @@ def correlation_z(a: Tensor, b: Tensor) -> float:
 
 def differing_bits_z(key: SampleKey, other: SampleKey, positions: list[int], shift: int) -> float:
     """Number of hash bits that differ, in standard deviations from one half."""
-    at = torch.tensor([positions])
-    ours = noise_bits(torch.from_numpy(key_words(key))[None], at, VOCAB_SIZE)
-    theirs = noise_bits(torch.from_numpy(key_words(other))[None], at + shift, VOCAB_SIZE)
+    at = np.array([positions])
+    ours = noise_bits(key_words(key)[None], at, VOCAB_SIZE)
+    theirs = noise_bits(key_words(other)[None], at + shift, VOCAB_SIZE)
     differing = np.bitwise_count((ours ^ theirs).numpy().view(np.uint32)).astype(np.int64)
     return (differing.sum() - 16 * differing.size) / math.sqrt(8 * differing.size)
 
@@ -108,8 +108,8 @@ def test_a_wider_vocabulary_leaves_the_narrower_noise_unchanged() -> None:
 
 def test_a_batch_gives_what_each_sample_gives_alone() -> None:
     keys = [replace(KEY, sample_index=i) for i in range(3)]
-    words = torch.from_numpy(np.stack([key_words(key) for key in keys]))
-    together = gumbel_noise(words, torch.tensor([[5, 6], [9, 10], [0, 1]]), 100)
+    words = np.stack([key_words(key) for key in keys])
+    together = gumbel_noise(words, np.array([[5, 6], [9, 10], [0, 1]]), 100)
     for row, (key, positions) in enumerate(zip(keys, ([5, 6], [9, 10], [0, 1]), strict=True)):
         assert torch.equal(together[row], noise_of(key, positions, 100))
 
@@ -148,13 +148,13 @@ def slow_bits(key: SampleKey, position: int, token_id: int) -> int:
 def test_the_tensor_hash_equals_the_hash_in_whole_numbers(sample_index: int) -> None:
     key = SampleKey(run_seed=2**62 + 3, stream=Stream.EVAL, sample_index=sample_index)
     positions, ids = [0, 1, 511, 131_071], [0, 1, 2, 63, 50_000, 151_935]
-    bits = noise_bits(torch.from_numpy(key_words(key))[None], torch.tensor([positions]), VOCAB_SIZE)
+    bits = noise_bits(key_words(key)[None], np.array([positions]), VOCAB_SIZE)
     got = bits[0][:, ids].numpy().view(np.uint32)
     expected = [[slow_bits(key, t, v) for v in ids] for t in positions]
     assert got.tolist() == expected
 
 
 def test_the_noise_never_changes_between_versions() -> None:
-    bits = noise_bits(torch.from_numpy(key_words(KEY))[None], torch.tensor([[0, 77]]), VOCAB_SIZE)
+    bits = noise_bits(key_words(KEY)[None], np.array([[0, 77]]), VOCAB_SIZE)
     assert bits[0][:, [0, 1, 151_935]].numpy().view(np.uint32).tolist() == GOLDEN_BITS
     assert noise_of(KEY, [77], 4)[0].tolist() == pytest.approx(GOLDEN_NOISE, abs=1e-6)

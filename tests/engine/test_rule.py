@@ -106,8 +106,8 @@ Rule = Callable[[Tensor, Tensor, RowSampling], Tensor]
 def chi_square_p(params: SamplingParams, noise: Noise, rule: Rule) -> float:
     """Draw 200,000 tokens over keys and positions; p-value of their counts under the filtered softmax."""
     keys = (SampleKey(run_seed=5, sample_index=index) for index in range(NUM_KEYS))
-    words = torch.from_numpy(np.stack([key_words(key) for key in keys]))
-    positions = torch.arange(NUM_POSITIONS).expand(NUM_KEYS, -1)
+    words = np.stack([key_words(key) for key in keys])
+    positions = np.broadcast_to(np.arange(NUM_POSITIONS), (NUM_KEYS, NUM_POSITIONS))
     rows = rows_of(*[params] * NUM_KEYS)
     scaled = scale(torch.tensor(LOGITS).expand(NUM_KEYS, NUM_POSITIONS, -1), rows)
     tokens = rule(scaled, noise(words, positions, len(LOGITS)), rows).flatten()
@@ -145,12 +145,12 @@ def test_the_rule_samples_the_filtered_softmax(name: str) -> None:
     assert chi_square_p(SAMPLINGS[name], gumbel_noise, right_rule) > SMALLEST_P
 
 
-def reused_across_positions(words: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
-    return gumbel_noise(words, torch.zeros_like(positions), vocab_size)
+def reused_across_positions(words: np.ndarray, positions: np.ndarray, vocab_size: int) -> Tensor:
+    return gumbel_noise(words, np.zeros_like(positions), vocab_size)
 
 
-def without_group_member(words: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
-    return gumbel_noise(words[:1].expand_as(words), positions, vocab_size)
+def without_group_member(words: np.ndarray, positions: np.ndarray, vocab_size: int) -> Tensor:
+    return gumbel_noise(np.broadcast_to(words[:1], words.shape), positions, vocab_size)
 
 
 def filter_after_argmax(scaled: Tensor, noise: Tensor, rows: RowSampling) -> Tensor:
