@@ -3,7 +3,8 @@
 It names tokens by strings, so a token id's decimal digits are its name; a checkpoint's own tokenizer is not
 used and need not exist. The engine keeps its KV cache in the arithmetic's dtype and has no prefix caching.
 It feeds prompts together up to the shortest one's length and the rest token by token: that is how it batches,
-and prompts of mixed lengths cost it time.
+and prompts of mixed lengths cost it time. bfloat16 needs a processor with instructions for it.
+Checked in float32 on a random 2-layer Llama: 512 of 512 greedy tokens are those of Hugging Face `generate`.
 """
 
 from __future__ import annotations

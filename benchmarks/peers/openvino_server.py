@@ -3,6 +3,8 @@
 Weights, arithmetic and KV cache all have the dtype that was asked for (the default KV cache is 8 bit), no
 weight compression, prefix caching off, the KV cache reserved up front; all else as it comes. The checkpoint is
 exported once by optimum-intel. No tokenizer is needed: token ids go in and come out.
+bfloat16 needs a processor with instructions for it; elsewhere the pipeline refuses to be built.
+Checked in float32 on a random 2-layer Llama: 512 of 512 greedy tokens are those of Hugging Face `generate`.
 """
 
 from __future__ import annotations

