@@ -220,7 +220,11 @@ class Engine:
         pieces = [
             PrefillPiece(slot=slot, start=0, length=int(self._batch.lengths[slot]) - 1) for slot in slots
         ]
-        computed = fill_committed(self.runner, self._batch.tokens, pieces, self._max_prefill_tokens)
+        cached = self._batch.lengths[: len(self._batch)] - 1
+        cached[first:] = 0
+        computed = fill_committed(
+            self.runner, self._batch.tokens, pieces, self._max_prefill_tokens, cached=cached
+        )
         if self.drafter is not None:
             self.drafter.admit(slots, self._batch)
         self.stats += GenerationStats(num_prefill_tokens=computed, prefill_s=self._clock() - started)

@@ -70,7 +70,7 @@ def _attend(
     """
     if s_aux is not None:
         raise ModelError(f"{type(module).__name__} is not supported: it has attention sinks")
-    _, heads, tokens, size = query.shape
+    heads, tokens, size = query.shape[1:]
     queries = query[0].view(key.shape[1], -1, tokens, size).permute(2, 0, 1, 3)
     qkv = torch.cat(
         [queries, key[0].transpose(0, 1)[:, :, None], value[0].transpose(0, 1)[:, :, None]], dim=2

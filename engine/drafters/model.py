@@ -106,6 +106,7 @@ class ModelDrafter:
                 for s in behind
             ],
             self._max_prefill_tokens,
+            cached=self._cached[:live],
         )
         missing[behind] = 1
         count = int(missing.max())
