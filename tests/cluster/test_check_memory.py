@@ -98,3 +98,53 @@ def test_shapes_are_read_from_a_hugging_face_config(tiny_pair: TinyPair) -> None
 
 def test_amounts_read_well() -> None:
     assert gib(1536 * MIB) == "1.50 GiB"
+
+
+def test_an_instance_holds_its_weights_twice_on_cpu_and_the_logits_of_one_decode_step() -> None:
+    section = {"max_running_samples": 4}
+    made = plan(config(engine=section, speculation={"num_nodes": 6}))
+    # 4 samples x (6 nodes + the root) x 100 tokens x 4 bytes, three times
+    weights, logits = (1000 + 100) * 4, 4 * 7 * 100 * 4 * 3
+    assert made.generation_bytes == TORCH_PROCESS_BYTES + made.kv_pool_bytes + 2 * weights + logits
+    on_gpu = plan(config(engine=section | {"device": "cuda"}, speculation={"num_nodes": 6}))
+    assert made.generation_bytes - on_gpu.generation_bytes == weights
+
+
+def test_the_trainer_holds_weights_moments_reference_activations_and_logits() -> None:
+    trainer = {"max_tokens_per_forward": 256}
+    # weights, gradient, two moments; reference; the packed copy
+    copies = 4 + 1 + 1
+    layer, logits = 256 * 32 * 4 * 24, 256 * 100 * 4 * 4
+    kept = plan(config(trainer=trainer)).trainer_bytes
+    assert kept == TORCH_PROCESS_BYTES + copies * 4000 + 3 * layer + logits
+    thrifty = plan(config(trainer=trainer | {"gradient_checkpointing": True})).trainer_bytes
+    assert kept - thrifty == 2 * layer
+
+
+def test_rollouts_cost_disk_by_their_longest_possible_response() -> None:
+    rollout = {"prompts_per_iteration": 8, "samples_per_prompt": 2}
+    made = plan(config(run={"iterations": 10}, rollout=rollout, sampling={"max_new_tokens": 50}))
+    assert made.disk_bytes == 10 * 16 * 50 * 40 + (1000 + 100) * 4
+
+
+def test_what_is_printed_adds_up_to_the_total() -> None:
+    made = MemoryPlan(
+        generation_bytes=2 << 30,
+        kv_pool_bytes=1 << 30,
+        trainer_bytes=3 << 30,
+        reward_bytes=1 << 29,
+        object_store_bytes=1 << 28,
+        ray_bytes=1 << 30,
+        num_generation=2,
+        num_trainer=1,
+        num_reward=4,
+        disk_bytes=0,
+    )
+    assert dict(made.rows()) == {
+        "generation": "2 x 2.00 GiB (of which KV pool 1.00 GiB)",
+        "trainer": "1 x 3.00 GiB",
+        "reward": "4 x 0.50 GiB",
+        "object store": "0.25 GiB",
+        "ray and driver": "1.00 GiB",
+        "total": "10.25 GiB",
+    }

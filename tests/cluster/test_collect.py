@@ -1,0 +1,214 @@
+"""Collecting one iteration, over a scheduler and a reward pool made by hand. No Ray, no torch models."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from actors.messages import LostInstance, Taken
+from cluster.collect import collect
+from core.errors import WeightsError
+from core.records import (
+    Completion,
+    FinishReason,
+    GenerationStats,
+    Prompt,
+    Reward,
+    SampleKey,
+    SampleRequest,
+    SamplingParams,
+    WeightSpan,
+)
+from learning.tokenization import character_tokenizer
+from policies.scheduler_records import Alarm
+
+LETTERS = "abcde"
+TOKENIZER = character_tokenizer(LETTERS)
+
+
+def request(index: int) -> SampleRequest:
+    return SampleRequest(
+        key=SampleKey(run_seed=0, sample_index=index),
+        prompt=Prompt(prompt_id=index, token_ids=np.array([7]), text=f"p{index}"),
+        sampling=SamplingParams(),
+    )
+
+
+def done(index: int, *, version: int = 2) -> Completion:
+    logprobs = np.zeros(1, dtype=np.float32)
+    return Completion(
+        key=SampleKey(run_seed=0, sample_index=index),
+        prompt_id=index,
+        group_id=0,
+        epoch=0,
+        token_ids=np.array(TOKENIZER.encode(LETTERS[index], add_special_tokens=False)),
+        policy_logprobs=logprobs,
+        sampling_logprobs=logprobs,
+        finish_reason=FinishReason.STOP,
+        weight_spans=(WeightSpan(weight_version=version, first_position=0),),
+        instance="gen-0",
+        num_decode_steps=1,
+        num_accepted_tokens=0,
+    )
+
+
+class Scheduler:
+    """Gives out a script of answers; every answer adds ten decode steps to the statistics."""
+
+    def __init__(self, *script: Taken) -> None:
+        self.script = [Taken(), *script]
+        self.asked: list[int] = []
+        self.num_taken = 0
+        self.told: list[str] = []
+
+    def enqueue(self, requests: tuple[SampleRequest, ...]) -> None:
+        self.asked += [r.key.sample_index for r in requests]
+
+    def take(self, wait_s: float) -> Taken:
+        self.num_taken += 1
+        return self.script[self.num_taken - 1] if self.num_taken <= len(self.script) else Taken()
+
+    def news(self) -> list[str]:
+        told, self.told = self.told, []
+        return told
+
+    @property
+    def stats(self) -> GenerationStats:
+        return GenerationStats(num_decode_steps=10 * self.num_taken)
+
+
+class Rewards:
+    """One actor: busy from a batch until the next collection, which scores the newest batch first."""
+
+    def __init__(self) -> None:
+        self.sent: list[list[int]] = []
+        self.sent_after: list[int] = []
+        self.num_collections = 0
+        self.waiting: list[list] = []
+
+    @property
+    def has_idle(self) -> bool:
+        return not self.waiting
+
+    def submit(self, items: list, prompts: list, responses: list[str]) -> None:
+        assert [item[0].prompt for item in items] == prompts and [item[2] for item in items] == responses
+        self.sent_after.append(self.num_collections)
+        self.sent.append([item[1].key.sample_index for item in items])
+        self.waiting.append(list(items))
+
+    def collect(self, *, wait_s: float) -> list:
+        self.num_collections += 1
+        batch = self.waiting.pop() if self.waiting else []
+        return [(item, Reward(value=float(item[1].key.sample_index))) for item in batch]
+
+
+class Report:
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+        self.seen: list[tuple[int, int]] = []
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+    def progress(self, phase: str, number: int, total: int) -> None:
+        self.seen.append((number, total))
+
+
+class Generation:
+    def __init__(self) -> None:
+        self.replaced: list[str] = []
+
+    def replace(self, lost: LostInstance) -> str | None:
+        self.replaced.append(lost.instance)
+        return None if lost.instance == "known" else f"{lost.instance}-r1"
+
+
+def system(*script: Taken, batch_size: int = 2) -> Any:
+    return SimpleNamespace(
+        scheduler=Scheduler(*script),
+        rewards=Rewards(),
+        generation=Generation(),
+        tokenizer=TOKENIZER,
+        target=SimpleNamespace(manifest=SimpleNamespace(weight_version=2)),
+        config=SimpleNamespace(
+            rollout=SimpleNamespace(max_staleness=0), reward=SimpleNamespace(batch_size=batch_size)
+        ),
+    )
+
+
+def taken(*indices: int, **fields: Any) -> Taken:
+    return Taken(completions=tuple(done(i) for i in indices), **fields)
+
+
+def collected(made: Any, *indices: int, report: Any = None) -> Any:
+    return collect(made, [request(i) for i in indices], report or Report())
+
+
+def test_rollouts_come_by_sample_index_with_their_own_prompt_text_and_reward():
+    made = system(taken(3), taken(1, 4), taken(0, 2))
+    rollouts = collected(made, 0, 1, 2, 3, 4).rollouts
+    assert made.scheduler.asked == [0, 1, 2, 3, 4]
+    found = [
+        (r.completion.key.sample_index, r.prompt.text, r.response_text, r.reward.value) for r in rollouts
+    ]
+    assert found == [(i, f"p{i}", LETTERS[i], float(i)) for i in range(5)]
+
+
+def test_scoring_starts_with_the_first_completion_and_every_response_is_scored_once():
+    made = system(taken(0), taken(1), taken(2, 3, 4))
+    collected(made, 0, 1, 2, 3, 4)
+    assert made.rewards.sent[0] == [0], "an idle actor gets a partial batch"
+    assert sorted(i for batch in made.rewards.sent for i in batch) == [0, 1, 2, 3, 4]
+
+
+def test_a_busy_pool_gets_full_batches_and_the_rest_at_the_end():
+    # all five come at once: two full batches, and the last one because nothing follows it
+    made = system(taken(0, 1, 2, 3, 4))
+    collected(made, 0, 1, 2, 3, 4)
+    assert made.rewards.sent == [[0, 1], [2, 3], [4]] and made.rewards.sent_after == [0, 0, 0]
+    # three of five: a full batch makes the actor busy, and the third waits for its fellow
+    made = system(taken(0, 1, 2), taken(3, 4))
+    collected(made, 0, 1, 2, 3, 4)
+    assert made.rewards.sent == [[0, 1], [2, 3], [4]]
+
+
+def test_the_statistics_are_those_of_this_iteration():
+    # one answer before the samples are handed over, three with them
+    assert collected(system(taken(0), taken(1), taken(2)), 0, 1, 2).stats.num_decode_steps == 30
+
+
+def test_a_lost_instance_is_replaced_and_said_once():
+    lost = tuple(
+        LostInstance(instance=name, reason="died", num_requeued=n) for name, n in (("gen-0", 2), ("known", 0))
+    )
+    made, report = system(taken(lost=lost), taken(0)), Report()
+    made.scheduler.told = ["the scheduler is new"]
+    collected(made, 0, report=report)
+    assert made.generation.replaced == ["gen-0", "known"]
+    assert report.notes == [
+        "the scheduler is new",
+        "instance gen-0 was lost (died); 2 samples were queued again, gen-0-r1 takes its place",
+    ]
+
+
+def test_an_alarm_is_said_and_its_report_is_no_rollout():
+    alarm = Alarm(key=request(0).key, instance="gen-9", epoch=1, what="tokens differ")
+    made, report = system(taken(0, alarms=(alarm,))), Report()
+    assert len(collected(made, 0, report=report).rollouts) == 1
+    (note,) = report.notes
+    assert "sample 0 from gen-9 under epoch 1: tokens differ" in note
+
+
+def test_progress_counts_completions_up_to_the_whole():
+    report = Report()
+    collected(system(taken(0), taken(1, 2)), 0, 1, 2, report=report)
+    counts = [number for number, _ in report.seen]
+    assert counts[0] == 1 and counts[-1] == 3 and counts == sorted(counts)
+    assert {total for _, total in report.seen} == {3}
+
+
+def test_a_response_of_older_weights_ends_the_iteration():
+    stale = Taken(completions=(done(0, version=1),))
+    with pytest.raises(WeightsError, match="sample 0 holds tokens of weight version 1"):
+        collected(system(stale), 0)
