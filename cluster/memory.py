@@ -3,7 +3,7 @@
 Plain arithmetic on the models' configs; no tensor is made. The fixed costs of a process are measured
 ones (Linux, CPU torch 2.13, Ray 2.60), the rest follows from the sizes:
 
-    generation  weights (twice when linears are prepacked on CPU) + KV pool + one step's logits
+    generation  weights (and their inference copy on CPU) + KV pool + one step's logits
     trainer     weights, reference, gradients, two Adam moments + one forward's activations
     reward      the interpreter alone, or the reward model's weights
 """
@@ -34,6 +34,8 @@ _ACTIVATIONS_PER_LAYER = 24
 "Values a transformer block keeps for the backward pass, per token, in units of the hidden size."
 _LOGIT_COPIES = 4
 "Logits, their log-softmax and both gradients, float32."
+_INFERENCE_COPY = 1.5
+"On CPU the weights' copy lies beside the module, in float32 at most; half as much again to lay it out (measured)."
 _STEP_COPIES = 3
 "Logits, noise and their sum in a decode step, float32."
 _ROLLOUT_BYTES_PER_TOKEN = 40
@@ -131,7 +133,8 @@ def _kv_pool_bytes(
 ) -> int:
     slots = config.engine.max_running_samples
     capacity = max_total_tokens + build_policy(config.speculation).max_nodes + 1
-    element_bytes = _DTYPE_BYTES[config.models.dtype]
+    # pools on CPU are float32 whatever the model's dtype
+    element_bytes = _DTYPE_BYTES[config.models.dtype] if config.engine.device == "cuda" else 4
     shapes = [shape.kv for shape in (target, draft) if shape is not None]
     return sum(shape.pool_bytes(slots, capacity, element_bytes) for shape in shapes)
 
@@ -139,10 +142,11 @@ def _kv_pool_bytes(
 def _engine_bytes(config: Config, target: ModelShape, draft: ModelShape | None) -> int:
     dtype = config.models.dtype
     weights = target.weight_bytes(dtype) + (draft.weight_bytes(dtype) if draft else 0)
-    copies = 1 if config.engine.device == "cuda" else 2
+    params = target.num_params + (draft.num_params if draft else 0)
+    copy = 0 if config.engine.device == "cuda" else int(params * 4 * _INFERENCE_COPY)
     tokens = config.engine.max_running_samples * (build_policy(config.speculation).max_nodes + 1)
     logits = tokens * target.vocab_size * 4 * _STEP_COPIES
-    return copies * weights + logits
+    return weights + copy + logits
 
 
 def _learner_bytes(config: Config, target: ModelShape) -> int:

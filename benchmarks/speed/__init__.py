@@ -1,0 +1,1 @@
+"""The parts of `bench engine`, one a file."""

@@ -1,0 +1,94 @@
+"""Peak memory of a generation process: what `rlhfspec check` plans for it, and what it takes.
+
+python -m benchmarks.speed.memory FOLDER SLOTS TOKENS     decodes to the full context, prints its peak in bytes
+"""
+
+from __future__ import annotations
+
+import importlib
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+from benchmarks.support.model_p import VOCAB_SIZE, model_p_folder, model_p_requests
+from benchmarks.support.rates import new_engine
+from benchmarks.support.timing import Figures
+from cluster.check import model_shape
+from cluster.memory import plan_memory
+from core.config import Config, SpeculationConfig
+from core.errors import WaitTimeout
+from engine.models import load_causal_lm, load_hf_config
+
+SLOTS, TOKENS = 48, 640
+NEW_TOKENS = 8
+TIMEOUT_S = 300.0
+
+
+def memory(cache_dir: Path, figures: Figures) -> None:
+    """Keep `memory_plan_relative_error`, `memory_planned_bytes` and `memory_measured_bytes` (model P, plain)."""
+    folder = model_p_folder(cache_dir)
+    planned = _planned_bytes(folder)
+    measured = _measured_bytes(folder)
+    figures.values["memory_planned_bytes"] = float(planned)
+    figures.values["memory_measured_bytes"] = float(measured)
+    figures.values["memory_plan_relative_error"] = abs(planned - measured) / measured
+
+
+def _planned_bytes(folder: Path) -> int:
+    config = Config.model_validate(
+        {
+            "models": {"target": str(folder), "draft": None},
+            "data": {"task": "chain"},
+            "engine": {"max_running_samples": SLOTS, "device": "cpu"},
+            "speculation": {"policy": "off", "drafter": "none"},
+        }
+    )
+    plan = plan_memory(
+        config,
+        target=model_shape(load_hf_config(str(folder))),
+        draft=None,
+        reward_params=None,
+        max_total_tokens=TOKENS,
+        object_store_bytes=0,
+    )
+    return plan.generation_bytes
+
+
+def _measured_bytes(folder: Path) -> int:
+    command = [sys.executable, "-m", "benchmarks.speed.memory", str(folder), str(SLOTS), str(TOKENS)]
+    root = Path(__file__).resolve().parents[2]
+    try:
+        done = subprocess.run(
+            command, cwd=root, capture_output=True, text=True, check=True, timeout=TIMEOUT_S
+        )
+    except subprocess.TimeoutExpired as error:
+        raise WaitTimeout(
+            waiter="bench engine",
+            waited_for="its memory process",
+            order="decode",
+            waited_s=TIMEOUT_S,
+            advice="run it on an idle machine",
+        ) from error
+    return int(done.stdout.split()[-1])
+
+
+def _decode(folder: Path, slots: int, tokens: int) -> None:
+    torch.set_num_threads(1)
+    importlib.import_module("ray")  # a generation actor has it loaded
+    engine = new_engine(
+        load_causal_lm(str(folder), "float32"),
+        None,
+        SpeculationConfig(policy="off"),
+        batch_size=slots,
+        max_total_tokens=tokens,
+        vocab_size=VOCAB_SIZE,
+    )
+    engine.generate(model_p_requests(slots, prompt_tokens=tokens - NEW_TOKENS, new_tokens=NEW_TOKENS))
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+
+
+if __name__ == "__main__":
+    _decode(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
