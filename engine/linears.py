@@ -1,10 +1,11 @@
 """Linear layers of the inference copy: weights laid out for products with few rows.
 
 Two layouts, chosen by shape and device alone, so that every instance of a run rounds alike:
-- `PrepackedLinear`: oneDNN's blocked layout, 1.2 to 2 times as fast for 4 to 32 rows of a large matrix; its call
-  costs some 50 us more than a plain product, so that small matrices lose (both measured on CPU);
-- `MatrixLinear`: the transposed matrix and a plain product.
-The operators behind the first are private to torch: where they are missing, the second serves.
+- `PrepackedLinear`: oneDNN's blocked layout, 1.2 to 2 times as fast for 2 to 32 rows of a large matrix, and one
+  row rounds as many do; its call costs some 30 us more than a plain product, so that small matrices lose;
+- `MatrixLinear`: the transposed matrix and a plain product, of MIN_ROWS rows at least: fewer round differently.
+All this is measured on CPU. The operators behind the first are private to torch: where they are missing, the
+second serves.
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ from typing import Protocol, runtime_checkable
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.nn import functional as F
 
-PREPACKED_MIN_ELEMENTS = 1 << 19
+PREPACKED_MIN_ELEMENTS = 1 << 18
+MIN_ROWS = 4
 
 
 @runtime_checkable
@@ -40,12 +43,18 @@ class MatrixLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         """See `Linear`."""
+        rows = x.shape[0]
+        if rows < MIN_ROWS:
+            return self(_with_rows(x, MIN_ROWS))[:rows]
         if self._bias is None:
             return torch.mm(x, self._matrix)
         return torch.addmm(self._bias, x, self._matrix)
 
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
         """See `Linear`."""
+        rows = x.shape[0]
+        if rows < MIN_ROWS:
+            return self.add_to(_with_rows(residual, MIN_ROWS), _with_rows(x, MIN_ROWS))[:rows]
         residual.addmm_(x, self._matrix)
         return residual if self._bias is None else residual.add_(self._bias)
 
@@ -64,6 +73,10 @@ class PrepackedLinear:
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
         """See `Linear`."""
         return torch.ops.mkldnn._linear_pointwise.binary(x, residual, self._packed, self._bias, "add")
+
+
+def _with_rows(x: Tensor, rows: int) -> Tensor:
+    return F.pad(x, (0, 0, 0, rows - x.shape[0]))
 
 
 def make_linear(weight: Float[Tensor, "N K"], bias: Tensor | None = None, *, prepack: bool) -> Linear:

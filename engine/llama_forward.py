@@ -51,6 +51,9 @@ class LlamaForward:
     The weights are copied: call `reload` after they change.
     """
 
+    min_tokens = 1
+    "linears pad where they must"
+
     def __init__(self, model: PreTrainedModel, *, capacity: int, prepack: bool = True) -> None:
         config = model.config
         self._model = model

@@ -1,8 +1,4 @@
-"""Runs a causal LM over our KV pool: a stock Hugging Face module or our own forward of its weights.
-
-Fewer than MIN_TOKENS tokens are padded with dummies, because smaller matrix products round differently
-(measured; `engine.probe`).
-"""
+"""Runs a causal LM over our KV pool: a stock Hugging Face module or our own forward of its weights."""
 
 from __future__ import annotations
 
@@ -21,12 +17,13 @@ from engine.stock_forward import StockForward
 from engine.support import COMPARED_TOKENS, plain_logits, refuse_unsupported, require_equal
 from engine.weights import load_into
 
-MIN_TOKENS = 4
-
 
 @runtime_checkable
 class Forward(Protocol):
     """The model's arithmetic: packed tokens in, next-token logits out, attention by the plan."""
+
+    min_tokens: int
+    "fewer tokens are padded with dummies, because they would round differently"
 
     def __call__(
         self, input_ids: Int[Tensor, " M"], position_ids: Int[Tensor, " M"], plan: ForwardPlan
@@ -101,13 +98,13 @@ class ModelRunner:
         self, input_ids: Int[Tensor, " M"], position_ids: Int[Tensor, " M"], plan: ForwardPlan
     ) -> Float[Tensor, "M V"]:
         """Run the packed tokens and return each one's next-token logits, padded ids cut off."""
-        out = self._forward(*_padded(input_ids, position_ids), plan)
+        out = self._forward(*self._padded(input_ids, position_ids), plan)
         return out[: len(input_ids), : self.vocab_size]
 
     @torch.inference_mode()
     def fill(self, input_ids: Int[Tensor, " M"], position_ids: Int[Tensor, " M"], plan: ForwardPlan) -> None:
         """Run the packed tokens for their keys and values only."""
-        self._forward.fill(*_padded(input_ids, position_ids), plan)
+        self._forward.fill(*self._padded(input_ids, position_ids), plan)
 
     def load(self, tensors: dict[str, Tensor]) -> None:
         """Load named weights into the model and its inference copy. Raises WeightsError when they do not fit."""
@@ -120,10 +117,9 @@ class ModelRunner:
         plan = PrefillPlan(pool=self.pool, attention=self.attention, pieces=[piece])
         return self.logits(ids, torch.arange(len(ids), device=self.device), plan)
 
-
-def _padded(input_ids: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-    missing = MIN_TOKENS - len(input_ids)
-    if missing <= 0:
-        return input_ids, position_ids
-    zeros = input_ids.new_zeros(missing)
-    return torch.cat([input_ids, zeros]), torch.cat([position_ids, zeros])
+    def _padded(self, input_ids: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        missing = self._forward.min_tokens - len(input_ids)
+        if missing <= 0:
+            return input_ids, position_ids
+        zeros = input_ids.new_zeros(missing)
+        return torch.cat([input_ids, zeros]), torch.cat([position_ids, zeros])

@@ -23,6 +23,8 @@ ATTENTION_NAME = "rlhfspec"
 class StockForward:
     """The model's own forward. See `engine.runner.Forward`."""
 
+    min_tokens = 4
+
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
         model.set_attn_implementation(ATTENTION_NAME)

@@ -90,7 +90,7 @@ def test_large_matrices_are_prepacked_and_rows_stay_invariant(monkeypatch) -> No
     assert isinstance(make_linear(weight, prepack=False), MatrixLinear)
     linear = make_linear(weight, prepack=True)
     assert isinstance(linear, PrepackedLinear)
-    for rows in (4, 7, 16, 33):
+    for rows in (1, 2, 3, 4, 7, 16, 33):
         assert torch.equal(linear(x[:rows]), linear(x)[:rows])
     monkeypatch.setattr(linears, "can_prepack", lambda: False)
     assert isinstance(make_linear(weight, prepack=True), MatrixLinear)
