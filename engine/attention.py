@@ -2,7 +2,7 @@
 
 All take one row of the batch dimension for each (sample, KV head), with the queries of the head's group packed
 behind one another, so KV heads are never repeated:
-    q [N, R, E], keys [N, C, E], values [N, C, E + VALUE_PAD], additive bias [N or 1, R or 1, C] of 0 and -inf.
+    q [N, R, E], keys [N, C, E], values [N, C, E], additive bias [N or 1, R or 1, C] of 0 and -inf.
 Only the first `rows` of the R queries count; the others are padding (any finite values) and do not come back.
 
 **Ordered attention.** A token's output must not depend on its neighbours: not on decoy nodes stored between its
@@ -11,8 +11,8 @@ measured on CPU: a row's sum of weights runs in vector lanes, so that a decoy sh
 splits its inner dimension by a rule that depends on its length (192 < C < 384); and products of fewer than
 MIN_ROWS rows take another path. Here
 - every reduction over positions runs in chunks of CHUNK positions, in order, one matrix product each;
-- the sum of weights is a column of ones in the values, so it is summed as the values are, in order of position,
-  and masked positions add exact zeros;
+- the sum of weights is a product with ones, so it too runs in order of position, and masked positions add exact
+  zeros;
 - weights are powers of two of the scaled scores: `exp2` has no slow path at -inf.
 What is left to respect is that a node and its canonical (dense) position lie in one chunk: `engine.tree`
 drops the few nodes that do not. The start-up probe (`engine.probe`) proves the result for the machine at hand.
@@ -21,6 +21,7 @@ drops the few nodes that do not. The start-up probe (`engine.probe`) proves the 
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -29,7 +30,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 CHUNK = 128
-VALUE_PAD = 8
+SUM_COLUMNS = 8
+"Columns of the ones: a product with one column takes another path."
 MIN_ROWS = 4
 LOG2_E = math.log2(math.e)
 
@@ -42,7 +44,7 @@ class Attention(Protocol):
         self,
         q: Float[Tensor, "N R E"],
         keys: Float[Tensor, "N C E"],
-        values: Float[Tensor, "N C EV"],
+        values: Float[Tensor, "N C E"],
         bias: Float[Tensor, "N1 R1 C"],
         *,
         rows: int,
@@ -64,7 +66,7 @@ def ordered_attention(
     softcap: float | None,
 ) -> Tensor:
     """Attend with reductions in order of position: bitwise the same alone, in a batch, in a tree."""
-    view, size = keys.shape[1], q.shape[2]
+    view = keys.shape[1]
     keys = keys.transpose(1, 2)
     if softcap is None:
         scores = torch.baddbmm(bias.to(q.dtype), q, keys, alpha=scaling * LOG2_E)
@@ -73,13 +75,19 @@ def ordered_attention(
     weights = scores[:, :rows]
     weights.sub_(weights.amax(-1, keepdim=True)).exp2_()
     # all R rows go into the products: fewer than MIN_ROWS would round differently
-    if view <= CHUNK:
-        out = torch.bmm(scores, values)
-    else:
-        out = torch.bmm(scores[:, :, :CHUNK], values[:, :CHUNK])
-        for start in range(CHUNK, view, CHUNK):
-            out.baddbmm_(scores[:, :, start : start + CHUNK], values[:, start : start + CHUNK])
-    return out[:, :rows, :size] / out[:, :rows, size : size + 1]
+    flat, ones = scores.view(-1, view), _ones(CHUNK, scores.dtype, scores.device)
+    out = torch.bmm(scores[:, :, :CHUNK], values[:, :CHUNK])
+    total = torch.mm(flat[:, :CHUNK], ones[: min(view, CHUNK)])
+    for start in range(CHUNK, view, CHUNK):
+        out.baddbmm_(scores[:, :, start : start + CHUNK], values[:, start : start + CHUNK])
+        total.addmm_(flat[:, start : start + CHUNK], ones[: min(view - start, CHUNK)])
+    total = total.view(out.shape[0], out.shape[1], SUM_COLUMNS)
+    return out[:, :rows] / total[:, :rows, :1]
+
+
+@lru_cache(maxsize=4)
+def _ones(length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.ones(length, SUM_COLUMNS, dtype=dtype, device=device)
 
 
 def sdpa_attention(
@@ -95,12 +103,11 @@ def sdpa_attention(
     """Attend with torch's scaled_dot_product_attention; equal to `ordered` up to rounding."""
     if softcap is not None:
         return reference_attention(q, keys, values, bias, rows=rows, scaling=scaling, softcap=softcap)
-    size = q.shape[-1]
     bias = bias[:, :rows].to(q.dtype)
     out = F.scaled_dot_product_attention(
         q[:, None, :rows],
         keys[:, None],
-        values[:, None, :, :size],
+        values[:, None],
         attn_mask=bias[:, None].expand(len(q), 1, rows, -1),
         scale=scaling,
     )
@@ -122,7 +129,7 @@ def reference_attention(
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
     weights = torch.softmax((scores + bias)[:, :rows], dim=-1)
-    return torch.matmul(weights, values[..., : q.shape[-1]].double()).to(q.dtype)
+    return torch.matmul(weights, values.double()).to(q.dtype)
 
 
 ATTENTION: dict[str, Attention] = {

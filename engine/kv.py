@@ -1,7 +1,6 @@
 """The KV pool: keys and values of every running sample, one slot each (design 3.7).
 
-Layout: [L, S, H, C, 2E + VALUE_PAD], a token's key, value and ones behind one another, so that one write stores
-all (what the ones are for: `engine.attention`).
+Layout: [L, 2, S, H, C, E], keys before values, each of a sample's tokens behind one another: attention streams them.
 Running samples occupy slots 0..B-1; a finished one is replaced by the last, so a batch is a slice and nothing
 is gathered per layer. Slot numbers stay inside `engine/`; callers hold sample keys.
 """
@@ -16,7 +15,6 @@ from torch import Tensor
 from transformers.configuration_utils import PretrainedConfig
 
 from core.errors import ModelError
-from engine.attention import VALUE_PAD
 
 VIEW_STEP = 32
 
@@ -51,7 +49,7 @@ class KVShape:
 
     def pool_bytes(self, num_slots: int, capacity: int, element_bytes: int = 4) -> int:
         """Bytes of a pool of `num_slots` samples of `capacity` tokens."""
-        per_token = self.num_layers * self.num_kv_heads * (2 * self.head_size + VALUE_PAD)
+        per_token = self.num_layers * self.num_kv_heads * 2 * self.head_size
         return num_slots * round_up(capacity) * per_token * element_bytes
 
 
@@ -66,57 +64,56 @@ class KVPool:
         self.num_slots = num_slots
         self.device = device
         size, heads = shape.head_size, shape.num_kv_heads
-        lead = (shape.num_layers, num_slots, heads, self.capacity)
-        self.cells = torch.zeros(*lead, 2 * size + VALUE_PAD, dtype=dtype, device=device)
-        self.cells[..., 2 * size :] = 1
-        merged = self.cells.flatten(1, 2)
-        self._keys = [layer[..., :size] for layer in merged]
-        self._values = [layer[..., size:] for layer in merged]
-        self._writable = [layer.flatten(0, 1)[:, : 2 * size] for layer in merged]
-        slots = torch.arange(num_slots, device=device)[:, None, None]
-        self._first_row = (slots * heads + torch.arange(heads, device=device)) * self.capacity
+        lead = (shape.num_layers, 2, num_slots, heads, self.capacity)
+        self.cells = torch.zeros(*lead, size, dtype=dtype, device=device)
+        self._merged = [layer.flatten(1, 2).unbind() for layer in self.cells]
+        self._writable = [layer.flatten(0, 3) for layer in self.cells]
+        slots = torch.arange(num_slots, device=device)[:, None, None, None]
+        head = torch.arange(heads, device=device)[:, None]
+        values_behind = torch.arange(2, device=device) * num_slots * heads
+        self._first_row = (slots * heads + head + values_behind) * self.capacity
 
-    def rows(self, slots: Int[Tensor, " M"], positions: Int[Tensor, " M"]) -> Int[Tensor, " MH"]:
-        """Return where `write` puts M tokens: one index per (token, KV head), the same for every layer."""
-        return (self._first_row[slots, 0] + positions[:, None]).flatten()
+    def rows(self, slots: Int[Tensor, " M"], positions: Int[Tensor, " M"]) -> Int[Tensor, " MH2"]:
+        """Return where `write` puts M tokens: one index per (token, KV head, key or value), for every layer."""
+        return (self._first_row[slots, 0] + positions[:, None, None]).flatten()
 
-    def tree_rows(self, start: Int[Tensor, " B"], num_tokens: int) -> Int[Tensor, " MH"]:
+    def tree_rows(self, start: Int[Tensor, " B"], num_tokens: int) -> Int[Tensor, " MH2"]:
         """Return the same for `num_tokens` tokens from position start[b] on of each slot b."""
-        positions = start[:, None, None] + torch.arange(num_tokens, device=self.device)[:, None]
-        return (self._first_row[: len(start)] + positions).flatten()
+        positions = start[:, None] + torch.arange(num_tokens, device=self.device)
+        return (self._first_row[: len(start)] + positions[..., None, None]).flatten()
 
-    def write(self, layer: int, rows: Int[Tensor, " MH"], tokens: Float[Tensor, "M Hkv 2 E"]) -> None:
+    def write(self, layer: int, rows: Int[Tensor, " MH2"], tokens: Float[Tensor, "M Hkv 2 E"]) -> None:
         """Store M tokens' keys and values of one layer."""
-        cells = tokens.reshape(-1, 2 * self.shape.head_size).to(self.cells.dtype)
+        cells = tokens.reshape(-1, self.shape.head_size).to(self.cells.dtype)
         self._writable[layer].index_put_((rows,), cells)
 
     def view(self, layer: int, first_slot: int, num_slots: int, length: int) -> tuple[Tensor, Tensor]:
-        """Return keys [N, length, E] and values [N, length, E + pad] of a run of slots, N = num_slots * Hkv."""
+        """Return keys and values [N, length, E] of a run of slots, N = num_slots * Hkv."""
         heads = self.shape.num_kv_heads
         run = slice(first_slot * heads, (first_slot + num_slots) * heads)
-        return self._keys[layer][run, :length], self._values[layer][run, :length]
+        keys, values = self._merged[layer]
+        return keys[run, :length], values[run, :length]
 
     def move_tokens(
         self, slots: Int[Tensor, " M"], sources: Int[Tensor, " M"], targets: Int[Tensor, " M"]
     ) -> None:
         """Copy tokens inside their slots, all layers at once: the accepted path becomes a dense prefix."""
-        self.cells[:, slots, :, targets] = self.cells[:, slots, :, sources]
+        self.cells[:, :, slots, :, targets] = self.cells[:, :, slots, :, sources]
 
     def move_slot(self, source: int, target: int, length: int) -> None:
         """Copy the first `length` tokens of a slot over another: swap with last on finish."""
-        self.cells[:, target, :, :length] = self.cells[:, source, :, :length]
+        self.cells[:, :, target, :, :length] = self.cells[:, :, source, :, :length]
 
     def export(self, slot: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Return copies of a token range: keys and values [L, Hkv, stop - start, E]."""
-        size = self.shape.head_size
-        cells = self.cells[:, slot, :, start:stop]
-        return cells[..., :size].clone(), cells[..., size : 2 * size].clone()
+        keys, values = self.cells[:, :, slot, :, start:stop].unbind(1)
+        return keys.clone(), values.clone()
 
     def import_(self, slot: int, start: int, keys: Tensor, values: Tensor) -> None:
         """Store an exported token range."""
-        stop, size = start + keys.shape[2], self.shape.head_size
-        self.cells[:, slot, :, start:stop, :size] = keys
-        self.cells[:, slot, :, start:stop, size : 2 * size] = values
+        stop = start + keys.shape[2]
+        self.cells[:, 0, slot, :, start:stop] = keys
+        self.cells[:, 1, slot, :, start:stop] = values
 
     @property
     def num_bytes(self) -> int:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.attention import ATTENTION, CHUNK, VALUE_PAD, ordered_attention, reference_attention
+from engine.attention import ATTENTION, CHUNK, ordered_attention, reference_attention
 from engine.forward_plan import PrefillPiece, PrefillPlan, TreePlan
 from engine.kv import KVPool, KVShape
 
@@ -17,8 +17,7 @@ def random_inputs(view: int, rows: int = 4, batch: int = 1) -> tuple[Tensor, Ten
     merged = batch * HEADS
     q = torch.randn(merged, rows, SIZE, generator=generator) * 2
     keys = torch.randn(merged, view, SIZE, generator=generator)
-    values = torch.ones(merged, view, SIZE + VALUE_PAD)
-    values[..., :SIZE] = torch.randn(merged, view, SIZE, generator=generator)
+    values = torch.randn(merged, view, SIZE, generator=generator)
     return q, keys, values
 
 
