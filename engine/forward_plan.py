@@ -73,13 +73,13 @@ class TreePlan:
 
     def store(self, layer: int, qkv: Tensor) -> None:
         """See `ForwardPlan.store`."""
-        self.pool.write(layer, self._rows, qkv[: len(self.base) * self.num_tokens, :, -2:])
+        self.pool.write(layer, self._rows, qkv[: self.base.shape[0] * self.num_tokens, :, -2:])
 
     def attend(
         self, layer: int, qkv: Tensor, *, scaling: float, softcap: float | None, sliding_window: int | None
     ) -> Tensor:
         """See `ForwardPlan.attend`."""
-        batch, n = len(self.base), self.num_tokens
+        batch, n = self.base.shape[0], self.num_tokens
         self.store(layer, qkv)
         keys, values = self.pool.view(layer, 0, batch, self.view_tokens)
         out = self.attention(
@@ -91,7 +91,7 @@ class TreePlan:
             scaling=scaling,
             softcap=softcap,
         )
-        return unpack_queries(out, batch, n, len(qkv))
+        return unpack_queries(out, batch, n, qkv.shape[0])
 
     def _bias_for(self, window: int | None, group: int) -> Tensor:
         if window not in self._bias:
@@ -230,7 +230,7 @@ def pack_queries(qkv: Float[Tensor, "M Hkv G E"], batch: int) -> Float[Tensor, "
     A single token is not copied: its key and value serve as padding rows.
     """
     heads, lanes, size = qkv.shape[1:]
-    group, n = lanes - 2, len(qkv) // batch
+    group, n = lanes - 2, qkv.shape[0] // batch
     if n == 1 and lanes >= MIN_ROWS:
         return qkv.view(batch * heads, lanes, size)[:, : max(group, MIN_ROWS)]
     queries = qkv[:, :, :group].view(batch, n, heads, group, size).transpose(1, 2)
@@ -243,7 +243,7 @@ def unpack_queries(
     out: Float[Tensor, "N rows E"], batch: int, n: int, num_tokens: int
 ) -> Float[Tensor, "M HE"]:
     """Return attention outputs token by token, heads behind one another; zeros up to `num_tokens` tokens."""
-    heads = len(out) // batch
+    heads = out.shape[0] // batch
     packed = out.view(batch, heads, n, -1).transpose(1, 2).reshape(batch * n, -1)
     missing = num_tokens - batch * n
     return packed if missing == 0 else torch.nn.functional.pad(packed, (0, 0, 0, missing))

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers.configuration_utils import PretrainedConfig
 
 from core.errors import ModelError
+from engine.visibility import count_up
 
 VIEW_STEP = 32
 
@@ -79,7 +80,7 @@ class KVPool:
 
     def tree_rows(self, start: Int[Tensor, " B"], num_tokens: int) -> Int[Tensor, " MH2"]:
         """Return the same for `num_tokens` tokens from position start[b] on of each slot b."""
-        positions = start[:, None] + torch.arange(num_tokens, device=self.device)
+        positions = start[:, None] + count_up(num_tokens, self.device)
         return (self._first_row[: len(start)] + positions[..., None, None]).flatten()
 
     def write(self, layer: int, rows: Int[Tensor, " MH2"], tokens: Float[Tensor, "M Hkv 2 E"]) -> None:

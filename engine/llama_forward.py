@@ -5,7 +5,8 @@ Small models and small batches spend most of a stock forward in dispatch. Here
 - gate and up come from one product; residuals are added by the products that follow;
 - the rotation of all heads is one complex product: pairs of the stock layout (i, i + E/2) are made neighbours by
   permuting the rows of the weights once, which no dot product of query and key sees;
-- gains of the norms are multiplied into the weights behind them (float32);
+- gains of the norms are multiplied into the weights behind them (float32), and the norm itself is three calls:
+  x / hypot(|x|, sqrt(H eps)), with sqrt(H) in the gain;
 - inner sizes are padded with zero rows to a multiple of 32, where products are seen to round alike;
 - a prefill ends with the keys and values of the last layer.
 The stock module stays the oracle: `engine.runner` compares the two at start-up.
@@ -27,6 +28,8 @@ from engine.linears import Linear, PrepackedLinear, compute_dtype, make_linear
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 INNER_STEP = 32
+MAX_ROTATION_BYTES = 8 << 20
+"A table of every position's rotation for all heads is kept up to this size; beyond, one for each pair."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +67,9 @@ class LlamaForward:
         self._size: int = model.base_model.layers[0].self_attn.head_dim  # type: ignore[index,union-attr]
         self._eps: float = config.rms_norm_eps
         self._scaling = self._size**-0.5
-        self._rotations = _rotations(model, capacity)
+        root = (config.hidden_size * self._eps) ** 0.5
+        self._norm_floor = torch.tensor(root, dtype=torch.float32, device=model.device)
+        self._rotations = self._all_rotations(_rotations(model, capacity))
         self.reload()
 
     def reload(self) -> None:
@@ -123,22 +128,32 @@ class LlamaForward:
     def _qkv(self, layer: Layer, x: Tensor, rotation: Tensor) -> Float[Tensor, "M Hkv G E"]:
         """Rotated queries and key, and the value, of every token and KV head."""
         packed = layer.qkv(self._norm(x, layer.attention_gain)).float()
-        qkv = packed.view(len(x), self._kv_heads, self._group + 2, self._size)
+        qkv = packed.view(x.shape[0], self._kv_heads, self._group + 2, self._size)
         if layer.head_gain is not None:
             queries_key = qkv[:, :, :-1]
             queries_key.copy_(F.rms_norm(queries_key, (self._size,), None, self._eps).mul_(layer.head_gain))
-        torch.view_as_complex(qkv.view((*rotation.shape, 2))).mul_(rotation)
+        pairs = torch.view_as_complex(qkv.view(*qkv.shape[:3], -1, 2))
+        # one rotation for all heads leaves out the values; a table for all heads turns them by one
+        (pairs if rotation.shape[2] > 1 else pairs[:, :, :-1]).mul_(rotation)
         return qkv
 
+    def _all_rotations(self, rotations: Tensor) -> Tensor:
+        """Complex [T, Hkv, group + 2, E/2] where that is small, one for the values; else [T, 1, 1, E/2]."""
+        turned = rotations[:, None, None]
+        lanes = (self._kv_heads, self._group + 2)
+        if turned.nbytes * lanes[0] * lanes[1] > MAX_ROTATION_BYTES:
+            return turned
+        table = turned.new_ones(turned.shape[0], *lanes, turned.shape[-1])
+        table[:, :, :-1] = turned
+        return table
+
     def _rotation(self, positions: Tensor) -> Tensor:
-        """Complex [M, Hkv, group + 2, E/2]: each position's rotation, one for the values."""
-        turned = self._rotations[positions][:, None, None]
-        rotation = turned.new_ones(len(positions), self._kv_heads, self._group + 2, self._size // 2)
-        rotation[:, :, :-1] = turned
-        return rotation
+        return self._rotations.index_select(0, positions)
 
     def _norm(self, x: Tensor, gain: Tensor | None) -> Tensor:
-        return F.rms_norm(x, (x.shape[-1],), gain, self._eps)
+        if gain is not None:
+            return F.rms_norm(x, (x.shape[-1],), gain, self._eps)
+        return x / torch.hypot(torch.linalg.vector_norm(x, dim=-1, keepdim=True), self._norm_floor)
 
     def _layer(self, index: int, layer: Any) -> Layer:
         attention, mlp = layer.self_attn, layer.mlp
@@ -182,6 +197,7 @@ class LlamaForward:
         gain = norm.weight.to(self._dtype)
         if self._dtype != torch.float32:
             return gain, weights
+        gain = gain * gain.numel() ** 0.5
         return None, [weight * gain for weight in weights]
 
     def _by_head(self, query: Tensor | None, key: Tensor | None, value: Tensor | None) -> Any:

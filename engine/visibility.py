@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
@@ -11,12 +13,18 @@ from engine.attention import MIN_ROWS
 NEG_INF = float("-inf")
 
 
+@lru_cache(maxsize=512)
+def count_up(length: int, device: torch.device) -> Int[Tensor, " C"]:
+    """Return 0, 1, .., length - 1; made once."""
+    return torch.arange(length, device=device)
+
+
 def chain_visibility(
     start: Int[Tensor, " B"], num_tokens: int, view: int, *, window: int | None
 ) -> Bool[Tensor, "B n C"]:
     """Token i of sample b stands at position start[b] + i and sees all positions up to its own."""
-    row = start[:, None, None] + torch.arange(num_tokens, device=start.device)[:, None]
-    column = torch.arange(view, device=start.device)
+    row = start[:, None, None] + count_up(num_tokens, start.device)[:, None]
+    column = count_up(view, start.device)
     seen = column <= row
     return seen if window is None else seen & (row - column < window)
 
@@ -39,7 +47,7 @@ def tree_visibility(
         window: how many tokens back a token sees, itself included; None: all.
     """
     batch, n, columns = seen.shape
-    offset = torch.arange(view, device=base.device) - base[:, None]
+    offset = count_up(view, base.device) - base[:, None]
     inside = (offset >= 0) & (offset < columns)
     column = offset.clamp(0, columns - 1)
     visible = seen.gather(2, column[:, None].expand(batch, n, -1))
@@ -56,7 +64,7 @@ def as_bias(seen: Bool[Tensor, "B n C"], *, heads: int, group: int) -> Float[Ten
     One row serves the whole group of a single token. Padding rows up to MIN_ROWS see everything.
     """
     batch, n, view = seen.shape
-    bias = torch.zeros(seen.shape, device=seen.device).masked_fill_(~seen, NEG_INF)
+    bias = torch.where(seen, 0.0, NEG_INF)
     if n == 1:
         return bias.expand(batch, heads, view).reshape(batch * heads, 1, view)
     bias = bias[:, None, :, None].expand(batch, heads, n, group, view)
