@@ -3,7 +3,7 @@
 Plain arithmetic on the models' configs; no tensor is made. The fixed costs of a process are measured
 ones (Linux, CPU torch 2.13, Ray 2.60), the rest follows from the sizes:
 
-    generation  weights (and their inference copy on CPU) + KV pool + one step's logits
+    generation  weights and their inference copy + KV pool + one step's logits
     trainer     weights, reference, gradients, two Adam moments + one forward's activations
     reward      the interpreter alone, or the reward model's weights
 """
@@ -143,7 +143,8 @@ def _engine_bytes(config: Config, target: ModelShape, draft: ModelShape | None) 
     dtype = config.models.dtype
     weights = target.weight_bytes(dtype) + (draft.weight_bytes(dtype) if draft else 0)
     params = target.num_params + (draft.num_params if draft else 0)
-    copy = 0 if config.engine.device == "cuda" else int(params * 4 * _INFERENCE_COPY)
+    on_gpu = config.engine.device == "cuda"
+    copy = params * _DTYPE_BYTES[dtype] if on_gpu else int(params * 4 * _INFERENCE_COPY)
     tokens = config.engine.max_running_samples * (build_policy(config.speculation).max_nodes + 1)
     logits = tokens * target.vocab_size * 4 * _STEP_COPIES
     return weights + copy + logits

@@ -10,13 +10,17 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from core.records import SampleRequest
-from engine.noise import key_words
+from engine.noise import gumbel_noise, key_words
 from engine.rule import RowSampling
 
 NO_STOP = -1
+MAX_NOISE_AHEAD = 1 << 18
+"Values of noise computed at once beyond what the next step needs."
+MAX_STEPS_AHEAD = 16
 
 
 @dataclass(slots=True, kw_only=True)
@@ -46,6 +50,8 @@ class RunningBatch:
         self.stop_ids = np.full((num_slots, 1), NO_STOP, dtype=np.int64)
         "stop tokens of each sample, padded"
         self._sampling: RowSampling | None = None
+        self._noise: Tensor | None = None
+        self._noise_start = self.lengths
 
     def __len__(self) -> int:
         return len(self.requests)
@@ -60,7 +66,7 @@ class RunningBatch:
         self.limits[slot] = len(prompt) + request.sampling.max_new_tokens
         self.words[slot] = key_words(request.key)
         self._set_stop_ids(slot, request.sampling.stop_token_ids)
-        self._sampling = None
+        self._sampling = self._noise = None
         return slot
 
     def remove(self, slot: int) -> int:
@@ -81,7 +87,7 @@ class RunningBatch:
             array[slot] = array[last]
         self.requests.pop()
         self.counters.pop()
-        self._sampling = None
+        self._sampling = self._noise = None
         return last
 
     def append(
@@ -133,6 +139,25 @@ class RunningBatch:
         if self._sampling is None:
             self._sampling = RowSampling.of([r.sampling for r in self.requests], self.device)
         return self._sampling
+
+    def noise(self, levels: int, vocab_size: int) -> Float[Tensor, "B D V"]:
+        """Return the noise of the next `levels` positions of every sample.
+
+        Computed for a few decode steps ahead, as far as MAX_NOISE_AHEAD allows: its cost is mostly that of calling.
+        """
+        live = len(self)
+        lengths = self.lengths[:live]
+        if self._noise is None or (lengths + levels > self._noise_start + self._noise.shape[1]).any():
+            ahead = max(levels, MAX_NOISE_AHEAD // (live * vocab_size))
+            positions = lengths[:, None] + np.arange(min(ahead, MAX_STEPS_AHEAD * levels))
+            self._noise = gumbel_noise(self.words[:live], positions, vocab_size, self.device)
+            self._noise_start = lengths.copy()
+        offset = lengths - self._noise_start
+        first = int(offset[0])
+        if (offset == first).all():
+            return self._noise[:, first : first + levels]
+        index = torch.from_numpy(offset[:, None] + np.arange(levels)).to(self.device)
+        return self._noise[torch.arange(live, device=self.device)[:, None], index]
 
     def last_tokens(self, count: int) -> Tensor:
         """Return each sample's last `count` committed tokens, int64 [B, count]. All must have as many."""

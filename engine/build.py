@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from typing import Literal
@@ -23,6 +24,7 @@ from policies.base import DraftPolicy
 from policies.capacity import CapacityPolicy
 from policies.fixed import FixedPolicy, OffPolicy
 
+logger = logging.getLogger(__name__)
 Numerics = Literal["invariant", "fast"]
 
 
@@ -64,7 +66,7 @@ def build_engine(
     policy = build_policy(speculation)
     attention = ATTENTION[attention_name(engine, numerics)]
 
-    def runner_of(model: PreTrainedModel, *, prepack: bool = True) -> ModelRunner:
+    def runner_of(model: PreTrainedModel) -> ModelRunner:
         return ModelRunner(
             model.to(device),  # type: ignore[arg-type]
             num_slots=engine.max_running_samples,
@@ -72,7 +74,6 @@ def build_engine(
             attention=attention,
             vocab_size=vocab_size,
             stock=engine.forward == "stock",
-            prepack=prepack,
         )
 
     runner = runner_of(target)
@@ -82,7 +83,10 @@ def build_engine(
         except NumericsError:
             if not runner.prepacked:
                 raise
-            runner = runner_of(target, prepack=False)
+            logger.warning(
+                "prepacked weights do not round alike on this machine: plain products serve instead"
+            )
+            runner.stop_prepacking()
             prove_invariance(runner, max_nodes=policy.max_nodes)
     drafter: Drafter | None = None
     if speculation.drafter == "model" and policy.max_nodes > 0:
@@ -131,9 +135,19 @@ def resolve_device(engine: EngineConfig) -> torch.device:
 
 
 def resolve_numerics(engine: EngineConfig, device: torch.device) -> Numerics:
-    """Return invariant or fast; `auto` is invariant on CPU, where the probe has been seen to hold."""
+    """Return invariant or fast; `auto` is invariant on CPU with one thread, where the probe has been seen to hold.
+
+    Raises ConfigError for invariant numerics with several threads: they cut elementwise work anywhere, and a value
+    at a cut rounds as scalar code does.
+    """
+    several = device.type == "cpu" and engine.num_threads > 1
     if engine.numerics == "auto":
-        return "invariant" if device.type == "cpu" else "fast"
+        return "invariant" if device.type == "cpu" and not several else "fast"
+    if engine.numerics == "invariant" and several:
+        raise ConfigError(
+            f"engine.numerics invariant needs engine.num_threads 1, got {engine.num_threads}: several threads round "
+            "by where they cut the work; use more generation actors, or engine.numerics fast"
+        )
     return engine.numerics
 
 

@@ -19,7 +19,6 @@ from core.records import Budget
 from engine.batch import RunningBatch
 from engine.drafters.base import Drafter
 from engine.forward_plan import TreePlan
-from engine.noise import gumbel_noise
 from engine.rule import emitted_logprobs, perturb, scale
 from engine.runner import ModelRunner
 from engine.tree import DraftTree, ancestors_or_self, drop_split_nodes, root_only
@@ -55,8 +54,7 @@ def decode_step(
     started = clock()
     lengths = batch.lengths_tensor()
     live = len(batch)
-    positions = batch.lengths[:live, None] + np.arange(budget.depth + 1)
-    noise = gumbel_noise(batch.words[:live], positions, runner.vocab_size, runner.device)
+    noise = batch.noise(budget.depth + 1, runner.vocab_size)
     tree = None
     if drafter is not None and not budget.is_plain:
         tree = drafter.draft(batch, budget, noise)

@@ -4,7 +4,7 @@ A plan travels to every layer's attention. Two kinds: `TreePlan` for a decode st
 each sample: the root and its draft nodes) and `PrefillPlan` for prompts of different lengths. Linears see the
 packed tokens; only attention unpacks. Queries, keys and values of a token lie together, KV head by KV head:
     qkv [M, Hkv, group + 2, E]: the group's queries, the key, the value
-so that writing and, for single tokens, attending need no copy.
+so that attention takes the queries of single tokens as they lie.
 """
 
 from __future__ import annotations
@@ -227,7 +227,7 @@ def neighbours(pieces: list[PrefillPiece], heads: int) -> Iterator[list[PrefillP
 def pack_queries(qkv: Float[Tensor, "M Hkv G E"], batch: int) -> Float[Tensor, "N R E"]:
     """Return the queries by (sample, KV head), rows token by token, padded to MIN_ROWS rows.
 
-    A single token is not copied: its key and value serve as padding rows.
+    A single token's are taken as they lie where key and value suffice as padding rows.
     """
     heads, lanes, size = qkv.shape[1:]
     group, n = lanes - 2, qkv.shape[0] // batch

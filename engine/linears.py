@@ -1,6 +1,6 @@
 """Linear layers of the inference copy: weights laid out for products with few rows.
 
-Two layouts, chosen by shape and device alone, so that every instance of a run rounds alike:
+Two layouts, chosen by shape, so that instances on machines of one kind round alike:
 - `PrepackedLinear`: oneDNN's blocked layout, 1.2 to 2 times as fast for 2 to 32 rows of a large matrix, and one
   row rounds as many do; its call costs some 30 us more than a plain product, so that small matrices lose;
 - `MatrixLinear`: the transposed matrix and a plain product, of MIN_ROWS rows at least: fewer round differently.
@@ -17,7 +17,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional as F
 
-PREPACKED_MIN_ELEMENTS = 1 << 18
+PREPACKED_MIN_ELEMENTS = 1 << 19
 MIN_ROWS = 4
 PACKED_FOR_ROWS = 16
 "The number of rows that the blocked layout is made for; 5 to 15% over none named (measured for 1 to 16 rows)."
@@ -109,4 +109,4 @@ def compute_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
 
 
 def _has_bfloat16() -> bool:
-    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())

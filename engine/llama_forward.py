@@ -30,6 +30,8 @@ MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 INNER_STEP = 32
 MAX_ROTATION_BYTES = 8 << 20
 "A table of every position's rotation for all heads is kept up to this size; beyond, one for each pair."
+WHOLE_VECTORS = 8
+"Complex values in the widest vector register. Heads of whole vectors round alike in long loops and in short ones."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,14 +72,16 @@ class LlamaForward:
         root = (config.hidden_size * self._eps) ** 0.5
         self._norm_floor = torch.tensor(root, dtype=torch.float32, device=model.device)
         self._rotations = self._all_rotations(_rotations(model, capacity))
+        self._layers: list[Layer] = []
         self.reload()
 
     def reload(self) -> None:
-        """Lay the module's present weights out."""
+        """Lay the module's present weights out, layer by layer: no two copies of the model at any time."""
         with torch.inference_mode():
             base: Any = self._model.base_model
             self._embedding = base.embed_tokens.weight.to(self._dtype)
-            self._layers = [self._layer(index, layer) for index, layer in enumerate(base.layers)]
+            for index, layer in enumerate(base.layers):
+                self._layers[index : index + 1] = [self._layer(index, layer)]
             self._final_gain, head = self._fold(base.norm, [self._model.lm_head.weight])
             self._head = make_linear(head[0], prepack=self._prepack)
 
@@ -138,10 +142,14 @@ class LlamaForward:
         return qkv
 
     def _all_rotations(self, rotations: Tensor) -> Tensor:
-        """Complex [T, Hkv, group + 2, E/2] where that is small, one for the values; else [T, 1, 1, E/2]."""
+        """Complex [T, Hkv, group + 2, E/2], one for the values, where that is small and rounds alike.
+
+        Else [T, 1, 1, E/2]: slower, and every head is a loop of its own, whatever the batch.
+        """
         turned = rotations[:, None, None]
         lanes = (self._kv_heads, self._group + 2)
-        if turned.nbytes * lanes[0] * lanes[1] > MAX_ROTATION_BYTES:
+        small = turned.nbytes * lanes[0] * lanes[1] <= MAX_ROTATION_BYTES
+        if not small or turned.shape[-1] % WHOLE_VECTORS:
             return turned
         table = turned.new_ones(turned.shape[0], *lanes, turned.shape[-1])
         table[:, :, :-1] = turned
@@ -181,7 +189,7 @@ class LlamaForward:
                 else torch.cat([_pad_rows(mlp.gate_proj.bias, pad), _pad_rows(mlp.up_proj.bias, pad)]),
             ),
             down=self._linear(F.pad(mlp.down_proj.weight, (0, pad)), mlp.down_proj.bias),
-            sliding_window=_sliding_window(self._model.config, index),
+            sliding_window=_sliding_window(self._model.config, attention),
         )
 
     def _linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
@@ -237,11 +245,11 @@ def _rotations(model: PreTrainedModel, capacity: int) -> Tensor:
     return torch.complex(angles.cos() * scale, angles.sin() * scale)
 
 
-def _sliding_window(config: Any, layer: int) -> int | None:
-    types = config.to_dict().get("layer_types")
-    if types is not None and types[layer] != "sliding_attention":
+def _sliding_window(config: Any, attention: Any) -> int | None:
+    """The window as the stock module takes it: Llama never, Mistral from the config, Qwen layer by layer."""
+    if config.model_type == "llama":
         return None
-    return config.to_dict().get("sliding_window")
+    return config.sliding_window if config.model_type == "mistral" else attention.sliding_window
 
 
 def _pairs_together(x: Tensor, *, dim: int) -> Tensor:

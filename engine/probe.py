@@ -35,7 +35,7 @@ def prove_invariance(runner: ModelRunner, *, max_nodes: int) -> list[str]:
         ids = ids.to(runner.device)
         base = _plain_logits(runner, ids, context)
         for case, logits in _variants(runner, ids, context, max_nodes):
-            if not torch.equal(base, logits):
+            if not torch.equal(base.expand_as(logits), logits):
                 raise NumericsError(
                     f"invariant numerics do not hold here: {case} at context {context} differs from plain decoding "
                     f"by {float((base - logits).abs().max()):.2e} (model {type(runner.model).__name__}, "
@@ -74,17 +74,22 @@ def _variants(runner: ModelRunner, ids: Tensor, context: int, max_nodes: int) ->
         root = path[:1].expand(batch, 1)
         extra = min(CHUNK, runner.pool.capacity - context - PATH_TOKENS)
         logits = _tree_logits(runner, root, tree, context, 0)
-        yield f"chain of {PATH_TOKENS - 1} in a batch of {batch}", logits[-1]
+        yield f"chain of {PATH_TOKENS - 1} in a batch of {batch}", logits
         if max_nodes >= PATH_TOKENS:
             longer = _tree_logits(runner, root, tree, context, extra)
-            yield f"the same under a view {extra} tokens longer", longer[0]
+            yield f"the same under a view {extra} tokens longer", longer
             decoyed, numbers = _with_decoys(path, batch, max_nodes)
             kept = drop_split_nodes(decoyed, torch.full((batch,), context, device=path.device))
             alive = int((kept.token_ids[0, numbers[1:] - 1] >= 0).long().cumprod(0).sum()) + 1
-            logits = _tree_logits(runner, root, decoyed, context, 0)[-1][numbers]
+            logits = _tree_logits(runner, root, decoyed, context, 0)[:, numbers]
             # nodes past a chunk boundary are dropped by the engine: take plain logits in their place
-            logits[alive:] = longer[0][alive:]
+            logits[:, alive:] = longer[:, alive:]
             yield f"tree of {decoyed.num_nodes} with decoys in a batch of {batch}", logits
+        if batch > 1:
+            _prefill_together(runner, ids[:context], batch)
+            logits = _tree_logits(runner, root, tree, context, 0)
+            # slots between the first and the last got shorter prompts: their logits mean nothing
+            yield f"prompts of {batch} lengths prefilled together", logits[[0, -1]]
 
 
 def _with_decoys(path: Tensor, batch: int, max_nodes: int) -> tuple[DraftTree, Tensor]:
@@ -144,6 +149,15 @@ def _prefill(runner: ModelRunner, ids: Tensor, *, slot: int, pieces: int = 1) ->
             pieces=[PrefillPiece(slot=slot, start=start, length=len(run))],
         )
         runner.fill(run, torch.arange(start, start + len(run), device=ids.device), plan)
+
+
+def _prefill_together(runner: ModelRunner, ids: Tensor, batch: int) -> None:
+    """The whole prompt in the first and the last slot, shorter ones between, in one forward."""
+    lengths = [len(ids), *(max(len(ids) - 7 * slot, 1) for slot in range(1, batch - 1)), len(ids)]
+    pieces = [PrefillPiece(slot=slot, start=0, length=length) for slot, length in enumerate(lengths)]
+    plan = PrefillPlan(pool=runner.pool, attention=runner.attention, pieces=pieces)
+    positions = torch.cat([torch.arange(length, device=ids.device) for length in lengths])
+    runner.fill(ids[positions], positions, plan)
 
 
 def _logits_by_prefill(runner: ModelRunner, ids: Tensor, context: int) -> Tensor:

@@ -52,7 +52,6 @@ class ModelRunner:
         attention: Attention,
         vocab_size: int,
         stock: bool = False,
-        prepack: bool = True,
     ) -> None:
         """Build pool and forward, and compare the forward with the model's own.
 
@@ -63,7 +62,6 @@ class ModelRunner:
             attention: the back end.
             vocab_size: token ids to return logits for.
             stock: use the Hugging Face module even where a forward of ours exists.
-            prepack: allow weights in oneDNN's layout.
 
         Raises:
             ModelError: the architecture cannot be served.
@@ -82,7 +80,7 @@ class ModelRunner:
         ids = torch.arange(length, device=self.device) * 31 % vocab_size
         plain = plain_logits(model, ids)[:, :vocab_size]
         self._forward: Forward = (
-            LlamaForward(model, capacity=self.pool.capacity, prepack=prepack)
+            LlamaForward(model, capacity=self.pool.capacity)
             if can_serve(model) and not stock
             else StockForward(model)
         )
@@ -92,6 +90,11 @@ class ModelRunner:
     def prepacked(self) -> bool:
         """Whether any weight lies in oneDNN's layout."""
         return isinstance(self._forward, LlamaForward) and self._forward.prepacked
+
+    def stop_prepacking(self) -> None:
+        """Lay the weights out for plain products."""
+        if self.prepacked:
+            self._forward = LlamaForward(self.model, capacity=self.pool.capacity, prepack=False)
 
     @torch.inference_mode()
     def logits(

@@ -47,8 +47,11 @@ def unsupported(model: PreTrainedModel, reason: str) -> ModelError:
 @torch.inference_mode()
 def plain_logits(model: PreTrainedModel, ids: Tensor) -> Float[Tensor, "T V"]:
     """Run the model's own forward, with its own attention, over one sequence."""
+    before = model.config._attn_implementation or PLAIN_ATTENTION
     model.set_attn_implementation(PLAIN_ATTENTION)
-    return model(ids[None], use_cache=False).logits[0]
+    logits = model(ids[None], use_cache=False).logits[0]
+    model.set_attn_implementation(before)
+    return logits
 
 
 def require_equal(model: PreTrainedModel, plain: Tensor, served: Tensor) -> None:

@@ -67,6 +67,8 @@ def as_bias(seen: Bool[Tensor, "B n C"], *, heads: int, group: int) -> Float[Ten
     bias = torch.where(seen, 0.0, NEG_INF)
     if n == 1:
         return bias.expand(batch, heads, view).reshape(batch * heads, 1, view)
+    # one sample's heads share one bias
+    heads = 1 if batch == 1 else heads
     bias = bias[:, None, :, None].expand(batch, heads, n, group, view)
     bias = bias.reshape(batch * heads, n * group, view)
     missing = MIN_ROWS - n * group

@@ -43,7 +43,7 @@ def speculation(
             plans = list(PLANS) if draft == "good" else list(OTHER_DRAFT_PLANS)
             taken = interleaved(_contestants(workload, draft, plans, batch_size), rounds)
             suffix = "" if draft == "good" else f"_{draft}"
-            over_plain = {name: ratios(taken, name, "plain") for name in ("plain", *plans)}
+            over_plain = {name: ratios(taken, name, "plain") for name in plans}
             chosen = max(over_plain, key=lambda name: sorted(over_plain[name])[rounds // 2])
             figure = f"spec_over_plain_b{batch_size}{suffix}"
             best[batch_size] = figures.keep(figure, over_plain[chosen])

@@ -155,6 +155,8 @@ class ModelDrafter:
         depth_of_column = torch.zeros(live, 0, dtype=torch.int64, device=device)
         levels: list[tuple[Tensor, ...]] = []
         offset = 0
+        # a wide tree has more columns than nodes: near the end of the cache it stays shallow
+        room = self.runner.pool.capacity - int(batch.lengths[:live].max())
         for level in range(1, budget.depth + 1):
             width = frontier_logits.shape[1]
             rows = noise[:, level - 1 : level].expand(-1, width, -1)
@@ -165,10 +167,10 @@ class ModelDrafter:
             parent = frontier_number.repeat_interleave(budget.branching, 1)
             draft_slot = torch.full_like(ids, -1)
             levels.append((ids, parent, score, draft_slot))
-            if level == budget.depth:
+            columns = depth_of_column.shape[1]
+            if level == budget.depth or columns + min(budget.width, score.shape[1]) > room:
                 break
             best = torch.sort(score, dim=1, descending=True, stable=True).indices[:, : budget.width]
-            columns = depth_of_column.shape[1]
             draft_slot.scatter_(1, best, torch.arange(best.shape[1], device=device).expand_as(best) + columns)
             parent_seen = frontier_seen.gather(
                 1, (best // budget.branching)[..., None].expand(-1, -1, frontier_seen.shape[2])

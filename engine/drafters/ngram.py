@@ -26,9 +26,10 @@ class NgramDrafter:
 
     def draft(self, batch: RunningBatch, budget: Budget, noise: Tensor) -> DraftTree | None:
         """Return one chain per sample, dead nodes where there is no match; None when nothing matches."""
-        tokens = np.full((len(batch), budget.num_nodes), DEAD, dtype=np.int64)
+        count = min(budget.num_nodes, budget.depth)
+        tokens = np.full((len(batch), count), DEAD, dtype=np.int64)
         for slot in range(len(batch)):
-            found = self._continuation(batch.tokens[slot, : batch.lengths[slot]], budget.num_nodes)
+            found = self._continuation(batch.tokens[slot, : batch.lengths[slot]], count)
             tokens[slot, : len(found)] = found
         longest = int((tokens != DEAD).sum(1).max(initial=0))
         if longest == 0:

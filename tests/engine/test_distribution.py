@@ -122,7 +122,7 @@ def _reuse_noise(patch: pytest.MonkeyPatch) -> None:
     def reused(words, positions, vocab_size, device):
         return gumbel_noise(words, np.zeros_like(positions), vocab_size)
 
-    patch.setattr(engine.decode_step, "gumbel_noise", reused)
+    patch.setattr(engine.batch, "gumbel_noise", reused)
 
 
 def _drop_group_member(patch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 from torch import Tensor
 
+from core.config import EngineConfig, SpeculationConfig
 from core.records import PLAIN, Budget, DecodeState, SampleRequest, SamplingParams, StepRecord
+from engine.build import build_engine
 from engine.drafters.model import MAX_CATCH_UP_TOKENS, ModelDrafter
 from engine.generator import Engine
 from policies.fixed import FixedPolicy
@@ -181,3 +183,43 @@ def test_an_exported_cache_serves_another_slot(
     assert drafter.num_cached_tokens(3) == drafter.num_cached_tokens(0) > 0
     for name, tensor in drafter.export(3).items():
         assert tensor.equal(state[name])
+
+
+def test_a_wide_tree_stays_inside_the_cache(pairs, make_requests) -> None:
+    """14 columns of a tree of 8 nodes; one sample near the end of its cache, one far from its own end."""
+    sampling = [SamplingParams(max_new_tokens=45), SamplingParams(max_new_tokens=5)]
+    requests = make_requests([10, 50], sampling)
+    pair = pairs["float32"]
+
+    def tokens(speculation: SpeculationConfig) -> list[list[int]]:
+        engine = build_engine(
+            pair.target,
+            pair.draft,
+            engine=EngineConfig(device="cpu", max_running_samples=2, probe=False),
+            speculation=speculation,
+            max_total_tokens=55,
+        )
+        return [completion.token_ids.tolist() for completion in engine.generate(requests)]
+
+    wide = SpeculationConfig(num_nodes=8, depth=8, branching=2)
+    assert tokens(wide) == tokens(SpeculationConfig(policy="off"))
+
+
+@pytest.mark.parametrize("branching", [1, 2])
+def test_a_lookup_chain_is_no_deeper_than_asked(pairs, make_requests, branching: int) -> None:
+    requests = make_requests([20, 12], SamplingParams(max_new_tokens=30))
+
+    def tokens(speculation: SpeculationConfig) -> list[list[int]]:
+        engine = build_engine(
+            pairs["float32"].target,
+            None,
+            engine=EngineConfig(device="cpu", max_running_samples=2, probe=False),
+            speculation=speculation,
+            max_total_tokens=64,
+        )
+        return [completion.token_ids.tolist() for completion in engine.generate(requests)]
+
+    looked_up = SpeculationConfig(
+        drafter="ngram", num_nodes=8, depth=4, branching=branching, ngram_max=2, ngram_min=1
+    )
+    assert tokens(looked_up) == tokens(SpeculationConfig(policy="off"))

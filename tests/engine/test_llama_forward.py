@@ -142,3 +142,33 @@ def test_the_own_forward_is_taken_unless_told_otherwise(new_model) -> None:
     for stock in (False, True):
         runner = runner_of(new_model(1, "float32"), stock=stock)
         assert isinstance(runner._forward, LlamaForward) is not stock
+
+
+@pytest.mark.parametrize("head_dim", [16, 20, 40, 64])
+def test_rotations_round_alike_whatever_the_capacity(new_model, monkeypatch, head_dim: int) -> None:
+    """A short pool keeps a table of rotations for all heads, a long one does not."""
+    model = new_model(1, "float32", head_dim=head_dim)
+    with_table = causal_logits(runner_of(model), IDS)
+    monkeypatch.setattr("engine.llama_forward.MAX_ROTATION_BYTES", 0)
+    assert torch.equal(with_table, causal_logits(runner_of(model), IDS))
+
+
+def test_a_window_that_the_stock_module_ignores_is_ignored(new_model) -> None:
+    """Longer than the start-up comparison looks."""
+    windowed = new_model(1, "float32", sliding_window=100)
+    ids = torch.arange(150) * 7 % 64
+    assert torch.equal(
+        causal_logits(runner_of(windowed), ids), causal_logits(runner_of(new_model(1, "float32")), ids)
+    )
+
+
+def test_a_module_keeps_its_own_attention(new_model) -> None:
+    model = new_model(1, "float32")
+    before = model.config._attn_implementation
+    runner_of(model)
+    assert model.config._attn_implementation == before
+    runner_of(model, stock=True)
+    served = model.config._attn_implementation
+    assert served != before
+    runner_of(model)
+    assert model.config._attn_implementation == served

@@ -72,8 +72,28 @@ def batch_dependent(
     return out * (1.0 + 2.0**-22) if q.shape[0] > HEADS else out
 
 
+def company_dependent(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    bias: Tensor,
+    *,
+    rows: int,
+    scaling: float,
+    softcap: float | None,
+) -> Tensor:
+    """Rounds differently for long prompts in company: decode steps never show it."""
+    out = ordered_attention(q, keys, values, bias, rows=rows, scaling=scaling, softcap=softcap)
+    return out * (1.0 + 2.0**-22) if q.shape[0] > HEADS and rows >= 32 else out
+
+
 @pytest.mark.parametrize(
-    ("attention", "case"), [(view_dependent, "view .* longer at context 5"), (batch_dependent, "batch of 3")]
+    ("attention", "case"),
+    [
+        (view_dependent, "view .* longer at context 5"),
+        (batch_dependent, "batch of 3"),
+        (company_dependent, "lengths prefilled together"),
+    ],
 )
 def test_planted_dependences_are_named(pairs, attention: Attention, case: str) -> None:
     with pytest.raises(NumericsError, match=case):
@@ -118,4 +138,7 @@ def test_numerics_by_config_and_device() -> None:
     assert resolve_numerics(EngineConfig(), cuda) == "fast"
     assert resolve_numerics(EngineConfig(numerics="invariant"), cuda) == "invariant"
     assert resolve_numerics(EngineConfig(numerics="fast"), cpu) == "fast"
+    assert resolve_numerics(EngineConfig(num_threads=2), cpu) == "fast"
+    with pytest.raises(ConfigError, match=r"needs engine\.num_threads 1, got 2"):
+        resolve_numerics(EngineConfig(numerics="invariant", num_threads=2), cpu)
     assert resolve_device(EngineConfig(device="cpu")) == cpu
