@@ -25,7 +25,7 @@ from benchmarks.support.timing import Figures
 from benchmarks.support.workload import default_cache_dir, demo_workload
 
 ROLLOUT_PROMPTS = 32
-ROUNDS = {"quick": 1, "default": 3, "full": 7}
+ROUNDS = {"quick": 1, "default": 2, "full": 5}
 
 
 def run(*, out: Path, mode: str, data: Path | None) -> int:
