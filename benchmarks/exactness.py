@@ -95,7 +95,7 @@ def run(*, out: Path, mode: str, data: Path | None) -> int:
     _print(rows, console)
     pq.write_table(pa.Table.from_pylist(rows), out / "exactness.parquet")
     figures = {name: float(getattr(tally, name)) for name in Tally.__dataclass_fields__}
-    write_result(out, "exactness", figures, provenance={"mode": mode, "data": str(data) if data else None})
+    write_result(out, "exactness", figures, provenance={"mode": mode, "data": data.name if data else None})
     console.print(figures)
     exact = tally.mismatches == 0 and tally.reference_mismatches == 0
     return 0 if exact and tally.logprob_max_abs_error <= REFERENCE_TOLERANCE else 1

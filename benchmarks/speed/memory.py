@@ -14,13 +14,13 @@ from pathlib import Path
 import torch
 
 from benchmarks.support.model_p import VOCAB_SIZE, model_p_folder, model_p_requests
-from benchmarks.support.rates import new_engine
+from benchmarks.support.rates import plain_engine
 from benchmarks.support.timing import Figures
 from cluster.check import model_shape
 from cluster.memory import plan_memory
-from core.config import Config, SpeculationConfig
+from core.config import Config
 from core.errors import WaitTimeout
-from engine.models import load_causal_lm, load_hf_config
+from engine.models import load_hf_config
 
 SLOTS, TOKENS = 48, 640
 NEW_TOKENS = 8
@@ -78,14 +78,7 @@ def _measured_bytes(folder: Path) -> int:
 def _decode(folder: Path, slots: int, tokens: int) -> None:
     torch.set_num_threads(1)
     importlib.import_module("ray")  # a generation actor has it loaded
-    engine = new_engine(
-        load_causal_lm(str(folder), "float32"),
-        None,
-        SpeculationConfig(policy="off"),
-        batch_size=slots,
-        max_total_tokens=tokens,
-        vocab_size=VOCAB_SIZE,
-    )
+    engine = plain_engine(folder, "float32", batch_size=slots, max_total_tokens=tokens, vocab_size=VOCAB_SIZE)
     engine.generate(model_p_requests(slots, prompt_tokens=tokens - NEW_TOKENS, new_tokens=NEW_TOKENS))
     print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
 

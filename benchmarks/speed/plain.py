@@ -11,9 +11,8 @@ from rich.console import Console
 
 from benchmarks.peers.client import Peer, available_peers
 from benchmarks.support.model_p import NEW_TOKENS, PROMPT_TOKENS, VOCAB_SIZE, model_p_folder, model_p_requests
-from benchmarks.support.rates import engine_rate, hugging_face_rate, new_engine
+from benchmarks.support.rates import engine_rate, hugging_face_rate, plain_engine
 from benchmarks.support.timing import Figures, Rate, interleaved, ratios
-from core.config import SpeculationConfig
 from core.records import SampleRequest
 from engine.models import load_causal_lm
 
@@ -59,10 +58,9 @@ def plain_decoding(
 
 
 def _our_rate(folder: Path, requests: Sequence[SampleRequest], dtype: str) -> Rate:
-    engine = new_engine(
-        load_causal_lm(str(folder), dtype),
-        None,
-        SpeculationConfig(policy="off"),
+    engine = plain_engine(
+        folder,
+        dtype,
         batch_size=len(requests),
         max_total_tokens=PROMPT_TOKENS + NEW_TOKENS,
         vocab_size=VOCAB_SIZE,

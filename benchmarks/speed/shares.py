@@ -14,7 +14,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from benchmarks.speed.speculation import PLANS
 from benchmarks.support.model_p import VOCAB_SIZE, model_p_folder, model_p_requests
-from benchmarks.support.rates import new_engine
+from benchmarks.support.rates import new_engine, plain_engine
 from benchmarks.support.timing import Figures, interleaved, ratios
 from benchmarks.support.workload import Workload
 from core.config import EngineConfig, SpeculationConfig
@@ -75,7 +75,13 @@ def prefill(cache_dir: Path, figures: Figures, rounds: int) -> None:
     model = load_causal_lm(str(folder), "float32")
     requests = model_p_requests(PREFILL_PROMPTS, prompt_tokens=PREFILL_TOKENS, new_tokens=1)
     ids = torch.stack([torch.from_numpy(request.prompt.token_ids) for request in requests])
-    engine = _plain_engine(folder, PREFILL_PROMPTS, PREFILL_TOKENS + 1)
+    engine = plain_engine(
+        folder,
+        "float32",
+        batch_size=PREFILL_PROMPTS,
+        max_total_tokens=PREFILL_TOKENS + 1,
+        vocab_size=VOCAB_SIZE,
+    )
 
     @torch.inference_mode()
     def hugging_face() -> float:
@@ -98,17 +104,6 @@ def prefill(cache_dir: Path, figures: Figures, rounds: int) -> None:
     engine.generate(group)
     computed = engine.stats.num_prefill_tokens - before
     figures.values["group_prefill_tokens_over_prompt"] = computed / (PREFILL_TOKENS - 1)
-
-
-def _plain_engine(folder: Path, batch_size: int, max_total_tokens: int) -> Engine:
-    return new_engine(
-        load_causal_lm(str(folder), "float32"),
-        None,
-        SpeculationConfig(policy="off"),
-        batch_size=batch_size,
-        max_total_tokens=max_total_tokens,
-        vocab_size=VOCAB_SIZE,
-    )
 
 
 def _outside_share(engine: Engine, requests: list[SampleRequest]) -> list[float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from core.config import EngineConfig, SpeculationConfig
 from core.records import SampleRequest
 from engine.build import build_engine
 from engine.generator import Engine
+from engine.models import load_causal_lm
 
 
 def new_engine(
@@ -34,6 +36,20 @@ def new_engine(
         draft if speculation.policy != "off" else None,
         engine=config,
         speculation=speculation,
+        max_total_tokens=max_total_tokens,
+        vocab_size=vocab_size,
+    )
+
+
+def plain_engine(
+    folder: Path, dtype: str, *, batch_size: int, max_total_tokens: int, vocab_size: int
+) -> Engine:
+    """Build an engine that decodes a checkpoint plainly."""
+    return new_engine(
+        load_causal_lm(str(folder), dtype),
+        None,
+        SpeculationConfig(policy="off"),
+        batch_size=batch_size,
         max_total_tokens=max_total_tokens,
         vocab_size=vocab_size,
     )

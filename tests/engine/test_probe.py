@@ -1,5 +1,7 @@
 """The start-up probe passes where numerics are invariant and names the case where they are not."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -43,48 +45,21 @@ def test_sdpa_fails(pairs) -> None:
         prove_invariance(runner_of(pairs["float32"], sdpa_attention), max_nodes=8)
 
 
-def view_dependent(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    bias: Tensor,
-    *,
-    rows: int,
-    scaling: float,
-    softcap: float | None,
-) -> Tensor:
+def view_dependent(q: Tensor, keys: Tensor, values: Tensor, bias: Tensor, **settings: Any) -> Tensor:
     """Rounds differently under longer views: what a library may do that splits a reduction by its length."""
-    out = ordered_attention(q, keys, values, bias, rows=rows, scaling=scaling, softcap=softcap)
+    out = ordered_attention(q, keys, values, bias, **settings)
     return out * (1.0 + 2.0**-22) if keys.shape[1] > 96 else out
 
 
-def batch_dependent(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    bias: Tensor,
-    *,
-    rows: int,
-    scaling: float,
-    softcap: float | None,
-) -> Tensor:
-    out = ordered_attention(q, keys, values, bias, rows=rows, scaling=scaling, softcap=softcap)
+def batch_dependent(q: Tensor, keys: Tensor, values: Tensor, bias: Tensor, **settings: Any) -> Tensor:
+    out = ordered_attention(q, keys, values, bias, **settings)
     return out * (1.0 + 2.0**-22) if q.shape[0] > HEADS else out
 
 
-def company_dependent(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    bias: Tensor,
-    *,
-    rows: int,
-    scaling: float,
-    softcap: float | None,
-) -> Tensor:
+def company_dependent(q: Tensor, keys: Tensor, values: Tensor, bias: Tensor, **settings: Any) -> Tensor:
     """Rounds differently for long prompts in company: decode steps never show it."""
-    out = ordered_attention(q, keys, values, bias, rows=rows, scaling=scaling, softcap=softcap)
-    return out * (1.0 + 2.0**-22) if q.shape[0] > HEADS and rows >= 32 else out
+    out = ordered_attention(q, keys, values, bias, **settings)
+    return out * (1.0 + 2.0**-22) if q.shape[0] > HEADS and settings["rows"] >= 32 else out
 
 
 @pytest.mark.parametrize(
