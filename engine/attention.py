@@ -1,6 +1,6 @@
 """Attention over the KV pool: `ordered` (bitwise invariant), `sdpa` (fast), `reference` (the oracle).
 
-All take one row of the batch dimension for each (sample, KV head), with the queries of the head's group packed
+All take one row of the batch dimension for each (sample, KV head), with the queries that share the head packed
 behind one another, so KV heads are never repeated:
     q [N, R, E], keys [N, C, E], values [N, C, E], additive bias [N or 1, R or 1, C] of 0 and -inf.
 Only the first `rows` of the R queries count; the others are padding (any finite values) and do not come back.

@@ -32,8 +32,8 @@ from engine.batch import RunningBatch
 from engine.decode_step import decode_step
 from engine.drafters.base import Drafter
 from engine.drafters.model import ModelDrafter
-from engine.forward_plan import PrefillPiece
 from engine.prefill import fill_committed
+from engine.prefill_plan import PrefillPiece
 from engine.runner import ModelRunner
 from policies.base import DraftPolicy
 

@@ -42,7 +42,7 @@ class Layer:
     "None: multiplied into the weights"
     qkv: Linear
     head_gain: Tensor | None
-    "[group + 1, E]: Qwen3's norms of queries and key"
+    "[queries + 1, E]: Qwen3's norms of queries and key"
     out: Linear
     mlp_gain: Tensor | None
     gate_up: Linear
@@ -65,7 +65,7 @@ class LlamaForward:
         self._prepack = prepack
         self._dtype = compute_dtype(model.dtype, model.device)
         self._kv_heads: int = config.num_key_value_heads
-        self._group: int = config.num_attention_heads // config.num_key_value_heads
+        self._queries: int = config.num_attention_heads // config.num_key_value_heads
         self._size: int = model.base_model.layers[0].self_attn.head_dim  # type: ignore[index,union-attr]
         self._eps: float = config.rms_norm_eps
         self._scaling = self._size**-0.5
@@ -132,7 +132,7 @@ class LlamaForward:
     def _qkv(self, layer: Layer, x: Tensor, rotation: Tensor) -> Float[Tensor, "M Hkv G E"]:
         """Rotated queries and key, and the value, of every token and KV head."""
         packed = layer.qkv(self._norm(x, layer.attention_gain)).float()
-        qkv = packed.view(x.shape[0], self._kv_heads, self._group + 2, self._size)
+        qkv = packed.view(x.shape[0], self._kv_heads, self._queries + 2, self._size)
         if layer.head_gain is not None:
             queries_key = qkv[:, :, :-1]
             queries_key.copy_(F.rms_norm(queries_key, (self._size,), None, self._eps).mul_(layer.head_gain))
@@ -142,12 +142,12 @@ class LlamaForward:
         return qkv
 
     def _all_rotations(self, rotations: Tensor) -> Tensor:
-        """Complex [T, Hkv, group + 2, E/2], one for the values, where that is small and rounds alike.
+        """Complex [T, Hkv, queries + 2, E/2], one for the values, where that is small and rounds alike.
 
         Else [T, 1, 1, E/2]: slower, and every head is a loop of its own, whatever the batch.
         """
         turned = rotations[:, None, None]
-        lanes = (self._kv_heads, self._group + 2)
+        lanes = (self._kv_heads, self._queries + 2)
         small = turned.nbytes * lanes[0] * lanes[1] <= MAX_ROTATION_BYTES
         if not small or turned.shape[-1] % WHOLE_VECTORS:
             return turned
@@ -223,7 +223,7 @@ class LlamaForward:
             return None
         query = _pairs_together(attention.q_norm.weight.float(), dim=0)
         key = _pairs_together(attention.k_norm.weight.float(), dim=0)
-        return torch.cat([query.expand(self._group, -1), key[None]])
+        return torch.cat([query.expand(self._queries, -1), key[None]])
 
 
 def can_serve(model: PreTrainedModel) -> bool:

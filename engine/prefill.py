@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import torch
 
-from engine.forward_plan import PrefillPiece, PrefillPlan
+from engine.prefill_plan import PrefillPiece, PrefillPlan
 from engine.runner import ModelRunner
 
 

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from core.errors import NumericsError
 from engine.attention import CHUNK
-from engine.forward_plan import PrefillPiece, PrefillPlan, TreePlan
+from engine.forward_plan import TreePlan
+from engine.prefill_plan import PrefillPiece, PrefillPlan
 from engine.runner import ModelRunner
 from engine.tree import DraftTree, ancestors_or_self, chain, drop_split_nodes
 

@@ -10,9 +10,10 @@ from torch import Tensor
 from transformers.modeling_utils import PreTrainedModel
 
 from engine.attention import Attention
-from engine.forward_plan import ForwardPlan, PrefillPiece, PrefillPlan
+from engine.forward_plan import ForwardPlan
 from engine.kv import KVPool, KVShape
 from engine.llama_forward import LlamaForward, can_serve
+from engine.prefill_plan import PrefillPiece, PrefillPlan
 from engine.stock_forward import StockForward
 from engine.support import COMPARED_TOKENS, plain_logits, refuse_unsupported, require_equal
 from engine.weights import load_into

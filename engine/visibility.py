@@ -58,10 +58,10 @@ def tree_visibility(
     return visible & (depth[:, columns - n :, None] - column_depth[:, None] < window)
 
 
-def as_bias(seen: Bool[Tensor, "B n C"], *, heads: int, group: int) -> Float[Tensor, "N R C"]:
+def as_bias(seen: Bool[Tensor, "B n C"], *, heads: int, queries: int) -> Float[Tensor, "N R C"]:
     """Return 0 where seen and -inf elsewhere, for queries packed by (sample, KV head), rows token by token.
 
-    One row serves the whole group of a single token. Padding rows up to MIN_ROWS see everything.
+    One row serves all queries of a single token that share a head. Padding rows up to MIN_ROWS see everything.
     """
     batch, n, view = seen.shape
     bias = torch.where(seen, 0.0, NEG_INF)
@@ -69,7 +69,7 @@ def as_bias(seen: Bool[Tensor, "B n C"], *, heads: int, group: int) -> Float[Ten
         return bias.expand(batch, heads, view).reshape(batch * heads, 1, view)
     # one sample's heads share one bias
     heads = 1 if batch == 1 else heads
-    bias = bias[:, None, :, None].expand(batch, heads, n, group, view)
-    bias = bias.reshape(batch * heads, n * group, view)
-    missing = MIN_ROWS - n * group
+    bias = bias[:, None, :, None].expand(batch, heads, n, queries, view)
+    bias = bias.reshape(batch * heads, n * queries, view)
+    missing = MIN_ROWS - n * queries
     return bias if missing <= 0 else torch.nn.functional.pad(bias, (0, 0, 0, missing))

@@ -16,8 +16,9 @@ from transformers.modeling_utils import PreTrainedModel
 
 from core.records import Budget
 from engine.batch import RunningBatch
-from engine.forward_plan import PrefillPiece, TreePlan
+from engine.forward_plan import TreePlan
 from engine.prefill import fill_committed
+from engine.prefill_plan import PrefillPiece
 from engine.rule import perturb, scale
 from engine.runner import ModelRunner
 from engine.tree import DraftTree, chain, select_best

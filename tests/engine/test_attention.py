@@ -5,8 +5,9 @@ import torch
 from torch import Tensor
 
 from engine.attention import ATTENTION, CHUNK, ordered_attention, reference_attention
-from engine.forward_plan import PrefillPiece, PrefillPlan, TreePlan
+from engine.forward_plan import TreePlan
 from engine.kv import KVPool, KVShape
+from engine.prefill_plan import PrefillPiece, PrefillPlan
 
 HEADS, SIZE = 2, 16
 SCALING = SIZE**-0.5

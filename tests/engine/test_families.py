@@ -7,7 +7,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from core.errors import ModelError
 from engine.attention import ordered_attention
-from engine.forward_plan import PrefillPiece, PrefillPlan, TreePlan
+from engine.forward_plan import TreePlan
+from engine.prefill_plan import PrefillPiece, PrefillPlan
 from engine.probe import prove_invariance
 from engine.runner import ModelRunner
 

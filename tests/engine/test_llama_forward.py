@@ -11,9 +11,9 @@ from core.errors import ModelError, NumericsError
 from engine import linears
 from engine.attention import ordered_attention
 from engine.build import build_engine
-from engine.forward_plan import PrefillPiece, PrefillPlan
 from engine.linears import MatrixLinear, PrepackedLinear, compute_dtype, make_linear
 from engine.llama_forward import LlamaForward, can_serve
+from engine.prefill_plan import PrefillPiece, PrefillPlan
 from engine.probe import prove_invariance
 from engine.runner import ModelRunner
 

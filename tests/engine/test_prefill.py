@@ -10,8 +10,8 @@ from torch import Tensor
 
 from core.records import SampleRequest, SamplingParams
 from engine.attention import ordered_attention
-from engine.forward_plan import PrefillPiece, PrefillPlan
 from engine.prefill import share_prompts
+from engine.prefill_plan import PrefillPiece, PrefillPlan
 from engine.runner import ModelRunner
 
 
