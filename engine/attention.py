@@ -30,8 +30,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 CHUNK = 128
-SUM_COLUMNS = 8
-"Columns of the ones: a product with one column takes another path."
+SUM_COLUMNS = 16
+"Columns of the ones. One would take another path; 16 cost half of what 8 do (measured)."
 MIN_ROWS = 4
 LOG2_E = math.log2(math.e)
 
@@ -76,13 +76,16 @@ def ordered_attention(
     weights.sub_(weights.amax(-1, keepdim=True)).exp2_()
     # all R rows go into the products: fewer than MIN_ROWS would round differently
     flat, ones = scores.view(-1, view), _ones(CHUNK, scores.dtype, scores.device)
-    out = torch.bmm(scores[:, :, :CHUNK], values[:, :CHUNK])
-    total = torch.mm(flat[:, :CHUNK], ones[: min(view, CHUNK)])
-    for start in range(CHUNK, view, CHUNK):
-        out.baddbmm_(scores[:, :, start : start + CHUNK], values[:, start : start + CHUNK])
-        total.addmm_(flat[:, start : start + CHUNK], ones[: min(view - start, CHUNK)])
-    total = total.view(out.shape[0], out.shape[1], SUM_COLUMNS)
-    return out[:, :rows] / total[:, :rows, :1]
+    if view <= CHUNK:
+        out = torch.bmm(scores, values)
+        total = torch.mm(flat, ones[:view])
+    else:
+        out = torch.bmm(scores[:, :, :CHUNK], values[:, :CHUNK])
+        total = torch.mm(flat[:, :CHUNK], ones)
+        for start in range(CHUNK, view, CHUNK):
+            out.baddbmm_(scores[:, :, start : start + CHUNK], values[:, start : start + CHUNK])
+            total.addmm_(flat[:, start : start + CHUNK], ones[: view - start])
+    return out[:, :rows] / total.view(*out.shape[:2], SUM_COLUMNS)[:, :rows, :1]
 
 
 @lru_cache(maxsize=4)

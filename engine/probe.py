@@ -154,7 +154,7 @@ def _prefill(runner: ModelRunner, ids: Tensor, *, slot: int, pieces: int = 1) ->
 
 def _prefill_together(runner: ModelRunner, ids: Tensor, batch: int) -> None:
     """The whole prompt in the first and the last slot, shorter ones between, in one forward."""
-    lengths = [len(ids), *(max(len(ids) - 7 * slot, 1) for slot in range(1, batch - 1)), len(ids)]
+    lengths = [len(ids), *(min(len(ids), 3 * slot) for slot in range(1, batch - 1)), len(ids)]
     pieces = [PrefillPiece(slot=slot, start=0, length=length) for slot, length in enumerate(lengths)]
     plan = PrefillPlan(pool=runner.pool, attention=runner.attention, pieces=pieces)
     positions = torch.cat([torch.arange(length, device=ids.device) for length in lengths])
