@@ -34,7 +34,7 @@ def run(*, out: Path, mode: str, data: Path | None) -> int:
     console, figures, cache_dir = Console(), Figures(), default_cache_dir()
     workload, rounds = demo_workload(ROLLOUT_PROMPTS), ROUNDS[mode]
     quick = mode == "quick"
-    rollout(workload, figures, 2 * rounds)
+    rollout(workload, figures, 8 * rounds)
     draft_share(workload, figures, rounds)
     rows = plain_decoding(cache_dir, figures, rounds, console, **({"batch_sizes": (8,)} if quick else {}))
     rows += speculation(workload, figures, rounds, console, **({"batch_sizes": (8,)} if quick else {}))

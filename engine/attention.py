@@ -21,7 +21,6 @@ drops the few nodes that do not. The start-up probe (`engine.probe`) proves the 
 from __future__ import annotations
 
 import math
-from functools import lru_cache
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -69,28 +68,34 @@ def ordered_attention(
     view = keys.shape[1]
     keys = keys.transpose(1, 2)
     if softcap is None:
-        scores = torch.baddbmm(bias.to(q.dtype), q, keys, alpha=scaling * LOG2_E)
+        scores = torch.baddbmm(bias, q, keys, alpha=scaling * LOG2_E)
     else:
         scores = torch.bmm(q, keys).mul_(scaling / softcap).tanh_().mul_(softcap * LOG2_E).add_(bias)
     weights = scores[:, :rows]
     weights.sub_(weights.amax(-1, keepdim=True)).exp2_()
     # all R rows go into the products: fewer than MIN_ROWS would round differently
-    flat, ones = scores.view(-1, view), _ones(CHUNK, scores.dtype, scores.device)
+    flat = scores.view(-1, view)
     if view <= CHUNK:
         out = torch.bmm(scores, values)
-        total = torch.mm(flat, ones[:view])
+        total = torch.mm(flat, _ones(view, flat))
     else:
         out = torch.bmm(scores[:, :, :CHUNK], values[:, :CHUNK])
-        total = torch.mm(flat[:, :CHUNK], ones)
+        total = torch.mm(flat[:, :CHUNK], _ones(CHUNK, flat))
         for start in range(CHUNK, view, CHUNK):
             out.baddbmm_(scores[:, :, start : start + CHUNK], values[:, start : start + CHUNK])
-            total.addmm_(flat[:, start : start + CHUNK], ones[: view - start])
+            total.addmm_(flat[:, start : start + CHUNK], _ones(min(view - start, CHUNK), flat))
     return out[:, :rows] / total.view(*out.shape[:2], SUM_COLUMNS)[:, :rows, :1]
 
 
-@lru_cache(maxsize=4)
-def _ones(length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.ones(length, SUM_COLUMNS, dtype=dtype, device=device)
+_ONES: dict[int, Tensor] = {}
+
+
+def _ones(length: int, like: Tensor) -> Tensor:
+    """Ones [length, SUM_COLUMNS], kept: this is asked for in every layer."""
+    ones = _ONES.get(length)
+    if ones is None or ones.dtype != like.dtype or ones.device != like.device:
+        ones = _ONES[length] = like.new_ones(length, SUM_COLUMNS)
+    return ones
 
 
 def sdpa_attention(
@@ -106,7 +111,7 @@ def sdpa_attention(
     """Attend with torch's scaled_dot_product_attention; equal to `ordered` up to rounding."""
     if softcap is not None:
         return reference_attention(q, keys, values, bias, rows=rows, scaling=scaling, softcap=softcap)
-    bias = bias[:, :rows].to(q.dtype)
+    bias = bias[:, :rows]
     out = F.scaled_dot_product_attention(
         q[:, None, :rows],
         keys[:, None],

@@ -90,7 +90,8 @@ class TreePlan:
     def _bias_for(self, window: int | None, queries: int) -> Tensor:
         if window not in self._bias:
             seen = self._visible(window)
-            self._bias[window] = as_bias(seen, heads=self.pool.shape.num_kv_heads, queries=queries)
+            bias = as_bias(seen, heads=self.pool.shape.num_kv_heads, queries=queries)
+            self._bias[window] = bias.to(self.pool.cells.dtype)
         return self._bias[window]
 
     def _visible(self, window: int | None) -> Bool[Tensor, "B n C"]:

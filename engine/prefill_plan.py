@@ -98,7 +98,7 @@ class PrefillPlan:
                 tokens=tokens,
                 real_tokens=tokens[real],
                 real=None if bool(real.all()) else real.nonzero()[:, 0],
-                bias=as_bias(seen, heads=heads, queries=queries),
+                bias=as_bias(seen, heads=heads, queries=queries).to(self.pool.cells.dtype),
             )
             first_token += int(lengths.sum())
 

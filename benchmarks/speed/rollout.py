@@ -19,7 +19,7 @@ def rollout(workload: Workload, figures: Figures, rounds: int) -> None:
         batch_size=size,
         pad_token_id=workload.pad_token_id,
     )
-    taken = interleaved({"ours": _plain(workload, size, "invariant"), "hf": hf}, max(rounds // 2, 1))
+    taken = interleaved({"ours": _plain(workload, size, "invariant"), "hf": hf}, max(rounds // 4, 1))
     figures.keep("plain_over_hf_rollout", ratios(taken, "ours", "hf"))
     taken = interleaved(
         {name: _plain(workload, COST_BATCH_SIZE, name) for name in ("fast", "invariant")}, rounds
