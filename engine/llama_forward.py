@@ -100,16 +100,7 @@ class LlamaForward:
         x = F.embedding(input_ids, self._embedding)
         rotation = self._rotation(position_ids)
         for index, layer in enumerate(self._layers):
-            attended = plan.attend(
-                index,
-                self._qkv(layer, x, rotation),
-                scaling=self._scaling,
-                softcap=None,
-                sliding_window=layer.sliding_window,
-            )
-            x = layer.out.add_to(x, attended.to(self._dtype))
-            gate, up = layer.gate_up(self._norm(x, layer.mlp_gain)).chunk(2, dim=-1)
-            x = layer.down.add_to(x, F.silu(gate).mul_(up))
+            x = self._after_qkv(index, layer, x, self._qkv(layer, x, rotation), plan)
         return self._head(self._norm(x, self._final_gain))
 
     def fill(self, input_ids: Tensor, position_ids: Tensor, plan: ForwardPlan) -> None:
@@ -122,12 +113,16 @@ class LlamaForward:
             if index == last:
                 plan.store(index, qkv)
                 return
-            attended = plan.attend(
-                index, qkv, scaling=self._scaling, softcap=None, sliding_window=layer.sliding_window
-            )
-            x = layer.out.add_to(x, attended.to(self._dtype))
-            gate, up = layer.gate_up(self._norm(x, layer.mlp_gain)).chunk(2, dim=-1)
-            x = layer.down.add_to(x, F.silu(gate).mul_(up))
+            x = self._after_qkv(index, layer, x, qkv, plan)
+
+    def _after_qkv(self, index: int, layer: Layer, x: Tensor, qkv: Tensor, plan: ForwardPlan) -> Tensor:
+        """Attention and MLP: the layer's output. Overwrites `x`."""
+        attended = plan.attend(
+            index, qkv, scaling=self._scaling, softcap=None, sliding_window=layer.sliding_window
+        )
+        x = layer.out.add_to(x, attended.to(self._dtype))
+        gate, up = layer.gate_up(self._norm(x, layer.mlp_gain)).chunk(2, dim=-1)
+        return layer.down.add_to(x, F.silu(gate).mul_(up))
 
     def _qkv(self, layer: Layer, x: Tensor, rotation: Tensor) -> Float[Tensor, "M Hkv G E"]:
         """Rotated queries and key, and the value, of every token and KV head."""
