@@ -96,9 +96,7 @@ def _target_logits(
 ) -> Tensor:
     """Run root and nodes of every sample; return logits [B, n, V]."""
     live, n = len(batch), tree.num_nodes + 1
-    depth = torch.arange(n, device=base.device).expand(live, n)
-    if not tree.is_chain:
-        depth = torch.cat([tree.depth.new_zeros(live, 1), tree.depth], dim=1)
+    depth = tree.depth_with_root
     plan = TreePlan(
         pool=runner.pool,
         attention=runner.attention,
@@ -119,8 +117,7 @@ def _noise_of_nodes(noise: Tensor, tree: DraftTree) -> Tensor:
     """Return each node's noise [B, n, V]: a node at depth d chooses the token of depth d + 1."""
     if tree.is_chain:
         return noise[:, : tree.num_nodes + 1]
-    depth = torch.cat([tree.depth.new_zeros(len(tree.depth), 1), tree.depth], dim=1)
-    return noise.gather(1, depth[..., None].expand(-1, -1, noise.shape[-1]))
+    return noise.gather(1, tree.depth_with_root[..., None].expand(-1, -1, noise.shape[-1]))
 
 
 def _commit_path(runner: ModelRunner, verdict: Verdict, tree: DraftTree, base: Tensor) -> None:

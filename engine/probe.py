@@ -124,7 +124,7 @@ def _with_decoys(path: Tensor, batch: int, max_nodes: int) -> tuple[DraftTree, T
 
 def _tree_logits(runner: ModelRunner, root: Tensor, tree: DraftTree, context: int, extra_view: int) -> Tensor:
     batch, n = root.shape[0], tree.num_nodes + 1
-    depth = torch.cat([tree.depth.new_zeros(batch, 1), tree.depth], dim=1)
+    depth = tree.depth_with_root
     base = torch.full((batch,), context, device=root.device)
     plan = TreePlan(
         pool=runner.pool,

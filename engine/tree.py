@@ -40,6 +40,11 @@ class DraftTree:
         """N."""
         return self.token_ids.shape[1]
 
+    @property
+    def depth_with_root(self) -> Int[Tensor, "B n"]:
+        """Depth of the root, 0, and of every draft node."""
+        return torch.cat([self.depth.new_zeros(self.depth.shape[0], 1), self.depth], dim=1)
+
 
 def chain(token_ids: Int[Tensor, "B N"], scores: Float[Tensor, "B N"]) -> DraftTree:
     """Build a chain: each node the only child of the one before. The last node is in no draft cache."""
