@@ -158,6 +158,8 @@ class Budget:
     branching: int
     width: int
     reason: str
+    refined: bool = False
+    "the policy is asked after every level whether to draft another, and at the end which nodes to verify"
 
     @property
     def is_plain(self) -> bool:
@@ -169,21 +171,55 @@ PLAIN = Budget(num_nodes=0, depth=0, branching=0, width=0, reason="plain decodin
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepRecord:
-    """What one decode step did; the policies' food and the replay log's line."""
+class DraftLog:
+    """A refined draft: what the policy was shown, what it chose, what the target made of it. C candidates."""
 
-    decode_step: int
+    scores: np.ndarray
+    "[B, C] float32: estimated probability that the whole path to the candidate is accepted, level by level"
+    level_sizes: tuple[int, ...]
+    "candidates of each level; their sum is C"
+    num_nodes: np.ndarray
+    "[B] candidates verified: the best by score, ties to the earlier"
+    num_accepted: np.ndarray
+    "[B]"
+    expected_tokens: float
+    "sum of the verified candidates' scores"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRecord:
+    """What one decode step saw, decided and did; the policies' food and the replay log's line."""
+
+    state: DecodeState
     budget: Budget
-    num_samples: int
-    context_tokens: int
     num_draft_tokens: int
     num_accepted_tokens: int
     num_accepted_rank2_plus: int
     num_emitted_tokens: int
     draft_s: float
+    "selection included"
     verify_s: float
     accept_s: float
     other_s: float
+    select_s: float = 0.0
+    "of these seconds, those spent on choosing: plan, scores, search, bookkeeping"
+    draft: DraftLog | None = None
+    "of a refined budget that drafted"
+
+    @property
+    def decode_step(self) -> int:
+        """Number of the decode step since the engine was built."""
+        return self.state.decode_step
+
+    @property
+    def num_samples(self) -> int:
+        """B."""
+        return self.state.num_samples
+
+    @property
+    def context_tokens(self) -> int:
+        """Committed tokens of the batch before the step."""
+        return self.state.context_tokens
 
     @property
     def step_s(self) -> float:
@@ -209,6 +245,8 @@ class GenerationStats:
     verify_s: float = 0.0
     accept_s: float = 0.0
     other_s: float = 0.0
+    select_s: float = 0.0
+    "contained in the others"
 
     def __add__(self, other: GenerationStats) -> GenerationStats:
         names = self.__dataclass_fields__

@@ -170,9 +170,14 @@ class RunningBatch:
         return torch.from_numpy(self.lengths[: len(self)].copy()).to(self.device)
 
     @property
+    def remaining_tokens(self) -> np.ndarray:
+        """Tokens each running response may still get, [B]."""
+        return (self.limits - self.lengths)[: len(self)]
+
+    @property
     def max_remaining_tokens(self) -> int:
         """Tokens the longest running response may still get."""
-        return int((self.limits - self.lengths)[: len(self)].max(initial=0))
+        return int(self.remaining_tokens.max(initial=0))
 
     @property
     def context_tokens(self) -> int:

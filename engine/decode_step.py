@@ -19,6 +19,8 @@ from core.records import Budget
 from engine.batch import RunningBatch
 from engine.drafters.base import Drafter
 from engine.forward_plan import TreePlan
+from engine.packing import RaggedRows
+from engine.refinement import Refinement
 from engine.rule import emitted_logprobs, perturb, scale
 from engine.runner import ModelRunner
 from engine.tree import DraftTree, ancestors_or_self, drop_split_nodes, root_only
@@ -49,15 +51,19 @@ def decode_step(
     batch: RunningBatch,
     budget: Budget,
     clock: Callable[[], float],
+    refinement: Refinement | None = None,
 ) -> StepOutput:
-    """Decode one step for the running batch; the caches follow, the committed tokens are the caller's."""
+    """Decode one step for the running batch; the caches follow, the committed tokens are the caller's.
+
+    `refinement` asks the policy while the draft grows; without it the budget alone decides.
+    """
     started = clock()
     lengths = batch.lengths_tensor()
     live = len(batch)
     noise = batch.noise(budget.depth + 1, runner.vocab_size)
     tree = None
     if drafter is not None and not budget.is_plain:
-        tree = drafter.draft(batch, budget, noise)
+        tree = drafter.draft(batch, budget, noise, refinement)
     if tree is None:
         tree = root_only(live, lengths.device)
     tree = drop_split_nodes(tree, lengths - 1)
@@ -97,6 +103,7 @@ def _target_logits(
     """Run root and nodes of every sample; return logits [B, n, V]."""
     live, n = len(batch), tree.num_nodes + 1
     depth = tree.depth_with_root
+    ragged = None if tree.num_kept is None else RaggedRows.of(tree.num_kept + 1, base.device)
     plan = TreePlan(
         pool=runner.pool,
         attention=runner.attention,
@@ -105,12 +112,15 @@ def _target_logits(
         seen=ancestors,
         depth=None if ancestors is None else depth,
         view_tokens=int(batch.lengths[:live].max()) + n - 1,
+        ragged=ragged,
     )
     ids = torch.cat([batch.last_tokens(1), tree.token_ids.clamp(min=0)], dim=1)
     # nodes behind a sample's limit are computed and cut off; their positions must still exist
     positions = (base[:, None] + depth).clamp_(max=batch.tokens.shape[1] - 1)
-    logits = runner.logits(ids.reshape(-1), positions.reshape(-1), plan)
-    return logits.view(live, n, -1)
+    ids, positions = ids.reshape(-1), positions.reshape(-1)
+    if ragged is None:
+        return runner.logits(ids, positions, plan).view(live, n, -1)
+    return ragged.unpack(runner.logits(ragged.pack(ids), ragged.pack(positions), plan)).view(live, n, -1)
 
 
 def _noise_of_nodes(noise: Tensor, tree: DraftTree) -> Tensor:

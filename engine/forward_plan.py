@@ -12,10 +12,11 @@ from typing import Protocol, runtime_checkable
 
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.nn import functional as F
 
 from engine.attention import Attention
 from engine.kv import KVPool, round_up
-from engine.packing import pack_queries, unpack_queries
+from engine.packing import RaggedRows, pack_queries, unpack_queries
 from engine.visibility import as_bias, chain_visibility, tree_visibility
 
 
@@ -58,6 +59,8 @@ class TreePlan:
     depth: Int[Tensor, "B t"] | None = None
     view_tokens: int
     "largest base + t"
+    ragged: RaggedRows | None = None
+    "some samples have fewer tokens than `num_tokens`"
     _rows: Tensor = field(init=False)
     _bias: dict[int | None, Tensor] = field(init=False, default_factory=dict)
 
@@ -67,14 +70,20 @@ class TreePlan:
 
     def store(self, layer: int, qkv: Tensor) -> None:
         """See `ForwardPlan.store`."""
-        self.pool.write(layer, self._rows, qkv[: self.base.shape[0] * self.num_tokens, :, -2:])
+        self._write(layer, qkv if self.ragged is None else self.ragged.unpack(qkv))
+
+    def _write(self, layer: int, rows: Tensor) -> None:
+        self.pool.write(layer, self._rows, rows[: self.base.shape[0] * self.num_tokens, :, -2:])
 
     def attend(
         self, layer: int, qkv: Tensor, *, scaling: float, softcap: float | None, sliding_window: int | None
     ) -> Tensor:
         """See `ForwardPlan.attend`."""
         batch, n = self.base.shape[0], self.num_tokens
-        self.store(layer, qkv)
+        num_packed = qkv.shape[0]
+        if self.ragged is not None:
+            qkv = self.ragged.unpack(qkv)
+        self._write(layer, qkv)
         keys, values = self.pool.view(layer, 0, batch, self.view_tokens)
         out = self.attention(
             pack_queries(qkv[: batch * n], batch).to(keys.dtype),
@@ -85,7 +94,11 @@ class TreePlan:
             scaling=scaling,
             softcap=softcap,
         )
-        return unpack_queries(out, batch, n, qkv.shape[0])
+        if self.ragged is None:
+            return unpack_queries(out, batch, n, num_packed)
+        packed = self.ragged.pack(unpack_queries(out, batch, n, batch * n))
+        missing = num_packed - packed.shape[0]
+        return packed if missing == 0 else F.pad(packed, (0, 0, 0, missing))
 
     def _bias_for(self, window: int | None, queries: int) -> Tensor:
         if window not in self._bias:

@@ -17,6 +17,7 @@ from torch import Tensor
 from core.errors import DataError, WeightsError
 from core.records import (
     PLAIN,
+    Budget,
     Completion,
     DecodeState,
     FinishReason,
@@ -34,8 +35,9 @@ from engine.drafters.base import Drafter
 from engine.drafters.model import ModelDrafter
 from engine.prefill import fill_committed
 from engine.prefill_plan import PrefillPiece
+from engine.refinement import Refinement, Scorer
 from engine.runner import ModelRunner
-from policies.base import DraftPolicy
+from policies.base import DraftPolicy, RefiningPolicy
 
 STEP_LOG_LENGTH = 4096
 GOODPUT_WINDOW = 64
@@ -56,10 +58,13 @@ class Engine:
         weight_version: int = 0,
         drafter_version: int = 0,
         clock: Callable[[], float] = time.perf_counter,
+        scorer: Scorer | None = None,
     ) -> None:
         self.runner = runner
         self.drafter = drafter
         self.policy = policy
+        self.scorer = scorer
+        "estimates acceptance for refined budgets"
         self.instance = instance
         self.weight_version = weight_version
         self.drafter_version = drafter_version
@@ -68,6 +73,7 @@ class Engine:
         self.step_records: deque[StepRecord] = deque(maxlen=STEP_LOG_LENGTH)
         self._max_prefill_tokens = max_prefill_tokens
         self._clock = clock
+        self._observe_s = 0.0
         self._waiting: deque[SampleRequest] = deque()
         self._batch = RunningBatch(
             num_slots=runner.pool.num_slots, max_total_tokens=max_total_tokens, device=runner.device
@@ -102,17 +108,17 @@ class Engine:
         started = self._clock()
         state = self.decode_state()
         budget = self.policy.plan(state) if self.drafter is not None else PLAIN
-        output = decode_step(self.runner, self.drafter, self._batch, budget, self._clock)
+        refinement = self._refinement(budget)
+        planned = self._clock()
+        output = decode_step(self.runner, self.drafter, self._batch, budget, self._clock, refinement)
         emitted, finished = self._batch.append(
             output.token_ids, output.policy_logprobs, output.sampling_logprobs, output.num_accepted
         )
         completions = [self._finish(int(slot)) for slot in finished[::-1]]
         timed = output.draft_s + output.verify_s + output.accept_s
         record = StepRecord(
-            decode_step=state.decode_step,
+            state=state,
             budget=budget,
-            num_samples=state.num_samples,
-            context_tokens=state.context_tokens,
             num_draft_tokens=output.num_draft_tokens,
             num_accepted_tokens=int(output.num_accepted.sum()),
             num_accepted_rank2_plus=output.num_accepted_rank2_plus,
@@ -121,9 +127,17 @@ class Engine:
             verify_s=output.verify_s,
             accept_s=output.accept_s,
             other_s=self._clock() - started - timed,
+            select_s=planned - started + (refinement.seconds if refinement else 0.0) + self._observe_s,
+            draft=refinement.log(output.num_accepted) if refinement else None,
         )
         self._note(record, len(completions))
         return completions
+
+    def _refinement(self, budget: Budget) -> Refinement | None:
+        """Return what carries the policy's further decisions of a refined budget."""
+        if not budget.refined or self.scorer is None or not isinstance(self.policy, RefiningPolicy):
+            return None
+        return Refinement(self.policy, self.scorer, self._batch.remaining_tokens, self._clock)
 
     def decode_state(self) -> DecodeState:
         """Return the facts that a draft policy may use."""
@@ -258,7 +272,10 @@ class Engine:
         return completion
 
     def _note(self, record: StepRecord, num_completions: int) -> None:
+        started = self._clock()
         self.policy.observe(record)
+        # counted with the next step: this record is complete
+        self._observe_s = self._clock() - started
         self.step_records.append(record)
         self.stats += GenerationStats(
             num_decode_steps=1,
@@ -272,6 +289,7 @@ class Engine:
             verify_s=record.verify_s,
             accept_s=record.accept_s,
             other_s=record.other_s,
+            select_s=record.select_s,
         )
 
 

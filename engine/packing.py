@@ -7,7 +7,11 @@ so that attention takes the queries of single tokens as they lie.
 
 from __future__ import annotations
 
-from jaxtyping import Float
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -37,3 +41,36 @@ def unpack_queries(
     packed = out.view(batch, heads, n, -1).transpose(1, 2).reshape(batch * n, -1)
     missing = num_tokens - batch * n
     return packed if missing == 0 else F.pad(packed, (0, 0, 0, missing))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RaggedRows:
+    """Samples with unlike numbers of tokens: linears see the real ones, attention a row for each of B * n.
+
+    Missing tokens borrow their sample's root; what that writes behind the tree is overwritten before it is seen.
+    """
+
+    spread: Int[Tensor, " Bn"]
+    "packed token of every row"
+    packed: Int[Tensor, " M"]
+    "row of every packed token"
+
+    @staticmethod
+    def of(num_tokens: np.ndarray, device: torch.device) -> RaggedRows:
+        """Build the maps for `num_tokens[b]` tokens (root included) of n = max(num_tokens) each."""
+        first = np.cumsum(num_tokens) - num_tokens
+        index = np.arange(int(num_tokens.max()))
+        real = index < num_tokens[:, None]
+        spread = first[:, None] + np.where(real, index, 0)
+        return RaggedRows(
+            spread=torch.from_numpy(spread.reshape(-1)).to(device),
+            packed=torch.from_numpy(np.flatnonzero(real)).to(device),
+        )
+
+    def pack(self, rows: Tensor) -> Tensor:
+        """Take the real tokens out of [B * n, ...]."""
+        return rows.index_select(0, self.packed)
+
+    def unpack(self, tokens: Tensor) -> Tensor:
+        """Give every row of [B * n, ...] its token."""
+        return tokens.index_select(0, self.spread)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
@@ -34,6 +35,8 @@ class DraftTree:
     "where behind the committed tokens the draft cache holds the node; -1 where it does not"
     is_chain: bool
     "node i has parent i - 1 in every sample"
+    num_kept: np.ndarray | None = None
+    "[B] where samples keep unlike numbers of nodes: those behind are dead and not even computed"
 
     @property
     def num_nodes(self) -> int:
@@ -82,6 +85,30 @@ def select_best(candidates: DraftTree, num_nodes: int) -> DraftTree:
         scores=candidates.scores.gather(1, order),
         draft_slots=candidates.draft_slots.gather(1, order),
         is_chain=False,
+    )
+
+
+def keep(candidates: DraftTree, num_kept: np.ndarray) -> DraftTree:
+    """Keep the `num_kept[b]` best candidates of each sample; a chain keeps its head."""
+    widest = int(num_kept.max())
+    tree = _head(candidates, widest) if candidates.is_chain else select_best(candidates, widest)
+    if int(num_kept.min()) == widest:
+        return tree
+    counts = torch.from_numpy(num_kept).to(tree.token_ids.device)
+    behind = torch.arange(widest, device=counts.device) >= counts[:, None]
+    return replace(tree, token_ids=tree.token_ids.masked_fill(behind, DEAD), num_kept=num_kept)
+
+
+def _head(tree: DraftTree, num_nodes: int) -> DraftTree:
+    """Cut a chain; what the draft model computed of it stays in the draft cache."""
+    if num_nodes >= tree.num_nodes:
+        return tree
+    return replace(
+        tree,
+        **{
+            name: getattr(tree, name)[:, :num_nodes]
+            for name in ("token_ids", "parents", "depth", "rank", "scores", "draft_slots")
+        },
     )
 
 

@@ -1,13 +1,16 @@
 """The two-phase protocol of draft policies (design 3.2).
 
-Phase one, `plan`, runs on the host from facts of earlier decode steps and returns a `Budget`.
-Phase two, the selection of nodes by score, is a tensor operation of the engine with static shapes
-(`engine.tree`). A policy is pure: equal records in, equal budgets out; no clock, no hidden randomness.
+Phase one, `plan`, runs on the host from facts of earlier decode steps and returns a `Budget`. Phase two is the
+selection of nodes by score: a tensor operation of the engine with static shapes (`engine.tree`), or, for a refined
+budget, a conversation: `deepen` after every level, `select` at the end. A policy is pure: equal records and scores
+in, equal decisions out; no clock, no hidden randomness.
 """
 
 from __future__ import annotations
 
 from typing import Protocol, runtime_checkable
+
+import numpy as np
 
 from core.records import Budget, DecodeState, StepRecord
 
@@ -27,4 +30,22 @@ class DraftPolicy(Protocol):
 
     def observe(self, record: StepRecord) -> None:
         """Take note of what the last decode step did."""
+        ...
+
+
+@runtime_checkable
+class RefiningPolicy(DraftPolicy, Protocol):
+    """Returns refined budgets, and is asked again while the draft grows."""
+
+    def deepen(self, level: int, scores: np.ndarray) -> bool:
+        """Draft another level? `scores` are the path estimates of this level's candidates, [B, c]."""
+        ...
+
+    def select(self, scores: np.ndarray, level_sizes: tuple[int, ...]) -> np.ndarray:
+        """Return how many candidates of each sample to verify, int [B]: its best by score.
+
+        Args:
+            scores: all candidates' path estimates, [B, C], level by level.
+            level_sizes: candidates of each level.
+        """
         ...

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from core.records import Budget
 from engine.batch import RunningBatch
+from engine.refinement import Refinement
 from engine.tree import DraftTree
 from engine.verify import Verdict
 
@@ -29,7 +30,13 @@ class Drafter(Protocol):
         """New samples stand in these slots; their prompts are committed, nothing of theirs is cached."""
         ...
 
-    def draft(self, batch: RunningBatch, budget: Budget, noise: Float[Tensor, "B D V"]) -> DraftTree | None:
+    def draft(
+        self,
+        batch: RunningBatch,
+        budget: Budget,
+        noise: Float[Tensor, "B D V"],
+        refinement: Refinement | None = None,
+    ) -> DraftTree | None:
         """Propose at most `budget.num_nodes` nodes per sample; None when there is nothing to propose.
 
         Args:
@@ -37,6 +44,7 @@ class Drafter(Protocol):
             budget: how deep, how wide, how many.
             noise: the target's noise for the positions of depth 1, 2, ...: drafting with the same noise
                 guesses the sampled token and not merely a likely one.
+            refinement: to be asked for scores, depth and choice of nodes; a drafter without scores ignores it.
         """
         ...
 

@@ -2,8 +2,9 @@
 
 Children are ranked by the draft model's own `logits / T + g[t]`, the target's noise `g` included: the drafter
 guesses the sampled token and not merely a likely one (design 3.1; the chain form is Daliri et al. 2024,
-"Coupling without communication and drafter-invariant speculative decoding"). The estimated acceptance of a child
-is its share of the softmax over perturbed scores; a node's score is the product along its path.
+"Coupling without communication and drafter-invariant speculative decoding"). A node's score is the product, along
+its path, of the children's estimated acceptance: that of the acceptance model where the policy refines the draft,
+else a child's share of the softmax over perturbed scores.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ from engine.batch import RunningBatch
 from engine.forward_plan import TreePlan
 from engine.prefill import fill_committed
 from engine.prefill_plan import PrefillPiece
+from engine.refinement import Refinement
 from engine.rule import perturb, scale
 from engine.runner import ModelRunner
-from engine.tree import DraftTree, chain, select_best
+from engine.tree import DraftTree, chain, keep, select_best
 from engine.verify import Verdict
 
 MAX_CATCH_UP_TOKENS = 4
@@ -48,12 +50,20 @@ class ModelDrafter:
         """Start with an empty cache; the next draft catches up."""
         self._cached[slots.start : slots.stop] = 0
 
-    def draft(self, batch: RunningBatch, budget: Budget, noise: Float[Tensor, "B D V"]) -> DraftTree:
+    def draft(
+        self,
+        batch: RunningBatch,
+        budget: Budget,
+        noise: Float[Tensor, "B D V"],
+        refinement: Refinement | None = None,
+    ) -> DraftTree:
         """Catch up with the committed tokens, then expand the tree."""
         logits = self._catch_up(batch)
         if budget.branching == 1:
-            return self._draft_chain(batch, budget, noise, logits)
-        return select_best(self._expand(batch, budget, noise, logits), budget.num_nodes)
+            tree = self._draft_chain(batch, budget, noise, logits, refinement)
+        else:
+            tree = self._expand(batch, budget, noise, logits, refinement)
+        return select_best(tree, budget.num_nodes) if refinement is None else keep(tree, refinement.select())
 
     def commit(
         self, batch: RunningBatch, tree: DraftTree, verdict: Verdict, target_hidden: Tensor | None
@@ -126,25 +136,40 @@ class ModelDrafter:
         return logits.view(live, count, -1)[:, -1]
 
     def _draft_chain(
-        self, batch: RunningBatch, budget: Budget, noise: Tensor, logits: Float[Tensor, "B V"]
+        self,
+        batch: RunningBatch,
+        budget: Budget,
+        noise: Tensor,
+        logits: Float[Tensor, "B V"],
+        refinement: Refinement | None,
     ) -> DraftTree:
-        """Draft the best child of the best child: no scores, nothing to select."""
-        live = len(batch)
+        """Draft the best child of the best child; scores only where they are asked for."""
         lengths = batch.lengths_tensor()
-        tokens = torch.empty(live, budget.num_nodes, dtype=torch.int64, device=lengths.device)
-        depth = torch.arange(budget.num_nodes, device=lengths.device).expand(live, -1)
-        for level in range(budget.num_nodes):
+        index = torch.arange(budget.depth, device=lengths.device).expand(len(batch), -1)
+        tokens: list[Tensor] = []
+        scores: list[Tensor] = []
+        for level in range(budget.depth):
             scaled = scale(logits[:, None], batch.sampling)
-            tokens[:, level] = perturb(scaled, noise[:, level : level + 1], batch.sampling).argmax(-1)[:, 0]
-            if level + 1 < budget.num_nodes:
-                columns = level + 1
-                logits = self._forward_level(
-                    batch, tokens[:, level : level + 1], lengths, None, depth[:, :columns]
-                )[:, 0]
-        return chain(tokens, torch.ones(tokens.shape, device=lengths.device))
+            perturbed = perturb(scaled, noise[:, level : level + 1], batch.sampling)
+            if refinement is None:
+                tokens.append(perturbed.argmax(-1))
+            else:
+                ids, score = refinement.children(scaled, perturbed, 1, scores[-1] if scores else None)
+                tokens.append(ids[..., 0])
+                scores.append(score[..., 0])
+            if level + 1 == budget.depth or (refinement is not None and not refinement.deepen()):
+                break
+            logits = self._forward_level(batch, tokens[-1], lengths, None, index[:, : level + 1])[:, 0]
+        ids = torch.cat(tokens, dim=1)
+        return chain(ids, torch.cat(scores, dim=1) if scores else torch.ones_like(ids, dtype=torch.float32))
 
     def _expand(
-        self, batch: RunningBatch, budget: Budget, noise: Tensor, logits: Float[Tensor, "B V"]
+        self,
+        batch: RunningBatch,
+        budget: Budget,
+        noise: Tensor,
+        logits: Float[Tensor, "B V"],
+        refinement: Refinement | None,
     ) -> DraftTree:
         """Expand `width` nodes a level, `branching` children each; return all candidates by level."""
         live, device = len(batch), self.runner.device
@@ -161,15 +186,22 @@ class ModelDrafter:
         for level in range(1, budget.depth + 1):
             width = frontier_logits.shape[1]
             rows = noise[:, level - 1 : level].expand(-1, width, -1)
-            perturbed = perturb(scale(frontier_logits, batch.sampling), rows, batch.sampling)
-            share, ids = torch.softmax(perturbed, dim=-1).topk(budget.branching, dim=-1)
-            score = (frontier_score[..., None] * share).view(live, -1)
-            ids = ids.view(live, -1)
+            scaled = scale(frontier_logits, batch.sampling)
+            perturbed = perturb(scaled, rows, batch.sampling)
+            if refinement is None:
+                share, ids = torch.softmax(perturbed, dim=-1).topk(budget.branching, dim=-1)
+                score = frontier_score[..., None] * share
+            else:
+                ids, score = refinement.children(scaled, perturbed, budget.branching, frontier_score)
+            score = score.reshape(live, -1)
+            ids = ids.reshape(live, -1)
             parent = frontier_number.repeat_interleave(budget.branching, 1)
             draft_slot = torch.full_like(ids, -1)
             levels.append((ids, parent, score, draft_slot))
             columns = depth_of_column.shape[1]
             if level == budget.depth or columns + min(budget.width, score.shape[1]) > room:
+                break
+            if refinement is not None and not refinement.deepen():
                 break
             best = torch.sort(score, dim=1, descending=True, stable=True).indices[:, : budget.width]
             draft_slot.scatter_(1, best, torch.arange(best.shape[1], device=device).expand_as(best) + columns)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from core.records import Budget
 from engine.batch import RunningBatch
+from engine.refinement import Refinement
 from engine.tree import DEAD, DraftTree, chain
 from engine.verify import Verdict
 
@@ -24,7 +25,13 @@ class NgramDrafter:
     def admit(self, slots: range, batch: RunningBatch) -> None:
         """Nothing to prepare: the past is in the batch."""
 
-    def draft(self, batch: RunningBatch, budget: Budget, noise: Tensor) -> DraftTree | None:
+    def draft(
+        self,
+        batch: RunningBatch,
+        budget: Budget,
+        noise: Tensor,
+        refinement: Refinement | None = None,
+    ) -> DraftTree | None:
         """Return one chain per sample, dead nodes where there is no match; None when nothing matches."""
         count = min(budget.num_nodes, budget.depth)
         tokens = np.full((len(batch), count), DEAD, dtype=np.int64)
