@@ -97,7 +97,14 @@ class SpeculationConfig(Section):
     """What is drafted, and who decides how much."""
 
     drafter: Literal["model", "ngram", "none"] = "model"
-    policy: Literal["off", "fixed", "capacity"] = "fixed"
+    policy: Literal["goodput", "batch_table", "bandit", "capacity", "fixed", "off"] = "fixed"
+    "goodput: adaptive, from a profile; batch_table, bandit: TLT's; capacity: FastGRPO's; fixed; off: plain decoding"
+    profile: str = "auto"
+    "goodput: a folder made by `rlhfspec profile`; auto: made at start-up when there is none in the cache"
+    max_nodes: int = Field(default=16, ge=1, le=64)
+    "goodput, batch_table, bandit: most draft nodes verified per sample"
+    max_depth: int = Field(default=16, ge=1, le=32)
+    "goodput, batch_table, bandit: most levels drafted"
     num_nodes: int = Field(default=8, ge=0, le=64)
     "fixed: draft nodes verified per sample; 0 is plain decoding"
     depth: int = Field(default=8, ge=0, le=32)
@@ -176,6 +183,21 @@ class TrainerConfig(Section):
     num_threads: int = Field(default=2, ge=1)
 
 
+class DrafterTrainingConfig(Section):
+    """How the draft model follows the policy: a refit after every update. Idle without a draft model."""
+
+    refit: bool = True
+    budget_share: float = Field(default=0.05, gt=0.0, le=1.0)
+    "most seconds of a refit, publication included, over those that the iteration took before it"
+    learning_rate: float = Field(default=5e-5, gt=0.0)
+    max_tokens_per_step: int = Field(default=1024, ge=16)
+    "padded tokens in one optimizer step, and in the held-out slice"
+    max_passes: int = Field(default=8, ge=1)
+    "over one iteration's rollouts, when the budget allows so many"
+    num_target_tokens: int = Field(default=32, ge=0)
+    "likeliest tokens a position whose probabilities the update keeps to learn from; 0: sampled tokens only"
+
+
 class PoolConfig(Section):
     """One actor pool: how many actors, and what each takes. Fractions of a CPU are allowed."""
 
@@ -237,7 +259,14 @@ class Config(Section):
     rollout: RolloutConfig = RolloutConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     trainer: TrainerConfig = TrainerConfig()
+    drafter_training: DrafterTrainingConfig = DrafterTrainingConfig()
     cluster: ClusterConfig = ClusterConfig()
+
+    @property
+    def refits_draft(self) -> bool:
+        """True when a draft model drafts and is to follow the policy."""
+        speculation = self.speculation
+        return self.drafter_training.refit and speculation.drafter == "model" and speculation.policy != "off"
 
     @model_validator(mode="after")
     def _consistent(self) -> Config:

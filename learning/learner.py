@@ -43,6 +43,7 @@ from learning.losses import (
     token_weights,
     truncated_importance_weight,
 )
+from learning.soft_targets import SoftTargetStore
 from learning.targets import Targets
 
 
@@ -59,7 +60,9 @@ class Learner:
         seed: int,
         pad_token_id: int,
         vocab_size: int | None = None,
+        soft_targets: SoftTargetStore | None = None,
     ) -> None:
+        """`soft_targets` is filled at every update, for the draft model; it changes nothing here."""
         if temperature <= 0.0:
             raise ConfigError(
                 f"cannot train at temperature {temperature}: greedy sampling has no log-probability; use 1.0"
@@ -75,6 +78,7 @@ class Learner:
         # padded ids are cut off here as in the engine, or the two would not normalise over the same tokens
         self.vocab_size = vocab_size or int(model.config.get_text_config().vocab_size)
         self.weight_version = 0
+        self.soft_targets = soft_targets
         self.reference: PreTrainedModel | None = None
         if algorithm.kl_coef > 0.0:
             self.reference = copy.deepcopy(model).eval().requires_grad_(False)
@@ -102,6 +106,8 @@ class Learner:
         experience = collate(rollouts, pad_token_id=self.pad_token_id)
         generator = torch.Generator().manual_seed((self.seed * 1_000_003 + self.weight_version) % 2**63)
         targets = self._targets(experience, generator)
+        if self.soft_targets is not None:
+            self.soft_targets.clear()
         figures = MinibatchFigures()
         steps_before = self._num_optimizer_steps
         for rows in self._minibatches(len(experience.lengths), generator):
@@ -258,6 +264,12 @@ class Learner:
         ids, where = self._inputs(experience, rows)
         logits, _ = logits_where(self.model, ids, where, self.vocab_size)
         logprobs = token_logprobs(logits, ids[:, 1:][where], self.temperature)
+        if self.soft_targets is not None:
+            self.soft_targets.keep(
+                [experience.sample_indices[row] for row in rows],
+                mask.sum(dim=1).tolist(),
+                scaled_logits(logits.detach(), self.temperature),
+            )
         old = flat(experience.old_logprobs)
         weight = weights[mask].to(device)
         policy = clipped_policy_loss(logprobs, old, flat(targets.advantages), clip_ratio=algorithm.clip_ratio)

@@ -1,6 +1,6 @@
 """A tiny model and hand-made rollouts for the learner's tests."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -55,7 +55,7 @@ def model() -> LlamaForCausalLM:
 
 @pytest.fixture
 def make_rollouts() -> Callable[..., list[Rollout]]:
-    """Make rollouts of random tokens whose old log-probabilities are the model's own."""
+    """Make rollouts whose old log-probabilities are the model's own, of random tokens or of given ones."""
 
     def make(
         model: LlamaForCausalLM,
@@ -65,12 +65,15 @@ def make_rollouts() -> Callable[..., list[Rollout]]:
         temperature: float = 1.0,
         reward: Callable[[np.ndarray], float] = lambda tokens: float(tokens[0] % 3),
         group_size: int = 2,
+        pairs: Sequence[tuple[np.ndarray, np.ndarray]] | None = None,
     ) -> list[Rollout]:
         rng = np.random.default_rng(seed)
         rollouts = []
         for index in range(num):
             prompt = rng.integers(2, 19, size=int(rng.integers(1, 5)))
             response = rng.integers(2, 19, size=int(rng.integers(1, 9)))
+            if pairs is not None:
+                prompt, response = pairs[index]
             logprobs = _dense_logprobs(model, prompt, response, temperature)
             completion = Completion(
                 key=SampleKey(run_seed=0, sample_index=index),

@@ -1,0 +1,101 @@
+"""Soft targets: the KL by hand, what merging tokens does to it, and a learner that is not disturbed."""
+
+import math
+
+import pytest
+import torch
+
+from core.config import AlgorithmConfig, TrainerConfig
+from engine.logprobs import scaled_logits
+from learning.distill import distillation_loss
+from learning.experience import collate
+from learning.forward import logits_where
+from learning.learner import Learner
+from learning.soft_targets import SoftTargetStore, soft_kl
+
+
+def kept(logits: torch.Tensor, num_tokens: int):
+    store = SoftTargetStore(num_tokens)
+    store.keep([0], [len(logits)], logits)
+    return store.of([0])
+
+
+def test_what_is_not_kept_counts_as_one_event():
+    teacher = torch.tensor([[0.5, 0.2, 0.2, 0.1]]).log()
+    student = torch.tensor([[0.25, 0.25, 0.4, 0.1]]).log()
+    # kept: token 0; any other token has 1/2 under the teacher and 3/4 under the student
+    by_hand = 0.5 * math.log(0.5 / 0.25) + 0.5 * math.log(0.5 / 0.75)
+    assert float(soft_kl(student, kept(teacher, 1))) == pytest.approx(by_hand, rel=1e-5)
+
+
+def test_the_kl_grows_with_the_tokens_kept_up_to_the_whole_one():
+    torch.manual_seed(0)
+    teacher, student = torch.randn(5, 12) * 2, torch.randn(5, 12) * 2
+    logprobs = torch.log_softmax(student, dim=-1)
+    seen = [float(soft_kl(logprobs, kept(teacher, k)).mean()) for k in range(1, 13)]
+    assert seen == sorted(seen) and seen[0] < 0.9 * seen[-1]
+    assert seen[-1] == pytest.approx(float(distillation_loss(student, teacher)), rel=1e-4)
+
+
+@pytest.mark.parametrize("num_tokens", [2, 6])
+def test_a_student_that_equals_its_teacher_has_nothing_to_learn(num_tokens):
+    torch.manual_seed(0)
+    logits = (torch.randn(4, 6) * 5).requires_grad_()
+    loss = soft_kl(torch.log_softmax(logits, dim=-1), kept(logits.detach(), num_tokens)).mean()
+    loss.backward()
+    assert loss.item() == pytest.approx(0.0, abs=1e-5) and float(logits.grad.abs().max()) < 1e-5
+
+
+def test_a_student_that_is_certain_and_wrong_gets_a_finite_loss_and_gradient():
+    teacher = torch.tensor([[0.0, 0.0, -80.0]])
+    student = torch.tensor([[200.0, 0.0, 0.0]], requires_grad=True)
+    loss = soft_kl(torch.log_softmax(student, dim=-1), kept(teacher, 2)).sum()
+    loss.backward()
+    assert torch.isfinite(loss) and torch.isfinite(student.grad).all() and loss.item() > 10.0
+
+
+def test_the_store_answers_in_the_order_asked_and_only_when_it_has_all():
+    store = SoftTargetStore(1)
+    store.keep([7, 4], [2, 1], torch.eye(3))
+    targets = store.of([4, 7])
+    assert targets is not None and targets.token_ids[:, 0].tolist() == [2, 0, 1]
+    assert store.of([4, 5]) is None
+    store.keep([4], [1], torch.eye(3)[:1])
+    assert store.of([4]).token_ids.tolist() == [[0]], "the last epoch's"
+    store.clear()
+    assert store.of([4]) is None
+
+
+def test_a_store_of_no_tokens_keeps_nothing():
+    store = SoftTargetStore(0)
+    store.keep([0], [3], torch.eye(3))
+    assert store.of([0]) is None
+
+
+def test_keeping_soft_targets_changes_no_parameter_of_the_learner(make_model, make_rollouts):
+    store = SoftTargetStore(19)
+    learners = [
+        Learner(
+            make_model(),
+            algorithm=AlgorithmConfig(kind="ppo"),
+            trainer=TrainerConfig(learning_rate=1e-2, minibatch_size=3, max_tokens_per_forward=16),
+            temperature=0.7,
+            seed=5,
+            pad_token_id=0,
+            soft_targets=soft_targets,
+        )
+        for soft_targets in (None, store)
+    ]
+    rollouts = make_rollouts(make_model(), temperature=0.7)
+    figures = [learner.update(rollouts).figures for learner in learners]
+    assert figures[0] == figures[1]
+    pairs = zip(*(learner.model.parameters() for learner in learners), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+    # two minibatches: the targets of the first one are the initial policy's
+    experience = collate(rollouts, pad_token_id=0)
+    logits, _ = logits_where(make_model(), experience.ids, experience.where, 19)
+    targets = store.of(experience.sample_indices)
+    assert targets is not None and targets.logprobs.shape == (experience.num_tokens, 19)
+    expected = torch.log_softmax(scaled_logits(logits, 0.7), dim=-1).gather(-1, targets.token_ids.long())
+    close = ((targets.logprobs - expected).abs() < 1e-3).float().mean()
+    assert 0.2 < float(close) < 1.0, "some come from before the first step, the others from after it"
