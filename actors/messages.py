@@ -8,7 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from core.config import AlgorithmConfig, EngineConfig, SpeculationConfig, TrainerConfig
+from core.config import (
+    AlgorithmConfig,
+    DrafterTrainingConfig,
+    EngineConfig,
+    SpeculationConfig,
+    TrainerConfig,
+)
 from core.records import Completion, GenerationStats, InstanceLoad, SampleKey
 from policies.scheduler_records import Alarm
 
@@ -40,6 +46,8 @@ class TrainerSpec:
 
     algorithm: AlgorithmConfig
     trainer: TrainerConfig
+    drafter_training: DrafterTrainingConfig | None
+    "None: no draft model is refit here"
     dtype: str
     temperature: float
     seed: int

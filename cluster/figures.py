@@ -21,7 +21,7 @@ def iteration_figures(
         rollouts: all samples of the iteration.
         stats: what the instances' decode steps did in it.
         update: the learner's report.
-        seconds: `generate`, `score`, `update`, `publish`, `iteration`; score counts only what follows
+        seconds: `generate`, `score`, `update`, `publish`, `refit`, `iteration`; score counts only what follows
             the last completion, because the rest is hidden behind generation.
     """
     rewards = np.array([rollout.reward.value for rollout in rollouts])

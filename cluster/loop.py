@@ -1,7 +1,8 @@
-"""The RL loop on one page: sample, score, update, publish; synchronous, streamed, exactly once.
+"""The RL loop on one page: sample, score, update, publish, refit; synchronous, streamed, exactly once.
 
 cursor -> scheduler -> generation instances -> completions as they finish -> reward pool
        -> rollout buffer -> trainer -> weights by manifest -> generation instances
+                                    -> draft model refit, its weights the same way
 """
 
 from __future__ import annotations
@@ -9,11 +10,14 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
+import ray
+
 from cluster.checkpoints import save_checkpoint
 from cluster.collect import collect
 from cluster.figures import iteration_figures
 from cluster.inputs import Inputs
 from cluster.publish import from_trainer
+from cluster.refit import refit_draft
 from cluster.report import Reporter
 from cluster.rollout_files import write_rollouts
 from cluster.rundir import RunDir
@@ -67,7 +71,7 @@ def train(system: System, run_dir: RunDir, report: Reporter) -> None:
 
 
 def run_iteration(system: System, iteration: int, run_dir: RunDir, report: Reporter) -> dict[str, float]:
-    """Sample, score, update, publish once; return the iteration's figures."""
+    """Sample, score, update, publish, refit once; return the iteration's figures."""
     rollout = system.config.rollout
     timeout_s = system.config.cluster.order_timeout_s
     requests = system.cursor.next_requests(
@@ -79,22 +83,25 @@ def run_iteration(system: System, iteration: int, run_dir: RunDir, report: Repor
 
     update_began_s = time.perf_counter()
     report.progress("update", 0, 1)
-    update = system.ask(
-        system.trainer.update.remote(collected.rollouts), waited_for="trainer", order="update"
-    )
+    rollouts = ray.put(collected.rollouts)
+    update = system.ask(system.trainer.update.remote(rollouts), waited_for="trainer", order="update")
     publish_began_s = time.perf_counter()
     report.progress("publish", 0, 1)
     system.target = from_trainer(system.trainer, timeout_s=timeout_s)
     system.generation.publish(system.target)
+    refit_began_s = time.perf_counter()
+    report.progress("refit", 0, 1)
+    draft_figures = refit_draft(system, rollouts, iteration_s=refit_began_s - began_s)
     ended_s = time.perf_counter()
     seconds = {
         "generate": collected.generate_s,
         "score": collected.score_s,
         "update": publish_began_s - update_began_s,
-        "publish": ended_s - publish_began_s,
+        "publish": refit_began_s - publish_began_s,
+        "refit": ended_s - refit_began_s,
         "iteration": ended_s - began_s,
     }
-    return iteration_figures(collected.rollouts, collected.stats, update, seconds)
+    return iteration_figures(collected.rollouts, collected.stats, update, seconds) | draft_figures
 
 
 def save_checkpoints(system: System, run_dir: RunDir, *, iteration: int | None = None) -> None:

@@ -4,7 +4,8 @@ Plain arithmetic on the models' configs; no tensor is made. The fixed costs of a
 ones (Linux, CPU torch 2.13, Ray 2.60), the rest follows from the sizes:
 
     generation  weights and their inference copy + KV pool + one step's logits
-    trainer     weights, reference, gradients, two Adam moments + one forward's activations
+    trainer     weights, reference, gradients, two Adam moments + one forward's activations;
+                with refits the draft model's likewise, and the targets kept for it
     reward      the interpreter alone, or the reward model's weights
 """
 
@@ -32,6 +33,10 @@ _ADAM_COPIES = 3
 "Gradient and two moments, in the parameters' dtype."
 _ACTIVATIONS_PER_LAYER = 24
 "Values a transformer block keeps for the backward pass, per token, in units of the hidden size."
+_REFIT_COPIES = 2 + _ADAM_COPIES
+"The draft model and what it was before the refit, with gradient and moments."
+_SOFT_TARGET_BYTES = 8
+"Id and log-probability of one likely token."
 _LOGIT_COPIES = 4
 "Logits, their log-softmax and both gradients, float32."
 _INFERENCE_COPY = 1.5
@@ -117,7 +122,7 @@ def plan_memory(
     return MemoryPlan(
         generation_bytes=TORCH_PROCESS_BYTES + kv_pool + _engine_bytes(config, target, draft),
         kv_pool_bytes=kv_pool,
-        trainer_bytes=TORCH_PROCESS_BYTES + _learner_bytes(config, target),
+        trainer_bytes=TORCH_PROCESS_BYTES + _learner_bytes(config, target) + _refit_bytes(config, draft),
         reward_bytes=_reward_bytes(reward_params),
         object_store_bytes=object_store_bytes,
         ray_bytes=RAY_PROCESSES_BYTES + TORCH_PROCESS_BYTES,
@@ -159,6 +164,20 @@ def _learner_bytes(config: Config, target: ModelShape) -> int:
     logits = tokens * target.vocab_size * 4 * _LOGIT_COPIES
     published = weights
     return weights * (1 + _ADAM_COPIES) + reference + published + activations + logits
+
+
+def _refit_bytes(config: Config, draft: ModelShape | None) -> int:
+    """Of the draft model in the trainer, its packed copy and the targets of every response included."""
+    if draft is None or not config.refits_draft:
+        return 0
+    settings, rollout = config.drafter_training, config.rollout
+    weights = draft.weight_bytes(config.models.dtype)
+    layers = draft.hidden_size * 4 * _ACTIVATIONS_PER_LAYER * draft.kv.num_layers
+    logits = draft.vocab_size * 4 * _LOGIT_COPIES
+    samples = rollout.prompts_per_iteration * rollout.samples_per_prompt
+    kept = min(settings.num_target_tokens, draft.vocab_size) * _SOFT_TARGET_BYTES
+    targets = samples * config.sampling.max_new_tokens * kept
+    return weights * (1 + _REFIT_COPIES) + settings.max_tokens_per_step * (layers + logits) + targets
 
 
 def _reward_bytes(reward_params: int | None) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import ray
 
@@ -32,10 +32,12 @@ class PublishedWeights:
     chunk_refs: tuple[Any, ...]
 
 
-def from_trainer(trainer: Handle, *, timeout_s: float) -> PublishedWeights:
-    """Take the trainer's current weights; the references outlive the trainer. Raises WaitTimeout."""
+def from_trainer(
+    trainer: Handle, *, timeout_s: float, model: Literal["target", "draft"] = "target"
+) -> PublishedWeights:
+    """Take a model's current weights; the references outlive the trainer. Raises WaitTimeout."""
     names = {"waiter": "the loop", "waited_for": "trainer", "timeout_s": timeout_s}
-    manifest = get(trainer.pack.remote(), order="pack the weights", **names)
+    manifest = get(trainer.pack.remote(model), order=f"pack the {model} weights", **names)
     num_chunks = len(manifest.chunk_num_bytes)
     returned = trainer.chunks.options(num_returns=num_chunks).remote()
     refs: list[Any] = [returned] if num_chunks == 1 else list(returned)

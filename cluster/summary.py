@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-STEP_PARTS = ("generate", "score", "update", "publish")
+STEP_PARTS = ("generate", "score", "update", "publish", "refit")
 "Parts of an iteration that the loop times as `time/<part>_s`."
 
 
@@ -22,6 +22,8 @@ class Summary:
     accuracy_last: float | None
     mean_acceptance_length: float
     acceptance_rate: float
+    acceptance_first: float
+    acceptance_last: float
     goodput_tokens_per_s: float
     "response tokens over the seconds of generation"
     total_s: float
@@ -51,6 +53,7 @@ class Summary:
         rows += [
             ("mean acceptance length", f"{self.mean_acceptance_length:.2f} tokens a decode step"),
             ("acceptance rate", f"{self.acceptance_rate:.3f} of the draft tokens"),
+            ("  first to last fifth", f"{self.acceptance_first:.3f} to {self.acceptance_last:.3f}"),
             ("goodput", f"{self.goodput_tokens_per_s:,.0f} tokens/s"),
             ("time", f"{self.total_s:.1f} s"),
         ]
@@ -89,6 +92,8 @@ def summarise(metrics: Sequence[Mapping[str, float]]) -> Summary | None:
         accuracy_last=_mean(metrics[-fifth:], "reward/accuracy"),
         mean_acceptance_length=_mean(metrics, "rollout/mean_acceptance_length") or 1.0,
         acceptance_rate=_mean(metrics, "rollout/acceptance_rate") or 0.0,
+        acceptance_first=_mean(metrics[:fifth], "rollout/acceptance_rate") or 0.0,
+        acceptance_last=_mean(metrics[-fifth:], "rollout/acceptance_rate") or 0.0,
         goodput_tokens_per_s=sum(tokens) / max(part_s["generate"], 1e-9),
         total_s=total_s,
         part_s=part_s,

@@ -47,6 +47,8 @@ class System:
     trainer: Handle
     target: PublishedWeights
     draft: PublishedWeights | None
+    refit_overhead_s: float = 0.0
+    "what the last refit of the draft model took beside the learning: packing, publishing, confirming"
 
     def ask(self, ref: Any, *, waited_for: str, order: str, timeout_s: float | None = None) -> Any:
         """Wait for one actor's answer. Raises WaitTimeout, InstanceLost or what the actor raised."""
@@ -115,6 +117,12 @@ def _bring_up(system: System) -> None:
     ref = system.trainer.load_weights.remote(manifest, *system.target.chunk_refs)
     order = "load the first weights"
     confirm(system.ask(ref, waited_for="trainer", order=order, timeout_s=timeout_s), manifest)
+    if system.draft is not None and system.config.refits_draft:
+        ref = system.trainer.load_draft.remote(system.draft.manifest, *system.draft.chunk_refs)
+        order = "load the first draft weights"
+        confirm(
+            system.ask(ref, waited_for="trainer", order=order, timeout_s=timeout_s), system.draft.manifest
+        )
     system.generation.bring_up(*[weights for weights in (system.target, system.draft) if weights is not None])
 
 
@@ -178,6 +186,7 @@ def _trainer_spec(config: Config, tokenizer: PreTrainedTokenizerBase) -> Trainer
     return TrainerSpec(
         algorithm=config.algorithm,
         trainer=config.trainer,
+        drafter_training=config.drafter_training if config.refits_draft else None,
         dtype=config.models.dtype,
         temperature=config.sampling.temperature,
         seed=config.run.seed,

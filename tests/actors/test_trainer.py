@@ -5,7 +5,7 @@ import pytest
 
 from actors.messages import TrainerSpec
 from actors.trainer import TrainerActor
-from core.config import AlgorithmConfig, TrainerConfig
+from core.config import AlgorithmConfig, DrafterTrainingConfig, TrainerConfig
 from core.errors import RlhfSpecError, WeightsError
 from core.records import (
     Completion,
@@ -57,11 +57,17 @@ def first(tiny_pair):
 
 
 @pytest.fixture
+def first_draft(tiny_pair):
+    return pack_weights(load_causal_lm(str(tiny_pair.draft), "float32"), name="draft", weight_version=4)
+
+
+@pytest.fixture
 def empty():
     return Trainer(
         TrainerSpec(
             algorithm=AlgorithmConfig(kind="grpo"),
             trainer=TrainerConfig(learning_rate=1e-2, num_threads=1),
+            drafter_training=DrafterTrainingConfig(learning_rate=1e-2, max_passes=4),
             dtype="float32",
             temperature=1.0,
             seed=0,
@@ -136,3 +142,38 @@ def test_new_first_weights_start_the_learner_anew(trainer, first):
     manifest, chunks = first
     assert trainer.load_weights(manifest, *chunks).checksum == manifest.checksum
     assert trainer.pack().weight_version == 0
+
+
+def test_a_refit_gives_the_draft_a_new_version_and_leaves_the_policy_alone(trainer, first_draft):
+    manifest, chunks = first_draft
+    answer = trainer.load_draft(manifest, *chunks)
+    assert (answer.model, answer.weight_version, answer.checksum) == ("draft", 4, manifest.checksum)
+    trainer.update(ROLLOUTS)
+    policy = trainer.checksum()
+    report = trainer.refit(ROLLOUTS, 60.0)
+    assert report.outcome == "taken" and report.weight_version == 5
+    assert trainer.checksum() == policy
+    packed = trainer.pack("draft")
+    assert (packed.model, packed.weight_version) == ("draft", 5)
+    assert packed.checksum != manifest.checksum
+    assert model_checksum(model_of(packed, [trainer.chunks()])) == packed.checksum
+    assert trainer.pack().checksum == policy, "and the policy is packed by default"
+
+
+def test_the_policy_learns_the_same_with_refits_and_without(trainer, first, first_draft):
+    trainer.update(ROLLOUTS)
+    trainer.update(ROLLOUTS)
+    frozen = trainer.checksum()
+    manifest, chunks = first
+    trainer.load_weights(manifest, *chunks)
+    trainer.load_draft(first_draft[0], *first_draft[1])
+    for _ in range(2):
+        trainer.update(ROLLOUTS)
+        assert trainer.refit(ROLLOUTS, 60.0).num_steps > 0
+    assert trainer.checksum() == frozen
+
+
+def test_before_it_has_a_draft_model_it_says_so(trainer):
+    for wish in (lambda: trainer.refit(ROLLOUTS, 1.0), lambda: trainer.pack("draft")):
+        with pytest.raises(RlhfSpecError, match="before it had a draft model"):
+            wish()

@@ -117,10 +117,25 @@ def test_the_trainer_holds_weights_moments_reference_activations_and_logits() ->
     # weights, gradient, two moments; reference; the packed copy
     copies = 4 + 1 + 1
     layer, logits = 256 * 32 * 4 * 24, 256 * 100 * 4 * 4
-    kept = plan(config(trainer=trainer)).trainer_bytes
+    frozen = {"refit": False}
+    kept = plan(config(trainer=trainer, drafter_training=frozen)).trainer_bytes
     assert kept == TORCH_PROCESS_BYTES + copies * 4000 + 3 * layer + logits
-    thrifty = plan(config(trainer=trainer | {"gradient_checkpointing": True})).trainer_bytes
+    settings = config(trainer=trainer | {"gradient_checkpointing": True}, drafter_training=frozen)
+    thrifty = plan(settings).trainer_bytes
     assert kept - thrifty == 2 * layer
+
+
+def test_a_trainer_that_refits_holds_the_draft_its_moments_and_the_targets_it_learns_from() -> None:
+    refit = {"max_tokens_per_step": 64, "num_target_tokens": 10}
+    sections = {"rollout": {"prompts_per_iteration": 8}, "sampling": {"max_new_tokens": 50}}
+    following = plan(config(drafter_training=refit, **sections)).trainer_bytes
+    frozen = plan(config(drafter_training={"refit": False}, **sections)).trainer_bytes
+    # weights, gradient, two moments; the weights before the refit; the packed copy
+    copies = 4 + 1 + 1
+    layer, logits = 64 * 8 * 4 * 24, 64 * 100 * 4 * 4
+    assert following - frozen == copies * 400 + layer + logits + 8 * 50 * 10 * 8
+    off = config(drafter_training=refit, speculation={"policy": "off"}, **sections)
+    assert plan(off).trainer_bytes == frozen
 
 
 def test_rollouts_cost_disk_by_their_longest_possible_response() -> None:

@@ -21,6 +21,7 @@ from cluster.loop import train
 from cluster.report import Reporter
 from cluster.rundir import RunDir
 from cluster.session import RaySession
+from cluster.summary import STEP_PARTS
 from cluster.system import System, running_system
 from core.config import Config
 from core.config_io import config_from_dict
@@ -61,6 +62,8 @@ def config(tiny_pair) -> Config:
             "rollout": {"prompts_per_iteration": SAMPLES},
             "engine": {"max_running_samples": 4},
             "trainer": {"minibatch_size": 6, "learning_rate": 1e-3, "num_threads": 1},
+            # passes end a refit here and not the clock, so that its outcome does not depend on the machine
+            "drafter_training": {"budget_share": 1.0, "max_passes": 3, "learning_rate": 3e-3},
         }
     )
 
@@ -86,7 +89,7 @@ def plain_engine(config: Config, target) -> Engine:
 
 
 def train_in_one_process(config: Config) -> tuple[list[list[Rollout]], str]:
-    """The same run without Ray, without speculation, without streaming."""
+    """The same run without Ray, without speculation, without refits, without streaming."""
     tokenizer = load_tokenizer(config.models.target)
     served, learned = (load_causal_lm(config.models.target, "float32") for _ in range(2))
     engine = plain_engine(config, served)
@@ -138,7 +141,9 @@ def fingerprints(completions: Sequence[Completion]) -> list[tuple]:
     ]
 
 
-def test_speculation_on_two_instances_changes_neither_tokens_nor_rewards_nor_parameters(trained, config):
+def test_speculation_with_refits_on_two_instances_changes_neither_tokens_nor_rewards_nor_parameters(
+    trained, config
+):
     iterations, checksum = train_in_one_process(config)
     for iteration, rollouts in enumerate(iterations):
         rows = pq.read_table(trained.run_dir.rollouts_file(iteration)).to_pylist()
@@ -159,7 +164,7 @@ def test_the_figures_say_what_happened(trained):
     assert first["rollout/mean_acceptance_length"] > 1.0 and first["rollout/num_samples"] == SAMPLES
     assert first["reward/std"] > 0.0 and first["learner/grad_norm"] > 0.0
     assert abs(last["learner/ratio_at_first_minibatch"] - 1.0) < 1e-4
-    parts = sum(first[f"time/{name}_s"] for name in ("generate", "score", "update", "publish"))
+    parts = sum(first[f"time/{name}_s"] for name in STEP_PARTS)
     assert 0.0 < parts <= first["time/iteration_s"]
 
 
@@ -169,8 +174,25 @@ def test_checkpoints_are_plain_hugging_face_ones_of_what_was_published(trained, 
     assert model_checksum(policy) == trained.system.target.manifest.checksum
     assert model_checksum(policy) != model_checksum(load_causal_lm(config.models.target, "float32"))
     draft = AutoModelForCausalLM.from_pretrained(trained.run_dir.checkpoint_dir("draft"))
-    assert model_checksum(draft) == model_checksum(load_causal_lm(str(config.models.draft), "float32"))
+    assert model_checksum(draft) == trained.system.draft.manifest.checksum
+    assert model_checksum(draft) != model_checksum(load_causal_lm(str(config.models.draft), "float32"))
     assert AutoTokenizer.from_pretrained(folder).get_vocab() == trained.system.tokenizer.get_vocab()
+
+
+def test_the_draft_follows_with_a_version_of_its_own_that_every_instance_runs(trained):
+    rows = read_metrics(trained.run_dir.metrics_file)
+    assert [row["draft/weight_version"] for row in rows] == [1, 2]
+    for row in rows:
+        assert row["draft/refit_taken"] == 1 and row["draft/refit_steps"] >= 3
+        assert row["draft/kl_after"] < row["draft/kl_before"]
+        assert 0.0 < row["draft/learn_s"] < row["time/refit_s"]
+    assert trained.system.draft.manifest.weight_version == 2
+    assert drafter_versions(trained.system) == {"gen-0": 2, "gen-1": 2}
+
+
+def drafter_versions(system: System) -> dict[str, int]:
+    replies = {name: handle.poll.remote(0, 0.0) for name, handle in system.generation.instances.items()}
+    return {name: ray.get(reply, timeout=60).load.drafter_version for name, reply in replies.items()}
 
 
 def kill_when_busy(system: System) -> threading.Thread:
@@ -211,6 +233,11 @@ def test_a_replacement_runs_the_current_weights_and_takes_part_in_the_next_publi
         [handle.poll.remote(0, 0.0) for handle in system.generation.instances.values()], timeout=60
     )
     assert {reply.load.weight_version for reply in loads} == {2}
+
+
+def test_a_replacement_gets_the_newest_draft(trained):
+    # it has confirmed the checksum of what it was given, or it would not take part
+    assert drafter_versions(trained.system) == {"gen-0-r1": 2, "gen-1": 2}
 
 
 class SchedulerKiller(Reporter):

@@ -115,7 +115,7 @@ def test_an_older_version_is_no_confirmation_though_its_checksum_is_equal(waits)
 
 class FakeTrainer:
     def __init__(self, num_chunks: int) -> None:
-        self.pack = Method(lambda: manifest(num_chunks))
+        self.pack = Method(lambda model: manifest(num_chunks))
         self.chunks = Method(lambda: None)
 
 

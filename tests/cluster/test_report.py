@@ -32,12 +32,13 @@ def figures(iteration: int, reward: float) -> dict[str, float]:
         "rollout/num_samples": 8,
         "rollout/response_tokens_mean": 25.0,
         "rollout/mean_acceptance_length": 3.0,
-        "rollout/acceptance_rate": 0.5,
+        "rollout/acceptance_rate": 0.45 + 0.01 * iteration,
         "rollout/goodput_tokens_per_s": 100.0,
         "time/generate_s": 2.0,
         "time/score_s": 0.5,
         "time/update_s": 1.0,
         "time/publish_s": 0.25,
+        "time/refit_s": 0.125,
         "time/iteration_s": 4.0,
     }
 
@@ -60,7 +61,10 @@ def test_the_summary_follows_from_the_metrics() -> None:
     assert summary.reward_last == pytest.approx(0.85)  # iterations 8 and 9
     assert summary.reward_gain == pytest.approx(0.80)
     assert summary.goodput_tokens_per_s == pytest.approx(100.0)  # 2000 tokens in 20 s of generation
-    assert summary.part_s == {"generate": 20.0, "score": 5.0, "update": 10.0, "publish": 2.5, "other": 2.5}
+    parts = {"generate": 20.0, "score": 5.0, "update": 10.0, "publish": 2.5, "refit": 1.25, "other": 1.25}
+    assert summary.part_s == parts
+    assert summary.acceptance_first == pytest.approx(0.455)
+    assert summary.acceptance_last == pytest.approx(0.535)
 
 
 def test_no_iteration_gives_no_summary_and_no_picture(tmp_path: Path) -> None:
