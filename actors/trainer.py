@@ -25,7 +25,7 @@ from learning.soft_targets import SoftTargetStore
 
 @remote(max_restarts=0)
 class TrainerActor:
-    """Owns the policy being trained, and the draft model that follows it."""
+    """Owns the target model being trained, and the draft model that follows it."""
 
     def __init__(self, spec: TrainerSpec) -> None:
         self._spec = spec
@@ -80,7 +80,7 @@ class TrainerActor:
         return self._learner.update(rollouts)
 
     def refit(self, rollouts: Sequence[Rollout], budget_s: float) -> RefitReport:
-        """Let the draft model follow the policy for at most so long; the policy itself is not touched."""
+        """Let the draft model follow the target for at most so long; the target itself is not touched."""
         return self._refitter.refit(rollouts, budget_s=budget_s, soft_targets=self._soft_targets)
 
     def pack(self, model: Literal["target", "draft"] = "target") -> WeightManifest:
@@ -95,7 +95,7 @@ class TrainerActor:
         return packed[0] if len(packed) == 1 else tuple(packed)
 
     def checksum(self) -> str:
-        """Checksum over the policy's parameters."""
+        """Checksum over the target's parameters."""
         return model_checksum(self._learner.model)
 
     @property

@@ -184,7 +184,7 @@ class TrainerConfig(Section):
 
 
 class DrafterTrainingConfig(Section):
-    """How the draft model follows the policy: a refit after every update. Idle without a draft model."""
+    """How the draft model follows the target: a refit after every update. Idle without a draft model."""
 
     refit: bool = True
     budget_share: float = Field(default=0.05, gt=0.0, le=1.0)
@@ -264,7 +264,7 @@ class Config(Section):
 
     @property
     def refits_draft(self) -> bool:
-        """True when a draft model drafts and is to follow the policy."""
+        """True when a draft model drafts and is to follow the target."""
         speculation = self.speculation
         return self.drafter_training.refit and speculation.drafter == "model" and speculation.policy != "off"
 

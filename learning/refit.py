@@ -1,7 +1,7 @@
 """Refits the draft model on an iteration's rollouts, within a budget of seconds.
 
-The draft learns to put its probability where the target does, at the response positions that the policy
-has just visited: KL(target || draft), from the likeliest tokens that the update set aside, else from the
+The draft learns to put its probability where the target does, at the response positions that the rollouts
+have just visited: KL(target || draft), from the likeliest tokens that the update set aside, else from the
 sampled tokens alone. A slice of the rollouts is held out; weights that do worse on it than the old ones
 are given up.
 

@@ -1,4 +1,4 @@
-"""The policy's own distributions, kept while it is trained, for the draft model to learn from.
+"""The target model's own distributions, kept while it is trained, for the draft model to learn from.
 
 The update computes the logits of every response token anyway; the likeliest tokens of each position are
 set aside here, so distillation needs no forward of the teacher. They are those of the last epoch, at most
