@@ -3,7 +3,8 @@
 The draft learns to put its probability where the target does, at the response positions that the rollouts
 have just visited: KL(target || draft), from the likeliest tokens that the update set aside, else from the
 sampled tokens alone. A slice of the rollouts is held out; weights that do worse on it than the old ones
-are given up.
+are given up, and the next refit learns at half the rate (a taken one raises it again, up to the
+configured one), so a rate that is too high costs some refits and not the run.
 
 No token depends on the draft model, so how many steps fit into the budget may depend on the clock.
 
@@ -33,6 +34,8 @@ from learning.soft_targets import SoftTargetStore
 from learning.time_budget import TimeBudget, WorkCosts
 
 WARMUP_STEPS = 10
+RATE_AFTER_FAILURE = 0.5
+RATE_AFTER_SUCCESS = 1.5
 LEARN_OVER_EVALUATE = 4.0
 "A step's cost over an evaluation's, before any step has been timed."
 
@@ -80,6 +83,7 @@ class DraftRefitter:
         self._clock = clock
         self._costs = WorkCosts(clock)
         self._rng = np.random.default_rng([seed, 0xD4AF])
+        self._rate_scale = 1.0
         self._trainer = self._new_trainer()
 
     def refit(
@@ -117,6 +121,8 @@ class DraftRefitter:
         after = self._evaluate(lesson) if all(math.isfinite(loss) for loss, _ in learned) else math.nan
         if after <= before:
             self.weight_version += 1
+            self._rate_scale = min(1.0, self._rate_scale * RATE_AFTER_SUCCESS)
+            self._trainer.learning_rate = self._settings.learning_rate * self._rate_scale
             outcome = "taken"
         else:
             self._give_up(old)
@@ -168,12 +174,12 @@ class DraftRefitter:
         with torch.no_grad():
             for parameter, value in zip(self.model.parameters(), old, strict=True):
                 parameter.copy_(value)
+        self._rate_scale *= RATE_AFTER_FAILURE
         self._trainer = self._new_trainer()
 
     def _new_trainer(self) -> SupervisedTrainer:
-        trainer = SupervisedTrainer(
-            self.model, learning_rate=self._settings.learning_rate, warmup_steps=WARMUP_STEPS
-        )
+        learning_rate = self._settings.learning_rate * self._rate_scale
+        trainer = SupervisedTrainer(self.model, learning_rate=learning_rate, warmup_steps=WARMUP_STEPS)
         prepare_for_training(self.model, gradient_checkpointing=False)
         return trainer
 

@@ -162,6 +162,16 @@ def test_weights_that_do_worse_on_the_held_out_slice_are_given_up(make_refitter,
     assert report.weight_version == 0 and same(before, draft)
 
 
+def test_a_learning_rate_that_is_far_too_high_costs_some_refits_and_no_more(make_refitter, make_rollouts):
+    draft = tiny_model()
+    target = drifted(draft)
+    rollouts = sampled_rollouts(target, make_rollouts, 32)
+    store = targets_of(target, rollouts)
+    refitter = make_refitter(draft, learning_rate=1.0, max_passes=1)
+    outcomes = [refitter.refit(rollouts, budget_s=1e9, soft_targets=store).outcome for _ in range(12)]
+    assert outcomes[0] == "worse" and "taken" in outcomes
+
+
 @pytest.fixture
 def poisoned(make_rollouts):
     """Draft, rollouts, and soft targets of which one training sample's are not numbers."""
