@@ -5,6 +5,7 @@
     |   |-- ConfigError       a key, a value or a combination of values
     |   |-- ModelError        a model path, a tokenizer, an architecture we cannot run
     |   |-- DataError         a file, a record, a field, a prompt
+    |   |-- ProfileError      a profile that is missing or describes another run
     |   |-- PlacementError    the cluster or the memory cannot hold what was asked for
     |   `-- RewardError       a reward function raised or returned no finite number
     |-- WeightsError          a manifest, a chunk or a version that does not match
@@ -41,6 +42,10 @@ class ModelError(InputError):
 
 class DataError(InputError):
     """A data file, record, field or prompt is missing or malformed."""
+
+
+class ProfileError(InputError):
+    """A profile is missing, unreadable, or was measured with something else than what runs."""
 
 
 class PlacementError(InputError):

@@ -19,10 +19,13 @@ from engine.drafters.ngram import NgramDrafter
 from engine.generator import Engine
 from engine.models import max_context_tokens
 from engine.probe import prove_invariance
+from engine.refinement import Scorer
 from engine.runner import ModelRunner
 from policies.base import DraftPolicy
 from policies.capacity import CapacityPolicy
 from policies.fixed import FixedPolicy, OffPolicy
+from policies.goodput import GoodputPolicy
+from profiles.profile import Profile
 
 logger = logging.getLogger(__name__)
 Numerics = Literal["invariant", "fast"]
@@ -40,6 +43,8 @@ def build_engine(
     weight_version: int = 0,
     drafter_version: int = 0,
     clock: Callable[[], float] = time.perf_counter,
+    policy: DraftPolicy | None = None,
+    profile: Profile | None = None,
 ) -> Engine:
     """Build an engine.
 
@@ -54,6 +59,8 @@ def build_engine(
         weight_version: version of the target's weights.
         drafter_version: version of the draft model's weights.
         clock: seconds, for step records.
+        policy: instead of the one that `speculation` describes.
+        profile: what the policy `goodput` and every refined budget go by.
 
     Raises:
         ModelError: the context is longer than the model's positions, or the draft's vocabulary is too small.
@@ -63,7 +70,7 @@ def build_engine(
     device = resolve_device(engine)
     numerics = resolve_numerics(engine, device)
     vocab_size = vocab_size or int(target.config.get_text_config().vocab_size)
-    policy = build_policy(speculation)
+    policy = policy or build_policy(speculation, profile)
     attention = ATTENTION[attention_name(engine, numerics)]
 
     def runner_of(model: PreTrainedModel) -> ModelRunner:
@@ -106,17 +113,25 @@ def build_engine(
         weight_version=weight_version,
         drafter_version=drafter_version,
         clock=clock,
+        scorer=Scorer(profile.acceptance) if profile is not None else None,
     )
 
 
-def build_policy(speculation: SpeculationConfig) -> DraftPolicy:
-    """Return the draft policy a config asks for."""
+def build_policy(speculation: SpeculationConfig, profile: Profile | None = None) -> DraftPolicy:
+    """Return the draft policy a config asks for. Raises ConfigError for `goodput` without a profile."""
     if speculation.policy == "off" or speculation.drafter == "none":
         return OffPolicy()
     if speculation.policy == "fixed":
         return FixedPolicy(
             num_nodes=speculation.num_nodes, depth=speculation.depth, branching=speculation.branching
         )
+    if speculation.policy == "goodput":
+        if profile is None:
+            raise ConfigError(
+                "speculation.policy goodput needs a profile of this pair on this machine and got none; "
+                "set speculation.profile to auto or to a folder that `rlhfspec profile` made"
+            )
+        return GoodputPolicy(profile, max_nodes=speculation.max_nodes, max_depth=speculation.max_depth)
     return CapacityPolicy(
         capacity_tokens=speculation.capacity_tokens,
         max_nodes=speculation.num_nodes,

@@ -76,6 +76,8 @@ def decode_step(
     scaled = scale(logits, batch.sampling)
     choices = perturb(scaled, _noise_of_nodes(noise, tree), batch.sampling).argmax(-1)
     verdict = verify(choices, tree, ancestors, min(budget.depth, tree.num_nodes))
+    if refinement is not None:
+        refinement.conclude(tree, verdict, batch.requests)
     _commit_path(runner, verdict, tree, lengths - 1)
     if drafter is not None and tree.num_nodes:
         drafter.commit(batch, tree, verdict, None)

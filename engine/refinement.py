@@ -9,16 +9,21 @@ step's record, so that a log replays. On a device that must not wait for the hos
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from core.records import DraftLog
+from core.records import DraftLog, SampleRequest
+from engine.tree import DraftTree
+from engine.verify import Verdict
 from policies.base import RefiningPolicy
 from profiles.acceptance import MARGIN_FLOOR, AcceptanceModel
+
+FARTHEST = 50.0
+"Largest margin and least log-probability that the model is shown, nats."
 
 
 class Refinement:
@@ -36,7 +41,6 @@ class Refinement:
             clock: seconds.
         """
         self.seconds = 0.0
-        self.level_sizes: list[int] = []
         self.num_nodes: np.ndarray | None = None
         self._policy = policy
         self._scorer = scorer
@@ -44,40 +48,61 @@ class Refinement:
         self._shortest = int(remaining.min())
         self._clock = clock
         self._levels: list[np.ndarray] = []
+        self._roots = self._frontier = np.ones((len(remaining), 1), dtype=np.float32)
 
-    def children(
-        self,
-        scaled: Float[Tensor, "B w V"],
-        perturbed: Float[Tensor, "B w V"],
-        branching: int,
-        parents: Float[Tensor, "B w"] | None,
-    ) -> tuple[Int[Tensor, "B w b"], Float[Tensor, "B w b"]]:
-        """Return the best children of every frontier node and their path scores; `parents` None means the root."""
+    def levels_to_draft(self) -> int:
+        """Ask the policy how many levels to draft before it is asked again."""
         started = self._clock()
-        level = len(self._levels) + 1
-        ids, share = self._scorer.children(scaled, perturbed, branching, level)
-        scores = share if parents is None else share * parents[..., None]
-        if level >= self._shortest:
-            late = torch.from_numpy(self._remaining <= level).to(scores.device)
-            scores = scores.masked_fill(late[:, None, None], 0.0)
-        self._levels.append(scores.flatten(1).cpu().numpy())
-        self.level_sizes.append(self._levels[-1].shape[1])
-        self.seconds += self._clock() - started
-        return ids, scores
-
-    def deepen(self) -> bool:
-        """Ask the policy whether another level is worth its time."""
-        started = self._clock()
-        answer = self._policy.deepen(len(self._levels), self._levels[-1])
+        answer = self._policy.deepen(len(self._levels), self._levels[-1] if self._levels else self._roots)
         self.seconds += self._clock() - started
         return answer
+
+    def children(
+        self, scaled: Float[Tensor, "B w V"], perturbed: Float[Tensor, "B w V"], branching: int
+    ) -> tuple[Int[Tensor, "B w b"], np.ndarray]:
+        """Return the best children of every frontier node, and their path scores, float32 [B, w * b]."""
+        started = self._clock()
+        level = len(self._levels) + 1
+        ids, share = self._scorer.children(scaled, perturbed, branching, (level,))
+        self._add_level((share * self._frontier[..., None]).reshape(len(share), -1))
+        self.seconds += self._clock() - started
+        return ids, self._levels[-1]
+
+    def expand(self, candidates: np.ndarray) -> None:
+        """The next level's parents are these of this level's candidates, [B, w]."""
+        self._frontier = np.take_along_axis(self._levels[-1], candidates, axis=1)
+
+    def chain_levels(self, scaled: list[Tensor], perturbed: list[Tensor]) -> None:
+        """Score a chain's next levels together, [B, 1, V] each: calls cost more than numbers."""
+        started = self._clock()
+        first = len(self._levels) + 1
+        levels = tuple(range(first, first + len(scaled)))
+        if len(scaled) == 1:
+            _, share = self._scorer.children(scaled[0], perturbed[0], 1, levels)
+        else:
+            _, share = self._scorer.children(torch.cat(scaled, 1), torch.cat(perturbed, 1), 1, levels)
+        path = np.multiply.accumulate(share[..., 0], axis=1) * self._frontier
+        for number in range(len(scaled)):
+            self._add_level(path[:, number : number + 1])
+        self._frontier = self._levels[-1]
+        self.seconds += self._clock() - started
+
+    def _add_level(self, scores: np.ndarray) -> None:
+        self._levels.append(scores)
+        if len(self._levels) >= self._shortest:
+            scores[self._remaining <= len(self._levels)] = 0.0
 
     def select(self) -> np.ndarray:
         """Ask the policy how many nodes of each sample to verify, [B]."""
         started = self._clock()
-        self.num_nodes = self._policy.select(self.scores, tuple(self.level_sizes))
+        self.num_nodes = self._policy.select(self.scores, self.level_sizes)
         self.seconds += self._clock() - started
         return self.num_nodes
+
+    def conclude(self, tree: DraftTree, verdict: Verdict, requests: Sequence[SampleRequest]) -> None:
+        """Pass the outcome on to the scorer; `requests` are the batch's."""
+        if self.num_nodes is not None:
+            self._scorer.concluded(tree, verdict, requests)
 
     def log(self, num_accepted: np.ndarray) -> DraftLog | None:
         """Return what happened, None when nothing was selected."""
@@ -86,11 +111,16 @@ class Refinement:
         scores = self.scores
         return DraftLog(
             scores=scores,
-            level_sizes=tuple(self.level_sizes),
+            level_sizes=self.level_sizes,
             num_nodes=self.num_nodes,
             num_accepted=num_accepted,
             expected_tokens=expected_tokens(scores, self.num_nodes),
         )
+
+    @property
+    def level_sizes(self) -> tuple[int, ...]:
+        """Candidates of each level."""
+        return tuple(level.shape[1] for level in self._levels)
 
     @property
     def scores(self) -> np.ndarray:
@@ -105,41 +135,54 @@ def expected_tokens(scores: np.ndarray, num_nodes: np.ndarray) -> float:
 
 
 class Scorer:
-    """The acceptance model as tensor operations; keeps features when told to record."""
+    """The acceptance model on what the draft model says. Small arrays on the host: numpy costs least."""
 
-    def __init__(self, model: AcceptanceModel, *, record: bool = False) -> None:
+    def __init__(self, model: AcceptanceModel) -> None:
         self.model = model
-        self.recorded: list[tuple[np.ndarray, np.ndarray]] | None = [] if record else None
-        "margin and log-probability of every level's children since the list was last cleared, [B, w, b]"
-        self._weights: dict[tuple[int, int, torch.device], Tensor] = {}
+        self._weights: dict[tuple[tuple[int, ...], int], tuple[np.ndarray, ...]] = {}
 
     def children(
-        self, scaled: Tensor, perturbed: Tensor, branching: int, level: int
-    ) -> tuple[Int[Tensor, "B w b"], Float[Tensor, "B w b"]]:
-        """Return the `branching` best children by perturbed score, and their conditional acceptance."""
+        self,
+        scaled: Float[Tensor, "B w V"],
+        perturbed: Float[Tensor, "B w V"],
+        branching: int,
+        levels: tuple[int, ...],
+    ) -> tuple[Int[Tensor, "B w b"], np.ndarray]:
+        """Return the `branching` best children by perturbed score, and their conditional acceptance [B, w, b].
+
+        `levels` is the level of all w nodes, or of each: a chain's levels side by side.
+        """
         count = min(branching, scaled.shape[-1] - 1)
         values, ids = perturbed.topk(count + 1, dim=-1)
-        # rank 1 leads the second, the others trail the first
-        margin = values[..., :1] - values[..., 1:]
+        ids = ids.narrow(-1, 0, count)
+        logprob = torch.log_softmax(scaled, -1).gather(-1, ids).cpu().numpy()
+        best = values.cpu().numpy()
+        margin = best[..., :1] - best[..., 1:]
         if count > 1:
-            margin = torch.cat([margin[..., :1], margin[..., : count - 1]], dim=-1)
-        ids = ids[..., :count]
-        logprob = scaled.gather(-1, ids) - torch.logsumexp(scaled, dim=-1, keepdim=True)
-        if self.recorded is not None:
-            self.recorded.append((margin.cpu().numpy(), logprob.cpu().numpy()))
-        weight = self._weight(level, count, scaled.device)
-        logit = (margin + MARGIN_FLOOR).log_().mul_(weight[1]).add_(weight[0])
-        logit.addcmul_(margin, weight[2]).addcmul_(logprob, weight[3])
-        return ids, logit.sigmoid_()
+            # rank 1 leads the second, the others trail the first
+            margin = np.concatenate([margin[..., :1], margin[..., :-1]], axis=-1)
+        # what a filter dropped is infinitely far
+        margin, logprob = np.minimum(margin, FARTHEST), np.maximum(logprob, -FARTHEST)
+        self.saw(margin, logprob)
+        intercept, of_log, of_margin, of_logprob = self._weights_of(levels, count)
+        logit = of_log * np.log(margin + MARGIN_FLOOR) + of_margin * margin + of_logprob * logprob + intercept
+        return ids, 1.0 / (1.0 + np.exp(-logit))
 
-    def _weight(self, level: int, count: int, device: torch.device) -> Float[Tensor, "4 b"]:
-        """Coefficients by rank for one level: intercept, log margin, margin, log-probability."""
-        key = (level, count, device)
-        if key not in self._weights:
+    def saw(self, margin: np.ndarray, logprob: np.ndarray) -> None:
+        """One level's features, [B, w, b]; `engine.recording` keeps them."""
+
+    def concluded(self, tree: DraftTree, verdict: Verdict, requests: Sequence[SampleRequest]) -> None:
+        """What became of the draft of these samples."""
+
+    def _weights_of(self, levels: tuple[int, ...], count: int) -> tuple[np.ndarray, ...]:
+        """Coefficients by level and rank, [levels, b] each: intercept, log margin, margin, log-probability."""
+        if (levels, count) not in self._weights:
             first, other = self.model.first, self.model.other
-            columns = [[first[0] + first[4] * np.log(level), *first[1:4]]]
-            for rank in range(2, count + 1):
-                intercept = other[0] + other[3] * np.log(level) + other[4] * np.log(rank)
-                columns.append([intercept, 0.0, other[1], other[2]])
-            self._weights[key] = torch.tensor(columns, dtype=torch.float32, device=device).T.contiguous()
-        return self._weights[key]
+            table = np.zeros((4, len(levels), count), dtype=np.float32)
+            for row, level in enumerate(levels):
+                table[:, row, 0] = (first[0] + first[4] * np.log(level), *first[1:4])
+                for rank in range(2, count + 1):
+                    intercept = other[0] + other[3] * np.log(level) + other[4] * np.log(rank)
+                    table[:, row, rank - 1] = (intercept, 0.0, other[1], other[2])
+            self._weights[levels, count] = tuple(table)
+        return self._weights[levels, count]

@@ -37,8 +37,13 @@ class DraftPolicy(Protocol):
 class RefiningPolicy(DraftPolicy, Protocol):
     """Returns refined budgets, and is asked again while the draft grows."""
 
-    def deepen(self, level: int, scores: np.ndarray) -> bool:
-        """Draft another level? `scores` are the path estimates of this level's candidates, [B, c]."""
+    def deepen(self, level: int, scores: np.ndarray) -> int:
+        """Return how many more levels to draft before asking again; 0 ends the draft.
+
+        Args:
+            level: levels drafted so far; 0 before the first.
+            scores: path estimates of the last level's candidates, [B, c]; ones for the roots.
+        """
         ...
 
     def select(self, scores: np.ndarray, level_sizes: tuple[int, ...]) -> np.ndarray:

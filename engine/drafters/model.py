@@ -23,7 +23,7 @@ from engine.prefill_plan import PrefillPiece
 from engine.refinement import Refinement
 from engine.rule import perturb, scale
 from engine.runner import ModelRunner
-from engine.tree import DraftTree, chain, keep, select_best
+from engine.tree import DraftTree, chain, keep, root_only, select_best
 from engine.verify import Verdict
 
 MAX_CATCH_UP_TOKENS = 4
@@ -63,7 +63,9 @@ class ModelDrafter:
             tree = self._draft_chain(batch, budget, noise, logits, refinement)
         else:
             tree = self._expand(batch, budget, noise, logits, refinement)
-        return select_best(tree, budget.num_nodes) if refinement is None else keep(tree, refinement.select())
+        if refinement is None:
+            return select_best(tree, budget.num_nodes)
+        return keep(tree, refinement.select()) if tree.num_nodes else tree
 
     def commit(
         self, batch: RunningBatch, tree: DraftTree, verdict: Verdict, target_hidden: Tensor | None
@@ -143,25 +145,30 @@ class ModelDrafter:
         logits: Float[Tensor, "B V"],
         refinement: Refinement | None,
     ) -> DraftTree:
-        """Draft the best child of the best child; scores only where they are asked for."""
+        """Draft the best child of the best child: nothing to sort, so the tree carries no scores."""
         lengths = batch.lengths_tensor()
         index = torch.arange(budget.depth, device=lengths.device).expand(len(batch), -1)
         tokens: list[Tensor] = []
-        scores: list[Tensor] = []
-        for level in range(budget.depth):
+        unscored: tuple[list[Tensor], list[Tensor]] = ([], [])
+        asked_at = budget.depth if refinement is None else min(budget.depth, refinement.levels_to_draft())
+        while len(tokens) < asked_at:
             scaled = scale(logits[:, None], batch.sampling)
-            perturbed = perturb(scaled, noise[:, level : level + 1], batch.sampling)
-            if refinement is None:
-                tokens.append(perturbed.argmax(-1))
-            else:
-                ids, score = refinement.children(scaled, perturbed, 1, scores[-1] if scores else None)
-                tokens.append(ids[..., 0])
-                scores.append(score[..., 0])
-            if level + 1 == budget.depth or (refinement is not None and not refinement.deepen()):
-                break
-            logits = self._forward_level(batch, tokens[-1], lengths, None, index[:, : level + 1])[:, 0]
+            perturbed = perturb(scaled, noise[:, len(tokens) : len(tokens) + 1], batch.sampling)
+            tokens.append(perturbed.argmax(-1))
+            if refinement is not None:
+                unscored[0].append(scaled)
+                unscored[1].append(perturbed)
+                if len(tokens) == asked_at:
+                    refinement.chain_levels(*unscored)
+                    unscored = ([], [])
+                    if asked_at < budget.depth:
+                        asked_at = min(budget.depth, asked_at + refinement.levels_to_draft())
+            if len(tokens) < asked_at:
+                logits = self._forward_level(batch, tokens[-1], lengths, None, index[:, : len(tokens)])[:, 0]
+        if not tokens:
+            return root_only(len(batch), lengths.device)
         ids = torch.cat(tokens, dim=1)
-        return chain(ids, torch.cat(scores, dim=1) if scores else torch.ones_like(ids, dtype=torch.float32))
+        return chain(ids, torch.ones_like(ids, dtype=torch.float32))
 
     def _expand(
         self,
@@ -183,6 +190,9 @@ class ModelDrafter:
         offset = 0
         # a wide tree has more columns than nodes: near the end of the cache it stays shallow
         room = self.runner.pool.capacity - int(batch.lengths[:live].max())
+        asked_at = 0 if refinement is None else refinement.levels_to_draft()
+        if refinement is not None and asked_at == 0:
+            return root_only(live, device)
         for level in range(1, budget.depth + 1):
             width = frontier_logits.shape[1]
             rows = noise[:, level - 1 : level].expand(-1, width, -1)
@@ -192,7 +202,8 @@ class ModelDrafter:
                 share, ids = torch.softmax(perturbed, dim=-1).topk(budget.branching, dim=-1)
                 score = frontier_score[..., None] * share
             else:
-                ids, score = refinement.children(scaled, perturbed, budget.branching, frontier_score)
+                ids, estimates = refinement.children(scaled, perturbed, budget.branching)
+                score = torch.from_numpy(estimates).to(device)
             score = score.reshape(live, -1)
             ids = ids.reshape(live, -1)
             parent = frontier_number.repeat_interleave(budget.branching, 1)
@@ -201,9 +212,13 @@ class ModelDrafter:
             columns = depth_of_column.shape[1]
             if level == budget.depth or columns + min(budget.width, score.shape[1]) > room:
                 break
-            if refinement is not None and not refinement.deepen():
+            asked = refinement is not None and level == asked_at
+            asked_at += refinement.levels_to_draft() if asked and refinement is not None else 0
+            if asked and level == asked_at:
                 break
             best = torch.sort(score, dim=1, descending=True, stable=True).indices[:, : budget.width]
+            if refinement is not None:
+                refinement.expand(best.cpu().numpy())
             draft_slot.scatter_(1, best, torch.arange(best.shape[1], device=device).expand_as(best) + columns)
             parent_seen = frontier_seen.gather(
                 1, (best // budget.branching)[..., None].expand(-1, -1, frontier_seen.shape[2])

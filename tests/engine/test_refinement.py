@@ -39,8 +39,9 @@ class Erratic:
             num_nodes=12, depth=depth, branching=branching, width=branching, reason="drawn", refined=True
         )
 
-    def deepen(self, level: int, scores: np.ndarray) -> bool:
-        return bool(self._random.random() < 0.8)
+    def deepen(self, level: int, scores: np.ndarray) -> int:
+        assert len(scores) and (level > 0 or (scores == 1.0).all())
+        return int(self._random.choice(3, p=(0.2, 0.5, 0.3)))
 
     def select(self, scores: np.ndarray, level_sizes: tuple[int, ...]) -> np.ndarray:
         most = min(scores.shape[1], self.max_nodes)
@@ -146,7 +147,7 @@ def test_scores_equal_the_acceptance_model_by_hand() -> None:
     torch.manual_seed(0)
     scaled, noise = torch.randn(2, 3, 11), torch.randn(2, 3, 11)
     perturbed = scaled + noise
-    ids, score = Scorer(MODEL).children(scaled, perturbed, 3, level=2)
+    ids, score = Scorer(MODEL).children(scaled, perturbed, 3, levels=(2,))
     logprobs = torch.log_softmax(scaled, -1)
     for b in range(2):
         for w in range(3):
@@ -156,7 +157,7 @@ def test_scores_equal_the_acceptance_model_by_hand() -> None:
             margin = np.array([best[0] - best[1], best[0] - best[1], best[0] - best[2]])
             logprob = logprobs[b, w, order[:3]].numpy()
             expected = MODEL.conditional(margin, logprob, np.full(3, 2.0), np.array([1, 2, 3]))
-            np.testing.assert_allclose(score[b, w].numpy(), expected, rtol=1e-5)
+            np.testing.assert_allclose(score[b, w], expected, rtol=1e-5)
 
 
 def test_features_have_the_order_the_coefficients_have() -> None:

@@ -1,0 +1,90 @@
+"""Notices a drafter that has stopped being accepted (stale, dead, broken), by a sequential test.
+
+Page's CUSUM on the first level: healthy means three quarters of the usual acceptance, collapsed a quarter of it.
+Each first node adds its log-likelihood ratio; the sum never falls below zero; past the threshold drafting is
+suspended. Probes go on: when they are accepted as a healthy drafter's are, drafting resumes. The usual acceptance
+follows slowly, so that a policy that moves away is not taken for a broken drafter.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from core.records import DraftLog
+
+HEALTHY_SHARE = 0.75
+COLLAPSED_SHARE = 0.25
+THRESHOLD = 5.0
+"Log-likelihood ratio: about e^-5 false alarms for a drafter at the lower edge of healthy."
+MOST_PER_STEP = 4.0
+"One decode step's evidence counts no more: its samples share a cause."
+FOLLOW = 0.002
+LOWEST_USUAL = 0.3
+"Below this there is nothing to collapse from: the policy's own arithmetic stops drafting."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrafterAlarm:
+    """A collapsed drafter, as the decode step that noticed it saw it."""
+
+    decode_step: int
+    drafter_age_steps: int
+    "decode steps since these drafter weights came"
+    observed: float
+    "acceptance of first nodes of late"
+    usual: float
+
+
+class CollapseDetector:
+    """CUSUM over first nodes, in both directions."""
+
+    def __init__(self, *, healthy: float) -> None:
+        self.suspended = False
+        self.why = ""
+        self._usual = healthy
+        self._evidence = 0.0
+        self._recent = healthy
+        self._since = 0
+        self._alarm: DrafterAlarm | None = None
+
+    def observe(self, decode_step: int, draft: DraftLog) -> None:
+        """Take the first nodes' outcomes; what was not verified counts as its estimate says."""
+        if self._usual < LOWEST_USUAL:
+            return
+        verified = draft.num_nodes >= 1
+        accepted = np.where(verified, draft.num_accepted >= 1, draft.scores[:, : draft.level_sizes[0]].max(1))
+        successes, trials = float(accepted.sum()), len(accepted)
+        good, bad = HEALTHY_SHARE * self._usual, COLLAPSED_SHARE * self._usual
+        ratio = successes * np.log(bad / good) + (trials - successes) * np.log((1 - bad) / (1 - good))
+        ratio = float(np.clip(ratio, -MOST_PER_STEP, MOST_PER_STEP))
+        self._recent += 0.2 * (successes / trials - self._recent)
+        if self.suspended:
+            # the same test the other way round: enough evidence of health resumes drafting
+            self._evidence = min(self._evidence + ratio, THRESHOLD)
+            if self._evidence <= 0.0:
+                self.suspended, self.why = False, ""
+            return
+        self._evidence = max(self._evidence + ratio, 0.0)
+        self._usual += FOLLOW * (successes / trials - self._usual)
+        if self._evidence >= THRESHOLD:
+            self.suspended = True
+            self.why = f"first nodes accepted {self._recent:.2f} of late, usually {self._usual:.2f}"
+            self._alarm = DrafterAlarm(
+                decode_step=decode_step,
+                drafter_age_steps=decode_step - self._since,
+                observed=self._recent,
+                usual=self._usual,
+            )
+
+    def new_drafter(self, decode_step: int) -> None:
+        """New drafter weights get a fresh trial."""
+        self.suspended, self.why = False, ""
+        self._evidence = 0.0
+        self._since = decode_step
+
+    def take_alarm(self) -> DrafterAlarm | None:
+        """Return the alarm, once."""
+        alarm, self._alarm = self._alarm, None
+        return alarm

@@ -1,0 +1,282 @@
+"""The goodput policy (design 3.2; RLHFSpec, arXiv 2512.04752, section 4): drafting weighed against measured time.
+
+    plan     which shape, or none: the most expected tokens over predicted seconds, from the profile and this run
+    deepen   another level, if an optimistic bound on what it adds is worth its seconds
+    select   the nodes whose estimated acceptance is worth verifying, over the whole batch
+
+Plain decoding is always a candidate. Where it wins, drafting is tried again now and then, at a hundredth of the
+time. A drafter that stops being accepted is suspended (`policies.collapse`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from core.records import PLAIN, Budget, DecodeState, StepRecord
+from policies.collapse import CollapseDetector, DrafterAlarm
+from policies.cost_view import CostView, cost_view
+from policies.recalibration import AcceptanceRecalibration, CostRecalibration, TrackRecord
+from policies.search import best_ragged, best_uniform, sorted_scores
+from profiles.cost import Shape
+from profiles.profile import Profile, YieldCurve
+
+CONTEXT_STEP = 128
+"Costs are looked up for a mean context rounded to this many tokens."
+CHOOSE_STEPS = 8
+"The shape is chosen anew after so many decode steps, or when the batch or the context changes."
+OBSERVE_COST_STEPS = 8
+"Costs are compared with their prediction every so many decode steps."
+BLIND_RISK = 0.5
+"Rejections per sample risked before scores are looked at again."
+MAX_BLIND_LEVELS = 4
+PROBE_SHARE = 0.01
+"Of the time spent in plain decoding, what trying the drafter may cost."
+PROBE_DEPTH = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """A shape, how far it should be drafted, and what the batch yields with it."""
+
+    branching: int
+    width: int
+    levels: int
+    num_nodes: int
+    goodput: float
+    "tokens per second"
+
+
+class GoodputPolicy:
+    """Adaptive drafting from a profile, corrected online. Pure: records and scores in, decisions out."""
+
+    def __init__(self, profile: Profile, *, max_nodes: int, max_depth: int) -> None:
+        """Make the policy.
+
+        Args:
+            profile: of the pair on this machine.
+            max_nodes: most draft nodes verified per sample.
+            max_depth: most levels drafted.
+        """
+        self.max_nodes = max_nodes
+        self._profile = profile
+        self._max_depth = max_depth
+        chain = np.diff(profile.yields[0].curve)[:max_depth]
+        self._acceptance = AcceptanceRecalibration(chain)
+        self._costs = CostRecalibration()
+        self._record = TrackRecord()
+        self._collapse = CollapseDetector(healthy=float(chain[0]))
+        self._tables: dict[tuple[int, int, int], CostView] = {}
+        self._chosen_for: tuple[int, ...] = ()
+        self._choice = Choice(branching=1, width=1, levels=0, num_nodes=0, goodput=0.0)
+        self._view: CostView | None = None
+        self._limits: list[tuple[float, float, float, int]] = []
+        self._versions = (0, 0)
+        self._plain_s = 0.0
+        self._missing_tokens = 0.0
+        self._probing = False
+
+    def plan(self, state: DecodeState) -> Budget:
+        """Return a refined budget of the best shape, or plain decoding."""
+        self._follow_versions(state)
+        choice = self._choose(state)
+        room = min(self._max_depth, state.max_remaining_tokens - 1)
+        if room < 1:
+            return PLAIN
+        suspended = self._collapse.suspended
+        self._probing = suspended or choice.num_nodes == 0
+        if self._probing:
+            if not self._probe_is_due(suspended):
+                why = f"drafter suspended: {self._collapse.why}" if suspended else "drafting does not pay"
+                return replace(PLAIN, reason=f"{why}; B={state.num_samples}")
+            return _budget(1, 1, min(PROBE_DEPTH, room), self.max_nodes, "probe of the drafter")
+        # a chain stops itself; the plan only bounds it
+        depth = max(4, 2 * choice.levels) if choice.branching == 1 else choice.levels
+        reason = (
+            f"B={state.num_samples}: shape {choice.branching}x{choice.width}, about {choice.num_nodes} nodes, "
+            f"{choice.goodput:.0f} tokens/s expected"
+        )
+        return _budget(choice.branching, choice.width, min(room, depth), self.max_nodes, reason)
+
+    def deepen(self, level: int, scores: np.ndarray) -> int:
+        """Compare a bound on the next level's worth with its seconds; ask seldom where a stop is unlikely."""
+        if self._probing:
+            return PROBE_DEPTH - level
+        choice = self._choice
+        if scores.shape[1] > choice.width:
+            scores = -np.sort(-scores, axis=1)[:, : choice.width]
+        onward, node_cost, level_cost, levels = self._limits[min(level, len(self._limits) - 1)]
+        if level > 0 and np.maximum(scores * onward - node_cost, 0.0).sum() <= level_cost:
+            return 0
+        return levels
+
+    def select(self, scores: np.ndarray, level_sizes: tuple[int, ...]) -> np.ndarray:
+        """Return each sample's number of nodes."""
+        batch = len(scores)
+        if self._probing or self._view is None:
+            return np.full(batch, min(scores.shape[1], self.max_nodes), dtype=np.int64)
+        ordered = sorted_scores(scores, level_sizes) * self._acceptance.factor
+        count, worth = best_uniform(ordered, self._view, self._choice.goodput)
+        if batch > 1:
+            counts, ragged_worth = best_ragged(ordered, self._view, self._choice.goodput)
+            if ragged_worth > worth:
+                return counts
+        return np.full(batch, count, dtype=np.int64)
+
+    def observe(self, record: StepRecord) -> None:
+        """Correct acceptance and costs by what the decode step did."""
+        draft = record.draft
+        if draft is None:
+            self._plain_s += record.step_s
+            self._missing_tokens += record.num_emitted_tokens
+        else:
+            self._acceptance.observe(draft)
+            self._collapse.observe(record.decode_step, draft)
+            self._plain_s = self._missing_tokens = 0.0
+        if not self._probing or draft is None:
+            # the goodput was corrected by the record so far: compare with what the models alone said
+            said = self._choice.goodput / self._record.factor(self._kind)
+            kind = record.budget.branching
+            if kind == self._kind:
+                self._record.observe(kind, delivered=record.num_emitted_tokens, expected=said * record.step_s)
+        if record.decode_step % OBSERVE_COST_STEPS == 0:
+            self._observe_costs(record)
+
+    @property
+    def _kind(self) -> int:
+        """Branching of the chosen shape, 0 for plain decoding."""
+        return self._choice.branching if self._choice.num_nodes else 0
+
+    def take_alarm(self) -> DrafterAlarm | None:
+        """Return the alarm that has been raised since the last call, once."""
+        return self._collapse.take_alarm()
+
+    def _choose(self, state: DecodeState) -> Choice:
+        """Return the shape of the highest goodput; looked for only when something has moved."""
+        batch = state.num_samples
+        context = -(-state.context_tokens // (batch * CONTEXT_STEP)) * CONTEXT_STEP
+        situation = (batch, context, state.decode_step // CHOOSE_STEPS, *self._versions)
+        if situation == self._chosen_for:
+            return self._choice
+        self._chosen_for = situation
+        views = {
+            width: self._table(batch, context, width).corrected(
+                draft=self._costs.draft, verify=self._costs.verify
+            )
+            for width in {curve.width for curve in self._profile.yields}
+        }
+        self._choice = best_choice(self._profile.yields, views, self._acceptance, self._record)
+        self._view = views[self._choice.width]
+        self._limits = self._deepening_limits(self._view, self._choice)
+        return self._choice
+
+    def _table(self, batch: int, context: int, width: int) -> CostView:
+        key = (batch, context, width)
+        if key not in self._tables:
+            self._tables[key] = cost_view(
+                self._profile.cost,
+                num_samples=batch,
+                context_tokens=batch * context,
+                width=width,
+                max_nodes=self.max_nodes,
+                max_levels=self._max_depth,
+            )
+        return self._tables[key]
+
+    def _deepening_limits(self, view: CostView, choice: Choice) -> list[tuple[float, float, float, int]]:
+        """For every level drafted: acceptance onward; prices, in tokens, of a node and of a level; levels to go on."""
+        onward = (self._acceptance.conditional * self._acceptance.factor).tolist()
+        node_cost = (choice.goodput * np.diff(view.uniform_s) / view.num_samples).tolist()
+        level_cost = (choice.goodput * np.diff(view.draft_s)).tolist()
+        limits = []
+        for level in range(self._max_depth):
+            passed = onward[min(level, len(onward) - 1)]
+            blind = int(BLIND_RISK / max(1.0 - passed, 1e-3)) if choice.branching == 1 else 1
+            limits.append(
+                (
+                    passed,
+                    node_cost[min(level, len(node_cost) - 1)],
+                    level_cost[min(level, len(level_cost) - 1)],
+                    min(max(blind, 1), MAX_BLIND_LEVELS),
+                )
+            )
+        return limits
+
+    def _probe_is_due(self, suspended: bool) -> bool:
+        """A probe costs a level, a wider verification and the tokens the draft cache lacks."""
+        view = self._table(*self._chosen_for[:2], 1)
+        draft = self._profile.cost.draft
+        # what one more token costs in a large draft forward: the level's token terms with every hinge passed
+        token_s = sum(draft[5:10]) * self._costs.draft
+        cost_s = float(view.draft_s[min(PROBE_DEPTH, len(view.draft_s) - 1)] + view.uniform_s[PROBE_DEPTH])
+        cost_s += -float(view.uniform_s[0]) + self._missing_tokens * token_s
+        share = 2 * PROBE_SHARE if suspended else PROBE_SHARE
+        return self._plain_s * share >= cost_s
+
+    def _follow_versions(self, state: DecodeState) -> None:
+        versions = (state.weight_version, state.drafter_version)
+        if versions == self._versions:
+            return
+        if versions[1] != self._versions[1]:
+            self._collapse.new_drafter(state.decode_step)
+        self._versions = versions
+        self._acceptance.widen()
+
+    def _observe_costs(self, record: StepRecord) -> None:
+        draft = record.draft
+        shape = Shape(
+            num_samples=float(record.num_samples),
+            context_tokens=float(record.context_tokens),
+            num_nodes=float(draft.num_nodes.sum()) if draft else 0.0,
+            widest=float(draft.num_nodes.max()) if draft else 0.0,
+            levels=float(len(draft.level_sizes)) if draft else 0.0,
+            width=float(record.budget.width or 1),
+        )
+        cost = self._profile.cost
+        self._costs.observe(record, draft_s=float(cost.draft_s(shape)), verify_s=float(cost.verify_s(shape)))
+
+
+def best_choice(
+    yields: tuple[YieldCurve, ...],
+    views: dict[int, CostView],
+    acceptance: AcceptanceRecalibration,
+    record: TrackRecord,
+) -> Choice:
+    """Expected tokens over predicted seconds, for every shape and number of nodes; plain decoding is n = 0."""
+    path = acceptance.path
+    chain = np.concatenate([[0.0], path.cumsum()]) * acceptance.factor
+    head = min(len(path), 8)
+    # trees gain and lose with the chain
+    moved = chain[head] / max(yields[0].curve[head], 1e-9)
+    best = Choice(branching=1, width=1, levels=0, num_nodes=0, goodput=0.0)
+    for curve in yields:
+        view = views[curve.width]
+        if curve.branching == 1:
+            expected, levels = chain, np.arange(len(chain))
+        else:
+            expected = np.asarray(curve.curve) * moved
+            levels = np.where(np.arange(len(expected)) > 0, curve.levels, 0)
+        limit = min(len(expected), len(view.uniform_s))
+        levels = np.minimum(levels[:limit], len(view.draft_s) - 1)
+        goodput = (
+            view.num_samples * (1.0 + expected[:limit]) / (view.uniform_s[:limit] + view.draft_s[levels])
+        )
+        goodput[0] *= record.factor(0)
+        goodput[1:] *= record.factor(curve.branching)
+        most = int(goodput.argmax())
+        if goodput[most] > best.goodput:
+            best = Choice(
+                branching=curve.branching,
+                width=curve.width,
+                levels=int(levels[most]),
+                num_nodes=most,
+                goodput=float(goodput[most]),
+            )
+    return best
+
+
+def _budget(branching: int, width: int, depth: int, max_nodes: int, reason: str) -> Budget:
+    return Budget(
+        num_nodes=max_nodes, depth=depth, branching=branching, width=width, reason=reason, refined=True
+    )

@@ -1,0 +1,163 @@
+"""The cost model: seconds of a decode step's phases, from what is drafted and verified (design 3.2).
+
+    step = draft(B, context, levels, width) + verify(B, context, nodes) + rest(B, nodes)
+
+Each phase is a sum of non-negative terms: constants, tokens, hinges above numbers of tokens (the knee, where a
+forward leaves its flat part), attention over the context. So it is monotone in every argument. Fitted by
+statsmodels as weighted least squares of relative errors; terms that would be negative are dropped and the rest
+fitted again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+VERIFY_HINGES = (4, 8, 16, 32, 64, 128, 256)
+DRAFT_HINGES = (4, 16, 64, 128)
+PHASES = ("draft", "verify", "rest")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """What decode steps draft and verify; arrays broadcast against each other."""
+
+    num_samples: np.ndarray | float
+    "B"
+    context_tokens: np.ndarray | float
+    "committed tokens of the whole batch"
+    num_nodes: np.ndarray | float
+    "draft nodes verified in the whole batch"
+    widest: np.ndarray | float
+    "draft nodes of the sample that has most"
+    levels: np.ndarray | float
+    "levels drafted; 0 is plain decoding"
+    width: np.ndarray | float
+    "nodes expanded a level, per sample"
+
+    def __len__(self) -> int:
+        return len(np.atleast_1d(self.num_samples))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CostTable:
+    """Measured decode steps; arrays of one length."""
+
+    shape: Shape
+    draft_s: np.ndarray
+    verify_s: np.ndarray
+    rest_s: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.verify_s)
+
+    def where(self, mask: np.ndarray) -> CostTable:
+        """Return the rows under the mask."""
+        shape = Shape(**{f.name: np.asarray(getattr(self.shape, f.name))[mask] for f in fields(Shape)})
+        return CostTable(
+            shape=shape,
+            draft_s=self.draft_s[mask],
+            verify_s=self.verify_s[mask],
+            rest_s=self.rest_s[mask],
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CostModel:
+    """Coefficients of the three phases; seconds per term."""
+
+    draft: tuple[float, ...]
+    verify: tuple[float, ...]
+    rest: tuple[float, ...]
+
+    def draft_s(self, shape: Shape) -> np.ndarray:
+        """Seconds to draft: 0 for plain decoding but for the constant part."""
+        return draft_terms(shape) @ np.asarray(self.draft)
+
+    def verify_s(self, shape: Shape) -> np.ndarray:
+        """Seconds of the target's forward."""
+        return verify_terms(shape) @ np.asarray(self.verify)
+
+    def rest_s(self, shape: Shape) -> np.ndarray:
+        """Seconds of acceptance, commitment and the decode step's own work."""
+        return rest_terms(shape) @ np.asarray(self.rest)
+
+
+def fit_costs(table: CostTable) -> CostModel:
+    """Fit the three phases."""
+    return CostModel(
+        draft=_fit(draft_terms(table.shape), table.draft_s),
+        verify=_fit(verify_terms(table.shape), table.verify_s),
+        rest=_fit(rest_terms(table.shape), table.rest_s),
+    )
+
+
+def draft_terms(shape: Shape) -> np.ndarray:
+    """Terms of the draft phase, [M, k]."""
+    batch, context, levels, width = _arrays(
+        shape.num_samples, shape.context_tokens, shape.levels, shape.width
+    )
+    drafts = levels > 0
+    is_tree = width > 1
+    tokens = batch * width
+    terms = [np.ones_like(batch), drafts, drafts * batch, drafts * context]
+    terms += [levels, levels * tokens, *(levels * np.maximum(tokens - knee, 0) for knee in DRAFT_HINGES)]
+    terms += [levels * context, levels * is_tree, levels * levels * is_tree * tokens]
+    return np.stack([np.asarray(term, dtype=float) for term in terms], axis=-1)
+
+
+def verify_terms(shape: Shape) -> np.ndarray:
+    """Terms of the target's forward, [M, k]."""
+    batch, context, nodes, widest, width = _arrays(
+        shape.num_samples, shape.context_tokens, shape.num_nodes, shape.widest, shape.width
+    )
+    tokens = batch + nodes
+    rows = batch * (widest + 1)
+    ragged = rows > tokens
+    terms = [np.ones_like(batch), batch, tokens]
+    terms += [np.maximum(tokens - knee, 0) for knee in VERIFY_HINGES]
+    # attention reads the context once for every sample, and multiplies it with every row
+    terms += [context, context * widest, rows, ragged, ragged * rows, (width > 1) * (widest > 0) * rows]
+    return np.stack([np.asarray(term, dtype=float) for term in terms], axis=-1)
+
+
+def rest_terms(shape: Shape) -> np.ndarray:
+    """Terms of everything else, [M, k]."""
+    batch, _nodes, widest, width = _arrays(shape.num_samples, shape.num_nodes, shape.widest, shape.width)
+    drafts = widest > 0
+    is_tree = (width > 1) & drafts
+    terms = [np.ones_like(batch), batch, batch * (widest + 1), drafts, is_tree, is_tree * batch * widest]
+    return np.stack([np.asarray(term, dtype=float) for term in terms], axis=-1)
+
+
+def _arrays(*values: np.ndarray | float) -> list[np.ndarray]:
+    return [np.asarray(value) for value in np.broadcast_arrays(*[np.asarray(v, dtype=float) for v in values])]
+
+
+def _fit(terms: np.ndarray, seconds: np.ndarray) -> tuple[float, ...]:
+    """Weighted least squares with non-negative coefficients: drop the most negative term, fit again."""
+    import statsmodels.api as sm
+
+    # relative errors count, and a preempted step must not pull the fit
+    weights = 1.0 / np.maximum(seconds, 1e-6) ** 2
+    scale = np.maximum(np.abs(terms).max(axis=0), 1e-12)
+    kept = np.nonzero(np.abs(terms).max(axis=0) > 0)[0]
+    for _ in range(4):
+        kept, values = _non_negative(sm, terms / scale, seconds, weights, kept)
+        predicted = (terms[:, kept] / scale[kept]) @ values
+        error = np.abs(seconds / np.maximum(predicted, 1e-9) - 1.0)
+        weights = np.minimum(1.0, 0.15 / np.maximum(error, 1e-9)) / np.maximum(predicted, 1e-6) ** 2
+    coefficients = np.zeros(terms.shape[1])
+    coefficients[kept] = values / scale[kept]
+    return tuple(coefficients.tolist())
+
+
+def _non_negative(
+    sm, terms: np.ndarray, seconds: np.ndarray, weights: np.ndarray, kept: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    while True:
+        values = np.asarray(sm.WLS(seconds, terms[:, kept], weights=weights).fit().params)
+        if (values >= 0).all() or len(kept) == 1:
+            return kept, np.maximum(values, 0.0)
+        kept = np.delete(kept, int(np.argmin(values * terms[:, kept].mean(axis=0))))

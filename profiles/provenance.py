@@ -1,0 +1,56 @@
+"""What a profile was measured with, and the refusal of one that does not match what runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from core.errors import ProfileError
+
+_NOT_COMPARED = ("date", "versions")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Provenance:
+    """Names everything that costs or acceptance depend on."""
+
+    device: str
+    "processor or GPU model"
+    num_threads: int
+    dtype: str
+    numerics: str
+    target_config: str
+    "digest of the target's Hugging Face config"
+    draft_config: str
+    target_weights: str
+    "checksum; costs do not depend on it, acceptance does"
+    draft_weights: str
+    sampling: str
+    "temperature, top-k, top-p"
+    torch_version: str
+    versions: str
+    "of the other packages; recorded, not compared"
+    date: str
+    "recorded, not compared"
+
+    def require_match(self, running: Provenance, *, where: str, weights: bool = True) -> None:
+        """Compare with what runs.
+
+        Args:
+            running: the present.
+            where: what the profile is called in the message.
+            weights: False where the models have been trained on since: costs stay, acceptance is corrected online.
+
+        Raises:
+            ProfileError: something differs, all of it named.
+        """
+        ignored = _NOT_COMPARED if weights else (*_NOT_COMPARED, "target_weights", "draft_weights")
+        differs = [
+            f"{field.name} is '{getattr(running, field.name)}', measured with '{getattr(self, field.name)}'"
+            for field in fields(self)
+            if field.name not in ignored and getattr(running, field.name) != getattr(self, field.name)
+        ]
+        if differs:
+            raise ProfileError(
+                f"{where} does not describe this run: {'; '.join(differs)}; make one with `rlhfspec profile`, "
+                "or set speculation.profile=auto"
+            )
