@@ -21,7 +21,9 @@ from engine.models import max_context_tokens
 from engine.probe import prove_invariance
 from engine.refinement import Scorer
 from engine.runner import ModelRunner
+from policies.bandit import BanditPolicy
 from policies.base import DraftPolicy
+from policies.batch_table import BatchTablePolicy
 from policies.capacity import CapacityPolicy
 from policies.fixed import FixedPolicy, OffPolicy
 from policies.goodput import GoodputPolicy
@@ -132,12 +134,25 @@ def build_policy(speculation: SpeculationConfig, profile: Profile | None = None)
                 "set speculation.profile to auto or to a folder that `rlhfspec profile` made"
             )
         return GoodputPolicy(profile, max_nodes=speculation.max_nodes, max_depth=speculation.max_depth)
+    if speculation.policy == "batch_table":
+        return BatchTablePolicy(max_nodes=speculation.max_nodes, max_depth=speculation.max_depth)
+    if speculation.policy == "bandit":
+        return BanditPolicy(max_nodes=speculation.max_nodes, max_depth=speculation.max_depth, seed=0)
     return CapacityPolicy(
         capacity_tokens=speculation.capacity_tokens,
         max_nodes=speculation.num_nodes,
         depth=speculation.depth,
         branching=speculation.branching,
     )
+
+
+def most_nodes(speculation: SpeculationConfig) -> int:
+    """Return the most draft nodes per sample that a config's policy verifies: what the KV pool reserves."""
+    if speculation.policy == "off" or speculation.drafter == "none":
+        return 0
+    if speculation.policy in ("goodput", "batch_table", "bandit"):
+        return speculation.max_nodes
+    return build_policy(speculation).max_nodes
 
 
 def resolve_device(engine: EngineConfig) -> torch.device:
