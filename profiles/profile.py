@@ -77,7 +77,7 @@ def load_profile(folder: Path) -> Profile:
         )
     try:
         return _from_tree(json.loads(path.read_text()))
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ProfileError(f"{path} is not a profile this version can read: {error}; make it anew") from error
 
 
