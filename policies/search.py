@@ -23,17 +23,25 @@ def best_uniform(scores: np.ndarray, costs: CostView, goodput: float) -> tuple[i
 
 
 def best_ragged(scores: np.ndarray, costs: CostView, goodput: float) -> tuple[np.ndarray, float]:
-    """Return the best number of nodes of each sample and their worth. `scores` [B, C] descending in each row."""
+    """Return the best number of nodes of each sample and their worth. `scores` [B, C] descending in each row.
+
+    For every cap on a sample's nodes, the best ones below it in score order: no other allocation is worth more.
+    """
     batch, candidates = scores.shape
     candidates = min(candidates, len(costs.widest_s) - 1)
     flat = scores[:, :candidates].ravel()
     order = np.argsort(-flat, kind="stable")
-    expected = np.concatenate([[0.0], flat[order].cumsum()])
-    place = order % candidates + 1
-    widest = np.concatenate([[0], np.maximum.accumulate(place)])
-    worth = expected - goodput * (costs.tokens_s[: len(expected)] + costs.widest_s[widest])
-    best = int(worth.argmax())
-    return np.bincount(order[:best] // candidates, minlength=batch), float(worth[best])
+    caps = np.arange(1, candidates + 1)
+    allowed = order % candidates < caps[:, None]
+    expected = (allowed * flat[order]).cumsum(axis=1)
+    seconds = costs.tokens_s[allowed.cumsum(axis=1)] + costs.widest_s[caps, None]
+    worth = expected - goodput * seconds
+    cap, last = divmod(int(worth.argmax()), len(order))
+    none = -goodput * float(costs.tokens_s[0] + costs.widest_s[0])
+    if worth[cap, last] <= none:
+        return np.zeros(batch, dtype=np.int64), none
+    chosen = order[: last + 1][allowed[cap, : last + 1]]
+    return np.bincount(chosen // candidates, minlength=batch), float(worth[cap, last])
 
 
 def sorted_scores(scores: np.ndarray, level_sizes: tuple[int, ...]) -> np.ndarray:
