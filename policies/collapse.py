@@ -55,6 +55,8 @@ class CollapseDetector:
             return
         verified = draft.num_nodes >= 1
         accepted = np.where(verified, draft.num_accepted >= 1, draft.scores[:, : draft.level_sizes[0]].max(1))
+        if not np.isfinite(accepted).all():
+            accepted = np.nan_to_num(accepted)
         successes, trials = float(accepted.sum()), len(accepted)
         good, bad = HEALTHY_SHARE * self._usual, COLLAPSED_SHARE * self._usual
         ratio = successes * np.log(bad / good) + (trials - successes) * np.log((1 - bad) / (1 - good))

@@ -7,6 +7,8 @@ draft is worth going before it is drafted. Costs: multiplicative factors of draf
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from core.records import DraftLog, StepRecord
@@ -52,12 +54,13 @@ class AcceptanceRecalibration:
     def observe(self, draft: DraftLog) -> None:
         """Take one refined draft's outcome."""
         self._accepted = self._accepted * DECAY + float(draft.num_accepted.sum())
-        self._expected = self._expected * DECAY + draft.expected_tokens
+        self._expected = self._expected * DECAY + _number(draft.expected_tokens)
         best = _best_of_levels(draft)
         self._reached *= DECAY
         self._passed *= DECAY
         above = float(len(draft.scores))
         for level, score in enumerate(best[: len(self._prior)]):
+            score = _number(score)
             self._reached[level] += above
             self._passed[level] += score
             above = score
@@ -68,6 +71,11 @@ class AcceptanceRecalibration:
         self._expected *= WIDEN
         self._reached *= WIDEN
         self._passed *= WIDEN
+
+
+def _number(value: float) -> float:
+    """A broken drafter's estimates are no numbers: nought."""
+    return value if math.isfinite(value) else 0.0
 
 
 def _best_of_levels(draft: DraftLog) -> list[float]:
