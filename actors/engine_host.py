@@ -15,6 +15,7 @@ from core.records import WeightManifest
 from engine.build import build_engine
 from engine.generator import Engine
 from engine.models import build_causal_lm
+from engine.provenance import here
 from engine.weights import load_into, model_checksum, unpack_weights
 
 
@@ -56,6 +57,7 @@ class ManifestHost:
     def _build_when_complete(self) -> None:
         if set(self._models) < set(self._spec.model_names):
             return
+        self._check_profile()
         self._engine = build_engine(
             self._models["target"],
             self._models.get("draft"),
@@ -66,4 +68,20 @@ class ManifestHost:
             instance=self._spec.instance,
             weight_version=self._versions["target"],
             drafter_version=self._versions.get("draft", 0),
+            profile=self._spec.profile,
         )
+
+    def _check_profile(self) -> None:
+        """Require the profile's hardware here. Weights may have moved on. Raises ProfileError naming what differs."""
+        profile = self._spec.profile
+        if profile is None or "draft" not in self._models:
+            return
+        measured = profile.provenance
+        running = here(
+            measured,
+            self._models["target"],
+            self._models["draft"],
+            engine=self._spec.engine,
+            dtype=self._spec.dtype,
+        )
+        measured.require_match(running, where=f"the profile given to {self._spec.instance}", weights=False)

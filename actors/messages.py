@@ -17,6 +17,7 @@ from core.config import (
 )
 from core.records import Completion, GenerationStats, InstanceLoad, SampleKey
 from policies.scheduler_records import Alarm
+from profiles.profile import Profile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +33,8 @@ class GenerationSpec:
     vocab_size: int
     "token ids the tokenizer knows; padded ids above it are never sampled"
     publish_interval_s: float
+    profile: Profile | None = None
+    "what the policy `goodput` goes by: numbers, no tables"
 
     @property
     def model_names(self) -> tuple[str, ...]:

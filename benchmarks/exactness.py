@@ -46,13 +46,21 @@ class Plan:
 PLANS = (
     Plan(name="plain", batch_size=5, speculation=SpeculationConfig(policy="off")),
     Plan(name="plain, other batch", batch_size=16, speculation=SpeculationConfig(policy="off")),
-    Plan(name="chain n=4", batch_size=3, speculation=SpeculationConfig(num_nodes=4)),
-    Plan(name="tree n=8 b=2", batch_size=8, speculation=SpeculationConfig(num_nodes=8, depth=5, branching=2)),
+    Plan(name="chain n=4", batch_size=3, speculation=SpeculationConfig(policy="fixed", num_nodes=4)),
     Plan(
-        name="tree n=16 b=3", batch_size=12, speculation=SpeculationConfig(num_nodes=16, depth=6, branching=3)
+        name="tree n=8 b=2",
+        batch_size=8,
+        speculation=SpeculationConfig(policy="fixed", num_nodes=8, depth=5, branching=2),
     ),
     Plan(
-        name="n-gram", batch_size=7, speculation=SpeculationConfig(drafter="ngram", num_nodes=4, ngram_min=1)
+        name="tree n=16 b=3",
+        batch_size=12,
+        speculation=SpeculationConfig(policy="fixed", num_nodes=16, depth=6, branching=3),
+    ),
+    Plan(
+        name="n-gram",
+        batch_size=7,
+        speculation=SpeculationConfig(policy="fixed", drafter="ngram", num_nodes=4, ngram_min=1),
     ),
 )
 ACTOR_PLAN = PLANS[3]

@@ -12,14 +12,17 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from core.config import Config
 from engine.models import load_tokenizer
 from learning.data import PromptDataset, load_prompts
+from profiles.profile import Profile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inputs:
-    """Both in this process; actors get prompts with the requests and never the data set."""
+    """All in this process; actors get prompts with the requests and never the data set."""
 
     tokenizer: PreTrainedTokenizerBase
     dataset: PromptDataset
+    profile: Profile | None = None
+    "what the policy `goodput` goes by"
 
 
 def read_tokenizer(config: Config) -> PreTrainedTokenizerBase:

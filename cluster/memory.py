@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from core.config import Config
-from engine.build import build_policy
+from engine.build import most_nodes
 from engine.kv import KVShape
 
 GIB = 1 << 30
@@ -137,7 +137,7 @@ def _kv_pool_bytes(
     config: Config, target: ModelShape, draft: ModelShape | None, max_total_tokens: int
 ) -> int:
     slots = config.engine.max_running_samples
-    capacity = max_total_tokens + build_policy(config.speculation).max_nodes + 1
+    capacity = max_total_tokens + most_nodes(config.speculation) + 1
     # pools on CPU are float32 whatever the model's dtype
     element_bytes = _DTYPE_BYTES[config.models.dtype] if config.engine.device == "cuda" else 4
     shapes = [shape.kv for shape in (target, draft) if shape is not None]
@@ -150,7 +150,7 @@ def _engine_bytes(config: Config, target: ModelShape, draft: ModelShape | None) 
     params = target.num_params + (draft.num_params if draft else 0)
     on_gpu = config.engine.device == "cuda"
     copy = params * _DTYPE_BYTES[dtype] if on_gpu else int(params * 4 * _INFERENCE_COPY)
-    tokens = config.engine.max_running_samples * (build_policy(config.speculation).max_nodes + 1)
+    tokens = config.engine.max_running_samples * (most_nodes(config.speculation) + 1)
     logits = tokens * target.vocab_size * 4 * _STEP_COPIES
     return weights + copy + logits
 

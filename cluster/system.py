@@ -92,7 +92,7 @@ def _make_actors(config: Config, inputs: Inputs, topology: Topology, ground: Gro
         places=topology.generation,
         ground=ground,
         scheduler=scheduler,
-        spec_for=lambda instance: _generation_spec(config, tokenizer, instance, max_total_tokens),
+        spec_for=lambda instance: _generation_spec(config, inputs, instance, max_total_tokens),
     )
     generation.make_all()
     return System(
@@ -150,17 +150,16 @@ def _reward_pool(config: Config, topology: Topology, ground: Ground) -> RewardPo
     return RewardPool(actors, timeout_s=config.cluster.order_timeout_s)
 
 
-def _generation_spec(
-    config: Config, tokenizer: PreTrainedTokenizerBase, instance: str, max_total_tokens: int
-) -> GenerationSpec:
+def _generation_spec(config: Config, inputs: Inputs, instance: str, max_total_tokens: int) -> GenerationSpec:
     return GenerationSpec(
         instance=instance,
         engine=config.engine,
         speculation=config.speculation,
         dtype=config.models.dtype,
         max_total_tokens=max_total_tokens,
-        vocab_size=num_token_ids(tokenizer),
+        vocab_size=num_token_ids(inputs.tokenizer),
         publish_interval_s=config.cluster.poll_interval_s,
+        profile=inputs.profile,
     )
 
 

@@ -97,7 +97,7 @@ class SpeculationConfig(Section):
     """What is drafted, and who decides how much."""
 
     drafter: Literal["model", "ngram", "none"] = "model"
-    policy: Literal["goodput", "batch_table", "bandit", "capacity", "fixed", "off"] = "fixed"
+    policy: Literal["goodput", "batch_table", "bandit", "capacity", "fixed", "off"] = "goodput"
     "goodput: adaptive, from a profile; batch_table, bandit: TLT's; capacity: FastGRPO's; fixed; off: plain decoding"
     profile: str = "auto"
     "goodput: a folder made by `rlhfspec profile`; auto: made at start-up when there is none in the cache"
@@ -279,6 +279,11 @@ class Config(Section):
             raise ValueError(
                 "speculation.drafter is 'model' but models.draft is null; "
                 "name a draft model, or set speculation.drafter to ngram or none"
+            )
+        if self.speculation.drafter == "ngram" and self.speculation.policy == "goodput":
+            raise ValueError(
+                "speculation.policy goodput goes by a draft model's scores, and drafter ngram has none; "
+                "use policy bandit, batch_table, capacity or fixed with it"
             )
         if self.speculation.ngram_min > self.speculation.ngram_max:
             raise ValueError("speculation.ngram_min must not exceed speculation.ngram_max")

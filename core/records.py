@@ -287,6 +287,8 @@ class InstanceLoad:
     decode_step: int
     goodput_tokens_per_s: float
     stats: GenerationStats
+    drafter_alarm: str = ""
+    "why drafting was suspended here last, with the drafter's checksum, version and age; empty when it never was"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

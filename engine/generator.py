@@ -6,6 +6,7 @@ function of weights, prompt and key (design 3.1): not of the batch it shares, th
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -37,8 +38,10 @@ from engine.prefill import fill_committed
 from engine.prefill_plan import PrefillPiece
 from engine.refinement import Refinement, Scorer
 from engine.runner import ModelRunner
-from policies.base import DraftPolicy, RefiningPolicy
+from engine.weights import model_checksum
+from policies.base import DrafterAlarm, DraftPolicy, RefiningPolicy, WatchfulPolicy
 
+logger = logging.getLogger(__name__)
 STEP_LOG_LENGTH = 4096
 GOODPUT_WINDOW = 64
 
@@ -74,6 +77,7 @@ class Engine:
         self._max_prefill_tokens = max_prefill_tokens
         self._clock = clock
         self._observe_s = 0.0
+        self.drafter_alarm = ""
         self._waiting: deque[SampleRequest] = deque()
         self._batch = RunningBatch(
             num_slots=runner.pool.num_slots, max_total_tokens=max_total_tokens, device=runner.device
@@ -184,6 +188,7 @@ class Engine:
             decode_step=self.stats.num_decode_steps,
             goodput_tokens_per_s=emitted / seconds if seconds > 0 else 0.0,
             stats=self.stats,
+            drafter_alarm=self.drafter_alarm,
         )
 
     def progress(self) -> dict[SampleKey, np.ndarray]:
@@ -276,6 +281,9 @@ class Engine:
         self.policy.observe(record)
         # counted with the next step: this record is complete
         self._observe_s = self._clock() - started
+        alarm = self.policy.take_alarm() if isinstance(self.policy, WatchfulPolicy) else None
+        if alarm is not None:
+            self._raise_drafter_alarm(alarm)
         self.step_records.append(record)
         self.stats += GenerationStats(
             num_decode_steps=1,
@@ -291,6 +299,16 @@ class Engine:
             other_s=record.other_s,
             select_s=record.select_s,
         )
+
+    def _raise_drafter_alarm(self, alarm: DrafterAlarm) -> None:
+        model = self.drafter.model if isinstance(self.drafter, ModelDrafter) else None
+        which = f"checksum {model_checksum(model)}, " if model is not None else ""
+        self.drafter_alarm = (
+            f"decode step {alarm.decode_step}: first draft tokens are accepted {alarm.observed:.2f} of late, usually "
+            f"{alarm.usual:.2f}; drafter {which}version {self.drafter_version}, {alarm.drafter_age_steps} decode "
+            "steps old; plain decoding until probes are accepted again"
+        )
+        logger.warning("%s: drafting suspended; %s", self.instance, self.drafter_alarm)
 
 
 def use_threads(num_threads: int) -> None:

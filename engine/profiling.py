@@ -253,6 +253,20 @@ def _tiled(
     return tiled
 
 
+class Placeholder:
+    """Stands for the policy while an engine is built to be profiled."""
+
+    def __init__(self, max_nodes: int) -> None:
+        self.max_nodes = max_nodes
+
+    def plan(self, state: DecodeState) -> Budget:
+        """Decode plainly."""
+        return PLAIN
+
+    def observe(self, record: StepRecord) -> None:
+        """Learn nothing."""
+
+
 class _Everything:
     """One shape, drafted whole and verified whole."""
 

@@ -34,7 +34,7 @@ class RecordingScorer(Scorer):
     def concluded(self, tree: DraftTree, verdict: Verdict, requests: Sequence[SampleRequest]) -> None:
         """Take the outcome; drafts cut short by a limit are left out."""
         features, self._features = self._features, []
-        if len(features) < self._num_levels or tree.num_kept is not None:
+        if tree.num_kept is not None or int(tree.depth[0, -1]) < self._num_levels:
             return
         margin, logprob = (np.concatenate(parts, axis=1) for parts in zip(*features, strict=True))
         if margin.shape[1] != tree.num_nodes:

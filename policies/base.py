@@ -8,6 +8,7 @@ in, equal decisions out; no clock, no hidden randomness.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -30,6 +31,27 @@ class DraftPolicy(Protocol):
 
     def observe(self, record: StepRecord) -> None:
         """Take note of what the last decode step did."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrafterAlarm:
+    """A drafter that stopped being accepted, as the decode step that noticed it saw it."""
+
+    decode_step: int
+    drafter_age_steps: int
+    "decode steps since these drafter weights came"
+    observed: float
+    "acceptance of first nodes of late"
+    usual: float
+
+
+@runtime_checkable
+class WatchfulPolicy(Protocol):
+    """Notices when the drafter stops being accepted."""
+
+    def take_alarm(self) -> DrafterAlarm | None:
+        """Return the alarm that has been raised since the last call, once."""
         ...
 
 

@@ -8,11 +8,10 @@ follows slowly, so that a policy that moves away is not taken for a broken draft
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
 from core.records import DraftLog
+from policies.base import DrafterAlarm
 
 HEALTHY_SHARE = 0.75
 COLLAPSED_SHARE = 0.25
@@ -23,18 +22,6 @@ MOST_PER_STEP = 4.0
 FOLLOW = 0.002
 LOWEST_USUAL = 0.3
 "Below this there is nothing to collapse from: the policy's own arithmetic stops drafting."
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DrafterAlarm:
-    """A collapsed drafter, as the decode step that noticed it saw it."""
-
-    decode_step: int
-    drafter_age_steps: int
-    "decode steps since these drafter weights came"
-    observed: float
-    "acceptance of first nodes of late"
-    usual: float
 
 
 class CollapseDetector:

@@ -15,7 +15,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from core.records import PLAIN, Budget, DecodeState, StepRecord
-from policies.collapse import CollapseDetector, DrafterAlarm
+from policies.base import DrafterAlarm
+from policies.collapse import CollapseDetector
 from policies.cost_view import CostView, cost_view
 from policies.recalibration import AcceptanceRecalibration, CostRecalibration, TrackRecord
 from policies.search import best_ragged, best_uniform, sorted_scores
@@ -205,7 +206,7 @@ class GoodputPolicy:
 
     def _probe_is_due(self, suspended: bool) -> bool:
         """A probe costs a level, a wider verification and the tokens the draft cache lacks."""
-        view = self._table(*self._chosen_for[:2], 1)
+        view = self._table(self._chosen_for[0], self._chosen_for[1], 1)
         draft = self._profile.cost.draft
         # what one more token costs in a large draft forward: the level's token terms with every hinge passed
         token_s = sum(draft[5:10]) * self._costs.draft

@@ -9,6 +9,7 @@ baseline. Fitting needs statsmodels and is imported only where a profile is made
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -105,7 +106,7 @@ def _fit(features: np.ndarray, accepted: np.ndarray) -> tuple[float, ...]:
         return constant
     # a little ridge: separable data would send a coefficient to infinity
     model = sm.GLM(accepted.astype(float), features, family=sm.families.Binomial())
-    penalty = np.full(features.shape[1], 1.0 / len(accepted))
+    penalty: Any = np.full(features.shape[1], 1.0 / len(accepted))
     penalty[0] = 0.0
     result = model.fit_regularized(alpha=penalty, L1_wt=0.0, start_params=np.asarray(constant))
     return tuple(float(value) for value in result.params)

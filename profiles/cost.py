@@ -143,6 +143,7 @@ def _fit(terms: np.ndarray, seconds: np.ndarray) -> tuple[float, ...]:
     weights = 1.0 / np.maximum(seconds, 1e-6) ** 2
     scale = np.maximum(np.abs(terms).max(axis=0), 1e-12)
     kept = np.nonzero(np.abs(terms).max(axis=0) > 0)[0]
+    values = np.zeros(len(kept))
     for _ in range(4):
         kept, values = _non_negative(sm, terms / scale, seconds, weights, kept)
         predicted = (terms[:, kept] / scale[kept]) @ values

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from dataclasses import dataclass, fields
 
 from core.errors import ProfileError
@@ -18,19 +20,30 @@ class Provenance:
     num_threads: int
     dtype: str
     numerics: str
-    target_config: str
-    "digest of the target's Hugging Face config"
-    draft_config: str
+    target_model: str
+    "architecture and size"
+    draft_model: str
     target_weights: str
     "checksum; costs do not depend on it, acceptance does"
     draft_weights: str
     sampling: str
     "temperature, top-k, top-p"
+    num_slots: int
+    "largest batch"
+    max_total_tokens: int
+    "longest sample"
     torch_version: str
     versions: str
     "of the other packages; recorded, not compared"
     date: str
     "recorded, not compared"
+
+    @property
+    def key(self) -> str:
+        """A name for everything that is compared: equal keys match."""
+        compared = {field.name: getattr(self, field.name) for field in fields(self)}
+        text = json.dumps({name: compared[name] for name in sorted(compared) if name not in _NOT_COMPARED})
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def require_match(self, running: Provenance, *, where: str, weights: bool = True) -> None:
         """Compare with what runs.

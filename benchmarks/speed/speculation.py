@@ -15,10 +15,10 @@ from benchmarks.support.workload import Workload
 from core.config import SpeculationConfig
 
 PLANS: dict[str, SpeculationConfig] = {
-    "chain n=2": SpeculationConfig(num_nodes=2),
-    "chain n=4": SpeculationConfig(num_nodes=4),
-    "chain n=8": SpeculationConfig(num_nodes=8),
-    "tree n=8 b=2": SpeculationConfig(num_nodes=8, depth=5, branching=2),
+    "chain n=2": SpeculationConfig(policy="fixed", num_nodes=2),
+    "chain n=4": SpeculationConfig(policy="fixed", num_nodes=4),
+    "chain n=8": SpeculationConfig(policy="fixed", num_nodes=8),
+    "tree n=8 b=2": SpeculationConfig(policy="fixed", num_nodes=8, depth=5, branching=2),
 }
 OTHER_DRAFT_PLANS = ("chain n=2", "chain n=4")
 BATCH_SIZES = (1, 4, 8, 16, 32)

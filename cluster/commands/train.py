@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -85,7 +86,10 @@ def _run(config: Config, path: Path, report: Reporter, *, dry_run: bool) -> int:
     if dry_run:
         _print_plan(config, checked.lines(), report)
     else:
-        _train(config, checked.inputs, RunDir.create(config, path), report)
+        from cluster.profiling import resolve_profile
+
+        inputs = replace(checked.inputs, profile=resolve_profile(config, checked.inputs, report))
+        _train(config, inputs, RunDir.create(config, path), report)
     return 0
 
 

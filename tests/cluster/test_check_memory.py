@@ -50,7 +50,7 @@ def plan(settings: Config, reward_params: int | None = None) -> MemoryPlan:
 
 
 def test_the_kv_pool_holds_prompt_response_and_tree_of_every_slot() -> None:
-    settings = config(engine={"max_running_samples": 4}, speculation={"num_nodes": 6})
+    settings = config(engine={"max_running_samples": 4}, speculation={"policy": "fixed", "num_nodes": 6})
     # 50 tokens, 6 nodes and the root, rounded up to views of 32; keys and values of 8; float32
     target, draft = 3 * 2 * (8 + 8) * 4, 1 * 1 * (8 + 8) * 4
     assert plan(settings).kv_pool_bytes == 4 * 64 * (target + draft)
@@ -104,11 +104,11 @@ def test_amounts_read_well() -> None:
 
 def test_an_instance_lays_its_weights_out_again_on_cpu_and_holds_the_logits_of_one_decode_step() -> None:
     section = {"max_running_samples": 4}
-    made = plan(config(engine=section, speculation={"num_nodes": 6}))
+    made = plan(config(engine=section, speculation={"policy": "fixed", "num_nodes": 6}))
     # 4 samples x (6 nodes + the root) x 100 tokens x 4 bytes, three times
     weights, logits = (1000 + 100) * 4, 4 * 7 * 100 * 4 * 3
     assert made.generation_bytes == TORCH_PROCESS_BYTES + made.kv_pool_bytes + weights * 5 // 2 + logits
-    on_gpu = plan(config(engine=section | {"device": "cuda"}, speculation={"num_nodes": 6}))
+    on_gpu = plan(config(engine=section | {"device": "cuda"}, speculation={"policy": "fixed", "num_nodes": 6}))
     assert made.generation_bytes - on_gpu.generation_bytes == weights // 2
 
 

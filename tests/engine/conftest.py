@@ -19,10 +19,10 @@ from engine.models import DTYPES, freeze
 VOCAB_SIZE = 64
 PLANS = {
     "off": SpeculationConfig(policy="off"),
-    "chain4": SpeculationConfig(num_nodes=4, branching=1),
-    "tree8": SpeculationConfig(num_nodes=8, depth=4, branching=2),
-    "tree16": SpeculationConfig(num_nodes=16, depth=4, branching=3),
-    "ngram": SpeculationConfig(drafter="ngram", num_nodes=5, ngram_max=3, ngram_min=1),
+    "chain4": SpeculationConfig(policy="fixed", num_nodes=4, branching=1),
+    "tree8": SpeculationConfig(policy="fixed", num_nodes=8, depth=4, branching=2),
+    "tree16": SpeculationConfig(policy="fixed", num_nodes=16, depth=4, branching=3),
+    "ngram": SpeculationConfig(policy="fixed", drafter="ngram", num_nodes=5, ngram_max=3, ngram_min=1),
     "capacity": SpeculationConfig(policy="capacity", num_nodes=12, depth=4, branching=2, capacity_tokens=30),
 }
 

@@ -26,7 +26,7 @@ from engine.rule import RowSampling, kept_tokens
 VOCAB_SIZE = 8
 NUM_SAMPLES, NUM_TOKENS = 512, 50
 SMALLEST_P = 1e-4
-TREE = SpeculationConfig(num_nodes=6, depth=3, branching=2)
+TREE = SpeculationConfig(policy="fixed", num_nodes=6, depth=3, branching=2)
 OFF = SpeculationConfig(policy="off")
 
 

@@ -201,7 +201,7 @@ def test_a_wide_tree_stays_inside_the_cache(pairs, make_requests) -> None:
         )
         return [completion.token_ids.tolist() for completion in engine.generate(requests)]
 
-    wide = SpeculationConfig(num_nodes=8, depth=8, branching=2)
+    wide = SpeculationConfig(policy="fixed", num_nodes=8, depth=8, branching=2)
     assert tokens(wide) == tokens(SpeculationConfig(policy="off"))
 
 
@@ -220,6 +220,6 @@ def test_a_lookup_chain_is_no_deeper_than_asked(pairs, make_requests, branching:
         return [completion.token_ids.tolist() for completion in engine.generate(requests)]
 
     looked_up = SpeculationConfig(
-        drafter="ngram", num_nodes=8, depth=4, branching=branching, ngram_max=2, ngram_min=1
+        policy="fixed", drafter="ngram", num_nodes=8, depth=4, branching=branching, ngram_max=2, ngram_min=1
     )
     assert tokens(looked_up) == tokens(SpeculationConfig(policy="off"))

@@ -55,7 +55,7 @@ def test_models_that_cannot_serve_are_refused(new_model: NewModel) -> None:
             target,
             draft,
             engine=EngineConfig(device="cpu", probe=False, max_running_samples=1),
-            speculation=SpeculationConfig(num_nodes=4),
+            speculation=SpeculationConfig(policy="fixed", num_nodes=4),
             max_total_tokens=tokens,
         )
 
