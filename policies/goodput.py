@@ -35,6 +35,8 @@ MAX_BLIND_LEVELS = 4
 PROBE_SHARE = 0.01
 "Of the time spent in plain decoding, what trying the drafter may cost."
 PROBE_DEPTH = 2
+MOST_GAIN = 2.0
+"A tree yields at most so many times what it did in the profile."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,8 +212,10 @@ class GoodputPolicy:
         draft = self._profile.cost.draft
         # what one more token costs in a large draft forward: the level's token terms with every hinge passed
         token_s = sum(draft[5:10]) * self._costs.draft
-        cost_s = float(view.draft_s[min(PROBE_DEPTH, len(view.draft_s) - 1)] + view.uniform_s[PROBE_DEPTH])
-        cost_s += -float(view.uniform_s[0]) + self._missing_tokens * token_s
+        # a draft cache lacks no more tokens than the batch has
+        missing = min(self._missing_tokens, view.context_tokens)
+        levels, nodes = (min(PROBE_DEPTH, len(table) - 1) for table in (view.draft_s, view.uniform_s))
+        cost_s = float(view.draft_s[levels] + view.uniform_s[nodes] - view.uniform_s[0]) + missing * token_s
         share = 2 * PROBE_SHARE if suspended else PROBE_SHARE
         return self._plain_s * share >= cost_s
 
@@ -248,8 +252,8 @@ def best_choice(
     path = acceptance.path
     chain = np.concatenate([[0.0], path.cumsum()]) * acceptance.factor
     head = min(len(path), 8)
-    # trees gain and lose with the chain
-    moved = chain[head] / max(yields[0].curve[head], 1e-9)
+    # trees gain and lose with the chain; from next to nothing they gain no multiple
+    moved = min(chain[head] / max(yields[0].curve[head], 1e-9), MOST_GAIN)
     best = Choice(branching=1, width=1, levels=0, num_nodes=0, goodput=0.0)
     for curve in yields:
         view = views[curve.width]

@@ -21,6 +21,8 @@ WIDEN = 0.25
 "What the past still counts after a new weight version."
 TRACK_PRIOR_TOKENS = 100.0
 TRACK_DECAY = 0.99
+UNUSED_DECAY = 0.995
+"Of the record of a shape, while another is used."
 COST_STEP = 0.1
 COST_RANGE = (0.4, 2.5)
 
@@ -123,6 +125,9 @@ class TrackRecord:
         return (delivered + TRACK_PRIOR_TOKENS) / (expected + TRACK_PRIOR_TOKENS)
 
     def observe(self, branching: int, *, delivered: float, expected: float) -> None:
-        """Add one decode step's tokens."""
+        """Add one decode step's tokens; the record of shapes not in use fades, else they were never tried again."""
+        for other, (tokens, wanted) in self._sums.items():
+            if other != branching:
+                self._sums[other] = (tokens * UNUSED_DECAY, wanted * UNUSED_DECAY)
         before = self._sums.get(branching, (0.0, 0.0))
         self._sums[branching] = (before[0] * TRACK_DECAY + delivered, before[1] * TRACK_DECAY + expected)

@@ -188,3 +188,18 @@ def test_a_track_record_forgets_slowly() -> None:
     for _ in range(1000):
         record.observe(1, delivered=10.0, expected=10.0)
     assert record.factor(1) == pytest.approx(1.0, abs=1e-3)
+
+
+def test_a_shape_that_is_not_used_is_forgiven_in_time() -> None:
+    record = TrackRecord()
+    for _ in range(50):
+        record.observe(1, delivered=50.0, expected=200.0)
+    assert record.factor(1) < 0.3
+    factors = []
+    for _ in range(1500):
+        record.observe(0, delivered=10.0, expected=10.0)
+        factors.append(record.factor(1))
+    assert (np.diff(factors) > 0).all()
+    # hundreds of steps: what does not pay is not tried every moment
+    assert factors[100] < 0.4
+    assert factors[-1] > 0.9

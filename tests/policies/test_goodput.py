@@ -1,0 +1,334 @@
+"""The goodput policy on hand-made profiles, with drafters on paper: it drafts where it pays, and seldom where not."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hand_profile import (
+    PaperDrafter,
+    PaperRun,
+    decode_state,
+    draft_log,
+    goodput,
+    hand_cost,
+    hand_profile,
+    total_s,
+)
+
+from core.records import Budget, StepRecord
+from policies.base import RefiningPolicy
+from policies.goodput import GoodputPolicy
+from profiles.cost import CostModel
+from profiles.profile import Profile, YieldCurve
+
+CHEAP = hand_cost(forward_ms=10.0, token_ms=0.02, level_ms=0.5, draft_token_ms=0.01)
+"A token more costs next to nothing, a level a twentieth of a forward."
+DEAR = hand_cost(forward_ms=1.0, token_ms=9.0, level_ms=5.0)
+"Every token costs nine forwards: what is drafted never pays."
+KNEE = hand_cost(forward_ms=10.0, token_ms=0.02, knee_ms=0.8, level_ms=0.5, draft_token_ms=0.02)
+"Flat up to 16 tokens."
+TREE = YieldCurve(branching=2, width=2, levels=4, curve=(0.0, 0.6, 0.9, 1.1, 1.25, 1.35, 1.4, 1.45, 1.5))
+
+
+def make_policy(profile: Profile, max_nodes: int = 12, max_depth: int = 12) -> GoodputPolicy:
+    return GoodputPolicy(profile, max_nodes=max_nodes, max_depth=max_depth)
+
+
+def run_of(
+    acceptance: float, cost: CostModel, *, truth: float | None = None, seed: int = 0, **kw
+) -> PaperRun:
+    """A policy that was told `acceptance`, with a drafter that keeps to `truth`."""
+    truth = acceptance if truth is None else truth
+    return PaperRun(
+        policy=make_policy(hand_profile(acceptance, cost, **kw)),
+        cost=cost,
+        random=np.random.default_rng(seed),
+        drafter=PaperDrafter(truth=truth, shown=acceptance),
+    )
+
+
+def nodes_per_sample(records: list[StepRecord]) -> float:
+    return float(np.mean([record.num_draft_tokens / record.num_samples for record in records]))
+
+
+def test_it_is_a_refining_policy() -> None:
+    assert isinstance(make_policy(hand_profile(0.8, CHEAP)), RefiningPolicy)
+
+
+@pytest.mark.parametrize("batch", [1, 4, 32])
+def test_plain_decoding_where_verification_is_dear_and_the_reason_says_so(batch: int) -> None:
+    run = run_of(0.9, DEAR)
+    records = run.steps(40, batch)
+    assert all(record.budget.is_plain for record in records)
+    assert {record.budget.reason for record in records} == {f"drafting does not pay; B={batch}"}
+
+
+@pytest.mark.parametrize(("acceptance", "most", "least"), [(0.95, 12, 8), (0.5, 4, 1)])
+def test_the_better_the_drafter_the_deeper_the_drafts(acceptance: float, most: int, least: int) -> None:
+    records = run_of(acceptance, CHEAP).steps(50, 1)
+    assert not any(record.budget.is_plain for record in records)
+    assert least <= nodes_per_sample(records) <= most
+
+
+@pytest.mark.parametrize("acceptance", [0.6, 0.8, 0.95])
+def test_depth_is_near_the_best_constant_depth(acceptance: float) -> None:
+    records = run_of(acceptance, CHEAP).steps(400, 1)
+    # expected tokens over seconds of a chain of d nodes, by hand
+    depth = np.arange(13)
+    tokens = 1 + np.array([(acceptance ** np.arange(1, d + 1)).sum() for d in depth])
+    seconds = 1e-3 * (10.2 + 0.02 * (1 + depth) + 0.51 * depth)
+    # sampling error of 400 steps is about 3%
+    assert goodput(records) > 0.92 * (tokens / seconds).max()
+
+
+def test_fewer_nodes_at_larger_batches_behind_a_knee() -> None:
+    nodes = [nodes_per_sample(run_of(0.8, KNEE).steps(30, batch)) for batch in (1, 4, 8, 32)]
+    assert nodes == sorted(nodes, reverse=True)
+    assert nodes[0] >= 4 and nodes[-1] <= 1.5
+
+
+@pytest.mark.parametrize("batch", [1, 4, 8, 16, 32])
+@pytest.mark.parametrize("acceptance", [0.02, 0.3, 0.6, 0.9])
+@pytest.mark.parametrize("cost", [CHEAP, KNEE, DEAR], ids=["cheap", "knee", "dear"])
+def test_it_never_loses_to_plain_decoding(cost: CostModel, acceptance: float, batch: int) -> None:
+    run = run_of(acceptance, cost)
+    records = run.steps(200, batch)
+    plain = run_of(acceptance, cost)
+    plain.policy = make_policy(hand_profile(acceptance, DEAR))
+    plain_s = total_s(plain.steps(1, batch))
+    # noise of the outcomes where drafting pays, a hundredth of the time for probes where it does not
+    assert goodput(records) > 0.97 * batch / plain_s
+
+
+@pytest.mark.parametrize("remaining", [1, 2, 3, 7])
+def test_no_plan_goes_beyond_the_remaining_tokens(remaining: int) -> None:
+    policy = make_policy(hand_profile(0.95, CHEAP))
+    budget = policy.plan(decode_state(0, 2, remaining=remaining))
+    assert budget.depth <= remaining - 1
+    assert budget.is_plain == (remaining == 1)
+    assert budget.reason
+
+
+def test_probes_keep_to_the_remaining_tokens_too() -> None:
+    run = run_of(0.02, CHEAP)
+    records = run.steps(600, 1, remaining=2)
+    probes = [record for record in records if not record.budget.is_plain]
+    assert probes
+    assert all(record.budget.depth == 1 for record in probes)
+
+
+@pytest.mark.parametrize("max_nodes", [1, 2, 3])
+def test_the_smallest_limits_are_kept(max_nodes: int) -> None:
+    for acceptance in (0.02, 0.95):
+        policy = GoodputPolicy(hand_profile(acceptance, CHEAP), max_nodes=max_nodes, max_depth=max_nodes)
+        run = PaperRun(
+            policy=policy,
+            cost=CHEAP,
+            random=np.random.default_rng(0),
+            drafter=PaperDrafter(truth=acceptance, shown=acceptance),
+        )
+        records = run.steps(400, 2)
+        drafted = [record for record in records if record.draft is not None]
+        assert drafted
+        assert max(int(record.draft.num_nodes.max()) for record in drafted if record.draft) <= max_nodes
+        assert max(record.budget.depth for record in records) <= max_nodes
+
+
+# --- a drafter that dies
+
+
+@pytest.mark.parametrize("batch", [1, 4, 32])
+@pytest.mark.parametrize("acceptance", [0.8, 0.9])
+def test_a_dead_drafter_is_suspended_within_ten_steps_with_one_alarm(acceptance: float, batch: int) -> None:
+    run = run_of(acceptance, CHEAP)
+    run.steps(50, batch)
+    assert run.policy.take_alarm() is None
+    run.drafter.truth = 0.0
+    records = run.steps(200, batch)
+    assert all(r.budget.is_plain or r.budget.reason == "probe of the drafter" for r in records[10:])
+    suspended = next(n for n, record in enumerate(records) if "suspended" in record.budget.reason)
+    assert suspended <= 10
+    alarm = run.policy.take_alarm()
+    assert alarm is not None
+    assert 50 <= alarm.decode_step < 60
+    assert alarm.drafter_age_steps == alarm.decode_step
+    assert alarm.observed < 0.6 < 0.75 < alarm.usual
+    assert run.policy.take_alarm() is None
+
+
+@pytest.mark.parametrize("batch", [1, 8, 32])
+def test_probes_of_a_dead_drafter_cost_two_hundredths_of_the_time_at_most(batch: int) -> None:
+    run = run_of(0.9, CHEAP, truth=0.0)
+    run.steps(20, batch)
+    records = run.steps(1500, batch)
+    plain_s = total_s([record for record in records if record.budget.is_plain][:1])
+    probes = [record for record in records if not record.budget.is_plain]
+    assert probes
+    wasted_s = sum(record.step_s - plain_s for record in probes)
+    assert wasted_s <= 0.021 * total_s(records)
+
+
+@pytest.mark.parametrize(("batch", "token_ms", "most"), [(1, 0.01, 100), (32, 0.01, 1000), (4, 0.2, 4000)])
+def test_a_suspension_ends_when_the_drafter_works_again_however_dear_catching_up_is(
+    batch: int, token_ms: float, most: int
+) -> None:
+    run = run_of(0.9, hand_cost(token_ms=0.02, level_ms=0.5, draft_token_ms=token_ms), truth=0.0)
+    run.steps(30, batch)
+    assert "suspended" in run.policy.plan(decode_state(30, batch)).reason
+    run.drafter.truth = 1.0
+    while "suspended" in (reason := run.steps(20, batch)[-1].budget.reason) or "probe" in reason:
+        assert run.step < most
+
+
+def test_a_drafter_that_works_again_is_used_again() -> None:
+    run = run_of(0.9, CHEAP, truth=0.0)
+    run.steps(40, 1)
+    run.drafter.truth = 0.9
+    run.steps(600, 1)
+    assert "tokens/s expected" in run.steps(1, 1)[0].budget.reason
+
+
+def test_new_drafter_weights_end_the_suspension() -> None:
+    run = run_of(0.9, CHEAP, truth=0.0)
+    run.steps(40, 2)
+    run.drafter_version, run.drafter.truth = 1, 0.9
+    records = run.steps(30, 2)
+    assert not any(record.budget.is_plain for record in records)
+    run.drafter.truth = 0.0
+    run.steps(20, 2)
+    alarm = run.policy.take_alarm()
+    assert alarm is not None
+    alarm = run.policy.take_alarm() or alarm
+    assert alarm.drafter_age_steps == alarm.decode_step - 40
+
+
+# --- a drafter that is useless from the beginning
+
+
+USELESS_TREE = replace(TREE, curve=(0.0, 0.0, 0.02, 0.02, 0.03, 0.03, 0.03, 0.03, 0.03))
+
+
+@pytest.mark.parametrize("batch", [1, 4, 16, 32])
+@pytest.mark.parametrize("acceptance", [0.0, 0.01])
+@pytest.mark.parametrize("trees", [(), (USELESS_TREE,)], ids=["chain", "tree"])
+def test_a_useless_drafter_is_not_used_and_probed_for_a_hundredth_of_the_time(
+    trees: tuple[YieldCurve, ...], acceptance: float, batch: int
+) -> None:
+    run = run_of(acceptance, CHEAP, trees=trees)
+    run.drafter.shown = 0.02
+    records = run.steps(1000, batch)
+    assert records[0].budget.is_plain
+    plain_s = records[0].step_s
+    wasted_s = sum(record.step_s - plain_s for record in records if not record.budget.is_plain)
+    assert wasted_s <= 0.011 * total_s(records)
+    assert all(
+        record.budget.reason in (f"drafting does not pay; B={batch}", "probe of the drafter")
+        for record in records
+    )
+
+
+# --- pure, and corrected by what it sees
+
+
+def mirrored(first: GoodputPolicy, second: GoodputPolicy) -> Callable[..., object]:
+    """Ask both policies everything; they must answer alike."""
+
+    def ask(name: str, *arguments: object) -> object:
+        one, two = getattr(first, name)(*arguments), getattr(second, name)(*arguments)
+        np.testing.assert_equal(one, two)
+        return one
+
+    return ask
+
+
+class Twins:
+    """Two instances behind one policy's face."""
+
+    def __init__(self, profile: Profile) -> None:
+        self._ask = mirrored(make_policy(profile), make_policy(profile))
+
+    def __getattr__(self, name: str) -> Callable[..., object]:
+        return lambda *arguments: self._ask(name, *arguments)
+
+
+@pytest.mark.parametrize("truth", [0.0, 0.5, 0.8])
+def test_equal_records_and_scores_give_equal_decisions(truth: float) -> None:
+    run = run_of(0.8, KNEE, truth=truth, trees=(TREE,))
+    run.policy = Twins(hand_profile(0.8, KNEE, trees=(TREE,)))  # type: ignore[assignment]
+    records: list[StepRecord] = []
+    for batch in (8, 7, 4, 1, 8):
+        records += run.steps(25, batch, context=100 + len(records))
+        run.weight_version += 1
+    assert len({record.budget.reason for record in records}) > 3
+
+
+def refused_step(policy: GoodputPolicy, step: int, batch: int, version: int = 0) -> Budget:
+    """One decode step of a policy whose drafts are scored 0.8 and half of them fail at the first node."""
+    state = decode_state(step, batch, weight_version=version)
+    budget = policy.plan(state)
+    scores = 0.8 ** np.arange(1, 5) * np.ones((batch, 1))
+    accepted = [4] * (batch // 2) + [0] * (batch - batch // 2)
+    draft = None if budget.is_plain else draft_log(scores, [4] * batch, accepted)
+    policy.observe(
+        StepRecord(
+            state=state,
+            budget=budget,
+            num_draft_tokens=4 * batch,
+            num_accepted_tokens=sum(accepted),
+            num_accepted_rank2_plus=0,
+            num_emitted_tokens=batch + sum(accepted),
+            draft_s=2e-3,
+            verify_s=1e-2,
+            accept_s=2e-4,
+            other_s=0.0,
+            draft=draft,
+        )
+    )
+    return budget
+
+
+def test_a_new_weight_version_widens_the_fit_once() -> None:
+    policy = make_policy(hand_profile(0.8, CHEAP))
+    for step in range(60):
+        refused_step(policy, step, 4)
+    before = policy._acceptance.factor
+    assert before < 0.95
+    policy.plan(decode_state(60, 4, weight_version=1))
+    widened = policy._acceptance.factor
+    assert before + 0.02 < widened < 1.0
+    policy.plan(decode_state(61, 4, weight_version=1))
+    assert policy._acceptance.factor == widened
+
+
+def test_reasons_say_what_changed_with_the_plan() -> None:
+    policy = make_policy(hand_profile(0.8, KNEE))
+    reasons = [policy.plan(decode_state(8 * n, batch)).reason for n, batch in enumerate((1, 4, 32))]
+    assert len(set(reasons)) == 3
+    for batch, reason in zip((1, 4, 32), reasons, strict=True):
+        assert f"B={batch}" in reason
+    assert "1x1" in reasons[0] and "tokens/s expected" in reasons[0]
+
+
+def test_a_tree_is_chosen_where_it_pays_and_the_chain_where_not() -> None:
+    wide = replace(TREE, curve=tuple(np.minimum(2.2 * np.array(TREE.curve), np.arange(9)).tolist()))
+    policy = make_policy(hand_profile(0.5, CHEAP, trees=(wide,)))
+    budget = policy.plan(decode_state())
+    assert (budget.branching, budget.width, budget.depth) == (2, 2, 4)
+    assert make_policy(hand_profile(0.5, CHEAP, trees=(USELESS_TREE,))).plan(decode_state()).branching == 1
+
+
+def test_estimates_that_are_too_high_are_corrected_in_time() -> None:
+    wanted = goodput(run_of(0.65, CHEAP).steps(300, 4))
+    run = run_of(0.9, CHEAP, truth=0.65)
+    run.steps(800, 4)
+    records = run.steps(300, 4)
+    assert goodput(records) > 0.75 * wanted
+
+
+def test_what_is_expected_comes_to_what_is_delivered() -> None:
+    run = run_of(0.8, CHEAP)
+    run.steps(100, 8)
+    records = run.steps(200, 8)
+    said = [float(r.budget.reason.split("nodes, ")[1].split(" tokens/s")[0]) for r in records]
+    assert np.mean(said) == pytest.approx(goodput(records), rel=0.1)
