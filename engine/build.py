@@ -22,7 +22,7 @@ from engine.probe import prove_invariance
 from engine.refinement import Scorer
 from engine.runner import ModelRunner
 from policies.bandit import BanditPolicy
-from policies.base import DraftPolicy
+from policies.base import DraftPolicy, RefiningPolicy
 from policies.batch_table import BatchTablePolicy
 from policies.capacity import CapacityPolicy
 from policies.fixed import FixedPolicy, OffPolicy
@@ -104,6 +104,11 @@ def build_engine(
         _check_draft_vocabulary(draft, vocab_size)
         drafter = ModelDrafter(runner_of(draft), max_prefill_tokens=engine.max_prefill_tokens)
     elif speculation.drafter == "ngram" and policy.max_nodes > 0:
+        if isinstance(policy, RefiningPolicy):
+            raise ConfigError(
+                f"policy {type(policy).__name__} goes by a draft model's scores, and drafter ngram has none; "
+                "use bandit, batch_table, capacity or fixed"
+            )
         drafter = NgramDrafter(ngram_max=speculation.ngram_max, ngram_min=speculation.ngram_min)
     return Engine(
         runner,

@@ -8,6 +8,8 @@ follows slowly, so that a policy that moves away is not taken for a broken draft
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from core.records import DraftLog
@@ -40,14 +42,14 @@ class CollapseDetector:
         """Take the first nodes' outcomes; what was not verified counts as its estimate says."""
         if self._usual < LOWEST_USUAL:
             return
-        verified = draft.num_nodes >= 1
-        accepted = np.where(verified, draft.num_accepted >= 1, draft.scores[:, : draft.level_sizes[0]].max(1))
-        if not np.isfinite(accepted).all():
-            accepted = np.nan_to_num(accepted)
-        successes, trials = float(accepted.sum()), len(accepted)
+        trials = len(draft.num_nodes)
+        successes = float(np.count_nonzero(draft.num_accepted))
+        if int(draft.num_nodes.min()) == 0:
+            guessed = draft.scores[draft.num_nodes == 0, : draft.level_sizes[0]].max(axis=1)
+            successes += float(np.nan_to_num(guessed).sum())
         good, bad = HEALTHY_SHARE * self._usual, COLLAPSED_SHARE * self._usual
-        ratio = successes * np.log(bad / good) + (trials - successes) * np.log((1 - bad) / (1 - good))
-        ratio = float(np.clip(ratio, -MOST_PER_STEP, MOST_PER_STEP))
+        ratio = successes * math.log(bad / good) + (trials - successes) * math.log((1 - bad) / (1 - good))
+        ratio = min(max(ratio, -MOST_PER_STEP), MOST_PER_STEP)
         self._recent += 0.2 * (successes / trials - self._recent)
         if self.suspended:
             # the same test the other way round: enough evidence of health resumes drafting

@@ -10,7 +10,7 @@ time. A drafter that stops being accepted is suspended (`policies.collapse`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
@@ -20,8 +20,9 @@ from policies.collapse import CollapseDetector
 from policies.cost_view import CostView, cost_view
 from policies.recalibration import AcceptanceRecalibration, CostRecalibration, TrackRecord
 from policies.search import best_ragged, best_uniform, sorted_scores
+from policies.shapes import Choice, ShapeTable
 from profiles.cost import Shape
-from profiles.profile import Profile, YieldCurve
+from profiles.profile import Profile
 
 CONTEXT_STEP = 128
 "Costs are looked up for a mean context rounded to this many tokens."
@@ -35,20 +36,6 @@ MAX_BLIND_LEVELS = 4
 PROBE_SHARE = 0.01
 "Of the time spent in plain decoding, what trying the drafter may cost."
 PROBE_DEPTH = 2
-MOST_GAIN = 2.0
-"A tree yields at most so many times what it did in the profile."
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
-    """A shape, how far it should be drafted, and what the batch yields with it."""
-
-    branching: int
-    width: int
-    levels: int
-    num_nodes: int
-    goodput: float
-    "tokens per second"
 
 
 class GoodputPolicy:
@@ -70,6 +57,7 @@ class GoodputPolicy:
         self._costs = CostRecalibration()
         self._record = TrackRecord()
         self._collapse = CollapseDetector(healthy=float(chain[0]))
+        self._shapes = ShapeTable(profile.yields, max_depth)
         self._tables: dict[tuple[int, int, int], CostView] = {}
         self._chosen_for: tuple[int, ...] = ()
         self._choice = Choice(branching=1, width=1, levels=0, num_nodes=0, goodput=0.0)
@@ -79,6 +67,8 @@ class GoodputPolicy:
         self._plain_s = 0.0
         self._missing_tokens = 0.0
         self._probing = False
+        self._models_say = 0.0
+        "tokens per second of the choice before its track record"
 
     def plan(self, state: DecodeState) -> Budget:
         """Return a refined budget of the best shape, or plain decoding."""
@@ -93,9 +83,10 @@ class GoodputPolicy:
             if not self._probe_is_due(suspended):
                 why = f"drafter suspended: {self._collapse.why}" if suspended else "drafting does not pay"
                 return replace(PLAIN, reason=f"{why}; B={state.num_samples}")
-            return _budget(1, 1, min(PROBE_DEPTH, room), self.max_nodes, "probe of the drafter")
-        # a chain stops itself; the plan only bounds it
-        depth = max(4, 2 * choice.levels) if choice.branching == 1 else choice.levels
+            depth = min(PROBE_DEPTH, room, self.max_nodes)
+            return _budget(1, 1, depth, self.max_nodes, "probe of the drafter")
+        # a chain stops itself; the plan only bounds it, by what can be verified and cached
+        depth = min(max(4, 2 * choice.levels), self.max_nodes) if choice.branching == 1 else choice.levels
         reason = (
             f"B={state.num_samples}: shape {choice.branching}x{choice.width}, about {choice.num_nodes} nodes, "
             f"{choice.goodput:.0f} tokens/s expected"
@@ -135,14 +126,18 @@ class GoodputPolicy:
             self._missing_tokens += record.num_emitted_tokens
         else:
             self._acceptance.observe(draft)
+            suspended = self._collapse.suspended
             self._collapse.observe(record.decode_step, draft)
+            if suspended and not self._collapse.suspended:
+                # what the dead drafter taught says nothing of the living one
+                self._acceptance.widen()
             self._plain_s = self._missing_tokens = 0.0
         if not self._probing or draft is None:
-            # the goodput was corrected by the record so far: compare with what the models alone said
-            said = self._choice.goodput / self._record.factor(self._kind)
             kind = record.budget.branching
             if kind == self._kind:
-                self._record.observe(kind, delivered=record.num_emitted_tokens, expected=said * record.step_s)
+                self._record.observe(
+                    kind, delivered=record.num_emitted_tokens, expected=self._models_say * record.step_s
+                )
         if record.decode_step % OBSERVE_COST_STEPS == 0:
             self._observe_costs(record)
 
@@ -167,9 +162,10 @@ class GoodputPolicy:
             width: self._table(batch, context, width).corrected(
                 draft=self._costs.draft, verify=self._costs.verify
             )
-            for width in {curve.width for curve in self._profile.yields}
+            for width in self._shapes.widths
         }
-        self._choice = best_choice(self._profile.yields, views, self._acceptance, self._record)
+        self._choice = self._shapes.best(views, self._acceptance, self._record)
+        self._models_say = self._choice.goodput / self._record.factor(self._kind)
         self._view = views[self._choice.width]
         self._limits = self._deepening_limits(self._view, self._choice)
         return self._choice
@@ -240,45 +236,6 @@ class GoodputPolicy:
         )
         cost = self._profile.cost
         self._costs.observe(record, draft_s=float(cost.draft_s(shape)), verify_s=float(cost.verify_s(shape)))
-
-
-def best_choice(
-    yields: tuple[YieldCurve, ...],
-    views: dict[int, CostView],
-    acceptance: AcceptanceRecalibration,
-    record: TrackRecord,
-) -> Choice:
-    """Expected tokens over predicted seconds, for every shape and number of nodes; plain decoding is n = 0."""
-    path = acceptance.path
-    chain = np.concatenate([[0.0], path.cumsum()]) * acceptance.factor
-    head = min(len(path), 8)
-    # trees gain and lose with the chain; from next to nothing they gain no multiple
-    moved = min(chain[head] / max(yields[0].curve[head], 1e-9), MOST_GAIN)
-    best = Choice(branching=1, width=1, levels=0, num_nodes=0, goodput=0.0)
-    for curve in yields:
-        view = views[curve.width]
-        if curve.branching == 1:
-            expected, levels = chain, np.arange(len(chain))
-        else:
-            expected = np.asarray(curve.curve) * moved
-            levels = np.where(np.arange(len(expected)) > 0, curve.levels, 0)
-        limit = min(len(expected), len(view.uniform_s))
-        levels = np.minimum(levels[:limit], len(view.draft_s) - 1)
-        goodput = (
-            view.num_samples * (1.0 + expected[:limit]) / (view.uniform_s[:limit] + view.draft_s[levels])
-        )
-        goodput[0] *= record.factor(0)
-        goodput[1:] *= record.factor(curve.branching)
-        most = int(goodput.argmax())
-        if goodput[most] > best.goodput:
-            best = Choice(
-                branching=curve.branching,
-                width=curve.width,
-                levels=int(levels[most]),
-                num_nodes=most,
-                goodput=float(goodput[most]),
-            )
-    return best
 
 
 def _budget(branching: int, width: int, depth: int, max_nodes: int, reason: str) -> Budget:

@@ -20,6 +20,8 @@ DECAY = 0.97
 WIDEN = 0.25
 "What the past still counts after a new weight version."
 TRACK_PRIOR_TOKENS = 100.0
+TRACK_RANGE = (0.85, 1.15)
+"Acceptance and costs have corrections of their own: this one is for the rest."
 TRACK_DECAY = 0.99
 UNUSED_DECAY = 0.995
 "Of the record of a shape, while another is used."
@@ -120,7 +122,11 @@ class TrackRecord:
         self._sums: dict[int, tuple[float, float]] = {}
 
     def factor(self, branching: int) -> float:
-        """Delivered over expected; 1 for a shape that has not been tried. Plain decoding is branching 0."""
+        """Multiply a shape's goodput by this: its ratio, within TRACK_RANGE. Plain decoding is branching 0."""
+        return min(max(self.ratio(branching), TRACK_RANGE[0]), TRACK_RANGE[1])
+
+    def ratio(self, branching: int) -> float:
+        """Delivered over expected; 1 for a shape that has not been tried."""
         delivered, expected = self._sums.get(branching, (0.0, 0.0))
         return (delivered + TRACK_PRIOR_TOKENS) / (expected + TRACK_PRIOR_TOKENS)
 

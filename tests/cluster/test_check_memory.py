@@ -108,7 +108,9 @@ def test_an_instance_lays_its_weights_out_again_on_cpu_and_holds_the_logits_of_o
     # 4 samples x (6 nodes + the root) x 100 tokens x 4 bytes, three times
     weights, logits = (1000 + 100) * 4, 4 * 7 * 100 * 4 * 3
     assert made.generation_bytes == TORCH_PROCESS_BYTES + made.kv_pool_bytes + weights * 5 // 2 + logits
-    on_gpu = plan(config(engine=section | {"device": "cuda"}, speculation={"policy": "fixed", "num_nodes": 6}))
+    on_gpu = plan(
+        config(engine=section | {"device": "cuda"}, speculation={"policy": "fixed", "num_nodes": 6})
+    )
     assert made.generation_bytes - on_gpu.generation_bytes == weights // 2
 
 

@@ -18,7 +18,10 @@ from hand_profile import (
 
 from core.records import Budget, StepRecord
 from policies.base import RefiningPolicy
+from policies.cost_view import cost_view
 from policies.goodput import GoodputPolicy
+from policies.recalibration import AcceptanceRecalibration, TrackRecord
+from policies.shapes import ShapeTable
 from profiles.cost import CostModel
 from profiles.profile import Profile, YieldCurve
 
@@ -332,3 +335,34 @@ def test_what_is_expected_comes_to_what_is_delivered() -> None:
     records = run.steps(200, 8)
     said = [float(r.budget.reason.split("nodes, ")[1].split(" tokens/s")[0]) for r in records]
     assert np.mean(said) == pytest.approx(goodput(records), rel=0.1)
+
+
+@pytest.mark.parametrize("max_nodes", [1, 2, 4])
+def test_no_chain_is_deeper_than_what_can_be_verified(max_nodes: int) -> None:
+    policy = make_policy(hand_profile(0.95, cost=CHEAP), max_nodes=max_nodes, max_depth=16)
+    plans = [policy.plan(decode_state(step, batch)) for step, batch in enumerate((1, 2, 4, 8, 16))]
+    assert max(plan.depth for plan in plans) == max_nodes
+
+
+def test_trees_deeper_than_the_limit_are_not_chosen() -> None:
+    shallow = ShapeTable(
+        (
+            YieldCurve(branching=1, width=1, levels=8, curve=(0.0, 0.1, *[0.1] * 7)),
+            YieldCurve(branching=2, width=2, levels=2, curve=(0.0, 0.2, *[0.3] * 7)),
+            YieldCurve(branching=2, width=2, levels=6, curve=(0.0, 0.9, *[6.0] * 7)),
+        ),
+        max_depth=4,
+    )
+    views = {
+        width: cost_view(
+            hand_cost(),
+            num_samples=1,
+            context_tokens=50,
+            width=width,
+            max_nodes=8,
+            max_levels=4,
+        )
+        for width in shallow.widths
+    }
+    acceptance = AcceptanceRecalibration(np.array([0.1, 0.01, 0.001, 0.0001]))
+    assert shallow.best(views, acceptance, TrackRecord()).levels in (0, 1, 2)

@@ -1,0 +1,120 @@
+"""The pairs on which drafting is judged: the demo pair, and a target twice as deep with the same draft.
+
+`large` is the demo target grown to 16 layers that compute the same function (`learning.growth`): the same tokens
+and acceptance at twice the cost, so that its draft costs under a twentieth of a target forward.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from transformers import LlamaForCausalLM
+
+from benchmarks.speed.speculation import make_draft
+from benchmarks.support.workload import Workload, default_cache_dir, demo_workload
+from core.config import EngineConfig, SpeculationConfig
+from core.records import SampleRequest
+from engine.build import build_engine
+from engine.generator import Engine
+from engine.models import load_causal_lm
+from engine.profiling import (
+    MAX_PROFILED_NODES,
+    SHAPES,
+    MadeProfile,
+    Placeholder,
+    make_profile,
+    record_drafts,
+    yield_curves,
+)
+from engine.provenance import provenance_of
+from learning.growth import deepen
+from learning.pairs import PairPaths
+from profiles.acceptance import fit_acceptance
+from profiles.profile import Profile
+from profiles.quality import acceptance_quality
+from profiles.recording import DraftRecording, join_nodes
+
+LARGE_LAYERS = 16
+MAX_SAMPLES = 64
+NUM_PROMPTS = 96
+
+
+def pair_workload(name: str, num_prompts: int = NUM_PROMPTS) -> Workload:
+    """Return the `demo` or the `large` pair with prompts of the chain task."""
+    workload = demo_workload(num_prompts)
+    if name == "demo":
+        return workload
+    return replace(workload, name=name, paths=_large_pair(workload.paths))
+
+
+def engine_for(
+    workload: Workload,
+    speculation: SpeculationConfig,
+    *,
+    batch_size: int,
+    draft: str = "good",
+    profile: Profile | None = None,
+    profiling: bool = False,
+) -> Engine:
+    """Build an engine of `batch_size` slots on one thread; the probe has its own tests."""
+    return build_engine(
+        workload.target("float32"),
+        make_draft(workload, draft),
+        engine=EngineConfig(max_running_samples=batch_size, probe=False),
+        speculation=speculation,
+        policy=Placeholder(MAX_PROFILED_NODES) if profiling else None,
+        profile=profile,
+        max_total_tokens=workload.max_total_tokens,
+        vocab_size=workload.vocab_size,
+    )
+
+
+def profile_of(workload: Workload, *, budget_s: float) -> MadeProfile:
+    """Measure the pair with its good draft, up to MAX_SAMPLES samples."""
+    engine = engine_for(workload, SpeculationConfig(), batch_size=MAX_SAMPLES, profiling=True)
+    provenance = provenance_of(
+        workload.target("float32"),
+        workload.draft("float32"),
+        engine=EngineConfig(max_running_samples=MAX_SAMPLES),
+        dtype="float32",
+        sampling=workload.sampling,
+        max_total_tokens=workload.max_total_tokens,
+    )
+    return make_profile(engine, profile_requests(workload), provenance, budget_s=budget_s)
+
+
+def with_other_draft(
+    workload: Workload, profile: Profile, draft: str, *, budget_s: float
+) -> tuple[Profile, list[DraftRecording]]:
+    """Return the profile of another draft of the same architecture: costs stay, acceptance is measured anew."""
+    engine = engine_for(workload, SpeculationConfig(), batch_size=MAX_SAMPLES, draft=draft, profiling=True)
+    requests = profile_requests(workload)
+    drafts = [
+        record_drafts(engine, requests, branching, width, levels, budget_s=budget_s / len(SHAPES))
+        for branching, width, levels in SHAPES
+    ]
+    acceptance = fit_acceptance(join_nodes([some.nodes() for some in drafts]))
+    changed = replace(
+        profile,
+        acceptance=acceptance,
+        yields=yield_curves(drafts, acceptance),
+        quality=profile.quality | acceptance_quality(drafts),
+    )
+    return changed, drafts
+
+
+def profile_requests(workload: Workload) -> list[SampleRequest]:
+    """Requests whose keys no measured run uses: profiles are fitted on other samples."""
+    return workload.requests(first_index=100_000)
+
+
+def _large_pair(small: PairPaths) -> PairPaths:
+    folder: Path = default_cache_dir() / f"large-{small.target.parent.name}"
+    if not (folder / "config.json").is_file():
+        target = load_causal_lm(str(small.target), "float32")
+        assert isinstance(target, LlamaForCausalLM)
+        deepen(target, num_layers=LARGE_LAYERS).save_pretrained(folder)
+        for path in small.target.glob("*token*"):
+            (folder / path.name).write_bytes(path.read_bytes())
+    return PairPaths(target=folder, draft=small.draft)

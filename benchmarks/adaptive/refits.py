@@ -1,0 +1,37 @@
+"""The demo run with and without refits of its draft: does the drafter keep up with the moving policy?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from cluster.inputs import read_inputs
+from cluster.loop import run_training
+from cluster.origin import ROOT
+from cluster.prepare import resolve_models
+from cluster.report import Reporter
+from cluster.rundir import RunDir
+from core.config_io import load_config
+from core.metrics import read_metrics
+
+
+def acceptance_by_iteration(out: Path, *, refit: bool, iterations: int) -> tuple[list[float], float, str]:
+    """Train the demo with a fixed chain; return acceptance rates, the largest refit share, the final checksum."""
+    changes = [
+        "speculation.policy=fixed",
+        "speculation.num_nodes=6",
+        f"drafter_training.refit={str(refit).lower()}",
+        f"run.iterations={iterations}",
+        f"run.output_dir={out}",
+        f"run.name=refit-{'on' if refit else 'off'}",
+    ]
+    report = Reporter()
+    config = resolve_models(load_config(ROOT / "configs" / "demo.yaml", changes), report)
+    run_dir = RunDir.create(config)
+    result = run_training(config, read_inputs(config), run_dir, report)
+    metrics = read_metrics(run_dir.metrics_file)
+    shares = [row.get("time/refit_s", 0.0) / row["time/iteration_s"] for row in metrics]
+    rates = [row[ACCEPTANCE] for row in metrics]
+    return rates, max(shares), result.parameter_checksum
+
+
+ACCEPTANCE = "rollout/acceptance_rate"

@@ -1,0 +1,44 @@
+"""Whole long-tailed rollouts on one instance: every sample from its prompt to its end, prefill included."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from benchmarks.adaptive.pairs import engine_for
+from benchmarks.support.rates import engine_rate, hugging_face_rate
+from benchmarks.support.timing import interleaved
+from benchmarks.support.workload import Workload
+from core.config import SpeculationConfig
+from core.records import GenerationStats
+from profiles.profile import Profile
+
+SAMPLES = 64
+
+
+def whole_rollout(
+    workload: Workload,
+    policies: Mapping[str, SpeculationConfig],
+    profile: Profile,
+    rounds: int,
+    *,
+    draft: str = "good",
+    hugging_face: bool = False,
+) -> tuple[dict[str, list[float]], GenerationStats]:
+    """Return tokens per second of every round by policy, and the statistics of `goodput`."""
+    requests = workload.requests()[:SAMPLES]
+    engines = {
+        name: engine_for(workload, speculation, batch_size=SAMPLES, draft=draft, profile=profile)
+        for name, speculation in policies.items()
+    }
+    rates = {name: engine_rate(engine, requests) for name, engine in engines.items()}
+    if hugging_face:
+        rates["hf"] = hugging_face_rate(
+            workload.target("float32"), requests, batch_size=SAMPLES, pad_token_id=workload.pad_token_id
+        )
+    taken = interleaved(rates, rounds)
+    return taken, engines["goodput"].stats
+
+
+def best_of(taken: Mapping[str, Sequence[float]], names: Sequence[str]) -> str:
+    """The fastest of some policies in the median."""
+    return max(names, key=lambda name: sorted(taken[name])[len(taken[name]) // 2])
