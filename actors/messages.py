@@ -134,6 +134,8 @@ class Taken:
     completions: tuple[Completion, ...] = ()
     lost: tuple[LostInstance, ...] = ()
     alarms: tuple[Alarm, ...] = ()
+    drafter_alarms: tuple[str, ...] = ()
+    "instances that suspended drafting since the last `take`, and why"
     num_open: int = 0
     stats: Mapping[str, GenerationStats] = field(default_factory=dict)
     "sums by instance since it began; lost ones included that this scheduler has known"

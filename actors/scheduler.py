@@ -68,6 +68,8 @@ class SchedulerActor:
         self._completions: list[Completion] = []
         self._lost: list[LostInstance] = []
         self._alarms: list[Alarm] = []
+        self._drafter_alarms: dict[str, str] = {}
+        self._new_drafter_alarms: list[str] = []
         self._stats: dict[str, GenerationStats] = {}
         self._failure: BaseException | None = None
         self._stopping = False
@@ -167,12 +169,14 @@ class SchedulerActor:
                 completions=tuple(self._completions),
                 lost=tuple(self._lost),
                 alarms=tuple(self._alarms),
+                drafter_alarms=tuple(self._new_drafter_alarms),
                 num_open=self._machine.num_open,
                 stats=dict(self._stats),
             )
             self._completions.clear()
             self._lost.clear()
             self._alarms.clear()
+            self._new_drafter_alarms.clear()
             return taken
 
     def _refs_in_flight(self) -> list[Any]:
@@ -215,6 +219,10 @@ class SchedulerActor:
         self._links[name].acknowledged = reply.sequence
         if reply.load is not None:
             self._stats[name] = reply.load.stats
+            alarm = reply.load.drafter_alarm
+            if alarm and alarm != self._drafter_alarms.get(name):
+                self._drafter_alarms[name] = alarm
+                self._new_drafter_alarms.append(f"{name}: {alarm}")
         self._handle(
             InstanceReported(
                 instance=name,

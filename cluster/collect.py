@@ -74,6 +74,8 @@ def _take(system: System, *, wait_s: float, report: Reporter) -> Taken:
             f"integrity alarm: sample {alarm.key.sample_index} from {alarm.instance} under epoch "
             f"{alarm.epoch}: {alarm.what}; the report was dropped"
         )
+    for text in taken.drafter_alarms:
+        report.note(f"drafter alarm, drafting suspended on {text}")
     for lost in taken.lost:
         replacement = system.generation.replace(lost)
         if replacement is not None:

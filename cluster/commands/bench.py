@@ -19,6 +19,7 @@ Run one benchmark and write DIR/NAME.json: figures, intervals, provenance.
 
   rlhfspec bench exactness --out bench           the same tokens whatever was drafted
   rlhfspec bench engine --out bench --quick      speed of plain decoding and what invariance costs
+  rlhfspec bench drafting --out bench            the adaptive policy beside every other choice
 """
 
 

@@ -200,6 +200,12 @@ def test_an_alarm_is_said_and_its_report_is_no_rollout():
     assert "sample 0 from gen-9 under epoch 1: tokens differ" in note
 
 
+def test_a_drafter_alarm_is_said():
+    made, report = system(taken(0, drafter_alarms=("gen-1: decode step 7: ...",))), Report()
+    assert len(collected(made, 0, report=report).rollouts) == 1
+    assert report.notes == ["drafter alarm, drafting suspended on gen-1: decode step 7: ..."]
+
+
 def test_progress_counts_completions_up_to_the_whole():
     report = Report()
     collected(system(taken(0), taken(1, 2)), 0, 1, 2, report=report)
