@@ -28,6 +28,7 @@ run: {{name: tiny, output_dir: {tmp_path / "runs"}, iterations: 2}}
 models: {{target: {tiny_pair.target}, draft: {tiny_pair.draft}}}
 data: {{task: chain, limit: 16}}
 sampling: {{max_new_tokens: 24}}
+speculation: {{policy: fixed}}
 engine: {{max_running_samples: 4}}
 rollout: {{prompts_per_iteration: 8}}
 trainer: {{minibatch_size: 8, num_threads: 1, max_tokens_per_forward: 512}}
