@@ -42,11 +42,12 @@ def run(*, out: Path, mode: str, data: Path | None) -> int:
     torch.set_num_threads(1)
     console, figures = Console(), Figures()
     rows: list[dict[str, Any]] = []
-    for name in ("demo",) if mode == "quick" else ("demo", "large"):
-        workload = pair_workload(name)
+    names = ("demo",) if mode == "quick" else ("demo", "large")
+    for name in (*names, "gsm8k") if data is not None else names:
+        workload = pair_workload(name, data=data if name == "gsm8k" else None)
         made = profile_of(workload, budget_s=PROFILE_S[mode])
         rows += _good_draft(workload, made.profile, made.drafts, figures, console, mode)
-        if mode == "full" or (mode == "default" and name == "demo"):
+        if (name == "demo" and mode != "quick") or (mode == "full" and name == "large"):
             rows += _other_drafts(workload, made.profile, figures, console, mode)
         if mode != "quick" and name == "demo":
             dead = plant_dead_drafter(workload, made.profile)
@@ -56,7 +57,12 @@ def run(*, out: Path, mode: str, data: Path | None) -> int:
     if mode == "full":
         _refits(out, figures, console)
     pq.write_table(pa.Table.from_pylist(rows), out / "drafting.parquet")
-    provenance = {"mode": mode, "rounds": ROUNDS[mode], "num_threads": 1}
+    provenance = {
+        "mode": mode,
+        "rounds": ROUNDS[mode],
+        "num_threads": 1,
+        "data": data.name if data else None,
+    }
     write_result(out, "drafting", figures.values, figures.intervals, provenance=provenance)
     console.print(figures.values)
     return 0

@@ -1,7 +1,8 @@
 """Same key, same tokens: every plan, batch, order of admission and place gives the same bits (design 3.1).
 
 For each pair (demo; with `--data` one made from that file too), dtype and sampling: plain decoding alone, then a
-chain, two trees and n-gram drafting under other batch sizes and orders of admission, then two Ray actors. Tokens
+chain, two trees, n-gram drafting and the adaptive policy (profile, online correction, a draft model exchanged half
+way as a refit would) under other batch sizes and orders of admission, then two Ray actors. Tokens
 and both log-probabilities are compared bitwise with plain decoding; plain decoding in float32 is compared with a
 teacher-forced Hugging Face forward.
 """
@@ -25,8 +26,13 @@ from benchmarks.support.two_actors import generate_on_two_actors
 from benchmarks.support.workload import Workload, demo_workload, gsm8k_workload
 from cluster.session import ray_session
 from core.config import ClusterConfig, Config, DataConfig, EngineConfig, ModelsConfig, SpeculationConfig
-from core.records import Completion, GenerationStats, SampleKey, SampleRequest
+from core.records import Completion, GenerationStats, SampleKey, SampleRequest, WeightManifest
 from engine.build import build_engine
+from engine.generator import Engine
+from engine.profiling import MAX_PROFILED_NODES, Placeholder, make_profile
+from engine.provenance import provenance_of
+from engine.weights import pack_weights, unpack_weights
+from profiles.profile import Profile
 
 SAMPLINGS: tuple[dict[str, float], ...] = ({}, {"top_p": 0.9}, {"temperature": 0.0})
 REFERENCE_TOLERANCE = 1e-4
@@ -63,6 +69,10 @@ PLANS = (
         speculation=SpeculationConfig(policy="fixed", drafter="ngram", num_nodes=4, ngram_min=1),
     ),
 )
+ADAPTIVE = Plan(
+    name="goodput, draft exchanged", batch_size=9, speculation=SpeculationConfig(policy="goodput")
+)
+PROFILE_S = 8.0
 ACTOR_PLAN = PLANS[3]
 
 
@@ -126,6 +136,9 @@ def _compare_all(workload: Workload, dtype: str, tally: Tally, console: Console)
         else:
             rows.append(_row(workload, dtype, plan.name, plain, done, stats, tally))
             console.print(f"{workload.name} {dtype} {plan.name}: {rows[-1]['mismatches']} mismatches")
+    done, stats = _generate_adaptively(workload, dtype, _shuffled(requests, ADAPTIVE.name))
+    rows.append(_row(workload, dtype, ADAPTIVE.name, plain, done, stats, tally))
+    console.print(f"{workload.name} {dtype} {ADAPTIVE.name}: {rows[-1]['mismatches']} mismatches")
     done = generate_on_two_actors(
         workload,
         _shuffled(requests, "actors"),
@@ -157,6 +170,57 @@ def _generate(
     )
     done = {completion.key: completion for completion in engine.generate(requests)}
     return done, engine.stats
+
+
+def _generate_adaptively(
+    workload: Workload, dtype: str, requests: Sequence[SampleRequest]
+) -> tuple[dict[SampleKey, Completion], GenerationStats]:
+    """Measure a profile, decode by it; half way another draft version arrives, with samples open."""
+
+    def engine(policy: Placeholder | None, profile: Profile | None) -> Engine:
+        return build_engine(
+            workload.target(dtype),
+            workload.draft(dtype),
+            engine=_engine_config(ADAPTIVE),
+            speculation=ADAPTIVE.speculation,
+            policy=policy,
+            profile=profile,
+            max_total_tokens=workload.max_total_tokens,
+            vocab_size=workload.vocab_size,
+        )
+
+    profiled = engine(Placeholder(MAX_PROFILED_NODES), None)
+    provenance = provenance_of(
+        profiled.runner.model,
+        workload.draft(dtype),
+        engine=_engine_config(ADAPTIVE),
+        dtype=dtype,
+        sampling=workload.sampling,
+        max_total_tokens=workload.max_total_tokens,
+    )
+    made = make_profile(profiled, workload.requests(100_000), provenance, budget_s=PROFILE_S)
+    adaptive = engine(None, made.profile)
+    for request in requests:
+        adaptive.submit(request)
+    done: dict[SampleKey, Completion] = {}
+    exchanged = False
+    while adaptive.has_work:
+        if not exchanged and len(done) >= len(requests) // 2:
+            exchanged = True
+            adaptive.load_weights(*_next_draft(workload, dtype))
+        done |= {completion.key: completion for completion in adaptive.step()}
+    return done, adaptive.stats
+
+
+def _next_draft(workload: Workload, dtype: str) -> tuple[WeightManifest, dict[str, torch.Tensor]]:
+    """The draft model, a little moved, as version 1."""
+    model = workload.draft(dtype)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(torch.randn_like(weight) * weight.std() * 0.1)
+    manifest, chunks = pack_weights(model, name="draft", weight_version=1)
+    return manifest, unpack_weights(manifest, chunks)
 
 
 def _engine_config(plan: Plan) -> EngineConfig:

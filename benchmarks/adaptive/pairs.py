@@ -12,7 +12,7 @@ from pathlib import Path
 from transformers import LlamaForCausalLM
 
 from benchmarks.speed.speculation import make_draft
-from benchmarks.support.workload import Workload, default_cache_dir, demo_workload
+from benchmarks.support.workload import Workload, default_cache_dir, demo_workload, gsm8k_workload
 from core.config import EngineConfig, SpeculationConfig
 from core.records import SampleRequest
 from engine.build import build_engine
@@ -40,8 +40,10 @@ MAX_SAMPLES = 64
 NUM_PROMPTS = 96
 
 
-def pair_workload(name: str, num_prompts: int = NUM_PROMPTS) -> Workload:
-    """Return the `demo` or the `large` pair with prompts of the chain task."""
+def pair_workload(name: str, num_prompts: int = NUM_PROMPTS, data: Path | None = None) -> Workload:
+    """Return the `demo` or the `large` pair with prompts of the chain task, or one made from real text."""
+    if data is not None:
+        return gsm8k_workload(data, num_prompts)
     workload = demo_workload(num_prompts)
     if name == "demo":
         return workload
