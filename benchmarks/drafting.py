@@ -30,7 +30,8 @@ from profiles.profile import Profile
 from profiles.recording import DraftRecording
 
 BATCH_SIZES = {"quick": (8,), "default": (1, 4, 16, 64), "full": (1, 2, 4, 8, 16, 32, 64)}
-ROUNDS = {"quick": 1, "default": 1, "full": 3}
+ROUNDS = {"quick": 1, "default": 2, "full": 3}
+LARGE_BATCH_SIZES = {"default": (4, 64), "full": BATCH_SIZES["full"]}
 PROFILE_S = {"quick": 12.0, "default": 45.0, "full": 90.0}
 ORACLE_BATCHES = 240
 ORACLE_STEPS = 600
@@ -83,7 +84,7 @@ def _good_draft(
     rows: list[dict[str, Any]] = []
     fractions, realised = {}, {}
     over_plain, over_fixed, shares = {}, {}, []
-    for batch_size in BATCH_SIZES[mode]:
+    for batch_size in (LARGE_BATCH_SIZES if name == "large" else BATCH_SIZES)[mode]:
         result = constant_batch(workload, policies, profile, batch_size, rounds)
         rows += result.rows(pair=name, draft="good")
         best = result.best(list(fixed))
@@ -114,7 +115,7 @@ def _good_draft(
 
     if mode == "quick":
         return rows
-    taken, stats = whole_rollout(workload, policies, profile, max(rounds, 2), hugging_face=True)
+    taken, stats = whole_rollout(workload, policies, profile, rounds, hugging_face=True)
     best = best_of(taken, list(fixed))
     figures.keep(f"rollout_over_plain_{name}", ratios(taken, "goodput", "plain"))
     figures.keep(f"rollout_over_best_fixed_{name}", ratios(taken, "goodput", best))
@@ -134,7 +135,7 @@ def _other_drafts(
     for draft in ("weak", "useless"):
         other, _ = with_other_draft(workload, profile, draft, budget_s=PROFILE_S[mode] / 4)
         policies = PLAIN | WEAK_FIXED | GOODPUT | (OTHERS if mode == "full" else {})
-        taken, _ = whole_rollout(workload, policies, other, max(ROUNDS[mode], 2), draft=draft)
+        taken, _ = whole_rollout(workload, policies, other, ROUNDS[mode], draft=draft)
         best = best_of(taken, list(WEAK_FIXED))
         figures.keep(f"rollout_{draft}_over_best_fixed_{name}", ratios(taken, "goodput", best))
         figures.keep(f"{draft}_over_plain_{name}", ratios(taken, "goodput", "plain"))

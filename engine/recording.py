@@ -42,15 +42,16 @@ class RecordingScorer(Scorer):
         nodes = torch.zeros(len(margin), tree.num_nodes + 1, dtype=torch.bool, device=tree.parents.device)
         nodes.scatter_(1, verdict.path, True)
         self._level, self._rank = tree.depth[0].cpu().numpy(), tree.rank[0].cpu().numpy()
-        self._rows.append(
-            {
-                "margin": margin,
-                "logprob": logprob,
-                "parent": (tree.parents - 1).cpu().numpy(),
-                "accepted": nodes[:, 1:].cpu().numpy(),
-                "sample": np.array([request.key.sample_index for request in requests]),
-            }
-        )
+        # a node that a chunk's end killed was never judged
+        whole = (tree.token_ids >= 0).all(dim=1).cpu().numpy()
+        rows = {
+            "margin": margin,
+            "logprob": logprob,
+            "parent": (tree.parents - 1).cpu().numpy(),
+            "accepted": nodes[:, 1:].cpu().numpy(),
+            "sample": np.array([request.key.sample_index for request in requests]),
+        }
+        self._rows.append({name: values[whole] for name, values in rows.items()})
 
     @property
     def num_drafts(self) -> int:
