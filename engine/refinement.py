@@ -22,6 +22,8 @@ from engine.verify import Verdict
 from policies.base import RefiningPolicy
 from profiles.acceptance import MARGIN_FLOOR, AcceptanceModel
 
+LARGEST_EXPONENT = 80.0
+"exp of more overflows float32."
 FARTHEST = 50.0
 "Largest margin and least log-probability that the model is shown, nats."
 
@@ -167,7 +169,7 @@ class Scorer:
         self.saw(margin, logprob)
         intercept, of_log, of_margin, of_logprob = self._weights_of(levels, count)
         logit = of_log * np.log(margin + MARGIN_FLOOR) + of_margin * margin + of_logprob * logprob + intercept
-        return ids, 1.0 / (1.0 + np.exp(-logit))
+        return ids, 1.0 / (1.0 + np.exp(np.minimum(-logit, LARGEST_EXPONENT)))
 
     def saw(self, margin: np.ndarray, logprob: np.ndarray) -> None:
         """One level's features, [B, w, b]; `engine.recording` keeps them."""
