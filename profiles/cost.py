@@ -12,6 +12,7 @@ fitted again.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
@@ -84,6 +85,21 @@ class CostModel:
     def rest_s(self, shape: Shape) -> np.ndarray:
         """Seconds of acceptance, commitment and the decode step's own work."""
         return rest_terms(shape) @ np.asarray(self.rest)
+
+
+def join_costs(tables: Sequence[CostTable]) -> CostTable:
+    """Put tables behind one another."""
+
+    def joined(get: Callable[[CostTable], np.ndarray | float]) -> np.ndarray:
+        return np.concatenate([np.asarray(get(table)) for table in tables])
+
+    names = Shape.__dataclass_fields__
+    return CostTable(
+        shape=Shape(**{name: joined(lambda t, name=name: getattr(t.shape, name)) for name in names}),
+        draft_s=joined(lambda t: t.draft_s),
+        verify_s=joined(lambda t: t.verify_s),
+        rest_s=joined(lambda t: t.rest_s),
+    )
 
 
 def fit_costs(table: CostTable) -> CostModel:
