@@ -4,7 +4,7 @@
     deepen   another level, if an optimistic bound on what it adds is worth its seconds
     select   the nodes whose estimated acceptance is worth verifying, over the whole batch
 
-Plain decoding is always a candidate. Where it wins, drafting is tried again now and then, at a hundredth of the
+Plain decoding is always a candidate. Where it wins, drafting is tried again now and then, at a two-hundredth of the
 time. A drafter that stops being accepted is suspended (`policies.collapse`).
 """
 
@@ -27,13 +27,15 @@ from profiles.profile import Profile
 CONTEXT_STEP = 128
 "Costs are looked up for a mean context rounded to this many tokens."
 CHOOSE_STEPS = 8
-"The shape is chosen anew after so many decode steps, or when the batch or the context changes."
+"All shapes are compared after so many decode steps; chain, plain and the present shape when the batch changes too."
+PLAIN_PATIENCE = 4
+"Times as long where plain decoding is the choice."
 OBSERVE_COST_STEPS = 8
 "Costs are compared with their prediction every so many decode steps."
 BLIND_RISK = 0.5
 "Rejections per sample risked before scores are looked at again."
 MAX_BLIND_LEVELS = 4
-PROBE_SHARE = 0.01
+PROBE_SHARE = 0.005
 "Of the time spent in plain decoding, what trying the drafter may cost."
 PROBE_DEPTH = 2
 
@@ -154,15 +156,19 @@ class GoodputPolicy:
         """Return the shape of the highest goodput; looked for only when something has moved."""
         batch = state.num_samples
         context = -(-state.context_tokens // (batch * CONTEXT_STEP)) * CONTEXT_STEP
-        situation = (batch, context, state.decode_step // CHOOSE_STEPS, *self._versions)
+        patience = CHOOSE_STEPS if self._choice.num_nodes else PLAIN_PATIENCE * CHOOSE_STEPS
+        period = (state.decode_step // patience, *self._versions)
+        situation = (batch, context, *period)
         if situation == self._chosen_for:
             return self._choice
+        # between periods a batch that shrinks keeps its shape: only its own costs are looked up
+        all_shapes = period != self._chosen_for[2:]
         self._chosen_for = situation
         views = {
             width: self._table(batch, context, width).corrected(
                 draft=self._costs.draft, verify=self._costs.verify
             )
-            for width in self._shapes.widths
+            for width in (self._shapes.widths if all_shapes else {1, self._choice.width})
         }
         self._choice = self._shapes.best(views, self._acceptance, self._record)
         self._models_say = self._choice.goodput / self._record.factor(self._kind)

@@ -49,7 +49,7 @@ class ShapeTable:
     def best(
         self, views: dict[int, CostView], acceptance: AcceptanceRecalibration, record: TrackRecord
     ) -> Choice:
-        """Expected tokens over predicted seconds, for every shape and number of nodes; plain decoding is n = 0."""
+        """Expected tokens over predicted seconds, for every shape in view and number of nodes; n = 0 is plain."""
         view = views[1]
         chain = np.concatenate([[0.0], acceptance.path.cumsum()]) * acceptance.factor
         nodes = np.arange(min(len(chain), len(view.uniform_s), len(view.draft_s)))
@@ -62,6 +62,8 @@ class ShapeTable:
         head = min(len(chain) - 1, 8)
         moved = min(chain[head] / max(self.chain_curve[head], 1e-9), MOST_GAIN)
         for width, (branching, levels, curves) in self._trees.items():
+            if width not in views:
+                continue
             view = views[width]
             count = min(curves.shape[1], len(view.uniform_s))
             tokens = view.num_samples * (1.0 + moved * curves[:, 1:count])
