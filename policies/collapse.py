@@ -61,6 +61,7 @@ class CollapseDetector:
         self._usual += FOLLOW * (successes / trials - self._usual)
         if self._evidence >= THRESHOLD:
             self.suspended = True
+            self._evidence = THRESHOLD
             self.why = f"first nodes accepted {self._recent:.2f} of late, usually {self._usual:.2f}"
             self._alarm = DrafterAlarm(
                 decode_step=decode_step,
@@ -68,6 +69,11 @@ class CollapseDetector:
                 observed=self._recent,
                 usual=self._usual,
             )
+
+    @property
+    def doubtful(self) -> bool:
+        """Suspended, but the last probe spoke for the drafter: another at once decides."""
+        return self.suspended and self._evidence < THRESHOLD
 
     def new_drafter(self, decode_step: int) -> None:
         """New drafter weights get a fresh trial."""

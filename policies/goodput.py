@@ -69,6 +69,8 @@ class GoodputPolicy:
         self._plain_s = 0.0
         self._missing_tokens = 0.0
         self._probing = False
+        self._judged_batch = 0
+        "largest batch that has spoken against a suspended drafter"
         self._models_say = 0.0
         "tokens per second of the choice before its track record"
 
@@ -82,7 +84,7 @@ class GoodputPolicy:
         suspended = self._collapse.suspended
         self._probing = suspended or choice.num_nodes == 0
         if self._probing:
-            if not self._probe_is_due(suspended):
+            if not self._probe_is_due(suspended, state.num_samples):
                 why = f"drafter suspended: {self._collapse.why}" if suspended else "drafting does not pay"
                 return replace(PLAIN, reason=f"{why}; B={state.num_samples}")
             depth = min(PROBE_DEPTH, room, self.max_nodes)
@@ -133,6 +135,8 @@ class GoodputPolicy:
             if suspended and not self._collapse.suspended:
                 # what the dead drafter taught says nothing of the living one
                 self._acceptance.widen()
+            if self._collapse.suspended:
+                self._judged_batch = max(self._judged_batch if suspended else 0, record.num_samples)
             self._plain_s = self._missing_tokens = 0.0
         if not self._probing or draft is None:
             kind = record.budget.branching
@@ -208,8 +212,13 @@ class GoodputPolicy:
             )
         return limits
 
-    def _probe_is_due(self, suspended: bool) -> bool:
-        """A probe costs a level, a wider verification and the tokens the draft cache lacks."""
+    def _probe_is_due(self, suspended: bool, batch: int) -> bool:
+        """A probe costs a level, a wider verification and the tokens the draft cache lacks.
+
+        One odd sample in the tail can look like a dead drafter: a larger batch is asked again without waiting.
+        """
+        if suspended and (self._collapse.doubtful or batch > self._judged_batch):
+            return True
         view = self._table(self._chosen_for[0], self._chosen_for[1], 1)
         draft = self._profile.cost.draft
         # what one more token costs in a large draft forward: the level's token terms with every hinge passed

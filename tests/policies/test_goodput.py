@@ -192,6 +192,18 @@ def test_a_drafter_that_works_again_is_used_again() -> None:
     assert "tokens/s expected" in run.steps(1, 1)[0].budget.reason
 
 
+def test_one_odd_sample_suspends_no_larger_batch_for_long() -> None:
+    run = run_of(0.9, CHEAP)
+    run.steps(30, 8)
+    run.drafter.truth = 0.0
+    run.steps(12, 1)
+    assert "suspended" in run.policy.plan(decode_state(run.step, 1)).reason
+    run.drafter.truth = 0.9
+    reasons = [record.budget.reason for record in run.steps(8, 8)]
+    assert reasons[0] == "probe of the drafter"
+    assert "tokens/s expected" in reasons[4]
+
+
 def test_new_drafter_weights_end_the_suspension() -> None:
     run = run_of(0.9, CHEAP, truth=0.0)
     run.steps(40, 2)
