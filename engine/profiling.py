@@ -82,17 +82,18 @@ def make_profile(
     finally:
         engine.cancel_all()
         engine.policy, engine.scorer = policy, scorer
+    costs = join_costs(sweeps)
     quality = acceptance_quality(drafts) | cost_quality(fit_costs(sweeps[0]), sweeps[1])
     profile = Profile(
         provenance=provenance,
-        cost=fit_costs(join_costs(sweeps)),
+        cost=fit_costs(costs),
         acceptance=acceptance,
         yields=yield_curves(drafts, acceptance),
         max_samples=engine.runner.pool.num_slots,
         quality=quality,
     )
     progress("profile: done", 1.0)
-    return MadeProfile(profile=profile, costs=join_costs(sweeps), held_out_costs=sweeps[1], drafts=drafts)
+    return MadeProfile(profile=profile, costs=costs, held_out_costs=sweeps[1], drafts=drafts)
 
 
 def yield_curves(drafts: Sequence[DraftRecording], acceptance: AcceptanceModel) -> tuple[YieldCurve, ...]:

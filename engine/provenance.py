@@ -7,6 +7,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers.modeling_utils import PreTrainedModel
@@ -31,20 +32,12 @@ def provenance_of(
     max_total_tokens: int,
 ) -> Provenance:
     """Describe a pair on this machine as a profile would."""
-    device = resolve_device(engine)
     return Provenance(
-        device=device_name(device),
-        num_threads=engine.num_threads,
-        dtype=dtype,
-        numerics=resolve_numerics(engine, device),
-        target_model=_architecture(target),
-        draft_model=_architecture(draft),
+        **_instance_facts(target, draft, engine, dtype),
         target_weights=model_checksum(target),
         draft_weights=model_checksum(draft),
         sampling=f"T={sampling.temperature:g} top_k={sampling.top_k} top_p={sampling.top_p:g}",
-        num_slots=engine.max_running_samples,
         max_total_tokens=max_total_tokens,
-        torch_version=torch.__version__,
         versions=", ".join(f"{package} {metadata.version(package)}" for package in _RECORDED),
         date=datetime.now(UTC).isoformat(timespec="seconds"),
     )
@@ -59,18 +52,24 @@ def here(
     dtype: str,
 ) -> Provenance:
     """Describe an instance, which knows hardware and models; the rest is the run's and taken as measured."""
+    return replace(measured, **_instance_facts(target, draft, engine, dtype))
+
+
+def _instance_facts(
+    target: PreTrainedModel, draft: PreTrainedModel, engine: EngineConfig, dtype: str
+) -> dict[str, Any]:
+    """What an instance knows by itself: hardware, numerics, architectures, slots."""
     device = resolve_device(engine)
-    return replace(
-        measured,
-        device=device_name(device),
-        num_threads=engine.num_threads,
-        dtype=dtype,
-        numerics=resolve_numerics(engine, device),
-        target_model=_architecture(target),
-        draft_model=_architecture(draft),
-        num_slots=engine.max_running_samples,
-        torch_version=torch.__version__,
-    )
+    return {
+        "device": device_name(device),
+        "num_threads": engine.num_threads,
+        "dtype": dtype,
+        "numerics": resolve_numerics(engine, device),
+        "target_model": _architecture(target),
+        "draft_model": _architecture(draft),
+        "num_slots": engine.max_running_samples,
+        "torch_version": torch.__version__,
+    }
 
 
 def device_name(device: torch.device) -> str:

@@ -16,7 +16,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from core.errors import RlhfSpecError
+from engine.provenance import device_name
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -52,7 +55,7 @@ def machine_provenance() -> dict[str, Any]:
     return {
         "versions": {package: _version(package) for package in _PACKAGES},
         "python": platform.python_version(),
-        "cpu_model": _cpu_model(),
+        "cpu_model": device_name(torch.device("cpu")),
         "num_cores": os.cpu_count(),
         "omp_num_threads": os.environ.get("OMP_NUM_THREADS"),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -65,15 +68,6 @@ def _version(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
-
-
-def _cpu_model() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.is_file():
-        for line in cpuinfo.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
 
 
 def _commit() -> str | None:

@@ -190,8 +190,8 @@ class ModelDrafter:
         offset = 0
         # a wide tree has more columns than nodes: near the end of the cache it stays shallow
         room = self.runner.pool.capacity - int(batch.lengths[:live].max())
-        asked_at = 0 if refinement is None else refinement.levels_to_draft()
-        if refinement is not None and asked_at == 0:
+        asked_at = budget.depth if refinement is None else refinement.levels_to_draft()
+        if asked_at == 0:
             return root_only(live, device)
         for level in range(1, budget.depth + 1):
             width = frontier_logits.shape[1]
@@ -212,10 +212,10 @@ class ModelDrafter:
             columns = depth_of_column.shape[1]
             if level == budget.depth or columns + min(budget.width, score.shape[1]) > room:
                 break
-            asked = refinement is not None and level == asked_at
-            asked_at += refinement.levels_to_draft() if asked and refinement is not None else 0
-            if asked and level == asked_at:
-                break
+            if refinement is not None and level == asked_at:
+                asked_at += refinement.levels_to_draft()
+                if level == asked_at:
+                    break
             best = torch.sort(score, dim=1, descending=True, stable=True).indices[:, : budget.width]
             if refinement is not None:
                 refinement.expand(best.cpu().numpy())
