@@ -1,0 +1,94 @@
+"""When will an instance be done? Expected seconds, from the lengths of its samples so far.
+
+All samples of an instance get tokens at one speed, which depends on how many are left. So with x for further tokens
+per sample:
+
+    seconds = integral over x of  P(any sample needs more than x)  *  seconds_per_token(samples left, given that any is)
+
+The first factor makes it an expected maximum: for lengths that are certain it is exact. Lengths and x are cut into
+cells of a few tokens, so that whole pools are a few matrix products.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from policies.reallocation.rate_curve import RateCurve
+from policies.reallocation.survival import Survival
+
+CELLS = 64
+"Cells of a response's length; the prediction of a pool costs instances * cells * cells."
+SURE = 1e-9
+"A sample is as good as alive or done within this."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outlook:
+    """What is expected of samples by their length so far. L cells of length, X cells of further tokens, L = X."""
+
+    cell_tokens: int
+    "width of a cell"
+    alive: np.ndarray
+    "[L, X] mean probability that a sample still runs in the cell of further tokens"
+    log_done: np.ndarray
+    "[L, X] log(1 - alive)"
+    mean_remaining: np.ndarray
+    "[L] expected further tokens"
+
+    def cell(self, response_tokens: np.ndarray) -> np.ndarray:
+        """The row of each length."""
+        return np.minimum(response_tokens // self.cell_tokens, len(self.alive) - 1)
+
+    def counts(self, instance: np.ndarray, response_tokens: np.ndarray, num_instances: int) -> np.ndarray:
+        """[K, L] samples by instance and cell; `instance` [n] is the number of each sample's instance."""
+        rows = len(self.alive)
+        flat = np.bincount(
+            instance * rows + self.cell(response_tokens), minlength=num_instances * rows
+        ).reshape(num_instances, rows)
+        return flat.astype(np.float64)
+
+    def load(self, counts: np.ndarray) -> Load:
+        """What is expected of instances with these samples; `counts` [K, L]."""
+        return Load(cell_tokens=self.cell_tokens, alive=counts @ self.alive, log_done=counts @ self.log_done)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """What is expected of instances, or of several cases of each; X cells of further tokens."""
+
+    cell_tokens: int
+    "width of a cell"
+    alive: np.ndarray
+    "[..., X] expected number of samples that still run"
+    log_done: np.ndarray
+    "[..., X] log of the probability that none does"
+
+    def finish_seconds(self, curve: RateCurve) -> np.ndarray:
+        """[...] expected seconds until the last sample is done."""
+        any_left = -np.expm1(np.minimum(self.log_done, 0.0))
+        left = np.maximum(self.alive, any_left) / np.maximum(any_left, SURE)
+        return self.cell_tokens * (any_left * curve.seconds_per_token(left)).sum(axis=-1)
+
+
+def outlook(survival: Survival, *, cells: int = CELLS) -> Outlook:
+    """Cut the survival curve into at most so many cells; each stands for the length in its middle."""
+    limit = survival.limit
+    width = -(-limit // cells)
+    rows = -(-limit // width)
+    lengths = np.minimum(np.arange(rows) * width + (width - 1) // 2, limit)
+    # sums over cells by one cumulative sum: [t] = sum of P(length > u), u < t
+    reach = rows * width
+    summed = np.concatenate([[0.0], np.cumsum(survival.probability)])
+    ends = np.minimum(lengths[:, None] + np.arange(0, reach + 1, width), limit + 1)
+    inside = np.diff(summed[ends], axis=1)
+    now = survival.probability[lengths][:, None]
+    alive = np.where(now > 0, inside / (width * np.where(now > 0, now, 1.0)), 0.0)
+    alive = np.clip(alive, 0.0, 1.0)
+    return Outlook(
+        cell_tokens=width,
+        alive=alive,
+        log_done=np.log1p(-np.minimum(alive, 1.0 - SURE)),
+        mean_remaining=survival.mean_remaining()[lengths],
+    )

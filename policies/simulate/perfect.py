@@ -1,0 +1,78 @@
+"""Perfect reallocation: what moving samples could bring at most, within a rule.
+
+Samples are admitted in order of arrival as slots free anywhere. Those admitted are spread anew whenever one ends, at no
+cost: the numbers of any two instances differ by one at most, and where they do, the samples with the longest true
+remainder are on the emptier, faster ones. It is no bound on what admits the longest first, or crowds short samples
+together so that a long one may run alone; `least_finish_s` is a bound on everything.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from policies.simulate.records import PoolSetup, Samples
+
+EXACT_SAMPLES = 256
+"With more samples running, they are spread anew after a 256th of them has ended."
+
+
+def perfect_finish_s(samples: Samples, setup: PoolSetup) -> float:
+    """Seconds until the last sample is done; prompts are computed by all instances together, at no wait."""
+    num_instances = setup.num_instances
+    to_go = samples.response_tokens / samples.speed
+    room = num_instances * setup.num_slots
+    running, waiting = np.sort(to_go[:room])[::-1], to_go[room:]
+    now_s = float(samples.prompt_tokens.sum()) * setup.prompt_token_s / num_instances
+    while len(running):
+        # longest first, so the emptier instances have the front of the line
+        share, more = divmod(len(running), num_instances)
+        num_emptier = (num_instances - more) * share
+        pace = setup.curve.seconds_per_token(np.array([share, share + 1]))
+        seconds = np.where(np.arange(len(running)) < num_emptier, pace[0], pace[1])
+        ends_s = running * seconds
+        count = max(1, len(running) // EXACT_SAMPLES)
+        step_s = float(np.partition(ends_s, count - 1)[count - 1])
+        now_s += step_s
+        running = running - step_s / seconds
+        running = running[running > 1e-9]
+        admitted = min(room - len(running), len(waiting))
+        running = np.sort(np.concatenate([running, waiting[:admitted]]))[::-1]
+        waiting = waiting[admitted:]
+    return now_s
+
+
+def least_finish_s(samples: Samples, setup: PoolSetup) -> float:
+    """A time that nothing beats: no rule, no order of arrival, all lengths known, moves at no cost.
+
+    A sample that shares an instance with B - 1 others takes a B-th part of it and gets 1 / seconds_per_token(B) tokens
+    a second. So a sample that must get r tokens a second takes at least c(r) of an instance, c being the lower convex
+    hull of these points; a time T is long enough only if c(tokens / T) summed over the samples is at most K.
+    """
+    counts = np.arange(1, setup.num_slots + 1)
+    rate, part = _lower_hull(
+        np.append(1.0 / setup.curve.seconds_per_token(counts)[::-1], 0.0), np.append(1.0 / counts[::-1], 0.0)
+    )
+    to_go = samples.response_tokens / samples.speed
+    low, high = float(to_go.max()) / rate[-1], float(to_go.sum()) / rate[-1]
+    for _ in range(60):
+        middle = (low + high) / 2
+        taken = float(np.interp(to_go / middle, rate, part).sum())
+        low, high = (low, middle) if taken <= setup.num_instances else (middle, high)
+    return high
+
+
+def _lower_hull(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Corners of the lower convex hull, x ascending."""
+    corners: list[tuple[float, float]] = []
+    for point in sorted(zip(x.tolist(), y.tolist(), strict=True)):
+        if corners and corners[-1][0] == point[0]:
+            continue
+        while len(corners) > 1 and _turns_right(corners[-2], corners[-1], point):
+            corners.pop()
+        corners.append(point)
+    hull = np.array(corners)
+    return hull[:, 0], hull[:, 1]
+
+
+def _turns_right(a: tuple[float, float], b: tuple[float, float], c: tuple[float, float]) -> bool:
+    return (b[0] - a[0]) * (c[1] - a[1]) <= (b[1] - a[1]) * (c[0] - a[0])

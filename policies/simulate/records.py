@@ -1,0 +1,81 @@
+"""What is simulated, and what comes out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+
+from policies.reallocation.rate_curve import RateCurve
+from profiles.transfer import PrefillModel, TransferModel
+
+Binding = Literal["static", "pull"]
+"static: sample i to instance i mod K, each with a queue of its own; pull: to the one that owns fewest, as slots free"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Samples:
+    """The samples of a rollout in their order of arrival; all are there at the start. Arrays are [n]."""
+
+    response_tokens: np.ndarray
+    "true lengths, at least 1"
+    prompt_tokens: np.ndarray
+    speed: np.ndarray
+    "tokens of the sample for one of the mean sample: drafts of some are accepted more often"
+
+    def __len__(self) -> int:
+        return len(self.response_tokens)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoveTruth:
+    """What moves really take."""
+
+    kv_bytes_per_token: float
+    transfer: TransferModel = field(default_factory=TransferModel)
+    prefill: PrefillModel = field(default_factory=PrefillModel)
+    downtime_s: float = 0.0
+    "a migrated sample rests between its last decode step here and its first one there"
+    bystander_share: float = 0.05
+    "decode steps are longer by this share while a transfer of the instance goes on"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolSetup:
+    """The instances and how they are looked after."""
+
+    num_instances: int
+    num_slots: int
+    "per instance"
+    curve: RateCurve
+    max_new_tokens: int
+    moves: MoveTruth
+    poll_interval_s: float = 0.1
+    order_delay_s: float = 0.02
+    "from the look at the pool to the start of the moves planned on it"
+    prompt_token_s: float = 0.0
+    "seconds for which an instance computes a prompt token when a sample is bound to it"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulationResult:
+    """One rollout."""
+
+    finish_s: float
+    "when the last sample was done"
+    busy_s: np.ndarray
+    "[K]"
+    num_tokens: int
+    num_moves: int
+    "moves that were begun"
+    num_migrated: int
+    num_recomputed: int
+    num_void: int
+    "migrations whose sample was done before they were"
+    num_plans: int
+
+    @property
+    def busy_share(self) -> float:
+        """Mean share of the finish time for which an instance was busy."""
+        return float(self.busy_s.mean()) / max(self.finish_s, 1e-12)
