@@ -8,11 +8,12 @@ Nothing here knows Ray.
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -22,8 +23,11 @@ import numpy as np
 from actors.messages import HeldSamples, LoadedWeights, PollReply
 from core.errors import RlhfSpecError
 from core.records import Completion, InstanceLoad, SampleKey, SampleRequest, WeightManifest
+from policies.migration.messages import MoveReport, News, describe
 
 ORDER_LOG_LENGTH = 1000
+TICK_S = 0.1
+"How often an idle loop looks after its open moves."
 
 
 class LoopEngine(Protocol):
@@ -113,7 +117,51 @@ class HoldOrder:
         return f"hold for term {self.term}"
 
 
-LoopOrder = SubmitOrder | LoadOrder | DrainOrder | StopOrder | HoldOrder
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewsOrder:
+    """Something about a move: an order, a peer's message, news of a transfer thread, a verdict."""
+
+    news: News
+
+    def __str__(self) -> str:
+        return describe(self.news)
+
+
+LoopOrder = SubmitOrder | LoadOrder | DrainOrder | StopOrder | HoldOrder | NewsOrder
+
+
+class Door(Protocol):
+    """Through which samples move to and from other instances: `actors.migration.migrator.Migrator`."""
+
+    @property
+    def is_busy(self) -> bool:
+        """True while a move is open here."""
+        ...
+
+    @property
+    def set_aside(self) -> Mapping[SampleKey, tuple[str, int]]:
+        """Samples handed over and not settled: (move, epoch before it)."""
+        ...
+
+    def take(self, news: News) -> None:
+        """Take what reached the mailbox."""
+        ...
+
+    def before_step(self) -> None:
+        """A decode step begins."""
+        ...
+
+    def after_step(self, finished: Sequence[Completion]) -> None:
+        """A decode step ended, and these samples with it."""
+        ...
+
+    def tick(self) -> None:
+        """Time has passed."""
+        ...
+
+    def hold(self) -> None:
+        """A new scheduler takes over."""
+        ...
 
 
 @dataclass(slots=True)
@@ -134,6 +182,7 @@ class DecodeLoop:
         *,
         publish_interval_s: float,
         on_publish: Callable[[InstanceLoad], None] = lambda load: None,
+        make_door: Callable[[DecodeLoop], Door] | None = None,
     ) -> None:
         self._instance = instance
         self._host = host
@@ -142,9 +191,10 @@ class DecodeLoop:
         self._mailbox: queue.SimpleQueue[tuple[LoopOrder, Future]] = queue.SimpleQueue()
         self._drains: list[Future] = []
         self._changed = threading.Condition()
-        self._open: dict[SampleKey, int] = {}
+        self.open_epochs: dict[SampleKey, int] = {}
+        "samples taken and not finished; the door keeps it up to date for those that move"
         self._term = 0
-        self._outbox: deque[tuple[int, Completion]] = deque()
+        self._outbox: deque[tuple[int, Completion | MoveReport]] = deque()
         self._sequence = 0
         self._published = _Published()
         self._published_at_s = 0.0
@@ -154,6 +204,7 @@ class DecodeLoop:
         self._stopping = False
         self.boundary = 0
         self.order_log: deque[tuple[int, str]] = deque(maxlen=ORDER_LOG_LENGTH)
+        self._door = make_door(self) if make_door else None
 
     def order(self, order: LoopOrder) -> Future:
         """Put an order into the mailbox; the future answers once a boundary has carried it out."""
@@ -182,38 +233,60 @@ class DecodeLoop:
                 boundary=self.boundary,
                 busy_s=0.0 if began_s is None else time.monotonic() - began_s,
                 load=self._published.load,
-                completions=tuple(completion for _, completion in self._outbox),
+                completions=tuple(item for _, item in self._outbox if isinstance(item, Completion)),
+                moves=tuple(item for _, item in self._outbox if isinstance(item, MoveReport)),
                 sequence=self._sequence,
                 progress=self._published.progress,
             )
+
+    def report(self, report: MoveReport) -> None:
+        """Tell the scheduler of a move, in order with completions; given again until acknowledged."""
+        with self._changed:
+            self._sequence += 1
+            self._outbox.append((self._sequence, report))
+            self._changed.notify_all()
 
     def run(self) -> None:
         """Alternate between orders and decode steps until a stop order. Raises what a step raises."""
         try:
             while not self._stopping:
-                self._carry_out_orders()
-                self.boundary += 1
-                if self._has_work and not self._stopping:
-                    self._step()
+                self.turn(wait_s=None)
         except BaseException as error:
             self._failure = error
             raise
         finally:
             self._end(self._failure or RlhfSpecError(f"instance {self._instance} has been stopped"))
 
+    def turn(self, wait_s: float | None) -> None:
+        """One step boundary, and the decode step behind it if there is work.
+
+        Without work, wait up to `wait_s` for an order; None waits for as long as it takes.
+        """
+        self._carry_out_orders(wait_s)
+        self.boundary += 1
+        if self._has_work and not self._stopping:
+            self._step()
+
     @property
     def _has_work(self) -> bool:
         return self._host.engine is not None and self._host.engine.has_work
 
-    def _carry_out_orders(self) -> None:
+    def _carry_out_orders(self, wait_s: float | None) -> None:
         """Empty the mailbox; without work, sleep until something arrives."""
+        moving = self._door is not None and self._door.is_busy
         if not self._has_work:
-            for future in self._drains:
-                future.set_result(None)
-            self._drains.clear()
-            self._carry_out(*self._mailbox.get())
+            if not (self._door and self._door.set_aside):
+                for future in self._drains:
+                    future.set_result(None)
+                self._drains.clear()
+            if moving and wait_s is None:
+                wait_s = TICK_S
+            with contextlib.suppress(queue.Empty):
+                self._carry_out(*self._mailbox.get(block=wait_s != 0.0, timeout=wait_s or None))
         while not self._mailbox.empty():
             self._carry_out(*self._mailbox.get())
+        if moving and self._door is not None:
+            self._door.tick()
 
     def _carry_out(self, order: LoopOrder, future: Future) -> None:
         self.order_log.append((self.boundary, str(order)))
@@ -227,8 +300,13 @@ class DecodeLoop:
                     self._publish()
                 case DrainOrder():
                     self._drains.append(future)
+                case NewsOrder():
+                    self._take_news(order.news)
+                    future.set_result(None)
                 case HoldOrder():
                     self._term = max(self._term, order.term)
+                    if self._door is not None:
+                        self._door.hold()
                     future.set_result(self._held())
                 case StopOrder():
                     with self._changed:
@@ -251,24 +329,34 @@ class DecodeLoop:
             )
         for request in order.requests:
             self._host.engine.submit(request)
-            self._open[request.key] = request.epoch
+            self.open_epochs[request.key] = request.epoch
+
+    def _take_news(self, news: News) -> None:
+        if self._door is None:
+            raise RlhfSpecError(f"instance {self._instance} moves no samples, but got: {describe(news)}")
+        self._door.take(news)
 
     def _held(self) -> HeldSamples:
         with self._changed:
             return HeldSamples(
                 instance=self._instance,
-                open_epochs=dict(self._open),
-                completions=tuple(completion for _, completion in self._outbox),
+                open_epochs=dict(self.open_epochs),
+                completions=tuple(item for _, item in self._outbox if isinstance(item, Completion)),
                 sequence=self._sequence,
+                set_aside=dict(self._door.set_aside) if self._door else {},
             )
 
     def _step(self) -> None:
         engine = self._host.engine
         assert engine is not None
+        if self._door is not None:
+            self._door.before_step()
         self._step_began_s = time.monotonic()
         finished = engine.step()
         for completion in finished:
-            self._open.pop(completion.key, None)
+            self.open_epochs.pop(completion.key, None)
+        if finished and self._door is not None:
+            self._door.after_step(finished)
         now_s = time.monotonic()
         self._step_began_s = None
         if finished or now_s - self._published_at_s >= self._publish_interval_s:

@@ -2,7 +2,8 @@
 
 `run` occupies the default thread for the actor's life. The group `control` carries orders into the
 loop's mailbox; the group `poll` holds the scheduler's one open poll, so that a slow order never delays
-a heartbeat. `max_restarts=0`: a restarted actor would be empty; the loop makes a replacement and the
+a heartbeat; `moves` carries, in order, what is said about moving samples; `transfer` takes frames that
+come through the object store. `max_restarts=0`: a restarted actor would be empty; the loop makes a replacement and the
 scheduler queues its samples again.
 """
 
@@ -21,31 +22,37 @@ from actors.decode_loop import (
     HoldOrder,
     LoadOrder,
     LoopOrder,
+    NewsOrder,
     StopOrder,
     SubmitOrder,
 )
 from actors.gauges import InstanceGauges
 from actors.messages import GenerationSpec, HeldSamples, LoadedWeights, PollReply
-from actors.remote import remote
+from actors.remote import Handle, remote
 from core.errors import WaitTimeout
 from core.records import SampleRequest, WeightManifest
+from policies.migration.messages import CallOff, MoveOrder, PeerMessage, Settle
 
 
-@remote(max_restarts=0, concurrency_groups={"control": 3, "poll": 1})
+@remote(max_restarts=0, concurrency_groups={"control": 3, "poll": 1, "moves": 1, "transfer": 1})
 class GenerationActor:
     """One instance. Today one actor is one instance; with tensor parallelism it is the leader."""
 
     def __init__(self, spec: GenerationSpec) -> None:
         # The scheduler imports this module with a handle and has no use for torch: seconds and memory.
         from actors.engine_host import ManifestHost
+        from actors.migration.door import RayDoor
 
         self._spec = spec
         self._gauges = InstanceGauges(spec.instance)
+        host = ManifestHost(spec)
+        self._door = RayDoor(spec, host) if spec.migration else None
         self._loop = DecodeLoop(
             spec.instance,
-            ManifestHost(spec),
+            host,
             publish_interval_s=spec.publish_interval_s,
             on_publish=self._gauges.update,
+            make_door=self._door.open if self._door else None,
         )
 
     def __repr__(self) -> str:
@@ -61,6 +68,8 @@ class GenerationActor:
             self._loop.run()
         finally:
             self._gauges.close()
+            if self._door is not None:
+                self._door.close()
 
     @ray.method(concurrency_group="poll")
     def poll(self, acknowledged: int, wait_s: float) -> PollReply:
@@ -94,6 +103,30 @@ class GenerationActor:
     def stop(self, timeout_s: float) -> None:
         """Leave the loop at the next step boundary."""
         self._carry_out(StopOrder(), timeout_s)
+
+    @ray.method(concurrency_group="moves")
+    def move_out(self, order: MoveOrder, destination: Handle) -> None:
+        """Move a sample to another instance; what comes of it is said in the polls."""
+        if self._door is not None:
+            self._door.meet(order.destination, destination)
+        self._loop.order(NewsOrder(news=order))
+
+    @ray.method(concurrency_group="moves")
+    def settle(self, verdict: Settle | CallOff) -> None:
+        """Take the scheduler's word on a move."""
+        self._loop.order(NewsOrder(news=verdict))
+
+    @ray.method(concurrency_group="moves")
+    def peer_message(self, message: PeerMessage, sender: str, handle: Handle) -> None:
+        """Take what another instance says about a move."""
+        if self._door is not None:
+            self._door.meet(sender, handle)
+        self._loop.order(NewsOrder(news=message))
+
+    @ray.method(concurrency_group="transfer")
+    def deliver_frame(self, channel: str, sequence: int, frame: np.ndarray | None) -> str:
+        """Take a frame that comes through the object store."""
+        return self._door.deliver(channel, sequence, frame) if self._door is not None else "gone"
 
     @ray.method(concurrency_group="control")
     def order_log(self) -> list[tuple[int, str]]:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
+from actors.migration.settings import MigrationSettings
 from core.config import (
     AlgorithmConfig,
     DrafterTrainingConfig,
@@ -16,7 +17,9 @@ from core.config import (
     TrainerConfig,
 )
 from core.records import Completion, GenerationStats, InstanceLoad, SampleKey
-from policies.scheduler_records import Alarm
+from policies.migration.messages import MoveReport
+from policies.reallocation.records import ReallocationPolicy
+from policies.scheduler_records import Alarm, MoveRecord
 from profiles.profile import Profile
 
 
@@ -33,6 +36,8 @@ class GenerationSpec:
     vocab_size: int
     "token ids the tokenizer knows; padded ids above it are never sampled"
     publish_interval_s: float
+    migration: MigrationSettings | None = None
+    "None: no sample ever moves"
     profile: Profile | None = None
     "what the policy `goodput` goes by: numbers, no tables"
 
@@ -66,6 +71,10 @@ class SchedulerSettings:
     poll_interval_s: float
     heartbeat_timeout_s: float
     order_timeout_s: float
+    binding: Literal["pull", "static"] = "pull"
+    reallocation: ReallocationPolicy | None = None
+    "None: no sample is moved"
+    reallocation_interval_s: float = 0.1
     term: int = 0
     "counts the schedulers of a run: instances take no samples from an older one than they know of"
 
@@ -94,6 +103,8 @@ class PollReply:
     sequence: int
     "number of the last completion; the next poll acknowledges it"
     progress: Mapping[SampleKey, np.ndarray]
+    moves: tuple[MoveReport, ...] = ()
+    "what it says of moves, not yet acknowledged"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,6 +118,8 @@ class HeldSamples:
     "finished and not yet acknowledged"
     sequence: int
     "number of the last completion"
+    set_aside: Mapping[SampleKey, tuple[str, int]] = field(default_factory=dict)
+    "handed over and not settled: the move and the epoch before it"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,6 +149,10 @@ class Taken:
     alarms: tuple[Alarm, ...] = ()
     drafter_alarms: tuple[str, ...] = ()
     "instances that suspended drafting since the last `take`, and why"
+    moves: tuple[MoveRecord, ...] = ()
+    "that ended since the last `take`"
+    planning_s: float = 0.0
+    "seconds the scheduler has spent on deciding moves since it began"
     num_open: int = 0
     stats: Mapping[str, GenerationStats] = field(default_factory=dict)
     "sums by instance since it began; lost ones included that this scheduler has known"

@@ -24,6 +24,8 @@ from actors.remote import Handle, remote
 from actors.waiting import first_line, own_error, wait_any
 from core.errors import WaitTimeout
 from core.records import Completion, GenerationStats, SampleRequest
+from policies.migration.messages import MoveOrder
+from policies.reallocation.records import Move
 from policies.scheduler import Scheduler
 from policies.scheduler_records import (
     Abandon,
@@ -35,8 +37,12 @@ from policies.scheduler_records import (
     InstanceJoined,
     InstanceReported,
     InstanceSnapshot,
+    MoveEnded,
+    MoveRecord,
     Order,
     SamplesArrived,
+    SendVerdict,
+    StartMove,
     Submit,
 )
 
@@ -61,12 +67,15 @@ class SchedulerActor:
 
     def __init__(self, settings: SchedulerSettings) -> None:
         self._settings = settings
-        self._machine = Scheduler(heartbeat_timeout_s=settings.heartbeat_timeout_s)
+        self._machine = Scheduler(**self._machine_arguments())
         self._links: dict[str, _Link] = {}
         self._submits: dict[Any, str] = {}
         self._changed = threading.Condition(threading.RLock())
         self._completions: list[Completion] = []
         self._lost: list[LostInstance] = []
+        self._moves: list[MoveRecord] = []
+        self._reallocated_at_s = 0.0
+        self._planning_s = 0.0
         self._alarms: list[Alarm] = []
         self._drafter_alarms: dict[str, str] = {}
         self._new_drafter_alarms: list[str] = []
@@ -75,6 +84,15 @@ class SchedulerActor:
         self._stopping = False
         self._progress_mark = (0, 0)
         self._progress_at_s = time.monotonic()
+
+    def _machine_arguments(self) -> dict[str, Any]:
+        settings = self._settings
+        return {
+            "heartbeat_timeout_s": settings.heartbeat_timeout_s,
+            "binding": settings.binding,
+            "reallocation": settings.reallocation,
+            "term": settings.term,
+        }
 
     def __repr__(self) -> str:
         return "SchedulerActor"
@@ -89,6 +107,8 @@ class SchedulerActor:
                 self._take_answer(ref)
             now_s = time.monotonic()
             self._handle(ClockTicked(now_s=now_s))
+            if now_s - self._reallocated_at_s >= self._settings.reallocation_interval_s:
+                self._reallocate(now_s)
             self._check_for_stall(now_s)
 
     @ray.method(concurrency_group="control")
@@ -125,6 +145,7 @@ class SchedulerActor:
                 num_slots=one.num_slots,
                 open_epochs=one.held.open_epochs,
                 completions=one.held.completions,
+                set_aside=one.held.set_aside,
             )
             for one in rejoined
         ]
@@ -138,8 +159,8 @@ class SchedulerActor:
                 requests=requests,
                 delivered=delivered,
                 snapshots=snapshots,
-                heartbeat_timeout_s=self._settings.heartbeat_timeout_s,
                 now_s=self._progress_at_s,
+                **self._machine_arguments(),
             )
             for order in orders:
                 self._carry_out(order)
@@ -149,6 +170,13 @@ class SchedulerActor:
         """Living instances and the samples each owns."""
         with self._changed:
             return self._machine.instances()
+
+    @ray.method(concurrency_group="control")
+    def move(self, moves: tuple[Move, ...]) -> None:
+        """Order moves by hand; one that is not possible is left out."""
+        with self._changed:
+            for order in self._machine.move(moves, now_s=time.monotonic()):
+                self._carry_out(order)
 
     @ray.method(concurrency_group="control")
     def stop(self) -> None:
@@ -170,10 +198,13 @@ class SchedulerActor:
                 lost=tuple(self._lost),
                 alarms=tuple(self._alarms),
                 drafter_alarms=tuple(self._new_drafter_alarms),
+                moves=tuple(self._moves),
+                planning_s=self._planning_s,
                 num_open=self._machine.num_open,
                 stats=dict(self._stats),
             )
             self._completions.clear()
+            self._moves.clear()
             self._lost.clear()
             self._alarms.clear()
             self._new_drafter_alarms.clear()
@@ -230,8 +261,16 @@ class SchedulerActor:
                 completions=reply.completions,
                 progress=reply.progress,
                 load=reply.load,
+                moves=reply.moves,
             )
         )
+
+    def _reallocate(self, now_s: float) -> None:
+        with self._changed:
+            self._reallocated_at_s = now_s
+            for order in self._machine.reallocate(now_s):
+                self._carry_out(order)
+            self._planning_s += time.monotonic() - now_s
 
     def _handle(self, event: Event) -> None:
         with self._changed:
@@ -250,9 +289,20 @@ class SchedulerActor:
                 self._changed.notify_all()
             case Abandon():
                 self._abandon(order)
+            case StartMove():
+                self._start_move(order.order)
+            case SendVerdict():
+                if order.instance in self._links:
+                    self._links[order.instance].handle.settle.remote(order.verdict)
+            case MoveEnded():
+                self._moves.append(order.record)
             case Alarm():
                 logger.error("integrity alarm: %s", order)
                 self._alarms.append(order)
+
+    def _start_move(self, order: MoveOrder) -> None:
+        destination = self._links[order.destination].handle
+        self._links[order.source].handle.move_out.remote(order, destination)
 
     def _abandon(self, order: Abandon) -> None:
         ray.kill(self._links.pop(order.instance).handle)

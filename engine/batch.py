@@ -13,7 +13,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from core.records import SampleRequest
+from core.records import SampleKey, SampleRequest
+from core.sample_state import SampleState
 from engine.noise import gumbel_noise, key_words
 from engine.rule import RowSampling
 
@@ -56,18 +57,44 @@ class RunningBatch:
     def __len__(self) -> int:
         return len(self.requests)
 
-    def add(self, request: SampleRequest) -> int:
-        """Put a new sample into the next slot; returns the slot."""
-        slot, prompt = len(self.requests), request.prompt.token_ids
+    def add(self, state: SampleState) -> int:
+        """Put a sample into the next slot, with what has been generated of it; returns the slot."""
+        request = state.request
+        slot, prompt, length = len(self.requests), request.prompt.token_ids, state.num_committed_tokens
         self.requests.append(request)
-        self.counters.append(SampleCounters())
+        self.counters.append(
+            SampleCounters(
+                num_decode_steps=state.num_decode_steps, num_accepted_tokens=state.num_accepted_tokens
+            )
+        )
         self.tokens[slot, : len(prompt)] = prompt
-        self.lengths[slot] = self.prompt_lengths[slot] = len(prompt)
+        response = slice(len(prompt), length)
+        self.tokens[slot, response] = state.token_ids
+        self.policy_logprobs[slot, response] = state.policy_logprobs
+        self.sampling_logprobs[slot, response] = state.sampling_logprobs
+        self.lengths[slot], self.prompt_lengths[slot] = length, len(prompt)
         self.limits[slot] = len(prompt) + request.sampling.max_new_tokens
         self.words[slot] = key_words(request.key)
         self._set_stop_ids(slot, request.sampling.stop_token_ids)
         self._sampling = self._noise = None
         return slot
+
+    def state(self, slot: int, *, weight_version: int) -> SampleState:
+        """Return what is known of a running sample."""
+        response = slice(int(self.prompt_lengths[slot]), int(self.lengths[slot]))
+        return SampleState(
+            request=self.requests[slot],
+            weight_version=weight_version,
+            token_ids=self.tokens[slot, response].copy(),
+            policy_logprobs=self.policy_logprobs[slot, response].copy(),
+            sampling_logprobs=self.sampling_logprobs[slot, response].copy(),
+            num_decode_steps=self.counters[slot].num_decode_steps,
+            num_accepted_tokens=self.counters[slot].num_accepted_tokens,
+        )
+
+    def slot_of(self, key: SampleKey) -> int | None:
+        """Return the slot of a running sample; None when it does not run here."""
+        return next((slot for slot, request in enumerate(self.requests) if request.key == key), None)
 
     def remove(self, slot: int) -> int:
         """Take a sample out; the last one moves into its slot. Returns the slot it came from."""

@@ -30,10 +30,12 @@ from core.records import (
     WeightManifest,
     WeightSpan,
 )
+from core.sample_state import SampleState
 from engine.batch import RunningBatch
 from engine.decode_step import decode_step
 from engine.drafters.base import Drafter
 from engine.drafters.model import ModelDrafter
+from engine.exchange import SampleExchange
 from engine.prefill import fill_committed
 from engine.prefill_plan import PrefillPiece
 from engine.refinement import Refinement, Scorer
@@ -78,13 +80,24 @@ class Engine:
         self._clock = clock
         self._observe_s = 0.0
         self.drafter_alarm = ""
-        self._waiting: deque[SampleRequest] = deque()
+        self._waiting: deque[SampleState] = deque()
         self._batch = RunningBatch(
             num_slots=runner.pool.num_slots, max_total_tokens=max_total_tokens, device=runner.device
+        )
+        self.exchange = SampleExchange(
+            runner, drafter, self._batch, self._waiting, max_prefill_tokens=max_prefill_tokens
         )
 
     def submit(self, request: SampleRequest) -> None:
         """Queue a sample. Raises DataError when prompt and response cannot fit the context."""
+        self.resume(SampleState.fresh(request, weight_version=self.weight_version))
+
+    def resume(self, state: SampleState) -> None:
+        """Queue a sample of which something may have been generated; its caches are computed from its tokens.
+
+        Raises DataError as `submit`; WeightsError when other weights than ours chose its tokens.
+        """
+        request = state.request
         prompt_tokens = len(request.prompt.token_ids)
         needed = prompt_tokens + request.sampling.max_new_tokens
         if prompt_tokens < 1 or needed > self.max_total_tokens:
@@ -93,7 +106,17 @@ class Engine:
                 f"{request.sampling.max_new_tokens} new ones do not fit {self.max_total_tokens} tokens of context; "
                 "shorten the prompt or lower sampling.max_new_tokens"
             )
-        self._waiting.append(request)
+        self.require_version(state)
+        self._waiting.append(state)
+
+    def require_version(self, state: SampleState) -> None:
+        """Raise WeightsError when other weights than ours chose a sample's tokens."""
+        if len(state.token_ids) and state.weight_version != self.weight_version:
+            raise WeightsError(
+                f"sample {state.request.key.sample_index} has {len(state.token_ids)} tokens of weight version "
+                f"{state.weight_version}, instance {self.instance} runs version {self.weight_version}; generate "
+                "it again from its prompt"
+            )
 
     def generate(self, requests: Sequence[SampleRequest]) -> list[Completion]:
         """Generate all responses and return them in the order of the requests."""
@@ -180,7 +203,7 @@ class Engine:
             instance=self.instance,
             num_running=len(self._batch),
             num_waiting=len(self._waiting),
-            num_free_slots=max(slots - len(self._batch) - len(self._waiting), 0),
+            num_free_slots=max(self.exchange.num_free_slots, 0),
             context_tokens=self._batch.context_tokens,
             free_cache_tokens=slots * self.runner.pool.capacity - self._batch.context_tokens,
             weight_version=self.weight_version,
@@ -201,10 +224,10 @@ class Engine:
 
     def cancel_all(self) -> list[SampleRequest]:
         """Drop every open sample and return their requests."""
-        cancelled = [*self._batch.requests, *self._waiting]
+        cancelled = [*self._batch.requests, *(state.request for state in self._waiting)]
         self._waiting.clear()
         while len(self._batch):
-            self._batch.remove(len(self._batch) - 1)
+            self.exchange.vacate(len(self._batch) - 1)
         return cancelled
 
     def load_weights(self, manifest: WeightManifest, tensors: dict[str, Tensor]) -> None:
@@ -229,8 +252,8 @@ class Engine:
 
     def _admit(self) -> None:
         first = len(self._batch)
-        free = self.runner.pool.num_slots - first
-        if not free or not self._waiting:
+        free = self.runner.pool.num_slots - first - self.exchange.num_reserved
+        if free <= 0 or not self._waiting:
             return
         started = self._clock()
         for _ in range(min(free, len(self._waiting))):
@@ -250,31 +273,24 @@ class Engine:
 
     def _finish(self, slot: int) -> Completion:
         """Take a finished sample out of its slot; the last one moves in."""
-        batch = self._batch
-        request, counters = batch.requests[slot], batch.counters[slot]
-        response = slice(int(batch.prompt_lengths[slot]), int(batch.lengths[slot]))
-        token_ids = batch.tokens[slot, response].copy()
-        stopped = int(token_ids[-1]) in request.sampling.stop_token_ids
-        completion = Completion(
+        state = self._batch.state(slot, weight_version=self.weight_version)
+        self.exchange.vacate(slot)
+        request = state.request
+        stopped = int(state.token_ids[-1]) in request.sampling.stop_token_ids
+        return Completion(
             key=request.key,
             prompt_id=request.prompt.prompt_id,
             group_id=request.group_id,
             epoch=request.epoch,
-            token_ids=token_ids,
-            policy_logprobs=batch.policy_logprobs[slot, response].copy(),
-            sampling_logprobs=batch.sampling_logprobs[slot, response].copy(),
+            token_ids=state.token_ids,
+            policy_logprobs=state.policy_logprobs,
+            sampling_logprobs=state.sampling_logprobs,
             finish_reason=FinishReason.STOP if stopped else FinishReason.LENGTH,
             weight_spans=(WeightSpan(weight_version=self.weight_version, first_position=0),),
             instance=self.instance,
-            num_decode_steps=counters.num_decode_steps,
-            num_accepted_tokens=counters.num_accepted_tokens,
+            num_decode_steps=state.num_decode_steps,
+            num_accepted_tokens=state.num_accepted_tokens,
         )
-        last = batch.remove(slot)
-        if last != slot:
-            self.runner.pool.move_slot(last, slot, int(batch.lengths[slot]))
-            if self.drafter is not None:
-                self.drafter.move_slot(last, slot)
-        return completion
 
     def _note(self, record: StepRecord, num_completions: int) -> None:
         started = self._clock()

@@ -105,16 +105,14 @@ class KVPool:
         """Copy the first `length` tokens of a slot over another: swap with last on finish."""
         self.cells[:, :, target, :, :length] = self.cells[:, :, source, :, :length]
 
-    def export(self, slot: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """Return copies of a token range: keys and values [L, Hkv, stop - start, E]."""
-        keys, values = self.cells[:, :, slot, :, start:stop].unbind(1)
-        return keys.clone(), values.clone()
+    def range_of(self, slot: int, start: int, stop: int) -> Float[Tensor, "L 2 H T E"]:
+        """Return the cells of a token range, to be read or written; a view."""
+        return self.cells[:, :, slot, :, start:stop]
 
-    def import_(self, slot: int, start: int, keys: Tensor, values: Tensor) -> None:
-        """Store an exported token range."""
-        stop = start + keys.shape[2]
-        self.cells[:, 0, slot, :, start:stop] = keys
-        self.cells[:, 1, slot, :, start:stop] = values
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token's keys and values over all layers."""
+        return self.cells.nbytes // (self.num_slots * self.capacity)
 
     @property
     def num_bytes(self) -> int:

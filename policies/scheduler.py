@@ -1,25 +1,26 @@
 """The central scheduler as a pure state machine: events in, orders out; no clock, no threads, no Ray.
 
 Laws: every sample is delivered exactly once. A waiting sample is bound to an instance only when a
-slot frees there (pull; design 3.3). A sample belongs to `(sample, epoch, owner)`: when its owner is
-lost it is queued again with epoch + 1 and recomputed from its prompt to the same tokens, because a
-rollout is a pure function of weights, prompt and key (design 3.1). A report with a stale epoch is
-compared with the accepted one and dropped; a difference is an integrity alarm (design 3.4).
+slot frees there (pull; design 3.3), and a reallocation policy may move running ones. A sample
+belongs to `(sample, epoch, owner)` (`policies.ledger`): when its owner is lost it is queued again
+under a higher epoch and recomputed from its prompt to the same tokens, because a rollout is a pure
+function of weights, prompt and key (design 3.1). A report with a stale epoch is compared with the
+accepted one and dropped; a difference is an integrity alarm (design 3.4).
 """
 
 from __future__ import annotations
 
-import hashlib
-import heapq
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
-
-import numpy as np
+from dataclasses import replace
 
 from core.errors import RlhfSpecError
 from core.records import Completion, InstanceLoad, SampleKey, SampleRequest
+from policies.ledger import Binding, Ledger, verdict_for
+from policies.open_samples import Member, OpenSample, digest
+from policies.ownership import TAKEN_BACK_EPOCHS
+from policies.pool_view import pool_view
+from policies.reallocation.records import Move, ReallocationPolicy
 from policies.scheduler_records import (
-    Abandon,
     Alarm,
     ClockTicked,
     Deliver,
@@ -28,56 +29,51 @@ from policies.scheduler_records import (
     InstanceJoined,
     InstanceReported,
     InstanceSnapshot,
+    MoveEnded,
     Order,
     SamplesArrived,
-    Submit,
+    StartMove,
 )
 
-_NO_TOKENS = np.zeros(0, dtype=np.int64)
-
-
-@dataclass(slots=True)
-class OpenSample:
-    """One line of the log of open samples: enough to generate it again anywhere."""
-
-    arrival: int
-    request: SampleRequest
-    "its epoch is the current one"
-    owner: str | None = None
-    tokens: np.ndarray = field(default_factory=lambda: _NO_TOKENS)
-    "response tokens at the last poll"
-    stale: list[tuple[int, str, str]] = field(default_factory=list)
-    "(epoch, instance, digest) of reports that came too late to be accepted, to be compared"
-
-
-@dataclass(slots=True)
-class _Member:
-    num_slots: int
-    last_seen_s: float
-    owned: set[SampleKey] = field(default_factory=set)
-    load: InstanceLoad | None = None
+MOVE_TIMEOUT_S = 60.0
+"A move of which nothing was heard for so long is forgotten: its destination's slot is free again."
 
 
 class Scheduler:
     """Admission, ownership and health of one pool of instances."""
 
-    def __init__(self, *, heartbeat_timeout_s: float) -> None:
+    def __init__(
+        self,
+        *,
+        heartbeat_timeout_s: float,
+        binding: Binding = "pull",
+        reallocation: ReallocationPolicy | None = None,
+        term: int = 0,
+    ) -> None:
+        """A scheduler of no instances.
+
+        Args:
+            heartbeat_timeout_s: silence after which an instance is given up.
+            binding: pull, or static: the i-th sample belongs to the i-th instance from its arrival on, as in
+                systems that split a batch up front; a baseline.
+            reallocation: which running samples to move; None moves none.
+            term: number of schedulers before this one in the run.
+        """
         self._heartbeat_timeout_s = heartbeat_timeout_s
-        self._open: dict[SampleKey, OpenSample] = {}
-        self._waiting: list[tuple[int, SampleKey]] = []
+        self._reallocation = reallocation
+        self._ledger = Ledger(binding=binding, prefix=f"{term}-")
         self._accepted: dict[SampleKey, tuple[int, str]] = {}
-        self._members: dict[str, _Member] = {}
-        self._num_arrived = 0
+        self._max_new_tokens = 1
 
     @property
     def num_open(self) -> int:
         """Samples not yet delivered."""
-        return len(self._open)
+        return len(self._ledger.samples)
 
     @property
     def num_waiting(self) -> int:
         """Open samples without an owner."""
-        return len(self._waiting)
+        return len(self._ledger.waiting)
 
     @property
     def num_delivered(self) -> int:
@@ -86,21 +82,22 @@ class Scheduler:
 
     def instances(self) -> dict[str, int]:
         """Living instances and the number of samples each owns."""
-        return {name: len(member.owned) for name, member in sorted(self._members.items())}
+        return {name: len(member.owned) for name, member in sorted(self._ledger.members.items())}
 
     def open_samples(self) -> tuple[OpenSample, ...]:
         """The log of open samples in order of arrival."""
-        return tuple(sorted(self._open.values(), key=lambda sample: sample.arrival))
+        return tuple(sorted(self._ledger.samples.values(), key=lambda sample: sample.arrival))
 
     def loads(self) -> dict[str, InstanceLoad]:
         """The last load each living instance reported."""
-        return {name: m.load for name, m in sorted(self._members.items()) if m.load is not None}
+        return {name: m.load for name, m in sorted(self._ledger.members.items()) if m.load is not None}
 
     def handle(self, event: Event) -> list[Order]:
         """Take one event, return the orders it gives rise to.
 
         Raises RlhfSpecError when a key arrives twice or an instance joins under a living one's name.
         """
+        self._ledger.now_s = getattr(event, "now_s", self._ledger.now_s)
         match event:
             case SamplesArrived():
                 self._arrive(event.requests)
@@ -111,10 +108,27 @@ class Scheduler:
             case InstanceReported():
                 orders = self._report(event)
             case InstanceGone():
-                orders = self._lose(event.instance, event.reason)
+                orders = self._ledger.lose(event.instance, event.reason)
             case ClockTicked():
                 orders = self._give_up_silent(event.now_s)
-        return orders + self._pull()
+        return orders + self._ledger.pull()
+
+    def reallocate(self, now_s: float) -> list[Order]:
+        """Let the policy order moves, from what the last polls said."""
+        self._ledger.now_s = now_s
+        forgotten: list[Order] = list(self._ledger.moves.forget_silent(now_s, timeout_s=MOVE_TIMEOUT_S))
+        if self._reallocation is None:
+            return forgotten
+        view = pool_view(self._ledger, max_new_tokens=self._max_new_tokens)
+        return forgotten + self.move(self._reallocation.plan(view), now_s=now_s)
+
+    def move(self, moves: Iterable[Move], *, now_s: float) -> list[Order]:
+        """Order moves; one that is not possible any more is left out."""
+        return [
+            StartMove(order=self._ledger.start_move(move, now_s=now_s))
+            for move in moves
+            if self._ledger.can_move(move)
+        ]
 
     @classmethod
     def rebuild(
@@ -125,6 +139,9 @@ class Scheduler:
         snapshots: Iterable[InstanceSnapshot],
         heartbeat_timeout_s: float,
         now_s: float,
+        binding: Binding = "pull",
+        reallocation: ReallocationPolicy | None = None,
+        term: int = 0,
     ) -> tuple[Scheduler, list[Order]]:
         """A scheduler that goes on where a dead one stopped.
 
@@ -134,73 +151,111 @@ class Scheduler:
         belongs to neither and starts again under a higher one. Instances without a snapshot must be
         ended before: what they hold is given to others.
         """
-        machine = cls(heartbeat_timeout_s=heartbeat_timeout_s)
+        machine = cls(
+            heartbeat_timeout_s=heartbeat_timeout_s, binding=binding, reallocation=reallocation, term=term
+        )
         machine._arrive(tuple(requests))
         for completion in delivered:
-            del machine._open[completion.key]
+            del machine._ledger.samples[completion.key]
             machine._accepted[completion.key] = (completion.epoch, digest(completion))
         known = list(snapshots)
         for snapshot in known:
             machine._join(
                 InstanceJoined(instance=snapshot.instance, num_slots=snapshot.num_slots, now_s=now_s)
             )
-        for key, sample in machine._open.items():
+        for key, sample in machine._ledger.samples.items():
             machine._adopt(key, sample, known)
-        machine._waiting = [(s.arrival, k) for k, s in machine._open.items() if s.owner is None]
-        heapq.heapify(machine._waiting)
-        orders: list[Order] = []
-        asked = set(machine._open) | set(machine._accepted)
+        machine._ledger.find_waiting()
+        orders = machine._settle_what_was_set_aside(known)
+        asked = set(machine._ledger.samples) | set(machine._accepted)
         for snapshot in known:
             news = tuple(c for c in snapshot.completions if c.key in asked)
             report = InstanceReported(instance=snapshot.instance, now_s=now_s, completions=news)
             orders += machine._report(report)
-        return machine, orders + machine._pull()
+        return machine, orders + machine._ledger.pull()
 
     def _arrive(self, requests: tuple[SampleRequest, ...]) -> None:
         for request in requests:
-            if request.key in self._open or request.key in self._accepted:
+            if request.key in self._ledger.samples or request.key in self._accepted:
                 raise RlhfSpecError(
                     f"sample {request.key} was handed to the scheduler twice; expected every sample index "
                     "once; the data cursor must never reuse one"
                 )
-            self._open[request.key] = OpenSample(arrival=self._num_arrived, request=request)
-            heapq.heappush(self._waiting, (self._num_arrived, request.key))
-            self._num_arrived += 1
+            self._ledger.add(request)
+            self._max_new_tokens = max(self._max_new_tokens, request.sampling.max_new_tokens)
 
     def _join(self, event: InstanceJoined) -> None:
-        if event.instance in self._members:
+        if event.instance in self._ledger.members:
             raise RlhfSpecError(f"instance {event.instance} joined twice; a replacement needs a new name")
-        self._members[event.instance] = _Member(num_slots=event.num_slots, last_seen_s=event.now_s)
+        self._ledger.members[event.instance] = Member(num_slots=event.num_slots, last_seen_s=event.now_s)
 
     def _adopt(self, key: SampleKey, sample: OpenSample, snapshots: list[InstanceSnapshot]) -> None:
         epochs = {s.instance: s.open_epochs[key] for s in snapshots if key in s.open_epochs}
         epochs |= {s.instance: c.epoch for s in snapshots for c in s.completions if c.key == key}
+        # a copy that was set aside counts where nobody holds a newer one
+        aside = {s.instance: s.set_aside[key][1] for s in snapshots if key in s.set_aside}
+        epochs = aside | epochs
         newest = max(epochs.values(), default=-1)
         holders = [instance for instance, epoch in epochs.items() if epoch == newest]
         if len(holders) == 1:
             sample.owner = holders[0]
-            self._members[holders[0]].owned.add(key)
+            self._ledger.members[holders[0]].owned.add(key)
         epoch = newest if len(holders) == 1 else max(newest, sample.request.epoch) + 1
+        if len(holders) == 1 and key in aside and newest == aside.get(holders[0]):
+            epoch += TAKEN_BACK_EPOCHS
         sample.request = replace(sample.request, epoch=epoch)
 
+    def _settle_what_was_set_aside(self, snapshots: list[InstanceSnapshot]) -> list[Order]:
+        """Tell every source whose hand-over was not settled whether the sample is its own again."""
+        orders: list[Order] = []
+        for snapshot in snapshots:
+            for key, (move_id, _) in snapshot.set_aside.items():
+                sample = self._ledger.samples.get(key)
+                owns = sample is not None and sample.owner == snapshot.instance
+                orders.append(
+                    verdict_for(snapshot.instance, move_id, key, sample.request.epoch if sample else 0, owns)
+                )
+        return orders
+
     def _report(self, event: InstanceReported) -> list[Order]:
-        member = self._members.get(event.instance)
+        member = self._ledger.members.get(event.instance)
         if member is not None:
             member.last_seen_s = max(member.last_seen_s, event.now_s)
             member.load = event.load or member.load
             for key, tokens in event.progress.items():
                 if key in member.owned:
-                    self._open[key].tokens = tokens
+                    self._ledger.samples[key].tokens = tokens
+                    self._ledger.samples[key].is_running = True
         orders: list[Order] = []
+        for report in event.moves:
+            orders += self._ledger.rule(event.instance, report)
+        self._learn_from(orders)
         for completion in event.completions:
             orders += self._complete(event.instance, completion)
         return orders
+
+    def _learn_from(self, orders: list[Order]) -> None:
+        """Let the policy know what moves have cost."""
+        for order in orders:
+            if self._reallocation is None or not isinstance(order, MoveEnded):
+                continue
+            figures = order.record.figures
+            if figures.get("computed_tokens"):
+                self._reallocation.note_prefill(
+                    num_tokens=int(figures["computed_tokens"]), seconds=figures["attach_s"]
+                )
+            elif "stage1_s" in figures:
+                self._reallocation.note_transfer(
+                    num_bytes=int(figures["stage1_bytes"] + figures["stage2_bytes"]),
+                    seconds=figures["stage1_s"] + figures["downtime_s"],
+                    cold=bool(figures["was_cold"]),
+                )
 
     def _complete(self, instance: str, completion: Completion) -> list[Order]:
         key, epoch = completion.key, completion.epoch
         if key in self._accepted:
             return self._compare(key, instance, epoch, digest(completion))
-        sample = self._open.get(key)
+        sample = self._ledger.samples.get(key)
         if sample is None:
             return [Alarm(key=key, instance=instance, epoch=epoch, what="a sample nobody asked for")]
         if epoch < sample.request.epoch:
@@ -209,10 +264,13 @@ class Scheduler:
         if epoch > sample.request.epoch or sample.owner != instance:
             what = f"reported under epoch {epoch}; its owner is {sample.owner}, epoch {sample.request.epoch}"
             return [Alarm(key=key, instance=instance, epoch=epoch, what=what)]
-        self._members[instance].owned.remove(key)
+        self._ledger.members[instance].owned.remove(key)
         self._accepted[key] = (epoch, digest(completion))
+        if self._reallocation is not None:
+            self._reallocation.note_finished(completion.num_tokens)
         orders: list[Order] = [Deliver(completion=completion)]
-        for stale_epoch, stale_instance, stale_digest in self._open.pop(key).stale:
+        orders += self._ledger.end_move(key, "kept", "finished before it left")
+        for stale_epoch, stale_instance, stale_digest in self._ledger.samples.pop(key).stale:
             orders += self._compare(key, stale_instance, stale_epoch, stale_digest)
         return orders
 
@@ -223,45 +281,10 @@ class Scheduler:
         what = f"tokens or log-probabilities differ from those accepted under epoch {accepted_epoch}"
         return [Alarm(key=key, instance=instance, epoch=epoch, what=what)]
 
-    def _lose(self, instance: str, reason: str) -> list[Order]:
-        member = self._members.pop(instance, None)
-        if member is None:
-            return []
-        for key in member.owned:
-            sample = self._open[key]
-            sample.owner = None
-            sample.tokens = _NO_TOKENS
-            sample.request = replace(sample.request, epoch=sample.request.epoch + 1)
-            heapq.heappush(self._waiting, (sample.arrival, key))
-        return [Abandon(instance=instance, reason=reason, num_requeued=len(member.owned))]
-
     def _give_up_silent(self, now_s: float) -> list[Order]:
         orders: list[Order] = []
-        for name, member in sorted(self._members.items()):
+        for name, member in sorted(self._ledger.members.items()):
             silent_s = now_s - member.last_seen_s
             if silent_s > self._heartbeat_timeout_s:
-                orders += self._lose(name, f"silent for {silent_s:.0f} s")
+                orders += self._ledger.lose(name, f"silent for {silent_s:.0f} s")
         return orders
-
-    def _pull(self) -> list[Order]:
-        """Bind waiting samples, oldest first, each to the instance that owns fewest."""
-        given: dict[str, list[SampleRequest]] = {}
-        while self._waiting:
-            free = [(len(m.owned), name) for name, m in self._members.items() if len(m.owned) < m.num_slots]
-            if not free:
-                break
-            _, key = heapq.heappop(self._waiting)
-            _, name = min(free)
-            self._open[key].owner = name
-            self._members[name].owned.add(key)
-            given.setdefault(name, []).append(self._open[key].request)
-        return [Submit(instance=name, requests=tuple(requests)) for name, requests in given.items()]
-
-
-def digest(completion: Completion) -> str:
-    """Hex digest of what must not depend on where or under which plan a sample was generated."""
-    state = hashlib.blake2b(str(completion.finish_reason).encode(), digest_size=16)
-    for array in (completion.token_ids, completion.policy_logprobs, completion.sampling_logprobs):
-        state.update(np.ascontiguousarray(array).tobytes())
-        state.update(b"|")
-    return state.hexdigest()

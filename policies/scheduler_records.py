@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from core.records import Completion, InstanceLoad, SampleKey, SampleRequest
+from policies.migration.messages import CallOff, MoveOrder, MoveReport, Settle
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +41,8 @@ class InstanceReported:
     progress: Mapping[SampleKey, np.ndarray] = field(default_factory=dict)
     "response tokens so far of running samples, [T] each"
     load: InstanceLoad | None = None
+    moves: tuple[MoveReport, ...] = ()
+    "what it says of moves, in order, before its completions"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +97,46 @@ class Alarm:
     what: str
 
 
-Order = Submit | Deliver | Abandon | Alarm
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartMove:
+    """Tell the source to move a sample."""
+
+    order: MoveOrder
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendVerdict:
+    """Tell an instance what to do with its copy of a sample."""
+
+    instance: str
+    verdict: Settle | CallOff
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoveEnded:
+    """A move is over; for metrics and the timeline."""
+
+    record: MoveRecord
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoveRecord:
+    """One move from order to end."""
+
+    order: MoveOrder
+    outcome: str
+    "`moved`, `kept` (it never left), `taken back` or `lost` (an instance died)"
+    why_ordered: str
+    why_ended: str
+    gain_s: float
+    "predicted"
+    ordered_s: float
+    ended_s: float
+    figures: dict[str, float]
+    "what the instances measured: bytes, seconds by stage, downtime"
+
+
+Order = Submit | Deliver | Abandon | Alarm | StartMove | SendVerdict | MoveEnded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,3 +149,5 @@ class InstanceSnapshot:
     "samples accepted and not yet reported, with the epoch of their order"
     completions: tuple[Completion, ...] = ()
     "finished, not yet acknowledged"
+    set_aside: Mapping[SampleKey, tuple[str, int]] = field(default_factory=dict)
+    "handed over and not settled: the move and the epoch before it"

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from core.records import Budget
 from engine.batch import RunningBatch
+from engine.kv import KVPool
 from engine.refinement import Refinement
 from engine.tree import DraftTree
 from engine.verify import Verdict
@@ -62,10 +63,15 @@ class Drafter(Protocol):
         """Forget all cached state: the draft model's weights have changed."""
         ...
 
-    def export(self, slot: int) -> dict[str, Tensor]:
-        """Return what another instance needs to go on drafting for this sample; may be empty."""
+    @property
+    def cache(self) -> KVPool | None:
+        """The drafter's keys and values, slot by slot beside the target's; None when it keeps none."""
         ...
 
-    def import_(self, slot: int, state: dict[str, Tensor]) -> None:
-        """Take over a sample's exported state."""
+    def num_cached_tokens(self, slot: int) -> int:
+        """Committed tokens of a slot that the cache holds; they can be taken to another instance."""
+        ...
+
+    def adopt(self, slot: int, num_tokens: int) -> None:
+        """The cache has been given the first `num_tokens` tokens of the sample in this slot."""
         ...

@@ -18,6 +18,7 @@ from transformers.modeling_utils import PreTrainedModel
 from core.records import Budget
 from engine.batch import RunningBatch
 from engine.forward_plan import TreePlan
+from engine.kv import KVPool
 from engine.prefill import fill_committed
 from engine.prefill_plan import PrefillPiece
 from engine.refinement import Refinement
@@ -91,19 +92,18 @@ class ModelDrafter:
         """Forget every cached token."""
         self._cached[:] = 0
 
-    def export(self, slot: int) -> dict[str, Tensor]:
-        """Return keys and values of the cached committed tokens, [L, Hkv, T, E] each."""
-        keys, values = self.runner.pool.export(slot, 0, int(self._cached[slot]))
-        return {"keys": keys, "values": values}
-
-    def import_(self, slot: int, state: dict[str, Tensor]) -> None:
-        """Store an exported cache."""
-        self.runner.pool.import_(slot, 0, state["keys"], state["values"])
-        self._cached[slot] = state["keys"].shape[2]
+    @property
+    def cache(self) -> KVPool:
+        """The draft model's keys and values."""
+        return self.runner.pool
 
     def num_cached_tokens(self, slot: int) -> int:
         """Committed tokens in the draft cache of a slot."""
         return int(self._cached[slot])
+
+    def adopt(self, slot: int, num_tokens: int) -> None:
+        """Go on from a cache that was filled elsewhere."""
+        self._cached[slot] = num_tokens
 
     def _catch_up(self, batch: RunningBatch) -> Float[Tensor, "B V"]:
         """Bring every cache up to the root, which included; return the logits behind the root."""

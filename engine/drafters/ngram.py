@@ -55,11 +55,16 @@ class NgramDrafter:
     def drop(self) -> None:
         """Nothing is cached."""
 
-    def export(self, slot: int) -> dict[str, Tensor]:
+    @property
+    def cache(self) -> None:
         """Nothing is cached: another instance finds the past in the tokens."""
-        return {}
+        return None
 
-    def import_(self, slot: int, state: dict[str, Tensor]) -> None:
+    def num_cached_tokens(self, slot: int) -> int:
+        """Nothing is cached."""
+        return 0
+
+    def adopt(self, slot: int, num_tokens: int) -> None:
         """Nothing to take over."""
 
     def _continuation(self, tokens: np.ndarray, count: int) -> np.ndarray:

@@ -95,7 +95,7 @@ def pool_with(keys: Tensor, values: Tensor) -> KVPool:
     """One layer, one slot."""
     shape = KVShape(num_layers=1, num_kv_heads=HEADS, num_heads=2 * HEADS, head_size=SIZE)
     pool = KVPool(shape, num_slots=1, capacity=96, dtype=torch.float32, device=torch.device("cpu"))
-    pool.import_(0, 0, keys[None], values[None])
+    pool.range_of(0, 0, keys.shape[1]).copy_(torch.stack([keys, values])[None])
     return pool
 
 

@@ -178,11 +178,12 @@ def test_an_exported_cache_serves_another_slot(
     engine.step()
     drafter = engine.drafter
     assert isinstance(drafter, ModelDrafter)
-    state = drafter.export(0)
-    drafter.import_(3, state)
-    assert drafter.num_cached_tokens(3) == drafter.num_cached_tokens(0) > 0
-    for name, tensor in drafter.export(3).items():
-        assert tensor.equal(state[name])
+    num_tokens = drafter.num_cached_tokens(0)
+    exported = drafter.cache.range_of(0, 0, num_tokens).clone()
+    drafter.cache.range_of(3, 0, num_tokens).copy_(exported)
+    drafter.adopt(3, num_tokens)
+    assert drafter.num_cached_tokens(3) == num_tokens > 0
+    assert drafter.cache.range_of(3, 0, num_tokens).equal(exported)
 
 
 def test_a_wide_tree_stays_inside_the_cache(pairs, make_requests) -> None:

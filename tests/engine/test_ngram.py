@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from core.records import Budget, SampleRequest, SamplingParams
+from core.sample_state import SampleState
 from engine.batch import RunningBatch
 from engine.drafters.base import Drafter
 from engine.drafters.model import ModelDrafter
@@ -25,7 +26,7 @@ def draft(make_requests: Callable[..., list[SampleRequest]]) -> Callable[..., Dr
             make_requests([len(t) for t in texts], SamplingParams()), texts, strict=True
         ):
             request.prompt.token_ids[:] = np.array(text)
-            batch.add(request)
+            batch.add(SampleState.fresh(request))
         drafter = NgramDrafter(ngram_max=ngram_max, ngram_min=ngram_min)
         return drafter.draft(batch, BUDGET, torch.empty(len(texts), 4, 64))
 
@@ -80,5 +81,6 @@ def test_both_drafters_keep_the_protocol(make_engine: Callable[..., Engine]) -> 
         assert drafter.hidden_layers == ()
 
 
-def test_a_lookup_drafter_has_no_state_to_export() -> None:
-    assert NgramDrafter(ngram_max=3, ngram_min=2).export(0) == {}
+def test_a_lookup_drafter_has_no_cache_to_ship() -> None:
+    drafter = NgramDrafter(ngram_max=3, ngram_min=2)
+    assert drafter.cache is None and drafter.num_cached_tokens(0) == 0

@@ -84,7 +84,7 @@ def test_prompts_of_all_lengths_prefilled_together_equal_each_alone(new_model, s
         )
 
     def cells(runner: ModelRunner, slot: int, length: int) -> Tensor:
-        return torch.stack(runner.pool.export(slot, 0, length))
+        return runner.pool.range_of(slot, 0, length)
 
     together = new_runner()
     plan = PrefillPlan(

@@ -1,0 +1,57 @@
+"""What both halves of a migrator work with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from actors.migration.settings import MigrationSettings
+from actors.migration.transfers import Transfers
+from core.records import SampleKey
+from engine.generator import Engine
+from policies.migration.messages import Claim, MoveOrder, MoveReport, News, PeerMessage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Desk:
+    """One instance's engine, channels, peers and log."""
+
+    instance: str
+    engine_or_none: Callable[[], Engine | None]
+    "None until its weights have come"
+    transfers: Transfers
+    settings: MigrationSettings
+    post: Callable[[str, PeerMessage], None]
+    "sends a message to a peer; must not wait"
+    come_back: Callable[[News], object]
+    "puts news of the transfer threads into the mailbox"
+    report: Callable[[MoveReport], None]
+    "tells the scheduler, at least once and in order with completions"
+    open_epochs: dict[SampleKey, int]
+    "the loop's log of samples that are open here, kept up to date"
+    clock: Callable[[], float]
+    "seconds, for timeouts"
+    wall_clock: Callable[[], float]
+    "seconds that other instances' clocks agree with"
+
+    def engine(self) -> Engine:
+        """The engine, where there must be one."""
+        engine = self.engine_or_none()
+        assert engine is not None
+        return engine
+
+
+def report_of(
+    order: MoveOrder, claim: Claim, reason: str, epoch: int, figures: dict[str, float] | None = None
+) -> MoveReport:
+    """What an instance says of a move."""
+    return MoveReport(
+        claim=claim,
+        move_id=order.move_id,
+        key=order.key,
+        epoch=epoch,
+        source=order.source,
+        destination=order.destination,
+        reason=reason,
+        figures=dict(figures) if figures else None,
+    )

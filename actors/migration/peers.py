@@ -1,0 +1,23 @@
+"""Messages between instances as Ray calls: fire and forget, because the protocol's timeouts look after losses."""
+
+from __future__ import annotations
+
+from actors.remote import Handle
+from policies.migration.messages import PeerMessage
+
+
+class Peers:
+    """The other instances this one has met; each message carries the sender's own handle for the answer."""
+
+    def __init__(self, instance: str, own_handle: Handle) -> None:
+        self._instance = instance
+        self._own_handle = own_handle
+        self._handles: dict[str, Handle] = {}
+
+    def meet(self, name: str, handle: Handle) -> None:
+        """Remember how to reach a peer."""
+        self._handles[name] = handle
+
+    def post(self, peer: str, message: PeerMessage) -> None:
+        """Send a message to a peer that was met; from the decode thread, without waiting."""
+        self._handles[peer].peer_message.remote(message, self._instance, self._own_handle)

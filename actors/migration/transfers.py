@@ -1,0 +1,214 @@
+"""Ships and receives the caches of samples on threads of their own, one per peer and direction.
+
+The frames of one move carry its name in their sequence numbers. A source that stops early sends one frame
+marked ABORTED, so that the channel stays usable.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from actors.migration.settings import MigrationSettings
+from actors.transport.base import Sender, Ticket, Transport
+from actors.transport.frames import claimed_sequence, frame_bytes, open_frame, seal
+from actors.transport.paced import Paced
+from core.errors import TransferError
+from engine.exchange import CachePiece
+from engine.leases import Lease, LeaseEnded
+from policies.migration.frames import Frame
+
+ABORTED = (1 << 48) - 1
+
+
+@dataclass(slots=True)
+class _Open:
+    ticket: Ticket
+    end: Any
+    is_used: bool = False
+    "frames have been received: the source knows the channel"
+
+
+class Transfers:
+    """The transfer threads of one instance. Methods return at once; `done` callbacks run on those threads."""
+
+    def __init__(self, transport: Transport, settings: MigrationSettings) -> None:
+        self._transport = transport
+        self._settings = settings
+        self._senders: dict[str, _Open] = {}
+        self._receivers: dict[str, _Open] = {}
+        self._known: dict[str, str] = {}
+        "channel to each destination, from its ticket's arrival on"
+        self._threads: dict[tuple[str, str], ThreadPoolExecutor] = {}
+
+    def open_channel(self, destination: str) -> str:
+        """The channel to a destination that is open here, or being opened; "" when there is none."""
+        return self._known.get(destination, "")
+
+    def listen(self, source: str, known_channel: str) -> Ticket | None:
+        """Be ready to receive from a source; None when the channel it knows is still good. Raises TransferError."""
+        found = self._receivers.get(source)
+        if found is not None and found.ticket.channel == known_channel:
+            return None
+        if found is not None and not known_channel and not found.is_used:
+            # two moves are prepared at once: the second shares the channel whose ticket is on its way
+            return found.ticket
+        if found is not None:
+            found.end.close()
+        receiver, ticket = self._transport.listen(source)
+        self._receivers[source] = _Open(ticket, receiver)
+        return ticket
+
+    def ship(
+        self,
+        destination: str,
+        ticket: Ticket | None,
+        move_id: str,
+        frames: Sequence[Frame],
+        lease: Lease,
+        done: Callable[[str], object],
+    ) -> None:
+        """Send leased caches; `done` gets what failed, "" when all was sent."""
+        self._note_ticket(destination, ticket)
+
+        def job() -> None:
+            try:
+                sender = self._sender(destination, ticket)
+                error = self._send_all(sender, move_id, frames, lease)
+            except TransferError as failure:
+                self._lose_sender(destination)
+                error = str(failure)
+            done(error)
+
+        self._thread("to", destination).submit(job)
+
+    def send_nothing(self, destination: str, ticket: Ticket | None, frames: Sequence[Frame]) -> None:
+        """Tell a destination that waits for frames that none will come."""
+        self._note_ticket(destination, ticket)
+
+        def job() -> None:
+            try:
+                self._abort(self._sender(destination, ticket), frames[0])
+            except TransferError:
+                self._lose_sender(destination)
+
+        if frames:
+            self._thread("to", destination).submit(job)
+
+    def receive(
+        self,
+        source: str,
+        move_id: str,
+        frames: Sequence[Frame],
+        done: Callable[[tuple[CachePiece, ...], str], object],
+    ) -> None:
+        """Receive what `ship` sends; `done` gets the pieces, or what failed."""
+        channel = self._receivers[source]
+
+        def job() -> None:
+            try:
+                pieces, error = _receive_all(channel, move_id, frames), ""
+            except TransferError as failure:
+                self._forget(self._receivers, source)
+                pieces, error = (), str(failure)
+            except LeaseEnded as end:
+                pieces, error = (), str(end)
+            done(pieces, error)
+
+        self._thread("from", source).submit(job)
+
+    def close(self) -> None:
+        """Close every channel; jobs under way end with an error."""
+        self._transport.close()
+        for thread in self._threads.values():
+            thread.shutdown(wait=False, cancel_futures=True)
+
+    def _sender(self, destination: str, ticket: Ticket | None) -> Sender:
+        found = self._senders.get(destination)
+        if ticket is not None and (found is None or found.ticket.channel != ticket.channel):
+            self._forget(self._senders, destination)
+            found = _Open(ticket, self._transport.connect(ticket, destination))
+            self._senders[destination] = found
+        if found is None:
+            raise TransferError(
+                peer=destination,
+                channel="none",
+                awaited="an open channel",
+                got="one that failed meanwhile",
+                advice="the next move opens a new one",
+            )
+        return found.end
+
+    def _send_all(self, sender: Sender, move_id: str, frames: Sequence[Frame], lease: Lease) -> str:
+        paced = Paced(sender, share=self._settings.transfer_share)
+        buffer = np.empty(frame_bytes(max((f.num_bytes for f in frames), default=0)), dtype=np.uint8)
+        for number, frame in enumerate(frames):
+            try:
+                with paced.busy():
+                    lease.read(frame.part, frame.start, frame.stop, buffer[: frame.num_bytes])
+                    sealed = buffer[: frame_bytes(frame.num_bytes)]
+                    seal(sealed, sequence_of(move_id, number))
+            except LeaseEnded as end:
+                self._abort(sender, frame)
+                return str(end)
+            paced.send(sealed)
+        return ""
+
+    def _abort(self, sender: Sender, frame: Frame) -> None:
+        buffer = np.zeros(frame_bytes(frame.num_bytes), dtype=np.uint8)
+        seal(buffer, ABORTED)
+        sender.send(buffer)
+
+    def _note_ticket(self, destination: str, ticket: Ticket | None) -> None:
+        if ticket is not None:
+            self._known[destination] = ticket.channel
+
+    def _lose_sender(self, destination: str) -> None:
+        self._known.pop(destination, None)
+        self._forget(self._senders, destination)
+
+    def _forget(self, ends: dict[str, _Open], peer: str) -> None:
+        found = ends.pop(peer, None)
+        if found is not None:
+            found.end.close()
+
+    def _thread(self, direction: str, peer: str) -> ThreadPoolExecutor:
+        name = (direction, peer)
+        if name not in self._threads:
+            self._threads[name] = ThreadPoolExecutor(
+                max_workers=1,
+                thread_name_prefix=f"transfer-{direction}-{peer}",
+                # the number of threads is a setting of the calling thread
+                initializer=lambda: torch.set_num_threads(1),
+            )
+        return self._threads[name]
+
+
+def sequence_of(move_id: str, number: int) -> int:
+    """Number a frame so that those of another move are told apart."""
+    return (zlib.crc32(move_id.encode()) << 15) | (number & 0x7FFF)
+
+
+def _receive_all(channel: _Open, move_id: str, frames: Sequence[Frame]) -> tuple[CachePiece, ...]:
+    pieces: list[CachePiece] = []
+    for number, frame in enumerate(frames):
+        buffer = np.empty(frame_bytes(frame.num_bytes), dtype=np.uint8)
+        channel.end.recv(buffer)
+        channel.is_used = True
+        _require_not_aborted(buffer)
+        open_frame(buffer, sequence_of(move_id, number))
+        cells = buffer[: frame.num_bytes]
+        pieces.append(CachePiece(part=frame.part, start=frame.start, stop=frame.stop, cells=cells))
+    return tuple(pieces)
+
+
+def _require_not_aborted(buffer: np.ndarray) -> None:
+    if claimed_sequence(buffer) == ABORTED:
+        open_frame(buffer, ABORTED)
+        raise LeaseEnded("the source stopped shipping: the sample stays there or has finished")

@@ -1,0 +1,187 @@
+"""Samples leave an engine and come into it between two decode steps, caches included (design 3.4).
+
+Slot numbers stay here: others say the key. A committed prefix is read through a lease while decoding goes on;
+`detach` gives the rest of it at the moment the sample leaves.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from core.errors import RlhfSpecError
+from core.records import SampleKey
+from core.sample_state import SampleState
+from engine.batch import RunningBatch
+from engine.drafters.base import Drafter
+from engine.kv import KVPool
+from engine.leases import Lease, Leases, as_cells
+from engine.prefill import fill_committed
+from engine.prefill_plan import PrefillPiece
+from engine.runner import ModelRunner
+
+TARGET = "target"
+DRAFT = "draft"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CachePiece:
+    """A token range of one cache as bytes: cells [L, 2, H, T, E] behind one another."""
+
+    part: str
+    "`target` or `draft`"
+    start: int
+    stop: int
+    cells: np.ndarray
+    "uint8"
+
+
+class SampleExchange:
+    """The engine's door. To be used from the decode thread; only a lease may be read from another."""
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        drafter: Drafter | None,
+        batch: RunningBatch,
+        waiting: deque[SampleState],
+        *,
+        max_prefill_tokens: int,
+    ) -> None:
+        self._runner = runner
+        self._drafter = drafter
+        self._batch = batch
+        self._waiting = waiting
+        self._max_prefill_tokens = max_prefill_tokens
+        self._pools: dict[str, KVPool] = {TARGET: runner.pool}
+        if drafter is not None and drafter.cache is not None:
+            self._pools[DRAFT] = drafter.cache
+        self._leases = Leases(self._pools)
+        self.num_reserved = 0
+        "slots kept free for samples on their way here"
+
+    @property
+    def token_bytes(self) -> dict[str, int]:
+        """Bytes of one token in each cache."""
+        return {part: pool.token_bytes for part, pool in self._pools.items()}
+
+    @property
+    def num_free_slots(self) -> int:
+        """Slots neither taken nor reserved nor waited for."""
+        return self._runner.pool.num_slots - len(self._batch) - self.num_reserved - len(self._waiting)
+
+    def holds(self, key: SampleKey) -> bool:
+        """True when the sample runs or waits here."""
+        return self._batch.slot_of(key) is not None or any(s.request.key == key for s in self._waiting)
+
+    def cached_tokens(self, key: SampleKey) -> dict[str, int] | None:
+        """Committed tokens of a running sample in each cache; None when it does not run here."""
+        slot = self._batch.slot_of(key)
+        if slot is None:
+            return None
+        counts = {TARGET: int(self._batch.lengths[slot]) - 1}
+        if DRAFT in self._pools and self._drafter is not None:
+            counts[DRAFT] = self._drafter.num_cached_tokens(slot)
+        return counts
+
+    def lease(self, key: SampleKey) -> Lease:
+        """Let another thread read what is cached now. Raises RlhfSpecError when the sample does not run here."""
+        slot = self._batch.slot_of(key)
+        if slot is None:
+            raise RlhfSpecError(
+                f"sample {key.sample_index} does not run here; only a running sample is leased"
+            )
+        return self._leases.give(slot)
+
+    def end_lease(self, lease: Lease) -> None:
+        """Give a lease back; ending it twice is harmless."""
+        self._leases.end(lease)
+
+    def detach(
+        self, key: SampleKey, *, weight_version: int, shipped: Mapping[str, int] | None = None
+    ) -> tuple[SampleState, tuple[CachePiece, ...]] | None:
+        """Take a sample out; return it with what its caches hold beyond the tokens `shipped` already.
+
+        None when the sample is not here. `shipped` None: no caches are wanted.
+        """
+        for state in self._waiting:
+            if state.request.key == key:
+                self._waiting.remove(state)
+                return state, ()
+        slot = self._batch.slot_of(key)
+        if slot is None:
+            return None
+        state = self._batch.state(slot, weight_version=weight_version)
+        counts = (self.cached_tokens(key) or {}) if shipped is not None else {}
+        # the draft cache first: the destination drafts before it verifies
+        pieces = tuple(
+            self._piece(part, slot, shipped[part], counts[part])
+            for part in (DRAFT, TARGET)
+            if shipped is not None and part in shipped and counts.get(part, 0) > shipped[part]
+        )
+        self.vacate(slot)
+        return state, pieces
+
+    def attach(self, state: SampleState, pieces: Sequence[CachePiece]) -> int:
+        """Put a sample into the running batch; return how many tokens of it had to be computed.
+
+        What the pieces do not cover of the target's cache is computed; the drafter catches up by itself.
+        Raises RlhfSpecError when no slot is free.
+        """
+        if len(self._batch) == self._runner.pool.num_slots:
+            raise RlhfSpecError(
+                f"sample {state.request.key.sample_index} came to an engine whose {len(self._batch)} slots "
+                "are taken; a slot must be reserved first"
+            )
+        slot = self._batch.add(state)
+        if self._drafter is not None:
+            self._drafter.admit(range(slot, slot + 1), self._batch)
+            self._drafter.adopt(slot, self._store(DRAFT, slot, pieces))
+        held = self._store(TARGET, slot, pieces)
+        missing = state.num_committed_tokens - 1 - held
+        if missing <= 0:
+            return 0
+        cached = self._batch.lengths[: slot + 1] - 1
+        cached[slot] = held
+        return fill_committed(
+            self._runner,
+            self._batch.tokens,
+            [PrefillPiece(slot=slot, start=held, length=missing)],
+            self._max_prefill_tokens,
+            cached=cached,
+        )
+
+    def drop(self, key: SampleKey) -> bool:
+        """Take a sample out for good; False when it is not here."""
+        return self.detach(key, weight_version=0) is not None
+
+    def vacate(self, slot: int) -> None:
+        """Free a slot; the last sample moves in."""
+        last = len(self._batch) - 1
+        length = int(self._batch.lengths[last])
+        with self._leases.moving(slot, last):
+            self._batch.remove(slot)
+            if last != slot:
+                self._runner.pool.move_slot(last, slot, length)
+                if self._drafter is not None:
+                    self._drafter.move_slot(last, slot)
+
+    def _piece(self, part: str, slot: int, start: int, stop: int) -> CachePiece:
+        pool = self._pools[part]
+        frame = np.empty((stop - start) * pool.token_bytes, dtype=np.uint8)
+        cells = pool.range_of(slot, start, stop)
+        as_cells(frame, cells.dtype).view(cells.shape).copy_(cells)
+        return CachePiece(part=part, start=start, stop=stop, cells=frame)
+
+    def _store(self, part: str, slot: int, pieces: Sequence[CachePiece]) -> int:
+        """Store the pieces of one cache; return how many tokens it holds from the first on."""
+        held = 0
+        for piece in sorted((p for p in pieces if p.part == part), key=lambda p: p.start):
+            if part in self._pools and piece.start == held:
+                cells = self._pools[part].range_of(slot, piece.start, piece.stop)
+                cells.copy_(as_cells(piece.cells, cells.dtype).view(cells.shape))
+                held = piece.stop
+        return held

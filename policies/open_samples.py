@@ -1,0 +1,52 @@
+"""What the scheduler keeps of samples and instances: enough to generate any open sample again anywhere."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from core.records import Completion, InstanceLoad, SampleKey, SampleRequest
+
+NO_TOKENS = np.zeros(0, dtype=np.int64)
+
+
+@dataclass(slots=True)
+class OpenSample:
+    """One line of the log of open samples."""
+
+    arrival: int
+    request: SampleRequest
+    "its epoch is the current one"
+    owner: str | None = None
+    tokens: np.ndarray = field(default_factory=lambda: NO_TOKENS)
+    "response tokens at the last poll"
+    is_running: bool = False
+    "its owner has reported progress of it"
+    stale: list[tuple[int, str, str]] = field(default_factory=list)
+    "(epoch, instance, digest) of reports that came too late to be accepted, to be compared"
+
+    @property
+    def num_context_tokens(self) -> int:
+        """Tokens of prompt and response at the last poll."""
+        return len(self.request.prompt.token_ids) + len(self.tokens)
+
+
+@dataclass(slots=True)
+class Member:
+    """A living instance."""
+
+    num_slots: int
+    last_seen_s: float
+    owned: set[SampleKey] = field(default_factory=set)
+    load: InstanceLoad | None = None
+
+
+def digest(completion: Completion) -> str:
+    """Hex digest of what must not depend on where or under which plan a sample was generated."""
+    state = hashlib.blake2b(str(completion.finish_reason).encode(), digest_size=16)
+    for array in (completion.token_ids, completion.policy_logprobs, completion.sampling_logprobs):
+        state.update(np.ascontiguousarray(array).tobytes())
+        state.update(b"|")
+    return state.hexdigest()
