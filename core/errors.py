@@ -11,6 +11,7 @@
     |-- WeightsError          a manifest, a chunk or a version that does not match
     |-- NumericsError         the invariance probe failed, or an exactness check found a difference
     |-- WaitTimeout           one process waited for another for too long
+    |-- TransferError         a channel between two instances failed, or a frame arrived damaged
     |-- InstanceLost          a generation instance died or froze
     `-- SchedulerLost         the scheduler died more often than it may be restarted
 
@@ -82,6 +83,33 @@ class WaitTimeout(RlhfSpecError):
     def __reduce__(self) -> tuple:
         """Pickle by keyword: the default would call the constructor with the message alone."""
         return partial(WaitTimeout, **self._arguments), ()
+
+
+class TransferError(RlhfSpecError):
+    """A channel that carries caches between instances failed; the channel is dead, the sample is not."""
+
+    def __init__(
+        self, *, peer: str, channel: str, awaited: str, got: str, waited_s: float = 0.0, advice: str = ""
+    ) -> None:
+        waited = f" for {waited_s:.1f} s" if waited_s else ""
+        super().__init__(
+            f"channel {channel} with {peer} failed: awaited {awaited}{waited}, got {got}; "
+            f"{advice or 'open a new channel'}"
+        )
+        self.peer = peer
+        self.channel = channel
+        self._arguments = {
+            "peer": peer,
+            "channel": channel,
+            "awaited": awaited,
+            "got": got,
+            "waited_s": waited_s,
+            "advice": advice,
+        }
+
+    def __reduce__(self) -> tuple:
+        """Pickle by keyword: the default would call the constructor with the message alone."""
+        return partial(TransferError, **self._arguments), ()
 
 
 class InstanceLost(RlhfSpecError):

@@ -1,0 +1,1 @@
+"""Transports: how the bytes of a migrating sample get from one instance to another."""

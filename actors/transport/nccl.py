@@ -1,0 +1,132 @@
+"""Back end "nccl": a private `ProcessGroupNCCL` per channel, for instances on GPUs of their own.
+
+Frames pass through a staging buffer on the device. Written after torch's sources and not yet run: it
+needs two GPUs, and its tests say so where there are none.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed
+
+from actors.transport.process_group import Pair, PairTransport
+from actors.transport.rendezvous import Store
+from core.errors import PlacementError
+
+_POLL_S = 0.0002
+_SAFE_SETTINGS = {
+    # By default a watchdog thread ends the whole process when a transfer fails or takes too long; this
+    # instance holds the caches of other samples. Timeouts and aborts are ours (see `NcclPair`).
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+}
+_SETTINGS_LOCK = threading.Lock()
+
+
+class NcclTransport(PairTransport):
+    """NCCL pairs that meet at the address `host` of this node."""
+
+    name = "nccl"
+
+    def __init__(self, *, host: str, timeout_s: float = 5.0, device: int = 0) -> None:
+        """Use the GPU `device`, a number among those this process sees.
+
+        Raises PlacementError where torch has no NCCL or no such GPU.
+        """
+        if not torch.distributed.is_nccl_available() or device >= torch.cuda.device_count():
+            raise PlacementError(
+                f"the transport nccl needs torch with NCCL and GPU {device}, got "
+                f"{torch.cuda.device_count()} GPUs; use the transport gloo or object_store"
+            )
+        super().__init__(host=host, timeout_s=timeout_s)
+        self._device = torch.device("cuda", device)
+
+    def _open_pair(self, store: Store, rank: int) -> Pair:
+        kind: Any = torch.distributed.ProcessGroupNCCL
+        options = kind.Options(is_high_priority_stream=False)
+        # A non-blocking communicator can be aborted while its peer is silent.
+        options.config.blocking = 0
+        options._timeout = timedelta(seconds=self._timeout_s)
+        with torch.cuda.device(self._device), _SETTINGS_LOCK:
+            before = {name: os.environ.get(name) for name in _SAFE_SETTINGS}
+            os.environ.update(_SAFE_SETTINGS)
+            try:
+                group = kind(store, rank, 2, options)
+            finally:
+                for name, value in before.items():
+                    if value is None:
+                        del os.environ[name]
+                    else:
+                        os.environ[name] = value
+        return NcclPair(group, peer_rank=1 - rank, device=self._device)
+
+
+class NcclPair:
+    """A joined NCCL group of two. The communicator is made by the first transfer."""
+
+    def __init__(self, group: Any, *, peer_rank: int, device: torch.device) -> None:
+        self._group = group
+        self._peer_rank = peer_rank
+        self._device = device
+        self._staging = torch.empty(0, dtype=torch.uint8, device=device)
+
+    # NCCL knows no tags: the length goes ahead, so that a frame of another length raises at the receiver
+    # instead of being written past its buffer.
+
+    def send(self, frame: np.ndarray, timeout_s: float) -> None:
+        """See `Pair`."""
+        deadline_s = time.monotonic() + timeout_s
+        with torch.cuda.device(self._device):
+            length = torch.tensor([frame.size], dtype=torch.int64, device=self._device)
+            self._finish(self._joined().send([length], self._peer_rank, 0), deadline_s)
+            staged = self._staged(frame.size)
+            staged.copy_(torch.from_numpy(frame))
+            self._finish(self._joined().send([staged], self._peer_rank, 0), deadline_s)
+
+    def recv(self, into: np.ndarray, timeout_s: float) -> None:
+        """See `Pair`."""
+        deadline_s = time.monotonic() + timeout_s
+        with torch.cuda.device(self._device):
+            length = torch.zeros(1, dtype=torch.int64, device=self._device)
+            self._finish(self._joined().recv([length], self._peer_rank, 0), deadline_s)
+            if int(length.item()) != into.size:
+                self.close()
+                raise RuntimeError(f"{int(length.item())} bytes")
+            staged = self._staged(into.size)
+            self._finish(self._joined().recv([staged], self._peer_rank, 0), deadline_s)
+            torch.from_numpy(into).copy_(staged)
+
+    def close(self) -> None:
+        """See `Pair`."""
+        group, self._group = self._group, None
+        if group is not None:
+            # Not `shutdown`: that waits for transfers under way, and the peer may be gone.
+            group.abort()
+
+    def _joined(self) -> Any:
+        if (group := self._group) is None:
+            raise RuntimeError("a pair closed on this side")
+        return group
+
+    def _staged(self, length: int) -> torch.Tensor:
+        if self._staging.numel() < length:
+            self._staging = torch.empty(length, dtype=torch.uint8, device=self._device)
+        return self._staging[:length]
+
+    def _finish(self, work: Any, deadline_s: float) -> None:
+        # `work.wait` only orders streams; a transfer is over when its event is.
+        while not work.is_completed():
+            if time.monotonic() > deadline_s:
+                self.close()
+                raise RuntimeError("nothing in time")
+            time.sleep(_POLL_S)
+        if (error := work.exception()) is not None:
+            raise RuntimeError(str(error))
