@@ -21,6 +21,7 @@ from typing import Protocol
 import numpy as np
 
 from actors.messages import HeldSamples, LoadedWeights, PollReply
+from actors.spans import SpanLog
 from core.errors import RlhfSpecError
 from core.records import Completion, InstanceLoad, SampleKey, SampleRequest, WeightManifest
 from policies.migration.messages import MoveReport, News, describe
@@ -36,6 +37,11 @@ class LoopEngine(Protocol):
     @property
     def has_work(self) -> bool:
         """True while a sample is waiting or running."""
+        ...
+
+    @property
+    def num_running(self) -> int:
+        """Samples in slots."""
         ...
 
     def submit(self, request: SampleRequest) -> None:
@@ -204,6 +210,7 @@ class DecodeLoop:
         self._stopping = False
         self.boundary = 0
         self.order_log: deque[tuple[int, str]] = deque(maxlen=ORDER_LOG_LENGTH)
+        self.spans = SpanLog()
         self._door = make_door(self) if make_door else None
 
     def order(self, order: LoopOrder) -> Future:
@@ -351,7 +358,8 @@ class DecodeLoop:
         assert engine is not None
         if self._door is not None:
             self._door.before_step()
-        self._step_began_s = time.monotonic()
+        num_samples = engine.num_running
+        self._step_began_s = began_s = time.monotonic()
         finished = engine.step()
         for completion in finished:
             self.open_epochs.pop(completion.key, None)
@@ -359,6 +367,7 @@ class DecodeLoop:
             self._door.after_step(finished)
         now_s = time.monotonic()
         self._step_began_s = None
+        self.spans.add("step", began_s, now_s, num_samples=num_samples or engine.num_running)
         if finished or now_s - self._published_at_s >= self._publish_interval_s:
             self._publish(finished)
 

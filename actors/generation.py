@@ -29,6 +29,7 @@ from actors.decode_loop import (
 from actors.gauges import InstanceGauges
 from actors.messages import GenerationSpec, HeldSamples, LoadedWeights, PollReply
 from actors.remote import Handle, remote
+from actors.spans import Span
 from core.errors import WaitTimeout
 from core.records import SampleRequest, WeightManifest
 from policies.migration.messages import CallOff, MoveOrder, PeerMessage, Settle
@@ -127,6 +128,11 @@ class GenerationActor:
     def deliver_frame(self, channel: str, sequence: int, frame: np.ndarray | None) -> str:
         """Take a frame that comes through the object store."""
         return self._door.deliver(channel, sequence, frame) if self._door is not None else "gone"
+
+    @ray.method(concurrency_group="control")
+    def take_spans(self) -> list[Span]:
+        """Return what this instance did since the last call: decode steps, transfers, arrivals."""
+        return self._loop.spans.take()
 
     @ray.method(concurrency_group="control")
     def order_log(self) -> list[tuple[int, str]]:

@@ -20,6 +20,7 @@ from actors.waiting import get
 from cluster.inputs import Inputs
 from cluster.pool import GenerationPool
 from cluster.publish import PublishedWeights, confirm
+from cluster.reallocation import migration_settings, reallocation_policy
 from cluster.scheduling import SchedulerClient, scheduler_name
 from cluster.session import RaySession
 from cluster.topology import Ground, Topology, actor_options, place, plan
@@ -83,7 +84,7 @@ def running_system(config: Config, session: RaySession, inputs: Inputs) -> Itera
 def _make_actors(config: Config, inputs: Inputs, topology: Topology, ground: Ground) -> System:
     """Start every process; they come up at the same time, while the models are read here."""
     cluster, tokenizer, dataset = config.cluster, inputs.tokenizer, inputs.dataset
-    scheduler = _scheduler(config, topology, ground)
+    scheduler = _scheduler(config, inputs, topology, ground)
     trainer_spec = _trainer_spec(config, tokenizer)
     trainer = TrainerActor.options(**actor_options(topology.trainer, ground)).remote(trainer_spec)
     max_total_tokens = dataset.max_prompt_tokens + config.sampling.max_new_tokens
@@ -159,12 +160,13 @@ def _generation_spec(config: Config, inputs: Inputs, instance: str, max_total_to
         max_total_tokens=max_total_tokens,
         vocab_size=num_token_ids(inputs.tokenizer),
         publish_interval_s=config.cluster.poll_interval_s,
+        migration=migration_settings(config),
         profile=inputs.profile,
     )
 
 
-def _scheduler(config: Config, topology: Topology, ground: Ground) -> SchedulerClient:
-    cluster = config.cluster
+def _scheduler(config: Config, inputs: Inputs, topology: Topology, ground: Ground) -> SchedulerClient:
+    cluster, has_peers = config.cluster, config.cluster.generation.num_actors > 1
     options = actor_options(topology.scheduler, ground)
     return SchedulerClient(
         lambda settings: SchedulerActor.options(**options | {"name": scheduler_name(settings.term)}).remote(
@@ -174,6 +176,9 @@ def _scheduler(config: Config, topology: Topology, ground: Ground) -> SchedulerC
             poll_interval_s=cluster.poll_interval_s,
             heartbeat_timeout_s=cluster.heartbeat_timeout_s,
             order_timeout_s=cluster.order_timeout_s,
+            binding="static" if config.reallocation.policy == "static" else "pull",
+            reallocation=reallocation_policy(config, inputs.profile) if has_peers else None,
+            reallocation_interval_s=config.reallocation.interval_s,
         ),
         max_restarts=cluster.max_scheduler_restarts,
         start_timeout_s=cluster.start_timeout_s,

@@ -142,6 +142,23 @@ class RolloutConfig(Section):
     "weight versions between sampling and update; 0 is synchronous, the only mode so far"
 
 
+class ReallocationConfig(Section):
+    """How samples are bound to instances, and which unfinished ones move between them (docs/operations.md)."""
+
+    policy: Literal["finish_time", "paper_rule", "pull", "static"] = "finish_time"
+    "pull: bind a sample when a slot frees, move nothing; static: bind all up front; finish_time, paper_rule: move"
+    mode: Literal["auto", "always_migrate", "always_recompute"] = "auto"
+    "auto: whichever is predicted to have the sample running at its destination sooner"
+    transport: Literal["auto", "gloo", "object_store", "nccl"] = "auto"
+    interval_s: float = Field(default=0.1, gt=0.0)
+    "between two plans"
+    timeout_s: float = Field(default=5.0, gt=0.0)
+    "for each stage of a move and each frame; the source keeps or takes back the sample then"
+    frame_bytes: int = Field(default=1 << 19, ge=1024)
+    transfer_share: float = Field(default=0.25, gt=0.0, le=1.0)
+    "most of its time that a transfer thread may be busy: transfers must not slow the samples that stay"
+
+
 class AlgorithmConfig(Section):
     """PPO (Schulman et al. 2017) or GRPO (Shao et al. 2024)."""
 
@@ -257,6 +274,7 @@ class Config(Section):
     speculation: SpeculationConfig = SpeculationConfig()
     engine: EngineConfig = EngineConfig()
     rollout: RolloutConfig = RolloutConfig()
+    reallocation: ReallocationConfig = ReallocationConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     trainer: TrainerConfig = TrainerConfig()
     drafter_training: DrafterTrainingConfig = DrafterTrainingConfig()

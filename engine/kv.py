@@ -48,10 +48,14 @@ class KVShape:
             head_size=tree.get("head_dim") or hidden // num_heads,
         )
 
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token's keys and values in float32."""
+        return self.num_layers * self.num_kv_heads * 2 * self.head_size * 4
+
     def pool_bytes(self, num_slots: int, capacity: int, element_bytes: int = 4) -> int:
         """Bytes of a pool of `num_slots` samples of `capacity` tokens."""
-        per_token = self.num_layers * self.num_kv_heads * 2 * self.head_size
-        return num_slots * round_up(capacity) * per_token * element_bytes
+        return num_slots * round_up(capacity) * self.token_bytes // 4 * element_bytes
 
 
 class KVPool:

@@ -171,10 +171,12 @@ class Arrivals:
         self._free_slot(coming)
         began_s = self._desk.clock()
         computed = engine.exchange.attach(state, pieces)
+        ended_s = self._desk.clock()
+        self._desk.note("attach", began_s, ended_s, message.order.move_id)
         self._desk.open_epochs[state.request.key] = epoch
         coming.left_at_s = message.left_at_s
         coming.figures |= {
-            "attach_s": self._desk.clock() - began_s,
+            "attach_s": ended_s - began_s,
             "computed_tokens": float(computed),
             "context_tokens": float(state.num_committed_tokens),
             "stage1_bytes": float(message.num_stage1_bytes),

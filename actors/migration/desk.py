@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from actors.migration.settings import MigrationSettings
-from actors.migration.transfers import Transfers
+from actors.migration.transfers import NoteSpan, Transfers
 from core.records import SampleKey
 from engine.generator import Engine
 from policies.migration.messages import Claim, MoveOrder, MoveReport, News, PeerMessage
@@ -29,6 +29,8 @@ class Desk:
     "tells the scheduler, at least once and in order with completions"
     open_epochs: dict[SampleKey, int]
     "the loop's log of samples that are open here, kept up to date"
+    note: NoteSpan
+    "told of what the decode thread did for a move"
     clock: Callable[[], float]
     "seconds, for timeouts"
     wall_clock: Callable[[], float]

@@ -25,6 +25,7 @@ class RayDoor:
     def __init__(self, spec: GenerationSpec, host: ManifestHost) -> None:
         assert spec.migration is not None
         self._spec, self._host, self._settings = spec, host, spec.migration
+        self._transfers: Transfers | None = None
         own_handle = ray.get_runtime_context().current_actor
         self._peers = Peers(spec.instance, own_handle)
         self._transport = make_transport(
@@ -33,10 +34,10 @@ class RayDoor:
             timeout_s=self._settings.timeout_s,
             handle=own_handle,
         )
-        self._transfers = Transfers(self._transport, self._settings)
 
     def open(self, loop: DecodeLoop) -> Migrator:
         """Make the migrator of a decode loop."""
+        self._transfers = Transfers(self._transport, self._settings, loop.spans.add)
         desk = Desk(
             instance=self._spec.instance,
             engine_or_none=lambda: self._host.engine,
@@ -46,6 +47,7 @@ class RayDoor:
             come_back=lambda news: loop.order(NewsOrder(news=news)),
             report=loop.report,
             open_epochs=loop.open_epochs,
+            note=loop.spans.add,
             clock=time.monotonic,
             wall_clock=time.time,
         )
@@ -63,4 +65,5 @@ class RayDoor:
 
     def close(self) -> None:
         """Close every channel."""
-        self._transfers.close()
+        if self._transfers is not None:
+            self._transfers.close()

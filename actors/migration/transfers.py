@@ -6,6 +6,7 @@ marked ABORTED, so that the channel stays usable.
 
 from __future__ import annotations
 
+import time
 import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +17,7 @@ import numpy as np
 import torch
 
 from actors.migration.settings import MigrationSettings
+from actors.spans import SpanKind
 from actors.transport.base import Sender, Ticket, Transport
 from actors.transport.frames import claimed_sequence, frame_bytes, open_frame, seal
 from actors.transport.paced import Paced
@@ -25,6 +27,7 @@ from engine.leases import Lease, LeaseEnded
 from policies.migration.frames import Frame
 
 ABORTED = (1 << 48) - 1
+NoteSpan = Callable[[SpanKind, float, float, str], None]
 
 
 @dataclass(slots=True)
@@ -33,13 +36,19 @@ class _Open:
     end: Any
     is_used: bool = False
     "frames have been received: the source knows the channel"
+    began_s: float = 0.0
+    "when the first frame of the last transfer was there"
 
 
 class Transfers:
     """The transfer threads of one instance. Methods return at once; `done` callbacks run on those threads."""
 
-    def __init__(self, transport: Transport, settings: MigrationSettings) -> None:
+    def __init__(
+        self, transport: Transport, settings: MigrationSettings, note: NoteSpan = lambda *span: None
+    ) -> None:
+        """`note(kind, begin_s, end_s, label)` is told of every transfer."""
         self._transport = transport
+        self._note = note
         self._settings = settings
         self._senders: dict[str, _Open] = {}
         self._receivers: dict[str, _Open] = {}
@@ -78,12 +87,14 @@ class Transfers:
         self._note_ticket(destination, ticket)
 
         def job() -> None:
+            began_s = time.monotonic()
             try:
                 sender = self._sender(destination, ticket)
                 error = self._send_all(sender, move_id, frames, lease)
             except TransferError as failure:
                 self._lose_sender(destination)
                 error = str(failure)
+            self._note("send", began_s, time.monotonic(), f"{move_id} to {destination}")
             done(error)
 
         self._thread("to", destination).submit(job)
@@ -119,6 +130,7 @@ class Transfers:
                 pieces, error = (), str(failure)
             except LeaseEnded as end:
                 pieces, error = (), str(end)
+            self._note("receive", channel.began_s, time.monotonic(), f"{move_id} from {source}")
             done(pieces, error)
 
         self._thread("from", source).submit(job)
@@ -201,6 +213,8 @@ def _receive_all(channel: _Open, move_id: str, frames: Sequence[Frame]) -> tuple
         buffer = np.empty(frame_bytes(frame.num_bytes), dtype=np.uint8)
         channel.end.recv(buffer)
         channel.is_used = True
+        if number == 0:
+            channel.began_s = time.monotonic()
         _require_not_aborted(buffer)
         open_frame(buffer, sequence_of(move_id, number))
         cells = buffer[: frame.num_bytes]

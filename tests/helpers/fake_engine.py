@@ -53,6 +53,10 @@ class FakeEngine:
     def has_work(self) -> bool:
         return bool(self.running)
 
+    @property
+    def num_running(self) -> int:
+        return len(self.running)
+
     def submit(self, request: SampleRequest) -> None:
         if len(request.prompt.token_ids) > 100:
             raise DataError(f"prompt {request.prompt.prompt_id} does not fit the context")

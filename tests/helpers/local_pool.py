@@ -124,6 +124,7 @@ class LocalPool:
                 come_back=lambda news: loop.order(NewsOrder(news=news)),
                 report=loop.report,
                 open_epochs=loop.open_epochs,
+                note=loop.spans.add,
                 clock=lambda: self.now_s,
                 wall_clock=lambda: self.now_s,
             )

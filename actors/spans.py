@@ -1,0 +1,46 @@
+"""What an instance did when: decode steps, transfers, arrivals; a ring that any thread may append to."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import Literal
+
+MAX_SPANS = 50_000
+
+SpanKind = Literal["step", "send", "receive", "attach"]
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One stretch of time, in seconds of the wall clock: processes of one machine agree on it."""
+
+    kind: SpanKind
+    begin_s: float
+    end_s: float
+    label: str = ""
+    num_samples: int = 0
+    "of a decode step"
+
+
+class SpanLog:
+    """The last spans of one instance."""
+
+    def __init__(self) -> None:
+        self._spans: deque[Span] = deque(maxlen=MAX_SPANS)
+        self._wall_offset_s = time.time() - time.monotonic()
+
+    def add(
+        self, kind: SpanKind, begin_s: float, end_s: float, label: str = "", num_samples: int = 0
+    ) -> None:
+        """Note a stretch of the monotonic clock."""
+        offset_s = self._wall_offset_s
+        self._spans.append(Span(kind, begin_s + offset_s, end_s + offset_s, label, num_samples))
+
+    def take(self) -> list[Span]:
+        """Return what has been noted since the last call."""
+        taken: list[Span] = []
+        while self._spans:
+            taken.append(self._spans.popleft())
+        return taken

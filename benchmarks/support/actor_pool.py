@@ -1,0 +1,179 @@
+"""A scheduler actor and generation actors that outlive one rollout: the real path, without a learner."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+
+from actors.generation import GenerationActor
+from actors.messages import GenerationSpec, Rejoined, SchedulerSettings
+from actors.migration.settings import MigrationSettings
+from actors.scheduler import SchedulerActor
+from actors.spans import Span
+from actors.waiting import get
+from benchmarks.support.workload import Workload
+from cluster.publish import PublishedWeights, publish
+from core.config import EngineConfig, SpeculationConfig
+from core.errors import WaitTimeout
+from core.records import Completion, GenerationStats, SampleKey, SampleRequest
+from engine.weights import pack_weights
+from policies.reallocation.records import ReallocationPolicy
+from policies.scheduler_records import Alarm, MoveRecord
+from profiles.profile import Profile
+
+TIMEOUT_S = 240.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutOutcome:
+    """One rollout."""
+
+    completions: dict[SampleKey, Completion]
+    seconds: float
+    "from the request to the last completion"
+    moves: tuple[MoveRecord, ...]
+    alarms: tuple[Alarm, ...]
+    stats: dict[str, GenerationStats]
+    "of this rollout, by instance"
+    planning_s: float
+    "of the scheduler"
+    spans: dict[str, list[Span]]
+    "by instance"
+    began_s: float
+    "wall clock"
+
+
+class ActorPool:
+    """Generation actors `gen-0`, `gen-1`, .. with the workload's weights. Ray must be running."""
+
+    def __init__(
+        self,
+        workload: Workload,
+        *,
+        engine: EngineConfig,
+        speculation: SpeculationConfig,
+        dtype: str = "float32",
+        num_instances: int = 2,
+        profile: Profile | None = None,
+        migration: MigrationSettings | None = None,
+    ) -> None:
+        """Start the actors and load the weights. Raises WaitTimeout."""
+        self._num_slots = engine.max_running_samples
+        names = [f"gen-{number}" for number in range(num_instances)]
+        self.handles = {
+            name: GenerationActor.options(num_cpus=0.5).remote(
+                GenerationSpec(
+                    instance=name,
+                    engine=engine,
+                    speculation=speculation,
+                    dtype=dtype,
+                    max_total_tokens=workload.max_total_tokens,
+                    vocab_size=workload.vocab_size,
+                    publish_interval_s=0.05,
+                    migration=migration,
+                    profile=profile,
+                )
+            )
+            for name in names
+        }
+        self._running = [handle.run.remote() for handle in self.handles.values()]
+        models = [pack_weights(workload.target(dtype), name="target", weight_version=0)]
+        if speculation.drafter == "model" and speculation.policy != "off":
+            models.append(pack_weights(workload.draft(dtype), name="draft", weight_version=0))
+        for manifest, chunks in models:
+            refs = tuple(ray.put(chunk) for chunk in chunks)
+            weights = PublishedWeights(manifest=manifest, chunk_refs=refs)
+            publish(weights, self.handles, timeout_s=TIMEOUT_S)
+        self._stats = {name: GenerationStats() for name in names}
+        self._num_rollouts = 0
+
+    def rollout(
+        self,
+        requests: Sequence[SampleRequest],
+        *,
+        reallocation: ReallocationPolicy | None = None,
+        binding: str = "pull",
+        interval_s: float = 0.1,
+    ) -> RolloutOutcome:
+        """Generate all requests under a scheduler of their own. Raises WaitTimeout after TIMEOUT_S."""
+        scheduler = self._new_scheduler(reallocation, binding, interval_s)
+        done: dict[SampleKey, Completion] = {}
+        moves: list[MoveRecord] = []
+        alarms: list[Alarm] = []
+        wall_s, began_s = time.time(), time.perf_counter()
+        _ask(scheduler.enqueue.remote(tuple(requests)), "enqueue")
+        deadline_s, ended_s, taken = time.monotonic() + TIMEOUT_S, began_s, None
+        while len(done) < len(requests):
+            taken = _ask(scheduler.take.remote(0.5), "take")
+            ended_s = time.perf_counter()
+            done.update((completion.key, completion) for completion in taken.completions)
+            moves += taken.moves
+            alarms += taken.alarms
+            if time.monotonic() > deadline_s:
+                raise WaitTimeout(
+                    waiter="the benchmark",
+                    waited_for="scheduler",
+                    order=f"complete {len(requests) - len(done)} more samples",
+                    waited_s=TIMEOUT_S,
+                    advice="look at the actors' logs",
+                )
+        # verdicts and the last statistics are on their way
+        time.sleep(0.2)
+        taken = _ask(scheduler.take.remote(0.0), "take")
+        moves += taken.moves
+        alarms += taken.alarms
+        ray.kill(scheduler)
+        spans = {name: _ask(handle.take_spans.remote(), "spans") for name, handle in self.handles.items()}
+        return RolloutOutcome(
+            completions=done,
+            seconds=ended_s - began_s,
+            moves=tuple(moves),
+            alarms=tuple(alarms),
+            stats=self._stats_since(taken.stats),
+            planning_s=taken.planning_s,
+            spans=spans,
+            began_s=wall_s,
+        )
+
+    def close(self) -> None:
+        """End the actors."""
+        for handle in self.handles.values():
+            ray.kill(handle)
+
+    def _new_scheduler(self, reallocation: ReallocationPolicy | None, binding: str, interval_s: float) -> Any:
+        self._num_rollouts += 1
+        scheduler = SchedulerActor.options(num_cpus=0.1).remote(
+            SchedulerSettings(
+                poll_interval_s=0.05,
+                heartbeat_timeout_s=60.0,
+                order_timeout_s=TIMEOUT_S,
+                binding=binding,  # pyright: ignore[reportArgumentType]
+                reallocation=reallocation,
+                reallocation_interval_s=interval_s,
+                term=self._num_rollouts,
+            )
+        )
+        rejoined = tuple(
+            Rejoined(
+                handle=handle,
+                num_slots=self._num_slots,
+                held=_ask(handle.hold.remote(self._num_rollouts, TIMEOUT_S), "hold"),
+            )
+            for handle in self.handles.values()
+        )
+        _ask(scheduler.rebuild.remote((), (), rejoined), "rebuild")
+        self._running.append(scheduler.run.remote())
+        return scheduler
+
+    def _stats_since(self, now: Mapping[str, GenerationStats]) -> dict[str, GenerationStats]:
+        since = {name: stats - self._stats[name] for name, stats in now.items()}
+        self._stats |= now
+        return since
+
+
+def _ask(ref: Any, order: str) -> Any:
+    return get(ref, waiter="the benchmark", waited_for="the actors", order=order, timeout_s=TIMEOUT_S)

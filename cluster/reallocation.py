@@ -1,0 +1,63 @@
+"""The reallocation policy of a run: its cost models from the profile and the models' shapes."""
+
+from __future__ import annotations
+
+from transformers import AutoConfig
+
+from actors.migration.settings import MigrationSettings
+from core.config import Config
+from engine.kv import KVShape
+from policies.reallocation.gate import Gate
+from policies.reallocation.make import make_reallocation_policy
+from policies.reallocation.rate_curve import RateCurve, rate_curve_from_profile
+from policies.reallocation.records import ReallocationPolicy
+from profiles.profile import Profile
+
+MOVING_POLICIES = ("finish_time", "paper_rule")
+_GUESSED_SAMPLES = (1, 4, 64)
+_GUESSED_RATES = (1.0, 3.0, 6.0)
+"Without a profile: what processors deliver over samples, in units the run corrects by one factor."
+_UNIT_TOKENS_PER_S = 100.0
+
+
+def reallocation_policy(config: Config, profile: Profile | None) -> ReallocationPolicy | None:
+    """Make the configured policy; None where no sample ever moves. Model names must be resolved."""
+    wanted = config.reallocation
+    if wanted.policy not in MOVING_POLICIES:
+        return None
+    gate = Gate(kv_bytes_per_token=_kv_bytes_per_token(config), mode=wanted.mode)
+    return make_reallocation_policy(
+        wanted.policy, curve=_curve(config, profile), gate=gate, seed=config.run.seed
+    )
+
+
+def migration_settings(config: Config) -> MigrationSettings | None:
+    """What an instance needs to move samples; None where none ever moves."""
+    wanted = config.reallocation
+    if wanted.policy not in MOVING_POLICIES or config.cluster.generation.num_actors == 1:
+        return None
+    return MigrationSettings(
+        transport=wanted.transport,
+        timeout_s=wanted.timeout_s,
+        frame_bytes=wanted.frame_bytes,
+        transfer_share=wanted.transfer_share,
+    )
+
+
+def _curve(config: Config, profile: Profile | None) -> RateCurve:
+    if profile is None:
+        return RateCurve(_GUESSED_SAMPLES, [rate * _UNIT_TOKENS_PER_S for rate in _GUESSED_RATES])
+    speculation = config.speculation
+    return rate_curve_from_profile(profile, max_nodes=speculation.max_nodes, max_depth=speculation.max_depth)
+
+
+def _kv_bytes_per_token(config: Config) -> float:
+    """Target and draft cache together, float32 as on CPU: an upper bound on devices that keep bfloat16."""
+    names = [config.models.target]
+    if config.speculation.drafter == "model" and config.models.draft is not None:
+        names.append(config.models.draft)
+    return float(sum(KVShape.of(_read(name, config)).token_bytes for name in names))
+
+
+def _read(name: str, config: Config):
+    return AutoConfig.from_pretrained(name, trust_remote_code=config.models.trust_remote_code)
