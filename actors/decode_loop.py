@@ -13,13 +13,14 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
 
+from actors.door import Door, TimedDoor
 from actors.messages import HeldSamples, LoadedWeights, PollReply
 from actors.spans import SpanLog
 from core.errors import RlhfSpecError
@@ -136,40 +137,6 @@ class NewsOrder:
 LoopOrder = SubmitOrder | LoadOrder | DrainOrder | StopOrder | HoldOrder | NewsOrder
 
 
-class Door(Protocol):
-    """Through which samples move to and from other instances: `actors.migration.migrator.Migrator`."""
-
-    @property
-    def is_busy(self) -> bool:
-        """True while a move is open here."""
-        ...
-
-    @property
-    def set_aside(self) -> Mapping[SampleKey, tuple[str, int]]:
-        """Samples handed over and not settled: (move, epoch before it)."""
-        ...
-
-    def take(self, news: News) -> None:
-        """Take what reached the mailbox."""
-        ...
-
-    def before_step(self) -> None:
-        """A decode step begins."""
-        ...
-
-    def after_step(self, finished: Sequence[Completion]) -> None:
-        """A decode step ended, and these samples with it."""
-        ...
-
-    def tick(self) -> None:
-        """Time has passed."""
-        ...
-
-    def hold(self) -> None:
-        """A new scheduler takes over."""
-        ...
-
-
 @dataclass(slots=True)
 class _Published:
     """What polls read: written at step boundaries under the lock."""
@@ -211,7 +178,7 @@ class DecodeLoop:
         self.boundary = 0
         self.order_log: deque[tuple[int, str]] = deque(maxlen=ORDER_LOG_LENGTH)
         self.spans = SpanLog()
-        self._door = make_door(self) if make_door else None
+        self._door = TimedDoor(make_door(self)) if make_door else None
 
     def order(self, order: LoopOrder) -> Future:
         """Put an order into the mailbox; the future answers once a boundary has carried it out."""
@@ -375,7 +342,10 @@ class DecodeLoop:
         engine = self._host.engine
         if engine is None:
             return
-        published = _Published(load=engine.load(), progress=engine.progress())
+        load = engine.load()
+        if self._door is not None:
+            load = replace(load, stats=replace(load.stats, move_s=self._door.seconds))
+        published = _Published(load=load, progress=engine.progress())
         self._published_at_s = time.monotonic()
         with self._changed:
             self._published = published
@@ -383,8 +353,7 @@ class DecodeLoop:
                 self._sequence += 1
                 self._outbox.append((self._sequence, completion))
             self._changed.notify_all()
-        assert published.load is not None
-        self._on_publish(published.load)
+        self._on_publish(load)
 
     def _end(self, reason: BaseException) -> None:
         """Wake the pollers and refuse every order, those that wait included."""

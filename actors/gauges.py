@@ -20,6 +20,12 @@ class InstanceGauges:
             "rlhfspec_emitted_tokens", description="Response tokens emitted.", tag_keys=("instance",)
         )
         self._emitted.set_default_tags(tags)
+        self._move_s = Counter(
+            "rlhfspec_move_seconds",
+            description="Seconds the decode thread gave to moving samples.",
+            tag_keys=("instance",),
+        )
+        self._move_s.set_default_tags(tags)
         self._gauges = {
             name: Gauge(f"rlhfspec_{name}", description=text, tag_keys=("instance",))
             for name, text in _GAUGES.items()
@@ -33,6 +39,8 @@ class InstanceGauges:
         new = load.stats - self._last
         if new.num_emitted_tokens > 0:
             self._emitted.inc(new.num_emitted_tokens)
+        if new.move_s > 0.0:
+            self._move_s.inc(new.move_s)
         self._last = load.stats
         self._set(
             goodput_tokens_per_s=load.goodput_tokens_per_s,

@@ -20,6 +20,7 @@ import ray
 from ray.exceptions import RayActorError, RayTaskError
 
 from actors.messages import LostInstance, PollReply, Rejoined, SchedulerSettings, Taken
+from actors.move_gauges import MoveGauges
 from actors.remote import Handle, remote
 from actors.waiting import first_line, own_error, wait_any
 from core.errors import WaitTimeout
@@ -74,6 +75,7 @@ class SchedulerActor:
         self._completions: list[Completion] = []
         self._lost: list[LostInstance] = []
         self._moves: list[MoveRecord] = []
+        self._move_gauges = MoveGauges()
         self._reallocated_at_s = 0.0
         self._planning_s = 0.0
         self._alarms: list[Alarm] = []
@@ -296,6 +298,7 @@ class SchedulerActor:
                     self._links[order.instance].handle.settle.remote(order.verdict)
             case MoveEnded():
                 self._moves.append(order.record)
+                self._move_gauges.count(order.record)
             case Alarm():
                 logger.error("integrity alarm: %s", order)
                 self._alarms.append(order)

@@ -247,6 +247,8 @@ class GenerationStats:
     other_s: float = 0.0
     select_s: float = 0.0
     "contained in the others"
+    move_s: float = 0.0
+    "seconds the decode thread gave to moving samples, between decode steps"
 
     def __add__(self, other: GenerationStats) -> GenerationStats:
         names = self.__dataclass_fields__

@@ -1,0 +1,115 @@
+"""Seconds at the door: whatever the decode thread gives to moves is counted, and published with the load."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import pytest
+from fake_engine import FakeEngine, FakeHost, make_request
+
+from actors.decode_loop import DecodeLoop, NewsOrder, SubmitOrder
+from actors.door import Door, TimedDoor
+from core.errors import RlhfSpecError
+from core.records import Completion, GenerationStats, InstanceLoad, SampleKey
+from policies.migration.messages import Landed, News
+
+
+class SlowDoor:
+    """Every call takes a power of two of its own, on a clock made by hand."""
+
+    is_busy = True
+    set_aside: Mapping[SampleKey, tuple[str, int]] = {}
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+        self.fails = False
+
+    def clock(self) -> float:
+        return self.now_s
+
+    def take(self, news: News) -> None:
+        self.now_s += 1.0
+        if self.fails:
+            raise RlhfSpecError("planted")
+
+    def before_step(self) -> None:
+        self.now_s += 2.0
+
+    def after_step(self, finished: Sequence[Completion]) -> None:
+        self.now_s += 4.0
+
+    def tick(self) -> None:
+        self.now_s += 8.0
+
+    def hold(self) -> None:
+        self.now_s += 16.0
+
+
+def test_every_call_counts_and_nothing_between_calls() -> None:
+    door = SlowDoor()
+    timed = TimedDoor(door, door.clock)
+    timed.take(Landed(move_id="0-0"))
+    door.now_s += 1000.0
+    timed.before_step()
+    timed.after_step(())
+    timed.tick()
+    timed.hold()
+    assert timed.seconds == 31.0
+
+
+def test_a_call_that_fails_counts_too() -> None:
+    door = SlowDoor()
+    door.fails = True
+    timed = TimedDoor(door, door.clock)
+    with pytest.raises(RlhfSpecError, match="planted"):
+        timed.take(Landed(move_id="0-0"))
+    assert timed.seconds == 1.0
+
+
+class SleepyDoor(SlowDoor):
+    """Some calls take real time."""
+
+    NAP_S = 0.01
+
+    def take(self, news: News) -> None:
+        time.sleep(self.NAP_S)
+
+    def before_step(self) -> None:
+        time.sleep(self.NAP_S)
+
+    def after_step(self, finished: Sequence[Completion]) -> None:
+        time.sleep(self.NAP_S)
+
+    def tick(self) -> None:
+        time.sleep(self.NAP_S)
+
+
+def published(make_door: Callable[[DecodeLoop], Door] | None) -> tuple[GenerationStats, float]:
+    """What an instance publishes after a message about a move and a decode step that ends a sample; the seconds."""
+    loads: list[InstanceLoad] = []
+    loop = DecodeLoop(
+        "gen-0",
+        FakeHost(FakeEngine("gen-0")),
+        publish_interval_s=0.0,
+        on_publish=loads.append,
+        make_door=make_door,
+    )
+    loop.order(SubmitOrder(requests=(make_request(0),)))
+    if make_door is not None:
+        loop.order(NewsOrder(news=Landed(move_id="0-0")))
+    began_s = time.monotonic()
+    loop.turn(wait_s=0.0)
+    return loads[-1].stats, time.monotonic() - began_s
+
+
+def test_the_load_says_how_long_the_decode_thread_was_at_the_door() -> None:
+    stats, turn_s = published(lambda loop: SleepyDoor())
+    num_calls = 4  # take, tick, before_step, after_step
+    assert num_calls * SleepyDoor.NAP_S <= stats.move_s <= turn_s
+    assert stats.num_decode_steps == 1, "what the engine counts is passed on"
+
+
+def test_an_instance_that_moves_nothing_spends_nothing() -> None:
+    stats, _ = published(None)
+    assert stats.move_s == 0.0
