@@ -106,16 +106,16 @@ class GenerationActor:
         self._carry_out(StopOrder(), timeout_s)
 
     @ray.method(concurrency_group="moves")
-    def move_out(self, order: MoveOrder, destination: Handle) -> None:
+    def move_out(self, order: MoveOrder, destination: Handle, term: int = 0) -> None:
         """Move a sample to another instance; what comes of it is said in the polls."""
         if self._door is not None:
             self._door.meet(order.destination, destination)
-        self._loop.order(NewsOrder(news=order))
+        self._loop.order(NewsOrder(news=order, term=term))
 
     @ray.method(concurrency_group="moves")
-    def settle(self, verdict: Settle | CallOff) -> None:
+    def settle(self, verdict: Settle | CallOff, term: int = 0) -> None:
         """Take the scheduler's word on a move."""
-        self._loop.order(NewsOrder(news=verdict))
+        self._loop.order(NewsOrder(news=verdict, term=term))
 
     @ray.method(concurrency_group="moves")
     def peer_message(self, message: PeerMessage, sender: str, handle: Handle) -> None:
@@ -128,6 +128,12 @@ class GenerationActor:
     def deliver_frame(self, channel: str, sequence: int, frame: np.ndarray | None) -> str:
         """Take a frame that comes through the object store."""
         return self._door.deliver(channel, sequence, frame) if self._door is not None else "gone"
+
+    @ray.method(concurrency_group="control")
+    def close_channels(self) -> None:
+        """Close the channels to other instances; the next move opens them anew."""
+        if self._door is not None:
+            self._door.close_channels()
 
     @ray.method(concurrency_group="control")
     def take_spans(self) -> list[Span]:

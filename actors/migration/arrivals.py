@@ -12,13 +12,14 @@ from policies.migration.destination import (
     DestinationAction,
     DestinationEvent,
     DestinationMove,
+    DestinationStage,
     Drop,
     FreeSlot,
     KeepSlot,
     TakeIn,
 )
 from policies.migration.frames import cut_into_frames
-from policies.migration.messages import Claim, HandOver, Prepare, Ready, Received, Refused, Settle
+from policies.migration.messages import Claim, HandOver, Prepare, Ready, Received, Refused, Settle, Verdict
 from policies.migration.source import Say
 
 
@@ -66,9 +67,16 @@ class Arrivals:
 
     def obey_late(self, settle: Settle) -> None:
         """A verdict on a move that is over here: a copy that is another's must not go on."""
-        if self._desk.open_epochs.get(settle.key, settle.epoch) < settle.epoch:
+        epoch = self._desk.open_epochs.get(settle.key, settle.epoch)
+        if settle.verdict is Verdict.RELEASE and epoch < settle.epoch:
             self._desk.engine().exchange.drop(settle.key)
             self._desk.open_epochs.pop(settle.key, None)
+
+    def refuse_what_has_not_come(self, reason: str) -> None:
+        """Take in no sample of the moves that are open: their sources keep them or get them back."""
+        for move_id, coming in list(self._coming.items()):
+            if coming.machine.stage is not DestinationStage.RUNNING:
+                self._carry_out(move_id, coming.machine.refuse(reason, now_s=self._desk.clock()))
 
     def begin(self, prepare: Prepare) -> None:
         """Keep a slot for a sample that a source announces, or refuse it."""
@@ -87,6 +95,8 @@ class Arrivals:
             return f"weight version {prepare.weight_version} there, {engine.weight_version} here"
         if prepare.token_bytes != engine.exchange.token_bytes:
             return f"caches of {prepare.token_bytes} bytes a token there, {engine.exchange.token_bytes} here"
+        if prepare.order.key in self._desk.open_epochs:
+            return f"a copy of sample {prepare.order.key.sample_index} is still open here"
         if engine.exchange.num_free_slots <= 0:
             return f"no free slot among {engine.runner.pool.num_slots}"
         return ""
@@ -184,9 +194,10 @@ class Arrivals:
         }
 
     def _drop(self, coming: _Coming) -> None:
-        key = coming.machine.order.key
-        if self._desk.open_epochs.get(key) == coming.machine.order.epoch + 1:
-            self._desk.engine().exchange.drop(key)
+        key, epoch = coming.machine.order.key, coming.machine.order.epoch + 1
+        # it may have finished, and the scheduler may have given the sample to this instance anew
+        self._desk.engine().exchange.drop(key, epoch=epoch)
+        if self._desk.open_epochs.get(key) == epoch:
             self._desk.open_epochs.pop(key)
 
     def _say(self, coming: _Coming, claim: Claim, reason: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -19,6 +20,7 @@ from policies.migration.messages import (
     HandOver,
     MoveOrder,
     Prepare,
+    Ready,
     Shipped,
 )
 from policies.migration.source import (
@@ -37,6 +39,9 @@ from policies.migration.source import (
 )
 from policies.reallocation.records import MoveMode
 
+ENDED_MOVES = 256
+"So many ended moves are remembered, against messages that come late or twice."
+
 
 @dataclass(slots=True)
 class _Leaving:
@@ -46,6 +51,8 @@ class _Leaving:
     cached_tokens: dict[str, int] = field(default_factory=dict)
     frames: tuple[Frame, ...] = ()
     lease: Lease | None = None
+    shipped: bool = False
+    "the transfer thread was told to ship"
     aside: SampleState | None = None
 
 
@@ -55,6 +62,8 @@ class Departures:
     def __init__(self, desk: Desk) -> None:
         self._desk = desk
         self._leaving: dict[str, _Leaving] = {}
+        self._ended: OrderedDict[str, tuple[str, tuple[Frame, ...]]] = OrderedDict()
+        "moves that ended of late: the destination, and the frames it may still be waiting for"
 
     def __contains__(self, move_id: str) -> bool:
         return move_id in self._leaving
@@ -95,16 +104,32 @@ class Departures:
 
     def begin(self, order: MoveOrder) -> None:
         """Carry out the scheduler's order, if the sample is still here."""
-        if order.move_id in self._leaving:
+        if order.move_id in self._leaving or order.move_id in self._ended:
             return
         machine = SourceMove(order, now_s=self._desk.clock(), timeout_s=self._desk.settings.timeout_s)
         self._leaving[order.move_id] = _Leaving(machine)
-        if self._desk.open_epochs.get(order.key) == order.epoch and self._desk.engine().exchange.holds(
-            order.key
-        ):
-            self._carry_out(order.move_id, machine.begin())
+        refusal = self._refusal(order)
+        if refusal:
+            self._say(self._leaving.pop(order.move_id), Claim.KEPT, refusal)
         else:
-            self._say(self._leaving.pop(order.move_id), Claim.KEPT, "it does not run here any more")
+            self._carry_out(order.move_id, machine.begin())
+
+    def answer_late(self, ready: Ready) -> None:
+        """A destination waits for frames of a move that ended before any was shipped: none will come."""
+        destination, frames = self._ended.pop(ready.move_id, ("", ()))
+        if frames:
+            self._ended[ready.move_id] = (destination, ())
+            self._desk.transfers.send_nothing(destination, ready.ticket, frames)
+
+    def _refusal(self, order: MoveOrder) -> str:
+        engine = self._desk.engine_or_none()
+        is_here = engine is not None and engine.exchange.holds(order.key)
+        if not is_here or self._desk.open_epochs.get(order.key) != order.epoch:
+            return f"it does not run on {order.source} under epoch {order.epoch} any more"
+        for move_id, other in self._leaving.items():
+            if move_id != order.move_id and other.machine.order.key == order.key and other.aside is None:
+                return f"it is already on its way from {order.source} to {other.machine.order.destination}"
+        return ""
 
     def _carry_out(self, move_id: str, actions: list[SourceAction]) -> None:
         leaving = self._leaving[move_id]
@@ -127,6 +152,10 @@ class Departures:
         if leaving.machine.stage is SourceStage.DONE:
             self._end_lease(leaving)
             self._leaving.pop(move_id, None)
+            frames = () if leaving.shipped else leaving.frames
+            self._ended[move_id] = (leaving.machine.order.destination, frames)
+            if len(self._ended) > ENDED_MOVES:
+                self._ended.popitem(last=False)
 
     def _ask_destination(self, leaving: _Leaving) -> None:
         order, engine = leaving.machine.order, self._desk.engine()
@@ -153,6 +182,7 @@ class Departures:
         if leaving.lease is None:
             return
         move_id = leaving.machine.order.move_id
+        leaving.shipped = True
         self._desk.transfers.ship(
             leaving.machine.order.destination,
             ticket,

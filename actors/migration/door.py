@@ -63,6 +63,11 @@ class RayDoor:
             return self._transport.deliver(channel, sequence, frame)
         return "gone"
 
+    def close_channels(self) -> None:
+        """Close what is open; the next move opens its channel anew."""
+        if self._transfers is not None:
+            self._transfers.close_channels()
+
     def close(self) -> None:
         """Close every channel."""
         if self._transfers is not None:

@@ -13,7 +13,7 @@ from actors.migration.arrivals import Arrivals
 from actors.migration.departures import Departures
 from actors.migration.desk import Desk
 from core.records import Completion, SampleKey
-from policies.migration.messages import HandOver, MoveOrder, News, Prepare, Settle
+from policies.migration.messages import HandOver, MoveOrder, News, Prepare, Ready, Settle
 
 
 class Migrator:
@@ -60,8 +60,12 @@ class Migrator:
         self._arrivals.tick()
 
     def hold(self) -> None:
-        """A new scheduler takes over: what has not left yet, stays."""
+        """A new scheduler takes over: what has not left yet, stays; what has not come yet, does not come.
+
+        It counts what is held now, so no copy may come up later by an order of its predecessor.
+        """
         self._departures.call_off_what_has_not_left("the scheduler was replaced")
+        self._arrivals.refuse_what_has_not_come("the scheduler was replaced")
 
     def close(self) -> None:
         """End the transfer threads."""
@@ -74,3 +78,5 @@ class Migrator:
             self._arrivals.handle(news.move_id, news)
         elif isinstance(news, Settle):
             self._arrivals.obey_late(news)
+        elif isinstance(news, Ready):
+            self._departures.answer_late(news)

@@ -16,5 +16,7 @@ class MigrationSettings:
     "for each stage of a move, and for each frame"
     frame_bytes: int = 1 << 19
     "caches are shipped in frames of about this size"
+    max_bytes_per_s: float = float("inf")
+    "of each transfer; a network that others need too"
     transfer_share: float = 0.25
     "most of its time that a transfer thread may be busy while samples decode here"

@@ -9,8 +9,8 @@ from __future__ import annotations
 import time
 import zlib
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -30,12 +30,20 @@ ABORTED = (1 << 48) - 1
 NoteSpan = Callable[[SpanKind, float, float, str], None]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Open:
     ticket: Ticket
     end: Any
     is_used: bool = False
     "frames have been received: the source knows the channel"
+    jobs: list[Future[None]] = field(default_factory=list)
+    "what waits for frames of it, or did"
+
+    @property
+    def is_waited_on(self) -> bool:
+        """True while frames of some move are expected."""
+        self.jobs = [job for job in self.jobs if not job.done()]
+        return bool(self.jobs)
     began_s: float = 0.0
     "when the first frame of the last transfer was there"
 
@@ -65,7 +73,7 @@ class Transfers:
         found = self._receivers.get(source)
         if found is not None and found.ticket.channel == known_channel:
             return None
-        if found is not None and not known_channel and not found.is_used:
+        if found is not None and not known_channel and (not found.is_used or found.is_waited_on):
             # two moves are prepared at once: the second shares the channel whose ticket is on its way
             return found.ticket
         if found is not None:
@@ -120,20 +128,31 @@ class Transfers:
         done: Callable[[tuple[CachePiece, ...], str], object],
     ) -> None:
         """Receive what `ship` sends; `done` gets the pieces, or what failed."""
-        channel = self._receivers[source]
+        channel = self._receivers.get(source)
+        if channel is None:
+            # its transfer thread has just found it broken
+            done((), f"the channel from {source} failed before the frames of move {move_id} came")
+            return
 
         def job() -> None:
             try:
                 pieces, error = _receive_all(channel, move_id, frames), ""
             except TransferError as failure:
-                self._forget(self._receivers, source)
+                self._forget(self._receivers, source, channel)
                 pieces, error = (), str(failure)
             except LeaseEnded as end:
                 pieces, error = (), str(end)
             self._note("receive", channel.began_s, time.monotonic(), f"{move_id} from {source}")
             done(pieces, error)
 
-        self._thread("from", source).submit(job)
+        channel.jobs.append(self._thread("from", source).submit(job))
+
+    def close_channels(self) -> None:
+        """Close what is open; the next move opens its channel anew. Jobs under way end with an error."""
+        for peer in list(self._senders):
+            self._lose_sender(peer)
+        for peer in list(self._receivers):
+            self._forget(self._receivers, peer)
 
     def close(self) -> None:
         """Close every channel; jobs under way end with an error."""
@@ -160,6 +179,7 @@ class Transfers:
     def _send_all(self, sender: Sender, move_id: str, frames: Sequence[Frame], lease: Lease) -> str:
         paced = Paced(sender, share=self._settings.transfer_share)
         buffer = np.empty(frame_bytes(max((f.num_bytes for f in frames), default=0)), dtype=np.uint8)
+        began_s, sent_bytes = time.monotonic(), 0
         for number, frame in enumerate(frames):
             try:
                 with paced.busy():
@@ -170,6 +190,8 @@ class Transfers:
                 self._abort(sender, frame)
                 return str(end)
             paced.send(sealed)
+            sent_bytes += len(sealed)
+            time.sleep(max(0.0, began_s + sent_bytes / self._settings.max_bytes_per_s - time.monotonic()))
         return ""
 
     def _abort(self, sender: Sender, frame: Frame) -> None:
@@ -185,9 +207,11 @@ class Transfers:
         self._known.pop(destination, None)
         self._forget(self._senders, destination)
 
-    def _forget(self, ends: dict[str, _Open], peer: str) -> None:
-        found = ends.pop(peer, None)
-        if found is not None:
+    def _forget(self, ends: dict[str, _Open], peer: str, only: _Open | None = None) -> None:
+        """Close an end, if it is still `only`: another may have been opened since that one failed."""
+        found = ends.get(peer)
+        if found is not None and only in (None, found):
+            ends.pop(peer, None)
             found.end.close()
 
     def _thread(self, direction: str, peer: str) -> ThreadPoolExecutor:

@@ -100,15 +100,15 @@ class ActorPool:
         interval_s: float = 0.1,
     ) -> RolloutOutcome:
         """Generate all requests under a scheduler of their own. Raises WaitTimeout after TIMEOUT_S."""
-        scheduler = self._new_scheduler(reallocation, binding, interval_s)
+        scheduler = self.new_scheduler(reallocation, binding, interval_s)
         done: dict[SampleKey, Completion] = {}
         moves: list[MoveRecord] = []
         alarms: list[Alarm] = []
         wall_s, began_s = time.time(), time.perf_counter()
-        _ask(scheduler.enqueue.remote(tuple(requests)), "enqueue")
+        ask(scheduler.enqueue.remote(tuple(requests)), "enqueue")
         deadline_s, ended_s, taken = time.monotonic() + TIMEOUT_S, began_s, None
         while len(done) < len(requests):
-            taken = _ask(scheduler.take.remote(0.5), "take")
+            taken = ask(scheduler.take.remote(0.5), "take")
             ended_s = time.perf_counter()
             done.update((completion.key, completion) for completion in taken.completions)
             moves += taken.moves
@@ -123,11 +123,11 @@ class ActorPool:
                 )
         # verdicts and the last statistics are on their way
         time.sleep(0.2)
-        taken = _ask(scheduler.take.remote(0.0), "take")
+        taken = ask(scheduler.take.remote(0.0), "take")
         moves += taken.moves
         alarms += taken.alarms
         ray.kill(scheduler)
-        spans = {name: _ask(handle.take_spans.remote(), "spans") for name, handle in self.handles.items()}
+        spans = {name: ask(handle.take_spans.remote(), "spans") for name, handle in self.handles.items()}
         return RolloutOutcome(
             completions=done,
             seconds=ended_s - began_s,
@@ -144,7 +144,13 @@ class ActorPool:
         for handle in self.handles.values():
             ray.kill(handle)
 
-    def _new_scheduler(self, reallocation: ReallocationPolicy | None, binding: str, interval_s: float) -> Any:
+    def new_scheduler(
+        self,
+        reallocation: ReallocationPolicy | None = None,
+        binding: str = "pull",
+        interval_s: float = 0.1,
+    ) -> Any:
+        """Start a scheduler over the living instances; the caller ends it."""
         self._num_rollouts += 1
         scheduler = SchedulerActor.options(num_cpus=0.1).remote(
             SchedulerSettings(
@@ -161,11 +167,11 @@ class ActorPool:
             Rejoined(
                 handle=handle,
                 num_slots=self._num_slots,
-                held=_ask(handle.hold.remote(self._num_rollouts, TIMEOUT_S), "hold"),
+                held=ask(handle.hold.remote(self._num_rollouts, TIMEOUT_S), "hold"),
             )
             for handle in self.handles.values()
         )
-        _ask(scheduler.rebuild.remote((), (), rejoined), "rebuild")
+        ask(scheduler.rebuild.remote((), (), rejoined), "rebuild")
         self._running.append(scheduler.run.remote())
         return scheduler
 
@@ -175,5 +181,6 @@ class ActorPool:
         return since
 
 
-def _ask(ref: Any, order: str) -> Any:
+def ask(ref: Any, order: str) -> Any:
+    """Wait for an actor's answer. Raises WaitTimeout and what the actor raised."""
     return get(ref, waiter="the benchmark", waited_for="the actors", order=order, timeout_s=TIMEOUT_S)

@@ -1,0 +1,124 @@
+"""Live migration: that it changes no bit, what it costs, and whether the gate chooses the cheaper way.
+
+Parts (`benchmarks/moving/`): forced random moves over Gloo and over the object store; downtime, bytes by stage and
+slower steps on a target of 29M parameters; the grid of contexts, cold and warm pairs and bandwidths on which the
+gate must choose between shipping caches and computing them anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from rich.console import Console
+
+from benchmarks.moving.downtime import Moved, move_while_decoding
+from benchmarks.moving.exact import ForcedRun, forced_moves
+from benchmarks.moving.gate_grid import CONTEXTS, Cell, measure_grid
+from benchmarks.moving.session import bench_ray
+from benchmarks.support.result import write_result
+from benchmarks.support.timing import Figures
+from benchmarks.support.workload import demo_workload, gsm8k_workload
+
+MIGRATIONS = {"quick": 60, "default": 1000, "full": 4000}
+OVER_OBJECT_STORE = {"quick": 0, "default": 100, "full": 1000}
+ROLLOUTS = {"quick": 1, "default": 8, "full": 16}
+REPEATS = {"quick": 1, "default": 3, "full": 5}
+QUICK_CONTEXTS = (16, 512)
+
+
+def run(*, out: Path, mode: str, data: Path | None) -> int:
+    """Run the benchmark; returns 0, or 1 when a bit changed or a sample was lost."""
+    torch.set_num_threads(1)
+    console, figures = Console(), Figures()
+    with bench_ray("bench-migration"):
+        runs = _exact(mode, data, figures, console)
+        _costs(mode, figures, console)
+        cells = _gate(mode, figures, console)
+    pq.write_table(pa.Table.from_pylist([asdict(cell) for cell in cells]), out / "migration.parquet")
+    path = write_result(out, "migration", figures.values, figures.intervals, {"mode": mode})
+    console.print(f"written {path}")
+    return 1 if any(run.mismatches or run.missing or run.alarms for run in runs) else 0
+
+
+def _exact(mode: str, data: Path | None, figures: Figures, console: Console) -> list[ForcedRun]:
+    workload = demo_workload(40)
+    runs = [forced_moves(workload, at_least=MIGRATIONS[mode], transport="auto")]
+    if OVER_OBJECT_STORE[mode]:
+        runs.append(forced_moves(workload, at_least=OVER_OBJECT_STORE[mode], transport="object_store"))
+    if data is not None:
+        runs.append(forced_moves(gsm8k_workload(data, 40), at_least=MIGRATIONS[mode] // 10, transport="auto"))
+    for forced in runs:
+        console.print(f"forced moves: {forced}")
+    for name in ("migrations", "recomputations", "kept", "samples", "mismatches", "alarms", "missing"):
+        figures.values[name] = float(sum(getattr(forced, name) for forced in runs))
+    figures.values["most_moves_of_a_sample"] = float(max(forced.most_moves_of_a_sample for forced in runs))
+    return runs
+
+
+def _costs(mode: str, figures: Figures, console: Console) -> None:
+    for suffix, plain in (("", False), ("_plain", True)):
+        if plain and mode == "quick":
+            continue
+        moved = move_while_decoding(
+            rollouts=ROLLOUTS[mode] if not plain else ROLLOUTS[mode] // 2, plain=plain
+        )
+        _keep_costs(moved, suffix, figures)
+        console.print(
+            {name: value for name, value in figures.values.items() if name.endswith(suffix or "")}
+            if suffix
+            else figures.values
+        )
+
+
+def _keep_costs(moved: Moved, suffix: str, figures: Figures) -> None:
+    figures.keep(f"downtime_decode_steps_median{suffix}", moved.downtime_steps)
+    figures.values[f"downtime_decode_steps_p95{suffix}"] = _percentile(moved.downtime_steps, 95)
+    figures.keep(f"downtime_s_median{suffix}", moved.downtime_s)
+    shipped, handed_over = sum(moved.stage1_bytes), sum(moved.stage2_bytes)
+    figures.values[f"stage1_bytes_share{suffix}"] = shipped / (shipped + handed_over)
+    figures.values[f"stage1_s_median{suffix}"] = _percentile(moved.stage1_s, 50)
+    figures.values[f"attach_s_median{suffix}"] = _percentile(moved.attach_s, 50)
+    figures.values[f"context_tokens_median{suffix}"] = _percentile(moved.context_tokens, 50)
+    figures.values[f"costed_migrations{suffix}"] = float(len(moved.downtime_s))
+    figures.values[f"bystander_slowdown{suffix}"] = moved.slowdown
+    figures.values[f"bystander_steps{suffix}"] = float(len(moved.step_pairs))
+    figures.intervals[f"bystander_slowdown{suffix}"] = _slowdown_interval(moved.step_pairs)
+    figures.values["mismatches"] += moved.mismatches
+
+
+def _gate(mode: str, figures: Figures, console: Console) -> list[Cell]:
+    cells = measure_grid(repeats=REPEATS[mode], **({"contexts": QUICK_CONTEXTS} if mode == "quick" else {}))
+    for cell in cells:
+        console.print(cell)
+    for name in ("migrate", "recompute"):
+        figures.values[f"{name}_is_best_share"] = _share([cell.best == name for cell in cells])
+        always = [_with_choice(cell, name).is_right for cell in cells]
+        figures.values[f"always_{name}_correct_share"] = _share(always)
+    figures.values["gate_correct_share"] = _share([cell.is_right for cell in cells])
+    return cells
+
+
+def _with_choice(cell: Cell, chosen: str) -> Cell:
+    return replace(cell, chosen=chosen)
+
+
+def _slowdown_interval(pairs: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Bootstrap 95% interval of the ratio of means, minus 1."""
+    table, random = np.asarray(pairs), np.random.default_rng(0)
+    draws = table[random.integers(len(table), size=(2000, len(table)))].sum(1)
+    ratios = draws[:, 0] / draws[:, 1] - 1.0
+    return float(np.quantile(ratios, 0.025)), float(np.quantile(ratios, 0.975))
+
+
+def _share(values: Sequence[bool]) -> float:
+    return sum(values) / len(values)
+
+
+def _percentile(values: Sequence[float], percent: float) -> float:
+    return float(np.percentile(values, percent))

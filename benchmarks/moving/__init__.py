@@ -1,0 +1,1 @@
+"""What moving samples between instances costs and gains: parts of `bench migration` and `bench rollout`."""

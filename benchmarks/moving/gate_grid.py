@@ -1,0 +1,206 @@
+"""Is the gate right? Both ways of moving measured over contexts, cold and warm pairs, and throttled bandwidth.
+
+A way's cost is the time from the scheduler's order to its word that the sample runs at the destination. The gate
+learns from calibration moves of other contexts, then chooses for every cell of the grid.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import ray
+
+from actors.migration.settings import MigrationSettings
+from benchmarks.moving.wide_pair import wide_workload
+from benchmarks.support.actor_pool import ActorPool, ask
+from benchmarks.support.workload import Workload
+from core.config import EngineConfig, SpeculationConfig
+from core.errors import WaitTimeout
+from core.records import SampleKey, Stream
+from policies.reallocation.gate import Gate
+from policies.reallocation.records import Move, MoveMode
+from policies.scheduler_records import MoveRecord
+
+CONTEXTS = (16, 128, 512, 2048)
+CALIBRATION_CONTEXTS = (48, 256, 1024)
+BANDWIDTHS = (float("inf"), 30e6, 8e6)
+CLOSE_ENOUGH = 0.05
+"Ways that cost within 5% of each other are both right."
+WAIT_S = 60.0
+TOKENS_PER_S = 130.0
+"What a sample alone decodes at most: it must outlast its move."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """One measured cell: seconds by either way, and the gate's choice."""
+
+    context_tokens: int
+    bandwidth: float
+    cold: bool
+    migrate_s: float
+    recompute_s: float
+    chosen: str
+
+    @property
+    def is_right(self) -> bool:
+        """The chosen way costs least, or within 5% of it."""
+        taken = self.migrate_s if self.chosen == "migrate" else self.recompute_s
+        return taken <= min(self.migrate_s, self.recompute_s) * (1.0 + CLOSE_ENOUGH)
+
+    @property
+    def best(self) -> str:
+        """The way that costs less."""
+        return "migrate" if self.migrate_s <= self.recompute_s else "recompute"
+
+
+def measure_grid(*, repeats: int, contexts: Sequence[int] = CONTEXTS) -> list[Cell]:
+    """Measure every cell and let the gate choose."""
+    cells: list[Cell] = []
+    for bandwidth in BANDWIDTHS:
+        mover = _Mover(bandwidth)
+        try:
+            cells += _measure(mover, bandwidth, contexts, repeats)
+        finally:
+            mover.close()
+    return cells
+
+
+def _measure(mover: _Mover, bandwidth: float, contexts: Sequence[int], repeats: int) -> list[Cell]:
+    gate = Gate(kv_bytes_per_token=mover.kv_bytes_per_token)
+    mover.move(64, MoveMode.MIGRATE, cold=True)
+    for context in CALIBRATION_CONTEXTS:
+        for cold in (False, True):
+            mover.teach(gate, context, cold=cold)
+    cells: list[Cell] = []
+    for context in contexts:
+        recompute = _median([mover.move(context, MoveMode.RECOMPUTE, cold=False) for _ in range(repeats)])
+        for cold in (False, True):
+            migrate = _median([mover.move(context, MoveMode.MIGRATE, cold=cold) for _ in range(repeats)])
+            cells.append(
+                Cell(
+                    context_tokens=context,
+                    bandwidth=bandwidth,
+                    cold=cold,
+                    migrate_s=migrate,
+                    recompute_s=recompute,
+                    chosen=str(gate.choose(context, cold=cold)),
+                )
+            )
+    return cells
+
+
+class _Mover:
+    """Two instances, plain decoding; one sample at a time is made, moved once and left to finish."""
+
+    def __init__(self, bandwidth: float) -> None:
+        self._workload: Workload = wide_workload(1, prompt_tokens=2048, new_tokens=800)
+        self._bandwidth = bandwidth
+        self._pool = ActorPool(
+            self._workload,
+            engine=EngineConfig(max_running_samples=2, probe=False, max_prefill_tokens=512),
+            speculation=SpeculationConfig(policy="off"),
+            migration=MigrationSettings(timeout_s=20.0, transfer_share=1.0, max_bytes_per_s=bandwidth),
+        )
+        self._scheduler = self._pool.new_scheduler()
+        self._num_samples = 0
+        config = self._workload.target("float32").config
+        heads = config.num_key_value_heads * (
+            config.head_dim or config.hidden_size // config.num_attention_heads
+        )
+        self.kv_bytes_per_token = config.num_hidden_layers * 2 * heads * 4
+
+    def move(self, context: int, mode: MoveMode, *, cold: bool) -> float:
+        """Seconds of one move."""
+        record = self._move(context, mode, cold=cold)
+        return record.ended_s - record.ordered_s
+
+    def teach(self, gate: Gate, context: int, *, cold: bool) -> None:
+        """Let the gate see one move of either way, as the scheduler would."""
+        record = self._move(context, MoveMode.MIGRATE, cold=cold)
+        num_bytes = int(record.figures["stage1_bytes"] + record.figures["stage2_bytes"])
+        gate.note_transfer(num_bytes=num_bytes, seconds=record.ended_s - record.ordered_s, cold=cold)
+        record = self._move(context, MoveMode.RECOMPUTE, cold=False)
+        gate.note_prefill(
+            num_tokens=int(record.figures["computed_tokens"]), seconds=record.ended_s - record.ordered_s
+        )
+
+    def close(self) -> None:
+        ray.kill(self._scheduler)
+        self._pool.close()
+
+    def _move(self, context: int, mode: MoveMode, *, cold: bool) -> MoveRecord:
+        if cold:
+            for handle in self._pool.handles.values():
+                ask(handle.close_channels.remote(), "close the channels")
+        key = self._start_sample(context)
+        source = self._wait_until_running()
+        destination = next(name for name in self._pool.handles if name != source)
+        order = Move(
+            key=key, source=source, destination=destination, mode=mode, gain_s=0.0, reason="measured"
+        )
+        ask(self._scheduler.move.remote((order,)), "move")
+        record = self._wait_for_end(key)
+        if record.outcome != "moved":
+            raise WaitTimeout(
+                waiter="the benchmark",
+                waited_for=destination,
+                order=f"take over a sample of {context} tokens ({record.outcome}: {record.why_ended})",
+                waited_s=record.ended_s - record.ordered_s,
+                advice="the sample must outlast its move; give it more new tokens",
+            )
+        return record
+
+    def _start_sample(self, context: int) -> SampleKey:
+        for handle in self._pool.handles.values():
+            ask(handle.take_spans.remote(), "forget earlier spans")
+        (request,) = self._workload.requests()
+        expected_s = 1.0 + context * self.kv_bytes_per_token / self._bandwidth + context / 400
+        prompt = replace(request.prompt, token_ids=request.prompt.token_ids[: context - 1])
+        sampling = replace(request.sampling, max_new_tokens=min(800, int(TOKENS_PER_S * expected_s)))
+        key = SampleKey(run_seed=1, stream=Stream.BENCH, sample_index=self._num_samples)
+        self._num_samples += 1
+        ask(
+            self._scheduler.enqueue.remote((replace(request, key=key, prompt=prompt, sampling=sampling),)),
+            "enqueue",
+        )
+        return key
+
+    def _wait_until_running(self) -> str:
+        """The instance that has done a decode step with the sample."""
+        deadline_s = time.monotonic() + WAIT_S
+        while True:
+            _require_time(deadline_s, "begin to decode")
+            for name, handle in self._pool.handles.items():
+                if any(span.kind == "step" for span in ask(handle.take_spans.remote(), "spans")):
+                    return name
+            time.sleep(0.005)
+
+    def _wait_for_end(self, key: SampleKey) -> MoveRecord:
+        """The move's record, once the sample is complete."""
+        found: list[MoveRecord] = []
+        deadline_s = time.monotonic() + WAIT_S
+        while True:
+            _require_time(deadline_s, f"move and complete sample {key.sample_index}")
+            taken = ask(self._scheduler.take.remote(0.5), "take")
+            found += taken.moves
+            if any(completion.key == key for completion in taken.completions) and found:
+                return found[0]
+
+
+def _require_time(deadline_s: float, order: str) -> None:
+    if time.monotonic() > deadline_s:
+        raise WaitTimeout(
+            waiter="the benchmark",
+            waited_for="the actors",
+            order=order,
+            waited_s=WAIT_S,
+            advice="look at their logs",
+        )
+
+
+def _median(values: Sequence[float]) -> float:
+    return float(np.median(values))
