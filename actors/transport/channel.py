@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 import uuid
@@ -10,6 +11,8 @@ from contextlib import contextmanager
 
 from actors.transport.base import Ticket
 from core.errors import TransferError
+
+_SOURCE_PLACE = re.compile(r"^\[[^\]]*\.(cc|cpp|h):\d+\]\s*")
 
 
 def new_channel_id() -> str:
@@ -49,7 +52,7 @@ class ChannelLife:
         except (TransferError, *caught) as error:
             # Closed meanwhile, or a failure of the back end: what was opened meanwhile is freed as well.
             waited_s = time.monotonic() - began_s
-            got = first_line(error)
+            got = reason_of(error)
             self._die(f"failed earlier: {got}")
             if isinstance(error, TransferError):
                 raise
@@ -95,6 +98,7 @@ def require_usable(ticket: Ticket, *, peer: str, backend: str, is_closed: bool) 
         )
 
 
-def first_line(error: BaseException) -> str:
-    """The first line of an error's message, or its type where it has none."""
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+def reason_of(error: BaseException) -> str:
+    """What an error says in one line, without the place in torch's sources that some begin with."""
+    lines = [_SOURCE_PLACE.sub("", line.strip()) for line in str(error).splitlines()]
+    return next((line for line in lines if line), type(error).__name__)

@@ -12,8 +12,10 @@ import numpy as np
 import torch
 import torch.distributed
 
+from actors.transport.channel import reason_of
 from actors.transport.process_group import Pair, PairTransport
-from actors.transport.rendezvous import Store
+from actors.transport.rendezvous import PairStore
+from core.errors import ConfigError
 
 _ProcessGroupGloo: Any = torch.distributed.ProcessGroupGloo
 
@@ -24,16 +26,28 @@ class GlooTransport(PairTransport):
     name = "gloo"
 
     def __init__(self, *, host: str, timeout_s: float = 5.0) -> None:
+        """Raise ConfigError when `host` is no address of this node."""
         super().__init__(host=host, timeout_s=timeout_s)
-        # Without a device of ours gloo binds to what the host name resolves to, often the loopback.
-        self._device = _ProcessGroupGloo.create_device(hostname=host)
+        try:
+            # Without a device of ours gloo binds to what the host name resolves to, often the loopback.
+            self._device = _ProcessGroupGloo.create_device(hostname=host)
+        except RuntimeError as error:
+            raise ConfigError(
+                f"the transport gloo cannot use the address {host}: expected one of this node, got "
+                f"'{reason_of(error)}'; pass the node's own address"
+            ) from error
 
-    def _open_pair(self, store: Store, rank: int) -> Pair:
+    def _open_pair(self, store: PairStore, rank: int) -> Pair:
         options = _ProcessGroupGloo._Options()
         options._devices = [self._device]
         options._threads = 1
         options._timeout = timedelta(seconds=self._timeout_s)
-        return GlooPair(_ProcessGroupGloo(store, rank, 2, options), peer_rank=1 - rank)
+        try:
+            group = _ProcessGroupGloo(store, rank, 2, options)
+        finally:
+            # Addresses have been exchanged; gloo needs the store no more.
+            store.close()
+        return GlooPair(group, peer_rank=1 - rank)
 
     def _release(self) -> None:
         self._device = None
@@ -52,12 +66,15 @@ class GlooPair:
 
     def send(self, frame: np.ndarray, timeout_s: float) -> None:
         """See `Pair`."""
-        work = self._joined().send([torch.from_numpy(frame)], self._peer_rank, frame.size)
+        group = self._joined()
+        work = group.send([torch.from_numpy(frame)], self._peer_rank, frame.size)
         work.wait(timedelta(seconds=timeout_s))
 
     def recv(self, into: np.ndarray, timeout_s: float) -> None:
         """See `Pair`."""
-        work = self._joined().recv([torch.from_numpy(into)], self._peer_rank, into.size)
+        # Held until the wait is over, even if another thread closes this pair meanwhile.
+        group = self._joined()
+        work = group.recv([torch.from_numpy(into)], self._peer_rank, into.size)
         work.wait(timedelta(seconds=timeout_s))
 
     def close(self) -> None:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed
 
 from actors.transport.process_group import Pair, PairTransport
-from actors.transport.rendezvous import Store
+from actors.transport.rendezvous import PairStore
 from core.errors import PlacementError
 
 _POLL_S = 0.0002
@@ -49,7 +49,7 @@ class NcclTransport(PairTransport):
         super().__init__(host=host, timeout_s=timeout_s)
         self._device = torch.device("cuda", device)
 
-    def _open_pair(self, store: Store, rank: int) -> Pair:
+    def _open_pair(self, store: PairStore, rank: int) -> Pair:
         kind: Any = torch.distributed.ProcessGroupNCCL
         options = kind.Options(is_high_priority_stream=False)
         # A non-blocking communicator can be aborted while its peer is silent.
@@ -66,14 +66,15 @@ class NcclTransport(PairTransport):
                         del os.environ[name]
                     else:
                         os.environ[name] = value
-        return NcclPair(group, peer_rank=1 - rank, device=self._device)
+        return NcclPair(group, store, peer_rank=1 - rank, device=self._device)
 
 
 class NcclPair:
-    """A joined NCCL group of two. The communicator is made by the first transfer."""
+    """A joined NCCL group of two. The communicator is made by the first transfer, through the store."""
 
-    def __init__(self, group: Any, *, peer_rank: int, device: torch.device) -> None:
+    def __init__(self, group: Any, store: PairStore, *, peer_rank: int, device: torch.device) -> None:
         self._group = group
+        self._store = store
         self._peer_rank = peer_rank
         self._device = device
         self._staging = torch.empty(0, dtype=torch.uint8, device=device)
@@ -110,6 +111,7 @@ class NcclPair:
         if group is not None:
             # Not `shutdown`: that waits for transfers under way, and the peer may be gone.
             group.abort()
+            self._store.close()
 
     def _joined(self) -> Any:
         if (group := self._group) is None:

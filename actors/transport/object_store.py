@@ -7,13 +7,16 @@ takes frames:
     def deliver_frame(self, channel: str, sequence: int, frame: np.ndarray | None) -> str:
         return self._transport.deliver(channel, sequence, frame)
 
-A killed destination is seen at once. A killed source is seen at the timeout: nothing of it connects here.
+Frames that a full destination has refused so far are lost when the sender closes: close after the
+acknowledgement. A killed destination is seen at once, a killed source at the timeout: nothing of it
+connects here.
 """
 
 from __future__ import annotations
 
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -201,7 +204,9 @@ class ObjectSender:
         """Tell the destination that nothing more comes."""
         if not self._is_released:
             self._is_released = True
-            self._ticket.handle.deliver_frame.remote(self._ticket.channel, self._num_sent, None)
+            # The receiver may be dead, and Ray may have ended before us.
+            with suppress(RayError, RuntimeError):
+                self._ticket.handle.deliver_frame.remote(self._ticket.channel, self._num_sent, None)
 
     def _offer(self, sequence: int, frame: Any) -> None:
         receipt = self._ticket.handle.deliver_frame.remote(self._ticket.channel, sequence, frame)

@@ -1,23 +1,25 @@
 """Channels over a private process group of two: what the back ends gloo and nccl share.
 
-The listening side is rank 0 and owns the rendezvous; it joins in its first `recv`. The source is rank 1
-and joins in `connect`.
+The listening side is rank 0; its door is open from `listen` on and it joins in its first `recv`. The source
+is rank 1 and joins in `connect`.
 """
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
 
 from actors.transport.base import Ticket, require_frame
-from actors.transport.channel import ChannelLife, first_line, new_channel_id, require_usable
-from actors.transport.rendezvous import Rendezvous, Store, meet
+from actors.transport.channel import ChannelLife, new_channel_id, reason_of, require_usable
+from actors.transport.rendezvous import PairStore, accept, open_door, reach, shut
 from core.errors import TransferError
+
+_LEAST_WAIT_S = 0.001
 
 
 class Pair(Protocol):
@@ -41,13 +43,14 @@ class PairEnd:
 
     def __init__(
         self,
-        join: Callable[[], Pair],
+        join: Callable[[float], Pair],
         *,
         peer: str,
         channel: str,
         timeout_s: float,
         on_release: Callable[[PairEnd], None],
     ) -> None:
+        """`join(timeout_s)` raises RuntimeError or OSError."""
         self._join = join
         self._pair: Pair | None = None
         self._peer = peer
@@ -57,7 +60,7 @@ class PairEnd:
 
     def open(self) -> None:
         """Join the group. Raises TransferError."""
-        with self._life.waiting(f"{self._peer} to join", RuntimeError):
+        with self._life.waiting(f"{self._peer} to join", RuntimeError, OSError):
             self._joined()
 
     def send(self, frame: np.ndarray) -> None:
@@ -65,16 +68,16 @@ class PairEnd:
         require_frame(frame, writable=False)
         # torch wraps no read-only memory without a warning; such frames are rare and copied.
         frame = frame if frame.flags.writeable else frame.copy()
-        with self._life.waiting(f"{self._peer} to take {frame.size} bytes", RuntimeError):
+        with self._life.waiting(f"{self._peer} to take {frame.size} bytes", RuntimeError, OSError):
             self._joined().send(frame, self._timeout_s)
 
     def recv(self, into: np.ndarray) -> None:
         """Receive one frame (see `Receiver`)."""
         require_frame(into, writable=True)
-        with self._life.waiting(f"{into.size} bytes from {self._peer}", RuntimeError):
-            deadline_s = time.monotonic() + self._timeout_s
+        with self._life.waiting(f"{into.size} bytes from {self._peer}", RuntimeError, OSError):
+            ends_s = time.monotonic() + self._timeout_s
             pair = self._joined()
-            pair.recv(into, max(deadline_s - time.monotonic(), 0.001))
+            pair.recv(into, max(ends_s - time.monotonic(), _LEAST_WAIT_S))
 
     def close(self) -> None:
         """Leave the group (see `Sender`)."""
@@ -82,7 +85,7 @@ class PairEnd:
 
     def _joined(self) -> Pair:
         if self._pair is None:
-            self._pair = self._join()
+            self._pair = self._join(self._timeout_s)
         return self._pair
 
     def _release(self) -> None:
@@ -101,30 +104,41 @@ class PairTransport:
         self._host = host
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
-        self._rendezvous: Rendezvous | None = None
         self._ends: set[PairEnd] = set()
         self._is_closed = False
 
     def listen(self, peer: str) -> tuple[PairEnd, Ticket]:
         """See `Transport`."""
-        ticket = Ticket(backend=self.name, channel=new_channel_id(), host=self._host)
-        require_usable(ticket, peer=peer, backend=self.name, is_closed=self._is_closed)
+        channel = new_channel_id()
         try:
-            ticket = replace(ticket, port=self._served().port)
-        except (RuntimeError, OSError) as error:
+            door = open_door(self._host)
+        except OSError as error:
             raise TransferError(
                 peer=peer,
-                channel=ticket.channel,
+                channel=channel,
                 awaited=f"a free port on {self._host}",
-                got=first_line(error),
+                got=reason_of(error),
                 advice="is it an address of this node?",
             ) from error
-        return self._end(ticket, peer, rank=0), ticket
+        ticket = Ticket(backend=self.name, channel=channel, host=self._host, port=door.getsockname()[1])
+
+        def join(timeout_s: float) -> Pair:
+            ends_s = time.monotonic() + timeout_s
+            link = accept(door, channel, timeout_s)
+            shut(door)
+            return self._open_pair(self._store(link, ends_s), rank=0)
+
+        return self._end(join, ticket, peer, at_end=lambda: shut(door)), ticket
 
     def connect(self, ticket: Ticket, peer: str) -> PairEnd:
         """See `Transport`."""
-        require_usable(ticket, peer=peer, backend=self.name, is_closed=self._is_closed)
-        end = self._end(ticket, peer, rank=1)
+
+        def join(timeout_s: float) -> Pair:
+            ends_s = time.monotonic() + timeout_s
+            link = reach(ticket.host, ticket.port, ticket.channel, timeout_s)
+            return self._open_pair(self._store(link, ends_s), rank=1)
+
+        end = self._end(join, ticket, peer, at_end=lambda: None)
         end.open()
         return end
 
@@ -133,47 +147,34 @@ class PairTransport:
         with self._lock:
             self._is_closed = True
             ends = list(self._ends)
-            rendezvous, self._rendezvous = self._rendezvous, None
         for end in ends:
             end.close()
-        if rendezvous is not None:
-            rendezvous.close()
         self._release()
 
-    def _open_pair(self, store: Store, rank: int) -> Pair:
-        """Join the group of two that meets in `store`. Raises RuntimeError."""
+    def _open_pair(self, store: PairStore, rank: int) -> Pair:
+        """Join the group of two that meets in `store`; the pair closes it. Raises RuntimeError, OSError."""
         raise NotImplementedError
 
     def _release(self) -> None:
         """Free what the channels shared."""
 
-    def _end(self, ticket: Ticket, peer: str, rank: int) -> PairEnd:
-        def join() -> Pair:
-            store = meet(
-                host=ticket.host, port=ticket.port, channel=ticket.channel, timeout_s=self._timeout_s
-            )
-            return self._open_pair(store, rank)
+    def _store(self, link: socket.socket, ends_s: float) -> PairStore:
+        return PairStore(link, timeout_s=max(ends_s - time.monotonic(), _LEAST_WAIT_S))
 
+    def _end(
+        self, join: Callable[[float], Pair], ticket: Ticket, peer: str, *, at_end: Callable[[], None]
+    ) -> PairEnd:
         def release(end: PairEnd) -> None:
+            at_end()
             self._ends.discard(end)
-            rendezvous = self._rendezvous
-            # Not before: the source may still be reading what it needs to join.
-            if rank == 0 and rendezvous is not None:
-                rendezvous.forget(ticket.channel)
 
-        end = PairEnd(
-            join,
-            peer=peer,
-            channel=ticket.channel,
-            timeout_s=self._timeout_s,
-            on_release=release,
-        )
+        end = PairEnd(join, peer=peer, channel=ticket.channel, timeout_s=self._timeout_s, on_release=release)
         with self._lock:
+            is_closed = self._is_closed
             self._ends.add(end)
+        try:
+            require_usable(ticket, peer=peer, backend=self.name, is_closed=is_closed)
+        except TransferError:
+            end.close()
+            raise
         return end
-
-    def _served(self) -> Rendezvous:
-        with self._lock:
-            if self._rendezvous is None:
-                self._rendezvous = Rendezvous(host=self._host, timeout_s=self._timeout_s)
-            return self._rendezvous

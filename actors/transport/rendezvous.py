@@ -1,61 +1,118 @@
-"""Where the two ends of a process group meet: a small store at the listening side, on its own address.
+"""Where the two ends of a process group meet: one TCP connection, from the source to the destination.
 
-One server per listening transport, on a free port; a client of its own per channel, because a client
-that waits for its peer holds up every other user of it. Nothing here touches the global state of
-torch.distributed.
+A process group wants a store to exchange addresses through. torch's TCPStore looks up the name of every
+address it sees in the DNS, which held up each opening by 5 s where nobody answered, listens on all
+addresses and keeps a thread; this one does none of that. Every wait ends at its timeout.
 """
 
 from __future__ import annotations
 
 import socket
+import struct
+import time
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed
 
-Store = Any
-"A torch store; neither it nor the process groups are in torch's public types."
+_LENGTHS = struct.Struct("<II")
+_MAX_ITEM_BYTES = 1 << 20
 _c10d: Any = torch.distributed
 
 
-class Rendezvous:
-    """A key-value server that ends with this object."""
+def open_door(host: str) -> socket.socket:
+    """Listen on a free port of one address of this node. Raises OSError."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, 0), family=family, backlog=4)
 
-    def __init__(self, *, host: str, timeout_s: float) -> None:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listening = socket.create_server((host, 0), family=family, backlog=128)
-        self.port = int(listening.getsockname()[1])
-        # Handing over a bound socket is the only way to keep the server off every other address.
-        self._server: Store | None = _c10d.TCPStore(
-            host,
-            self.port,
-            is_master=True,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=timeout_s),
-            master_listen_fd=listening.detach(),
-        )
 
-    def forget(self, channel: str) -> None:
-        """Drop what a channel left in the store."""
-        server = self._server
-        if server is not None:
-            with suppress(RuntimeError):
-                for key in server.list_keys():
-                    if channel in key:
-                        server.delete_key(key)
+def shut(door: socket.socket) -> None:
+    """Free the port; an `accept` under way ends at once."""
+    with suppress(OSError):
+        door.shutdown(socket.SHUT_RDWR)
+    door.close()
+
+
+def accept(door: socket.socket, channel: str, timeout_s: float) -> socket.socket:
+    """Wait for the source of `channel` to knock. Raises OSError."""
+    ends_s = time.monotonic() + timeout_s
+    while True:
+        door.settimeout(_remaining_s(ends_s))
+        link, _ = door.accept()
+        link.settimeout(_remaining_s(ends_s))
+        with suppress(ConnectionError):
+            if _read(link, len(channel)) == channel.encode():
+                return link
+        # Somebody else found the port.
+        link.close()
+
+
+def reach(host: str, port: int, channel: str, timeout_s: float) -> socket.socket:
+    """Knock at the destination's door. Raises OSError."""
+    link = socket.create_connection((host, port), timeout=timeout_s)
+    link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    link.sendall(channel.encode())
+    return link
+
+
+class PairStore(_c10d.Store):
+    """The store of one pair: what either side sets, both can get. Used by one thread at a time.
+
+    What the groups do not call raises torch's own error for a method that is missing.
+    """
+
+    def __init__(self, link: socket.socket, *, timeout_s: float) -> None:
+        super().__init__()
+        self._link = link
+        self._timeout_s = timeout_s
+        self._values: dict[str, bytes] = {}
+
+    def set(self, key: str, value: bytes | str) -> None:
+        """Keep a value and send it to the other side. Raises OSError."""
+        name, data = key.encode(), value.encode() if isinstance(value, str) else bytes(value)
+        self._values[key] = data
+        self._link.settimeout(self._timeout_s)
+        self._link.sendall(_LENGTHS.pack(len(name), len(data)) + name + data)
+
+    def get(self, key: str) -> bytes:
+        """Return a value, waiting for it. Raises OSError."""
+        self.wait([key])
+        return self._values[key]
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Whether the values are here."""
+        return all(key in self._values for key in keys)
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        """Wait until the values are here. Raises OSError, TimeoutError among them."""
+        ends_s = time.monotonic() + (self._timeout_s if timeout is None else timeout.total_seconds())
+        while not self.check(keys):
+            self._link.settimeout(_remaining_s(ends_s))
+            name_length, data_length = _LENGTHS.unpack(_read(self._link, _LENGTHS.size))
+            if name_length + data_length > _MAX_ITEM_BYTES:
+                raise ConnectionError("a peer that speaks another protocol")
+            name = _read(self._link, name_length)
+            self._values[name.decode()] = _read(self._link, data_length)
 
     def close(self) -> None:
-        """Free the port; connected clients see their connection closed."""
-        self._server = None
+        """Close the connection."""
+        self._link.close()
 
 
-def meet(*, host: str, port: int, channel: str, timeout_s: float) -> Store:
-    """A client of the server at `host`:`port` that sees the keys of one channel only.
+def _read(link: socket.socket, length: int) -> bytes:
+    data = bytearray()
+    while len(data) < length:
+        part = link.recv(length - len(data))
+        if not part:
+            raise ConnectionError("a connection closed by the peer")
+        data += part
+    return bytes(data)
 
-    Raises RuntimeError (torch's DistError) when nobody answers within `timeout_s`.
-    """
-    client = _c10d.TCPStore(
-        host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
-    )
-    return _c10d.PrefixStore(channel, client)
+
+def _remaining_s(ends_s: float) -> float:
+    remaining_s = ends_s - time.monotonic()
+    if remaining_s <= 0.0:
+        raise TimeoutError("nobody in time")
+    return remaining_s

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from actors.transport.frames import TRAILER_BYTES, frame_bytes, open_frame, seal
+from actors.transport.frames import TRAILER_BYTES, claimed_sequence, frame_bytes, open_frame, seal
 from core.errors import TransferError
 
 SIZES = [1, 8, 13, 4096, 4097, 65536, 262_144 + 5, 1 << 20]
@@ -83,6 +83,10 @@ def test_a_dropped_or_repeated_frame_is_named():
     assert "frame 4" in refuses(sealed(100, sequence=3), sequence=4)
     message = refuses(sealed(100, sequence=5), sequence=4)
     assert "frame 4" in message and "frame 5" in message
+
+
+def test_a_frame_says_its_number_before_it_is_opened():
+    assert claimed_sequence(sealed(100, sequence=(1 << 48) - 1)) == (1 << 48) - 1
 
 
 def test_a_truncated_or_joined_frame_is_caught():

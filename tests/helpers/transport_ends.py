@@ -1,7 +1,7 @@
 """Instances that own a transport, one per process: what the contract tests talk to.
 
-`Ends` answers the same calls in this process (memory) and in an actor (the others); a call returns a
-future, so that a test can hold several open.
+`Ends` answers the same calls in this process and in an actor; a call returns a future, so that a test can
+hold several open.
 """
 
 from __future__ import annotations
@@ -78,8 +78,14 @@ class Ends:
 class LocalEnd:
     """An instance in this process."""
 
-    def __init__(self, hub: MemoryHub) -> None:
-        self._ends = Ends(MemoryTransport(hub, timeout_s=TIMEOUT_S))
+    def __init__(self, backend: str, hub: MemoryHub) -> None:
+        if backend == "memory":
+            self._ends = Ends(MemoryTransport(hub, timeout_s=TIMEOUT_S))
+        else:
+            import ray
+
+            host = ray.util.get_node_ip_address()
+            self._ends = Ends(make_transport(backend, host=host, timeout_s=TIMEOUT_S))
         self._threads = ThreadPoolExecutor(max_workers=16)
 
     def call(self, method: str, *args) -> Future:
