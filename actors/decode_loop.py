@@ -129,6 +129,8 @@ class NewsOrder:
     """Something about a move: an order, a peer's message, news of a transfer thread, a verdict."""
 
     news: News
+    term: int | None = None
+    "of the scheduler that says it; None: it comes from a peer or a transfer thread"
 
     def __str__(self) -> str:
         return describe(self.news)
@@ -275,7 +277,7 @@ class DecodeLoop:
                 case DrainOrder():
                     self._drains.append(future)
                 case NewsOrder():
-                    self._take_news(order.news)
+                    self._take_news(order)
                     future.set_result(None)
                 case HoldOrder():
                     self._term = max(self._term, order.term)
@@ -305,10 +307,13 @@ class DecodeLoop:
             self._host.engine.submit(request)
             self.open_epochs[request.key] = request.epoch
 
-    def _take_news(self, news: News) -> None:
+    def _take_news(self, order: NewsOrder) -> None:
+        # As in `_submit`: its successor has ruled on what this one ruled on.
+        if order.term is not None and order.term < self._term:
+            return
         if self._door is None:
-            raise RlhfSpecError(f"instance {self._instance} moves no samples, but got: {describe(news)}")
-        self._door.take(news)
+            raise RlhfSpecError(f"instance {self._instance} moves no samples, but got: {order}")
+        self._door.take(order.news)
 
     def _held(self) -> HeldSamples:
         with self._changed:
@@ -329,7 +334,8 @@ class DecodeLoop:
         self._step_began_s = began_s = time.monotonic()
         finished = engine.step()
         for completion in finished:
-            self.open_epochs.pop(completion.key, None)
+            if self.open_epochs.get(completion.key) == completion.epoch:
+                self.open_epochs.pop(completion.key)
         if finished and self._door is not None:
             self._door.after_step(finished)
         now_s = time.monotonic()

@@ -295,7 +295,8 @@ class SchedulerActor:
                 self._start_move(order.order)
             case SendVerdict():
                 if order.instance in self._links:
-                    self._links[order.instance].handle.settle.remote(order.verdict)
+                    handle = self._links[order.instance].handle
+                    handle.settle.remote(order.verdict, self._settings.term)
             case MoveEnded():
                 self._moves.append(order.record)
                 self._move_gauges.count(order.record)
@@ -305,7 +306,7 @@ class SchedulerActor:
 
     def _start_move(self, order: MoveOrder) -> None:
         destination = self._links[order.destination].handle
-        self._links[order.source].handle.move_out.remote(order, destination)
+        self._links[order.source].handle.move_out.remote(order, destination, self._settings.term)
 
     def _abandon(self, order: Abandon) -> None:
         ray.kill(self._links.pop(order.instance).handle)

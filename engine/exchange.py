@@ -107,9 +107,9 @@ class SampleExchange:
 
         None when the sample is not here. `shipped` None: no caches are wanted.
         """
-        for state in self._waiting:
+        for index, state in enumerate(self._waiting):
             if state.request.key == key:
-                self._waiting.remove(state)
+                del self._waiting[index]
                 return state, ()
         slot = self._batch.slot_of(key)
         if slot is None:
@@ -154,9 +154,17 @@ class SampleExchange:
             cached=cached,
         )
 
-    def drop(self, key: SampleKey) -> bool:
-        """Take a sample out for good; False when it is not here."""
-        return self.detach(key, weight_version=0) is not None
+    def drop(self, key: SampleKey, *, epoch: int | None = None) -> bool:
+        """Take a sample out for good, or only its copy of that epoch; False when it is not here."""
+        for index, state in enumerate(self._waiting):
+            if state.request.key == key and epoch in (None, state.request.epoch):
+                del self._waiting[index]
+                return True
+        for slot, request in enumerate(self._batch.requests):
+            if request.key == key and epoch in (None, request.epoch):
+                self.vacate(slot)
+                return True
+        return False
 
     def vacate(self, slot: int) -> None:
         """Free a slot; the last sample moves in."""

@@ -56,7 +56,21 @@ class Ledger:
 
     def start_move(self, move: Move, *, now_s: float) -> MoveOrder:
         """Note that a sample is being moved; it belongs to its source until the destination commits."""
-        return self.moves.start(move, epoch=self.samples[move.key].request.epoch, now_s=now_s)
+        sample = self.samples[move.key]
+        sample.was_moved = True
+        return self.moves.start(move, epoch=sample.request.epoch, now_s=now_s)
+
+    def forget_silent_moves(self, *, timeout_s: float) -> list[Order]:
+        """End moves of which nothing was heard for too long: the destination's slot is free again."""
+        orders: list[Order] = []
+        for order in self.moves.silent(self.now_s, timeout_s=timeout_s):
+            why = (
+                f"the scheduler waited {timeout_s:.0f} s for {order.source} and {order.destination} to end it"
+            )
+            orders += self.end_move(order.key, "lost", why)
+            call_off = CallOff(move_id=order.move_id, reason=why)
+            orders += self._if_alive(order.source, SendVerdict(instance=order.source, verdict=call_off))
+        return orders
 
     def end_move(
         self, key: SampleKey, outcome: str, why: str, figures: dict[str, float] | None = None
@@ -95,9 +109,7 @@ class Ledger:
         if member is None:
             return []
         orders: list[Order] = []
-        moved = set()
         for order in self.moves.touching(instance):
-            moved.add(order.key)
             if order.source == instance:
                 orders += self.end_move(order.key, "lost", f"{instance}: {reason}")
                 epoch = self.samples[order.key].request.epoch + TAKEN_BACK_EPOCHS
@@ -109,18 +121,24 @@ class Ledger:
                 call_off = CallOff(move_id=order.move_id, reason=f"{instance} is lost: {reason}")
                 orders += self._if_alive(order.source, SendVerdict(instance=order.source, verdict=call_off))
         for key in member.owned:
-            self.queue_again(key, TAKEN_BACK_EPOCHS if key in moved else 1)
+            self.queue_again(key)
         return [*orders, Abandon(instance=instance, reason=reason, num_requeued=len(member.owned))]
 
-    def queue_again(self, key: SampleKey, num_epochs: int) -> None:
+    def queue_again(self, key: SampleKey) -> None:
         """Let a sample start anew, under an epoch that no copy of it can have."""
         sample = self.samples[key]
         sample.owner, sample.tokens, sample.is_running = None, NO_TOKENS, False
+        num_epochs = TAKEN_BACK_EPOCHS if sample.was_moved else 1
         sample.request = replace(sample.request, epoch=sample.request.epoch + num_epochs)
         heapq.heappush(self.waiting, (sample.arrival, key))
 
     def rule(self, instance: str, report: MoveReport) -> list[Order]:
-        """Decide what an instance claims of a move, and tell whom it concerns."""
+        """Decide what an instance claims of a move, and tell whom it concerns.
+
+        An instance that was given up claims nothing any more: what it held is another's.
+        """
+        if instance not in self.members:
+            return []
         sample, key = self.samples.get(report.key), report.key
         epoch, owner = (sample.request.epoch, sample.owner) if sample else (0, None)
         match report.claim:
@@ -136,10 +154,12 @@ class Ledger:
                     orders += self._end(report, "moved")
                 return orders
             case Claim.TAKE_BACK:
-                ruling = rule_on_take_back(report, epoch=epoch, owner=owner)
+                taken_back = sample.taken_back if sample else ""
+                ruling = rule_on_take_back(report, epoch=epoch, owner=owner, taken_back=taken_back)
                 if ruling is Ruling.GRANTED:
                     epoch += TAKEN_BACK_EPOCHS
                     self._give(key, report.source, epoch)
+                    self.samples[key].taken_back = report.move_id
                 orders = [_verdict_on(instance, report, ruling, epoch)]
                 if ruling is Ruling.GRANTED:
                     orders += self._if_alive(
@@ -152,7 +172,7 @@ class Ledger:
             case Claim.LOST:
                 if owner == instance and epoch == report.epoch:
                     self.members[instance].owned.remove(key)
-                    self.queue_again(key, TAKEN_BACK_EPOCHS)
+                    self.queue_again(key)
                 return self._end(report, "lost")
 
     def _give(self, key: SampleKey, instance: str, epoch: int) -> None:

@@ -24,6 +24,10 @@ class OpenSample:
     "response tokens at the last poll"
     is_running: bool = False
     "its owner has reported progress of it"
+    was_moved: bool = False
+    "a move of it was ordered: a copy may exist under the epoch after the current one"
+    taken_back: str = ""
+    "the move whose take-back gave the owner its epoch"
     stale: list[tuple[int, str, str]] = field(default_factory=list)
     "(epoch, instance, digest) of reports that came too late to be accepted, to be compared"
 

@@ -40,13 +40,18 @@ def rule_on_commit(report: MoveReport, *, epoch: int, owner: str | None) -> Ruli
     return Ruling.DENIED
 
 
-def rule_on_take_back(report: MoveReport, *, epoch: int, owner: str | None) -> Ruling:
-    """The source wants back what it handed over under `report.epoch`."""
+def rule_on_take_back(report: MoveReport, *, epoch: int, owner: str | None, taken_back: str) -> Ruling:
+    """The source wants back what it handed over under `report.epoch`.
+
+    `taken_back` is the move whose take-back gave the owner its epoch: a sample that came back by a second
+    move has the same owner and epoch, and what the first one left behind is no copy to go on with.
+    """
     if owner != report.source:
         return Ruling.DENIED
     if epoch == report.epoch:
         return Ruling.GRANTED
-    return Ruling.CONFIRMED if epoch == report.epoch + TAKEN_BACK_EPOCHS else Ruling.DENIED
+    confirmed = epoch == report.epoch + TAKEN_BACK_EPOCHS and taken_back == report.move_id
+    return Ruling.CONFIRMED if confirmed else Ruling.DENIED
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,11 +128,9 @@ class OpenMoves:
         """(source, destination) between which a sample has been migrated: their channel is open."""
         return frozenset(self._warm)
 
-    def forget_silent(self, now_s: float, *, timeout_s: float) -> list[MoveEnded]:
-        """End moves of which nothing has been heard for too long."""
-        silent = [key for key, found in self._open.items() if now_s - found.ordered_s > timeout_s]
-        why = f"nothing was heard of it for {timeout_s:.0f} s"
-        return [ended for key in silent for ended in self.end(key, "lost", why, now_s=now_s)]
+    def silent(self, now_s: float, *, timeout_s: float) -> list[MoveOrder]:
+        """Orders of which nothing has been heard for too long."""
+        return [found.order for found in self._open.values() if now_s - found.ordered_s > timeout_s]
 
     def of(self, key: SampleKey) -> MoveOrder | None:
         """The order of a sample's move."""

@@ -36,7 +36,7 @@ from policies.scheduler_records import (
 )
 
 MOVE_TIMEOUT_S = 60.0
-"A move of which nothing was heard for so long is forgotten: its destination's slot is free again."
+"A move of which nothing was heard for so long is called off and forgotten: a slot waits for it."
 
 
 class Scheduler:
@@ -116,7 +116,7 @@ class Scheduler:
     def reallocate(self, now_s: float) -> list[Order]:
         """Let the policy order moves, from what the last polls said."""
         self._ledger.now_s = now_s
-        forgotten: list[Order] = list(self._ledger.moves.forget_silent(now_s, timeout_s=MOVE_TIMEOUT_S))
+        forgotten = self._ledger.forget_silent_moves(timeout_s=MOVE_TIMEOUT_S)
         if self._reallocation is None:
             return forgotten
         view = pool_view(self._ledger, max_new_tokens=self._max_new_tokens)
@@ -190,19 +190,21 @@ class Scheduler:
         self._ledger.members[event.instance] = Member(num_slots=event.num_slots, last_seen_s=event.now_s)
 
     def _adopt(self, key: SampleKey, sample: OpenSample, snapshots: list[InstanceSnapshot]) -> None:
-        epochs = {s.instance: s.open_epochs[key] for s in snapshots if key in s.open_epochs}
-        epochs |= {s.instance: c.epoch for s in snapshots for c in s.completions if c.key == key}
+        held = [(s.open_epochs[key], s.instance, "") for s in snapshots if key in s.open_epochs]
+        held += [(c.epoch, s.instance, "") for s in snapshots for c in s.completions if c.key == key]
         # a copy that was set aside counts where nobody holds a newer one
-        aside = {s.instance: s.set_aside[key][1] for s in snapshots if key in s.set_aside}
-        epochs = aside | epochs
-        newest = max(epochs.values(), default=-1)
-        holders = [instance for instance, epoch in epochs.items() if epoch == newest]
+        held += [
+            (s.set_aside[key][1], s.instance, s.set_aside[key][0]) for s in snapshots if key in s.set_aside
+        ]
+        newest = max((epoch for epoch, _, _ in held), default=-1)
+        holders = {(instance, move_id) for epoch, instance, move_id in held if epoch == newest}
+        epoch = max(newest, sample.request.epoch) + 1
         if len(holders) == 1:
-            sample.owner = holders[0]
-            self._ledger.members[holders[0]].owned.add(key)
-        epoch = newest if len(holders) == 1 else max(newest, sample.request.epoch) + 1
-        if len(holders) == 1 and key in aside and newest == aside.get(holders[0]):
-            epoch += TAKEN_BACK_EPOCHS
+            ((sample.owner, sample.taken_back),) = holders
+            self._ledger.members[sample.owner].owned.add(key)
+            # the destination may hold the next one in a message that is still on its way
+            epoch = newest + (TAKEN_BACK_EPOCHS if sample.taken_back else 0)
+        sample.was_moved = any(move_id for _, _, move_id in held)
         sample.request = replace(sample.request, epoch=epoch)
 
     def _settle_what_was_set_aside(self, snapshots: list[InstanceSnapshot]) -> list[Order]:
@@ -211,7 +213,7 @@ class Scheduler:
         for snapshot in snapshots:
             for key, (move_id, _) in snapshot.set_aside.items():
                 sample = self._ledger.samples.get(key)
-                owns = sample is not None and sample.owner == snapshot.instance
+                owns = sample is not None and sample.taken_back == move_id
                 orders.append(
                     verdict_for(snapshot.instance, move_id, key, sample.request.epoch if sample else 0, owns)
                 )
@@ -258,7 +260,9 @@ class Scheduler:
         sample = self._ledger.samples.get(key)
         if sample is None:
             return [Alarm(key=key, instance=instance, epoch=epoch, what="a sample nobody asked for")]
-        if epoch < sample.request.epoch:
+        move = self._ledger.moves.of(key)
+        is_uncommitted = move is not None and (instance, epoch) == (move.destination, move.epoch + 1)
+        if epoch < sample.request.epoch or is_uncommitted:
             sample.stale.append((epoch, instance, digest(completion)))
             return []
         if epoch > sample.request.epoch or sample.owner != instance:

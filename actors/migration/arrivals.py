@@ -130,7 +130,9 @@ class Arrivals:
         ticket = None
         if expect_frames and frames:
             try:
-                ticket = self._desk.transfers.listen(order.source, prepare.channel)
+                ticket = self._desk.transfers.listen(
+                    order.source, known_channel=prepare.channel, broken_channel=prepare.broken_channel
+                )
             except TransferError as error:
                 self._carry_out(order.move_id, coming.machine.refuse(str(error), now_s=self._desk.clock()))
                 return

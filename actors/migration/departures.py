@@ -175,6 +175,7 @@ class Departures:
             token_bytes=token_bytes,
             frame_bytes=self._desk.settings.frame_bytes,
             channel=self._desk.transfers.open_channel(order.destination),
+            broken_channel=self._desk.transfers.broken_channel(order.destination),
         )
         self._desk.post(order.destination, prepare)
 

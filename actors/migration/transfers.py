@@ -9,8 +9,8 @@ from __future__ import annotations
 import time
 import zlib
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -34,16 +34,6 @@ NoteSpan = Callable[[SpanKind, float, float, str], None]
 class _Open:
     ticket: Ticket
     end: Any
-    is_used: bool = False
-    "frames have been received: the source knows the channel"
-    jobs: list[Future[None]] = field(default_factory=list)
-    "what waits for frames of it, or did"
-
-    @property
-    def is_waited_on(self) -> bool:
-        """True while frames of some move are expected."""
-        self.jobs = [job for job in self.jobs if not job.done()]
-        return bool(self.jobs)
     began_s: float = 0.0
     "when the first frame of the last transfer was there"
 
@@ -64,18 +54,23 @@ class Transfers:
         "channel to each destination, from its ticket's arrival on"
         self._threads: dict[tuple[str, str], ThreadPoolExecutor] = {}
 
+        self._broken: dict[str, str] = {}
+        "the channel to each destination that failed last"
+
     def open_channel(self, destination: str) -> str:
         """The channel to a destination that is open here, or being opened; "" when there is none."""
         return self._known.get(destination, "")
 
-    def listen(self, source: str, known_channel: str) -> Ticket | None:
+    def broken_channel(self, destination: str) -> str:
+        """The channel to a destination that failed here last; "" when none did."""
+        return self._broken.get(destination, "")
+
+    def listen(self, source: str, *, known_channel: str, broken_channel: str) -> Ticket | None:
         """Be ready to receive from a source; None when the channel it knows is still good. Raises TransferError."""
         found = self._receivers.get(source)
-        if found is not None and found.ticket.channel == known_channel:
-            return None
-        if found is not None and not known_channel and (not found.is_used or found.is_waited_on):
+        if found is not None and found.ticket.channel != broken_channel:
             # two moves are prepared at once: the second shares the channel whose ticket is on its way
-            return found.ticket
+            return None if found.ticket.channel == known_channel else found.ticket
         if found is not None:
             found.end.close()
         receiver, ticket = self._transport.listen(source)
@@ -100,7 +95,7 @@ class Transfers:
                 sender = self._sender(destination, ticket)
                 error = self._send_all(sender, move_id, frames, lease)
             except TransferError as failure:
-                self._lose_sender(destination)
+                self._lose_sender(destination, ticket)
                 error = str(failure)
             self._note("send", began_s, time.monotonic(), f"{move_id} to {destination}")
             done(error)
@@ -115,7 +110,7 @@ class Transfers:
             try:
                 self._abort(self._sender(destination, ticket), frames[0])
             except TransferError:
-                self._lose_sender(destination)
+                self._lose_sender(destination, ticket)
 
         if frames:
             self._thread("to", destination).submit(job)
@@ -145,12 +140,12 @@ class Transfers:
             self._note("receive", channel.began_s, time.monotonic(), f"{move_id} from {source}")
             done(pieces, error)
 
-        channel.jobs.append(self._thread("from", source).submit(job))
+        self._thread("from", source).submit(job)
 
     def close_channels(self) -> None:
         """Close what is open; the next move opens its channel anew. Jobs under way end with an error."""
         for peer in list(self._senders):
-            self._lose_sender(peer)
+            self._lose_sender(peer, None)
         for peer in list(self._receivers):
             self._forget(self._receivers, peer)
 
@@ -162,14 +157,15 @@ class Transfers:
 
     def _sender(self, destination: str, ticket: Ticket | None) -> Sender:
         found = self._senders.get(destination)
-        if ticket is not None and (found is None or found.ticket.channel != ticket.channel):
+        is_broken = ticket is not None and ticket.channel == self._broken.get(destination)
+        if ticket is not None and not is_broken and (found is None or found.ticket.channel != ticket.channel):
             self._forget(self._senders, destination)
             found = _Open(ticket, self._transport.connect(ticket, destination))
             self._senders[destination] = found
-        if found is None:
+        if found is None or is_broken:
             raise TransferError(
                 peer=destination,
-                channel="none",
+                channel=ticket.channel if ticket else "none",
                 awaited="an open channel",
                 got="one that failed meanwhile",
                 advice="the next move opens a new one",
@@ -203,9 +199,17 @@ class Transfers:
         if ticket is not None:
             self._known[destination] = ticket.channel
 
-    def _lose_sender(self, destination: str) -> None:
-        self._known.pop(destination, None)
-        self._forget(self._senders, destination)
+    def _lose_sender(self, destination: str, ticket: Ticket | None) -> None:
+        """The channel of the ticket, or the one in use, is of no use any more."""
+        found = self._senders.get(destination)
+        if ticket is None and found is not None:
+            ticket = found.ticket
+        if ticket is not None:
+            self._broken[destination] = ticket.channel
+        if ticket is None or self._known.get(destination) == ticket.channel:
+            self._known.pop(destination, None)
+        if found is not None and ticket is not None and found.ticket.channel == ticket.channel:
+            self._forget(self._senders, destination, found)
 
     def _forget(self, ends: dict[str, _Open], peer: str, only: _Open | None = None) -> None:
         """Close an end, if it is still `only`: another may have been opened since that one failed."""
@@ -236,7 +240,6 @@ def _receive_all(channel: _Open, move_id: str, frames: Sequence[Frame]) -> tuple
     for number, frame in enumerate(frames):
         buffer = np.empty(frame_bytes(frame.num_bytes), dtype=np.uint8)
         channel.end.recv(buffer)
-        channel.is_used = True
         if number == 0:
             channel.began_s = time.monotonic()
         _require_not_aborted(buffer)

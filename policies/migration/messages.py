@@ -39,6 +39,8 @@ class Prepare:
     "about so many bytes a frame: both sides cut alike"
     channel: str = ""
     "the source's open channel to the destination, if any"
+    broken_channel: str = ""
+    "the one that failed last at the source: of no use any more"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
