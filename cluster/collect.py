@@ -16,6 +16,7 @@ from cluster.rollout_buffer import RolloutBuffer
 from cluster.system import Scored, System
 from core.records import GenerationStats, Rollout, SampleRequest
 from learning.data import response_text
+from policies.scheduler_records import MoveRecord
 
 _WAIT_S = 0.2
 "How long one look at the scheduler or the reward pool may take when there is nothing new."
@@ -27,6 +28,10 @@ class Collected:
 
     rollouts: list[Rollout]
     stats: GenerationStats
+    moves: tuple[MoveRecord, ...]
+    "that ended in the iteration"
+    planning_s: float
+    "seconds the scheduler spent on deciding moves"
     generate_s: float
     "until the last completion"
     score_s: float
@@ -40,8 +45,8 @@ def collect(system: System, requests: Sequence[SampleRequest], report: Reporter)
     used up.
     """
     began_s = time.perf_counter()
-    _take(system, wait_s=0.0, report=report)
-    before = system.scheduler.stats
+    moves = list(_take(system, wait_s=0.0, report=report).moves)
+    before, planned_before_s = system.scheduler.stats, system.scheduler.planning_s
     system.scheduler.enqueue(tuple(requests))
     by_key = {request.key: request for request in requests}
     buffer = RolloutBuffer(max_staleness=system.config.rollout.max_staleness)
@@ -51,6 +56,7 @@ def collect(system: System, requests: Sequence[SampleRequest], report: Reporter)
         if num_completed < len(requests):
             taken = _take(system, wait_s=_WAIT_S, report=report)
             unscored += [(by_key[c.key], c, response_text(system.tokenizer, c)) for c in taken.completions]
+            moves += taken.moves
             num_completed += len(taken.completions)
             stats, generated_s = system.scheduler.stats, time.perf_counter()
         _send(system, unscored, is_last=num_completed == len(requests))
@@ -59,6 +65,8 @@ def collect(system: System, requests: Sequence[SampleRequest], report: Reporter)
     return Collected(
         rollouts=buffer.drain(),
         stats=stats - before,
+        moves=tuple(moves),
+        planning_s=system.scheduler.planning_s - planned_before_s,
         generate_s=generated_s - began_s,
         score_s=time.perf_counter() - generated_s,
     )

@@ -17,6 +17,7 @@ from cluster.collect import collect
 from cluster.figures import iteration_figures
 from cluster.inputs import Inputs
 from cluster.publish import from_trainer
+from cluster.recorder import Recorder
 from cluster.refit import refit_draft
 from cluster.report import Reporter
 from cluster.rollout_files import write_rollouts
@@ -57,20 +58,26 @@ def run_training(config: Config, inputs: Inputs, run_dir: RunDir, report: Report
 
 
 def train(system: System, run_dir: RunDir, report: Reporter) -> None:
-    """Run every iteration, writing metrics, rollouts and checkpoints as they come."""
+    """Run every iteration, writing metrics, rollouts, moves and checkpoints as they come; a timeline at the end."""
     run = system.config.run
     metrics = MetricsLog(run_dir.metrics_file)
+    recorder = Recorder(run_dir, report)
     report.start(run.iterations)
-    for iteration in range(run.iterations):
-        figures = run_iteration(system, iteration, run_dir, report)
-        metrics.write(iteration, figures)
-        report.iteration(iteration, figures)
-        if run.checkpoint_every and (iteration + 1) % run.checkpoint_every == 0:
-            save_checkpoints(system, run_dir, iteration=iteration)
-    save_checkpoints(system, run_dir)
+    try:
+        for iteration in range(run.iterations):
+            figures = run_iteration(system, iteration, run_dir, report, recorder)
+            metrics.write(iteration, figures)
+            report.iteration(iteration, figures)
+            if run.checkpoint_every and (iteration + 1) % run.checkpoint_every == 0:
+                save_checkpoints(system, run_dir, iteration=iteration)
+        save_checkpoints(system, run_dir)
+    finally:
+        recorder.write_timeline()
 
 
-def run_iteration(system: System, iteration: int, run_dir: RunDir, report: Reporter) -> dict[str, float]:
+def run_iteration(
+    system: System, iteration: int, run_dir: RunDir, report: Reporter, recorder: Recorder
+) -> dict[str, float]:
     """Sample, score, update, publish, refit once; return the iteration's figures."""
     rollout = system.config.rollout
     timeout_s = system.config.cluster.order_timeout_s
@@ -80,6 +87,7 @@ def run_iteration(system: System, iteration: int, run_dir: RunDir, report: Repor
     began_s = time.perf_counter()
     collected = collect(system, requests, report)
     write_rollouts(run_dir.rollouts_file(iteration), collected.rollouts)
+    moves = recorder.record(iteration, collected, system.generation.instances)
 
     update_began_s = time.perf_counter()
     report.progress("update", 0, 1)
@@ -101,7 +109,7 @@ def run_iteration(system: System, iteration: int, run_dir: RunDir, report: Repor
         "refit": ended_s - refit_began_s,
         "iteration": ended_s - began_s,
     }
-    return iteration_figures(collected.rollouts, collected.stats, update, seconds) | draft_figures
+    return iteration_figures(collected.rollouts, collected.stats, update, seconds) | moves | draft_figures
 
 
 def save_checkpoints(system: System, run_dir: RunDir, *, iteration: int | None = None) -> None:

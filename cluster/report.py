@@ -143,10 +143,12 @@ class _PlainTicker:
 
 def describe_figures(figures: Mapping[str, float]) -> str:
     """The figures a person watches, in one line; what a run does not have is left out."""
-    shown = (
+    shown = [
         ("reward/mean", "reward {:.3f}"),
         ("rollout/mean_acceptance_length", "accepts {:.2f}"),
         ("rollout/goodput_tokens_per_s", "{:,.0f} tokens/s"),
         ("time/iteration_s", "{:.1f} s"),
-    )
+    ]
+    if figures.get("moves/num_moved"):
+        shown.insert(-1, ("moves/num_moved", "{:.0f} moves"))
     return "  ".join(form.format(figures[name]) for name, form in shown if name in figures)

@@ -4,7 +4,9 @@
     RUN/status.json                     running | finished | interrupted | failed, and why
     RUN/metrics.jsonl                   one object an iteration (`core.metrics`)
     RUN/rollouts/iteration_0000.parquet prompts, responses, rewards, log-probabilities
+    RUN/moves.jsonl                     one object for each move of a sample; no file where none moved
     RUN/checkpoints/{target,draft}/     Hugging Face checkpoints, tokenizer included
+    RUN/timeline.{json,png}             what the instances did in the last iteration, as trace and as picture
     RUN/progress.png, RUN/summary.txt   written at the end, after an interruption too
 
 A job's working directory (Ray unpacks it under its own temporary folder and deletes it) is never
@@ -102,6 +104,21 @@ class RunDir:
     def metrics_file(self) -> Path:
         """One JSON object an iteration."""
         return self.path / "metrics.jsonl"
+
+    @property
+    def moves_file(self) -> Path:
+        """One JSON object for each move that ended."""
+        return self.path / "moves.jsonl"
+
+    @property
+    def timeline_file(self) -> Path:
+        """Trace of the last iteration's generation, for ui.perfetto.dev."""
+        return self.path / "timeline.json"
+
+    @property
+    def timeline_picture_file(self) -> Path:
+        """The same as a picture."""
+        return self.path / "timeline.png"
 
     @property
     def status_file(self) -> Path:

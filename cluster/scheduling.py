@@ -53,6 +53,8 @@ class SchedulerClient:
         self._lost: list[LostInstance] = []
         self._news: list[str] = []
         self._stats: dict[str, GenerationStats] = {}
+        self._planning_s = 0.0
+        self._planning_before_s = 0.0
         self._handle = make(settings)
         self._sentinel = self._handle.run.remote()
 
@@ -65,6 +67,11 @@ class SchedulerClient:
     def stats(self) -> GenerationStats:
         """Sums over all instances since the run began, lost ones included, as of the last `take`."""
         return sum(self._stats.values(), GenerationStats())
+
+    @property
+    def planning_s(self) -> float:
+        """Seconds spent on deciding moves since the run began, by all schedulers, as of the last `take`."""
+        return self._planning_before_s + self._planning_s
 
     def join(self, instance: str, handle: Handle, num_slots: int) -> None:
         """Add an instance whose weights have been confirmed. Raises SchedulerLost."""
@@ -90,6 +97,7 @@ class SchedulerClient:
         Raises what made generation impossible; SchedulerLost when no restart is left.
         """
         taken = self._tell("take", wait_s) or Taken()
+        self._planning_s = taken.planning_s
         self._delivered.update((completion.key, completion) for completion in taken.completions)
         self._stats.update(taken.stats)
         for lost in taken.lost:
@@ -134,6 +142,7 @@ class SchedulerClient:
                     "(cluster.max_scheduler_restarts)"
                 )
             self._settings = replace(self._settings, term=self._settings.term + 1)
+            self._planning_before_s, self._planning_s = self.planning_s, 0.0
             # It may be alive and out of reach only: two schedulers must not give out one sample.
             ray.kill(self._handle)
             held = self._ask_what_is_held()

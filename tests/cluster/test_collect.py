@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from made_moves import move
 
 from actors.messages import LostInstance, Taken
 from cluster.collect import collect
@@ -54,7 +55,7 @@ def done(index: int, *, version: int = 2) -> Completion:
 
 
 class Scheduler:
-    """Gives out a script of answers; every answer adds ten decode steps to the statistics."""
+    """Gives out a script of answers; every answer adds ten decode steps and a quarter of a second of planning."""
 
     def __init__(self, *script: Taken) -> None:
         self.script = [Taken(), *script]
@@ -76,6 +77,10 @@ class Scheduler:
     @property
     def stats(self) -> GenerationStats:
         return GenerationStats(num_decode_steps=10 * self.num_taken)
+
+    @property
+    def planning_s(self) -> float:
+        return 0.25 * self.num_taken
 
 
 class Rewards:
@@ -176,6 +181,15 @@ def test_a_busy_pool_gets_full_batches_and_the_rest_at_the_end():
 def test_the_statistics_are_those_of_this_iteration():
     # one answer before the samples are handed over, three with them
     assert collected(system(taken(0), taken(1), taken(2)), 0, 1, 2).stats.num_decode_steps == 30
+
+
+def test_moves_and_planning_are_those_of_this_iteration():
+    # moves that ended since the last iteration come with the first answer
+    made = system(taken(0, moves=(move("0-1"),)), taken(1, moves=(move("0-2", "kept"), move("0-3"))))
+    made.scheduler.script[0] = Taken(moves=(move("0-0"),))
+    found = collected(made, 0, 1)
+    assert [record.order.move_id for record in found.moves] == ["0-0", "0-1", "0-2", "0-3"]
+    assert found.planning_s == 0.5, "of two answers, the first one having come before the samples"
 
 
 def test_a_lost_instance_is_replaced_and_said_once():

@@ -3,6 +3,7 @@
 One system is started for the whole file: it trains two iterations, then loses an instance.
 """
 
+import json
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -18,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from cluster.collect import collect
 from cluster.inputs import read_inputs
 from cluster.loop import train
+from cluster.move_log import read_moves
 from cluster.report import Reporter
 from cluster.rundir import RunDir
 from cluster.session import RaySession
@@ -166,6 +168,30 @@ def test_the_figures_say_what_happened(trained):
     assert abs(last["learner/ratio_at_first_minibatch"] - 1.0) < 1e-4
     parts = sum(first[f"time/{name}_s"] for name in STEP_PARTS)
     assert 0.0 < parts <= first["time/iteration_s"]
+
+
+def test_the_last_iteration_leaves_a_trace_of_what_each_instance_did(trained):
+    events = json.loads(trained.run_dir.timeline_file.read_text())["traceEvents"]
+    processes = {e["args"]["name"]: e["pid"] for e in events if e["name"] == "process_name"}
+    assert list(processes) == ["gen-0", "gen-1"]
+    steps = [e for e in events if e.get("cat") == "step"]
+    assert {e["pid"] for e in steps} == set(processes.values())
+    assert max(e["args"]["samples"] for e in steps) == 4, "slots are full at first"
+    # not a step of the first iteration: a trace covers less than the generation of the last one took
+    last = read_metrics(trained.run_dir.metrics_file)[-1]
+    assert max(e["ts"] + e["dur"] for e in steps) / 1e6 <= last["time/iteration_s"]
+    assert trained.run_dir.timeline_picture_file.read_bytes().startswith(b"\x89PNG")
+
+
+def test_every_move_that_the_figures_count_is_on_disk_with_its_reasons(trained):
+    rows = read_metrics(trained.run_dir.metrics_file)
+    moves = read_moves(trained.run_dir.moves_file)
+    for row in rows:
+        ended = [move for move in moves if move["iteration"] == row["iteration"]]
+        counted = [row[f"moves/num_{name}"] for name in ("moved", "kept", "taken_back", "lost")]
+        assert sum(counted) == len(ended) and counted[0] == sum(move["outcome"] == "moved" for move in ended)
+        assert row["moves/planning_s"] > 0.0 and 0.0 < row["moves/overhead_share"] < 1.0
+    assert all(move["why_ordered"] and move["why_ended"] for move in moves)
 
 
 def test_checkpoints_are_plain_hugging_face_ones_of_what_was_published(trained, config):

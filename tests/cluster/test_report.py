@@ -94,6 +94,16 @@ def test_without_a_terminal_every_iteration_is_one_plain_line() -> None:
     assert line == "iteration 4/10  reward 0.300  accepts 3.00  100 tokens/s  4.0 s  about 24 s left"
 
 
+@pytest.mark.parametrize(
+    ("num_moved", "said"), [(3.0, "100 tokens/s  3 moves  4.0 s"), (0.0, "100 tokens/s  4.0 s")]
+)
+def test_the_line_counts_moves_when_there_were_any(num_moved: float, said: str) -> None:
+    report, text = text_reporter(terminal=False)
+    report.start(10)
+    report.iteration(3, TEN[3] | {"moves/num_moved": num_moved, "moves/num_kept": 2.0})
+    assert said in text.getvalue()
+
+
 def test_on_a_terminal_the_bar_shows_reward_acceptance_and_goodput() -> None:
     report, text = text_reporter(terminal=True)
     report.start(10)

@@ -27,6 +27,7 @@ class Pool:
     done: dict[int, Completion] = field(default_factory=dict)
     lost: list[str] = field(default_factory=list)
     news: list[str] = field(default_factory=list)
+    planned_s: list[float] = field(default_factory=list)
 
     def join(self, name: str, *, step_s: float) -> None:
         self.instances[name] = FakeInstance.options(num_cpus=0).remote(name, step_s)
@@ -48,6 +49,7 @@ class Pool:
                 self.done[index] = completion
             self.lost += [lost.instance for lost in taken.lost]
             self.news += self.client.news()
+            self.planned_s.append(self.client.planning_s)
 
 
 @pytest.fixture
@@ -76,6 +78,7 @@ def test_every_sample_comes_once_though_the_scheduler_dies_and_dies_again_until_
     assert len(pool.news) == MAX_RESTARTS and "scheduler-r2 takes its place: of" in pool.news[-1]
     assert pool.lost == [] and {c.instance for c in pool.done.values()} == {"gen-0", "gen-1"}
     assert pool.client.stats.num_emitted_tokens >= sum(len(response_of(i)) for i in range(60))
+    assert pool.planned_s[-1] > 0.0 and pool.planned_s == sorted(pool.planned_s), "dead schedulers' included"
 
     pool.ask(60, 61)
     pool.take_until(62)

@@ -1,0 +1,76 @@
+"""Keeps what instances and scheduler did: every move on disk, the last iteration's timeline as picture and trace."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+from actors.remote import Handle
+from actors.spans import Span
+from actors.waiting import get
+from cluster.collect import Collected
+from cluster.move_figures import move_figures
+from cluster.move_log import append_moves, odd_moves
+from cluster.report import Reporter
+from cluster.rundir import RunDir
+from cluster.timeline import Timeline, build_timeline
+from core.errors import RlhfSpecError
+
+SPANS_TIMEOUT_S = 2.0
+"An instance that has not answered by then is left out: a picture is not worth a wait."
+
+
+class Recorder:
+    """Of one run. The spans of every iteration are fetched, so that no instance's log of them runs over."""
+
+    def __init__(self, run_dir: RunDir, report: Reporter) -> None:
+        self._run_dir = run_dir
+        self._report = report
+        self._last: tuple[int, Timeline] | None = None
+
+    def record(
+        self, iteration: int, collected: Collected, instances: Mapping[str, Handle]
+    ) -> dict[str, float]:
+        """Take what happened in one iteration's generation; return the figures of its moves."""
+        timeline = build_timeline(self._take_spans(instances), collected.moves)
+        self._last = (iteration, timeline)
+        append_moves(self._run_dir.moves_file, iteration, collected.moves)
+        for line in odd_moves(collected.moves):
+            self._report.note(line)
+        return move_figures(
+            collected.moves, stats=collected.stats, planning_s=collected.planning_s, timeline=timeline
+        )
+
+    def write_timeline(self) -> None:
+        """Write `timeline.json` and `timeline.png` of the last iteration; without any, nothing."""
+        if self._last is None:
+            return
+        # matplotlib takes a while to load, and only the end of a run needs it
+        from cluster.timeline_picture import write_timeline_picture
+        from cluster.timeline_trace import write_trace
+
+        iteration, timeline = self._last
+        num_moves = len(timeline.journeys)
+        title = (
+            f"generation of iteration {iteration + 1}: {timeline.length_s:.1f} s, {num_moves} samples moved"
+        )
+        write_trace(timeline, self._run_dir.timeline_file, title=title)
+        write_timeline_picture(timeline, self._run_dir.timeline_picture_file, title=title)
+
+    def _take_spans(self, instances: Mapping[str, Handle]) -> dict[str, list[Span]]:
+        """What each instance did since the last call; one that does not answer is left out with a note."""
+        refs = {name: handle.take_spans.remote() for name, handle in instances.items()}
+        deadline_s = time.monotonic() + SPANS_TIMEOUT_S
+        spans: dict[str, list[Span]] = {}
+        for name, ref in refs.items():
+            try:
+                spans[name] = get(
+                    ref,
+                    waiter="the loop",
+                    waited_for=name,
+                    order="say what it did when",
+                    timeout_s=max(0.0, deadline_s - time.monotonic()),
+                )
+            except RlhfSpecError as error:
+                self._report.note(f"{name} is left out of the timeline: {error}")
+        return spans

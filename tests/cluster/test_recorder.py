@@ -1,0 +1,105 @@
+"""The recorder over real actors: who answers is recorded, who does not is left out and named."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+from made_moves import move, three_moves, two_instances
+
+from cluster import recorder as recorder_module
+from cluster.collect import Collected
+from cluster.move_log import read_moves
+from cluster.recorder import Recorder
+from cluster.report import Reporter
+from cluster.rundir import RunDir
+from core.records import GenerationStats
+
+pytestmark = pytest.mark.ray
+
+
+@ray.remote(max_concurrency=2)
+class Instance:
+    """Has a script of spans, one list a call, and can fall silent."""
+
+    def __init__(self, *script: list) -> None:
+        self.script = list(script)
+        self.is_silent = False
+
+    def take_spans(self) -> list:
+        if self.is_silent:
+            time.sleep(60.0)
+        return self.script.pop(0)
+
+    def fall_silent(self) -> None:
+        self.is_silent = True
+
+
+class Notes(Reporter):
+    def __init__(self) -> None:
+        super().__init__()
+        self.notes: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+
+def collected(*moves: Any) -> Collected:
+    return Collected(
+        rollouts=[],
+        stats=GenerationStats(verify_s=16.0),
+        moves=moves,
+        planning_s=0.25,
+        generate_s=10.0,
+        score_s=0.0,
+    )
+
+
+@pytest.fixture
+def instances(local_ray) -> Iterator[dict[str, Any]]:
+    spans = two_instances()
+    first = [spans["gen-0"][0]]
+    made = {
+        "gen-0": Instance.options(num_cpus=0).remote(first, spans["gen-0"]),
+        "gen-1": Instance.options(num_cpus=0).remote([], spans["gen-1"], []),
+    }
+    yield made
+    for handle in made.values():
+        ray.kill(handle)
+
+
+def test_moves_of_every_iteration_are_kept_and_the_timeline_of_the_last(
+    instances, tmp_path: Path, monkeypatch
+):
+    run_dir, report = RunDir(path=tmp_path), Notes()
+    recorder = Recorder(run_dir, report)
+    recorder.write_timeline()
+    assert not run_dir.timeline_file.exists(), "nothing has been recorded yet"
+
+    monkeypatch.setattr(recorder_module, "SPANS_TIMEOUT_S", 60.0)
+    recorder.record(0, collected(move("0-1", "lost", why_ended="gen-1: died")), instances)
+    figures = recorder.record(1, collected(*three_moves()), instances)
+    assert figures["moves/num_moved"] == 2 and figures["moves/transfer_hidden_share"] == 1.0
+    assert figures["moves/overhead_share"] == 0.25 / 16.0
+    assert [line["iteration"] for line in read_moves(run_dir.moves_file)] == [0, 1, 1, 1]
+    assert report.notes == ["move 0-1 of sample 1 from gen-0 to gen-1 was lost: gen-1: died"]
+    recorder.write_timeline()
+    assert (
+        '"title": "generation of iteration 2: 10.0 s, 2 samples moved"' in run_dir.timeline_file.read_text()
+    )
+    assert run_dir.timeline_picture_file.read_bytes().startswith(b"\x89PNG")
+
+    # one dies and one is silent: the run goes on, and says who is missing
+    ray.kill(instances["gen-0"])
+    ray.get(instances["gen-1"].fall_silent.remote(), timeout=60)
+    monkeypatch.setattr(recorder_module, "SPANS_TIMEOUT_S", 1.0)
+    recorder.record(2, collected(), instances)
+    dead, silent = report.notes[1:]
+    assert dead.startswith("gen-0 is left out of the timeline: gen-0 died")
+    assert silent.startswith("gen-1 is left out of the timeline: the loop waited 1 s for gen-1")
+    recorder.write_timeline()
+    assert '"traceEvents": []' in run_dir.timeline_file.read_text()
