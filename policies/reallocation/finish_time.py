@@ -7,6 +7,9 @@ per sample:
 
 The first factor makes it an expected maximum: for lengths that are certain it is exact. Lengths and x are cut into
 cells of a few tokens, so that whole pools are a few matrix products.
+
+What a move changes is when *both* of its instances are done: the expected later one of two times, not the later one of
+two expected times. The latter shrinks whenever a sample leaves the later instance, as if its long tail were gone.
 """
 
 from __future__ import annotations
@@ -65,11 +68,25 @@ class Load:
     log_done: np.ndarray
     "[..., X] log of the probability that none does"
 
-    def finish_seconds(self, curve: RateCurve) -> np.ndarray:
-        """[...] expected seconds until the last sample is done."""
+    def course(self, curve: RateCurve) -> Course:
+        """How the instances go on."""
         any_left = -np.expm1(np.minimum(self.log_done, 0.0))
         left = np.maximum(self.alive, any_left) / np.maximum(any_left, SURE)
-        return self.cell_tokens * (any_left * curve.seconds_per_token(left)).sum(axis=-1)
+        return Course(any_left=any_left, cell_s=self.cell_tokens * curve.seconds_per_token(left))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Course:
+    """How instances go on, cell by cell of further tokens."""
+
+    any_left: np.ndarray
+    "[..., X] probability that a sample still runs"
+    cell_s: np.ndarray
+    "[..., X] seconds that the cell takes then"
+
+    def finish_seconds(self) -> np.ndarray:
+        """[...] expected seconds until the last sample is done."""
+        return (self.any_left * self.cell_s).sum(axis=-1)
 
 
 def outlook(survival: Survival, *, cells: int = CELLS) -> Outlook:
@@ -92,3 +109,22 @@ def outlook(survival: Survival, *, cells: int = CELLS) -> Outlook:
         log_done=np.log1p(-np.minimum(alive, 1.0 - SURE)),
         mean_remaining=survival.mean_remaining()[lengths],
     )
+
+
+def both_done_seconds(one: Course, other: Course) -> np.ndarray:
+    """[...] expected seconds until each of two instances is done, their lengths being independent."""
+    # the later time = both times - the earlier one; and the earlier one = integral of P(both still run)
+    cells = one.any_left.shape[-1]
+    ends = np.cumsum(one.cell_s, axis=-1).reshape(-1, cells)
+    knots = np.cumsum(other.cell_s, axis=-1).reshape(-1, cells)
+    reached = np.cumsum(other.any_left * other.cell_s, axis=-1).reshape(-1, cells)
+    # one look-up for all rows: each row of times lies behind the one before
+    row = np.arange(len(ends))[:, None] * (max(float(ends.max()), float(knots.max())) + 1.0)
+    knots = np.concatenate([np.zeros_like(knots[:, :1]), knots], axis=1) + row
+    reached = np.concatenate([np.zeros_like(reached[:, :1]), reached], axis=1)
+    until = np.interp((ends + row).ravel(), knots.ravel(), reached.ravel()).reshape(ends.shape)
+    # behind a row's last knot nothing runs any more
+    until = np.where(ends + row > knots[:, -1:], reached[:, -1:], until)
+    together = np.diff(until, axis=1, prepend=0.0).reshape(one.any_left.shape)
+    earlier = (one.any_left * together).sum(axis=-1)
+    return one.finish_seconds() + other.finish_seconds() - earlier

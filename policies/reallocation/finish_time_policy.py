@@ -13,7 +13,7 @@ import numpy as np
 
 from core.records import SampleKey
 from policies.reallocation.finish_time import Load, Outlook, outlook
-from policies.reallocation.gate import Gate, MoveCost
+from policies.reallocation.gate import Gate, WayCosts
 from policies.reallocation.move_search import FoundMove, Hurdle, search_moves
 from policies.reallocation.pool import FlatPool, flatten, key_of
 from policies.reallocation.rate_curve import RateCurve
@@ -61,6 +61,8 @@ class FinishTimePolicy:
         "when something was last sent from one instance to another"
         self._ordered: dict[str, list[int]] = {}
         "lengths of the samples last sent to each instance"
+        self._began_s = np.inf
+        "when the rollout began: the last look at an empty pool, else the first look"
         self._last: tuple[tuple[str, ...], np.ndarray] = ((), np.zeros(0))
 
     def note_finished(self, num_response_tokens: int) -> None:
@@ -78,8 +80,11 @@ class FinishTimePolicy:
     def plan(self, view: PoolView) -> tuple[Move, ...]:
         """Return the moves that pay."""
         pool = flatten(view)
+        self._began_s = min(self._began_s, view.now_s)
         self._forget(view.now_s, pool)
         self._observe_rates(pool)
+        if not len(pool.instance):
+            self._began_s = view.now_s
         if len(pool.names) < 2 or not len(pool.instance) or not pool.num_free.any():
             return ()
         expected = self._expect(view, pool)
@@ -91,6 +96,7 @@ class FinishTimePolicy:
             cost=lambda samples, sources, targets: self._cost(view, pool, samples, sources, targets),
             may_move=lambda sample, source, target: self._may_move(view, pool, sample, source, target),
             hurdle=self._hurdle,
+            elapsed_s=view.now_s - self._began_s,
         )
         return tuple(self._order(view, pool, move) for move in found)
 
@@ -98,7 +104,7 @@ class FinishTimePolicy:
         """[K] predicted seconds until each instance is done with what it has, in the view's order."""
         pool = flatten(view)
         expected = self._expect(view, pool)
-        return self._load(pool, expected).finish_seconds(self._curve)
+        return self._load(pool, expected).course(self._curve).finish_seconds()
 
     def _expect(self, view: PoolView, pool: FlatPool) -> Outlook:
         return outlook(self._history.survival(view.max_new_tokens, pool.response_tokens))
@@ -117,7 +123,7 @@ class FinishTimePolicy:
 
     def _cost(
         self, view: PoolView, pool: FlatPool, samples: np.ndarray, sources: np.ndarray, targets: np.ndarray
-    ) -> MoveCost:
+    ) -> WayCosts:
         """[P, C] of samples [P, C] from sources [P] to targets [P]."""
         names = pool.names
         cold = np.array(

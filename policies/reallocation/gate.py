@@ -17,19 +17,27 @@ BYSTANDER_SHARE = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MoveCost:
-    """What moves are predicted to cost; arrays are [n] over samples."""
+class WayCosts:
+    """What moves are predicted to cost by either way; arrays are [...] over samples."""
 
-    recompute: np.ndarray
-    "bool: by computing anew"
-    ready_s: np.ndarray
-    "from the order to the first decode step at the destination"
-    lost_s: np.ndarray
-    "decoding time that the pair of instances loses: a prefill holds the destination up and the sample stands still"
+    migrate_s: np.ndarray
+    "from the order to the first decode step at the destination; inf where the way is closed"
+    recompute_s: np.ndarray
 
-    def mode(self, index: int) -> MoveMode:
-        """How the sample should be moved."""
-        return MoveMode.RECOMPUTE if self.recompute[index] else MoveMode.MIGRATE
+    @property
+    def recompute(self) -> np.ndarray:
+        """bool: computing anew is sooner."""
+        return self.recompute_s < self.migrate_s
+
+    @property
+    def migrate_lost_s(self) -> np.ndarray:
+        """Decoding time that both instances lose to the transfer."""
+        return BYSTANDER_SHARE * self.migrate_s
+
+    @property
+    def recompute_lost_s(self) -> np.ndarray:
+        """Decoding time that the destination loses: its decode steps wait for the prefill."""
+        return self.recompute_s
 
 
 class Gate:
@@ -68,23 +76,24 @@ class Gate:
 
     def costs(
         self,
-        context_tokens: np.ndarray,
+        context_tokens: np.ndarray | int,
         *,
         cold: np.ndarray | bool = False,
         wait_s: np.ndarray | float = 0.0,
-    ) -> MoveCost:
-        """Choose for each sample. `wait_s`: expected rest of the destination's decode step."""
+    ) -> WayCosts:
+        """Predict both ways. `wait_s`: expected rest of the destination's decode step, for which a prefill waits."""
         migrate = np.asarray(self.migrate_s(context_tokens, cold=cold), dtype=float)
         recompute = np.asarray(self.recompute_s(context_tokens, wait_s=wait_s), dtype=float)
-        if self._mode == "auto":
-            chosen = recompute < migrate
-        else:
-            chosen = np.full(migrate.shape, self._mode == "always_recompute")
-        return MoveCost(
-            recompute=chosen,
-            ready_s=np.where(chosen, recompute, migrate),
-            lost_s=np.where(chosen, recompute, BYSTANDER_SHARE * migrate + wait_s),
+        closed = np.full(np.broadcast_shapes(migrate.shape, recompute.shape), np.inf)
+        return WayCosts(
+            migrate_s=closed if self._mode == "always_recompute" else migrate,
+            recompute_s=closed if self._mode == "always_migrate" else recompute,
         )
+
+    def choose(self, context_tokens: int, *, cold: bool = False, wait_s: float = 0.0) -> MoveMode:
+        """The way that is predicted to have the sample decoding at its destination sooner."""
+        sooner = bool(self.costs(context_tokens, cold=cold, wait_s=wait_s).recompute)
+        return MoveMode.RECOMPUTE if sooner else MoveMode.MIGRATE
 
     def note_transfer(self, *, num_bytes: int, seconds: float, cold: bool) -> None:
         """A migration's caches took so long."""

@@ -1,8 +1,8 @@
 """The search for moves that pay: pairs of instances, the best sample of each pair, again and again.
 
 The instance that will be done last is paired with the one that will be done first, the second last with the second
-first, and so on. For each pair the question is which sample, moved, makes the later of the two done soonest. What a
-move gains is what it takes off the later one; in large pools any of the late ones may turn out to be the last.
+first, and so on. For each pair the question is which sample, moved, has both done soonest. In large pools any of the
+late ones may turn out to be the last.
 """
 
 from __future__ import annotations
@@ -12,33 +12,33 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from policies.reallocation.finish_time import Load, Outlook
-from policies.reallocation.gate import MoveCost
+from policies.reallocation.finish_time import Load, Outlook, both_done_seconds
+from policies.reallocation.gate import WayCosts
 from policies.reallocation.pool import FlatPool
 from policies.reallocation.rate_curve import RateCurve
 from policies.reallocation.records import MoveMode
 
 MAX_ROUNDS = 16
 "Moves planned at once for one pair; in large pools fewer."
-MAX_PAIRS = 256
+MAX_PAIRS = 64
 "Pairs of a round: those furthest apart."
-ROUND_PAIRS = 512
+ROUND_PAIRS = 256
 "Pairs of all rounds together."
-ROUND_CANDIDATES = 1024
+ROUND_CANDIDATES = 256
 "Candidate moves of a round over all its pairs; at least MIN_CANDIDATES for each."
 MIN_CANDIDATES = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hurdle:
-    """What a move must gain."""
+    """What a move must gain. Loads differ by chance all the time: few samples are not worth the stir."""
 
     cost_margin: float = 2.0
     "so many times what it costs, and .."
-    gain_share: float = 0.01
-    ".. this share of the later instance's remaining time: predictions wobble by as much"
-    least_s: float = 0.0
-    ".. and so many seconds"
+    gain_share: float = 0.002
+    ".. this share of the time that its two instances still need"
+    start_share: float = 0.025
+    "all moves away from one instance together gain this share of the rollout's whole time, so far and to come"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,9 +62,10 @@ def search_moves(
     load: Load,
     curve: RateCurve,
     *,
-    cost: Callable[[np.ndarray, np.ndarray, np.ndarray], MoveCost],
+    cost: Callable[[np.ndarray, np.ndarray, np.ndarray], WayCosts],
     may_move: Callable[[int, int, int], bool],
     hurdle: Hurdle,
+    elapsed_s: float = 0.0,
 ) -> list[FoundMove]:
     """Return moves in the order in which they were found: no sample twice, no slot twice.
 
@@ -76,20 +77,29 @@ def search_moves(
         cost: of samples [P, C] from sources [P] to destinations [P].
         may_move: whether (sample, source, destination) is not resting.
         hurdle: what a move must gain.
+        elapsed_s: since the rollout began.
     """
-    return _Search(pool, expected, load, curve, cost, may_move, hurdle).run()
+    return _Search(pool, expected, load, curve, cost, may_move, hurdle, elapsed_s).run()
 
 
 class _Search:
-    def __init__(self, pool, expected, load, curve, cost, may_move, hurdle) -> None:
-        self._pool: FlatPool = pool
-        self._expected: Outlook = expected
-        self._curve: RateCurve = curve
-        self._cost: Callable[[np.ndarray, np.ndarray, np.ndarray], MoveCost] = cost
-        self._may_move: Callable[[int, int, int], bool] = may_move
-        self._hurdle: Hurdle = hurdle
+    def __init__(
+        self,
+        pool: FlatPool,
+        expected: Outlook,
+        load: Load,
+        curve: RateCurve,
+        cost: Callable[[np.ndarray, np.ndarray, np.ndarray], WayCosts],
+        may_move: Callable[[int, int, int], bool],
+        hurdle: Hurdle,
+        elapsed_s: float,
+    ) -> None:
+        self._pool, self._expected, self._curve = pool, expected, curve
+        self._cost, self._may_move, self._hurdle = cost, may_move, hurdle
         self._alive, self._log_done = load.alive.copy(), load.log_done.copy()
-        self._done_s = load.finish_seconds(curve)
+        self._done_s = load.course(curve).finish_seconds()
+        whole_s = elapsed_s + float(self._done_s.max(initial=0.0))
+        self._start_s = hurdle.start_share * whole_s
         self._free = pool.num_free.copy()
         self._left = np.diff(pool.start)
         self._used = np.zeros(len(pool.instance), dtype=bool)
@@ -99,14 +109,21 @@ class _Search:
     def run(self) -> list[FoundMove]:
         found: list[FoundMove] = []
         pairs_left = ROUND_PAIRS
-        for _ in range(MAX_ROUNDS):
+        for number in range(MAX_ROUNDS):
             source, destination = self._pairs()
+            if number == 0 and len(source):
+                worth = self._worth_a_look(source, destination)
+                source, destination = source[worth], destination[worth]
+                self._left = np.where(np.bincount(source, minlength=len(self._left)) > 0, self._left, 0)
             if not len(source) or pairs_left <= 0:
                 break
             pairs_left -= len(source)
             if not self._round(source, destination, found):
                 break
-        return found
+        together: dict[int, float] = {}
+        for move in found:
+            together[move.source] = together.get(move.source, 0.0) + move.gain_s
+        return [move for move in found if together[move.source] >= self._start_s]
 
     def _pairs(self) -> tuple[np.ndarray, np.ndarray]:
         """[P] sources, latest first, and [P] destinations, earliest first."""
@@ -116,50 +133,66 @@ class _Search:
         most = min(len(source), len(destination), MAX_PAIRS)
         source, destination = source[:most], destination[:most]
         later, earlier = self._done_s[source], self._done_s[destination]
-        apart = later - earlier > self._hurdle.gain_share * later + self._hurdle.least_s
+        apart = later > earlier
         return source[apart], destination[apart]
+
+    def _worth_a_look(self, source: np.ndarray, destination: np.ndarray) -> np.ndarray:
+        """[P] whether sharing everything evenly would gain what moves must gain together."""
+        one, other = self._of(source), self._of(destination)
+        even = Load(
+            cell_tokens=one.cell_tokens,
+            alive=(one.alive + other.alive) / 2,
+            log_done=(one.log_done + other.log_done) / 2,
+        ).course(self._curve)
+        before = both_done_seconds(one.course(self._curve), other.course(self._curve))
+        return before - both_done_seconds(even, even) >= self._start_s
 
     def _round(self, source: np.ndarray, destination: np.ndarray, found: list[FoundMove]) -> bool:
         """Add the best move of every pair; False when there is none that could be tried again."""
         sample = self._candidates(source)
-        later = np.maximum(self._done_s[source], self._done_s[destination])[:, None]
+        before = both_done_seconds(
+            self._of(source).course(self._curve), self._of(destination).course(self._curve)
+        )
         rows = self._expected.cell(self._pool.response_tokens[sample])
-        after = np.maximum(
-            self._moved(source, rows, -1.0).finish_seconds(self._curve),
-            self._moved(destination, rows, 1.0).finish_seconds(self._curve),
+        after = both_done_seconds(
+            self._moved(source, rows, -1.0).course(self._curve),
+            self._moved(destination, rows, 1.0).course(self._curve),
         )
         cost = self._cost(sample, source, destination)
-        # nothing is gained before the sample is there
-        in_time = np.clip(1.0 - cost.ready_s / np.maximum(self._done_s[source][:, None], 1e-9), 0.0, 1.0)
-        gain = (later - after) * in_time - self._hurdle.cost_margin * cost.lost_s
-        gain[self._used[sample]] = -np.inf
-        best = gain.argmax(axis=1)
-        tried = False
-        for pair, column in enumerate(best.tolist()):
-            value = float(gain[pair, column])
-            late_s = float(later[pair, 0])
-            if value <= self._hurdle.gain_share * late_s + self._hurdle.least_s:
-                continue
-            tried = True
-            chosen, s, d = int(sample[pair, column]), int(source[pair]), int(destination[pair])
-            self._used[chosen] = True
-            if not self._may_move(chosen, s, d):
-                continue
+        shrinks = before[:, None] - after
+        migrate = self._worth(shrinks, before[:, None], cost.migrate_s, cost.migrate_lost_s)
+        recompute = self._worth(shrinks, before[:, None], cost.recompute_s, cost.recompute_lost_s)
+        gain = np.where(self._used[sample], -np.inf, np.maximum(migrate, recompute))
+        pair = np.arange(len(source))
+        column = gain.argmax(axis=1)
+        pays = gain[pair, column] > self._hurdle.gain_share * before
+        chosen = sample[pair, column]
+        self._used[chosen[pays]] = True
+        wanted = zip(chosen.tolist(), source.tolist(), destination.tolist(), pays.tolist(), strict=True)
+        taken = np.array([pay and self._may_move(c, s, d) for c, s, d, pay in wanted])
+        anew = (recompute > migrate)[pair, column]
+        for p in np.nonzero(taken)[0].tolist():
             found.append(
                 FoundMove(
-                    sample=chosen,
-                    source=s,
-                    destination=d,
-                    mode=MoveMode.RECOMPUTE if cost.recompute[pair, column] else MoveMode.MIGRATE,
-                    gain_s=value,
-                    later_s=late_s,
-                    earlier_s=float(self._done_s[d]),
+                    sample=int(chosen[p]),
+                    source=int(source[p]),
+                    destination=int(destination[p]),
+                    mode=MoveMode.RECOMPUTE if anew[p] else MoveMode.MIGRATE,
+                    gain_s=float(gain[p, column[p]]),
+                    later_s=float(self._done_s[source[p]]),
+                    earlier_s=float(self._done_s[destination[p]]),
                 )
             )
-            self._apply(s, d, int(rows[pair, column]))
-        changed = np.concatenate([source, destination])
-        self._done_s[changed] = self._of(changed).finish_seconds(self._curve)
-        return tried
+        self._apply(source[taken], destination[taken], rows[pair, column][taken])
+        return bool(pays.any())
+
+    def _worth(
+        self, shrinks: np.ndarray, before: np.ndarray, ready_s: np.ndarray, lost_s: np.ndarray
+    ) -> np.ndarray:
+        """What is gained by one way: nothing before the sample is there, less what the way costs."""
+        in_time = np.maximum(1.0 - ready_s / np.maximum(before, 1e-9), 0.0)
+        worth = shrinks * in_time - self._hurdle.cost_margin * lost_s
+        return np.where(in_time > 0, worth, -np.inf)
 
     def _candidates(self, source: np.ndarray) -> np.ndarray:
         """[P, C] samples of each source, spread from the longest expected remainder to the shortest."""
@@ -184,10 +217,12 @@ class _Search:
             log_done=self._log_done[instance][:, None] + sign * self._expected.log_done[rows],
         )
 
-    def _apply(self, source: int, destination: int, row: int) -> None:
-        # the slot that the source will have is not there yet
+    def _apply(self, source: np.ndarray, destination: np.ndarray, rows: np.ndarray) -> None:
+        """Take samples of these lengths from sources to destinations; no instance is named twice."""
         for instance, sign in ((source, -1.0), (destination, 1.0)):
-            self._alive[instance] += sign * self._expected.alive[row]
-            self._log_done[instance] += sign * self._expected.log_done[row]
+            self._alive[instance] += sign * self._expected.alive[rows]
+            self._log_done[instance] += sign * self._expected.log_done[rows]
+            self._done_s[instance] = self._of(instance).course(self._curve).finish_seconds()
+        # the slot that a source will have is not there yet
         self._free[destination] -= 1
         self._left[source] -= 1

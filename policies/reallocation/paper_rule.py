@@ -71,12 +71,11 @@ class PaperRule:
         source = pool.names[int(pool.instance[sample])]
         target = pool.names[destination]
         cold = (source, target) not in view.warm_pairs
-        cost = self._gate.costs(pool.context_tokens[[sample]], cold=cold)
         return Move(
             key=key_of(view, pool, sample),
             source=source,
             destination=target,
-            mode=cost.mode(0),
+            mode=self._gate.choose(int(pool.context_tokens[sample]), cold=cold),
             gain_s=0.0,
             reason=f"above and below {self.threshold(view.instances[destination].num_slots)} samples",
         )

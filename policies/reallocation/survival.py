@@ -15,7 +15,9 @@ import numpy as np
 
 PRIOR_SAMPLES = 1.0
 "The prior counts as so many samples, at every length."
-PRIOR_SCALE_SHARE = 1 / 8
+PRIOR_TAIL = 2.0
+"Exponent of the prior's tail."
+PRIOR_MEDIAN_SHARE = 1 / 8
 "Median of a response's length before anything is known, as a share of the limit."
 EARLIER_WEIGHT = 0.25
 "A length of an earlier iteration counts as so many of this one's."
@@ -86,9 +88,10 @@ class LengthHistory:
         if open_tokens is not None and len(open_tokens):
             # one that has l tokens did not end at l: it was at risk up to there
             at_risk += _reversed_sum(np.bincount(np.clip(open_tokens, 0, limit), minlength=limit + 1))
-        scale = max(PRIOR_SCALE_SHARE * limit, 1.0)
-        # survival scale / (scale + t): what remains is in proportion to scale + t
-        events = ended + self._prior_samples / (scale + np.arange(limit + 1))
+        # survival (scale / (scale + t)) ** PRIOR_TAIL: what remains is in proportion to scale + t
+        scale = max(PRIOR_MEDIAN_SHARE * limit / (2.0 ** (1.0 / PRIOR_TAIL) - 1.0), 1.0)
+        beyond = scale + np.arange(limit + 1)
+        events = ended + self._prior_samples * (1.0 - ((beyond - 1.0) / beyond) ** PRIOR_TAIL)
         trials = at_risk + self._prior_samples
         hazard = np.divide(events, trials, out=np.zeros_like(events), where=trials > 0)
         hazard[0], hazard[limit] = 0.0, 1.0

@@ -26,7 +26,7 @@ def seconds(
     numbers = np.repeat(np.arange(len(instances)), [len(i) for i in instances])
     tokens = np.array([length for lengths in instances for length in lengths], dtype=np.int64)
     counts = expected.counts(numbers, tokens, len(instances))
-    return expected.load(counts).finish_seconds(curve).tolist()
+    return expected.load(counts).course(curve).finish_seconds().tolist()
 
 
 def test_certain_lengths_give_the_time_computed_by_hand() -> None:

@@ -41,10 +41,11 @@ def test_the_mean_remainder_is_that_of_the_lengths_beyond() -> None:
 def test_before_anything_is_known_what_remains_is_in_proportion_to_what_there_is() -> None:
     limit = 1 << 14
     curve = LengthHistory().survival(limit)
-    scale = limit / 8
+    # a tail of t to the power of -2: half get 0.414 times as many again, of those they have and an offset
+    grows = 2**0.5 - 1
+    offset = limit / 8 / grows
     for tokens in (0, 100, 1000):
-        # the median remainder of the prior: half of those with so many tokens get as many again, and the scale
-        assert curve.more(tokens, int(tokens + scale)) == pytest.approx(0.5, abs=0.01)
+        assert curve.more(tokens, round(grows * (tokens + offset))) == pytest.approx(0.5, abs=0.001)
     remaining = curve.mean_remaining()
     assert remaining[1000] > remaining[100] > remaining[0]
 
@@ -62,10 +63,12 @@ def test_lengths_of_a_time_with_a_higher_limit_end_at_this_one() -> None:
 
 
 def test_evidence_overrides_the_prior_by_hand() -> None:
-    # limit 8: scale 1, prior hazard 1 / (1 + t); one prior sample against nine that pass 1 and end at 2
+    # limit 8: the prior's median is 1, its offset 1 / 0.4142; one prior sample against nine that end at 2
+    offset = 1 / (2**0.5 - 1)
     curve = history(*[2] * 9, prior_samples=1.0).survival(8)
     assert curve.probability[1] == pytest.approx(1 - (1 / 2) / 10)
-    assert curve.probability[2] == pytest.approx(curve.probability[1] * (1 - (9 + 1 / 3) / 10))
+    hazard = (9 + 1 - ((offset + 1) / (offset + 2)) ** 2) / 10
+    assert curve.probability[2] == pytest.approx(curve.probability[1] * (1 - hazard))
 
 
 def test_earlier_lengths_count_until_this_run_has_its_own() -> None:
