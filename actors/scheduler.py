@@ -269,10 +269,10 @@ class SchedulerActor:
 
     def _reallocate(self, now_s: float) -> None:
         with self._changed:
-            self._reallocated_at_s = now_s
+            self._reallocated_at_s, began_s = now_s, time.monotonic()
             for order in self._machine.reallocate(now_s):
                 self._carry_out(order)
-            self._planning_s += time.monotonic() - now_s
+            self._planning_s += time.monotonic() - began_s
 
     def _handle(self, event: Event) -> None:
         with self._changed:

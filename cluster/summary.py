@@ -26,6 +26,8 @@ class Summary:
     acceptance_last: float
     goodput_tokens_per_s: float
     "response tokens over the seconds of generation"
+    num_moved: int
+    "samples moved between instances while they ran"
     total_s: float
     part_s: Mapping[str, float]
     "seconds by part of the iteration; `other` is what no part claims"
@@ -50,6 +52,8 @@ class Summary:
             rows.append(
                 ("accuracy, first to last fifth", f"{self.accuracy_first:.3f} to {self.accuracy_last:.3f}")
             )
+        if self.num_moved:
+            rows.append(("samples moved", f"{self.num_moved:,}"))
         rows += [
             ("mean acceptance length", f"{self.mean_acceptance_length:.2f} tokens a decode step"),
             ("acceptance rate", f"{self.acceptance_rate:.3f} of the draft tokens"),
@@ -95,6 +99,7 @@ def summarise(metrics: Sequence[Mapping[str, float]]) -> Summary | None:
         acceptance_first=_mean(metrics[:fifth], "rollout/acceptance_rate") or 0.0,
         acceptance_last=_mean(metrics[-fifth:], "rollout/acceptance_rate") or 0.0,
         goodput_tokens_per_s=sum(tokens) / max(part_s["generate"], 1e-9),
+        num_moved=round(_total(metrics, "moves/num_moved")),
         total_s=total_s,
         part_s=part_s,
     )

@@ -67,6 +67,13 @@ def test_the_summary_follows_from_the_metrics() -> None:
     assert summary.acceptance_last == pytest.approx(0.535)
 
 
+def test_the_summary_counts_moved_samples_where_there_were_any() -> None:
+    moved = summarise([row | {"moves/num_moved": 2.0} for row in TEN])
+    assert moved is not None and ("samples moved", "20") in moved.rows()
+    none = summarise([row | {"moves/num_moved": 0.0, "moves/num_kept": 1.0} for row in TEN])
+    assert none is not None and "samples moved" not in [label for label, _ in none.rows()]
+
+
 def test_no_iteration_gives_no_summary_and_no_picture(tmp_path: Path) -> None:
     assert summarise([]) is None
     write_picture([], tmp_path / "p.png")
