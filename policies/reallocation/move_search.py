@@ -37,8 +37,8 @@ class Hurdle:
     "so many times what it costs, and .."
     gain_share: float = 0.002
     ".. this share of the time that its two instances still need"
-    start_share: float = 0.025
-    "all moves away from one instance together gain this share of the rollout's whole time, so far and to come"
+    start_share: float = 0.035
+    "an even share of the load would gain its two instances this share of the rollout's whole time, past and to come"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,10 +120,7 @@ class _Search:
             pairs_left -= len(source)
             if not self._round(source, destination, found):
                 break
-        together: dict[int, float] = {}
-        for move in found:
-            together[move.source] = together.get(move.source, 0.0) + move.gain_s
-        return [move for move in found if together[move.source] >= self._start_s]
+        return found
 
     def _pairs(self) -> tuple[np.ndarray, np.ndarray]:
         """[P] sources, latest first, and [P] destinations, earliest first."""
@@ -137,7 +134,7 @@ class _Search:
         return source[apart], destination[apart]
 
     def _worth_a_look(self, source: np.ndarray, destination: np.ndarray) -> np.ndarray:
-        """[P] whether sharing everything evenly would gain what moves must gain together."""
+        """[P] whether sharing everything evenly would gain enough."""
         one, other = self._of(source), self._of(destination)
         even = Load(
             cell_tokens=one.cell_tokens,
