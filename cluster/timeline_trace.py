@@ -85,7 +85,8 @@ def _complete(one: Interval, thread: str, pid: int, tid: int, timeline: Timeline
     else:
         # the viewer colours by name: batches of unlike size look unlike
         kind, name, args = "step", f"step of {one.num_samples}", {"samples": one.num_samples}
-    duration_us = max(_us(one.seconds), _LEAST_US)
+    # from rounded ends, so that what follows at once does not overlap
+    duration_us = max(round(_us(one.end_s) - _us(one.begin_s), 3), _LEAST_US)
     return {
         "name": name,
         "cat": kind,
