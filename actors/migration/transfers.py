@@ -131,13 +131,14 @@ class Transfers:
 
         def job() -> None:
             try:
-                pieces, error = _receive_all(channel, move_id, frames), ""
+                pieces, error = _receive_all(channel, source, move_id, frames), ""
             except TransferError as failure:
                 self._forget(self._receivers, source, channel)
                 pieces, error = (), str(failure)
             except LeaseEnded as end:
                 pieces, error = (), str(end)
-            self._note("receive", channel.began_s, time.monotonic(), f"{move_id} from {source}")
+            if channel.began_s > asked_s:
+                self._note("receive", channel.began_s, time.monotonic(), f"{move_id} from {source}")
             done(pieces, error)
 
         self._thread("from", source).submit(job)
@@ -235,7 +236,9 @@ def sequence_of(move_id: str, number: int) -> int:
     return (zlib.crc32(move_id.encode()) << 15) | (number & 0x7FFF)
 
 
-def _receive_all(channel: _Open, move_id: str, frames: Sequence[Frame]) -> tuple[CachePiece, ...]:
+def _receive_all(
+    channel: _Open, source: str, move_id: str, frames: Sequence[Frame]
+) -> tuple[CachePiece, ...]:
     pieces: list[CachePiece] = []
     for number, frame in enumerate(frames):
         buffer = np.empty(frame_bytes(frame.num_bytes), dtype=np.uint8)
@@ -243,7 +246,7 @@ def _receive_all(channel: _Open, move_id: str, frames: Sequence[Frame]) -> tuple
         if number == 0:
             channel.began_s = time.monotonic()
         _require_not_aborted(buffer)
-        open_frame(buffer, sequence_of(move_id, number))
+        open_frame(buffer, sequence_of(move_id, number), peer=source, channel=channel.ticket.channel)
         cells = buffer[: frame.num_bytes]
         pieces.append(CachePiece(part=frame.part, start=frame.start, stop=frame.stop, cells=cells))
     return tuple(pieces)

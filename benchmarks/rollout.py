@@ -1,0 +1,307 @@
+"""Whole rollouts on two instances: static, pull, recompute only, the paper's rule, ours; against the simulator.
+
+Lengths: skewed (the longest half on one instance) with capped slots and a queue and with everything resident,
+long-tailed at random, balanced. Rates are measured with both instances busy; `perfect` is the simulator's, on those rates.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from rich.console import Console
+
+from actors.migration.settings import MigrationSettings
+from benchmarks.adaptive.pairs import profile_of
+from benchmarks.moving.planning import plan_seconds
+from benchmarks.moving.rollouts import (
+    CURVE_BATCHES,
+    OURS,
+    PAPER,
+    PULL,
+    RECOMPUTE,
+    STATIC,
+    Way,
+    measured_curve,
+    overhead_share,
+    policy_of,
+    requests_of,
+)
+from benchmarks.moving.session import bench_ray
+from benchmarks.support.actor_pool import ActorPool, RolloutOutcome
+from benchmarks.support.result import write_result
+from benchmarks.support.timing import Figures
+from benchmarks.support.workload import Workload, demo_workload, gsm8k_workload
+from core.config import EngineConfig, SpeculationConfig
+from engine.kv import KVShape
+from engine.models import load_causal_lm
+from policies.reallocation.rate_curve import RateCurve
+from policies.simulate.perfect import perfect_finish_s
+from policies.simulate.records import MoveTruth, PoolSetup, Samples
+from policies.simulate.simulation import simulate
+from policies.simulate.workloads import drawn_lengths, samples_of
+from profiles.profile import Profile
+
+INSTANCES = 2
+SAMPLES = 48
+MAX_NEW_TOKENS = 640
+CAPPED_SLOTS = 8
+PROFILE_S = {"quick": 8.0, "default": 25.0, "full": 60.0}
+ROUNDS = {"quick": 1, "default": 2, "full": 4}
+SEEDS = {"quick": 1, "default": 10, "full": 20}
+QUICK_BATCHES = (1, 8, 24)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scene:
+    """Lengths in order of arrival, and the slots of an instance."""
+
+    name: str
+    lengths: np.ndarray
+    num_slots: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """The instances of one number of slots, and what is known of them."""
+
+    pool: ActorPool
+    workload: Workload
+    curve: RateCurve
+    kv_bytes_per_token: float
+    num_slots: int
+
+
+def run(*, out: Path, mode: str, data: Path | None) -> int:
+    """Run the benchmark; returns 0."""
+    torch.set_num_threads(1)
+    console, figures = Console(), Figures()
+    rows: list[dict[str, Any]] = []
+    workload = demo_workload(SAMPLES) if data is None else gsm8k_workload(data, SAMPLES)
+    kv_bytes = _kv_bytes_per_token(workload)
+    profile = profile_of(workload, budget_s=PROFILE_S[mode]).profile
+    figures.values["plan_1024_ms"] = 1e3 * plan_seconds(1024, kv_bytes)
+    with bench_ray("bench-rollout"):
+        errors: list[float] = []
+        shares: list[float] = []
+        for num_slots in (SAMPLES, CAPPED_SLOTS):
+            pool = _pool(workload, num_slots, SpeculationConfig(), profile)
+            try:
+                curve = _curve(pool, workload, num_slots, mode)
+                stage = Stage(
+                    pool=pool,
+                    workload=workload,
+                    curve=curve,
+                    kv_bytes_per_token=kv_bytes,
+                    num_slots=num_slots,
+                )
+                play = _resident if num_slots == SAMPLES else _capped
+                play(stage, mode, figures, rows, errors, shares, console)
+            finally:
+                pool.close()
+        _over_plain_static(workload, figures, rows, console)
+    figures.values["overhead_share"] = statistics.fmean(shares)
+    figures.values["simulator_relative_error"] = statistics.median(errors)
+    figures.values["simulator_relative_error_worst"] = max(errors)
+    worst = [value for name, value in figures.values.items() if name.startswith("ours_over_paper_rule_")]
+    figures.values["ours_over_paper_rule_worst"] = min(worst)
+    pq.write_table(pa.Table.from_pylist(rows), out / "rollout.parquet")
+    provenance = {"mode": mode, "data": str(data.name) if data else None, "samples": SAMPLES}
+    path = write_result(out, "rollout", figures.values, figures.intervals, provenance)
+    console.print(figures.values)
+    console.print(f"written {path}")
+    return 0
+
+
+def _resident(
+    stage: Stage,
+    mode: str,
+    figures: Figures,
+    rows: list[dict[str, Any]],
+    errors: list[float],
+    shares: list[float],
+    console: Console,
+) -> None:
+    ways = (STATIC, PULL, RECOMPUTE, PAPER, OURS)
+    skewed = Scene(name="skewed resident", lengths=_lengths("skewed", 0), num_slots=stage.num_slots)
+    taken = _play(stage, skewed, ways, ROUNDS[mode], rows, errors, shares, console)
+    _keep(figures, "skewed_resident", taken)
+    figures.values["skewed_resident_gap_closed"] = _gap_closed(stage, skewed, taken)
+    balanced = Scene(name="balanced", lengths=_lengths("balanced", 1), num_slots=stage.num_slots)
+    taken = _play(stage, balanced, (STATIC, PULL, PAPER, OURS), ROUNDS[mode], rows, errors, shares, console)
+    _keep(figures, "balanced", taken)
+    moves = [row["moves"] for row in rows if row["scene"] == "balanced" and row["way"] == OURS.name]
+    figures.values["balanced_moves_per_100_samples"] = 100.0 * statistics.fmean(moves) / SAMPLES
+    tails: dict[str, list[float]] = {}
+    for seed in range(SEEDS[mode]):
+        scene = Scene(
+            name=f"long tail {seed}", lengths=_lengths("long_tail", 100 + seed), num_slots=stage.num_slots
+        )
+        once = _play(stage, scene, (PULL, PAPER, OURS), 1, rows, errors, shares, console)
+        for way, seconds in once.items():
+            tails.setdefault(way, []).append(statistics.fmean(seconds))
+    figures.keep("long_tail_over_pull_median", _over(tails, OURS, PULL))
+    figures.keep("ours_over_paper_rule_long_tail", _over(tails, OURS, PAPER))
+
+
+def _capped(
+    stage: Stage,
+    mode: str,
+    figures: Figures,
+    rows: list[dict[str, Any]],
+    errors: list[float],
+    shares: list[float],
+    console: Console,
+) -> None:
+    scene = Scene(name="skewed capped", lengths=_lengths("skewed", 0), num_slots=stage.num_slots)
+    ways = (STATIC, PULL, RECOMPUTE, PAPER, OURS)
+    taken = _play(stage, scene, ways, ROUNDS[mode], rows, errors, shares, console)
+    _keep(figures, "skewed", taken)
+    figures.values["skewed_gap_closed"] = _gap_closed(stage, scene, taken)
+
+
+def _over_plain_static(
+    workload: Workload, figures: Figures, rows: list[dict[str, Any]], console: Console
+) -> None:
+    """Speculation and reallocation together, against neither."""
+    pool = _pool(workload, SAMPLES, SpeculationConfig(policy="off"), None)
+    try:
+        outcome = pool.rollout(requests_of(workload, _lengths("skewed", 0)), binding="static")
+    finally:
+        pool.close()
+    rows.append(_row("skewed resident", "plain static", outcome))
+    ours = [row["seconds"] for row in rows if row["scene"] == "skewed resident" and row["way"] == OURS.name]
+    figures.values["all_over_plain_static"] = outcome.seconds / statistics.median(ours)
+    console.print(f"plain static: {outcome.seconds:.2f} s")
+
+
+def _play(
+    stage: Stage,
+    scene: Scene,
+    ways: Sequence[Way],
+    rounds: int,
+    rows: list[dict[str, Any]],
+    errors: list[float],
+    shares: list[float],
+    console: Console,
+) -> dict[str, list[float]]:
+    """Seconds of every way, in turn forwards and backwards; each beside the simulator's word on it."""
+    taken: dict[str, list[float]] = {way.name: [] for way in ways}
+    requests = requests_of(stage.workload, scene.lengths)
+    for number in range(rounds):
+        for way in ways if number % 2 == 0 else reversed(ways):
+            outcome = stage.pool.rollout(
+                requests,
+                reallocation=policy_of(way, stage.curve, stage.kv_bytes_per_token),
+                binding=way.binding,
+                interval_s=0.05,
+            )
+            taken[way.name].append(outcome.seconds)
+            predicted_s = _simulated(stage, scene, way)
+            errors.append(abs(predicted_s / outcome.seconds - 1.0))
+            shares.append(overhead_share(outcome))
+            rows.append(_row(scene.name, way.name, outcome) | {"simulated_s": predicted_s})
+    medians = {name: f"{statistics.median(seconds):.2f}" for name, seconds in taken.items()}
+    console.print(f"{scene.name}: seconds {medians}, perfect {_perfect(stage, scene):.2f}")
+    return taken
+
+
+def _keep(figures: Figures, scene: str, taken: dict[str, list[float]]) -> None:
+    figures.keep(f"{scene}_over_static", _over(taken, OURS, STATIC))
+    figures.keep(f"{scene}_over_pull", _over(taken, OURS, PULL))
+    figures.keep(f"ours_over_paper_rule_{scene}", _over(taken, OURS, PAPER))
+
+
+def _over(taken: dict[str, list[float]], a: Way, b: Way) -> list[float]:
+    """How many times as fast `a` is, round by round."""
+    return [slow / fast for slow, fast in zip(taken[b.name], taken[a.name], strict=True)]
+
+
+def _gap_closed(stage: Stage, scene: Scene, taken: dict[str, list[float]]) -> float:
+    """Of the seconds between static and perfect reallocation, the share that ours saves."""
+    static_s, ours_s = statistics.median(taken[STATIC.name]), statistics.median(taken[OURS.name])
+    return (static_s - ours_s) / (static_s - _perfect(stage, scene))
+
+
+def _perfect(stage: Stage, scene: Scene) -> float:
+    return perfect_finish_s(_samples(stage, scene), _setup(stage, scene))
+
+
+def _simulated(stage: Stage, scene: Scene, way: Way) -> float:
+    policy = policy_of(way, stage.curve, stage.kv_bytes_per_token)
+    binding = "static" if way.binding == "static" else "pull"
+    return simulate(_samples(stage, scene), _setup(stage, scene), policy, binding=binding).finish_s
+
+
+def _samples(stage: Stage, scene: Scene) -> Samples:
+    prompt_tokens = statistics.fmean(len(prompt.token_ids) for prompt in stage.workload.prompts)
+    return samples_of(scene.lengths, prompt_tokens=round(prompt_tokens))
+
+
+def _setup(stage: Stage, scene: Scene) -> PoolSetup:
+    return PoolSetup(
+        num_instances=INSTANCES,
+        num_slots=scene.num_slots,
+        curve=stage.curve,
+        max_new_tokens=MAX_NEW_TOKENS,
+        moves=MoveTruth(kv_bytes_per_token=stage.kv_bytes_per_token),
+        poll_interval_s=0.05,
+    )
+
+
+def _row(scene: str, way: str, outcome: RolloutOutcome) -> dict[str, Any]:
+    moved = [move for move in outcome.moves if move.outcome == "moved"]
+    busy = [stats.busy_s for stats in outcome.stats.values()]
+    return {
+        "scene": scene,
+        "way": way,
+        "seconds": outcome.seconds,
+        "moves": len(outcome.moves),
+        "moved": len(moved),
+        "recomputed": sum(move.order.mode == "recompute" for move in moved),
+        "busy_share": statistics.fmean(busy) / outcome.seconds,
+        "overhead_share": overhead_share(outcome),
+        "tokens": sum(stats.num_emitted_tokens for stats in outcome.stats.values()),
+    }
+
+
+def _lengths(name: Any, seed: int) -> np.ndarray:
+    return drawn_lengths(name, SAMPLES, INSTANCES, max_new_tokens=MAX_NEW_TOKENS, seed=seed)
+
+
+def _pool(
+    workload: Workload, num_slots: int, speculation: SpeculationConfig, profile: Profile | None
+) -> ActorPool:
+    return ActorPool(
+        _long(workload),
+        engine=EngineConfig(max_running_samples=num_slots, probe=False),
+        speculation=speculation,
+        profile=profile and _for_slots(profile, num_slots),
+        migration=MigrationSettings(),
+    )
+
+
+def _for_slots(profile: Profile, num_slots: int) -> Profile:
+    """The profile covers fewer slots too: it was swept over numbers of samples."""
+    return replace(profile, provenance=replace(profile.provenance, num_slots=num_slots))
+
+
+def _long(workload: Workload) -> Workload:
+    return replace(workload, sampling=replace(workload.sampling, max_new_tokens=MAX_NEW_TOKENS))
+
+
+def _curve(pool: ActorPool, workload: Workload, num_slots: int, mode: str) -> RateCurve:
+    batches = QUICK_BATCHES if mode == "quick" else CURVE_BATCHES
+    return measured_curve(pool, workload, [batch for batch in batches if batch <= num_slots])
+
+
+def _kv_bytes_per_token(workload: Workload) -> float:
+    models = (workload.paths.target, workload.paths.draft)
+    return float(sum(KVShape.of(load_causal_lm(str(p), "float32").config).token_bytes for p in models))
