@@ -138,7 +138,7 @@ class SourceMove:
         waited_for = {
             SourceStage.PREPARING: f"{self.order.destination} to keep a slot",
             SourceStage.SHIPPING: f"{self.order.destination} to receive the caches",
-            SourceStage.HANDED_OVER: "the scheduler's verdict",
+            SourceStage.HANDED_OVER: f"the scheduler's verdict on what {self.order.destination} got",
         }[self.stage]
         return self._give_up(
             now_s, f"{self.order.source} waited {waited_s:.1f} s for {waited_for}", tell=True
