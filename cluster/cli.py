@@ -1,4 +1,4 @@
-"""The command line: `rlhfspec demo | train | profile | bench | check | models | show`.
+"""The command line: `rlhfspec demo | train | profile | bench | simulate | check | models | show`.
 
 Exit codes: 0 good, 2 bad input (one line says what to mend), 1 failure, 130 interrupted. Only what a
 command needs is imported, so that `--help` answers at once.
@@ -31,7 +31,7 @@ _INTERRUPTED = 130
 
 def build_parser() -> argparse.ArgumentParser:
     """The whole command line, one sub-command a module of `cluster.commands`."""
-    from cluster.commands import bench, check, models, profile, show, train
+    from cluster.commands import bench, check, models, profile, show, simulate, train
 
     parser = argparse.ArgumentParser(
         prog="rlhfspec",
@@ -40,7 +40,7 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for module in (train, profile, bench, check, models, show):
+    for module in (train, profile, bench, simulate, check, models, show):
         module.add_parser(commands)
     return parser
 

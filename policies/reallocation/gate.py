@@ -23,6 +23,8 @@ class WayCosts:
     migrate_s: np.ndarray
     "from the order to the first decode step at the destination; inf where the way is closed"
     recompute_s: np.ndarray
+    ship_s: np.ndarray
+    "of migrate_s, what is not the opening of a channel"
 
     @property
     def recompute(self) -> np.ndarray:
@@ -32,7 +34,7 @@ class WayCosts:
     @property
     def migrate_lost_s(self) -> np.ndarray:
         """Decoding time that both instances lose to the transfer."""
-        return BYSTANDER_SHARE * self.migrate_s
+        return BYSTANDER_SHARE * self.ship_s
 
     @property
     def recompute_lost_s(self) -> np.ndarray:
@@ -88,6 +90,7 @@ class Gate:
         return WayCosts(
             migrate_s=closed if self._mode == "always_recompute" else migrate,
             recompute_s=closed if self._mode == "always_migrate" else recompute,
+            ship_s=np.broadcast_to(self.migrate_s(context_tokens, cold=False), closed.shape),
         )
 
     def choose(self, context_tokens: int, *, cold: bool = False, wait_s: float = 0.0) -> MoveMode:

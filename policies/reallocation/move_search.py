@@ -34,11 +34,11 @@ class Hurdle:
     """What a move must gain. Loads differ by chance all the time: few samples are not worth the stir."""
 
     cost_margin: float = 2.0
-    "so many times what it costs, and .."
-    gain_share: float = 0.002
-    ".. this share of the time that its two instances still need"
-    start_share: float = 0.035
-    "an even share of the load would gain its two instances this share of the rollout's whole time, past and to come"
+    "so many times what it costs, where .."
+    start_share: float = 0.015
+    "an even share of the pool's load would gain the pair this share of the rollout's whole time, past and to come .."
+    chance: float = 1.2
+    ".. and their numbers of samples differ by more than so many square roots of their sum"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,8 +98,8 @@ class _Search:
         self._cost, self._may_move, self._hurdle = cost, may_move, hurdle
         self._alive, self._log_done = load.alive.copy(), load.log_done.copy()
         self._done_s = load.course(curve).finish_seconds()
-        whole_s = elapsed_s + float(self._done_s.max(initial=0.0))
-        self._start_s = hurdle.start_share * whole_s
+        self._whole_s = elapsed_s + float(self._done_s.max(initial=0.0))
+        self._placed = pool.num_placed
         self._free = pool.num_free.copy()
         self._left = np.diff(pool.start)
         self._used = np.zeros(len(pool.instance), dtype=bool)
@@ -134,15 +134,19 @@ class _Search:
         return source[apart], destination[apart]
 
     def _worth_a_look(self, source: np.ndarray, destination: np.ndarray) -> np.ndarray:
-        """[P] whether sharing everything evenly would gain enough."""
-        one, other = self._of(source), self._of(destination)
-        even = Load(
-            cell_tokens=one.cell_tokens,
-            alive=(one.alive + other.alive) / 2,
-            log_done=(one.log_done + other.log_done) / 2,
+        """[P] whether an even share of the pool's load would gain a pair enough."""
+        share = Load(
+            cell_tokens=self._expected.cell_tokens,
+            alive=self._alive.mean(axis=0),
+            log_done=self._log_done.mean(axis=0),
         ).course(self._curve)
-        before = both_done_seconds(one.course(self._curve), other.course(self._curve))
-        return before - both_done_seconds(even, even) >= self._start_s
+        before = both_done_seconds(
+            self._of(source).course(self._curve), self._of(destination).course(self._curve)
+        )
+        gain = before - both_done_seconds(share, share)
+        more, fewer = self._placed[source], self._placed[destination]
+        not_by_chance = more - fewer > self._hurdle.chance * np.sqrt(more + fewer)
+        return not_by_chance & (gain >= self._hurdle.start_share * self._whole_s)
 
     def _round(self, source: np.ndarray, destination: np.ndarray, found: list[FoundMove]) -> bool:
         """Add the best move of every pair; False when there is none that could be tried again."""
@@ -162,7 +166,7 @@ class _Search:
         gain = np.where(self._used[sample], -np.inf, np.maximum(migrate, recompute))
         pair = np.arange(len(source))
         column = gain.argmax(axis=1)
-        pays = gain[pair, column] > self._hurdle.gain_share * before
+        pays = gain[pair, column] > 0
         chosen = sample[pair, column]
         self._used[chosen[pays]] = True
         wanted = zip(chosen.tolist(), source.tolist(), destination.tolist(), pays.tolist(), strict=True)

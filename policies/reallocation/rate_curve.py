@@ -54,6 +54,12 @@ class RateCurve:
         """Tokens per second of the whole instance with B samples."""
         return np.maximum(np.asarray(num_samples, dtype=float), 1.0) / self.seconds_per_token(num_samples)
 
+    def copy(self) -> RateCurve:
+        """The same curve with a factor of its own."""
+        made = RateCurve(self._samples.tolist(), (self._samples / self._seconds).tolist())
+        made.factor = self.factor
+        return made
+
     def knee(self, max_samples: int) -> int:
         """Number of samples up to `max_samples` at which goodput saturates.
 

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from policies.reallocation.rate_curve import RateCurve
+from policies.simulate.records import MoveTruth
+from profiles.transfer import PrefillModel, TransferModel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +29,18 @@ class Device:
     acceptance: float
     "of each draft token, given the one before"
     max_draft_tokens: int
+    link_bytes_per_s: float
+    "between two instances"
+
+    def moves(self) -> MoveTruth:
+        """What moves take: a prefill is compute, a transfer the link, either is begun by a message or two."""
+        token_s = 2.0 * self.num_parameters / self.flops_per_s
+        return MoveTruth(
+            kv_bytes_per_token=self.kv_bytes_per_token,
+            transfer=TransferModel(latency_s=0.02, bytes_per_s=self.link_bytes_per_s, open_s=0.5),
+            prefill=PrefillModel(fixed_s=0.01, token_s=token_s, token_squared_s=token_s * 1e-5),
+            downtime_s=0.02,
+        )
 
     def step_s(self, num_samples: int, tokens_per_sample: int, context_tokens: int) -> float:
         """Seconds of a decode step that verifies so many tokens of each sample, the root included."""
@@ -61,4 +75,6 @@ H100_CLASS = Device(
     draft_level_s=8e-4,
     acceptance=0.8,
     max_draft_tokens=8,
+    # half of one 400 Gbit/s port
+    link_bytes_per_s=25e9,
 )

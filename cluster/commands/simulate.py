@@ -1,0 +1,269 @@
+"""`rlhfspec simulate`: reallocation policies on simulated instances."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from policies.simulate.compare import Comparison
+    from policies.simulate.records import PoolSetup, Samples
+
+_TEXT = """\
+Simulate one rollout on many instances under every reallocation policy: how long it takes, how many samples move.
+Instances are rate curves: of a profile of this machine, or of a device that is not here (from its data sheet).
+
+  rlhfspec simulate                                               8 instances of an H100-class device, skewed lengths
+  rlhfspec simulate --instances 2 --slots 16 --profile profile    as measured by `rlhfspec profile`
+  rlhfspec simulate --lengths runs/RUN/rollouts/000005.parquet    lengths of a real iteration
+  rlhfspec simulate --instances 1024 --slots 32 --lengths long_tail --out simulated.json
+
+static binds sample i to instance i mod K; pull binds when a slot frees; the other policies pull, then move.
+perfect spreads all samples evenly at every moment, at no cost; no schedule whatever is faster than the bound.
+"""
+
+DEVICES = ("h100-class", "h100-class-plain")
+POLICIES = ("all", "static", "pull", "recompute_only", "paper_rule", "finish_time")
+PRESETS = ("skewed", "long_tail", "balanced")
+SHOW_AFTER_S = 2.0
+POLLS = 500
+"The pool is looked at about so often in a rollout where no interval is given, at most every tenth of a second."
+PROFILE_KV_BYTES = 16384.0
+
+
+def add_parser(commands: Any) -> None:
+    """Describe the command."""
+    parser = commands.add_parser(
+        "simulate",
+        help="try reallocation policies on simulated instances",
+        description=_TEXT,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--instances", type=int, default=8, metavar="K", help="instances (%(default)s)")
+    add("--slots", type=int, default=64, metavar="N", help="samples that run at once on each (%(default)s)")
+    add("--samples", type=int, metavar="N", help="samples of the rollout (as many as there are slots)")
+    add("--lengths", default="skewed", metavar="WHAT", help=f"{', '.join(PRESETS)} or a file (%(default)s)")
+    add("--max-new-tokens", type=int, metavar="N", help="limit of a response (4096; of a file: its longest)")
+    add("--prompt-tokens", type=int, default=128, metavar="N", help="of each prompt (%(default)s)")
+    rates = parser.add_mutually_exclusive_group()
+    rates.add_argument("--profile", type=Path, metavar="DIR", help="a folder made by `rlhfspec profile`")
+    rates.add_argument("--device", choices=DEVICES, default=DEVICES[0], help="analytic (%(default)s)")
+    add("--kv-bytes-per-token", type=float, metavar="N", help="size of both caches (of the device; 16384)")
+    add("--policy", choices=POLICIES, default="all", help="beside static and pull (%(default)s)")
+    add(
+        "--poll",
+        type=float,
+        metavar="SECONDS",
+        help=f"between two looks at the pool (a {POLLS}th of the rollout)",
+    )
+    add(
+        "--speed-sigma",
+        type=float,
+        default=0.1,
+        metavar="S",
+        help="log-normal spread of speeds (%(default)s)",
+    )
+    add("--seed", type=int, default=0, help="of drawn lengths and speeds (%(default)s)")
+    add("--out", type=Path, metavar="FILE", help="gets the figures as JSON")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Simulate, print a table, write JSON. Raises InputError for bad input."""
+    from rich.console import Console
+
+    from policies.simulate.compare import COMPARED, compare
+
+    _check(args)
+    console = Console(highlight=False)
+    samples, max_new_tokens = _samples(args)
+    setup, label = _setup(args, samples, max_new_tokens)
+    wanted = COMPARED if args.policy == "all" else tuple(dict.fromkeys(("static", "pull", args.policy)))
+    with _bar(len(samples) * len(wanted), console) as tick:
+        made = compare(samples, setup, wanted, progress=tick)
+    console.print(
+        f"{args.instances} instances of {args.slots} slots, {len(samples)} samples "
+        f"({int(samples.response_tokens.sum())} tokens, the longest {int(samples.response_tokens.max())}), {label}",
+        soft_wrap=True,
+    )
+    console.print(_table(made))
+    if args.out is not None:
+        args.out.write_text(json.dumps(_tree(args, samples, setup, label, made), indent=2) + "\n")
+        console.print(f"written {args.out}", soft_wrap=True)
+    return 0
+
+
+def _check(args: argparse.Namespace) -> None:
+    from core.errors import ConfigError
+
+    least = {"instances": 1, "slots": 1, "samples": 1, "max_new_tokens": 1, "prompt_tokens": 0, "seed": 0}
+    for name, lowest in least.items():
+        value = getattr(args, name)
+        if value is not None and value < lowest:
+            raise ConfigError(f"--{name.replace('_', '-')} expects at least {lowest}, got {value}")
+    for name in ("poll", "kv_bytes_per_token"):
+        value = getattr(args, name)
+        if value is not None and not value > 0:
+            raise ConfigError(f"--{name.replace('_', '-')} expects a number above 0, got {value:g}")
+    if args.speed_sigma < 0:
+        raise ConfigError(f"--speed-sigma expects 0 or more, got {args.speed_sigma:g}")
+    if args.out is not None and not args.out.resolve().parent.is_dir():
+        raise ConfigError(f"--out {args.out}: the folder does not exist; make it first")
+
+
+def _samples(args: argparse.Namespace) -> tuple[Samples, int]:
+    """The rollout's samples and the limit of a response."""
+    from cluster.recorded_lengths import read_lengths
+    from core.errors import DataError
+    from policies.simulate.workloads import drawn_lengths, samples_of
+
+    if args.lengths in PRESETS:
+        limit = args.max_new_tokens or 4096
+        count = args.samples or args.instances * args.slots
+        lengths = drawn_lengths(args.lengths, count, args.instances, max_new_tokens=limit, seed=args.seed)
+    else:
+        lengths = read_lengths(Path(args.lengths).expanduser())
+        if args.samples is not None and args.samples > len(lengths):
+            raise DataError(f"--samples {args.samples}: {args.lengths} holds {len(lengths)} lengths only")
+        lengths = lengths[: args.samples]
+        limit = args.max_new_tokens or int(lengths.max())
+        lengths = lengths.clip(max=limit)
+    samples = samples_of(
+        lengths, prompt_tokens=args.prompt_tokens, speed_sigma=args.speed_sigma, seed=args.seed
+    )
+    return samples, limit
+
+
+def _setup(args: argparse.Namespace, samples: Samples, max_new_tokens: int) -> tuple[PoolSetup, str]:
+    """The pool, and what its rates come from."""
+    from dataclasses import replace
+
+    from policies.reallocation.rate_curve import rate_curve_from_profile
+    from policies.simulate.devices import H100_CLASS
+    from policies.simulate.perfect import least_finish_s
+    from policies.simulate.records import MoveTruth, PoolSetup
+    from profiles.profile import load_profile
+
+    context = args.prompt_tokens + int(samples.response_tokens.mean())
+    if args.profile is not None:
+        profile = load_profile(args.profile)
+        curve = rate_curve_from_profile(profile, context_tokens=context)
+        moves = MoveTruth(kv_bytes_per_token=args.kv_bytes_per_token or PROFILE_KV_BYTES)
+        label = f"profile of {profile.provenance.target_model} on {profile.provenance.device}"
+    else:
+        speculation = args.device == "h100-class"
+        curve = H100_CLASS.rate_curve(context_tokens=context, max_samples=args.slots, speculation=speculation)
+        moves = H100_CLASS.moves()
+        if args.kv_bytes_per_token is not None:
+            moves = replace(moves, kv_bytes_per_token=args.kv_bytes_per_token)
+        label = H100_CLASS.label + (", speculation" if speculation else ", plain decoding")
+    setup = PoolSetup(
+        num_instances=args.instances,
+        num_slots=args.slots,
+        curve=curve,
+        max_new_tokens=max_new_tokens,
+        moves=moves,
+    )
+    poll_s = args.poll or max(least_finish_s(samples, setup) / POLLS, 0.1)
+    return replace(setup, poll_interval_s=poll_s), label
+
+
+def _table(made: Comparison) -> Any:
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for title in (
+        "policy",
+        "seconds",
+        "over static",
+        "over pull",
+        "gap closed",
+        "moves",
+        "recomputed",
+        "busy",
+    ):
+        table.add_column(title, justify="left" if title == "policy" else "right", no_wrap=title == "policy")
+    for name, result in made.results.items():
+        closed = made.gap_closed(name)
+        table.add_row(
+            name,
+            f"{result.finish_s:.2f}",
+            f"{made.over(name, 'static'):.3f}",
+            f"{made.over(name, 'pull'):.3f}",
+            "-" if closed is None else f"{closed:.0%}",
+            str(result.num_moves),
+            str(result.num_recomputed),
+            f"{result.busy_share:.0%}",
+        )
+    static_s, pull_s = (made.results[name].finish_s for name in ("static", "pull"))
+    for name, seconds in (("perfect", made.perfect_s), ("bound", made.least_s)):
+        table.add_row(name, f"{seconds:.2f}", f"{static_s / seconds:.3f}", f"{pull_s / seconds:.3f}")
+    return table
+
+
+def _tree(
+    args: argparse.Namespace, samples: Samples, setup: PoolSetup, label: str, made: Comparison
+) -> dict[str, Any]:
+    results = {
+        name: {
+            "finish_s": result.finish_s,
+            "over_static": made.over(name, "static"),
+            "over_pull": made.over(name, "pull"),
+            "gap_closed": made.gap_closed(name),
+            "num_moves": result.num_moves,
+            "num_migrated": result.num_migrated,
+            "num_recomputed": result.num_recomputed,
+            "busy_share": result.busy_share,
+            "busy_s": result.busy_s.tolist(),
+        }
+        for name, result in made.results.items()
+    }
+    return {
+        "schema_version": 1,
+        "rates": label,
+        "lengths": str(args.lengths),
+        "num_instances": setup.num_instances,
+        "num_slots": setup.num_slots,
+        "num_samples": len(samples),
+        "num_tokens": int(samples.response_tokens.sum()),
+        "max_new_tokens": setup.max_new_tokens,
+        "poll_interval_s": setup.poll_interval_s,
+        "seed": args.seed,
+        "policies": results,
+        "perfect_s": made.perfect_s,
+        "bound_s": made.least_s,
+    }
+
+
+@contextmanager
+def _bar(total: int, console: Any) -> Iterator[Callable[[str, int], None]]:
+    """Yield `tick(name, done)`; a bar appears when it takes longer than two seconds."""
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    progress = Progress(
+        TextColumn("{task.description:<15}"),
+        BarColumn(),
+        TimeElapsedColumn(),
+        console=console,
+        transient=True,
+    )
+    task = progress.add_task("simulating", total=total)
+    began_s = time.monotonic()
+    finished: dict[str, int] = {}
+
+    def tick(name: str, done: int) -> None:
+        finished[name] = done
+        if not progress.live.is_started and time.monotonic() - began_s > SHOW_AFTER_S:
+            progress.start()
+        progress.update(task, description=name, completed=sum(finished.values()))
+
+    try:
+        yield tick
+    finally:
+        progress.stop()
