@@ -54,7 +54,11 @@ class Outlook:
 
     def load(self, counts: np.ndarray) -> Load:
         """What is expected of instances with these samples; `counts` [K, L]."""
-        return Load(cell_tokens=self.cell_tokens, alive=counts @ self.alive, log_done=counts @ self.log_done)
+        # not by BLAS: its threads wait for each other where decode threads hold the cores
+        per_sample = np.concatenate([self.alive, self.log_done], axis=1, dtype=np.float32)
+        summed = np.einsum("kl,lx->kx", counts.astype(np.float32), per_sample).astype(np.float64)
+        alive, log_done = np.split(summed, 2, axis=1)
+        return Load(cell_tokens=self.cell_tokens, alive=alive, log_done=log_done)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
