@@ -1,7 +1,7 @@
 """Whole rollouts on two instances: static, pull, recompute only, the paper's rule, ours; against the simulator.
 
 Lengths: skewed (the longest half on one instance) with capped slots and a queue and with everything resident,
-long-tailed at random, balanced. Rates are measured with both instances busy; `perfect` is the simulator's, on those rates.
+long-tailed at random, balanced. Rates are measured with both instances busy; `perfect` is the simulator's, on those.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from rich.console import Console
 
 from actors.migration.settings import MigrationSettings
-from benchmarks.adaptive.pairs import profile_of
+from benchmarks.adaptive.pairs import pair_workload, profile_of
 from benchmarks.moving.planning import plan_seconds
 from benchmarks.moving.rollouts import (
     CURVE_BATCHES,
@@ -38,7 +38,7 @@ from benchmarks.moving.session import bench_ray
 from benchmarks.support.actor_pool import ActorPool, RolloutOutcome
 from benchmarks.support.result import write_result
 from benchmarks.support.timing import Figures
-from benchmarks.support.workload import Workload, demo_workload, gsm8k_workload
+from benchmarks.support.workload import Workload
 from core.config import EngineConfig, SpeculationConfig
 from engine.kv import KVShape
 from engine.models import load_causal_lm
@@ -50,8 +50,8 @@ from policies.simulate.workloads import drawn_lengths, samples_of
 from profiles.profile import Profile
 
 INSTANCES = 2
-SAMPLES = 48
-MAX_NEW_TOKENS = 640
+SAMPLES = 40
+MAX_NEW_TOKENS = 480
 CAPPED_SLOTS = 8
 PROFILE_S = {"quick": 8.0, "default": 25.0, "full": 60.0}
 ROUNDS = {"quick": 1, "default": 2, "full": 4}
@@ -84,7 +84,7 @@ def run(*, out: Path, mode: str, data: Path | None) -> int:
     torch.set_num_threads(1)
     console, figures = Console(), Figures()
     rows: list[dict[str, Any]] = []
-    workload = demo_workload(SAMPLES) if data is None else gsm8k_workload(data, SAMPLES)
+    workload = pair_workload("large", SAMPLES, data)
     kv_bytes = _kv_bytes_per_token(workload)
     profile = profile_of(workload, budget_s=PROFILE_S[mode]).profile
     figures.values["plan_1024_ms"] = 1e3 * plan_seconds(1024, kv_bytes)

@@ -6,10 +6,11 @@ marked ABORTED, so that the channel stays usable.
 
 from __future__ import annotations
 
+import logging
 import time
 import zlib
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +27,7 @@ from engine.exchange import CachePiece
 from engine.leases import Lease, LeaseEnded
 from policies.migration.frames import Frame
 
+logger = logging.getLogger(__name__)
 ABORTED = (1 << 48) - 1
 NoteSpan = Callable[[SpanKind, float, float, str], None]
 
@@ -100,7 +102,7 @@ class Transfers:
             self._note("send", began_s, time.monotonic(), f"{move_id} to {destination}")
             done(error)
 
-        self._thread("to", destination).submit(job)
+        self._run("to", destination, job)
 
     def send_nothing(self, destination: str, ticket: Ticket | None, frames: Sequence[Frame]) -> None:
         """Tell a destination that waits for frames that none will come."""
@@ -113,7 +115,7 @@ class Transfers:
                 self._lose_sender(destination, ticket)
 
         if frames:
-            self._thread("to", destination).submit(job)
+            self._run("to", destination, job)
 
     def receive(
         self,
@@ -130,6 +132,7 @@ class Transfers:
             return
 
         def job() -> None:
+            asked_s = time.monotonic()
             try:
                 pieces, error = _receive_all(channel, source, move_id, frames), ""
             except TransferError as failure:
@@ -141,7 +144,7 @@ class Transfers:
                 self._note("receive", channel.began_s, time.monotonic(), f"{move_id} from {source}")
             done(pieces, error)
 
-        self._thread("from", source).submit(job)
+        self._run("from", source, job)
 
     def close_channels(self) -> None:
         """Close what is open; the next move opens its channel anew. Jobs under way end with an error."""
@@ -219,6 +222,10 @@ class Transfers:
             ends.pop(peer, None)
             found.end.close()
 
+    def _run(self, direction: str, peer: str, job: Callable[[], None]) -> None:
+        """Run a job on the thread of a peer and direction; a fault of ours there must not stay unseen."""
+        self._thread(direction, peer).submit(job).add_done_callback(_log_fault)
+
     def _thread(self, direction: str, peer: str) -> ThreadPoolExecutor:
         name = (direction, peer)
         if name not in self._threads:
@@ -229,6 +236,11 @@ class Transfers:
                 initializer=lambda: torch.set_num_threads(1),
             )
         return self._threads[name]
+
+
+def _log_fault(job: Future) -> None:
+    if not job.cancelled() and job.exception() is not None:
+        logger.error("a transfer thread failed", exc_info=job.exception())
 
 
 def sequence_of(move_id: str, number: int) -> int:
