@@ -1,20 +1,19 @@
 """Instances, their messages and the scheduler's machine in one process and one thread, step by step.
 
 Only frames travel on threads, as they do in an actor. A fault is a function that sees every message before it is
-delivered and returns what arrives instead: nothing, the same, or twice the same.
+delivered and returns what arrives instead: nothing, the same, twice the same, or some of it `Later`. It may kill
+instances and the scheduler, too.
 """
 
 from __future__ import annotations
 
-import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from actors.decode_loop import DecodeLoop, NewsOrder, SubmitOrder
-from actors.messages import PollReply
+from actors.decode_loop import DecodeLoop, HoldOrder, NewsOrder, SubmitOrder
+from actors.messages import HeldSamples, PollReply
 from actors.migration.desk import Desk
 from actors.migration.migrator import Migrator
 from actors.migration.settings import MigrationSettings
@@ -31,6 +30,7 @@ from policies.scheduler_records import (
     InstanceGone,
     InstanceJoined,
     InstanceReported,
+    InstanceSnapshot,
     MoveEnded,
     MoveRecord,
     Order,
@@ -42,6 +42,15 @@ from policies.scheduler_records import (
 
 Fault = Callable[[str, Any], list[Any]]
 "(receiver, message) -> what arrives"
+NO_FAULT: Fault = lambda receiver, message: [message]  # noqa: E731
+
+
+@dataclass(frozen=True, slots=True)
+class Later:
+    """A message that arrives so many turns later."""
+
+    message: Any
+    turns: int
 
 
 class Host:
@@ -54,6 +63,38 @@ class Host:
         raise NotImplementedError
 
 
+class CountedTransfers(Transfers):
+    """Knows whose frames are under way."""
+
+    def __init__(self, *arguments) -> None:
+        super().__init__(*arguments)
+        self.shipped: set[str] = set()
+        self.sending: set[str] = set()
+        self.awaited: set[tuple[str, str]] = set()
+
+    def ship(self, destination, ticket, move_id, frames, lease, done) -> None:
+        def noted(error: str) -> None:
+            done(error)
+            self.sending.discard(move_id)
+
+        self.shipped.add(move_id)
+        self.sending.add(move_id)
+        super().ship(destination, ticket, move_id, frames, lease, noted)
+
+    def receive(self, source, move_id, frames, done) -> None:
+        def noted(pieces, error: str) -> None:
+            done(pieces, error)
+            self.awaited.discard((source, move_id))
+
+        self.awaited.add((source, move_id))
+        super().receive(source, move_id, frames, noted)
+
+    def join(self) -> None:
+        """End the transfer threads of a closed instance."""
+        for thread in self._threads.values():
+            thread.shutdown(wait=True)
+
+
 @dataclass(slots=True)
 class LocalInstance:
     """One instance: its loop is turned by hand."""
@@ -61,7 +102,8 @@ class LocalInstance:
     name: str
     engine: Engine
     loop: DecodeLoop
-    transfers: Transfers
+    migrator: Migrator
+    transfers: CountedTransfers
     acknowledged: int = 0
     alive: bool = True
 
@@ -85,34 +127,53 @@ class LocalPool:
         *,
         reallocation: ReallocationPolicy | None = None,
         settings: MigrationSettings | None = None,
+        frame_timeout_s: float | None = None,
         frame_faults: FaultPlan = NO_FAULTS,
-        fault: Fault = lambda receiver, message: [message],
+        fault: Fault = NO_FAULT,
         seconds_per_turn: float = 0.01,
     ) -> None:
+        """`settings.timeout_s` is simulated time; `frame_timeout_s` is real, for frames that never come."""
         self.fault = fault
         self.now_s = 0.0
+        self.num_turns = 0
         self.seconds_per_turn = seconds_per_turn
         self.reallocation = reallocation
         self.outcome = Outcome()
+        self.requests: list[SampleRequest] = []
         self.term = 0
         self.machine = self.new_machine()
+        self._scheduler_is_dead = False
+        self._gone: list[str] = []
+        self._planned: list[tuple[int, Callable[[], object]]] = []
         self._hub = MemoryHub()
         self._settings = settings or MigrationSettings(timeout_s=2.0, frame_bytes=1 << 12, transfer_share=1.0)
+        self._frame_timeout_s = frame_timeout_s or self._settings.timeout_s
+        self._later: list[tuple[int, str, NewsOrder]] = []
         self.instances = {name: self._make(name, engine, frame_faults) for name, engine in engines.items()}
-        self.late: deque[tuple[float, str, Any]] = deque()
-        for name, instance in self.instances.items():
-            self.handle(
-                InstanceJoined(
-                    instance=name, num_slots=instance.engine.runner.pool.num_slots, now_s=self.now_s
-                )
-            )
+        for name in engines:
+            self.join(name)
+
+    @property
+    def alive(self) -> list[LocalInstance]:
+        """Instances that have not been killed."""
+        return [instance for instance in self.instances.values() if instance.alive]
 
     def new_machine(self) -> Scheduler:
         return Scheduler(heartbeat_timeout_s=1e9, reallocation=self.reallocation, term=self.term)
 
+    def add(self, name: str, engine: Engine) -> None:
+        """A new instance joins."""
+        self.instances[name] = self._make(name, engine, NO_FAULTS)
+        self.join(name)
+
+    def join(self, name: str) -> None:
+        num_slots = self.instances[name].engine.runner.pool.num_slots
+        self.handle(InstanceJoined(instance=name, num_slots=num_slots, now_s=self.now_s))
+
     def _make(self, name: str, engine: Engine, frame_faults: FaultPlan) -> LocalInstance:
-        transport = MemoryTransport(self._hub, timeout_s=self._settings.timeout_s, faults=frame_faults)
-        transfers = Transfers(transport, self._settings)
+        transport = MemoryTransport(self._hub, timeout_s=self._frame_timeout_s, faults=frame_faults)
+        transfers = CountedTransfers(transport, self._settings)
+        made: list[Migrator] = []
 
         def door(loop: DecodeLoop) -> Migrator:
             desk = Desk(
@@ -120,7 +181,7 @@ class LocalPool:
                 engine_or_none=lambda: engine,
                 transfers=transfers,
                 settings=self._settings,
-                post=self.send,
+                post=lambda peer, message: self.send(peer, message, sender=name),
                 come_back=lambda news: loop.order(NewsOrder(news=news)),
                 report=loop.report,
                 open_epochs=loop.open_epochs,
@@ -128,58 +189,124 @@ class LocalPool:
                 clock=lambda: self.now_s,
                 wall_clock=lambda: self.now_s,
             )
-            return Migrator(desk)
+            made.append(Migrator(desk))
+            return made[0]
 
         loop = DecodeLoop(name, Host(engine), publish_interval_s=0.0, make_door=door)
-        return LocalInstance(name, engine, loop, transfers)
+        return LocalInstance(name, engine, loop, made[0], transfers)
 
-    def send(self, receiver: str, message: Any) -> None:
-        """Deliver a message between instances or from the scheduler, through the fault."""
+    def send(self, receiver: str, message: Any, *, sender: str | None = None) -> None:
+        """Deliver a message of an instance, or of the scheduler in office, through the fault."""
+        if sender is not None and not self.instances[sender].alive:
+            return
+        term = self.term if sender is None else None
         for arriving in self.fault(receiver, message):
-            if self.instances[receiver].alive:
-                self.instances[receiver].loop.order(NewsOrder(news=arriving))
+            turns, news = (arriving.turns, arriving.message) if isinstance(arriving, Later) else (0, arriving)
+            order = NewsOrder(news=news, term=term)
+            if turns:
+                self._later.append((self.num_turns + turns, receiver, order))
+            else:
+                self._deliver(receiver, order)
+
+    def _deliver(self, receiver: str, order: NewsOrder) -> None:
+        if self.instances[receiver].alive:
+            self.instances[receiver].loop.order(order)
 
     def handle(self, event) -> None:
-        for order in self.machine.handle(event):
-            self.carry_out(order)
+        self.carry_out(*self.machine.handle(event))
 
-    def carry_out(self, order: Order) -> None:
-        match order:
-            case Submit():
-                self.instances[order.instance].loop.order(SubmitOrder(requests=order.requests))
-            case Deliver():
-                key = order.completion.key
-                if key in self.outcome.completions:
-                    self.outcome.delivered_twice.append(key)
-                self.outcome.completions[key] = order.completion
-            case StartMove():
-                self.send(order.order.source, order.order)
-            case SendVerdict():
-                self.send(order.instance, order.verdict)
-            case MoveEnded():
-                self.outcome.moves.append(order.record)
-            case Alarm():
-                self.outcome.alarms.append(order)
-            case Abandon():
-                pass
+    def carry_out(self, *orders: Order) -> None:
+        for order in orders:
+            match order:
+                case Submit():
+                    submit = SubmitOrder(requests=order.requests, term=self.term)
+                    self.instances[order.instance].loop.order(submit)
+                case Deliver():
+                    key = order.completion.key
+                    if key in self.outcome.completions:
+                        self.outcome.delivered_twice.append(key)
+                    self.outcome.completions[key] = order.completion
+                case StartMove():
+                    self.send(order.order.source, order.order)
+                case SendVerdict():
+                    self.send(order.instance, order.verdict)
+                case MoveEnded():
+                    self.outcome.moves.append(order.record)
+                case Alarm():
+                    self.outcome.alarms.append(order)
+                case Abandon():
+                    pass
 
     def kill(self, name: str) -> None:
-        """An instance dies: nothing of it is heard any more."""
-        self.instances[name].alive = False
-        self.instances[name].transfers.close()
-        self.handle(InstanceGone(instance=name, reason="killed"))
+        """An instance dies: nothing of it is heard any more. The scheduler learns of it in the next turn."""
+        if self.instances[name].alive:
+            self.instances[name].alive = False
+            self.instances[name].transfers.close()
+            self._gone.append(name)
+
+    def kill_scheduler(self) -> None:
+        """The scheduler dies; another takes over in the next turn."""
+        self._scheduler_is_dead = True
+
+    def after(self, turns: int, call: Callable[[], object]) -> None:
+        """Call when so many more turns of the instances' loops are over."""
+        self._planned.append((self.num_turns + turns, call))
 
     def turn(self) -> None:
         """One step boundary and decode step of every instance, then a poll of each."""
         self.now_s += self.seconds_per_turn
-        for instance in self.instances.values():
-            if instance.alive:
-                instance.loop.turn(wait_s=0.0)
-        for instance in self.instances.values():
-            if instance.alive:
+        self.num_turns += 1
+        due = [item for item in self._later if item[0] <= self.num_turns]
+        self._later = [item for item in self._later if item[0] > self.num_turns]
+        for _, receiver, order in due:
+            self._deliver(receiver, order)
+        for instance in self.alive:
+            instance.loop.turn(wait_s=0.0)
+        for item in [item for item in self._planned if item[0] <= self.num_turns]:
+            self._planned.remove(item)
+            item[1]()
+        gone, self._gone = self._gone, []
+        if self._scheduler_is_dead:
+            self._replace_scheduler()
+        else:
+            for name in gone:
+                self.handle(InstanceGone(instance=name, reason="killed"))
+            for instance in self.alive:
                 self._poll(instance)
-        for order in self.machine.reallocate(self.now_s):
-            self.carry_out(order)
+            self.carry_out(*self.machine.reallocate(self.now_s))
+        self._wait_for_transfers()
+
+    def _replace_scheduler(self) -> None:
+        """As `cluster.scheduling`: ask every instance what it holds, rebuild."""
+        self.term += 1
+        answers = {i.name: i.loop.order(HoldOrder(term=self.term)) for i in self.alive}
+        for instance in self.alive:
+            instance.loop.turn(wait_s=0.0)
+        held: dict[str, HeldSamples] = {name: future.result(timeout=0) for name, future in answers.items()}
+        snapshots = [
+            InstanceSnapshot(
+                instance=name,
+                num_slots=self.instances[name].engine.runner.pool.num_slots,
+                open_epochs=one.open_epochs,
+                completions=one.completions,
+                set_aside=one.set_aside,
+            )
+            for name, one in held.items()
+            if self.instances[name].alive
+        ]
+        for name, one in held.items():
+            self.instances[name].acknowledged = one.sequence
+        self._scheduler_is_dead = False
+        self.machine, orders = Scheduler.rebuild(
+            requests=self.requests,
+            delivered=list(self.outcome.completions.values()),
+            snapshots=snapshots,
+            heartbeat_timeout_s=1e9,
+            now_s=self.now_s,
+            reallocation=self.reallocation,
+            term=self.term,
+        )
+        self.carry_out(*orders)
 
     def _poll(self, instance: LocalInstance) -> None:
         reply: PollReply = instance.loop.poll(acknowledged=instance.acknowledged, wait_s=0.0)
@@ -195,21 +322,49 @@ class LocalPool:
             )
         )
 
+    def _wait_for_transfers(self) -> None:
+        """Frames come within a turn or not at all: how busy the machine is must not matter."""
+        transfers = [instance.transfers for instance in self.alive]
+        shipped = {move_id for one in transfers for move_id in one.shipped}
+        while any(
+            one.sending or any(move_id in shipped for _, move_id in list(one.awaited)) for one in transfers
+        ):
+            time.sleep(0.0005)
+
     def run(self, requests: list[SampleRequest], *, max_turns: int = 20_000) -> Outcome:
         """Generate all requests; fails when they do not all complete in so many turns."""
+        self.requests = list(requests)
         self.handle(SamplesArrived(requests=tuple(requests)))
         for _ in range(max_turns):
             if len(self.outcome.completions) == len(requests):
                 return self.outcome
             self.turn()
-            if not any(i.engine.has_work for i in self.instances.values() if i.alive):
-                time.sleep(0.001)
         missing = len(requests) - len(self.outcome.completions)
         raise AssertionError(f"{missing} samples did not complete in {max_turns} turns")
+
+    def settle(self, *, max_turns: int) -> int:
+        """Turn until nothing of any move is left; return the turns it took, or fail after so many."""
+        for turn in range(max_turns):
+            if not self.leftovers():
+                return turn
+            self.turn()
+        raise AssertionError(f"after {max_turns} more turns there is still: {self.leftovers()}")
+
+    def leftovers(self) -> list[str]:
+        """What of moves is still open anywhere, in words."""
+        found = [f"the scheduler knows a move of {key}" for key in self.machine._ledger.moves._open]
+        for instance in self.alive:
+            name, exchange = instance.name, instance.engine.exchange
+            found += [f"{name} has set {key} aside" for key in instance.migrator.set_aside]
+            found += [f"{name} has a move open"] * instance.migrator.is_busy
+            found += [f"{name} has {exchange.num_reserved} slots reserved"] * bool(exchange.num_reserved)
+            found += [f"{name} has a lease open"] * bool(exchange._leases._given)
+            found += [f"{name} holds {key} open" for key in instance.loop.open_epochs]
+            found += [f"{name} still has work"] * instance.engine.has_work
+        return found
 
     def close(self) -> None:
         for instance in self.instances.values():
             instance.transfers.close()
-        for thread in threading.enumerate():
-            if thread.name.startswith("transfer-"):
-                thread.join(timeout=5.0)
+        for instance in self.instances.values():
+            instance.transfers.join()

@@ -134,7 +134,7 @@ class World:
         if word.move_id in player.aside:
             order = player.aside.pop(word.move_id)
             if word.verdict is Verdict.OWN:
-                assert order.key not in player.running, "a second copy is taken up beside the first"
+                # a loser of an older race may still run here: its own verdict drops it, by its epoch
                 player.running[order.key] = word.epoch
         elif word.move_id in player.uncommitted:
             order = player.uncommitted.pop(word.move_id)

@@ -1,0 +1,221 @@
+"""Forced moves between real actors, over Gloo and over the object store; instances and the scheduler killed meanwhile.
+
+The law: every sample completes once, to the bits that one process makes alone.
+"""
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+import ray
+import tiny_pool
+from forced_moves import Forced
+
+from actors.generation import GenerationActor
+from actors.messages import GenerationSpec, LostInstance, SchedulerSettings
+from actors.migration.settings import MigrationSettings
+from actors.scheduler import SchedulerActor
+from actors.transport.select import TransportName
+from cluster.publish import PublishedWeights, publish
+from cluster.scheduling import SchedulerClient
+from core.config import EngineConfig, SpeculationConfig
+from core.records import Completion, Prompt, SampleKey, SampleRequest, SamplingParams, Stream
+from engine.build import build_engine
+from engine.weights import pack_weights
+from policies.scheduler_records import Alarm, MoveRecord
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
+
+NEW_TOKENS = 350
+MAX_TOTAL_TOKENS = NEW_TOKENS + 20
+TIMEOUT_S = 120.0
+ENGINE = EngineConfig(device="cpu", max_running_samples=24, probe=False)
+
+
+@dataclass
+class Outcome:
+    """What came out of one rollout."""
+
+    completions: list[Completion] = field(default_factory=list)
+    moves: list[MoveRecord] = field(default_factory=list)
+    alarms: list[Alarm] = field(default_factory=list)
+    lost: list[LostInstance] = field(default_factory=list)
+
+    @property
+    def num_moved(self) -> int:
+        return sum(record.outcome == "moved" for record in self.moves)
+
+
+class RayPool:
+    """Generation actors under one scheduler client, with a policy that moves samples all the time."""
+
+    def __init__(self, transport: TransportName, num_instances: int) -> None:
+        self.handles = {
+            f"gen-{number}": GenerationActor.options(num_cpus=0.3).remote(
+                GenerationSpec(
+                    instance=f"gen-{number}",
+                    engine=ENGINE,
+                    speculation=SpeculationConfig(policy="fixed", num_nodes=3, depth=3, branching=1),
+                    dtype="float32",
+                    max_total_tokens=MAX_TOTAL_TOKENS,
+                    vocab_size=tiny_pool.VOCAB_SIZE,
+                    publish_interval_s=0.01,
+                    migration=MigrationSettings(
+                        transport=transport, timeout_s=3.0, frame_bytes=1 << 10, transfer_share=1.0
+                    ),
+                )
+            )
+            for number in range(num_instances)
+        }
+        self.pids = {
+            name: ray.get(handle.__ray_call__.remote(lambda actor: os.getpid()), timeout=TIMEOUT_S)
+            for name, handle in self.handles.items()
+        }
+        self.sentinels = [handle.run.remote() for handle in self.handles.values()]
+        for name, model in (("target", tiny_pool.target()), ("draft", tiny_pool.draft())):
+            manifest, chunks = pack_weights(model, name=name, weight_version=0)
+            refs = tuple(ray.put(chunk) for chunk in chunks)
+            weights = PublishedWeights(manifest=manifest, chunk_refs=refs)
+            assert publish(weights, self.handles, timeout_s=TIMEOUT_S) == {}
+        self.client = SchedulerClient(
+            lambda settings: SchedulerActor.options(num_cpus=0.1).remote(settings),
+            SchedulerSettings(
+                poll_interval_s=0.02,
+                heartbeat_timeout_s=60.0,
+                order_timeout_s=TIMEOUT_S,
+                reallocation=Forced(share=0.5),
+                reallocation_interval_s=0.02,
+            ),
+            max_restarts=2,
+            start_timeout_s=TIMEOUT_S,
+        )
+        for name, handle in self.handles.items():
+            self.client.join(name, handle, ENGINE.max_running_samples)
+
+    def run(
+        self, requests: Sequence[SampleRequest], strike: Callable[[Outcome], bool] = lambda out: True
+    ) -> Outcome:
+        """Generate all; `strike` is called after each take until it has done its work."""
+        outcome, struck = Outcome(), False
+        self.client.enqueue(tuple(requests))
+        ends_s = time.monotonic() + TIMEOUT_S
+        while len(outcome.completions) < len(requests):
+            assert time.monotonic() < ends_s, f"{len(outcome.completions)} of {len(requests)} completions"
+            taken = self.client.take(0.02)
+            outcome.completions += taken.completions
+            outcome.moves += taken.moves
+            outcome.alarms += taken.alarms
+            outcome.lost += taken.lost
+            struck = struck or strike(outcome)
+        assert struck, "the rollout was over before the blow"
+        return outcome
+
+    def kill(self, name: str) -> None:
+        """SIGKILL an instance's process."""
+        os.kill(self.pids[name], signal.SIGKILL)
+
+    def close(self) -> None:
+        for handle in [*self.handles.values(), self.client.handle]:
+            ray.kill(handle)
+
+
+def make_requests(first: int, count: int) -> list[SampleRequest]:
+    random = np.random.default_rng(first)
+    return [
+        SampleRequest(
+            key=SampleKey(run_seed=3, stream=Stream.BENCH, sample_index=first + index),
+            prompt=Prompt(
+                prompt_id=index, token_ids=random.integers(0, tiny_pool.VOCAB_SIZE, 3 + index % 12)
+            ),
+            sampling=SamplingParams(max_new_tokens=NEW_TOKENS),
+        )
+        for index in range(count)
+    ]
+
+
+@pytest.fixture(scope="module")
+def alone() -> Callable[[Sequence[SampleRequest]], dict[SampleKey, tuple]]:
+    """The same samples made in this process, plainly."""
+    engine = build_engine(
+        tiny_pool.target(),
+        None,
+        engine=ENGINE,
+        speculation=SpeculationConfig(policy="off"),
+        max_total_tokens=MAX_TOTAL_TOKENS,
+        vocab_size=tiny_pool.VOCAB_SIZE,
+    )
+    return lambda requests: {c.key: tiny_pool.bits(c) for c in engine.generate(requests)}
+
+
+def check(outcome: Outcome, expected: dict[SampleKey, tuple]) -> None:
+    assert len(outcome.completions) == len({c.key for c in outcome.completions}) == len(expected)
+    assert {c.key: tiny_pool.bits(c) for c in outcome.completions} == expected
+    assert outcome.alarms == []
+
+
+@pytest.fixture(scope="module")
+def over_gloo(local_ray) -> Iterator[RayPool]:
+    pool = RayPool("gloo", 3)
+    yield pool
+    pool.close()
+
+
+def test_moves_over_the_object_store_change_no_bit(local_ray, alone):
+    pool = RayPool("object_store", 2)
+    try:
+        requests = make_requests(0, 16)
+        outcome = pool.run(requests)
+        check(outcome, alone(requests))
+        migrated = [r for r in outcome.moves if r.outcome == "moved" and r.figures.get("stage1_bytes")]
+        assert outcome.num_moved >= 10 and migrated
+    finally:
+        pool.close()
+
+
+def test_moves_over_gloo_change_no_bit(over_gloo, alone):
+    requests = make_requests(100, 24)
+    outcome = over_gloo.run(requests)
+    check(outcome, alone(requests))
+    migrated = [r for r in outcome.moves if r.outcome == "moved" and r.figures.get("stage1_bytes")]
+    assert outcome.num_moved >= 10 and migrated
+    assert len({(r.order.source, r.order.destination) for r in outcome.moves}) >= 4
+
+
+def test_a_scheduler_killed_between_moves_is_replaced_and_moves_go_on(over_gloo, alone):
+    # more than there are slots: while the new scheduler starts, no waiting sample is given out
+    requests = make_requests(200, 100)
+
+    def strike(outcome: Outcome) -> bool:
+        if not outcome.moves:
+            return False
+        ray.kill(over_gloo.client.handle)
+        outcome.moves.clear()
+        return True
+
+    outcome = over_gloo.run(requests, strike)
+    check(outcome, alone(requests))
+    assert any("takes its place" in line for line in over_gloo.client.news())
+    assert outcome.num_moved > 0, "the new scheduler moves samples too"
+    assert all(record.order.move_id.startswith("1-") for record in outcome.moves)
+
+
+@pytest.mark.parametrize("victim", ["gen-1", "gen-0"])
+def test_an_instance_killed_while_samples_leave_it_and_come_to_it(over_gloo, alone, victim):
+    """Every running sample is moved again and again: the victim is source and destination when it dies."""
+    requests = make_requests(300 if victim == "gen-1" else 400, 24)
+
+    def strike(outcome: Outcome) -> bool:
+        if outcome.num_moved < 5:
+            return False
+        over_gloo.kill(victim)
+        return True
+
+    outcome = over_gloo.run(requests, strike)
+    check(outcome, alone(requests))
+    assert [lost.instance for lost in outcome.lost] == [victim]
+    assert victim not in over_gloo.client.instances()
+    assert any(victim in (r.order.source, r.order.destination) for r in outcome.moves)

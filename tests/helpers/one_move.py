@@ -1,0 +1,149 @@
+"""One scripted move between two tiny engines with something going wrong on the way, and a second one afterwards."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field
+from typing import Any
+
+import tiny_pool
+from local_pool import Later, LocalPool
+
+from actors.migration.settings import MigrationSettings
+from actors.transport.memory import NO_FAULTS, FaultPlan
+from policies.migration.messages import MoveOrder, Settle
+from policies.reallocation.records import Move, MoveMode, PoolView
+from policies.scheduler_records import MoveRecord
+
+SOURCE, DESTINATION = "gen-0", "gen-1"
+TIMEOUT_TURNS = 5
+LONG_TURNS = 14
+"Longer than any two timeouts that follow one another."
+RECOVERY_TURNS = 20
+"A move that meets a fault is over, in success or failure, so many turns after its order at the latest."
+
+
+class FewMoves:
+    """Orders a move of the first sample of gen-0, and when that is over (or long due) of the next one."""
+
+    def __init__(self, mode: MoveMode, count: int) -> None:
+        self.mode = mode
+        self.count = count
+        self.pool: LocalPool | None = None
+        self.num_ordered = 0
+
+    def plan(self, view: PoolView) -> tuple[Move, ...]:
+        assert self.pool is not None
+        keys = {i.instance: i.keys for i in view.instances}
+        ended = self.pool.outcome.moves
+        due_s = (
+            0.04
+            if not self.num_ordered
+            else ended[-1].ended_s + 0.03
+            if ended
+            else 0.04 + RECOVERY_TURNS / 100
+        )
+        if (
+            self.num_ordered == self.count
+            or view.now_s < due_s
+            or not keys.get(SOURCE)
+            or DESTINATION not in keys
+        ):
+            return ()
+        key = keys[SOURCE][0]
+        mode = self.mode if not self.num_ordered else MoveMode.MIGRATE
+        self.num_ordered += 1
+        move = Move(key=key, source=SOURCE, destination=DESTINATION, mode=mode, gain_s=0.0, reason="scripted")
+        return (move,)
+
+    def note_finished(self, num_response_tokens: int) -> None:
+        pass
+
+    def note_transfer(self, *, num_bytes: int, seconds: float, cold: bool) -> None:
+        pass
+
+    def note_prefill(self, *, num_tokens: int, seconds: float) -> None:
+        pass
+
+
+def name_of(receiver: str, message: Any) -> str:
+    """A message's type; of a verdict, who is told what."""
+    if isinstance(message, Settle):
+        return f"{message.verdict} to {receiver}"
+    return type(message).__name__
+
+
+@dataclass
+class OneMove:
+    """A pool with four long samples, two on each instance, and a script."""
+
+    mode: MoveMode = MoveMode.MIGRATE
+    frame_faults: FaultPlan = NO_FAULTS
+    pool: LocalPool = field(init=False)
+    policy: FewMoves = field(init=False)
+    count: int = 2
+    met: list[str] = field(default_factory=list)
+    "faults that took place"
+    plants: dict[str, Any] = field(default_factory=dict)
+    "message name -> what to do with the first of that name: (pool, receiver, message) -> what arrives"
+
+    def __post_init__(self) -> None:
+        self.policy = FewMoves(self.mode, self.count)
+        self.pool = LocalPool(
+            {SOURCE: tiny_pool.engine("seldom"), DESTINATION: tiny_pool.engine("seldom")},
+            reallocation=self.policy,
+            settings=MigrationSettings(
+                timeout_s=TIMEOUT_TURNS * 0.01, frame_bytes=1 << 10, transfer_share=1.0
+            ),
+            frame_timeout_s=0.3,
+            frame_faults=self.frame_faults,
+            fault=self._fault,
+        )
+        self.policy.pool = self.pool
+
+    def _fault(self, receiver: str, message: Any) -> list[Any]:
+        name = name_of(receiver, message)
+        order = getattr(message, "order", message if isinstance(message, MoveOrder) else None)
+        move_id = order.move_id if order is not None else message.move_id
+        plant = self.plants.get(name)
+        if plant is None or name in self.met or move_id != "0-0":
+            return [message]
+        self.met.append(name)
+        return plant(self.pool, receiver, message)
+
+    def run(self) -> list[MoveRecord]:
+        """Run to the end, check every law that holds whatever happens, return the records of the moves."""
+        pool = self.pool
+        pool.run(_requests(), max_turns=400)
+        outcome = pool.outcome
+        assert tiny_pool.mismatches(outcome.completions, _reference()) == []
+        assert outcome.alarms == [] and outcome.delivered_twice == []
+        pool.settle(max_turns=RECOVERY_TURNS + LONG_TURNS)
+        assert self.met == list(self.plants), "the planted fault never took place"
+        return outcome.moves
+
+
+@functools.cache
+def _requests():
+    return tiny_pool.requests(4, new_tokens=50)
+
+
+@functools.cache
+def _reference():
+    return tiny_pool.reference(_requests())
+
+
+def drop(pool, receiver, message):
+    return []
+
+
+def duplicate(pool, receiver, message):
+    return [message, message]
+
+
+def delay(pool, receiver, message):
+    return [Later(message, LONG_TURNS)]
+
+
+def echo(pool, receiver, message):
+    return [message, Later(message, LONG_TURNS)]
