@@ -9,6 +9,7 @@ actor: `rebuild` takes over what a dead scheduler knew.
 
 from __future__ import annotations
 
+import copy
 import logging
 import threading
 import time
@@ -92,7 +93,8 @@ class SchedulerActor:
         return {
             "heartbeat_timeout_s": settings.heartbeat_timeout_s,
             "binding": settings.binding,
-            "reallocation": settings.reallocation,
+            # arrays that came through the object store are read-only, and the policy learns
+            "reallocation": copy.deepcopy(settings.reallocation),
             "term": settings.term,
         }
 

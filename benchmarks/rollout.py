@@ -199,7 +199,7 @@ def _play(
         for way in ways if number % 2 == 0 else reversed(ways):
             outcome = stage.pool.rollout(
                 requests,
-                reallocation=policy_of(way, stage.curve, stage.kv_bytes_per_token),
+                reallocation=policy_of(way, stage.curve, stage.kv_bytes_per_token, _earlier_lengths()),
                 binding=way.binding,
                 interval_s=0.05,
             )
@@ -235,7 +235,7 @@ def _perfect(stage: Stage, scene: Scene) -> float:
 
 
 def _simulated(stage: Stage, scene: Scene, way: Way) -> float:
-    policy = policy_of(way, stage.curve, stage.kv_bytes_per_token)
+    policy = policy_of(way, stage.curve, stage.kv_bytes_per_token, _earlier_lengths())
     binding = "static" if way.binding == "static" else "pull"
     return simulate(_samples(stage, scene), _setup(stage, scene), policy, binding=binding).finish_s
 
@@ -274,6 +274,11 @@ def _row(scene: str, way: str, outcome: RolloutOutcome) -> dict[str, Any]:
 
 def _lengths(name: Any, seed: int) -> np.ndarray:
     return drawn_lengths(name, SAMPLES, INSTANCES, max_new_tokens=MAX_NEW_TOKENS, seed=seed)
+
+
+def _earlier_lengths() -> list[int]:
+    """Another draw from the same distribution: what the iteration before has taught the policy."""
+    return _lengths("long_tail", 9000).tolist()
 
 
 def _pool(

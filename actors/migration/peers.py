@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 from actors.remote import Handle
 from policies.migration.messages import PeerMessage
 
@@ -13,6 +15,8 @@ class Peers:
         self._instance = instance
         self._own_handle = own_handle
         self._handles: dict[str, Handle] = {}
+        # a Ray call takes a millisecond or more, which the decode thread need not give
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="post")
 
     def meet(self, name: str, handle: Handle) -> None:
         """Remember how to reach a peer."""
@@ -20,4 +24,7 @@ class Peers:
 
     def post(self, peer: str, message: PeerMessage) -> None:
         """Send a message to a peer that was met; from the decode thread, without waiting."""
-        self._handles[peer].peer_message.remote(message, self._instance, self._own_handle)
+        self._thread.submit(self._send, self._handles[peer], message)
+
+    def _send(self, handle: Handle, message: PeerMessage) -> None:
+        handle.peer_message.remote(message, self._instance, self._own_handle)

@@ -108,6 +108,8 @@ class ActorPool:
         ask(scheduler.enqueue.remote(tuple(requests)), "enqueue")
         deadline_s, ended_s, taken = time.monotonic() + TIMEOUT_S, began_s, None
         while len(done) < len(requests):
+            if ray.wait([self._running[-1]], timeout=0)[0]:
+                ask(self._running[-1], "poll")
             taken = ask(scheduler.take.remote(0.5), "take")
             ended_s = time.perf_counter()
             done.update((completion.key, completion) for completion in taken.completions)
