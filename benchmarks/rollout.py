@@ -42,6 +42,7 @@ from benchmarks.support.workload import Workload
 from core.config import EngineConfig, SpeculationConfig
 from engine.kv import KVShape
 from engine.models import load_causal_lm
+from policies.migration.messages import MoveOutcome
 from policies.reallocation.rate_curve import RateCurve
 from policies.simulate.perfect import perfect_finish_s
 from policies.simulate.records import MoveTruth, PoolSetup, Samples
@@ -201,7 +202,7 @@ def _play(
                 requests,
                 reallocation=policy_of(way, stage.curve, stage.kv_bytes_per_token, _earlier_lengths()),
                 binding=way.binding,
-                interval_s=0.05,
+                interval_s=0.1,
             )
             taken[way.name].append(outcome.seconds)
             predicted_s = _simulated(stage, scene, way)
@@ -252,12 +253,12 @@ def _setup(stage: Stage, scene: Scene) -> PoolSetup:
         curve=stage.curve,
         max_new_tokens=MAX_NEW_TOKENS,
         moves=MoveTruth(kv_bytes_per_token=stage.kv_bytes_per_token),
-        poll_interval_s=0.05,
+        poll_interval_s=0.1,
     )
 
 
 def _row(scene: str, way: str, outcome: RolloutOutcome) -> dict[str, Any]:
-    moved = [move for move in outcome.moves if move.outcome == "moved"]
+    moved = [move for move in outcome.moves if move.outcome == MoveOutcome.MOVED]
     busy = [stats.busy_s for stats in outcome.stats.values()]
     return {
         "scene": scene,

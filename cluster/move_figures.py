@@ -7,10 +7,11 @@ from statistics import median
 
 from cluster.timeline import Timeline, overlap_s
 from core.records import GenerationStats
+from policies.migration.messages import MoveOutcome
 from policies.reallocation.records import MoveMode
 from policies.scheduler_records import MoveRecord
 
-OUTCOMES = ("moved", "kept", "taken back", "lost")
+OUTCOMES = tuple(MoveOutcome)
 
 
 def move_figures(
@@ -24,7 +25,7 @@ def move_figures(
         planning_s: seconds the scheduler spent on deciding moves.
         timeline: of the generation, for what transfers were hidden behind.
     """
-    done = [record for record in moves if record.outcome == "moved"]
+    done = [record for record in moves if record.outcome == MoveOutcome.MOVED]
     figures = {
         f"moves/num_{outcome.replace(' ', '_')}": float(sum(record.outcome == outcome for record in moves))
         for outcome in OUTCOMES

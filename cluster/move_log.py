@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from policies.migration.messages import MoveOutcome
 from policies.scheduler_records import MoveRecord
 
-_ODD = ("taken back", "lost")
+_ODD = (MoveOutcome.TAKEN_BACK, MoveOutcome.LOST)
 _LINES_SAID = 3
 
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Literal
 
 from core.records import SampleKey, SampleRequest
-from policies.migration.messages import CallOff, Claim, MoveOrder, MoveReport, Settle, Verdict
+from policies.migration.messages import CallOff, Claim, MoveOrder, MoveOutcome, MoveReport, Settle, Verdict
 from policies.open_samples import NO_TOKENS, Member, OpenSample
 from policies.ownership import (
     TAKEN_BACK_EPOCHS,
@@ -67,13 +67,13 @@ class Ledger:
             why = (
                 f"the scheduler waited {timeout_s:.0f} s for {order.source} and {order.destination} to end it"
             )
-            orders += self.end_move(order.key, "lost", why)
+            orders += self.end_move(order.key, MoveOutcome.LOST, why)
             call_off = CallOff(move_id=order.move_id, reason=why)
             orders += self._if_alive(order.source, SendVerdict(instance=order.source, verdict=call_off))
         return orders
 
     def end_move(
-        self, key: SampleKey, outcome: str, why: str, figures: dict[str, float] | None = None
+        self, key: SampleKey, outcome: MoveOutcome, why: str, figures: dict[str, float] | None = None
     ) -> list[MoveEnded]:
         """End a sample's move, if it is being moved."""
         return self.moves.end(key, outcome, why, now_s=self.now_s, figures=figures)
@@ -111,7 +111,7 @@ class Ledger:
         orders: list[Order] = []
         for order in self.moves.touching(instance):
             if order.source == instance:
-                orders += self.end_move(order.key, "lost", f"{instance}: {reason}")
+                orders += self.end_move(order.key, MoveOutcome.LOST, f"{instance}: {reason}")
                 epoch = self.samples[order.key].request.epoch + TAKEN_BACK_EPOCHS
                 orders += self._if_alive(
                     order.destination, verdict_for(order.destination, order.move_id, order.key, epoch, False)
@@ -151,7 +151,7 @@ class Ledger:
                     orders += self._if_alive(
                         report.source, verdict_for(report.source, report.move_id, key, report.epoch, False)
                     )
-                    orders += self._end(report, "moved")
+                    orders += self._end(report, MoveOutcome.MOVED)
                 return orders
             case Claim.TAKE_BACK:
                 taken_back = sample.taken_back if sample else ""
@@ -165,15 +165,15 @@ class Ledger:
                     orders += self._if_alive(
                         report.destination, verdict_for(report.destination, report.move_id, key, epoch, False)
                     )
-                    orders += self._end(report, "taken back")
+                    orders += self._end(report, MoveOutcome.TAKEN_BACK)
                 return orders
             case Claim.KEPT:
-                return self._end(report, "kept")
+                return self._end(report, MoveOutcome.KEPT)
             case Claim.LOST:
                 if owner == instance and epoch == report.epoch:
                     self.members[instance].owned.remove(key)
                     self.queue_again(key)
-                return self._end(report, "lost")
+                return self._end(report, MoveOutcome.LOST)
 
     def _give(self, key: SampleKey, instance: str, epoch: int) -> None:
         """Make an instance the owner of an open sample."""
@@ -184,7 +184,7 @@ class Ledger:
         sample.request = replace(sample.request, epoch=epoch)
         self.members[instance].owned.add(key)
 
-    def _end(self, report: MoveReport, outcome: str) -> list[Order]:
+    def _end(self, report: MoveReport, outcome: MoveOutcome) -> list[Order]:
         order = self.moves.of(report.key)
         if order is None or order.move_id != report.move_id:
             return []

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from core.records import SampleKey
-from policies.migration.messages import MoveOrder, MoveReport
+from policies.migration.messages import MoveOrder, MoveOutcome, MoveReport
 from policies.reallocation.records import Move, MoveMode
 from policies.scheduler_records import MoveEnded, MoveRecord
 
@@ -98,7 +98,7 @@ class OpenMoves:
     def end(
         self,
         key: SampleKey,
-        outcome: str,
+        outcome: MoveOutcome,
         why: str,
         *,
         now_s: float,
@@ -109,7 +109,7 @@ class OpenMoves:
         if found is None:
             return []
         self._arriving[found.order.destination] -= 1
-        if outcome == "moved" and found.order.mode is MoveMode.MIGRATE:
+        if outcome == MoveOutcome.MOVED and found.order.mode is MoveMode.MIGRATE:
             self._warm.add((found.order.source, found.order.destination))
         record = MoveRecord(
             order=found.order,

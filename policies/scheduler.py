@@ -16,6 +16,7 @@ from dataclasses import replace
 from core.errors import RlhfSpecError
 from core.records import Completion, InstanceLoad, SampleKey, SampleRequest
 from policies.ledger import Binding, Ledger, verdict_for
+from policies.migration.messages import MoveOutcome
 from policies.open_samples import Member, OpenSample, digest
 from policies.ownership import TAKEN_BACK_EPOCHS
 from policies.pool_view import pool_view
@@ -273,7 +274,7 @@ class Scheduler:
         if self._reallocation is not None:
             self._reallocation.note_finished(completion.num_tokens)
         orders: list[Order] = [Deliver(completion=completion)]
-        orders += self._ledger.end_move(key, "kept", "finished before it left")
+        orders += self._ledger.end_move(key, MoveOutcome.KEPT, "finished before it left")
         for stale_epoch, stale_instance, stale_digest in self._ledger.samples.pop(key).stale:
             orders += self._compare(key, stale_instance, stale_epoch, stale_digest)
         return orders

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from core.records import Completion, InstanceLoad, SampleKey, SampleRequest
-from policies.migration.messages import CallOff, MoveOrder, MoveReport, Settle
+from policies.migration.messages import CallOff, MoveOrder, MoveOutcome, MoveReport, Settle
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,8 +124,7 @@ class MoveRecord:
     """One move from order to end."""
 
     order: MoveOrder
-    outcome: str
-    "`moved`, `kept` (it never left), `taken back` or `lost` (an instance died)"
+    outcome: MoveOutcome
     why_ordered: str
     why_ended: str
     gain_s: float

@@ -19,6 +19,7 @@ from benchmarks.moving.exact import count_mismatches
 from benchmarks.moving.wide_pair import wide_workload
 from benchmarks.support.actor_pool import ActorPool
 from core.config import EngineConfig, SpeculationConfig
+from policies.migration.messages import MoveOutcome
 from policies.reallocation.forced import ForcedMoves
 
 PROMPT_TOKENS = 400
@@ -69,7 +70,7 @@ def move_while_decoding(*, rollouts: int, plain: bool = False) -> Moved:
             outcome = pool.rollout(requests, reallocation=ForcedMoves(rate=0.02, seed=seed))
             moved.mismatches += count_mismatches(outcome.completions, expected)
             for record in outcome.moves:
-                if record.outcome == "moved":
+                if record.outcome == MoveOutcome.MOVED:
                     destination = outcome.spans[record.order.destination]
                     _keep(moved, record.figures, destination)
             for spans in outcome.spans.values():

@@ -13,6 +13,7 @@ from benchmarks.support.actor_pool import ActorPool
 from benchmarks.support.workload import Workload
 from core.config import EngineConfig, SpeculationConfig
 from core.records import Completion, SampleKey
+from policies.migration.messages import MoveOutcome
 from policies.reallocation.forced import ForcedMoves
 
 SPECULATION = SpeculationConfig(policy="fixed", num_nodes=6, depth=4, branching=2)
@@ -55,11 +56,13 @@ def forced_moves(workload: Workload, *, at_least: int, transport: str) -> Forced
         for seed in range(MAX_ROLLOUTS):
             policy = ForcedMoves(rate=0.3, seed=seed, recompute_share=0.1)
             outcome = pool.rollout(requests, reallocation=policy, interval_s=0.05)
-            moved = [move for move in outcome.moves if move.outcome == "moved"]
+            moved = [move for move in outcome.moves if move.outcome == MoveOutcome.MOVED]
             run.migrations += sum(move.order.mode == "migrate" for move in moved)
             run.recomputations += sum(move.order.mode == "recompute" for move in moved)
             run.kept += len(outcome.moves) - len(moved)
-            run.outcomes.update(move.why_ended[:80] for move in outcome.moves if move.outcome != "moved")
+            run.outcomes.update(
+                move.why_ended[:80] for move in outcome.moves if move.outcome != MoveOutcome.MOVED
+            )
             run.samples += len(requests)
             run.alarms += len(outcome.alarms)
             run.missing += len(expected.keys() - outcome.completions.keys())

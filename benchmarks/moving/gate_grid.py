@@ -20,6 +20,7 @@ from benchmarks.support.workload import Workload
 from core.config import EngineConfig, SpeculationConfig
 from core.errors import WaitTimeout
 from core.records import SampleKey, Stream
+from policies.migration.messages import MoveOutcome
 from policies.reallocation.gate import Gate
 from policies.reallocation.records import Move, MoveMode
 from policies.scheduler_records import MoveRecord
@@ -148,7 +149,7 @@ class _Mover:
         )
         ask(self._scheduler.move.remote((order,)), "move")
         record = self._wait_for_end(key)
-        if record.outcome != "moved":
+        if record.outcome != MoveOutcome.MOVED:
             raise WaitTimeout(
                 waiter="the benchmark",
                 waited_for=destination,

@@ -136,6 +136,17 @@ class CallOff:
     reason: str
 
 
+class MoveOutcome(StrEnum):
+    """How a move ended."""
+
+    MOVED = "moved"
+    KEPT = "kept"
+    "the sample never left its source"
+    TAKEN_BACK = "taken back"
+    LOST = "lost"
+    "an instance died, or nothing was heard of it"
+
+
 class Claim(StrEnum):
     """What an instance reports of a move to the scheduler."""
 
