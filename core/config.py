@@ -155,7 +155,7 @@ class ReallocationConfig(Section):
     timeout_s: float = Field(default=5.0, gt=0.0)
     "for each stage of a move and each frame; the source keeps or takes back the sample then"
     frame_bytes: int = Field(default=1 << 19, ge=1024)
-    transfer_share: float = Field(default=0.25, gt=0.0, le=1.0)
+    transfer_share: float = Field(default=0.15, gt=0.0, le=1.0)
     "most of its time that a transfer thread may be busy: transfers must not slow the samples that stay"
 
 

@@ -3,24 +3,29 @@
     transfer = latency + bytes / bandwidth (+ opening the channel of a cold pair)
     prefill  = fixed + a * tokens + b * tokens^2
 
-Each is a line in known features with coefficients that are never negative, updated after every observation by
-recursive least squares of relative errors; old observations fade, and one far off the line counts less.
+Each is a line in known features with coefficients that are never negative, fitted after every observation to the last
+ones by least squares of relative errors. Start values count as weak observations, so that the first few real ones
+decide even where a guess was wrong a hundredfold; old ones fade, and one far off the line counts less (Huber 1964).
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
 
-FADE = 0.98
+FADE = 0.97
 "Weight of an observation, one observation later."
+MEMORY = 128
+"Observations kept."
 NOISE = 0.15
 "Relative error of one observation."
-DOUBT = 3.0
+DOUBT = 30.0
 "A start value may be wrong by so many times itself."
 OUTLIER = 3.0
 "Beyond so many times the noise an observation counts in proportion less."
+_ROBUST_FITS = 3
 
 
 class LearntLine:
@@ -29,10 +34,10 @@ class LearntLine:
     def __init__(self, start: Sequence[float], *, doubt: float = DOUBT) -> None:
         """Start from guesses, one a feature, not negative and not all 0."""
         self.coefficients = np.asarray(start, dtype=float)
+        self._start = self.coefficients.copy()
         # a coefficient guessed as nought may still turn out to matter
-        scale = np.maximum(self.coefficients, 0.01 * self.coefficients.max())
-        self._most = np.diag((doubt * scale) ** 2)
-        self._spread = self._most.copy()
+        self._scale = doubt * np.maximum(self._start, 0.01 * self._start.max())
+        self._rows: deque[np.ndarray] = deque(maxlen=MEMORY)
 
     def predict(self, features: np.ndarray) -> np.ndarray:
         """Seconds of each row, [n] of [n, k], or of one, [k]."""
@@ -42,20 +47,26 @@ class LearntLine:
         """Learn from one observation; what is not above 0 or not finite is passed over."""
         if not (np.isfinite(seconds) and seconds > 0):
             return
-        row = np.asarray(features, dtype=float)
-        predicted = max(float(row @ self.coefficients), 1e-9)
-        row, error = row / predicted, seconds / predicted - 1.0
-        uncertainty = float(row @ self._spread @ row)
-        # far off for what the line is unsure of: an outlier
-        allowed = OUTLIER * np.sqrt(NOISE**2 + uncertainty)
-        noise = NOISE**2 * max(1.0, abs(error) / allowed) ** 2
-        gain = self._spread @ row / (FADE * noise + uncertainty)
-        step = np.clip(error, -allowed, allowed)
-        self.coefficients = np.maximum(self.coefficients + gain * step, 0.0)
-        spread = (self._spread - np.outer(gain, row @ self._spread)) / FADE
-        # what is never observed must not become infinitely doubtful
-        grown = np.sqrt(np.minimum(np.diag(self._most) / np.maximum(np.diag(spread), 1e-30), 1.0))
-        self._spread = spread * np.outer(grown, grown)
+        self._rows.append(np.asarray(features, dtype=float) / seconds)
+        rows = np.stack(self._rows)
+        faded = FADE ** np.arange(len(rows) - 1, -1, -1)
+        weights = faded
+        for _ in range(_ROBUST_FITS):
+            self.coefficients = self._fit(rows, weights)
+            off = np.abs(rows @ self.coefficients - 1.0)
+            weights = faded * np.minimum(1.0, OUTLIER * NOISE / np.maximum(off, 1e-9))
+
+    def _fit(self, rows: np.ndarray, weights: np.ndarray) -> np.ndarray:
+        """Weighted least squares of relative errors; a coefficient that comes out negative is 0, the others again."""
+        normal = (rows * weights[:, None]).T @ rows / NOISE**2 + np.diag(self._scale**-2)
+        right = (rows * weights[:, None]).sum(0) / NOISE**2 + self._start * self._scale**-2
+        used = np.ones(len(right), dtype=bool)
+        while True:
+            fitted = np.zeros(len(right))
+            fitted[used] = np.linalg.solve(normal[np.ix_(used, used)], right[used])
+            if (fitted >= 0).all():
+                return fitted
+            used &= fitted > 0
 
 
 class TransferModel:

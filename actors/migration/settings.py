@@ -18,5 +18,5 @@ class MigrationSettings:
     "caches are shipped in frames of about this size"
     max_bytes_per_s: float = float("inf")
     "of each transfer; a network that others need too"
-    transfer_share: float = 0.25
+    transfer_share: float = 0.15
     "most of its time that a transfer thread may be busy while samples decode here"

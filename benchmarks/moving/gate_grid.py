@@ -26,12 +26,14 @@ from policies.reallocation.records import Move, MoveMode
 from policies.scheduler_records import MoveRecord
 
 CONTEXTS = (16, 128, 512, 2048)
-CALIBRATION_CONTEXTS = (48, 256, 1024)
+CALIBRATION_CONTEXTS = (24, 24, 96, 384, 1024)
 BANDWIDTHS = (float("inf"), 30e6, 8e6)
 CLOSE_ENOUGH = 0.05
 "Ways that cost within 5% of each other are both right."
 WAIT_S = 60.0
 SLACK_S = 0.4
+SHORT_CONTEXT = 100
+"Both ways take some hundredths of a second, most of it waiting: measured more often."
 LONG_CONTEXT = 1000
 "Measured once: it takes seconds, and varies little."
 TOKENS_PER_S = 130.0
@@ -76,12 +78,11 @@ def measure_grid(*, repeats: int, contexts: Sequence[int] = CONTEXTS) -> list[Ce
 def _measure(mover: _Mover, bandwidth: float, contexts: Sequence[int], repeats: int) -> list[Cell]:
     gate = Gate(kv_bytes_per_token=mover.kv_bytes_per_token)
     mover.move(64, MoveMode.MIGRATE, cold=True)
-    for context in CALIBRATION_CONTEXTS:
-        for cold in (False, True):
-            mover.teach(gate, context, cold=cold)
+    for number, context in enumerate(CALIBRATION_CONTEXTS):
+        mover.teach(gate, context, cold=number % 2 == 1)
     cells: list[Cell] = []
     for context in contexts:
-        times = range(1 if context > LONG_CONTEXT else repeats)
+        times = range(1 if context > LONG_CONTEXT else repeats if context > SHORT_CONTEXT else 2 * repeats)
         recompute = _median([mover.move(context, MoveMode.RECOMPUTE, cold=False) for _ in times])
         for cold in (False, True):
             migrate = _median([mover.move(context, MoveMode.MIGRATE, cold=cold) for _ in times])
