@@ -127,7 +127,7 @@ class Ledger:
     def queue_again(self, key: SampleKey) -> None:
         """Let a sample start anew, under an epoch that no copy of it can have."""
         sample = self.samples[key]
-        sample.owner, sample.tokens, sample.is_running = None, NO_TOKENS, False
+        sample.owner, sample.tokens = None, NO_TOKENS
         num_epochs = TAKEN_BACK_EPOCHS if sample.was_moved else 1
         sample.request = replace(sample.request, epoch=sample.request.epoch + num_epochs)
         heapq.heappush(self.waiting, (sample.arrival, key))

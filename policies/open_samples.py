@@ -22,8 +22,6 @@ class OpenSample:
     owner: str | None = None
     tokens: np.ndarray = field(default_factory=lambda: NO_TOKENS)
     "response tokens at the last poll"
-    is_running: bool = False
-    "its owner has reported progress of it"
     was_moved: bool = False
     "a move of it was ordered: a copy may exist under the epoch after the current one"
     taken_back: str = ""

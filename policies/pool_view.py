@@ -9,7 +9,7 @@ from policies.reallocation.records import InstanceView, PoolView
 
 
 def pool_view(ledger: Ledger, *, max_new_tokens: int) -> PoolView:
-    """Show every living instance; samples that are being moved or have not begun are only counted."""
+    """Show every living instance; samples that are being moved are only counted, those that have not begun have no tokens."""
     return PoolView(
         now_s=ledger.now_s,
         instances=tuple(_view(name, ledger) for name in sorted(ledger.members)),
@@ -21,7 +21,7 @@ def pool_view(ledger: Ledger, *, max_new_tokens: int) -> PoolView:
 
 def _view(name: str, ledger: Ledger) -> InstanceView:
     member, samples, moves = ledger.members[name], ledger.samples, ledger.moves
-    movable = [key for key in member.owned if samples[key].is_running and key not in moves]
+    movable = [key for key in member.owned if key not in moves]
     movable.sort(key=lambda key: samples[key].arrival)
     shown = [samples[key] for key in movable]
     return InstanceView(

@@ -228,7 +228,6 @@ class Scheduler:
             for key, tokens in event.progress.items():
                 if key in member.owned:
                     self._ledger.samples[key].tokens = tokens
-                    self._ledger.samples[key].is_running = True
         orders: list[Order] = []
         for report in event.moves:
             orders += self._ledger.rule(event.instance, report)

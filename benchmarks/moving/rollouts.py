@@ -20,8 +20,8 @@ from policies.reallocation.make import make_reallocation_policy
 from policies.reallocation.rate_curve import RateCurve
 from policies.reallocation.records import ReallocationPolicy
 
-CURVE_BATCHES = (1, 2, 4, 8, 16, 24, 40)
-CURVE_TOKENS = 80
+CURVE_BATCHES = (1, 4, 12, 24, 40)
+CURVE_TOKENS = 160
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,7 +28,7 @@ class InstanceView:
     num_slots: int
     keys: tuple[SampleKey, ...]
     response_tokens: np.ndarray
-    "tokens of each response so far"
+    "tokens of each response so far; 0 where it has not begun"
     context_tokens: np.ndarray
     "prompt and response"
     num_arriving: int = 0
