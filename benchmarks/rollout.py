@@ -1,13 +1,13 @@
 """Whole rollouts on two instances: static, pull, recompute only, the paper's rule, ours; against the simulator.
 
-Lengths: skewed (the longest half on one instance) with capped slots and a queue and with everything resident,
+Orders of arrival: skewed (the longest half on one instance) with capped slots and a queue and with everything resident,
 long-tailed at random, balanced. Rates are measured with both instances busy; `perfect` is the simulator's, on those.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,10 +29,12 @@ from benchmarks.moving.rollouts import (
     RECOMPUTE,
     STATIC,
     Way,
+    balanced,
     measured_curve,
     overhead_share,
     policy_of,
     requests_of,
+    skewed,
 )
 from benchmarks.moving.session import bench_ray
 from benchmarks.support.actor_pool import ActorPool, RolloutOutcome
@@ -40,44 +42,49 @@ from benchmarks.support.result import write_result
 from benchmarks.support.timing import Figures
 from benchmarks.support.workload import Workload
 from core.config import EngineConfig, SpeculationConfig
+from core.records import SampleRequest
 from engine.kv import KVShape
 from engine.models import load_causal_lm
 from policies.migration.messages import MoveOutcome
 from policies.reallocation.rate_curve import RateCurve
+from policies.reallocation.records import ReallocationPolicy
 from policies.simulate.perfect import perfect_finish_s
 from policies.simulate.records import MoveTruth, PoolSetup, Samples
 from policies.simulate.simulation import simulate
-from policies.simulate.workloads import drawn_lengths, samples_of
+from policies.simulate.workloads import samples_of
 from profiles.profile import Profile
 
 INSTANCES = 2
-SAMPLES = 40
-MAX_NEW_TOKENS = 480
+Arrange = Callable[[Sequence[SampleRequest], np.ndarray], np.ndarray]
+SAMPLES = 80
 CAPPED_SLOTS = 8
 PROFILE_S = {"quick": 8.0, "default": 25.0, "full": 60.0}
-ROUNDS = {"quick": 1, "default": 2, "full": 4}
+ROUNDS = {"quick": 1, "default": 3, "full": 6}
 SEEDS = {"quick": 1, "default": 10, "full": 20}
-QUICK_BATCHES = (1, 8, 24)
+CURVE = {"quick": (1, 8), "default": CURVE_BATCHES, "full": CURVE_BATCHES}
+EARLIER_INDEX = 900_000
+"Keys of the rollout before: what its lengths were is known to the policy, as in every iteration but the first."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scene:
-    """Lengths in order of arrival, and the slots of an instance."""
+    """Samples in order of arrival, their lengths, and the slots of an instance."""
 
     name: str
+    requests: list[SampleRequest]
     lengths: np.ndarray
     num_slots: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """The instances of one number of slots, and what is known of them."""
+    """The instances, and what is known of them."""
 
     pool: ActorPool
     workload: Workload
     curve: RateCurve
     kv_bytes_per_token: float
-    num_slots: int
+    earlier_lengths: list[int]
 
 
 def run(*, out: Path, mode: str, data: Path | None) -> int:
@@ -89,25 +96,27 @@ def run(*, out: Path, mode: str, data: Path | None) -> int:
     kv_bytes = _kv_bytes_per_token(workload)
     profile = profile_of(workload, budget_s=PROFILE_S[mode]).profile
     figures.values["plan_1024_ms"] = 1e3 * plan_seconds(1024, kv_bytes)
+    errors: list[float] = []
+    shares: list[float] = []
     with bench_ray("bench-rollout"):
-        errors: list[float] = []
-        shares: list[float] = []
-        for num_slots in (SAMPLES, CAPPED_SLOTS):
-            pool = _pool(workload, num_slots, SpeculationConfig(), profile)
-            try:
-                curve = _curve(pool, workload, num_slots, mode)
-                stage = Stage(
-                    pool=pool,
-                    workload=workload,
-                    curve=curve,
-                    kv_bytes_per_token=kv_bytes,
-                    num_slots=num_slots,
-                )
-                play = _resident if num_slots == SAMPLES else _capped
-                play(stage, mode, figures, rows, errors, shares, console)
-            finally:
-                pool.close()
-        _over_plain_static(workload, figures, rows, console)
+        pool = _pool(workload, SpeculationConfig(), profile)
+        try:
+            stage = Stage(
+                pool=pool,
+                workload=workload,
+                curve=measured_curve(pool, workload, CURVE[mode]),
+                kv_bytes_per_token=kv_bytes,
+                earlier_lengths=_lengths(pool, requests_of(workload, SAMPLES, first_index=EARLIER_INDEX)),
+            )
+            _resident(stage, mode, figures, rows, errors, shares, console)
+            skew = _scene(stage, "skewed capped", skewed, 0, num_slots=CAPPED_SLOTS)
+            ways = (STATIC, PULL, RECOMPUTE, PAPER, OURS)
+            taken = _play(stage, skew, ways, ROUNDS[mode], rows, errors, shares, console)
+            _keep(figures, "skewed", taken)
+            figures.values["skewed_gap_closed"] = _gap_closed(stage, skew, taken)
+        finally:
+            pool.close()
+        _over_plain_static(skew, workload, figures, rows, console)
     figures.values["overhead_share"] = statistics.fmean(shares)
     figures.values["simulator_relative_error"] = statistics.median(errors)
     figures.values["simulator_relative_error_worst"] = max(errors)
@@ -131,20 +140,18 @@ def _resident(
     console: Console,
 ) -> None:
     ways = (STATIC, PULL, RECOMPUTE, PAPER, OURS)
-    skewed = Scene(name="skewed resident", lengths=_lengths("skewed", 0), num_slots=stage.num_slots)
-    taken = _play(stage, skewed, ways, ROUNDS[mode], rows, errors, shares, console)
+    skew = _scene(stage, "skewed resident", skewed, 0)
+    taken = _play(stage, skew, ways, ROUNDS[mode], rows, errors, shares, console)
     _keep(figures, "skewed_resident", taken)
-    figures.values["skewed_resident_gap_closed"] = _gap_closed(stage, skewed, taken)
-    balanced = Scene(name="balanced", lengths=_lengths("balanced", 1), num_slots=stage.num_slots)
-    taken = _play(stage, balanced, (STATIC, PULL, PAPER, OURS), ROUNDS[mode], rows, errors, shares, console)
+    figures.values["skewed_resident_gap_closed"] = _gap_closed(stage, skew, taken)
+    even = _scene(stage, "balanced", balanced, 1)
+    taken = _play(stage, even, (STATIC, PULL, PAPER, OURS), ROUNDS[mode], rows, errors, shares, console)
     _keep(figures, "balanced", taken)
     moves = [row["moves"] for row in rows if row["scene"] == "balanced" and row["way"] == OURS.name]
     figures.values["balanced_moves_per_100_samples"] = 100.0 * statistics.fmean(moves) / SAMPLES
     tails: dict[str, list[float]] = {}
     for seed in range(SEEDS[mode]):
-        scene = Scene(
-            name=f"long tail {seed}", lengths=_lengths("long_tail", 100 + seed), num_slots=stage.num_slots
-        )
+        scene = _scene(stage, f"long tail {seed}", None, 100 + seed)
         once = _play(stage, scene, (PULL, PAPER, OURS), 1, rows, errors, shares, console)
         for way, seconds in once.items():
             tails.setdefault(way, []).append(statistics.fmean(seconds))
@@ -152,35 +159,40 @@ def _resident(
     figures.keep("ours_over_paper_rule_long_tail", _over(tails, OURS, PAPER))
 
 
-def _capped(
-    stage: Stage,
-    mode: str,
-    figures: Figures,
-    rows: list[dict[str, Any]],
-    errors: list[float],
-    shares: list[float],
-    console: Console,
-) -> None:
-    scene = Scene(name="skewed capped", lengths=_lengths("skewed", 0), num_slots=stage.num_slots)
-    ways = (STATIC, PULL, RECOMPUTE, PAPER, OURS)
-    taken = _play(stage, scene, ways, ROUNDS[mode], rows, errors, shares, console)
-    _keep(figures, "skewed", taken)
-    figures.values["skewed_gap_closed"] = _gap_closed(stage, scene, taken)
-
-
 def _over_plain_static(
-    workload: Workload, figures: Figures, rows: list[dict[str, Any]], console: Console
+    scene: Scene, workload: Workload, figures: Figures, rows: list[dict[str, Any]], console: Console
 ) -> None:
     """Speculation and reallocation together, against neither."""
-    pool = _pool(workload, SAMPLES, SpeculationConfig(policy="off"), None)
+    pool = _pool(workload, SpeculationConfig(policy="off"), None)
     try:
-        outcome = pool.rollout(requests_of(workload, _lengths("skewed", 0)), binding="static")
+        outcome = pool.rollout(scene.requests, binding="static")
     finally:
         pool.close()
     rows.append(_row("skewed resident", "plain static", outcome))
     ours = [row["seconds"] for row in rows if row["scene"] == "skewed resident" and row["way"] == OURS.name]
     figures.values["all_over_plain_static"] = outcome.seconds / statistics.median(ours)
     console.print(f"plain static: {outcome.seconds:.2f} s")
+
+
+def _scene(
+    stage: Stage, name: str, arrange: Arrange | None, number: int, *, num_slots: int = SAMPLES
+) -> Scene:
+    """Samples of their own lengths, in an order that `arrange` makes of them."""
+    requests = requests_of(stage.workload, SAMPLES, first_index=1_000 * number)
+    lengths = np.array(_lengths(stage.pool, requests))
+    order = np.arange(SAMPLES) if arrange is None else arrange(requests, lengths)
+    return Scene(
+        name=name,
+        requests=[requests[place] for place in order],
+        lengths=lengths[order],
+        num_slots=num_slots,
+    )
+
+
+def _lengths(pool: ActorPool, requests: Sequence[SampleRequest]) -> list[int]:
+    """Run the samples once: their lengths are theirs for ever."""
+    done = pool.rollout(requests).completions
+    return [done[request.key].num_tokens for request in requests]
 
 
 def _play(
@@ -195,14 +207,13 @@ def _play(
 ) -> dict[str, list[float]]:
     """Seconds of every way, in turn forwards and backwards; each beside the simulator's word on it."""
     taken: dict[str, list[float]] = {way.name: [] for way in ways}
-    requests = requests_of(stage.workload, scene.lengths)
     for number in range(rounds):
         for way in ways if number % 2 == 0 else reversed(ways):
             outcome = stage.pool.rollout(
-                requests,
-                reallocation=policy_of(way, stage.curve, stage.kv_bytes_per_token, _earlier_lengths()),
+                scene.requests,
+                reallocation=_policy(stage, way),
                 binding=way.binding,
-                interval_s=0.1,
+                num_slots=scene.num_slots,
             )
             taken[way.name].append(outcome.seconds)
             predicted_s = _simulated(stage, scene, way)
@@ -236,7 +247,7 @@ def _perfect(stage: Stage, scene: Scene) -> float:
 
 
 def _simulated(stage: Stage, scene: Scene, way: Way) -> float:
-    policy = policy_of(way, stage.curve, stage.kv_bytes_per_token, _earlier_lengths())
+    policy = _policy(stage, way)
     binding = "static" if way.binding == "static" else "pull"
     return simulate(_samples(stage, scene), _setup(stage, scene), policy, binding=binding).finish_s
 
@@ -251,7 +262,7 @@ def _setup(stage: Stage, scene: Scene) -> PoolSetup:
         num_instances=INSTANCES,
         num_slots=scene.num_slots,
         curve=stage.curve,
-        max_new_tokens=MAX_NEW_TOKENS,
+        max_new_tokens=stage.workload.sampling.max_new_tokens,
         moves=MoveTruth(kv_bytes_per_token=stage.kv_bytes_per_token),
         poll_interval_s=0.1,
     )
@@ -273,23 +284,16 @@ def _row(scene: str, way: str, outcome: RolloutOutcome) -> dict[str, Any]:
     }
 
 
-def _lengths(name: Any, seed: int) -> np.ndarray:
-    return drawn_lengths(name, SAMPLES, INSTANCES, max_new_tokens=MAX_NEW_TOKENS, seed=seed)
+def _policy(stage: Stage, way: Way) -> ReallocationPolicy:
+    return policy_of(way, stage.curve, stage.kv_bytes_per_token, stage.earlier_lengths)
 
 
-def _earlier_lengths() -> list[int]:
-    """Another draw from the same distribution: what the iteration before has taught the policy."""
-    return _lengths("long_tail", 9000).tolist()
-
-
-def _pool(
-    workload: Workload, num_slots: int, speculation: SpeculationConfig, profile: Profile | None
-) -> ActorPool:
+def _pool(workload: Workload, speculation: SpeculationConfig, profile: Profile | None) -> ActorPool:
     return ActorPool(
-        _long(workload),
-        engine=EngineConfig(max_running_samples=num_slots, probe=False),
+        workload,
+        engine=EngineConfig(max_running_samples=SAMPLES, probe=False),
         speculation=speculation,
-        profile=profile and _for_slots(profile, num_slots),
+        profile=profile and _for_slots(profile, SAMPLES),
         migration=MigrationSettings(),
     )
 
@@ -297,15 +301,6 @@ def _pool(
 def _for_slots(profile: Profile, num_slots: int) -> Profile:
     """The profile covers fewer slots too: it was swept over numbers of samples."""
     return replace(profile, provenance=replace(profile.provenance, num_slots=num_slots))
-
-
-def _long(workload: Workload) -> Workload:
-    return replace(workload, sampling=replace(workload.sampling, max_new_tokens=MAX_NEW_TOKENS))
-
-
-def _curve(pool: ActorPool, workload: Workload, num_slots: int, mode: str) -> RateCurve:
-    batches = QUICK_BATCHES if mode == "quick" else CURVE_BATCHES
-    return measured_curve(pool, workload, [batch for batch in batches if batch <= num_slots])
 
 
 def _kv_bytes_per_token(workload: Workload) -> float:

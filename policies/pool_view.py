@@ -9,7 +9,7 @@ from policies.reallocation.records import InstanceView, PoolView
 
 
 def pool_view(ledger: Ledger, *, max_new_tokens: int) -> PoolView:
-    """Show every living instance; samples that are being moved are only counted, those that have not begun have no tokens."""
+    """Show every living instance. Samples being moved are only counted; those that have not begun have no tokens."""
     return PoolView(
         now_s=ledger.now_s,
         instances=tuple(_view(name, ledger) for name in sorted(ledger.members)),

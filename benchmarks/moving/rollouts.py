@@ -1,7 +1,8 @@
-"""Whole rollouts on two instances with lengths we choose, under every way of placing samples.
+"""Whole rollouts on two instances in orders of arrival that we choose, under every way of placing samples.
 
-A sample's length is forced by its own limit, which no policy looks at; stop tokens are off. `skewed` puts the longest
-half on the first instance: long and short alternate in order of arrival, so that both static and pull binding do it.
+A sample's length is its own: a rollout is a function of its key, so one run tells the lengths, and the scenes order
+the samples by them. No policy knows. `skewed` puts the longest half on the first instance: long and short alternate
+in order of arrival, so that both static and pull binding do it.
 """
 
 from __future__ import annotations
@@ -20,8 +21,7 @@ from policies.reallocation.make import make_reallocation_policy
 from policies.reallocation.rate_curve import RateCurve
 from policies.reallocation.records import ReallocationPolicy
 
-CURVE_BATCHES = (1, 4, 12, 24, 40)
-CURVE_TOKENS = 160
+CURVE_BATCHES = (1, 2, 4, 8, 16, 32)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,26 +53,39 @@ def policy_of(
     )
 
 
-def requests_of(workload: Workload, lengths: np.ndarray, *, first_index: int = 0) -> list[SampleRequest]:
-    """One request a length, in this order of arrival; prompts are used again where they are too few."""
+def requests_of(workload: Workload, count: int, *, first_index: int) -> list[SampleRequest]:
+    """Requests with keys from `first_index` on; prompts are used again where they are too few."""
     prompts = workload.requests()
-    requests = []
-    for number, length in enumerate(lengths):
-        like = prompts[number % len(prompts)]
-        sampling = replace(like.sampling, max_new_tokens=int(length), stop_token_ids=())
-        key = replace(like.key, sample_index=first_index + number)
-        requests.append(replace(like, key=key, sampling=sampling))
-    return requests
+    key = prompts[0].key
+    return [
+        replace(prompts[number % len(prompts)], key=replace(key, sample_index=first_index + number))
+        for number in range(count)
+    ]
 
 
-def measured_curve(pool: ActorPool, workload: Workload, batches: Sequence[int] = CURVE_BATCHES) -> RateCurve:
-    """Goodput over running samples with all instances busy: equal samples, as many on each."""
+def skewed(requests: Sequence[SampleRequest], lengths: np.ndarray) -> np.ndarray:
+    """Order of arrival with long and short in turn: the longest half goes to the first of two instances."""
+    order, half = np.argsort(-lengths, kind="stable"), len(requests) // 2
+    random = np.random.default_rng(0)
+    # within each half a fixed shuffle: arrival says nothing of the length
+    return np.stack([random.permutation(order[:half]), random.permutation(order[half:])], axis=1).ravel()
+
+
+def balanced(requests: Sequence[SampleRequest], lengths: np.ndarray) -> np.ndarray:
+    """Order of arrival that gives both instances like lengths: neighbours in length come one after the other."""
+    pairs = np.argsort(lengths, kind="stable").reshape(len(requests) // 2, 2)
+    pairs[1::2] = pairs[1::2, ::-1]
+    return np.random.default_rng(0).permutation(pairs).ravel()
+
+
+def measured_curve(pool: ActorPool, workload: Workload, batches: Sequence[int]) -> RateCurve:
+    """Goodput over running samples with all instances busy, as many samples on each."""
     samples: list[float] = []
     rates: list[float] = []
-    num_instances = len(pool.handles)
     for batch in batches:
-        lengths = np.full(batch * num_instances, CURVE_TOKENS)
-        outcome = pool.rollout(requests_of(workload, lengths, first_index=50_000), binding="static")
+        # a queue of twice as many keeps the batch full for most of the time
+        count = len(pool.handles) * max(3 * batch, 6)
+        outcome = pool.rollout(requests_of(workload, count, first_index=500_000), num_slots=batch)
         for stats in outcome.stats.values():
             samples.append(stats.num_sample_steps / stats.num_decode_steps)
             rates.append(stats.num_emitted_tokens / stats.busy_s)
