@@ -4,7 +4,9 @@ Each run checks the laws that hold whatever happens (`one_move.OneMove.run`); th
 come to: an end within RECOVERY_TURNS, a reason that says who waited for whom, a pair that works again.
 """
 
+import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 import tiny_pool
@@ -152,6 +154,33 @@ def test_a_destination_without_a_free_slot_refuses_and_the_sample_stays(one_move
     assert records[1].outcome == "moved"
 
 
+def test_a_second_order_for_a_sample_that_is_leaving_is_answered_and_ends_nothing(one_move):
+    """Two hand-overs of one sample would be one too many for the decode loop."""
+    second = []
+
+    def order_again(pool, receiver, message):
+        second.append(replace(message.order, move_id="0-99", mode=MoveMode.RECOMPUTE))
+        pool.send(SOURCE, second[0])
+        return [message]
+
+    move = one_move()
+    move.plants["Prepare"] = order_again
+    assert [record.outcome for record in move.run()] == ["moved", "moved"]
+    assert any("of move 0-99" in line for _, line in move.pool.instances[SOURCE].loop.order_log)
+
+
+def test_a_destination_that_waits_for_frames_of_a_move_that_is_over_hears_that_none_will_come(one_move):
+    move = one_move(count=1, frame_timeout_s=10.0)
+    move.plants["Ready"] = delay
+    assert move.run()[0].outcome == "kept"
+    began_s = time.monotonic()
+    while move.pool.instances[DESTINATION].transfers.awaited:
+        assert time.monotonic() < began_s + 5.0, "it waits for the frames' whole timeout"
+        time.sleep(0.01)
+    (wire,) = move.pool._hub.wires.values()
+    assert not wire.broken.is_set(), "the channel is as good as before"
+
+
 FRAME_FAULTS = {
     "dropped": lambda k: FaultPlan(drop=frozenset([k])),
     "doubled": lambda k: FaultPlan(duplicate=frozenset([k])),
@@ -195,8 +224,18 @@ def test_a_refit_of_the_draft_model_in_mid_move(one_move, message, who):
         return [arriving]
 
     move = one_move()
+    exchange = move.pool.instances[DESTINATION].engine.exchange
+    attach, parts = exchange.attach, []
+
+    def noted(state, pieces):
+        parts.append({piece.part for piece in pieces})
+        return attach(state, pieces)
+
+    exchange.attach = noted
     move.plants[message] = load
     assert move.run()[0].outcome == "moved"
+    # with the hand-over the load comes too late: the sample has been taken in
+    assert parts[0] == ({"draft", "target"} if message == "HandOver" else {"target"})
 
 
 def reload_target(engine: Engine) -> WeightManifest:

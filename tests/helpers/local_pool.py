@@ -42,6 +42,8 @@ from policies.scheduler_records import (
 
 Fault = Callable[[str, Any], list[Any]]
 "(receiver, message) -> what arrives"
+MAX_LOOKS = 50_000
+"A transfer that is not over after so many looks at it, half a millisecond apart, hangs."
 NO_FAULT: Fault = lambda receiver, message: [message]  # noqa: E731
 
 
@@ -241,7 +243,6 @@ class LocalPool:
         """An instance dies: nothing of it is heard any more. The scheduler learns of it in the next turn."""
         if self.instances[name].alive:
             self.instances[name].alive = False
-            self.instances[name].transfers.close()
             self._gone.append(name)
 
     def kill_scheduler(self) -> None:
@@ -266,13 +267,17 @@ class LocalPool:
             self._planned.remove(item)
             item[1]()
         gone, self._gone = self._gone, []
+        for name in gone:
+            # not before: it may have been killed in the middle of its own turn
+            self.instances[name].transfers.close()
         if self._scheduler_is_dead:
             self._replace_scheduler()
         else:
             for name in gone:
                 self.handle(InstanceGone(instance=name, reason="killed"))
             for instance in self.alive:
-                self._poll(instance)
+                if not self._scheduler_is_dead:
+                    self._poll(instance)
             self.carry_out(*self.machine.reallocate(self.now_s))
         self._wait_for_transfers()
 
@@ -324,11 +329,15 @@ class LocalPool:
 
     def _wait_for_transfers(self) -> None:
         """Frames come within a turn or not at all: how busy the machine is must not matter."""
+        num_looks = 0
         transfers = [instance.transfers for instance in self.alive]
         shipped = {move_id for one in transfers for move_id in one.shipped}
         while any(
             one.sending or any(move_id in shipped for _, move_id in list(one.awaited)) for one in transfers
         ):
+            waits = [(sorted(one.sending), sorted(one.awaited)) for one in transfers]
+            num_looks += 1
+            assert num_looks < MAX_LOOKS, f"frames are under way for ever: {waits}"
             time.sleep(0.0005)
 
     def run(self, requests: list[SampleRequest], *, max_turns: int = 20_000) -> Outcome:

@@ -11,6 +11,7 @@ from local_pool import Later, LocalPool
 
 from actors.migration.settings import MigrationSettings
 from actors.transport.memory import NO_FAULTS, FaultPlan
+from engine.generator import Engine
 from policies.migration.messages import MoveOrder, Settle
 from policies.reallocation.records import Move, MoveMode, PoolView
 from policies.scheduler_records import MoveRecord
@@ -82,6 +83,9 @@ class OneMove:
     pool: LocalPool = field(init=False)
     policy: FewMoves = field(init=False)
     count: int = 2
+    frame_timeout_s: float = 0.3
+    bystander: bool = False
+    "a third instance, and a fifth sample"
     met: list[str] = field(default_factory=list)
     "faults that took place"
     plants: dict[str, Any] = field(default_factory=dict)
@@ -90,12 +94,15 @@ class OneMove:
     def __post_init__(self) -> None:
         self.policy = FewMoves(self.mode, self.count)
         self.pool = LocalPool(
-            {SOURCE: tiny_pool.engine("seldom"), DESTINATION: tiny_pool.engine("seldom")},
+            {
+                f"gen-{number}": _idle.pop() if _idle else tiny_pool.engine("seldom")
+                for number in range(2 + self.bystander)
+            },
             reallocation=self.policy,
             settings=MigrationSettings(
                 timeout_s=TIMEOUT_TURNS * 0.01, frame_bytes=1 << 10, transfer_share=1.0
             ),
-            frame_timeout_s=0.3,
+            frame_timeout_s=self.frame_timeout_s,
             frame_faults=self.frame_faults,
             fault=self._fault,
         )
@@ -114,23 +121,30 @@ class OneMove:
     def run(self) -> list[MoveRecord]:
         """Run to the end, check every law that holds whatever happens, return the records of the moves."""
         pool = self.pool
-        pool.run(_requests(), max_turns=400)
+        asked = _requests(4 + self.bystander)
+        pool.run(list(asked), max_turns=400)
         outcome = pool.outcome
-        assert tiny_pool.mismatches(outcome.completions, _reference()) == []
+        assert tiny_pool.mismatches(outcome.completions, _reference(len(asked))) == []
         assert outcome.alarms == [] and outcome.delivered_twice == []
         pool.settle(max_turns=RECOVERY_TURNS + LONG_TURNS)
         assert self.met == list(self.plants), "the planted fault never took place"
+        # `settle` has seen that nothing is left in them
+        _idle.extend(i.engine for i in pool.alive if i.engine.drafter_version == 0)
         return outcome.moves
 
 
-@functools.cache
-def _requests():
-    return tiny_pool.requests(4, new_tokens=50)
+_idle: list[Engine] = []
+"Engines that earlier runs are done with: building one takes as long as a dozen decode steps."
 
 
 @functools.cache
-def _reference():
-    return tiny_pool.reference(_requests())
+def _requests(count: int):
+    return tiny_pool.requests(count, new_tokens=50)
+
+
+@functools.cache
+def _reference(count: int):
+    return tiny_pool.reference(_requests(count))
 
 
 def drop(pool, receiver, message):

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 from move_messages import complete, move, report, request
 
+from policies.ledger import Binding
 from policies.migration.messages import Claim, Settle
 from policies.scheduler import Scheduler
 from policies.scheduler_records import (
@@ -22,7 +23,9 @@ from policies.scheduler_records import (
 )
 
 
-def pool(slots: dict[str, int], count: int, binding="pull") -> tuple[Scheduler, dict[str, list[int]]]:
+def pool(
+    slots: dict[str, int], count: int, binding: Binding = "pull"
+) -> tuple[Scheduler, dict[str, list[int]]]:
     """A scheduler of these instances; which samples each was given."""
     scheduler = Scheduler(heartbeat_timeout_s=10.0, binding=binding)
     orders = []
@@ -143,7 +146,14 @@ def rebuilt(snapshots, *, delivered=(), count: int = 1):
     )
 
 
-def snapshot(name: str, *, open_epoch=None, done_epoch=None, aside_epoch=None, move_id="0-0"):
+def snapshot(
+    name: str,
+    *,
+    open_epoch: int | None = None,
+    done_epoch: int | None = None,
+    aside_epoch: int | None = None,
+    move_id: str = "0-0",
+) -> InstanceSnapshot:
     asked = request(0)
     done = () if done_epoch is None else (complete(replace(asked, epoch=done_epoch), name),)
     return InstanceSnapshot(
@@ -198,10 +208,13 @@ def test_every_hand_over_that_a_dead_scheduler_left_open(base, at_b, b_is_alive)
 
 @pytest.mark.parametrize("back_at_a", ["running", "finished"])
 def test_a_sample_that_came_back_to_where_an_old_copy_is_set_aside_is_not_taken_up_twice(back_at_a):
-    state = {"open_epoch": 2} if back_at_a == "running" else {"done_epoch": 2}
-    scheduler, orders = rebuilt([snapshot("a", aside_epoch=0, **state), snapshot("b")])
+    is_running = back_at_a == "running"
+    at_a = snapshot(
+        "a", aside_epoch=0, open_epoch=2 if is_running else None, done_epoch=None if is_running else 2
+    )
+    scheduler, orders = rebuilt([at_a, snapshot("b")])
     assert verdicts(orders)["a"][0] == "release"
-    assert scheduler.num_open == (back_at_a == "running")
+    assert scheduler.num_open == is_running
 
 
 def test_of_two_copies_set_aside_the_newer_one_is_taken_up():
