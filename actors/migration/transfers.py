@@ -6,6 +6,7 @@ marked ABORTED, so that the channel stays usable.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 import zlib
@@ -224,7 +225,10 @@ class Transfers:
 
     def _run(self, direction: str, peer: str, job: Callable[[], None]) -> None:
         """Run a job on the thread of a peer and direction; a fault of ours there must not stay unseen."""
-        self._thread(direction, peer).submit(job).add_done_callback(_log_fault)
+        thread = self._thread(direction, peer)
+        # an instance that is being closed ships nothing more: its peers' timeouts look after that
+        with contextlib.suppress(RuntimeError):
+            thread.submit(job).add_done_callback(_log_fault)
 
     def _thread(self, direction: str, peer: str) -> ThreadPoolExecutor:
         name = (direction, peer)
