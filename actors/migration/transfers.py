@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 import time
 import zlib
 from collections.abc import Callable, Sequence
@@ -55,10 +56,11 @@ class Transfers:
         self._receivers: dict[str, _Open] = {}
         self._known: dict[str, str] = {}
         "channel to each destination, from its ticket's arrival on"
-        self._threads: dict[tuple[str, str], ThreadPoolExecutor] = {}
-
         self._broken: dict[str, str] = {}
         "the channel to each destination that failed last"
+        self._threads: dict[tuple[str, str], ThreadPoolExecutor] = {}
+        self._lock = threading.Lock()
+        "held while an end is put in its place or taken from it"
 
     def open_channel(self, destination: str) -> str:
         """The channel to a destination that is open here, or being opened; "" when there is none."""
@@ -77,7 +79,8 @@ class Transfers:
         if found is not None:
             found.end.close()
         receiver, ticket = self._transport.listen(source)
-        self._receivers[source] = _Open(ticket, receiver)
+        with self._lock:
+            self._receivers[source] = _Open(ticket, receiver)
         return ticket
 
     def ship(
@@ -166,7 +169,8 @@ class Transfers:
         if ticket is not None and not is_broken and (found is None or found.ticket.channel != ticket.channel):
             self._forget(self._senders, destination)
             found = _Open(ticket, self._transport.connect(ticket, destination))
-            self._senders[destination] = found
+            with self._lock:
+                self._senders[destination] = found
         if found is None or is_broken:
             raise TransferError(
                 peer=destination,
@@ -218,10 +222,12 @@ class Transfers:
 
     def _forget(self, ends: dict[str, _Open], peer: str, only: _Open | None = None) -> None:
         """Close an end, if it is still `only`: another may have been opened since that one failed."""
-        found = ends.get(peer)
-        if found is not None and only in (None, found):
-            ends.pop(peer, None)
-            found.end.close()
+        with self._lock:
+            found = ends.get(peer)
+            if found is None or only not in (None, found):
+                return
+            del ends[peer]
+        found.end.close()
 
     def _run(self, direction: str, peer: str, job: Callable[[], None]) -> None:
         """Run a job on the thread of a peer and direction; a fault of ours there must not stay unseen."""

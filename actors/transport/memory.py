@@ -8,7 +8,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -62,7 +62,16 @@ class MemoryTransport:
 
     name = "memory"
 
-    def __init__(self, hub: MemoryHub, *, timeout_s: float = 5.0, faults: FaultPlan = NO_FAULTS) -> None:
+    def __init__(
+        self,
+        hub: MemoryHub,
+        *,
+        timeout_s: float = 5.0,
+        faults: FaultPlan = NO_FAULTS,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`clock` gives the seconds that timeouts and planted delays are counted in."""
+        self.clock = clock
         self._hub = hub
         self._timeout_s = timeout_s
         self._faults = faults
@@ -126,7 +135,7 @@ class MemoryEnd:
             sent = frame.copy()
             if number in faults.corrupt:
                 sent[len(sent) // 2] ^= 1
-            arrives_s = time.monotonic() + faults.delay_s.get(number, 0.0)
+            arrives_s = self._transport.clock() + faults.delay_s.get(number, 0.0)
             for _ in range(2 if number in faults.duplicate else 1):
                 self._put((arrives_s, sent))
 
@@ -144,18 +153,20 @@ class MemoryEnd:
         self._life.close()
 
     def _put(self, item: tuple[float, np.ndarray]) -> None:
-        ends_s = time.monotonic() + self._timeout_s
+        clock = self._transport.clock
+        ends_s = clock() + self._timeout_s
         while True:
             if self._wire.broken.is_set():
                 raise ConnectionError("a channel closed by its peer")
             try:
                 return self._wire.frames.put(item, timeout=_POLL_S)
             except queue.Full:
-                if time.monotonic() > ends_s:
+                if clock() > ends_s:
                     raise TimeoutError(f"{WINDOW_FRAMES} frames unread") from None
 
     def _get(self) -> np.ndarray:
-        ends_s = time.monotonic() + self._timeout_s
+        clock = self._transport.clock
+        ends_s = clock() + self._timeout_s
         while True:
             # Looked at before the queue: what was sent before the peer closed is still received.
             was_broken = self._wire.broken.is_set()
@@ -164,11 +175,11 @@ class MemoryEnd:
             except queue.Empty:
                 if was_broken:
                     raise ConnectionError("a channel closed by its peer") from None
-                if time.monotonic() > ends_s:
+                if clock() > ends_s:
                     raise TimeoutError("nothing") from None
                 continue
-            now_s = time.monotonic()
-            time.sleep(max(0.0, min(arrives_s, ends_s) - now_s))
+            while clock() < min(arrives_s, ends_s):
+                time.sleep(_POLL_S / 10)
             if arrives_s > ends_s:
                 raise TimeoutError("nothing")
             return frame

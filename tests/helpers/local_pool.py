@@ -7,6 +7,7 @@ instances and the scheduler, too.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -43,7 +44,8 @@ from policies.scheduler_records import (
 Fault = Callable[[str, Any], list[Any]]
 "(receiver, message) -> what arrives"
 MAX_LOOKS = 50_000
-"A transfer that is not over after so many looks at it, half a millisecond apart, hangs."
+"A transfer that is not over after so many looks at it hangs."
+LOOK_S = 0.0005
 NO_FAULT: Fault = lambda receiver, message: [message]  # noqa: E731
 
 
@@ -72,16 +74,12 @@ class CountedTransfers(Transfers):
         super().__init__(*arguments)
         self.shipped: set[str] = set()
         self.sending: set[str] = set()
+        self._numbers = itertools.count()
         self.awaited: set[tuple[str, str]] = set()
 
     def ship(self, destination, ticket, move_id, frames, lease, done) -> None:
-        def noted(error: str) -> None:
-            done(error)
-            self.sending.discard(move_id)
-
         self.shipped.add(move_id)
-        self.sending.add(move_id)
-        super().ship(destination, ticket, move_id, frames, lease, noted)
+        super().ship(destination, ticket, move_id, frames, lease, done)
 
     def receive(self, source, move_id, frames, done) -> None:
         def noted(pieces, error: str) -> None:
@@ -90,6 +88,20 @@ class CountedTransfers(Transfers):
 
         self.awaited.add((source, move_id))
         super().receive(source, move_id, frames, noted)
+
+    def _run(self, direction, peer, job) -> None:
+        """Count what is being sent, the frame that ends a wait for nothing included."""
+        name = f"{peer}, job {next(self._numbers)}"
+
+        def counted() -> None:
+            try:
+                job()
+            finally:
+                self.sending.discard(name)
+
+        if direction == "to":
+            self.sending.add(name)
+        super()._run(direction, peer, counted)
 
     def join(self) -> None:
         """End the transfer threads of a closed instance."""
@@ -134,9 +146,13 @@ class LocalPool:
         fault: Fault = NO_FAULT,
         seconds_per_turn: float = 0.01,
     ) -> None:
-        """`settings.timeout_s` is simulated time; `frame_timeout_s` is real, for frames that never come."""
+        """`settings.timeout_s` is simulated time; `frame_timeout_s` is spent at the end of turns, waiting for frames.
+
+        Neither passes while an instance decodes: how long that takes on a busy machine decides nothing.
+        """
         self.fault = fault
         self.now_s = 0.0
+        self.waited_s = 0.0
         self.num_turns = 0
         self.seconds_per_turn = seconds_per_turn
         self.reallocation = reallocation
@@ -173,7 +189,9 @@ class LocalPool:
         self.handle(InstanceJoined(instance=name, num_slots=num_slots, now_s=self.now_s))
 
     def _make(self, name: str, engine: Engine, frame_faults: FaultPlan) -> LocalInstance:
-        transport = MemoryTransport(self._hub, timeout_s=self._frame_timeout_s, faults=frame_faults)
+        transport = MemoryTransport(
+            self._hub, timeout_s=self._frame_timeout_s, faults=frame_faults, clock=lambda: self.waited_s
+        )
         transfers = CountedTransfers(transport, self._settings)
         made: list[Migrator] = []
 
@@ -338,7 +356,8 @@ class LocalPool:
             waits = [(sorted(one.sending), sorted(one.awaited)) for one in transfers]
             num_looks += 1
             assert num_looks < MAX_LOOKS, f"frames are under way for ever: {waits}"
-            time.sleep(0.0005)
+            time.sleep(LOOK_S)
+            self.waited_s += LOOK_S
 
     def run(self, requests: list[SampleRequest], *, max_turns: int = 20_000) -> Outcome:
         """Generate all requests; fails when they do not all complete in so many turns."""
