@@ -1,14 +1,14 @@
 """Whole rollouts on two instances: static, pull, recompute only, the paper's rule, ours; against the simulator.
 
-Orders of arrival: skewed (the longest half on one instance) with capped slots and a queue and with everything resident,
-long-tailed at random, balanced. Rates are measured with both instances busy; `perfect` is the simulator's, on those.
+Lengths, log-normal: skewed (the longest half on one instance) with capped slots and a queue and with everything
+resident, at random, balanced. Rates are measured with both instances busy, and with one; `perfect` is the simulator's.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +29,10 @@ from benchmarks.moving.rollouts import (
     RECOMPUTE,
     STATIC,
     Way,
-    balanced,
     measured_curve,
     overhead_share,
     policy_of,
     requests_of,
-    skewed,
 )
 from benchmarks.moving.session import bench_ray
 from benchmarks.support.actor_pool import ActorPool, RolloutOutcome
@@ -42,7 +40,6 @@ from benchmarks.support.result import write_result
 from benchmarks.support.timing import Figures
 from benchmarks.support.workload import Workload
 from core.config import EngineConfig, SpeculationConfig
-from core.records import SampleRequest
 from engine.kv import KVShape
 from engine.models import load_causal_lm
 from policies.migration.messages import MoveOutcome
@@ -51,29 +48,31 @@ from policies.reallocation.records import ReallocationPolicy
 from policies.simulate.perfect import perfect_finish_s
 from policies.simulate.records import MoveTruth, PoolSetup, Samples
 from policies.simulate.simulation import simulate
-from policies.simulate.workloads import samples_of
+from policies.simulate.workloads import WorkloadName, drawn_lengths, samples_of
 from profiles.profile import Profile
 
 INSTANCES = 2
-Arrange = Callable[[Sequence[SampleRequest], np.ndarray], np.ndarray]
-SAMPLES = 80
+SAMPLES = 96
 CAPPED_SLOTS = 8
+MAX_TOKENS = 400
+CURVE_TOKENS = 100
+ALONE_BATCHES = (4, 16)
 PROFILE_S = {"quick": 8.0, "default": 25.0, "full": 60.0}
 ROUNDS = {"quick": 1, "default": 3, "full": 6}
 SEEDS = {"quick": 1, "default": 10, "full": 20}
 CURVE = {"quick": (1, 8), "default": CURVE_BATCHES, "full": CURVE_BATCHES}
-EARLIER_INDEX = 900_000
-"Keys of the rollout before: what its lengths were is known to the policy, as in every iteration but the first."
+EARLIER_SEED = 900
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scene:
-    """Samples in order of arrival, their lengths, and the slots of an instance."""
+    """The lengths of samples in order of arrival, and the slots of an instance."""
 
     name: str
-    requests: list[SampleRequest]
     lengths: np.ndarray
-    num_slots: int
+    num_slots: int = SAMPLES
+    speed: dict[int, float] = field(default_factory=dict)
+    "of each sample over the mean, in the scene's first rollout: drafts of some are accepted more often"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,8 +82,10 @@ class Stage:
     pool: ActorPool
     workload: Workload
     curve: RateCurve
+    alone_speedup: float
     kv_bytes_per_token: float
     earlier_lengths: list[int]
+    "what the policy knows of another rollout, as in every iteration but the first"
 
 
 def run(*, out: Path, mode: str, data: Path | None) -> int:
@@ -92,7 +93,7 @@ def run(*, out: Path, mode: str, data: Path | None) -> int:
     torch.set_num_threads(1)
     console, figures = Console(), Figures()
     rows: list[dict[str, Any]] = []
-    workload = pair_workload("large", SAMPLES, data)
+    workload = _long(pair_workload("large", SAMPLES, data))
     kv_bytes = _kv_bytes_per_token(workload)
     profile = profile_of(workload, budget_s=PROFILE_S[mode]).profile
     figures.values["plan_1024_ms"] = 1e3 * plan_seconds(1024, kv_bytes)
@@ -101,15 +102,10 @@ def run(*, out: Path, mode: str, data: Path | None) -> int:
     with bench_ray("bench-rollout"):
         pool = _pool(workload, SpeculationConfig(), profile)
         try:
-            stage = Stage(
-                pool=pool,
-                workload=workload,
-                curve=measured_curve(pool, workload, CURVE[mode]),
-                kv_bytes_per_token=kv_bytes,
-                earlier_lengths=_lengths(pool, requests_of(workload, SAMPLES, first_index=EARLIER_INDEX)),
-            )
+            stage = _stage(pool, workload, kv_bytes, CURVE[mode])
+            figures.values["alone_speedup"] = stage.alone_speedup
             _resident(stage, mode, figures, rows, errors, shares, console)
-            skew = _scene(stage, "skewed capped", skewed, 0, num_slots=CAPPED_SLOTS)
+            skew = _scene("skewed capped", "skewed", 0, num_slots=CAPPED_SLOTS)
             ways = (STATIC, PULL, RECOMPUTE, PAPER, OURS)
             taken = _play(stage, skew, ways, ROUNDS[mode], rows, errors, shares, console)
             _keep(figures, "skewed", taken)
@@ -140,18 +136,18 @@ def _resident(
     console: Console,
 ) -> None:
     ways = (STATIC, PULL, RECOMPUTE, PAPER, OURS)
-    skew = _scene(stage, "skewed resident", skewed, 0)
+    skew = _scene("skewed resident", "skewed", 0)
     taken = _play(stage, skew, ways, ROUNDS[mode], rows, errors, shares, console)
     _keep(figures, "skewed_resident", taken)
     figures.values["skewed_resident_gap_closed"] = _gap_closed(stage, skew, taken)
-    even = _scene(stage, "balanced", balanced, 1)
+    even = _scene("balanced", "balanced", 1)
     taken = _play(stage, even, (STATIC, PULL, PAPER, OURS), ROUNDS[mode], rows, errors, shares, console)
     _keep(figures, "balanced", taken)
     moves = [row["moves"] for row in rows if row["scene"] == "balanced" and row["way"] == OURS.name]
     figures.values["balanced_moves_per_100_samples"] = 100.0 * statistics.fmean(moves) / SAMPLES
     tails: dict[str, list[float]] = {}
     for seed in range(SEEDS[mode]):
-        scene = _scene(stage, f"long tail {seed}", None, 100 + seed)
+        scene = _scene(f"long tail {seed}", "long_tail", 100 + seed)
         once = _play(stage, scene, (PULL, PAPER, OURS), 1, rows, errors, shares, console)
         for way, seconds in once.items():
             tails.setdefault(way, []).append(statistics.fmean(seconds))
@@ -165,7 +161,7 @@ def _over_plain_static(
     """Speculation and reallocation together, against neither."""
     pool = _pool(workload, SpeculationConfig(policy="off"), None)
     try:
-        outcome = pool.rollout(scene.requests, binding="static")
+        outcome = pool.rollout(requests_of(workload, scene.lengths), binding="static")
     finally:
         pool.close()
     rows.append(_row("skewed resident", "plain static", outcome))
@@ -174,25 +170,32 @@ def _over_plain_static(
     console.print(f"plain static: {outcome.seconds:.2f} s")
 
 
-def _scene(
-    stage: Stage, name: str, arrange: Arrange | None, number: int, *, num_slots: int = SAMPLES
-) -> Scene:
-    """Samples of their own lengths, in an order that `arrange` makes of them."""
-    requests = requests_of(stage.workload, SAMPLES, first_index=1_000 * number)
-    lengths = np.array(_lengths(stage.pool, requests))
-    order = np.arange(SAMPLES) if arrange is None else arrange(requests, lengths)
-    return Scene(
-        name=name,
-        requests=[requests[place] for place in order],
-        lengths=lengths[order],
-        num_slots=num_slots,
+def _long(workload: Workload) -> Workload:
+    return replace(workload, sampling=replace(workload.sampling, max_new_tokens=MAX_TOKENS))
+
+
+def _stage(pool: ActorPool, workload: Workload, kv_bytes: float, batches: Sequence[int]) -> Stage:
+    """Measure what instances deliver when all are busy, and how much more one does alone."""
+    curve = measured_curve(pool, workload, batches, busy=INSTANCES, tokens=CURVE_TOKENS)
+    alone = measured_curve(pool, workload, ALONE_BATCHES, busy=1, tokens=CURVE_TOKENS)
+    many = np.array(ALONE_BATCHES)
+    earlier = _lengths("long_tail", EARLIER_SEED)
+    return Stage(
+        pool=pool,
+        workload=workload,
+        curve=curve,
+        alone_speedup=float(np.mean(alone.goodput(many) / curve.goodput(many))),
+        kv_bytes_per_token=kv_bytes,
+        earlier_lengths=earlier.tolist(),
     )
 
 
-def _lengths(pool: ActorPool, requests: Sequence[SampleRequest]) -> list[int]:
-    """Run the samples once: their lengths are theirs for ever."""
-    done = pool.rollout(requests).completions
-    return [done[request.key].num_tokens for request in requests]
+def _scene(name: str, lengths: WorkloadName, seed: int, *, num_slots: int = SAMPLES) -> Scene:
+    return Scene(name=name, lengths=_lengths(lengths, seed), num_slots=num_slots)
+
+
+def _lengths(name: WorkloadName, seed: int) -> np.ndarray:
+    return drawn_lengths(name, SAMPLES, INSTANCES, max_new_tokens=MAX_TOKENS, seed=seed)
 
 
 def _play(
@@ -210,12 +213,13 @@ def _play(
     for number in range(rounds):
         for way in ways if number % 2 == 0 else reversed(ways):
             outcome = stage.pool.rollout(
-                scene.requests,
+                requests_of(stage.workload, scene.lengths),
                 reallocation=_policy(stage, way),
                 binding=way.binding,
                 num_slots=scene.num_slots,
             )
             taken[way.name].append(outcome.seconds)
+            scene.speed.update({} if scene.speed else _speeds(outcome))
             predicted_s = _simulated(stage, scene, way)
             errors.append(abs(predicted_s / outcome.seconds - 1.0))
             shares.append(overhead_share(outcome))
@@ -223,6 +227,13 @@ def _play(
     medians = {name: f"{statistics.median(seconds):.2f}" for name, seconds in taken.items()}
     console.print(f"{scene.name}: seconds {medians}, perfect {_perfect(stage, scene):.2f}")
     return taken
+
+
+def _speeds(outcome: RolloutOutcome) -> dict[int, float]:
+    """Tokens a decode step of each sample over those of all."""
+    done = outcome.completions.values()
+    mean = sum(each.num_tokens for each in done) / sum(each.num_decode_steps for each in done)
+    return {each.key.sample_index: each.num_tokens / each.num_decode_steps / mean for each in done}
 
 
 def _keep(figures: Figures, scene: str, taken: dict[str, list[float]]) -> None:
@@ -254,7 +265,8 @@ def _simulated(stage: Stage, scene: Scene, way: Way) -> float:
 
 def _samples(stage: Stage, scene: Scene) -> Samples:
     prompt_tokens = statistics.fmean(len(prompt.token_ids) for prompt in stage.workload.prompts)
-    return samples_of(scene.lengths, prompt_tokens=round(prompt_tokens))
+    samples = samples_of(scene.lengths, prompt_tokens=round(prompt_tokens))
+    return replace(samples, speed=np.array([scene.speed[number] for number in range(len(scene.lengths))]))
 
 
 def _setup(stage: Stage, scene: Scene) -> PoolSetup:
@@ -262,6 +274,7 @@ def _setup(stage: Stage, scene: Scene) -> PoolSetup:
         num_instances=INSTANCES,
         num_slots=scene.num_slots,
         curve=stage.curve,
+        alone_speedup=stage.alone_speedup,
         max_new_tokens=stage.workload.sampling.max_new_tokens,
         moves=MoveTruth(kv_bytes_per_token=stage.kv_bytes_per_token),
         poll_interval_s=0.1,

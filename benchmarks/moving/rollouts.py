@@ -1,8 +1,7 @@
-"""Whole rollouts on two instances in orders of arrival that we choose, under every way of placing samples.
+"""Whole rollouts on two instances with lengths that we choose, under every way of placing samples.
 
-A sample's length is its own: a rollout is a function of its key, so one run tells the lengths, and the scenes order
-the samples by them. No policy knows. `skewed` puts the longest half on the first instance: long and short alternate
-in order of arrival, so that both static and pull binding do it.
+A sample's length is forced: no stop token, and a limit of its own. The text goes on behind the answer, and drafts of it
+are accepted much as before (2 to 3 tokens a step to some 700 tokens, on either pair). No policy knows a limit.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ from policies.reallocation.rate_curve import RateCurve
 from policies.reallocation.records import ReallocationPolicy
 
 CURVE_BATCHES = (1, 2, 4, 8, 16, 32)
+CURVE_INDEX = 500_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,40 +53,36 @@ def policy_of(
     )
 
 
-def requests_of(workload: Workload, count: int, *, first_index: int) -> list[SampleRequest]:
-    """Requests with keys from `first_index` on; prompts are used again where they are too few."""
+def requests_of(workload: Workload, lengths: Sequence[int], *, first_index: int = 0) -> list[SampleRequest]:
+    """Requests for responses of these lengths, with keys from `first_index` on; prompts are used again."""
     prompts = workload.requests()
     key = prompts[0].key
     return [
-        replace(prompts[number % len(prompts)], key=replace(key, sample_index=first_index + number))
-        for number in range(count)
+        replace(
+            prompts[number % len(prompts)],
+            key=replace(key, sample_index=first_index + number),
+            sampling=replace(workload.sampling, max_new_tokens=int(length), stop_token_ids=()),
+        )
+        for number, length in enumerate(lengths)
     ]
 
 
-def skewed(requests: Sequence[SampleRequest], lengths: np.ndarray) -> np.ndarray:
-    """Order of arrival with long and short in turn: the longest half goes to the first of two instances."""
-    order, half = np.argsort(-lengths, kind="stable"), len(requests) // 2
-    random = np.random.default_rng(0)
-    # within each half a fixed shuffle: arrival says nothing of the length
-    return np.stack([random.permutation(order[:half]), random.permutation(order[half:])], axis=1).ravel()
-
-
-def balanced(requests: Sequence[SampleRequest], lengths: np.ndarray) -> np.ndarray:
-    """Order of arrival that gives both instances like lengths: neighbours in length come one after the other."""
-    pairs = np.argsort(lengths, kind="stable").reshape(len(requests) // 2, 2)
-    pairs[1::2] = pairs[1::2, ::-1]
-    return np.random.default_rng(0).permutation(pairs).ravel()
-
-
-def measured_curve(pool: ActorPool, workload: Workload, batches: Sequence[int]) -> RateCurve:
-    """Goodput over running samples with all instances busy, as many samples on each."""
+def measured_curve(
+    pool: ActorPool, workload: Workload, batches: Sequence[int], *, busy: int, tokens: int
+) -> RateCurve:
+    """Goodput over running samples while `busy` instances decode as many each, of `tokens` tokens in the mean."""
     samples: list[float] = []
     rates: list[float] = []
     for batch in batches:
-        # a queue of twice as many keeps the batch full for most of the time
-        count = len(pool.handles) * max(3 * batch, 6)
-        outcome = pool.rollout(requests_of(workload, count, first_index=500_000), num_slots=batch)
-        for stats in outcome.stats.values():
+        each = np.linspace(0.25 * tokens, 1.75 * tokens, max(2 * batch, 4))
+        lengths = np.zeros((len(each), len(pool.handles)))
+        lengths[:, :busy] = each[:, None]
+        outcome = pool.rollout(
+            requests_of(workload, np.maximum(lengths.ravel(), 1), first_index=CURVE_INDEX),
+            num_slots=batch,
+            binding="static",
+        )
+        for stats in sorted(outcome.stats.values(), key=lambda s: -s.num_emitted_tokens)[:busy]:
             samples.append(stats.num_sample_steps / stats.num_decode_steps)
             rates.append(stats.num_emitted_tokens / stats.busy_s)
     return RateCurve(samples, rates)

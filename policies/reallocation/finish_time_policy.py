@@ -87,6 +87,8 @@ class FinishTimePolicy:
             self._began_s = view.now_s
         if len(pool.names) < 2 or not len(pool.instance) or not pool.num_free.any():
             return ()
+        if not self._hurdle.may_pay(pool.num_placed.max(), pool.num_placed.min()):
+            return ()
         expected = self._expect(view, pool)
         found = search_moves(
             pool,

@@ -40,6 +40,10 @@ class Hurdle:
     chance: float = 1.2
     ".. and their numbers of samples differ by more than so many square roots of their sum"
 
+    def may_pay(self, more: np.ndarray, fewer: np.ndarray) -> np.ndarray:
+        """Whether numbers of samples differ by more than chance; of a pool the largest and the smallest do first."""
+        return more - fewer > self.chance * np.sqrt(more + fewer)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundMove:
@@ -145,8 +149,7 @@ class _Search:
         )
         gain = before - both_done_seconds(share, share)
         more, fewer = self._placed[source], self._placed[destination]
-        not_by_chance = more - fewer > self._hurdle.chance * np.sqrt(more + fewer)
-        return not_by_chance & (gain >= self._hurdle.start_share * self._whole_s)
+        return self._hurdle.may_pay(more, fewer) & (gain >= self._hurdle.start_share * self._whole_s)
 
     def _round(self, source: np.ndarray, destination: np.ndarray, found: list[FoundMove]) -> bool:
         """Add the best move of every pair; False when there is none that could be tried again."""

@@ -16,6 +16,8 @@ class SimulatedInstance:
         self.now_s = 0.0
         self.progress = 0.0
         self.busy_s = 0.0
+        self.speedup = 1.0
+        "over the curve"
         self.blocked_until_s = 0.0
         "a prefill holds the decode steps up"
         self.num_transfers = 0
@@ -26,7 +28,7 @@ class SimulatedInstance:
     @property
     def _pace(self) -> float:
         slower = 1.0 + (self._bystander_share if self.num_transfers else 0.0)
-        return self._seconds_per_token[len(self.running)] * slower
+        return self._seconds_per_token[len(self.running)] * slower / self.speedup
 
     def advance(self, now_s: float) -> None:
         """Let time pass; no sample may end before `now_s`."""

@@ -101,6 +101,8 @@ class _Simulation:
                     self._begin(now_s, *payload)
                 case _Kind.POLL:
                     self._poll(now_s)
+            if self._setup.alone_speedup != 1.0:
+                self._share_machine(now_s)
         for instance in self._instances:
             instance.advance(now_s)
         return SimulationResult(
@@ -113,6 +115,16 @@ class _Simulation:
             num_void=self._counts["void"],
             num_plans=self._counts["plans"],
         )
+
+    def _share_machine(self, now_s: float) -> None:
+        """An instance is faster while no other has work."""
+        num_busy = sum(bool(instance.running) for instance in self._instances)
+        for k, instance in enumerate(self._instances):
+            speedup = self._setup.alone_speedup if num_busy == 1 and instance.running else 1.0
+            if speedup != instance.speedup:
+                instance.advance(now_s)
+                instance.speedup = speedup
+                self._reschedule(k)
 
     def _push(self, at_s: float, kind: _Kind, *payload: object) -> None:
         heapq.heappush(self._events, (at_s, int(kind), self._num_events, payload))

@@ -80,15 +80,21 @@ def test_faults_count_frames_over_all_channels_of_a_transport():
 
 
 class Recorder:
-    """A sender that takes as long as it is told, on a clock of its own."""
+    """A sender that computes and then waits as long as it is told, on clocks of its own."""
 
-    def __init__(self) -> None:
-        self.now_s = 0.0
+    def __init__(self, *, waits_s: float = 0.0) -> None:
+        self.now_s = self.busy_s = 0.0
+        self.waits_s = waits_s
         self.slept: list[float] = []
         self.closed = False
 
+    def compute(self, seconds: float) -> None:
+        self.now_s += seconds
+        self.busy_s += seconds
+
     def send(self, frame: np.ndarray) -> None:
-        self.now_s += float(frame[0])
+        self.compute(float(frame[0]))
+        self.now_s += self.waits_s
 
     def close(self) -> None:
         self.closed = True
@@ -98,24 +104,40 @@ class Recorder:
         self.now_s += seconds
 
 
+def paced_over(recorder: Recorder, share: float) -> Paced:
+    return Paced(
+        recorder,
+        share=share,
+        busy_clock=lambda: recorder.busy_s,
+        clock=lambda: recorder.now_s,
+        sleep=recorder.sleep,
+    )
+
+
+@pytest.mark.parametrize("waits_s", [0.0, 0.1])
 @pytest.mark.parametrize("share", [0.1, 0.25, 0.5, 0.9])
-def test_a_paced_sender_is_busy_for_its_share(share):
-    recorder = Recorder()
-    paced = Paced(recorder, share=share, clock=lambda: recorder.now_s, sleep=recorder.sleep)
-    busy_s = 0.0
+def test_a_paced_sender_is_busy_for_its_share_and_waiting_is_rest(share, waits_s):
+    recorder = Recorder(waits_s=waits_s)
+    paced = paced_over(recorder, share)
     for seconds in (1, 4, 2):
         with paced.busy():
-            recorder.now_s += 0.5
+            recorder.compute(0.5)
         paced.send(np.array([seconds], dtype=np.uint8))
-        busy_s += 0.5 + seconds
-    assert busy_s / recorder.now_s == pytest.approx(share)
+    assert recorder.busy_s == 8.5
+    assert recorder.busy_s / recorder.now_s == pytest.approx(share)
     paced.close()
     assert recorder.closed
 
 
+def test_a_paced_sender_that_has_waited_long_enough_does_not_sleep():
+    recorder = Recorder(waits_s=100.0)
+    paced_over(recorder, 0.1).send(np.array([3], dtype=np.uint8))
+    assert recorder.slept == []
+
+
 def test_a_full_share_never_sleeps_and_no_share_is_refused():
     recorder = Recorder()
-    paced = Paced(recorder, share=1.0, clock=lambda: recorder.now_s, sleep=recorder.sleep)
+    paced = paced_over(recorder, 1.0)
     paced.send(np.array([3], dtype=np.uint8))
     assert recorder.slept == []
     for share in (0.0, 1.1):
