@@ -289,6 +289,8 @@ class InstanceLoad:
     decode_step: int
     goodput_tokens_per_s: float
     stats: GenerationStats
+    goodput_samples: float = 0.0
+    "samples that ran while goodput was measured, in the mean"
     drafter_alarm: str = ""
     "why drafting was suspended here last, with the drafter's checksum, version and age; empty when it never was"
 

@@ -6,6 +6,7 @@ function of weights, prompt and key (design 3.1): not of the batch it shares, th
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections import deque
@@ -45,7 +46,8 @@ from policies.base import DrafterAlarm, DraftPolicy, RefiningPolicy, WatchfulPol
 
 logger = logging.getLogger(__name__)
 STEP_LOG_LENGTH = 4096
-GOODPUT_WINDOW = 64
+GOODPUT_WINDOW = 16
+"Decode steps over which goodput is told."
 
 
 class Engine:
@@ -196,7 +198,7 @@ class Engine:
     def load(self) -> InstanceLoad:
         """Return the workload as the scheduler polls it."""
         slots = self.runner.pool.num_slots
-        recent = list(self.step_records)[-GOODPUT_WINDOW:]
+        recent = list(itertools.islice(reversed(self.step_records), GOODPUT_WINDOW))
         seconds = sum(record.step_s for record in recent)
         emitted = sum(record.num_emitted_tokens for record in recent)
         return InstanceLoad(
@@ -210,6 +212,7 @@ class Engine:
             drafter_version=self.drafter_version,
             decode_step=self.stats.num_decode_steps,
             goodput_tokens_per_s=emitted / seconds if seconds > 0 else 0.0,
+            goodput_samples=sum(r.num_samples * r.step_s for r in recent) / seconds if seconds > 0 else 0.0,
             stats=self.stats,
             drafter_alarm=self.drafter_alarm,
         )

@@ -1,9 +1,10 @@
 """Notices a drafter that has stopped being accepted (stale, dead, broken), by a sequential test.
 
-Page's CUSUM on the first level: healthy means three quarters of the usual acceptance, collapsed a quarter of it.
-Each first node adds its log-likelihood ratio; the sum never falls below zero; past the threshold drafting is
-suspended. Probes go on: when they are accepted as a healthy drafter's are, drafting resumes. The usual acceptance
-follows slowly, so that a policy that moves away is not taken for a broken drafter.
+Page's CUSUM on the first level: healthy means two thirds of the usual acceptance, collapsed a tenth of it, so that the
+evidence turns at about three tenths. A drafter that is worse than usual, but no worse than that, is left to the
+policy's own arithmetic. Each first node adds its log-likelihood ratio; the sum never falls below zero; past the
+threshold drafting is suspended. Probes go on: when they are accepted as a healthy drafter's are, drafting resumes. The
+usual acceptance follows slowly, so that a policy that moves away is not taken for a broken drafter.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ import numpy as np
 from core.records import DraftLog
 from policies.base import DrafterAlarm
 
-HEALTHY_SHARE = 0.75
-COLLAPSED_SHARE = 0.25
+HEALTHY_SHARE = 0.65
+COLLAPSED_SHARE = 0.1
 THRESHOLD = 5.0
 "Log-likelihood ratio: about e^-5 false alarms for a drafter at the lower edge of healthy."
 MOST_PER_STEP = 4.0

@@ -35,6 +35,8 @@ OBSERVE_COST_STEPS = 8
 BLIND_RISK = 0.5
 "Rejections per sample risked before scores are looked at again."
 MAX_BLIND_LEVELS = 4
+STEADY_BATCH = 4
+"From so many samples on the depth of a draft hardly varies: half the way there goes without a question."
 PROBE_SHARE = 0.005
 "Of the time spent in plain decoding, what trying the drafter may cost."
 PROBE_DEPTH = 2
@@ -195,22 +197,17 @@ class GoodputPolicy:
 
     def _deepening_limits(self, view: CostView, choice: Choice) -> list[tuple[float, float, float, int]]:
         """For every level drafted: acceptance onward; prices, in tokens, of a node and of a level; levels to go on."""
-        onward = (self._acceptance.conditional * self._acceptance.factor).tolist()
-        node_cost = (choice.goodput * np.diff(view.uniform_s) / view.num_samples).tolist()
-        level_cost = (choice.goodput * np.diff(view.draft_s)).tolist()
-        limits = []
-        for level in range(self._max_depth):
-            passed = onward[min(level, len(onward) - 1)]
-            blind = int(BLIND_RISK / max(1.0 - passed, 1e-3)) if choice.branching == 1 else 1
-            limits.append(
-                (
-                    passed,
-                    node_cost[min(level, len(node_cost) - 1)],
-                    level_cost[min(level, len(level_cost) - 1)],
-                    min(max(blind, 1), MAX_BLIND_LEVELS),
-                )
-            )
-        return limits
+        level = np.arange(self._max_depth)
+        onward = _at(self._acceptance.conditional * self._acceptance.factor, level)
+        node_cost = _at(choice.goodput * np.diff(view.uniform_s) / view.num_samples, level)
+        level_cost = _at(choice.goodput * np.diff(view.draft_s), level)
+        blind = np.ones_like(level)
+        if choice.branching == 1:
+            blind = np.clip(BLIND_RISK / np.maximum(1.0 - onward, 1e-3), 1, MAX_BLIND_LEVELS).astype(int)
+        if view.num_samples >= STEADY_BATCH:
+            blind = np.maximum(blind, (choice.levels - level + 1) // 2)
+        columns = (onward.tolist(), node_cost.tolist(), level_cost.tolist(), blind.tolist())
+        return list(zip(*columns, strict=True))
 
     def _probe_is_due(self, suspended: bool, batch: int) -> bool:
         """A probe costs a level, a wider verification and the tokens the draft cache lacks.
@@ -251,6 +248,11 @@ class GoodputPolicy:
         )
         cost = self._profile.cost
         self._costs.observe(record, draft_s=float(cost.draft_s(shape)), verify_s=float(cost.verify_s(shape)))
+
+
+def _at(values: np.ndarray, index: np.ndarray) -> np.ndarray:
+    """Values by index; the last one goes on."""
+    return values[np.minimum(index, len(values) - 1)]
 
 
 def _budget(branching: int, width: int, depth: int, max_nodes: int, reason: str) -> Budget:

@@ -33,4 +33,5 @@ def _view(name: str, ledger: Ledger) -> InstanceView:
         num_arriving=moves.num_arriving(name),
         num_leaving=len(member.owned) - len(movable),
         goodput_tokens_per_s=member.load.goodput_tokens_per_s if member.load else 0.0,
+        goodput_samples=member.load.goodput_samples if member.load else 0.0,
     )

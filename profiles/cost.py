@@ -76,15 +76,15 @@ class CostModel:
 
     def draft_s(self, shape: Shape) -> np.ndarray:
         """Seconds to draft: 0 for plain decoding but for the constant part."""
-        return draft_terms(shape) @ np.asarray(self.draft)
+        return _total(self.draft, _draft_terms(shape), shape)
 
     def verify_s(self, shape: Shape) -> np.ndarray:
         """Seconds of the target's forward."""
-        return verify_terms(shape) @ np.asarray(self.verify)
+        return _total(self.verify, _verify_terms(shape), shape)
 
     def rest_s(self, shape: Shape) -> np.ndarray:
         """Seconds of acceptance, commitment and the decode step's own work."""
-        return rest_terms(shape) @ np.asarray(self.rest)
+        return _total(self.rest, _rest_terms(shape), shape)
 
 
 def join_costs(tables: Sequence[CostTable]) -> CostTable:
@@ -113,44 +113,77 @@ def fit_costs(table: CostTable) -> CostModel:
 
 def draft_terms(shape: Shape) -> np.ndarray:
     """Terms of the draft phase, [M, k]."""
-    batch, context, levels, width = _arrays(
-        shape.num_samples, shape.context_tokens, shape.levels, shape.width
-    )
-    drafts = levels > 0
-    is_tree = width > 1
-    tokens = batch * width
-    terms = [np.ones_like(batch), drafts, drafts * batch, drafts * context]
-    terms += [levels, levels * tokens, *(levels * np.maximum(tokens - knee, 0) for knee in DRAFT_HINGES)]
-    terms += [levels * context, levels * is_tree, levels * levels * is_tree * tokens]
-    return np.stack([np.asarray(term, dtype=float) for term in terms], axis=-1)
+    return _columns(_draft_terms(shape), shape)
 
 
 def verify_terms(shape: Shape) -> np.ndarray:
     """Terms of the target's forward, [M, k]."""
-    batch, context, nodes, widest, width = _arrays(
-        shape.num_samples, shape.context_tokens, shape.num_nodes, shape.widest, shape.width
-    )
-    tokens = batch + nodes
-    rows = batch * (widest + 1)
-    ragged = rows > tokens
-    terms = [np.ones_like(batch), batch, tokens]
-    terms += [np.maximum(tokens - knee, 0) for knee in VERIFY_HINGES]
-    # attention reads the context once for every sample, and multiplies it with every row
-    terms += [context, context * widest, rows, ragged, ragged * rows, (width > 1) * (widest > 0) * rows]
-    return np.stack([np.asarray(term, dtype=float) for term in terms], axis=-1)
+    return _columns(_verify_terms(shape), shape)
 
 
 def rest_terms(shape: Shape) -> np.ndarray:
     """Terms of everything else, [M, k]."""
-    batch, _nodes, widest, width = _arrays(shape.num_samples, shape.num_nodes, shape.widest, shape.width)
+    return _columns(_rest_terms(shape), shape)
+
+
+def _draft_terms(shape: Shape) -> list[np.ndarray]:
+    batch, context, levels, width = map(
+        np.asarray, (shape.num_samples, shape.context_tokens, shape.levels, shape.width)
+    )
+    drafts = levels > 0
+    is_tree = width > 1
+    tokens = batch * width
+    terms = [np.ones(()), drafts, drafts * batch, drafts * context]
+    terms += [levels, levels * tokens, *(levels * np.maximum(tokens - knee, 0) for knee in DRAFT_HINGES)]
+    terms += [levels * context, levels * is_tree, levels * levels * is_tree * tokens]
+    return terms
+
+
+def _verify_terms(shape: Shape) -> list[np.ndarray]:
+    batch, context, nodes, widest, width = map(
+        np.asarray, (shape.num_samples, shape.context_tokens, shape.num_nodes, shape.widest, shape.width)
+    )
+    tokens = batch + nodes
+    rows = batch * (widest + 1)
+    ragged = rows > tokens
+    terms = [np.ones(()), batch, tokens]
+    terms += [np.maximum(tokens - knee, 0) for knee in VERIFY_HINGES]
+    # attention reads the context once for every sample, and multiplies it with every row
+    terms += [context, context * widest, rows, ragged, ragged * rows, (width > 1) * (widest > 0) * rows]
+    return terms
+
+
+def _rest_terms(shape: Shape) -> list[np.ndarray]:
+    batch, widest, width = map(np.asarray, (shape.num_samples, shape.widest, shape.width))
     drafts = widest > 0
     is_tree = (width > 1) & drafts
-    terms = [np.ones_like(batch), batch, batch * (widest + 1), drafts, is_tree, is_tree * batch * widest]
-    return np.stack([np.asarray(term, dtype=float) for term in terms], axis=-1)
+    return [np.ones(()), batch, batch * (widest + 1), drafts, is_tree, is_tree * batch * widest]
 
 
-def _arrays(*values: np.ndarray | float) -> list[np.ndarray]:
-    return [np.asarray(value) for value in np.broadcast_arrays(*[np.asarray(v, dtype=float) for v in values])]
+def _total(coefficients: Sequence[float], terms: Sequence[np.ndarray], shape: Shape) -> np.ndarray:
+    """The weighted sum of the terms: plans look it up all the time, so what weighs nothing is left out."""
+    seconds = np.zeros(_extent(shape))
+    for coefficient, term in zip(coefficients, terms, strict=True):
+        if coefficient:
+            seconds += coefficient * term
+    return seconds
+
+
+def _columns(terms: Sequence[np.ndarray], shape: Shape) -> np.ndarray:
+    extent = _extent(shape)
+    return np.stack([np.broadcast_to(term, extent) for term in terms], axis=-1).astype(float)
+
+
+def _extent(shape: Shape) -> tuple[int, ...]:
+    values = (
+        shape.num_samples,
+        shape.context_tokens,
+        shape.num_nodes,
+        shape.widest,
+        shape.levels,
+        shape.width,
+    )
+    return np.broadcast_shapes(*map(np.shape, values))
 
 
 def _fit(terms: np.ndarray, seconds: np.ndarray) -> tuple[float, ...]:

@@ -26,6 +26,8 @@ from policies.scheduler_records import Alarm, MoveRecord
 from profiles.profile import Profile
 
 TIMEOUT_S = 240.0
+POLL_S = 0.1
+"As by default (`cluster.poll_interval_s`)."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +75,7 @@ class ActorPool:
                     dtype=dtype,
                     max_total_tokens=workload.max_total_tokens,
                     vocab_size=workload.vocab_size,
-                    publish_interval_s=0.05,
+                    publish_interval_s=POLL_S,
                     migration=migration,
                     profile=profile,
                 )
@@ -161,7 +163,7 @@ class ActorPool:
         self._num_rollouts += 1
         scheduler = SchedulerActor.options(num_cpus=0.1).remote(
             SchedulerSettings(
-                poll_interval_s=0.05,
+                poll_interval_s=POLL_S,
                 heartbeat_timeout_s=60.0,
                 order_timeout_s=TIMEOUT_S,
                 binding=binding,  # pyright: ignore[reportArgumentType]

@@ -63,7 +63,6 @@ class FinishTimePolicy:
         "lengths of the samples last sent to each instance"
         self._began_s = np.inf
         "when the rollout began: the last look at an empty pool, else the first look"
-        self._last: tuple[tuple[str, ...], np.ndarray] = ((), np.zeros(0))
 
     def note_finished(self, num_response_tokens: int) -> None:
         """The survival curve learns."""
@@ -166,10 +165,7 @@ class FinishTimePolicy:
             self._ordered = {k: v[-expected[k] :] for k, v in self._ordered.items() if expected.get(k, 0)}
 
     def _observe_rates(self, pool: FlatPool) -> None:
-        """Compare goodput with its prediction where the number of samples has not changed since the last view."""
-        names, running = self._last
-        if names == pool.names:
-            steady = (running == pool.num_running) & (running > 0) & (pool.goodput_tokens_per_s > 0)
-            if steady.any():
-                self._curve.observe(running[steady], pool.goodput_tokens_per_s[steady])
-        self._last = (pool.names, pool.num_running)
+        """Compare goodput with its prediction where samples run."""
+        known = (pool.num_running > 0) & (pool.goodput_tokens_per_s > 0)
+        if known.any():
+            self._curve.observe(pool.goodput_samples[known], pool.goodput_tokens_per_s[known])

@@ -34,6 +34,8 @@ class FlatPool:
     "[K] queued samples that will be bound there"
     goodput_tokens_per_s: np.ndarray
     "[K]; 0 when unknown"
+    goodput_samples: np.ndarray
+    "[K] samples that ran while it was measured, in the mean"
 
     @property
     def num_instances(self) -> int:
@@ -66,6 +68,7 @@ def flatten(view: PoolView) -> FlatPool:
         num_free=free - queued,
         num_from_queue=queued,
         goodput_tokens_per_s=np.array([i.goodput_tokens_per_s for i in view.instances]),
+        goodput_samples=np.array([i.goodput_samples for i in view.instances]),
     )
 
 

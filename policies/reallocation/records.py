@@ -37,6 +37,8 @@ class InstanceView:
     "samples on their way out or otherwise not to be moved; they still run here"
     goodput_tokens_per_s: float = 0.0
     "emitted tokens per second of late; 0 when unknown"
+    goodput_samples: float = 0.0
+    "samples that ran meanwhile, in the mean"
 
     @property
     def num_running(self) -> int:

@@ -296,4 +296,5 @@ class _Simulation:
             num_arriving=int(self._arriving[k]),
             num_leaving=num_running - len(keys),
             goodput_tokens_per_s=float(self._setup.curve.goodput(num_running)) if num_running else 0.0,
+            goodput_samples=float(num_running),
         )

@@ -145,6 +145,7 @@ def test_seconds_come_from_the_clock_given(make_requests: MakeRequests, pairs) -
     assert engine.stats.prefill_s == 1.0
     assert engine.stats.busy_s == 1.0 + 3 * 6.0
     assert engine.load().goodput_tokens_per_s == pytest.approx(3 / 18.0)
+    assert engine.load().goodput_samples == 1.0
 
 
 def test_load_counts_slots_and_tokens(make_engine: Make, make_requests: MakeRequests) -> None:

@@ -206,7 +206,8 @@ def test_a_slow_pool_teaches_the_rate_curve() -> None:
     curve = cpu_curve()
     policy = FinishTimePolicy(curve, cheap_gate())
     for step in range(200):
-        view = pool_view([60] * 8, [60] * 8, now_s=0.1 * step)
+        # three have just finished in one of them: what was measured, was measured with eight
+        view = pool_view([60] * 8, [60] * 5, now_s=0.1 * step)
         slow = tuple(
             InstanceView(
                 instance=i.instance,
@@ -215,6 +216,7 @@ def test_a_slow_pool_teaches_the_rate_curve() -> None:
                 response_tokens=i.response_tokens,
                 context_tokens=i.context_tokens,
                 goodput_tokens_per_s=625.0,
+                goodput_samples=8.0,
             )
             for i in view.instances
         )
