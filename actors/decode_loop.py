@@ -195,12 +195,17 @@ class DecodeLoop:
     def poll(self, *, acknowledged: int, wait_s: float) -> PollReply:
         """Drop completions up to `acknowledged`; return the others, waiting up to `wait_s` for one.
 
+        An idle instance answers when it gets work, too: what polls it waits long, and has to look more often now.
         Raises what ended the loop, if it failed.
         """
         with self._changed:
             while self._outbox and self._outbox[0][0] <= acknowledged:
                 self._outbox.popleft()
-            self._changed.wait_for(lambda: self._outbox or self._failure or self._stopping, timeout=wait_s)
+            was_idle = not self.open_epochs
+            self._changed.wait_for(
+                lambda: self._outbox or self._failure or self._stopping or (was_idle and self.open_epochs),
+                timeout=wait_s,
+            )
             if self._failure is not None:
                 raise self._failure
             began_s = self._step_began_s
@@ -306,6 +311,8 @@ class DecodeLoop:
         for request in order.requests:
             self._host.engine.submit(request)
             self.open_epochs[request.key] = request.epoch
+        with self._changed:
+            self._changed.notify_all()
 
     def _take_news(self, order: NewsOrder) -> None:
         # As in `_submit`: its successor has ruled on what this one ruled on.

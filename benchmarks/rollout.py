@@ -109,7 +109,7 @@ def run(*, out: Path, mode: str, data: Path | None) -> int:
             ways = (STATIC, PULL, RECOMPUTE, PAPER, OURS)
             taken = _play(stage, skew, ways, ROUNDS[mode], rows, errors, shares, console)
             _keep(figures, "skewed", taken)
-            figures.values["skewed_gap_closed"] = _gap_closed(stage, skew, taken)
+            figures.keep("skewed_gap_closed", _gap_closed(stage, skew, taken))
         finally:
             pool.close()
         _over_plain_static(skew, workload, figures, rows, console)
@@ -139,7 +139,7 @@ def _resident(
     skew = _scene("skewed resident", "skewed", 0)
     taken = _play(stage, skew, ways, ROUNDS[mode], rows, errors, shares, console)
     _keep(figures, "skewed_resident", taken)
-    figures.values["skewed_resident_gap_closed"] = _gap_closed(stage, skew, taken)
+    figures.keep("skewed_resident_gap_closed", _gap_closed(stage, skew, taken))
     even = _scene("balanced", "balanced", 1)
     taken = _play(stage, even, (STATIC, PULL, PAPER, OURS), ROUNDS[mode], rows, errors, shares, console)
     _keep(figures, "balanced", taken)
@@ -247,10 +247,14 @@ def _over(taken: dict[str, list[float]], a: Way, b: Way) -> list[float]:
     return [slow / fast for slow, fast in zip(taken[b.name], taken[a.name], strict=True)]
 
 
-def _gap_closed(stage: Stage, scene: Scene, taken: dict[str, list[float]]) -> float:
-    """Of the seconds between static and perfect reallocation, the share that ours saves."""
-    static_s, ours_s = statistics.median(taken[STATIC.name]), statistics.median(taken[OURS.name])
-    return (static_s - ours_s) / (static_s - _perfect(stage, scene))
+def _gap_closed(stage: Stage, scene: Scene, taken: dict[str, list[float]]) -> list[float]:
+    """Of the share of static's time that perfect reallocation saves in the simulator, what ours saves, round by round.
+
+    In shares of static's time, because the machine's pace drifts between rounds, and what the simulator knows does not.
+    """
+    perfect_share = 1.0 - _perfect(stage, scene) / _simulated(stage, scene, STATIC)
+    pairs = zip(taken[STATIC.name], taken[OURS.name], strict=True)
+    return [(1.0 - ours_s / static_s) / perfect_share for static_s, ours_s in pairs]
 
 
 def _perfect(stage: Stage, scene: Scene) -> float:

@@ -1,6 +1,7 @@
 """Laws of the decode loop: one order log, at-least-once outbox, failures reach everyone. No Ray."""
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -89,6 +90,15 @@ def test_a_completion_is_given_again_until_it_is_acknowledged(running):
     after = loop.loop.poll(acknowledged=first.sequence, wait_s=0)
     assert [c.key for c in first.completions] == [c.key for c in again.completions]
     assert len(first.completions) == 1 and after.completions == ()
+
+
+def test_the_long_poll_of_an_idle_instance_ends_when_it_gets_work(running):
+    loop = running(step_s=0.2)
+    with ThreadPoolExecutor(1) as other:
+        poll = other.submit(loop.loop.poll, acknowledged=0, wait_s=60)
+        loop.submit(6)
+        # sooner than the sample, whose seven steps would have ended it as well
+        assert poll.result(timeout=30).completions == ()
 
 
 def test_orders_are_logged_in_one_order_at_growing_boundaries(running):
