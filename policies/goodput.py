@@ -36,7 +36,9 @@ BLIND_RISK = 0.5
 "Rejections per sample risked before scores are looked at again."
 MAX_BLIND_LEVELS = 4
 STEADY_BATCH = 4
-"From so many samples on the depth of a draft hardly varies: half the way there goes without a question."
+"From so many samples on the depth of a draft varies little: half the way there goes without a question .."
+LARGE_BATCH = 16
+".. and from so many on all of it."
 PROBE_SHARE = 0.005
 "Of the time spent in plain decoding, what trying the drafter may cost."
 PROBE_DEPTH = 2
@@ -205,7 +207,10 @@ class GoodputPolicy:
         if choice.branching == 1:
             blind = np.clip(BLIND_RISK / np.maximum(1.0 - onward, 1e-3), 1, MAX_BLIND_LEVELS).astype(int)
         if view.num_samples >= STEADY_BATCH:
-            blind = np.maximum(blind, (choice.levels - level + 1) // 2)
+            onward_levels = choice.levels - level
+            blind = np.maximum(
+                blind, onward_levels if view.num_samples >= LARGE_BATCH else (onward_levels + 1) // 2
+            )
         columns = (onward.tolist(), node_cost.tolist(), level_cost.tolist(), blind.tolist())
         return list(zip(*columns, strict=True))
 

@@ -59,15 +59,11 @@ class AcceptanceRecalibration:
         """Take one refined draft's outcome."""
         self._accepted = self._accepted * DECAY + float(draft.num_accepted.sum())
         self._expected = self._expected * DECAY + _number(draft.expected_tokens)
-        best = _best_of_levels(draft)
+        best = np.nan_to_num(_best_of_levels(draft), posinf=0.0, neginf=0.0)[: len(self._prior)]
         self._reached *= DECAY
         self._passed *= DECAY
-        above = float(len(draft.scores))
-        for level, score in enumerate(best[: len(self._prior)]):
-            score = _number(score)
-            self._reached[level] += above
-            self._passed[level] += score
-            above = score
+        self._reached[: len(best)] += np.concatenate([[len(draft.scores)], best[:-1]])[: len(best)]
+        self._passed[: len(best)] += best
 
     def widen(self) -> None:
         """The weights have changed."""
@@ -82,15 +78,12 @@ def _number(value: float) -> float:
     return value if math.isfinite(value) else 0.0
 
 
-def _best_of_levels(draft: DraftLog) -> list[float]:
-    """Sum over samples of the best score of each level."""
+def _best_of_levels(draft: DraftLog) -> np.ndarray:
+    """[levels] sum over samples of the best score of each level."""
     if draft.scores.shape[1] == len(draft.level_sizes):
-        return draft.scores.sum(axis=0, dtype=np.float64).tolist()
+        return draft.scores.sum(axis=0, dtype=np.float64)
     starts = np.cumsum((0, *draft.level_sizes[:-1]))
-    return [
-        float(draft.scores[:, start : start + size].max(axis=1).sum())
-        for start, size in zip(starts, draft.level_sizes, strict=True)
-    ]
+    return np.maximum.reduceat(draft.scores, starts, axis=1).sum(axis=0, dtype=np.float64)
 
 
 class CostRecalibration:
