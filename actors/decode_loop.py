@@ -9,6 +9,7 @@ Nothing here knows Ray.
 from __future__ import annotations
 
 import contextlib
+import logging
 import queue
 import threading
 import time
@@ -27,6 +28,7 @@ from core.errors import RlhfSpecError
 from core.records import Completion, InstanceLoad, SampleKey, SampleRequest, WeightManifest
 from policies.migration.messages import MoveReport, News, describe
 
+logger = logging.getLogger(__name__)
 ORDER_LOG_LENGTH = 1000
 TICK_S = 0.1
 "How often an idle loop looks after its open moves."
@@ -296,6 +298,9 @@ class DecodeLoop:
                     future.set_result(None)
         except RlhfSpecError as error:
             future.set_exception(error)
+            if isinstance(order, NewsOrder):
+                # nobody reads that answer, and a move left half done must not be decoded on
+                raise
         except BaseException as error:
             future.set_exception(error)
             raise
@@ -319,7 +324,8 @@ class DecodeLoop:
         if order.term is not None and order.term < self._term:
             return
         if self._door is None:
-            raise RlhfSpecError(f"instance {self._instance} moves no samples, but got: {order}")
+            logger.error("instance %s moves no samples, but got: %s", self._instance, order)
+            return
         self._door.take(order.news)
 
     def _held(self) -> HeldSamples:

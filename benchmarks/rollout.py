@@ -52,10 +52,10 @@ from policies.simulate.workloads import WorkloadName, drawn_lengths, samples_of
 from profiles.profile import Profile
 
 INSTANCES = 2
-SAMPLES = 96
+SAMPLES = 80
 CAPPED_SLOTS = 8
-MAX_TOKENS = 400
-CURVE_TOKENS = 100
+MAX_TOKENS = 320
+CURVE_TOKENS = 75
 ALONE_BATCHES = (4, 16)
 PROFILE_S = {"quick": 8.0, "default": 25.0, "full": 60.0}
 ROUNDS = {"quick": 1, "default": 3, "full": 6}

@@ -77,6 +77,14 @@ class SampleExchange:
         """True when the sample runs or waits here."""
         return self._batch.slot_of(key) is not None or any(s.request.key == key for s in self._waiting)
 
+    def most_tokens(self, key: SampleKey) -> int:
+        """Tokens of a sample's prompt and longest response; 0 when it is not here."""
+        waiting = (state.request for state in self._waiting)
+        for request in (*self._batch.requests, *waiting):
+            if request.key == key:
+                return len(request.prompt.token_ids) + request.sampling.max_new_tokens
+        return 0
+
     def cached_tokens(self, key: SampleKey) -> dict[str, int] | None:
         """Committed tokens of a running sample in each cache; None when it does not run here."""
         slot = self._batch.slot_of(key)

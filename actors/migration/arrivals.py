@@ -95,6 +95,8 @@ class Arrivals:
             return f"weight version {prepare.weight_version} there, {engine.weight_version} here"
         if prepare.token_bytes != engine.exchange.token_bytes:
             return f"caches of {prepare.token_bytes} bytes a token there, {engine.exchange.token_bytes} here"
+        if prepare.most_tokens > engine.max_total_tokens:
+            return f"it may get {prepare.most_tokens} tokens, the context here is {engine.max_total_tokens}"
         if prepare.order.key in self._desk.open_epochs:
             return f"a copy of sample {prepare.order.key.sample_index} is still open here"
         if engine.exchange.num_free_slots <= 0:

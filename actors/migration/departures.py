@@ -171,6 +171,7 @@ class Departures:
             order=order,
             weight_version=engine.weight_version,
             drafter_version=engine.drafter_version,
+            most_tokens=engine.exchange.most_tokens(order.key),
             cached_tokens=leaving.cached_tokens,
             token_bytes=token_bytes,
             frame_bytes=self._desk.settings.frame_bytes,

@@ -32,6 +32,8 @@ class Prepare:
     order: MoveOrder
     weight_version: int
     drafter_version: int
+    most_tokens: int
+    "prompt and longest response"
     cached_tokens: dict[str, int]
     "tokens to be shipped in stage one, by cache; empty when nothing is shipped"
     token_bytes: dict[str, int]

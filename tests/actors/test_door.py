@@ -113,3 +113,25 @@ def test_the_load_says_how_long_the_decode_thread_was_at_the_door() -> None:
 def test_an_instance_that_moves_nothing_spends_nothing() -> None:
     stats, _ = published(None)
     assert stats.move_s == 0.0
+
+
+def test_a_move_that_fails_half_way_ends_the_instance_for_everybody() -> None:
+    """Nobody reads the answer to a peer's message: going on would decode what is in no known state."""
+    door = SlowDoor()
+    door.fails = True
+    loop = DecodeLoop(
+        "gen-0", FakeHost(FakeEngine("gen-0")), publish_interval_s=0.0, make_door=lambda loop: door
+    )
+    loop.order(NewsOrder(news=Landed(move_id="0-0")))
+    with pytest.raises(RlhfSpecError, match="planted"):
+        loop.run()
+    with pytest.raises(RlhfSpecError, match="planted"):
+        loop.poll(acknowledged=0, wait_s=0.0)
+
+
+def test_a_message_for_an_instance_that_moves_no_samples_is_noted_and_harms_nothing(caplog) -> None:
+    loop = DecodeLoop("gen-0", FakeHost(FakeEngine("gen-0")), publish_interval_s=0.0)
+    loop.order(NewsOrder(news=Landed(move_id="0-0")))
+    loop.turn(wait_s=0.0)
+    assert "moves no samples" in caplog.text
+    assert loop.poll(acknowledged=0, wait_s=0.0).completions == ()

@@ -154,6 +154,20 @@ def test_a_destination_without_a_free_slot_refuses_and_the_sample_stays(one_move
     assert records[1].outcome == "moved"
 
 
+def test_a_destination_whose_context_is_too_short_refuses_and_the_sample_stays(one_move):
+    def cramp(pool, receiver, message):
+        engine = pool.instances[DESTINATION].engine
+        most, engine.max_total_tokens = engine.max_total_tokens, message.most_tokens - 1
+        pool.after(1, lambda: setattr(engine, "max_total_tokens", most))
+        return [message]
+
+    move = one_move()
+    move.plants["Prepare"] = cramp
+    records = move.run()
+    assert [record.outcome for record in records] == ["kept", "moved"]
+    assert "the context here is" in records[0].why_ended
+
+
 def test_a_second_order_for_a_sample_that_is_leaving_is_answered_and_ends_nothing(one_move):
     """Two hand-overs of one sample would be one too many for the decode loop."""
     second = []

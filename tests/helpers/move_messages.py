@@ -43,6 +43,7 @@ def prepare(mode: MoveMode = MoveMode.MIGRATE) -> Prepare:
         order=order(mode),
         weight_version=0,
         drafter_version=0,
+        most_tokens=8,
         cached_tokens={"target": 4},
         token_bytes={"target": 8},
         frame_bytes=16,
