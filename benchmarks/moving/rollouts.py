@@ -53,8 +53,8 @@ def policy_of(
     )
 
 
-def requests_of(workload: Workload, lengths: Sequence[int], *, first_index: int = 0) -> list[SampleRequest]:
-    """Requests for responses of these lengths, with keys from `first_index` on; prompts are used again."""
+def requests_of(workload: Workload, lengths: np.ndarray, *, first_index: int = 0) -> list[SampleRequest]:
+    """Requests for responses of these lengths, [n], with keys from `first_index` on; prompts are used again."""
     prompts = workload.requests()
     key = prompts[0].key
     return [
