@@ -287,6 +287,7 @@ class _Simulation:
         # what is not quite done has not ended
         done = np.maximum(self._samples.response_tokens[here] - np.ceil(to_go - 1e-9), 0).astype(np.int64)
         num_running = len(instance.running)
+        goodput = float(self._setup.curve.goodput(num_running)) * instance.speedup if num_running else 0.0
         return InstanceView(
             instance=self._names[k],
             num_slots=self._setup.num_slots,
@@ -295,6 +296,6 @@ class _Simulation:
             context_tokens=done + self._samples.prompt_tokens[here],
             num_arriving=int(self._arriving[k]),
             num_leaving=num_running - len(keys),
-            goodput_tokens_per_s=float(self._setup.curve.goodput(num_running)) if num_running else 0.0,
+            goodput_tokens_per_s=goodput,
             goodput_samples=float(num_running),
         )

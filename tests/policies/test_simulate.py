@@ -72,6 +72,12 @@ def test_a_capped_slot_makes_samples_wait() -> None:
     assert simulate(samples(30, 50), setup(1, 1), NoMoves("pull")).finish_s == pytest.approx(80 * 0.010)
 
 
+def test_an_instance_is_faster_while_no_other_has_work() -> None:
+    result = simulate(samples(30, 50), setup(2, 1, alone_speedup=2.0), NoMoves("pull"))
+    assert result.finish_s == pytest.approx(30 * 0.010 + 20 * 0.010 / 2)
+    assert result.busy_s == pytest.approx([0.30, 0.40])
+
+
 def test_a_fast_sample_needs_less_time() -> None:
     both = Samples(
         response_tokens=np.array([30, 50]), prompt_tokens=np.zeros(2, int), speed=np.array([1.0, 2.0])
