@@ -52,7 +52,13 @@ def test_ctrl_c_leaves_no_process_no_folder_and_an_untouched_home(tmp_path):
     environment = {k: v for k, v in os.environ.items() if k not in ("RAY_AUTH_MODE", "RAY_ADDRESS")}
     environment |= {"HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
     child = subprocess.Popen(
-        [sys.executable, "-c", SCRIPT], env=environment, stdout=subprocess.PIPE, text=True, cwd=tmp_path
+        [sys.executable, "-c", SCRIPT],
+        env=environment,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=tmp_path,
+        # tests that run in a shell's background inherit that Ctrl-C is ignored
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     try:
         assert child.stdout is not None
@@ -61,7 +67,7 @@ def test_ctrl_c_leaves_no_process_no_folder_and_an_untouched_home(tmp_path):
         assert answers["worker"].strip() == str(ROOT / "core" / "__init__.py")
         assert processes_of(folder)
         child.send_signal(signal.SIGINT)
-        child.wait(timeout=180)
+        child.wait(timeout=60)
     finally:
         child.kill()
     deadline = time.monotonic() + 60
