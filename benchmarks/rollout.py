@@ -55,7 +55,6 @@ INSTANCES = 2
 SAMPLES = 80
 CAPPED_SLOTS = 8
 MAX_TOKENS = 320
-CURVE_TOKENS = 75
 ALONE_BATCHES = (4, 16)
 PROFILE_S = {"quick": 8.0, "default": 25.0, "full": 60.0}
 ROUNDS = {"quick": 1, "default": 3, "full": 6}
@@ -113,6 +112,7 @@ def run(*, out: Path, mode: str, data: Path | None) -> int:
         finally:
             pool.close()
         _over_plain_static(skew, workload, figures, rows, console)
+    figures.values["busy_pull_over_static"] = _busy_pull_over_static(rows)
     figures.values["overhead_share"] = statistics.fmean(shares)
     figures.values["simulator_relative_error"] = statistics.median(errors)
     figures.values["simulator_relative_error_worst"] = max(errors)
@@ -176,10 +176,10 @@ def _long(workload: Workload) -> Workload:
 
 def _stage(pool: ActorPool, workload: Workload, kv_bytes: float, batches: Sequence[int]) -> Stage:
     """Measure what instances deliver when all are busy, and how much more one does alone."""
-    curve = measured_curve(pool, workload, batches, busy=INSTANCES, tokens=CURVE_TOKENS)
-    alone = measured_curve(pool, workload, ALONE_BATCHES, busy=1, tokens=CURVE_TOKENS)
-    many = np.array(ALONE_BATCHES)
     earlier = _lengths("long_tail", EARLIER_SEED)
+    curve = measured_curve(pool, workload, batches, busy=INSTANCES, lengths=earlier)
+    alone = measured_curve(pool, workload, ALONE_BATCHES, busy=1, lengths=earlier)
+    many = np.array(ALONE_BATCHES)
     return Stage(
         pool=pool,
         workload=workload,
@@ -299,6 +299,22 @@ def _row(scene: str, way: str, outcome: RolloutOutcome) -> dict[str, Any]:
         "overhead_share": overhead_share(outcome),
         "tokens": sum(stats.num_emitted_tokens for stats in outcome.stats.values()),
     }
+
+
+def _busy_pull_over_static(rows: Sequence[dict[str, Any]]) -> float:
+    """Seconds of decoding for the same tokens when both instances decode all the time, over those when one idles.
+
+    Above 1 by what instances of one machine take from each other: so much of what moves gain is lost to them here.
+    """
+    busy_s = {
+        way.name: statistics.median(
+            row["busy_share"] * row["seconds"]
+            for row in rows
+            if (row["scene"], row["way"]) == ("skewed capped", way.name)
+        )
+        for way in (STATIC, PULL)
+    }
+    return busy_s[PULL.name] / busy_s[STATIC.name]
 
 
 def _policy(stage: Stage, way: Way) -> ReallocationPolicy:

@@ -68,17 +68,21 @@ def requests_of(workload: Workload, lengths: np.ndarray, *, first_index: int = 0
 
 
 def measured_curve(
-    pool: ActorPool, workload: Workload, batches: Sequence[int], *, busy: int, tokens: int
+    pool: ActorPool, workload: Workload, batches: Sequence[int], *, busy: int, lengths: np.ndarray
 ) -> RateCurve:
-    """Goodput over running samples while `busy` instances decode as many each, of `tokens` tokens in the mean."""
+    """Goodput over running samples while `busy` instances decode as many each.
+
+    `lengths` [n] are those of a rollout. When few samples run, they are the longest, and drafts deep in a response are
+    accepted less often: B at a time is measured with twice as many, the longest.
+    """
     samples: list[float] = []
     rates: list[float] = []
     for batch in batches:
-        each = np.linspace(0.25 * tokens, 1.75 * tokens, max(2 * batch, 4))
-        lengths = np.zeros((len(each), len(pool.handles)))
-        lengths[:, :busy] = each[:, None]
+        longest = np.sort(lengths)[-2 * batch :]
+        asked = np.ones((len(longest), len(pool.handles)), dtype=np.int64)
+        asked[:, :busy] = longest[:, None]
         outcome = pool.rollout(
-            requests_of(workload, np.maximum(lengths.ravel(), 1), first_index=CURVE_INDEX),
+            requests_of(workload, asked.ravel(), first_index=CURVE_INDEX),
             num_slots=batch,
             binding="static",
         )
