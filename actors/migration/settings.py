@@ -19,4 +19,4 @@ class MigrationSettings:
     max_bytes_per_s: float = float("inf")
     "of each transfer; a network that others need too"
     transfer_share: float = 0.15
-    "most of its time that a transfer thread may be busy while samples decode here"
+    "most of its time that a transfer thread may compute while samples decode here"

@@ -110,7 +110,7 @@ class Transfers:
 
     def send_nothing(self, destination: str, ticket: Ticket | None, frames: Sequence[Frame]) -> None:
         """Tell a destination that waits for frames that none will come."""
-        if ticket is not None and self._known.get(destination, "") not in ("", ticket.channel):
+        if ticket is not None and self.open_channel(destination) not in ("", ticket.channel):
             # a ticket this late must not displace the channel that came after it
             return
         self._note_ticket(destination, ticket)
