@@ -22,7 +22,7 @@ from cluster.session import object_store_bytes
 from cluster.topology import plan as plan_topology
 from core.config import Config
 from core.errors import DataError, ModelError, PlacementError
-from engine.build import attention_name, resolve_device, resolve_numerics
+from engine.build import attention_for, resolve_device, resolve_numerics
 from engine.kv import KVShape
 from engine.models import check_compatible, load_hf_config, load_tokenizer, max_context_tokens
 from learning.data import PromptDataset
@@ -66,7 +66,8 @@ def check_run(config: Config, *, output_dir: Path) -> CheckReport:
     Raises ModelError, DataError, ConfigError, RewardError or PlacementError: the first fault found.
     """
     if config.cluster.generation.num_gpus == 0:  # what a GPU node can do is known there only
-        attention_name(config.engine, resolve_numerics(config.engine, resolve_device(config.engine)))
+        device = resolve_device(config.engine)
+        attention_for(config.engine, resolve_numerics(config.engine, device), device)
     placement = plan_topology(config).describe()
     trust = config.models.trust_remote_code
     target_config = load_hf_config(config.models.target, trust_remote_code=trust)

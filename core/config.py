@@ -129,6 +129,8 @@ class EngineConfig(Section):
     max_prefill_tokens: int = Field(default=512, ge=4)
     "prompt tokens in one prefill forward"
     num_threads: int = Field(default=1, ge=1)
+    graph_memory_mb: int = Field(default=1024, ge=0)
+    "CUDA: what recorded decode forwards (CUDA graphs) may hold, for each model; 0: none are recorded"
     probe: bool = True
     "prove batch invariance for this model, dtype and device at start-up"
 

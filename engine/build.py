@@ -12,15 +12,17 @@ from transformers.modeling_utils import PreTrainedModel
 
 from core.config import EngineConfig, SpeculationConfig
 from core.errors import ConfigError, ModelError, NumericsError
-from engine.attention import ATTENTION
+from engine.attention import ATTENTION, Attention
 from engine.drafters.base import Drafter
 from engine.drafters.model import ModelDrafter
 from engine.drafters.ngram import NgramDrafter
 from engine.generator import Engine
+from engine.graphs import CudaRecorder
 from engine.models import max_context_tokens
 from engine.probe import prove_invariance
 from engine.refinement import Scorer
 from engine.runner import ModelRunner
+from engine.xformers_attention import require_xformers, xformers_attention
 from policies.bandit import BanditPolicy
 from policies.base import DraftPolicy, RefiningPolicy
 from policies.batch_table import BatchTablePolicy
@@ -73,7 +75,8 @@ def build_engine(
     numerics = resolve_numerics(engine, device)
     vocab_size = vocab_size or int(target.config.get_text_config().vocab_size)
     policy = policy or build_policy(speculation, profile)
-    attention = ATTENTION[attention_name(engine, numerics)]
+    attention = attention_for(engine, numerics, device)
+    graph_bytes = engine.graph_memory_mb * 10**6
 
     def runner_of(model: PreTrainedModel) -> ModelRunner:
         return ModelRunner(
@@ -83,6 +86,8 @@ def build_engine(
             attention=attention,
             vocab_size=vocab_size,
             stock=engine.forward == "stock",
+            recorder=CudaRecorder(device) if device.type == "cuda" and graph_bytes else None,
+            graph_bytes=graph_bytes,
         )
 
     runner = runner_of(target)
@@ -186,21 +191,19 @@ def resolve_numerics(engine: EngineConfig, device: torch.device) -> Numerics:
     return engine.numerics
 
 
-def attention_name(engine: EngineConfig, numerics: Numerics) -> str:
+def attention_for(engine: EngineConfig, numerics: Numerics, device: torch.device) -> Attention:
     """Return the attention back end. Raises ConfigError when it cannot serve these numerics or this machine."""
     if engine.attention == "auto":
-        return "ordered" if numerics == "invariant" else "sdpa"
-    if engine.attention == "xformers":
+        return ATTENTION["ordered" if numerics == "invariant" else "sdpa"]
+    if numerics == "invariant" and engine.attention in ("sdpa", "xformers"):
         raise ConfigError(
-            f"engine.attention xformers needs CUDA (available: {torch.cuda.is_available()}) and is not built in "
-            "yet; use auto, ordered or sdpa"
-        )
-    if numerics == "invariant" and engine.attention == "sdpa":
-        raise ConfigError(
-            "engine.attention sdpa is not invariant: its row sums depend on neighbours; "
+            f"engine.attention {engine.attention} is not invariant: its row sums depend on neighbours; "
             "use ordered (or auto), or engine.numerics fast"
         )
-    return engine.attention
+    if engine.attention == "xformers":
+        require_xformers(device)
+        return xformers_attention
+    return ATTENTION[engine.attention]
 
 
 def _check_context(target: PreTrainedModel, max_total_tokens: int) -> None:

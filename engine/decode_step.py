@@ -20,11 +20,13 @@ from engine.batch import RunningBatch
 from engine.drafters.base import Drafter
 from engine.forward_plan import TreePlan
 from engine.packing import RaggedRows
+from engine.phases import Phases
 from engine.refinement import Refinement
 from engine.rule import emitted_logprobs, perturb, scale
 from engine.runner import ModelRunner
 from engine.tree import DraftTree, ancestors_or_self, drop_split_nodes, root_only
-from engine.verify import Verdict, verify
+from engine.verify import verify
+from engine.visibility import count_up
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +59,7 @@ def decode_step(
 
     `refinement` asks the policy while the draft grows; without it the budget alone decides.
     """
-    started = clock()
+    phases = Phases(clock, runner.device)
     lengths = batch.lengths_tensor()
     live = len(batch)
     noise = batch.noise(budget.depth + 1, runner.vocab_size)
@@ -67,36 +69,52 @@ def decode_step(
     if tree is None:
         tree = root_only(live, lengths.device)
     tree = drop_split_nodes(tree, lengths - 1)
-    drafted = clock()
+    phases.mark()
 
     ancestors = None if tree.is_chain else ancestors_or_self(tree)
     logits = _target_logits(runner, batch, tree, ancestors, lengths - 1)
-    verified = clock()
+    phases.mark()
 
     scaled = scale(logits, batch.sampling)
     choices = perturb(scaled, _noise_of_nodes(noise, tree), batch.sampling).argmax(-1)
     verdict = verify(choices, tree, ancestors, min(budget.depth, tree.num_nodes))
     if refinement is not None:
         refinement.conclude(tree, verdict, batch.requests)
-    _commit_path(runner, verdict, tree, lengths - 1)
-    if drafter is not None and tree.num_nodes:
-        drafter.commit(batch, tree, verdict, None)
     rows = scaled
     if not tree.is_chain:
+        step = count_up(verdict.path.shape[1], runner.device)
+        out_of_place = (step <= verdict.num_accepted[:, None]) & (verdict.path != step)
+        runner.pool.make_dense(lengths - 1, verdict.path, out_of_place)
         rows = scaled.gather(1, verdict.path[..., None].expand(-1, -1, scaled.shape[-1]))
     policy, sampling = emitted_logprobs(rows, verdict.token_ids, batch.sampling)
-    output = StepOutput(
-        token_ids=verdict.token_ids.cpu().numpy(),
-        policy_logprobs=policy.cpu().numpy(),
-        sampling_logprobs=sampling.cpu().numpy(),
-        num_accepted=verdict.num_accepted.cpu().numpy(),
-        num_draft_tokens=int((tree.token_ids >= 0).sum()) if tree.num_nodes else 0,
-        num_accepted_rank2_plus=int(verdict.num_accepted_rank2_plus),
-        draft_s=drafted - started,
-        verify_s=verified - drafted,
-        accept_s=clock() - verified,
+    on_host = _to_host(
+        verdict.token_ids,
+        policy,
+        sampling,
+        verdict.num_accepted,
+        (tree.token_ids >= 0).sum(),
+        verdict.num_accepted_rank2_plus,
     )
-    return output
+    if drafter is not None and tree.num_nodes:
+        drafter.commit(batch, tree, verdict, None)
+    draft_s, verify_s, accept_s = phases.finish()
+    token_ids, policy_logprobs, sampling_logprobs, num_accepted, num_draft_tokens, rank2_plus = on_host
+    return StepOutput(
+        token_ids=token_ids,
+        policy_logprobs=policy_logprobs,
+        sampling_logprobs=sampling_logprobs,
+        num_accepted=num_accepted,
+        num_draft_tokens=int(num_draft_tokens),
+        num_accepted_rank2_plus=int(rank2_plus),
+        draft_s=draft_s,
+        verify_s=verify_s,
+        accept_s=accept_s,
+    )
+
+
+def _to_host(*tensors: Tensor) -> list[np.ndarray]:
+    """Return the tensors as arrays. On a GPU the copies are under way until the stream has been waited for."""
+    return [tensor.to("cpu", non_blocking=True).numpy() for tensor in tensors]
 
 
 def _target_logits(
@@ -130,15 +148,3 @@ def _noise_of_nodes(noise: Tensor, tree: DraftTree) -> Tensor:
     if tree.is_chain:
         return noise[:, : tree.num_nodes + 1]
     return noise.gather(1, tree.depth_with_root[..., None].expand(-1, -1, noise.shape[-1]))
-
-
-def _commit_path(runner: ModelRunner, verdict: Verdict, tree: DraftTree, base: Tensor) -> None:
-    """Move the accepted nodes' keys and values to their dense positions behind the root."""
-    if tree.is_chain:
-        return
-    step = torch.arange(verdict.path.shape[1], device=base.device)
-    out_of_place = (step <= verdict.num_accepted[:, None]) & (verdict.path != step)
-    slots, level = torch.nonzero(out_of_place, as_tuple=True)
-    if len(slots):
-        root = base[slots]
-        runner.pool.move_tokens(slots, root + verdict.path[slots, level], root + level)

@@ -62,11 +62,45 @@ class TreePlan:
     ragged: RaggedRows | None = None
     "some samples have fewer tokens than `num_tokens`"
     _rows: Tensor = field(init=False)
+    _padding: Tensor = field(init=False)
+    "of a fixed copy: where its padding samples write"
     _bias: dict[int | None, Tensor] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         self._rows = self.pool.tree_rows(self.base + self.num_earlier, self.num_tokens)
         self.view_tokens = min(round_up(self.view_tokens), self.pool.capacity)
+
+    def fixed_copy(self, num_samples: int) -> TreePlan:
+        """Return a plan for `num_samples` samples whose tensors stay where they are; `follow` changes what they hold.
+
+        Call after a forward of this plan: what its layers asked for is copied. Samples behind ours are padding: their
+        tokens go to the last position of their slots.
+        """
+        live = self.base.shape[0]
+        unread = self.base.new_full((num_samples,), self.pool.capacity - 1)
+        fixed = TreePlan(
+            pool=self.pool,
+            attention=self.attention,
+            base=self.base.new_zeros(num_samples),
+            num_tokens=self.num_tokens,
+            view_tokens=self.view_tokens,
+        )
+        cell = self.pool.tree_rows(unread, 1).view(num_samples, 1, -1)
+        fixed._padding = cell.expand(-1, self.num_tokens, -1).reshape(num_samples, -1)
+        for window, bias in self._bias.items():
+            fixed._bias[window] = bias.new_zeros(bias.shape[0] // live * num_samples, *bias.shape[1:])
+        fixed.follow(self)
+        return fixed
+
+    def follow(self, plan: TreePlan) -> None:
+        """Take over where another plan of at most as many samples writes, and what its tokens see."""
+        live = plan.base.shape[0]
+        rows = self._rows.view(self.base.shape[0], -1)
+        rows[:live].copy_(plan._rows.view(live, -1))
+        rows[live:].copy_(self._padding[live:])
+        for window, bias in self._bias.items():
+            seen = plan._bias_for(window)
+            bias[: seen.shape[0]].copy_(seen)
 
     def store(self, layer: int, qkv: Tensor) -> None:
         """See `ForwardPlan.store`."""
@@ -89,7 +123,7 @@ class TreePlan:
             pack_queries(qkv[: batch * n], batch).to(keys.dtype),
             keys,
             values,
-            self._bias_for(sliding_window, qkv.shape[2] - 2),
+            self._bias_for(sliding_window),
             rows=n * (qkv.shape[2] - 2),
             scaling=scaling,
             softcap=softcap,
@@ -100,10 +134,10 @@ class TreePlan:
         missing = num_packed - packed.shape[0]
         return packed if missing == 0 else F.pad(packed, (0, 0, 0, missing))
 
-    def _bias_for(self, window: int | None, queries: int) -> Tensor:
+    def _bias_for(self, window: int | None) -> Tensor:
         if window not in self._bias:
-            seen = self._visible(window)
-            bias = as_bias(seen, heads=self.pool.shape.num_kv_heads, queries=queries)
+            seen, shape = self._visible(window), self.pool.shape
+            bias = as_bias(seen, heads=shape.num_kv_heads, queries=shape.num_heads // shape.num_kv_heads)
             self._bias[window] = bias.to(self.pool.cells.dtype)
         return self._bias[window]
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from transformers.configuration_utils import PretrainedConfig
 
@@ -104,6 +104,25 @@ class KVPool:
     ) -> None:
         """Copy tokens inside their slots, all layers at once: the accepted path becomes a dense prefix."""
         self.cells[:, :, slots, :, targets] = self.cells[:, :, slots, :, sources]
+
+    def make_dense(
+        self, root: Int[Tensor, " B"], path: Int[Tensor, "B D"], moved: Bool[Tensor, "B D"]
+    ) -> None:
+        """Copy, in slots 0..B-1, the token at root[b] + path[b, i] to root[b] + i wherever `moved` says so."""
+        if self.device.type == "cpu":
+            slots, level = torch.nonzero(moved, as_tuple=True)
+            if len(slots):
+                self.move_tokens(slots, root[slots] + path[slots, level], root[slots] + level)
+            return
+        self.make_dense_unseen(root, path, moved)
+
+    def make_dense_unseen(self, root: Tensor, path: Tensor, moved: Tensor) -> None:
+        """Do the same without a look at `moved` on the host: the other tokens are copied onto themselves."""
+        batch, levels = path.shape
+        step = count_up(levels, self.device)
+        sources = root[:, None] + torch.where(moved, path, step)
+        slots = count_up(batch, self.device)[:, None].expand(-1, levels)
+        self.move_tokens(slots.reshape(-1), sources.reshape(-1), (root[:, None] + step).reshape(-1))
 
     def move_slot(self, source: int, target: int, length: int) -> None:
         """Copy the first `length` tokens of a slot over another: swap with last on finish."""

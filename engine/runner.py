@@ -10,7 +10,8 @@ from torch import Tensor
 from transformers.modeling_utils import PreTrainedModel
 
 from engine.attention import Attention
-from engine.forward_plan import ForwardPlan
+from engine.forward_plan import ForwardPlan, TreePlan
+from engine.graphs import ForwardGraphs, Recorder
 from engine.kv import KVPool, KVShape
 from engine.llama_forward import LlamaForward, can_serve
 from engine.prefill_plan import PrefillPiece, PrefillPlan
@@ -53,6 +54,8 @@ class ModelRunner:
         attention: Attention,
         vocab_size: int,
         stock: bool = False,
+        recorder: Recorder | None = None,
+        graph_bytes: int = 0,
     ) -> None:
         """Build pool and forward, and compare the forward with the model's own.
 
@@ -63,6 +66,8 @@ class ModelRunner:
             attention: the back end.
             vocab_size: token ids to return logits for.
             stock: use the Hugging Face module even where a forward of ours exists.
+            recorder: records decode forwards to replay them; none: every forward runs as it comes.
+            graph_bytes: device memory that recordings may hold.
 
         Raises:
             ModelError: the architecture cannot be served.
@@ -85,7 +90,10 @@ class ModelRunner:
             if can_serve(model) and not stock
             else StockForward(model)
         )
+        self.graphs: ForwardGraphs | None = None
         require_equal(model, plain, self._causal_logits(ids))
+        if recorder is not None:
+            self.graphs = ForwardGraphs(self.pool, recorder, max_bytes=graph_bytes)
 
     @property
     def prepacked(self) -> bool:
@@ -102,7 +110,11 @@ class ModelRunner:
         self, input_ids: Int[Tensor, " M"], position_ids: Int[Tensor, " M"], plan: ForwardPlan
     ) -> Float[Tensor, "M V"]:
         """Run the packed tokens and return each one's next-token logits, padded ids cut off."""
-        out = self._forward(*self._padded(input_ids, position_ids), plan)
+        padded = self._padded(input_ids, position_ids)
+        if self.graphs is not None and isinstance(plan, TreePlan):
+            out = self.graphs.run(self._forward, *padded, plan)
+        else:
+            out = self._forward(*padded, plan)
         return out[: len(input_ids), : self.vocab_size]
 
     @torch.inference_mode()
@@ -114,6 +126,8 @@ class ModelRunner:
         """Load named weights into the model and its inference copy. Raises WeightsError when they do not fit."""
         load_into(self.model, tensors)
         self._forward.reload()
+        if self.graphs is not None:
+            self.graphs.forget()
 
     def _causal_logits(self, ids: Tensor) -> Tensor:
         """Logits of one sequence through the pool. Leaves junk in slot 0."""

@@ -77,10 +77,7 @@ class ModelDrafter:
         step = torch.arange(slots.shape[1], device=slots.device)
         kept = (slots >= 0) & (step < verdict.num_accepted[:, None])
         if not tree.is_chain:
-            moved, level = torch.nonzero(kept & (slots != step), as_tuple=True)
-            if len(moved):
-                base = lengths[moved]
-                self.runner.pool.move_tokens(moved, base + slots[moved, level], base + level)
+            self.runner.pool.make_dense(lengths, slots, kept & (slots != step))
         self._cached[: len(batch)] = (lengths + kept.sum(1)).cpu().numpy()
 
     def move_slot(self, source: int, target: int) -> None:

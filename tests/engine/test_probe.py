@@ -9,7 +9,7 @@ from torch import Tensor
 from core.config import EngineConfig, SpeculationConfig
 from core.errors import ConfigError, NumericsError
 from engine.attention import ATTENTION, Attention, ordered_attention, sdpa_attention
-from engine.build import attention_name, build_engine, resolve_device, resolve_numerics
+from engine.build import attention_for, build_engine, resolve_device, resolve_numerics
 from engine.probe import prove_invariance
 from engine.runner import ModelRunner
 
@@ -98,13 +98,13 @@ def test_the_engine_probes_when_it_promises_invariance(pairs, numerics, monkeypa
 
 
 def test_attention_back_ends_by_config() -> None:
-    assert attention_name(EngineConfig(), "invariant") == "ordered"
-    assert attention_name(EngineConfig(), "fast") == "sdpa"
-    assert attention_name(EngineConfig(attention="ordered"), "fast") == "ordered"
-    with pytest.raises(ConfigError, match="not invariant"):
-        attention_name(EngineConfig(attention="sdpa"), "invariant")
-    with pytest.raises(ConfigError, match="xformers"):
-        attention_name(EngineConfig(attention="xformers"), "fast")
+    cpu = torch.device("cpu")
+    assert attention_for(EngineConfig(), "invariant", cpu) is ordered_attention
+    assert attention_for(EngineConfig(), "fast", cpu) is sdpa_attention
+    assert attention_for(EngineConfig(attention="ordered"), "fast", cpu) is ordered_attention
+    for name in ("sdpa", "xformers"):
+        with pytest.raises(ConfigError, match=f"{name} is not invariant"):
+            attention_for(EngineConfig(attention=name), "invariant", cpu)
 
 
 def test_numerics_by_config_and_device() -> None:
