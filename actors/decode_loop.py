@@ -32,6 +32,8 @@ logger = logging.getLogger(__name__)
 ORDER_LOG_LENGTH = 1000
 TICK_S = 0.1
 "How often an idle loop looks after its open moves."
+GATHER_S = 0.05
+"Between two answers to polls, while samples run: an answer tells of all of them, and many samples end at once."
 
 
 class LoopEngine(Protocol):
@@ -175,6 +177,7 @@ class DecodeLoop:
         self._sequence = 0
         self._published = _Published()
         self._published_at_s = 0.0
+        self._answered_at_s = 0.0
         self._step_began_s: float | None = None
         self._failure: BaseException | None = None
         self._ended: BaseException | None = None
@@ -198,7 +201,7 @@ class DecodeLoop:
         """Drop completions up to `acknowledged`; return the others, waiting up to `wait_s` for one.
 
         An idle instance answers when it gets work, too: what polls it waits long, and has to look more often now.
-        Raises what ended the loop, if it failed.
+        A busy one answers every GATHER_S at most. Raises what ended the loop, if it failed.
         """
         with self._changed:
             while self._outbox and self._outbox[0][0] <= acknowledged:
@@ -208,8 +211,14 @@ class DecodeLoop:
                 lambda: self._outbox or self._failure or self._stopping or (was_idle and self.open_epochs),
                 timeout=wait_s,
             )
+            if not was_idle:
+                self._changed.wait_for(
+                    lambda: self._failure or self._stopping or not self.open_epochs,
+                    timeout=max(self._answered_at_s + GATHER_S - time.monotonic(), 0.0),
+                )
             if self._failure is not None:
                 raise self._failure
+            self._answered_at_s = time.monotonic()
             began_s = self._step_began_s
             return PollReply(
                 instance=self._instance,

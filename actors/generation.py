@@ -106,23 +106,27 @@ class GenerationActor:
         self._carry_out(StopOrder(), timeout_s)
 
     @ray.method(concurrency_group="moves")
-    def move_out(self, order: MoveOrder, destination: Handle, term: int = 0) -> None:
-        """Move a sample to another instance; what comes of it is said in the polls."""
+    def move_out(self, orders: tuple[MoveOrder, ...], destinations: dict[str, Handle], term: int = 0) -> None:
+        """Move samples to other instances; what comes of it is said in the polls."""
         if self._door is not None:
-            self._door.meet(order.destination, destination)
-        self._loop.order(NewsOrder(news=order, term=term))
+            for name, handle in destinations.items():
+                self._door.meet(name, handle)
+        for order in orders:
+            self._loop.order(NewsOrder(news=order, term=term))
 
     @ray.method(concurrency_group="moves")
-    def settle(self, verdict: Settle | CallOff, term: int = 0) -> None:
-        """Take the scheduler's word on a move."""
-        self._loop.order(NewsOrder(news=verdict, term=term))
+    def settle(self, verdicts: tuple[Settle | CallOff, ...], term: int = 0) -> None:
+        """Take the scheduler's word on moves."""
+        for verdict in verdicts:
+            self._loop.order(NewsOrder(news=verdict, term=term))
 
     @ray.method(concurrency_group="moves")
-    def peer_message(self, message: PeerMessage, sender: str, handle: Handle) -> None:
-        """Take what another instance says about a move."""
+    def peer_messages(self, messages: tuple[PeerMessage, ...], sender: str, handle: Handle) -> None:
+        """Take what another instance says about moves."""
         if self._door is not None:
             self._door.meet(sender, handle)
-        self._loop.order(NewsOrder(news=message))
+        for message in messages:
+            self._loop.order(NewsOrder(news=message))
 
     @ray.method(concurrency_group="transfer")
     def deliver_frame(self, channel: str, sequence: int, frame: np.ndarray | None) -> str:

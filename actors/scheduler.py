@@ -13,7 +13,7 @@ import copy
 import logging
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,7 @@ from actors.remote import Handle, remote
 from actors.waiting import first_line, own_error, wait_any
 from core.errors import WaitTimeout
 from core.records import Completion, GenerationStats, SampleRequest
-from policies.migration.messages import MoveOrder
+from policies.migration.messages import CallOff, MoveOrder, Settle
 from policies.reallocation.records import Move
 from policies.scheduler import Scheduler
 from policies.scheduler_records import (
@@ -166,8 +166,7 @@ class SchedulerActor:
                 now_s=self._progress_at_s,
                 **self._machine_arguments(),
             )
-            for order in orders:
-                self._carry_out(order)
+            self._carry_out(orders)
 
     @ray.method(concurrency_group="control")
     def instances(self) -> Mapping[str, int]:
@@ -179,8 +178,7 @@ class SchedulerActor:
     def move(self, moves: tuple[Move, ...]) -> None:
         """Order moves by hand; one that is not possible is left out."""
         with self._changed:
-            for order in self._machine.move(moves, now_s=time.monotonic()):
-                self._carry_out(order)
+            self._carry_out(self._machine.move(moves, now_s=time.monotonic()))
 
     @ray.method(concurrency_group="control")
     def stop(self) -> None:
@@ -272,16 +270,33 @@ class SchedulerActor:
     def _reallocate(self, now_s: float) -> None:
         with self._changed:
             self._reallocated_at_s, began_s = now_s, time.monotonic()
-            for order in self._machine.reallocate(now_s):
-                self._carry_out(order)
+            self._carry_out(self._machine.reallocate(now_s))
             self._planning_s += time.monotonic() - began_s
 
     def _handle(self, event: Event) -> None:
         with self._changed:
-            for order in self._machine.handle(event):
-                self._carry_out(order)
+            self._carry_out(self._machine.handle(event))
 
-    def _carry_out(self, order: Order) -> None:
+    def _carry_out(self, orders: Iterable[Order]) -> None:
+        """Do what the machine says; what concerns moves goes to each instance in one call."""
+        moves: dict[str, list[MoveOrder]] = {}
+        verdicts: dict[str, list[Settle | CallOff]] = {}
+        for order in orders:
+            match order:
+                case StartMove():
+                    moves.setdefault(order.order.source, []).append(order.order)
+                case SendVerdict():
+                    verdicts.setdefault(order.instance, []).append(order.verdict)
+                case _:
+                    self._carry_out_one(order)
+        for name, words in verdicts.items():
+            if name in self._links:
+                self._links[name].handle.settle.remote(tuple(words), self._settings.term)
+        for source, started in moves.items():
+            destinations = {order.destination: self._links[order.destination].handle for order in started}
+            self._links[source].handle.move_out.remote(tuple(started), destinations, self._settings.term)
+
+    def _carry_out_one(self, order: Order) -> None:
         match order:
             case Submit():
                 ref = self._links[order.instance].handle.submit.remote(
@@ -293,22 +308,12 @@ class SchedulerActor:
                 self._changed.notify_all()
             case Abandon():
                 self._abandon(order)
-            case StartMove():
-                self._start_move(order.order)
-            case SendVerdict():
-                if order.instance in self._links:
-                    handle = self._links[order.instance].handle
-                    handle.settle.remote(order.verdict, self._settings.term)
             case MoveEnded():
                 self._moves.append(order.record)
                 self._move_gauges.count(order.record)
             case Alarm():
                 logger.error("integrity alarm: %s", order)
                 self._alarms.append(order)
-
-    def _start_move(self, order: MoveOrder) -> None:
-        destination = self._links[order.destination].handle
-        self._links[order.source].handle.move_out.remote(order, destination, self._settings.term)
 
     def _abandon(self, order: Abandon) -> None:
         ray.kill(self._links.pop(order.instance).handle)

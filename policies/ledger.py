@@ -23,6 +23,8 @@ from policies.reallocation.records import Move
 from policies.scheduler_records import Abandon, MoveEnded, Order, SendVerdict, Submit
 
 Binding = Literal["pull", "static"]
+AHEAD_SHARE = 4
+"A fourth of its slots is how many samples an instance may have in line while the scheduler's own line is long."
 
 
 class Ledger:
@@ -84,13 +86,20 @@ class Ledger:
         heapq.heapify(self.waiting)
 
     def pull(self) -> list[Order]:
-        """Bind waiting samples, oldest first, each to the instance that owns fewest."""
+        """Bind waiting samples, oldest first, each to the instance that owns fewest.
+
+        A few more than it has slots, so that a slot does not stand empty until the scheduler hears of it; never so
+        many that another instance may run dry: the fewer wait here, the fewer wait there.
+        """
         given: dict[str, list[SampleRequest]] = {}
+        static = self._binding == "static"
         while self.waiting:
             load = {name: len(m.owned) + self.moves.num_arriving(name) for name, m in self.members.items()}
-            static = self._binding == "static"
+            spare = len(self.waiting) // (2 * max(len(self.members), 1))
             free = [
-                (load[name], name) for name, m in self.members.items() if static or load[name] < m.num_slots
+                (load[name], name)
+                for name, m in self.members.items()
+                if static or load[name] < m.num_slots + min(m.num_slots // AHEAD_SHARE, spare)
             ]
             if not free:
                 break

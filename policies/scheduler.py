@@ -1,7 +1,7 @@
 """The central scheduler as a pure state machine: events in, orders out; no clock, no threads, no Ray.
 
-Laws: every sample is delivered exactly once. A waiting sample is bound to an instance only when a
-slot frees there (pull; design 3.3), and a reallocation policy may move running ones. A sample
+Laws: every sample is delivered exactly once. A waiting sample is bound to an instance when a slot
+frees there or soon will (pull; design 3.3), and a reallocation policy may move running ones. A sample
 belongs to `(sample, epoch, owner)` (`policies.ledger`): when its owner is lost it is queued again
 under a higher epoch and recomputed from its prompt to the same tokens, because a rollout is a pure
 function of weights, prompt and key (design 3.1). A report with a stale epoch is compared with the

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 from actors.remote import Handle
@@ -15,6 +16,8 @@ class Peers:
         self._instance = instance
         self._own_handle = own_handle
         self._handles: dict[str, Handle] = {}
+        self._unsent: dict[str, list[PeerMessage]] = {}
+        self._lock = threading.Lock()
         # a Ray call takes a millisecond or more, which the decode thread need not give
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="post")
 
@@ -23,8 +26,18 @@ class Peers:
         self._handles[name] = handle
 
     def post(self, peer: str, message: PeerMessage) -> None:
-        """Send a message to a peer that was met; from the decode thread, without waiting."""
-        self._thread.submit(self._send, self._handles[peer], message)
+        """Send a message to a peer that was met; from the decode thread, without waiting.
 
-    def _send(self, handle: Handle, message: PeerMessage) -> None:
-        handle.peer_message.remote(message, self._instance, self._own_handle)
+        Messages that gather until the posting thread comes to them go together: moves are ordered many at once.
+        """
+        with self._lock:
+            unsent = self._unsent.setdefault(peer, [])
+            unsent.append(message)
+            if len(unsent) > 1:
+                return
+        self._thread.submit(self._send, peer)
+
+    def _send(self, peer: str) -> None:
+        with self._lock:
+            messages = tuple(self._unsent.pop(peer))
+        self._handles[peer].peer_messages.remote(messages, self._instance, self._own_handle)

@@ -73,7 +73,7 @@ def measured_curve(
     """Goodput over running samples while `busy` instances decode as many each.
 
     `lengths` [n] are those of a rollout. When few samples run, they are the longest, and drafts deep in a response are
-    accepted less often: B at a time is measured with twice as many, the longest.
+    accepted less often: about B at a time is measured with twice as many at first, the longest.
     """
     samples: list[float] = []
     rates: list[float] = []
@@ -83,7 +83,6 @@ def measured_curve(
         asked[:, :busy] = longest[:, None]
         outcome = pool.rollout(
             requests_of(workload, asked.ravel(), first_index=CURVE_INDEX),
-            num_slots=batch,
             binding="static",
         )
         for stats in sorted(outcome.stats.values(), key=lambda s: -s.num_emitted_tokens)[:busy]:

@@ -100,13 +100,9 @@ class ActorPool:
         reallocation: ReallocationPolicy | None = None,
         binding: str = "pull",
         interval_s: float = 0.1,
-        num_slots: int | None = None,
     ) -> RolloutOutcome:
-        """Generate all requests under a scheduler of their own, which uses `num_slots` of an instance's slots.
-
-        Raises WaitTimeout after TIMEOUT_S.
-        """
-        scheduler = self.new_scheduler(reallocation, binding, interval_s, num_slots)
+        """Generate all requests under a scheduler of their own. Raises WaitTimeout after TIMEOUT_S."""
+        scheduler = self.new_scheduler(reallocation, binding, interval_s)
         done: dict[SampleKey, Completion] = {}
         moves: list[MoveRecord] = []
         alarms: list[Alarm] = []
@@ -157,7 +153,6 @@ class ActorPool:
         reallocation: ReallocationPolicy | None = None,
         binding: str = "pull",
         interval_s: float = 0.1,
-        num_slots: int | None = None,
     ) -> Any:
         """Start a scheduler over the living instances; the caller ends it."""
         self._num_rollouts += 1
@@ -175,7 +170,7 @@ class ActorPool:
         rejoined = tuple(
             Rejoined(
                 handle=handle,
-                num_slots=num_slots or self._num_slots,
+                num_slots=self._num_slots,
                 held=ask(handle.hold.remote(self._num_rollouts, TIMEOUT_S), "hold"),
             )
             for handle in self.handles.values()

@@ -123,6 +123,20 @@ def test_static_binding_gives_a_lost_instances_samples_to_the_one_that_owns_fewe
     assert given(orders) == {"c": [0], "b": [3]} and scheduler.num_waiting == 0
 
 
+def test_a_few_wait_at_the_instance_while_the_line_is_long():
+    _, bound = pool({"a": 8, "b": 8}, 40)
+    assert {name: len(samples) for name, samples in bound.items()} == {"a": 10, "b": 10}
+    assert bound["a"][:8] == list(range(0, 16, 2)), "oldest first, in turn"
+
+
+def test_the_end_of_the_line_waits_for_a_free_slot():
+    for count, owned in ((16, 16), (19, 16), (20, 17), (24, 18), (30, 20)):
+        scheduler, _ = pool({"a": 8, "b": 8}, count)
+        assert sum(scheduler.instances().values()) == owned, f"{count} samples"
+    scheduler, _ = pool({"a": 3}, 40)
+    assert scheduler.instances() == {"a": 3}, "a fourth of three slots is none"
+
+
 def test_static_binding_moves_samples_only_into_slots_that_nobody_owns():
     scheduler, _ = pool({"a": 2, "b": 2}, 4, binding="static")
     assert scheduler.move([move(key(0))], now_s=0.0) == []

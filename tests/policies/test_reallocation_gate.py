@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from policies.reallocation.gate import BYSTANDER_SHARE, Gate, GateMode
+from policies.reallocation.gate import BYSTANDER_SHARE, HANDLING_S, Gate, GateMode
 from policies.reallocation.records import MoveMode
 from profiles.transfer import PrefillModel, TransferModel
 
@@ -50,7 +50,8 @@ def test_the_baselines_know_one_way_only() -> None:
         assert gate("always_recompute").choose(context) is MoveMode.RECOMPUTE
 
 
-def test_a_transfer_costs_bystanders_a_share_and_a_prefill_all_of_its_time() -> None:
+def test_a_transfer_costs_bystanders_a_share_of_its_bytes_time_and_a_prefill_all_of_its_time() -> None:
     costs = gate().costs(np.array([100, 200]))
-    assert costs.migrate_lost_s == pytest.approx(BYSTANDER_SHARE * np.array([0.030, 0.040]))
+    # of 30 and 40 ms, 20 are latency: waiting costs nobody
+    assert costs.migrate_lost_s == pytest.approx(HANDLING_S + BYSTANDER_SHARE * np.array([0.010, 0.020]))
     assert costs.recompute_lost_s == pytest.approx([0.030, 0.055])
