@@ -15,6 +15,7 @@ import torch
 from rich.console import Console
 
 from benchmarks.peers.client import available_peers
+from benchmarks.speed.breakdown import step_breakdown
 from benchmarks.speed.memory import memory
 from benchmarks.speed.plain import plain_decoding
 from benchmarks.speed.rollout import rollout
@@ -28,10 +29,13 @@ ROLLOUT_PROMPTS = 32
 ROUNDS = {"quick": 1, "default": 2, "full": 5}
 
 
-def run(*, out: Path, mode: str, data: Path | None) -> int:
-    """Run the benchmark; returns 0."""
+def run(*, out: Path, mode: str, data: Path | None, profile: bool = False) -> int:
+    """Run the benchmark, or with `profile` only the breakdown of a decode step; returns 0."""
     torch.set_num_threads(1)
     console, figures, cache_dir = Console(), Figures(), default_cache_dir()
+    if profile:
+        pq.write_table(pa.Table.from_pylist(step_breakdown(cache_dir, console)), out / "breakdown.parquet")
+        return 0
     workload, rounds = demo_workload(ROLLOUT_PROMPTS), ROUNDS[mode]
     quick = mode == "quick"
     rollout(workload, figures, 8 * rounds)

@@ -87,6 +87,7 @@ def _keep_costs(moved: Moved, suffix: str, figures: Figures) -> None:
     figures.values[f"context_tokens_median{suffix}"] = _percentile(moved.context_tokens, 50)
     figures.values[f"costed_migrations{suffix}"] = float(len(moved.downtime_s))
     figures.values[f"bystander_slowdown{suffix}"] = moved.slowdown
+    figures.values[f"bystander_slowdown_mean{suffix}"] = moved.mean_slowdown
     figures.values[f"bystander_steps{suffix}"] = float(len(moved.step_pairs))
     figures.intervals[f"bystander_slowdown{suffix}"] = _slowdown_interval(moved.step_pairs)
     figures.values["mismatches"] += moved.mismatches
@@ -109,11 +110,11 @@ def _with_choice(cell: Cell, chosen: str) -> Cell:
 
 
 def _slowdown_interval(pairs: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Bootstrap 95% interval of the ratio of means, minus 1."""
-    table, random = np.asarray(pairs), np.random.default_rng(0)
-    draws = table[random.integers(len(table), size=(2000, len(table)))].sum(1)
-    ratios = draws[:, 0] / draws[:, 1] - 1.0
-    return float(np.quantile(ratios, 0.025)), float(np.quantile(ratios, 0.975))
+    """Bootstrap 95% interval of the median ratio, minus 1."""
+    overlapped, alone = np.asarray(pairs).T
+    ratios, random = overlapped / alone, np.random.default_rng(0)
+    medians = np.median(ratios[random.integers(len(ratios), size=(2000, len(ratios)))], axis=1) - 1.0
+    return float(np.quantile(medians, 0.025)), float(np.quantile(medians, 0.975))
 
 
 def _share(values: Sequence[bool]) -> float:

@@ -13,6 +13,7 @@ when one word collides.
 from __future__ import annotations
 
 from functools import lru_cache
+from importlib.util import find_spec
 
 import numpy as np
 import torch
@@ -45,6 +46,10 @@ def gumbel_noise(
         vocab_size: V; the noise of an id does not depend on it.
         device: where to compute; the CPU by default.
     """
+    if device is not None and device.type == "cuda" and find_spec("triton") is not None:
+        from engine.noise_kernel import fused_gumbel
+
+        return fused_gumbel(torch.from_numpy(_row_words(words, positions)).to(device), vocab_size)
     return gumbel_from_bits(noise_bits(words, positions, vocab_size, device))
 
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers.modeling_utils import PreTrainedModel
 
 from benchmarks.speed.speculation import PLANS
@@ -34,20 +33,12 @@ GROUP_SIZE = 8
 
 def step_shares(cache_dir: Path, figures: Figures) -> list[dict[str, Any]]:
     """Keep `outside_forward_share_b16` (plain) and `_tree8_b16` on model P; return the steps' phases as rows."""
-    folder = model_p_folder(cache_dir)
     rows = []
     for name, speculation in (
         ("plain", SpeculationConfig(policy="off")),
         ("tree8", PLANS["tree n=8 b=2"]),
     ):
-        engine = new_engine(
-            load_causal_lm(str(folder), "float32"),
-            _first_layers(load_causal_lm(str(folder), "float32"), 1),
-            speculation,
-            batch_size=SHARE_BATCH_SIZE,
-            max_total_tokens=256,
-            vocab_size=VOCAB_SIZE,
-        )
+        engine = share_engine(cache_dir, speculation)
         share = _outside_share(engine, model_p_requests(SHARE_BATCH_SIZE, new_tokens=192))
         figure = "outside_forward_share_b16" if name == "plain" else f"outside_forward_share_{name}_b16"
         figures.keep(figure, share)
@@ -58,6 +49,19 @@ def step_shares(cache_dir: Path, figures: Figures) -> list[dict[str, Any]]:
                 {"part": "step", "plan": name, "phase": phase, "seconds": s} for phase, s in phases.items()
             ]
     return rows
+
+
+def share_engine(cache_dir: Path, speculation: SpeculationConfig) -> Engine:
+    """Return an engine of model P and its first layer as draft, for SHARE_BATCH_SIZE samples."""
+    folder = str(model_p_folder(cache_dir))
+    return new_engine(
+        load_causal_lm(folder, "float32"),
+        _first_layers(load_causal_lm(folder, "float32"), 1),
+        speculation,
+        batch_size=SHARE_BATCH_SIZE,
+        max_total_tokens=256,
+        vocab_size=VOCAB_SIZE,
+    )
 
 
 def draft_share(workload: Workload, figures: Figures, rounds: int) -> None:
@@ -108,7 +112,7 @@ def prefill(cache_dir: Path, figures: Figures, rounds: int) -> None:
 
 def _outside_share(engine: Engine, requests: list[SampleRequest]) -> list[float]:
     """Share of each decode step spent outside model forwards."""
-    inside = _Stopwatch()
+    inside = Stopwatch()
     engine.runner.logits = inside.around(engine.runner.logits)
     if isinstance(engine.drafter, ModelDrafter):
         engine.drafter.runner.logits = inside.around(engine.drafter.runner.logits)
@@ -125,14 +129,16 @@ def _outside_share(engine: Engine, requests: list[SampleRequest]) -> list[float]
     return shares
 
 
-class _Stopwatch:
+class Stopwatch:
     """Adds up the time spent in the functions it wraps."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
 
-    def around(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def timed(*args: Any) -> Tensor:
+    def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the function, timed."""
+
+        def timed(*args: Any) -> Any:
             started = time.perf_counter()
             result = function(*args)
             self.seconds += time.perf_counter() - started

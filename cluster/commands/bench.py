@@ -19,6 +19,7 @@ Run one benchmark and write DIR/NAME.json: figures, intervals, provenance.
 
   rlhfspec bench exactness --out bench           the same tokens whatever was drafted
   rlhfspec bench engine --out bench --quick      speed of plain decoding and what invariance costs
+  rlhfspec bench engine --out bench --profile    the phases of a decode step
   rlhfspec bench drafting --out bench            the adaptive policy beside every other choice
 """
 
@@ -39,6 +40,9 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--data", type=Path, metavar="PATH", help="real prompts (GSM8K JSONL) where it uses any"
     )
+    parser.add_argument(
+        "--profile", action="store_true", help="engine: only where a decode step's time goes, phase by phase"
+    )
     parser.set_defaults(run=run)
 
 
@@ -55,7 +59,10 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"no benchmark '{args.name}'; expected one of: {', '.join(benchmark_names())}")
     if args.data is not None and not args.data.is_file():
         raise DataError(f"--data expects a file, {args.data} does not exist")
+    if args.profile and args.name != "engine":
+        raise ConfigError(f"--profile shows the phases of a decode step: bench engine does, not {args.name}")
     out = args.out.expanduser().resolve()
     out.mkdir(parents=True, exist_ok=True)
     mode = "quick" if args.quick else "full" if args.full else "default"
-    return importlib.import_module(f"benchmarks.{args.name}").run(out=out, mode=mode, data=args.data)
+    more = {"profile": True} if args.profile else {}
+    return importlib.import_module(f"benchmarks.{args.name}").run(out=out, mode=mode, data=args.data, **more)

@@ -37,7 +37,7 @@ class Hurdle:
     "so many times what it costs, where .."
     start_share: float = 0.015
     "an even share of the pool's load would gain the pair this share of the rollout's whole time, past and to come .."
-    chance: float = 1.2
+    chance: float = 1.5
     ".. and their numbers of samples differ by more than so many square roots of their sum"
 
     def may_pay(self, more: np.ndarray, fewer: np.ndarray) -> np.ndarray:
