@@ -1,15 +1,17 @@
 """Linear layers of the inference copy: weights laid out for products with few rows.
 
-Two layouts, chosen by shape, so that instances on machines of one kind round alike:
-- `PrepackedLinear`: oneDNN's blocked layout, 1.2 to 2 times as fast for 2 to 32 rows of a large matrix, and one
-  row rounds as many do; its call costs some 30 us more than a plain product, so that small matrices lose;
+Three layouts, chosen by shape and type, so that instances on machines of one kind round alike:
+- `StreamedLinear`: our own product (`engine.product_code`) for float32 on one CPU thread. Every row rounds alike,
+  alone or among many;
+- `PrepackedLinear`: oneDNN's blocked layout, for other types and several threads; its call costs some 30 us more than
+  a plain product, so that small matrices lose;
 - `MatrixLinear`: the transposed matrix and a plain product, of MIN_ROWS rows at least: fewer round differently.
-All this is measured on CPU. The operators behind the first are private to torch: where they are missing, the
-second serves.
+The operators behind the second are private to torch: where they are missing, the third serves.
 """
 
 from __future__ import annotations
 
+import logging
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -17,6 +19,9 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional as F
 
+from engine.product_code import PANEL, Product, product_code
+
+logger = logging.getLogger(__name__)
 PREPACKED_MIN_ELEMENTS = 1 << 19
 MIN_ROWS = 4
 PACKED_FOR_ROWS = 16
@@ -61,6 +66,50 @@ class MatrixLinear:
         return residual if self._bias is None else residual.add_(self._bias)
 
 
+class StreamedLinear:
+    """Our own product: the weights are read once, front to back, for up to a few dozen rows."""
+
+    def __init__(self, weight: Float[Tensor, "N K"], bias: Float[Tensor, " N"] | None) -> None:
+        self._columns, self._depth = weight.shape
+        padded = F.pad(weight, (0, 0, 0, -self._columns % PANEL))
+        self._panels = padded.view(-1, PANEL, self._depth).transpose(1, 2).contiguous()
+        self._address = self._panels.data_ptr()
+        self._bias = None if bias is None else F.pad(bias, (0, -self._columns % PANEL))
+        self._code = product_code()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """See `Linear`. The result is a view where N is no multiple of PANEL."""
+        if self._bias is None:
+            return self._run(self._code.product, x, None, 0)
+        return self._run(self._code.product_added, x, self._bias, 0)
+
+    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        """See `Linear`."""
+        if self._columns % PANEL or residual.stride(-1) != 1 or self._bias is not None:
+            return residual.add_(self(x))
+        return self._run(self._code.product_added, x, residual, residual.stride(0))
+
+    def _run(self, product: Product, x: Tensor, added: Tensor | None, added_stride: int) -> Tensor:
+        if x.stride(-1) != 1:
+            x = x.contiguous()
+        rows, panels = x.shape[0], self._panels.shape[0]
+        out = x.new_empty(rows, panels * PANEL)
+        if rows:
+            product(
+                out.data_ptr(),
+                x.data_ptr(),
+                self._address,
+                None if added is None else added.data_ptr(),
+                rows,
+                self._depth,
+                panels,
+                panels * PANEL,
+                x.stride(0),
+                added_stride,
+            )
+        return out if out.shape[1] == self._columns else out[:, : self._columns]
+
+
 class PrepackedLinear:
     """oneDNN's product over a weight in its own layout."""
 
@@ -82,11 +131,23 @@ def _with_rows(x: Tensor, rows: int) -> Tensor:
 
 
 def make_linear(weight: Float[Tensor, "N K"], bias: Tensor | None = None, *, prepack: bool) -> Linear:
-    """Lay a weight out; `prepack` allows the blocked layout where it pays."""
-    large = weight.numel() >= PREPACKED_MIN_ELEMENTS
-    if prepack and large and weight.device.type == "cpu" and can_prepack():
-        return PrepackedLinear(weight, bias)
+    """Lay a weight out; `prepack` allows layouts other than a plain matrix."""
+    if prepack and weight.device.type == "cpu":
+        if weight.dtype == torch.float32 and torch.get_num_threads() == 1 and can_stream():
+            return StreamedLinear(weight, bias)
+        if weight.numel() >= PREPACKED_MIN_ELEMENTS and can_prepack():
+            return PrepackedLinear(weight, bias)
     return MatrixLinear(weight, bias)
+
+
+def can_stream() -> bool:
+    """Whether code can be compiled in this process."""
+    try:
+        product_code()
+    except (OSError, RuntimeError) as error:
+        logger.warning("no products of our own in this process (%s): library products serve", error)
+        return False
+    return True
 
 
 def can_prepack() -> bool:

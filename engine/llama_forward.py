@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from transformers.modeling_utils import PreTrainedModel
 
 from engine.forward_plan import ForwardPlan
-from engine.linears import Linear, PrepackedLinear, compute_dtype, make_linear
+from engine.linears import Linear, MatrixLinear, compute_dtype, make_linear
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 INNER_STEP = 32
@@ -87,11 +87,11 @@ class LlamaForward:
 
     @property
     def prepacked(self) -> bool:
-        """Whether any weight lies in oneDNN's layout."""
+        """Whether any weight lies in another layout than a plain matrix."""
         linears = [self._head]
         for layer in self._layers:
             linears += [layer.qkv, layer.out, layer.gate_up, layer.down]
-        return any(isinstance(linear, PrepackedLinear) for linear in linears)
+        return any(not isinstance(linear, MatrixLinear) for linear in linears)
 
     def __call__(
         self, input_ids: Int[Tensor, " M"], position_ids: Int[Tensor, " M"], plan: ForwardPlan

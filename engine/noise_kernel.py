@@ -25,7 +25,8 @@ def fused_gumbel(words: Int[Tensor, "2 B D"], vocab_size: int) -> Float[Tensor, 
     """
     first, second = words.flatten(1)
     noise = torch.empty(*words.shape[1:], vocab_size, dtype=torch.float32, device=words.device)
-    _gumbel[len(first), triton.cdiv(vocab_size, BLOCK)](first, second, noise, vocab_size, block=BLOCK)
+    grid = (len(first), triton.cdiv(vocab_size, BLOCK))
+    _gumbel[grid](first, second, noise, vocab_size, block=BLOCK)  # pyright: ignore[reportIndexIssue]
     return noise
 
 

@@ -19,6 +19,8 @@ from engine.kv import KVShape
 from engine.weights import model_checksum
 from profiles.provenance import Provenance
 
+ENGINE_CODE = "streamed products"
+"To be renamed when decode steps take another time than before: old profiles are then measured anew."
 _RECORDED = ("transformers", "numpy", "statsmodels")
 
 
@@ -69,6 +71,7 @@ def _instance_facts(
         "draft_model": _architecture(draft),
         "num_slots": engine.max_running_samples,
         "torch_version": torch.__version__,
+        "engine_code": ENGINE_CODE,
     }
 
 

@@ -97,7 +97,7 @@ class ModelRunner:
 
     @property
     def prepacked(self) -> bool:
-        """Whether any weight lies in oneDNN's layout."""
+        """Whether any weight lies in another layout than a plain matrix."""
         return isinstance(self._forward, LlamaForward) and self._forward.prepacked
 
     def stop_prepacking(self) -> None:

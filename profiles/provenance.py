@@ -33,6 +33,8 @@ class Provenance:
     max_total_tokens: int
     "longest sample"
     torch_version: str
+    engine_code: str = ""
+    "revision of the code whose costs were measured; profiles from before it was kept have none"
     versions: str
     "of the other packages; recorded, not compared"
     date: str

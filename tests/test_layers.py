@@ -18,7 +18,7 @@ ALLOWED = {
     "core": {"pydantic", "yaml", "numpy"},
     "profiles": {"numpy", "pyarrow", "statsmodels"},
     "policies": {"numpy"},
-    "engine": _TORCH | {"xformers", "triton"},
+    "engine": _TORCH | {"xformers", "triton", "llvmlite"},
     "learning": _TORCH | {"pyarrow", "datasets"},
     "actors": _TORCH | {"ray"},
     "cluster": _TORCH | {"ray", "pyarrow", "rich", "matplotlib", "yaml"},

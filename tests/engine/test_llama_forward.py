@@ -11,7 +11,7 @@ from core.errors import ModelError, NumericsError
 from engine import linears
 from engine.attention import ordered_attention
 from engine.build import build_engine
-from engine.linears import MatrixLinear, PrepackedLinear, compute_dtype, make_linear
+from engine.linears import MatrixLinear, PrepackedLinear, StreamedLinear, compute_dtype, make_linear
 from engine.llama_forward import LlamaForward, can_serve
 from engine.prefill_plan import PrefillPiece, PrefillPlan
 from engine.probe import prove_invariance
@@ -67,13 +67,14 @@ def test_a_wrong_forward_is_refused(new_model, monkeypatch) -> None:
         runner_of(new_model(1, "float32"))
 
 
-@pytest.mark.parametrize("kind", [MatrixLinear, PrepackedLinear])
+@pytest.mark.parametrize("kind", [MatrixLinear, PrepackedLinear, StreamedLinear])
 @pytest.mark.parametrize("with_bias", [False, True])
-def test_linears_equal_the_formula(kind: type, with_bias: bool) -> None:
+@pytest.mark.parametrize("columns", [96, 99])
+def test_linears_equal_the_formula(kind: type, with_bias: bool, columns: int) -> None:
     generator = torch.Generator().manual_seed(3)
-    x, residual = torch.randn(5, 64, generator=generator), torch.randn(5, 96, generator=generator)
-    weight = torch.randn(96, 64, generator=generator)
-    bias = torch.randn(96, generator=generator) if with_bias else None
+    x, residual = torch.randn(5, 64, generator=generator), torch.randn(5, columns, generator=generator)
+    weight = torch.randn(columns, 64, generator=generator)
+    bias = torch.randn(columns, generator=generator) if with_bias else None
     expected = torch.nn.functional.linear(
         x.double(), weight.double(), None if bias is None else bias.double()
     )
@@ -83,20 +84,37 @@ def test_linears_equal_the_formula(kind: type, with_bias: bool) -> None:
     torch.testing.assert_close(linear.add_to(residual.clone(), x).double(), added, rtol=0, atol=1e-4)
 
 
-def test_large_matrices_are_prepacked_and_rows_stay_invariant(monkeypatch) -> None:
+def test_the_layout_goes_by_type_shape_and_threads(monkeypatch) -> None:
     weight = torch.randn(1024, 512, generator=torch.Generator().manual_seed(4))
-    x = torch.randn(64, 512, generator=torch.Generator().manual_seed(5))
-    assert isinstance(make_linear(weight[:32], prepack=True), MatrixLinear)
+    assert isinstance(make_linear(weight, prepack=True), StreamedLinear)
     assert isinstance(make_linear(weight, prepack=False), MatrixLinear)
-    linear = make_linear(weight, prepack=True)
-    assert isinstance(linear, PrepackedLinear)
-    for rows in (1, 2, 3, 4, 7, 16, 33):
-        assert torch.equal(linear(x[:rows]), linear(x)[:rows])
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    assert isinstance(make_linear(weight, prepack=True), PrepackedLinear)
+    assert isinstance(make_linear(weight[:32], prepack=True), MatrixLinear)
     monkeypatch.setattr(linears, "can_prepack", lambda: False)
     assert isinstance(make_linear(weight, prepack=True), MatrixLinear)
 
 
-class NeighbourlyLinear(PrepackedLinear):
+def test_a_process_that_cannot_compile_takes_library_products(monkeypatch, caplog) -> None:
+    def refused() -> None:
+        raise RuntimeError("no executable memory")
+
+    monkeypatch.setattr(linears, "product_code", refused)
+    weight = torch.randn(1024, 512)
+    assert isinstance(make_linear(weight, prepack=True), PrepackedLinear)
+    assert "no executable memory" in caplog.text
+
+
+@pytest.mark.parametrize("kind", [PrepackedLinear, StreamedLinear])
+def test_rows_round_alike_in_any_company(kind: type) -> None:
+    weight = torch.randn(1024, 512, generator=torch.Generator().manual_seed(4))
+    x = torch.randn(64, 512, generator=torch.Generator().manual_seed(5))
+    linear = kind(weight, None)
+    for rows in (1, 2, 3, 4, 7, 16, 33):
+        assert torch.equal(linear(x[:rows]), linear(x)[:rows])
+
+
+class NeighbourlyLinear(StreamedLinear):
     """Rounds with the number of rows, as a library's kernel may."""
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -104,8 +122,7 @@ class NeighbourlyLinear(PrepackedLinear):
 
 
 def test_without_invariant_prepacking_plain_matrices_serve(new_model, monkeypatch) -> None:
-    monkeypatch.setattr(linears, "PrepackedLinear", NeighbourlyLinear)
-    monkeypatch.setattr(linears, "PREPACKED_MIN_ELEMENTS", 1 << 12)
+    monkeypatch.setattr(linears, "StreamedLinear", NeighbourlyLinear)
     model = new_model(1, "float32")
     with pytest.raises(NumericsError):
         prove_invariance(runner_of(copy.deepcopy(model)), max_nodes=8)

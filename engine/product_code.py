@@ -1,0 +1,191 @@
+"""Machine code for x W^T with few rows: written as LLVM IR, compiled for this processor when first asked for.
+
+Library products are made for many rows. For 2 to 16 of them they take two to three times as long as the weights need to
+come from memory, and the last bits of a row depend on how many there are. Here every result is one chain of fused
+multiply-adds over k = 0, 1, .., whatever the number of rows, the vector width or the processor: batch invariance by
+construction.
+
+    weights  [panels, K, PANEL]: PANEL columns of the result lie together, k by k, and are streamed once
+    tile     up to TILE rows by one panel: the sums stay in registers, the panel in cache for the next tile
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import llvmlite.binding as llvm
+
+TILE = 6
+"Rows: 12 sums, 2 vectors of weights and 1 of x fill the 16 registers of AVX2."
+PANEL = 16
+"Columns of a panel: the layout of the weights is the same on every processor."
+
+Product = Callable[..., None]
+"(out, x, weights, added, rows, k, panels, out stride, x stride, added stride); addresses, strides in elements"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProductCode:
+    """Compiled products; they do not hold the interpreter's lock."""
+
+    product: Product
+    "out = x W^T; `added` is not read"
+    product_added: Product
+    "out = added + x W^T"
+    engine: Any
+    "owns the code"
+
+
+@lru_cache(maxsize=1)
+def product_code() -> ProductCode:
+    """The products compiled for this processor, once a process: some 50 ms."""
+    return compile_products(width=16 if llvm.get_host_cpu_features().get("avx512f") else 8)
+
+
+def compile_products(*, width: int) -> ProductCode:
+    """Compile with vectors of `width` floats; results do not depend on it."""
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    target = llvm.Target.from_default_triple().create_target_machine(
+        cpu=llvm.get_host_cpu_name(), features=llvm.get_host_cpu_features().flatten(), opt=3
+    )
+    module = llvm.parse_assembly(
+        f"declare <{width} x float> @llvm.fma.v{width}f32({', '.join([f'<{width} x float>'] * 3)})\n"
+        + _function("product", width, added=False)
+        + _function("product_added", width, added=True)
+    )
+    module.verify()
+    engine = llvm.create_mcjit_compiler(module, target)
+    engine.finalize_object()
+    kind = ctypes.CFUNCTYPE(None, *[ctypes.c_void_p] * 4, *[ctypes.c_int64] * 6)
+    return ProductCode(
+        product=kind(engine.get_function_address("product")),
+        product_added=kind(engine.get_function_address("product_added")),
+        engine=engine,
+    )
+
+
+def _function(name: str, width: int, *, added: bool) -> str:
+    """A loop over panels, in it one over tiles of rows, in it one over k for each possible number of rows."""
+    cases = "\n    ".join(f"i64 {rows}, label %rows{rows}" for rows in range(1, TILE + 1))
+    tiles = "".join(_tile(rows, width, added=added) for rows in range(1, TILE + 1))
+    return f"""
+define void @{name}(ptr %out, ptr %x, ptr %w, ptr %added, i64 %rows, i64 %k, i64 %panels,
+                    i64 %out_stride, i64 %x_stride, i64 %added_stride) {{
+entry:
+  %rounded = add i64 %rows, {TILE - 1}
+  %tiles = udiv i64 %rounded, {TILE}
+  %least = udiv i64 %rows, %tiles
+  %larger = urem i64 %rows, %tiles
+  %panel_size = mul i64 %k, {PANEL}
+  br label %panel
+panel:
+  %p = phi i64 [0, %entry], [%next_p, %panel_end]
+  %w_offset = mul i64 %p, %panel_size
+  %w_panel = getelementptr float, ptr %w, i64 %w_offset
+  %column = mul i64 %p, {PANEL}
+  br label %tile
+tile:
+  %t = phi i64 [0, %panel], [%next_t, %tile_end]
+  %row = phi i64 [0, %panel], [%next_row, %tile_end]
+  %is_larger = icmp ult i64 %t, %larger
+  %one_more = zext i1 %is_larger to i64
+  %size = add i64 %least, %one_more
+  switch i64 %size, label %tile_end [
+    {cases}
+  ]
+{tiles}
+tile_end:
+  %next_t = add i64 %t, 1
+  %next_row = add i64 %row, %size
+  %more_tiles = icmp ult i64 %next_t, %tiles
+  br i1 %more_tiles, label %tile, label %panel_end
+panel_end:
+  %next_p = add i64 %p, 1
+  %more_panels = icmp ult i64 %next_p, %panels
+  br i1 %more_panels, label %panel, label %done
+done:
+  ret void
+}}
+"""
+
+
+def _tile(rows: int, width: int, *, added: bool) -> str:
+    """One tile of so many rows: sums over k, then the results."""
+    vector, vectors, n = f"<{width} x float>", PANEL // width, f"r{rows}"
+    lines = [f"rows{rows}:"]
+    for i in range(rows):
+        lines += [
+            f"  %{n}_row{i} = add i64 %row, {i}",
+            f"  %{n}_xo{i} = mul i64 %{n}_row{i}, %x_stride",
+            f"  %{n}_x{i} = getelementptr float, ptr %x, i64 %{n}_xo{i}",
+        ]
+    lines += [f"  br label %loop{rows}", f"loop{rows}:"]
+    lines.append(f"  %{n}_k = phi i64 [0, %rows{rows}], [%{n}_k1, %loop{rows}]")
+    for i in range(rows):
+        for j in range(vectors):
+            start = f"[zeroinitializer, %rows{rows}]"
+            lines.append(f"  %{n}_s{i}_{j} = phi {vector} {start}, [%{n}_f{i}_{j}, %loop{rows}]")
+    lines.append(f"  %{n}_wk = mul i64 %{n}_k, {PANEL}")
+    lines.append(f"  %{n}_wp = getelementptr float, ptr %w_panel, i64 %{n}_wk")
+    for j in range(vectors):
+        lines += [
+            f"  %{n}_wa{j} = getelementptr float, ptr %{n}_wp, i64 {j * width}",
+            f"  %{n}_w{j} = load {vector}, ptr %{n}_wa{j}, align 4",
+        ]
+    for i in range(rows):
+        lines += [
+            f"  %{n}_xa{i} = getelementptr float, ptr %{n}_x{i}, i64 %{n}_k",
+            f"  %{n}_xs{i} = load float, ptr %{n}_xa{i}, align 4",
+            f"  %{n}_xi{i} = insertelement {vector} poison, float %{n}_xs{i}, i64 0",
+            f"  %{n}_xv{i} = shufflevector {vector} %{n}_xi{i}, {vector} poison, <{width} x i32> zeroinitializer",
+        ]
+        for j in range(vectors):
+            lines.append(
+                f"  %{n}_f{i}_{j} = call {vector} @llvm.fma.v{width}f32"
+                f"({vector} %{n}_xv{i}, {vector} %{n}_w{j}, {vector} %{n}_s{i}_{j})"
+            )
+    lines += [
+        f"  %{n}_k1 = add i64 %{n}_k, 1",
+        f"  %{n}_more = icmp ult i64 %{n}_k1, %k",
+        f"  br i1 %{n}_more, label %loop{rows}, label %store{rows}",
+        f"store{rows}:",
+    ]
+    for i in range(rows):
+        lines += _results(n, i, vectors, width, added=added)
+    lines.append("  br label %tile_end")
+    return "\n".join(lines) + "\n"
+
+
+def _results(n: str, i: int, vectors: int, width: int, *, added: bool) -> list[str]:
+    """Store one row's results, behind what they are added to."""
+    vector = f"<{width} x float>"
+    lines = [
+        f"  %{n}_oo{i} = mul i64 %{n}_row{i}, %out_stride",
+        f"  %{n}_oc{i} = add i64 %{n}_oo{i}, %column",
+        f"  %{n}_o{i} = getelementptr float, ptr %out, i64 %{n}_oc{i}",
+    ]
+    if added:
+        lines += [
+            f"  %{n}_ao{i} = mul i64 %{n}_row{i}, %added_stride",
+            f"  %{n}_ac{i} = add i64 %{n}_ao{i}, %column",
+            f"  %{n}_a{i} = getelementptr float, ptr %added, i64 %{n}_ac{i}",
+        ]
+    for j in range(vectors):
+        result = f"%{n}_f{i}_{j}"
+        if added:
+            lines += [
+                f"  %{n}_ap{i}_{j} = getelementptr float, ptr %{n}_a{i}, i64 {j * width}",
+                f"  %{n}_av{i}_{j} = load {vector}, ptr %{n}_ap{i}_{j}, align 4",
+                f"  %{n}_t{i}_{j} = fadd {vector} %{n}_av{i}_{j}, {result}",
+            ]
+            result = f"%{n}_t{i}_{j}"
+        lines += [
+            f"  %{n}_op{i}_{j} = getelementptr float, ptr %{n}_o{i}, i64 {j * width}",
+            f"  store {vector} {result}, ptr %{n}_op{i}_{j}, align 4",
+        ]
+    return lines
