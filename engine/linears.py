@@ -11,7 +11,6 @@ The operators behind the second are private to torch: where they are missing, th
 
 from __future__ import annotations
 
-import logging
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -19,9 +18,9 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional as F
 
+from engine.machine_code import can_make_code
 from engine.product_code import PANEL, Product, product_code
 
-logger = logging.getLogger(__name__)
 PREPACKED_MIN_ELEMENTS = 1 << 19
 MIN_ROWS = 4
 PACKED_FOR_ROWS = 16
@@ -133,21 +132,11 @@ def _with_rows(x: Tensor, rows: int) -> Tensor:
 def make_linear(weight: Float[Tensor, "N K"], bias: Tensor | None = None, *, prepack: bool) -> Linear:
     """Lay a weight out; `prepack` allows layouts other than a plain matrix."""
     if prepack and weight.device.type == "cpu":
-        if weight.dtype == torch.float32 and torch.get_num_threads() == 1 and can_stream():
+        if weight.dtype == torch.float32 and torch.get_num_threads() == 1 and can_make_code():
             return StreamedLinear(weight, bias)
         if weight.numel() >= PREPACKED_MIN_ELEMENTS and can_prepack():
             return PrepackedLinear(weight, bias)
     return MatrixLinear(weight, bias)
-
-
-def can_stream() -> bool:
-    """Whether code can be compiled in this process."""
-    try:
-        product_code()
-    except (OSError, RuntimeError) as error:
-        logger.warning("no products of our own in this process (%s): library products serve", error)
-        return False
-    return True
 
 
 def can_prepack() -> bool:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-import llvmlite.binding as llvm
+from engine.machine_code import compile_module, widest_vector
 
 TILE = 6
 "Rows: 12 sums, 2 vectors of weights and 1 of x fill the 16 registers of AVX2."
@@ -42,25 +42,16 @@ class ProductCode:
 
 @lru_cache(maxsize=1)
 def product_code() -> ProductCode:
-    """The products compiled for this processor, once a process: some 50 ms."""
-    return compile_products(width=16 if llvm.get_host_cpu_features().get("avx512f") else 8)
+    """The products compiled for this processor, once a process: some 50 ms. Raises RuntimeError."""
+    return compile_products(width=widest_vector())
 
 
 def compile_products(*, width: int) -> ProductCode:
     """Compile with vectors of `width` floats; results do not depend on it."""
-    llvm.initialize_native_target()
-    llvm.initialize_native_asmprinter()
-    target = llvm.Target.from_default_triple().create_target_machine(
-        cpu=llvm.get_host_cpu_name(), features=llvm.get_host_cpu_features().flatten(), opt=3
+    engine = compile_module(
+        _function("product", width, added=False) + _function("product_added", width, added=True),
+        widths=(width,),
     )
-    module = llvm.parse_assembly(
-        f"declare <{width} x float> @llvm.fma.v{width}f32({', '.join([f'<{width} x float>'] * 3)})\n"
-        + _function("product", width, added=False)
-        + _function("product_added", width, added=True)
-    )
-    module.verify()
-    engine = llvm.create_mcjit_compiler(module, target)
-    engine.finalize_object()
     kind = ctypes.CFUNCTYPE(None, *[ctypes.c_void_p] * 4, *[ctypes.c_int64] * 6)
     return ProductCode(
         product=kind(engine.get_function_address("product")),

@@ -1,0 +1,54 @@
+"""Compiles LLVM IR for the processor that this process runs on."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from functools import lru_cache
+from typing import Any
+
+import llvmlite.binding as llvm
+
+logger = logging.getLogger(__name__)
+
+
+def compile_module(text: str, *, widths: Iterable[int]) -> Any:
+    """Return the engine that owns the compiled functions of `text`.
+
+    Args:
+        text: function definitions.
+        widths: of the vectors whose fused multiply-add is called.
+
+    Raises:
+        RuntimeError: the text is wrong, or the process may not make code.
+    """
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    target = llvm.Target.from_default_triple().create_target_machine(
+        cpu=llvm.get_host_cpu_name(), features=llvm.get_host_cpu_features().flatten(), opt=3
+    )
+    declared = "".join(
+        f"declare <{width} x float> @llvm.fma.v{width}f32({', '.join([f'<{width} x float>'] * 3)})\n"
+        for width in widths
+    )
+    module = llvm.parse_assembly(declared + text)
+    module.verify()
+    engine = llvm.create_mcjit_compiler(module, target)
+    engine.finalize_object()
+    return engine
+
+
+def widest_vector() -> int:
+    """Floats in the widest vector of this processor."""
+    return 16 if llvm.get_host_cpu_features().get("avx512f") else 8
+
+
+@lru_cache(maxsize=1)
+def can_make_code() -> bool:
+    """Whether this process may compile and run code; said once where it may not."""
+    try:
+        compile_module("define void @nothing() { ret void }", widths=())
+    except (OSError, RuntimeError) as error:
+        logger.warning("no code of our own can be compiled here (%s): library products serve", error)
+        return False
+    return True
