@@ -154,7 +154,9 @@ def _resident(
     tails: dict[str, list[float]] = {}
     for seed in range(SEEDS[mode]):
         scene = _scene(f"long tail {seed}", "long_tail", 100 + seed)
-        once = _play(stage, scene, (PULL, PAPER, OURS), 1, rows, errors, shares, console)
+        # each way first and last by turns: the machine's pace drifts
+        ways = (PULL, PAPER, OURS) if seed % 2 == 0 else (OURS, PAPER, PULL)
+        once = _play(stage, scene, ways, 1, rows, errors, shares, console)
         for way, seconds in once.items():
             tails.setdefault(way, []).append(statistics.fmean(seconds))
     figures.keep("long_tail_over_pull_median", _over(tails, OURS, PULL))

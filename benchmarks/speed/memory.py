@@ -80,7 +80,17 @@ def _decode(folder: Path, slots: int, tokens: int) -> None:
     importlib.import_module("ray")  # a generation actor has it loaded
     engine = plain_engine(folder, "float32", batch_size=slots, max_total_tokens=tokens, vocab_size=VOCAB_SIZE)
     engine.generate(model_p_requests(slots, prompt_tokens=tokens - NEW_TOKENS, new_tokens=NEW_TOKENS))
-    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+    print(_peak_bytes())
+
+
+def _peak_bytes() -> int:
+    """Peak resident bytes since this program began; `ru_maxrss` would count the parent that started it."""
+    status = Path("/proc/self/status")
+    if status.is_file():
+        for line in status.read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 if __name__ == "__main__":
