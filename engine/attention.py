@@ -6,11 +6,10 @@ behind one another, so KV heads are never repeated:
 Only the first `rows` of the R queries count; the others are padding (any finite values) and do not come back.
 
 **Ordered attention.** A token's output must not depend on its neighbours: not on decoy nodes stored between its
-ancestors, not on the view length C, not on the number of rows. On one CPU thread our own code computes it so
-(`engine.attention_code`); elsewhere library products, arranged to. They break it in three ways, all measured on CPU: a
-row's sum of weights runs in vector lanes, so that a decoy shifts the lanes; a matrix product splits its inner
-dimension by a rule that depends on its length (192 < C < 384); and products of fewer than MIN_ROWS rows take another
-path. So
+ancestors, not on the view length C, not on the number of rows. On one CPU thread our own code (`engine.native`)
+computes it so; elsewhere library products are arranged to. They break it in three ways, all measured on CPU: a row's
+sum of weights runs in vector lanes, so that a decoy shifts the lanes; a matrix product splits its inner dimension by a
+rule that depends on its length (192 < C < 384); and products of fewer than MIN_ROWS rows take another path. So
 - every reduction over positions runs in chunks of CHUNK positions, in order, one matrix product each;
 - the sum of weights is a product with ones, so it too runs in order of position, and masked positions add exact
   zeros;
@@ -29,8 +28,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional as F
 
-from engine.attention_code import WIDTH, attention_code
-from engine.machine_code import can_make_code
+from engine.native.serving import serves
 
 CHUNK = 128
 SUM_COLUMNS = 16
@@ -69,61 +67,6 @@ def ordered_attention(
     softcap: float | None,
 ) -> Tensor:
     """Attend with reductions in order of position: bitwise the same alone, in a batch, in a tree."""
-    if softcap is None and _has_own_code(q, keys):
-        return own_attention(q, keys, values, bias, rows=rows, scaling=scaling)
-    return chunked_attention(q, keys, values, bias, rows=rows, scaling=scaling, softcap=softcap)
-
-
-def own_attention(
-    q: Tensor, keys: Tensor, values: Tensor, bias: Tensor, *, rows: int, scaling: float
-) -> Tensor:
-    """Attend with `engine.attention_code`; keys and values of one n lie behind one another."""
-    num, _, size = q.shape
-    view, code = keys.shape[1], attention_code(size)
-    weights, out = q.new_empty(num, rows, view), q.new_empty(num, rows, size)
-    code.scores(
-        weights.data_ptr(),
-        q.data_ptr(),
-        keys.data_ptr(),
-        bias.data_ptr(),
-        num,
-        rows,
-        view,
-        q.stride(0),
-        q.stride(1),
-        keys.stride(0),
-        bias.stride(0) if bias.shape[0] > 1 else 0,
-        bias.stride(1) if bias.shape[1] > 1 else 0,
-        scaling * LOG2_E,
-    )
-    weights.sub_(weights.amax(-1, keepdim=True)).exp2_()
-    code.means(out.data_ptr(), weights.data_ptr(), values.data_ptr(), num, rows, view, values.stride(0))
-    return out
-
-
-def _has_own_code(q: Tensor, keys: Tensor) -> bool:
-    """By type, shape and threads alone: a model takes the same path in every forward."""
-    return (
-        q.device.type == "cpu"
-        and q.dtype == torch.float32
-        and q.shape[2] % WIDTH == 0
-        and keys.shape[1] % WIDTH == 0
-        and torch.get_num_threads() == 1
-        and can_make_code()
-    )
-
-
-def chunked_attention(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    bias: Tensor,
-    *,
-    rows: int,
-    scaling: float,
-    softcap: float | None,
-) -> Tensor:
-    """Attend with library products over chunks of positions."""
     view = keys.shape[1]
     keys = keys.transpose(1, 2)
     if softcap is None:
@@ -204,3 +147,8 @@ ATTENTION: dict[str, Attention] = {
     "sdpa": sdpa_attention,
     "reference": reference_attention,
 }
+
+
+def is_native(attention: Attention, qkv: Tensor, *, softcap: float | None) -> bool:
+    """Whether our own code attends in the back end's place: ordered, on one CPU thread (`engine.native`)."""
+    return attention is ordered_attention and softcap is None and serves(qkv.device, qkv.dtype, qkv.shape[-1])

@@ -10,12 +10,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
+import numpy as np
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn import functional as F
 
-from engine.attention import Attention
+from engine.attention import Attention, is_native
 from engine.kv import KVPool, round_up
+from engine.native.spans import Spans, attend_spans, spans_of, store_spans
 from engine.packing import RaggedRows, pack_queries, unpack_queries
 from engine.visibility import as_bias, chain_visibility, tree_visibility
 
@@ -23,6 +25,20 @@ from engine.visibility import as_bias, chain_visibility, tree_visibility
 @runtime_checkable
 class ForwardPlan(Protocol):
     """One forward's view of the pool."""
+
+    @property
+    def pool(self) -> KVPool:
+        """Where keys and values are."""
+        ...
+
+    @property
+    def attention(self) -> Attention:
+        """The back end."""
+        ...
+
+    def spans(self) -> Spans:
+        """Return the stretches of tokens, for our own code."""
+        ...
 
     def store(self, layer: int, qkv: Float[Tensor, "M Hkv G E"]) -> None:
         """Write the tokens' keys and values."""
@@ -61,14 +77,40 @@ class TreePlan:
     "largest base + t"
     ragged: RaggedRows | None = None
     "some samples have fewer tokens than `num_tokens`"
-    _rows: Tensor = field(init=False)
+    _rows_once: Tensor | None = field(init=False, default=None)
+    _spans: Spans | None = field(init=False, default=None)
     _padding: Tensor = field(init=False)
     "of a fixed copy: where its padding samples write"
     _bias: dict[int | None, Tensor] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._rows = self.pool.tree_rows(self.base + self.num_earlier, self.num_tokens)
         self.view_tokens = min(round_up(self.view_tokens), self.pool.capacity)
+
+    @property
+    def _rows(self) -> Tensor:
+        """Where library calls write keys and values."""
+        if self._rows_once is None:
+            self._rows_once = self.pool.tree_rows(self.base + self.num_earlier, self.num_tokens)
+        return self._rows_once
+
+    def spans(self) -> Spans:
+        """See `ForwardPlan.spans`; on the CPU."""
+        if self._spans is None:
+            bases = self.base.numpy()
+            # the table holds their addresses
+            self.seen = None if self.seen is None else self.seen.contiguous()
+            self.depth = None if self.depth is None else self.depth.contiguous()
+            counts = np.full(len(bases), self.num_tokens) if self.ragged is None else self.ragged.counts
+            self._spans = spans_of(
+                self.pool,
+                slots=np.arange(len(bases)),
+                counts=counts,
+                starts=bases + self.num_earlier,
+                bases=bases,
+                seen=self.seen,
+                depth=self.depth,
+            )
+        return self._spans
 
     def fixed_copy(self, num_samples: int) -> TreePlan:
         """Return a plan for `num_samples` samples whose tensors stay where they are; `follow` changes what they hold.
@@ -104,6 +146,9 @@ class TreePlan:
 
     def store(self, layer: int, qkv: Tensor) -> None:
         """See `ForwardPlan.store`."""
+        if is_native(self.attention, qkv, softcap=None):
+            store_spans(self.pool, layer, qkv.contiguous(), self.spans())
+            return
         self._write(layer, qkv if self.ragged is None else self.ragged.unpack(qkv))
 
     def _write(self, layer: int, rows: Tensor) -> None:
@@ -113,6 +158,15 @@ class TreePlan:
         self, layer: int, qkv: Tensor, *, scaling: float, softcap: float | None, sliding_window: int | None
     ) -> Tensor:
         """See `ForwardPlan.attend`."""
+        if is_native(self.attention, qkv, softcap=softcap):
+            return attend_spans(
+                self.pool,
+                layer,
+                qkv.contiguous(),
+                self.spans(),
+                scaling=scaling,
+                sliding_window=sliding_window,
+            )
         batch, n = self.base.shape[0], self.num_tokens
         num_packed = qkv.shape[0]
         if self.ragged is not None:

@@ -1,8 +1,8 @@
 """Linear layers of the inference copy: weights laid out for products with few rows.
 
 Three layouts, chosen by shape and type, so that instances on machines of one kind round alike:
-- `StreamedLinear`: our own product (`engine.product_code`) for float32 on one CPU thread. Every row rounds alike,
-  alone or among many;
+- `StreamedLinear`: our own product (`engine.native.products`) in float32 on one CPU thread, of float32 or bfloat16
+  weights. Every row rounds alike, alone or among many;
 - `PrepackedLinear`: oneDNN's blocked layout, for other types and several threads; its call costs some 30 us more than
   a plain product, so that small matrices lose;
 - `MatrixLinear`: the transposed matrix and a plain product, of MIN_ROWS rows at least: fewer round differently.
@@ -18,8 +18,10 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional as F
 
-from engine.machine_code import can_make_code
-from engine.product_code import PANEL, Product, product_code
+from engine.native.machine import can_make_code
+from engine.native.products import PANEL, product_name
+from engine.native.program import native_code
+from engine.native.writer import WIDTH
 
 PREPACKED_MIN_ELEMENTS = 1 << 19
 MIN_ROWS = 4
@@ -66,47 +68,57 @@ class MatrixLinear:
 
 
 class StreamedLinear:
-    """Our own product: the weights are read once, front to back, for up to a few dozen rows."""
+    """Our own product: the weights are read once, front to back, for up to a few dozen rows.
+
+    bfloat16 weights stay so and are widened as they are loaded; x and the result are float32.
+    """
 
     def __init__(self, weight: Float[Tensor, "N K"], bias: Float[Tensor, " N"] | None) -> None:
-        self._columns, self._depth = weight.shape
-        padded = F.pad(weight, (0, 0, 0, -self._columns % PANEL))
-        self._panels = padded.view(-1, PANEL, self._depth).transpose(1, 2).contiguous()
-        self._address = self._panels.data_ptr()
-        self._bias = None if bias is None else F.pad(bias, (0, -self._columns % PANEL))
-        self._code = product_code()
+        self.columns, self.depth = weight.shape
+        padded = F.pad(weight, (0, 0, 0, -self.columns % PANEL))
+        self._panels = padded.view(-1, PANEL, self.depth).transpose(1, 2).contiguous()
+        self.num_panels = self._panels.shape[0]
+        self.bias = None if bias is None else F.pad(bias.float(), (0, -self.columns % PANEL))
+        self._code = native_code(WIDTH)
 
     def __call__(self, x: Tensor) -> Tensor:
         """See `Linear`. The result is a view where N is no multiple of PANEL."""
-        if self._bias is None:
-            return self._run(self._code.product, x, None, 0)
-        return self._run(self._code.product_added, x, self._bias, 0)
+        return self._run(x, self.bias, 0)
 
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
         """See `Linear`."""
-        if self._columns % PANEL or residual.stride(-1) != 1 or self._bias is not None:
+        if self.columns % PANEL or residual.stride(-1) != 1 or self.bias is not None:
             return residual.add_(self(x))
-        return self._run(self._code.product_added, x, residual, residual.stride(0))
+        return self._run(x, residual, residual.stride(0))
 
-    def _run(self, product: Product, x: Tensor, added: Tensor | None, added_stride: int) -> Tensor:
+    def operation(self, *, added: bool) -> str:
+        """The name of the operation of a program that multiplies by this weight."""
+        return product_name(added=added, bfloat16=self._panels.dtype == torch.bfloat16)
+
+    @property
+    def address(self) -> int:
+        """Of the weights, as the operation takes them."""
+        return self._panels.data_ptr()
+
+    def _run(self, x: Tensor, added: Tensor | None, added_stride: int) -> Tensor:
         if x.stride(-1) != 1:
             x = x.contiguous()
-        rows, panels = x.shape[0], self._panels.shape[0]
-        out = x.new_empty(rows, panels * PANEL)
+        rows = x.shape[0]
+        out = x.new_empty(rows, self.num_panels * PANEL)
         if rows:
-            product(
+            self._code.operations[self.operation(added=added is not None)](
                 out.data_ptr(),
                 x.data_ptr(),
-                self._address,
+                self.address,
                 None if added is None else added.data_ptr(),
                 rows,
-                self._depth,
-                panels,
-                panels * PANEL,
+                self.depth,
+                self.num_panels,
+                self.num_panels * PANEL,
                 x.stride(0),
                 added_stride,
             )
-        return out if out.shape[1] == self._columns else out[:, : self._columns]
+        return out if out.shape[1] == self.columns else out[:, : self.columns]
 
 
 class PrepackedLinear:
@@ -129,14 +141,26 @@ def _with_rows(x: Tensor, rows: int) -> Tensor:
     return F.pad(x, (0, 0, 0, rows - x.shape[0]))
 
 
-def make_linear(weight: Float[Tensor, "N K"], bias: Tensor | None = None, *, prepack: bool) -> Linear:
-    """Lay a weight out; `prepack` allows layouts other than a plain matrix."""
+def make_linear(
+    weight: Float[Tensor, "N K"],
+    bias: Tensor | None = None,
+    *,
+    prepack: bool,
+    dtype: torch.dtype | None = None,
+) -> Linear:
+    """Lay a weight out for products in `dtype` (its own by default); `prepack` allows other layouts than a matrix."""
+    dtype = dtype or weight.dtype
     if prepack and weight.device.type == "cpu":
-        if weight.dtype == torch.float32 and torch.get_num_threads() == 1 and can_make_code():
+        if streams(dtype):
             return StreamedLinear(weight, bias)
         if weight.numel() >= PREPACKED_MIN_ELEMENTS and can_prepack():
-            return PrepackedLinear(weight, bias)
-    return MatrixLinear(weight, bias)
+            return PrepackedLinear(weight.to(dtype), None if bias is None else bias.to(dtype))
+    return MatrixLinear(weight.to(dtype), None if bias is None else bias.to(dtype))
+
+
+def streams(dtype: torch.dtype) -> bool:
+    """Whether products in `dtype` on this CPU are our own."""
+    return dtype == torch.float32 and torch.get_num_threads() == 1 and can_make_code()
 
 
 def can_prepack() -> bool:

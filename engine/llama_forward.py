@@ -9,13 +9,15 @@ Small models and small batches spend most of a stock forward in dispatch. Here
   x / hypot(|x|, sqrt(H eps)), with sqrt(H) in the gain;
 - inner sizes are padded with zero rows to a multiple of 32, where products are seen to round alike;
 - a prefill ends with the keys and values of the last layer.
+Where every product is our own, the whole forward is one call (`engine.native.forward`).
 The stock module stays the oracle: `engine.runner` compares the two at start-up.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import Any, TypeGuard
 
 import torch
 from jaxtyping import Float, Int
@@ -23,8 +25,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.modeling_utils import PreTrainedModel
 
+from engine.attention import ordered_attention
 from engine.forward_plan import ForwardPlan
-from engine.linears import Linear, MatrixLinear, compute_dtype, make_linear
+from engine.linears import Linear, MatrixLinear, StreamedLinear, compute_dtype, make_linear, streams
+from engine.native.forward import NativeForward, NativeLayer
+from engine.native.products import PANEL
+from engine.native.serving import serves
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 INNER_STEP = 32
@@ -64,6 +70,9 @@ class LlamaForward:
         self._model = model
         self._prepack = prepack
         self._dtype = compute_dtype(model.dtype, model.device)
+        # our own products widen bfloat16 weights as they read them
+        own = prepack and model.device.type == "cpu" and streams(self._dtype)
+        self._weight_dtype = model.dtype if own else self._dtype
         self._kv_heads: int = config.num_key_value_heads
         self._queries: int = config.num_attention_heads // config.num_key_value_heads
         self._size: int = model.base_model.layers[0].self_attn.head_dim  # type: ignore[index,union-attr]
@@ -71,19 +80,21 @@ class LlamaForward:
         self._scaling = self._size**-0.5
         root = (config.hidden_size * self._eps) ** 0.5
         self._norm_floor = torch.tensor(root, dtype=torch.float32, device=model.device)
-        self._rotations = self._all_rotations(_rotations(model, capacity))
+        self._turns = _rotations(model, capacity)
         self._layers: list[Layer] = []
+        self._native: NativeForward | None = None
         self.reload()
 
     def reload(self) -> None:
         """Lay the module's present weights out, layer by layer: no two copies of the model at any time."""
         with torch.inference_mode():
             base: Any = self._model.base_model
-            self._embedding = base.embed_tokens.weight.to(self._dtype)
+            self._embedding = base.embed_tokens.weight.to(self._weight_dtype)
             for index, layer in enumerate(base.layers):
                 self._layers[index : index + 1] = [self._layer(index, layer)]
             self._final_gain, head = self._fold(base.norm, [self._model.lm_head.weight])
-            self._head = make_linear(head[0], prepack=self._prepack)
+            self._head = self._linear(head[0], None)
+            self._native = self._native_forward()
 
     @property
     def prepacked(self) -> bool:
@@ -97,7 +108,10 @@ class LlamaForward:
         self, input_ids: Int[Tensor, " M"], position_ids: Int[Tensor, " M"], plan: ForwardPlan
     ) -> Float[Tensor, "M V"]:
         """See `engine.runner.Forward`."""
-        x = F.embedding(input_ids, self._embedding)
+        if self._native is not None and plan.attention is ordered_attention:
+            self._write_inputs(self._native, input_ids, position_ids, plan)
+            return self._native.logits(len(input_ids), plan.spans())
+        x = self._embedded(input_ids)
         rotation = self._rotation(position_ids)
         for index, layer in enumerate(self._layers):
             x = self._after_qkv(index, layer, x, self._qkv(layer, x, rotation), plan)
@@ -105,7 +119,11 @@ class LlamaForward:
 
     def fill(self, input_ids: Tensor, position_ids: Tensor, plan: ForwardPlan) -> None:
         """See `engine.runner.Forward`."""
-        x = F.embedding(input_ids, self._embedding)
+        if self._native is not None and plan.attention is ordered_attention:
+            self._write_inputs(self._native, input_ids, position_ids, plan)
+            self._native.fill(len(input_ids), plan.spans())
+            return
+        x = self._embedded(input_ids)
         rotation = self._rotation(position_ids)
         last = len(self._layers) - 1
         for index, layer in enumerate(self._layers):
@@ -114,6 +132,16 @@ class LlamaForward:
                 plan.store(index, qkv)
                 return
             x = self._after_qkv(index, layer, x, qkv, plan)
+
+    def _write_inputs(
+        self, native: NativeForward, input_ids: Tensor, position_ids: Tensor, plan: ForwardPlan
+    ) -> None:
+        x, turns = native.inputs(len(input_ids), plan.pool)
+        x.copy_(self._embedding.index_select(0, input_ids))
+        turns.copy_(self._turns.index_select(0, position_ids))
+
+    def _embedded(self, input_ids: Tensor) -> Tensor:
+        return F.embedding(input_ids, self._embedding).to(self._dtype)
 
     def _after_qkv(self, index: int, layer: Layer, x: Tensor, qkv: Tensor, plan: ForwardPlan) -> Tensor:
         """Attention and MLP: the layer's output. Overwrites `x`."""
@@ -136,12 +164,13 @@ class LlamaForward:
         (pairs if rotation.shape[2] > 1 else pairs[:, :, :-1]).mul_(rotation)
         return qkv
 
-    def _all_rotations(self, rotations: Tensor) -> Tensor:
+    @cached_property
+    def _rotations(self) -> Tensor:
         """Complex [T, Hkv, queries + 2, E/2], one for the values, where that is small and rounds alike.
 
         Else [T, 1, 1, E/2]: slower, and every head is a loop of its own, whatever the batch.
         """
-        turned = rotations[:, None, None]
+        turned = self._turns[:, None, None]
         lanes = (self._kv_heads, self._queries + 2)
         small = turned.nbytes * lanes[0] * lanes[1] <= MAX_ROTATION_BYTES
         if not small or turned.shape[-1] % WHOLE_VECTORS:
@@ -187,18 +216,48 @@ class LlamaForward:
             sliding_window=_sliding_window(self._model.config, attention),
         )
 
-    def _linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
-        return make_linear(
-            weight.to(self._dtype),
-            None if bias is None else bias.to(self._dtype),
-            prepack=self._prepack,
+    def _native_forward(self) -> NativeForward | None:
+        """The forward in one call, where every product is our own, in whole panels."""
+        layers = [
+            NativeLayer(
+                attention_gain=_scaled(layer.attention_gain),
+                qkv=layer.qkv,
+                head_gain=_scaled(layer.head_gain),
+                out=layer.out,
+                mlp_gain=_scaled(layer.mlp_gain),
+                gate_up=layer.gate_up,
+                down=layer.down,
+                sliding_window=layer.sliding_window,
+            )
+            for layer in self._layers
+            if _whole(layer.qkv)
+            and _whole(layer.out, biased=False)
+            and _whole(layer.gate_up)
+            and _whole(layer.down, biased=False)
+        ]
+        if len(layers) < len(self._layers) or not isinstance(self._head, StreamedLinear):
+            return None
+        if not serves(self._model.device, self._dtype, self._size):
+            return None
+        return NativeForward(
+            layers,
+            _scaled(self._final_gain),
+            self._head,
+            heads=self._kv_heads,
+            queries=self._queries,
+            size=self._size,
+            eps=self._eps,
+            scaling=self._scaling,
         )
+
+    def _linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
+        return make_linear(weight.to(self._weight_dtype), bias, prepack=self._prepack, dtype=self._dtype)
 
     def _fold(self, norm: Any, weights: list[Tensor]) -> tuple[Tensor | None, list[Tensor]]:
         """Multiply a norm's gain into the weights behind it; bfloat16 would round, there it stays apart."""
-        weights = [weight.to(self._dtype) for weight in weights]
+        weights = [weight.to(self._weight_dtype) for weight in weights]
         gain = norm.weight.to(self._dtype)
-        if self._dtype != torch.float32:
+        if self._weight_dtype != torch.float32:
             return gain, weights
         gain = gain * gain.numel() ** 0.5
         return None, [weight * gain for weight in weights]
@@ -219,6 +278,18 @@ class LlamaForward:
         query = _pairs_together(attention.q_norm.weight.float(), dim=0)
         key = _pairs_together(attention.k_norm.weight.float(), dim=0)
         return torch.cat([query.expand(self._queries, -1), key[None]])
+
+
+def _whole(linear: Linear, *, biased: bool = True) -> TypeGuard[StreamedLinear]:
+    """Whether a program can multiply by it: our own product, whole panels, a bias only where none is added to."""
+    return (
+        isinstance(linear, StreamedLinear) and linear.columns % PANEL == 0 and (biased or linear.bias is None)
+    )
+
+
+def _scaled(gain: Tensor | None) -> Tensor | None:
+    """A norm's gain times the root of its size: our own norms divide by the length."""
+    return None if gain is None else (gain * gain.shape[-1] ** 0.5).contiguous()
 
 
 def can_serve(model: PreTrainedModel) -> bool:

@@ -54,6 +54,8 @@ class RaggedRows:
     "packed token of every row"
     packed: Int[Tensor, " M"]
     "row of every packed token"
+    counts: np.ndarray
+    "tokens of each sample, int64 [B]"
 
     @staticmethod
     def of(num_tokens: np.ndarray, device: torch.device) -> RaggedRows:
@@ -65,6 +67,7 @@ class RaggedRows:
         return RaggedRows(
             spread=torch.from_numpy(spread.reshape(-1)).to(device),
             packed=torch.from_numpy(np.flatnonzero(real)).to(device),
+            counts=num_tokens.astype(np.int64),
         )
 
     def pack(self, rows: Tensor) -> Tensor:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from engine.attention import Attention
+from engine.attention import Attention, is_native
 from engine.kv import KVPool, round_up
+from engine.native.spans import Spans, attend_spans, spans_of, store_spans
 from engine.packing import pack_queries, unpack_queries
 from engine.visibility import as_bias, chain_visibility
 
@@ -34,25 +36,48 @@ class PrefillPlan:
     pool: KVPool
     attention: Attention
     pieces: list[PrefillPiece]
-    _rows: Tensor = field(init=False)
-    _num_tokens: int = field(init=False)
+    _rows_once: Tensor | None = field(init=False, default=None)
+    _spans: Spans | None = field(init=False, default=None)
     _attended: dict[int | None, list[Neighbours]] = field(init=False, default_factory=dict)
 
-    def __post_init__(self) -> None:
-        device = self.pool.device
-        slots = torch.cat([torch.full((p.length,), p.slot) for p in self.pieces])
-        positions = torch.cat([torch.arange(p.start, p.start + p.length) for p in self.pieces])
-        self._num_tokens = len(slots)
-        self._rows = self.pool.rows(slots.to(device), positions.to(device))
+    @property
+    def _rows(self) -> Tensor:
+        """Where library calls write keys and values."""
+        if self._rows_once is None:
+            device = self.pool.device
+            slots = torch.cat([torch.full((p.length,), p.slot) for p in self.pieces])
+            positions = torch.cat([torch.arange(p.start, p.start + p.length) for p in self.pieces])
+            self._rows_once = self.pool.rows(slots.to(device), positions.to(device))
+        return self._rows_once
+
+    def spans(self) -> Spans:
+        """See `ForwardPlan.spans`."""
+        if self._spans is None:
+            slots, starts, counts = np.array([(p.slot, p.start, p.length) for p in self.pieces]).T
+            self._spans = spans_of(self.pool, slots=slots, counts=counts, starts=starts)
+        return self._spans
 
     def store(self, layer: int, qkv: Tensor) -> None:
         """See `ForwardPlan.store`."""
-        self.pool.write(layer, self._rows, qkv[: self._num_tokens, :, -2:])
+        if is_native(self.attention, qkv, softcap=None):
+            store_spans(self.pool, layer, qkv.contiguous(), self.spans())
+            return
+        num_tokens = sum(piece.length for piece in self.pieces)
+        self.pool.write(layer, self._rows, qkv[:num_tokens, :, -2:])
 
     def attend(
         self, layer: int, qkv: Tensor, *, scaling: float, softcap: float | None, sliding_window: int | None
     ) -> Tensor:
         """See `ForwardPlan.attend`; neighbouring slots attend together while that stays small."""
+        if is_native(self.attention, qkv, softcap=softcap):
+            return attend_spans(
+                self.pool,
+                layer,
+                qkv.contiguous(),
+                self.spans(),
+                scaling=scaling,
+                sliding_window=sliding_window,
+            )
         self.store(layer, qkv)
         queries = qkv.shape[2] - 2
         out = self.pool.cells.new_zeros(len(qkv), qkv.shape[1] * queries * qkv.shape[3])

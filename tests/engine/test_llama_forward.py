@@ -8,11 +8,14 @@ from torch import Tensor
 
 from core.config import EngineConfig, SpeculationConfig
 from core.errors import ModelError, NumericsError
-from engine import linears, machine_code
+from engine import linears
 from engine.attention import ordered_attention
 from engine.build import build_engine
 from engine.linears import MatrixLinear, PrepackedLinear, StreamedLinear, compute_dtype, make_linear
 from engine.llama_forward import LlamaForward, can_serve
+from engine.native import machine
+from engine.native.forward import NativeForward
+from engine.native.spans import Spans
 from engine.prefill_plan import PrefillPiece, PrefillPlan
 from engine.probe import prove_invariance
 from engine.runner import ModelRunner
@@ -96,11 +99,11 @@ def test_a_process_that_cannot_compile_takes_library_products(monkeypatch, caplo
     def refused(*_, **__) -> None:
         raise RuntimeError("no executable memory")
 
-    monkeypatch.setattr(machine_code, "compile_module", refused)
-    machine_code.can_make_code.cache_clear()
+    monkeypatch.setattr(machine, "compile_modules", refused)
+    machine.can_make_code.cache_clear()
     assert isinstance(make_linear(torch.randn(1024, 512), prepack=True), PrepackedLinear)
     assert "no executable memory" in caplog.text
-    machine_code.can_make_code.cache_clear()
+    machine.can_make_code.cache_clear()
 
 
 @pytest.mark.parametrize("kind", [PrepackedLinear, StreamedLinear])
@@ -112,15 +115,15 @@ def test_rows_round_alike_in_any_company(kind: type) -> None:
         assert torch.equal(linear(x[:rows]), linear(x)[:rows])
 
 
-class NeighbourlyLinear(StreamedLinear):
+class NeighbourlyForward(NativeForward):
     """Rounds with the number of rows, as a library's kernel may."""
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return super().__call__(x) * (1.0 + 2.0**-20 * len(x))
+    def logits(self, num_tokens: int, spans: Spans) -> Tensor:
+        return super().logits(num_tokens, spans) * (1.0 + 2.0**-20 * num_tokens)
 
 
 def test_without_invariant_prepacking_plain_matrices_serve(new_model, monkeypatch) -> None:
-    monkeypatch.setattr(linears, "StreamedLinear", NeighbourlyLinear)
+    monkeypatch.setattr("engine.llama_forward.NativeForward", NeighbourlyForward)
     model = new_model(1, "float32")
     with pytest.raises(NumericsError):
         prove_invariance(runner_of(copy.deepcopy(model)), max_nodes=8)

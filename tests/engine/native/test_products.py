@@ -5,17 +5,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.product_code import PANEL, TILE, ProductCode, compile_products, product_code
+from engine.native.products import PANEL, TILE, product_name
+from engine.native.program import native_code
 
 
 def panels_of(weight: Tensor) -> Tensor:
     return weight.view(-1, PANEL, weight.shape[1]).transpose(1, 2).contiguous()
 
 
-def run(code: ProductCode, x: Tensor, weight: Tensor, added: Tensor | None = None) -> Tensor:
+def run(x: Tensor, weight: Tensor, added: Tensor | None = None, width: int | None = None) -> Tensor:
     packed, out = panels_of(weight), torch.full((x.shape[0], weight.shape[0]), torch.nan)
-    product = code.product if added is None else code.product_added
-    product(
+    name = product_name(added=added is not None, bfloat16=weight.dtype == torch.bfloat16)
+    native_code(8, width).operations[name](
         out.data_ptr(),
         x.data_ptr(),
         packed.data_ptr(),
@@ -44,8 +45,8 @@ def case(rows: int, depth: int, columns: int) -> tuple[Tensor, Tensor, Tensor]:
 def test_products_equal_the_formula(rows: int, depth: int) -> None:
     x, weight, added = case(rows, depth, 48)
     exact = x.double() @ weight.double().t()
-    torch.testing.assert_close(run(product_code(), x, weight).double(), exact, rtol=1e-5, atol=1e-5)
-    both = run(product_code(), x, weight, added).double()
+    torch.testing.assert_close(run(x, weight).double(), exact, rtol=1e-5, atol=1e-5)
+    both = run(x, weight, added).double()
     torch.testing.assert_close(both, exact + added.double(), rtol=1e-5, atol=1e-5)
 
 
@@ -57,30 +58,38 @@ def test_a_result_is_one_chain_of_fused_multiply_adds() -> None:
         # a product of two float32 is exact in float64; the sum is rounded there first, which shows once in 2^29
         term = np.outer(x[:, k].double().numpy(), weight[:, k].double().numpy())
         expected = (expected.astype(np.float64) + term).astype(np.float32)
-    assert np.array_equal(run(product_code(), x, weight).numpy(), expected)
+    assert np.array_equal(run(x, weight).numpy(), expected)
 
 
 def test_rows_do_not_see_each_other() -> None:
     x, weight, added = case(3 * TILE + 1, 96, 64)
-    alone = [run(product_code(), x[i : i + 1], weight, added[i : i + 1]) for i in range(len(x))]
+    alone = [run(x[i : i + 1], weight, added[i : i + 1]) for i in range(len(x))]
     for rows in range(1, len(x) + 1):
-        assert torch.equal(run(product_code(), x[:rows], weight, added[:rows]), torch.cat(alone[:rows]))
+        assert torch.equal(run(x[:rows], weight, added[:rows]), torch.cat(alone[:rows]))
 
 
 def test_the_vector_width_changes_no_bit() -> None:
     x, weight, added = case(8, 96, 64)
-    narrow, wide = compile_products(width=8), compile_products(width=16)
-    assert torch.equal(run(narrow, x, weight, added), run(wide, x, weight, added))
+    assert torch.equal(run(x, weight, added, width=8), run(x, weight, added, width=16))
+
+
+def test_bfloat16_weights_give_the_bits_of_the_same_weights_widened() -> None:
+    for rows in (1, 6, 17):
+        x, weight, added = case(rows, 96, 64)
+        weight = weight.bfloat16()
+        for width in (8, 16):
+            assert torch.equal(run(x, weight, width=width), run(x, weight.float()))
+            assert torch.equal(run(x, weight, added, width=width), run(x, weight.float(), added))
 
 
 def test_rows_may_lie_apart_and_the_result_may_replace_what_is_added() -> None:
     x, weight, added = case(7, 32, 32)
-    expected = run(product_code(), x, weight, added)
+    expected = run(x, weight, added)
     apart = torch.full((7, 40), torch.nan)
     apart[:, :32] = x
-    assert torch.equal(run(product_code(), apart[:, :32], weight, added), expected)
+    assert torch.equal(run(apart[:, :32], weight, added), expected)
     packed = panels_of(weight)
-    product_code().product_added(
+    native_code(8).operations["product_added"](
         added.data_ptr(), x.data_ptr(), packed.data_ptr(), added.data_ptr(), 7, 32, 2, 32, 32, 32
     )
     assert torch.equal(added, expected)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any
 
@@ -12,12 +11,8 @@ import llvmlite.binding as llvm
 logger = logging.getLogger(__name__)
 
 
-def compile_module(text: str, *, widths: Iterable[int]) -> Any:
-    """Return the engine that owns the compiled functions of `text`.
-
-    Args:
-        text: function definitions.
-        widths: of the vectors whose fused multiply-add is called.
+def compile_modules(*texts: str) -> Any:
+    """Return the engine that owns the compiled functions of modules that may call each other.
 
     Raises:
         RuntimeError: the text is wrong, or the process may not make code.
@@ -27,11 +22,9 @@ def compile_module(text: str, *, widths: Iterable[int]) -> Any:
     target = llvm.Target.from_default_triple().create_target_machine(
         cpu=llvm.get_host_cpu_name(), features=llvm.get_host_cpu_features().flatten(), opt=3
     )
-    declared = "".join(
-        f"declare <{width} x float> @llvm.fma.v{width}f32({', '.join([f'<{width} x float>'] * 3)})\n"
-        for width in widths
-    )
-    module = llvm.parse_assembly(declared + text)
+    module = llvm.parse_assembly(texts[0])
+    for text in texts[1:]:
+        module.link_in(llvm.parse_assembly(text))
     module.verify()
     engine = llvm.create_mcjit_compiler(module, target)
     engine.finalize_object()
@@ -47,7 +40,7 @@ def widest_vector() -> int:
 def can_make_code() -> bool:
     """Whether this process may compile and run code; said once where it may not."""
     try:
-        compile_module("define void @nothing() { ret void }", widths=())
+        compile_modules("define void @nothing() { ret void }")
     except (OSError, RuntimeError) as error:
         logger.warning("no code of our own can be compiled here (%s): library products serve", error)
         return False

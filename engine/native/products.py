@@ -1,4 +1,4 @@
-"""Machine code for x W^T with few rows: written as LLVM IR, compiled for this processor when first asked for.
+"""x W^T with few rows, written as LLVM IR.
 
 Library products are made for many rows. For 2 to 16 of them they take two to three times as long as the weights need to
 come from memory, and the last bits of a row depend on how many there are. Here every result is one chain of fused
@@ -6,64 +6,55 @@ multiply-adds over k = 0, 1, .., whatever the number of rows, the vector width o
 construction.
 
     weights  [panels, K, PANEL]: PANEL columns of the result lie together, k by k, and are streamed once
-    tile     up to TILE rows by one panel: the sums stay in registers, the panel in cache for the next tile
+    tile     up to TILE rows by one panel: the sums stay in registers, the panel in cache for the next tile, while
+             the next panel is on its way
 """
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any
+from llvmlite import ir
 
-from engine.machine_code import compile_module, widest_vector
+from engine.native.writer import ADDRESS, INTEGER
 
 TILE = 6
 "Rows: 12 sums, 2 vectors of weights and 1 of x fill the 16 registers of AVX2."
 PANEL = 16
 "Columns of a panel: the layout of the weights is the same on every processor."
+FETCHED_AHEAD_FROM = 3
+"""Rows from which each tile asks for a share of the next panel's lines: else memory rests while later tiles compute.
+8 rows take 0.70 of the time without, 16 rows 0.75; one or two rows stream fast enough by themselves, bfloat16 ones do
+not (measured)."""
 
-Product = Callable[..., None]
-"(out, x, weights, added, rows, k, panels, out stride, x stride, added stride); addresses, strides in elements"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProductCode:
-    """Compiled products; they do not hold the interpreter's lock."""
-
-    product: Product
-    "out = x W^T; `added` is not read"
-    product_added: Product
-    "out = added + x W^T"
-    engine: Any
-    "owns the code"
+PRODUCT: dict[str, ir.Type] = {
+    **dict.fromkeys(("out", "x", "weights", "added"), ADDRESS),
+    **dict.fromkeys(("rows", "depth", "panels", "out_stride", "x_stride", "added_stride"), INTEGER),
+}
+"""Addresses, strides in elements. `product`: out = x W^T, `added` is not read; `product_added`: out = added + x W^T.
+With `_bfloat16` behind the name the weights are bfloat16, widened as they are loaded; the rest is float32."""
 
 
-@lru_cache(maxsize=1)
-def product_code() -> ProductCode:
-    """The products compiled for this processor, once a process: some 50 ms. Raises RuntimeError."""
-    return compile_products(width=widest_vector())
+def product_name(*, added: bool, bfloat16: bool) -> str:
+    """Return the name of one of the four products."""
+    return "product" + "_added" * added + "_bfloat16" * bfloat16
 
 
-def compile_products(*, width: int) -> ProductCode:
-    """Compile with vectors of `width` floats; results do not depend on it."""
-    engine = compile_module(
-        _function("product", width, added=False) + _function("product_added", width, added=True),
-        widths=(width,),
-    )
-    kind = ctypes.CFUNCTYPE(None, *[ctypes.c_void_p] * 4, *[ctypes.c_int64] * 6)
-    return ProductCode(
-        product=kind(engine.get_function_address("product")),
-        product_added=kind(engine.get_function_address("product_added")),
-        engine=engine,
+def products_text(*, width: int) -> str:
+    """Write the four products with vectors of `width` floats; results do not depend on it."""
+    vector = f"<{width} x float>"
+    declared = f"declare {vector} @llvm.fma.v{width}f32({vector}, {vector}, {vector})\n"
+    declared += "declare void @llvm.prefetch.p0(ptr, i32, i32, i32)\n"
+    return declared + "".join(
+        _function(width, added=added, bfloat16=bfloat16)
+        for added in (False, True)
+        for bfloat16 in (False, True)
     )
 
 
-def _function(name: str, width: int, *, added: bool) -> str:
+def _function(width: int, *, added: bool, bfloat16: bool) -> str:
     """A loop over panels, in it one over tiles of rows, in it one over k for each possible number of rows."""
+    name, element = product_name(added=added, bfloat16=bfloat16), "i16" if bfloat16 else "float"
     cases = "\n    ".join(f"i64 {rows}, label %rows{rows}" for rows in range(1, TILE + 1))
-    tiles = "".join(_tile(rows, width, added=added) for rows in range(1, TILE + 1))
+    tiles = "".join(_tile(rows, width, added=added, bfloat16=bfloat16) for rows in range(1, TILE + 1))
     return f"""
 define void @{name}(ptr %out, ptr %x, ptr %w, ptr %added, i64 %rows, i64 %k, i64 %panels,
                     i64 %out_stride, i64 %x_stride, i64 %added_stride) {{
@@ -73,17 +64,24 @@ entry:
   %least = udiv i64 %rows, %tiles
   %larger = urem i64 %rows, %tiles
   %panel_size = mul i64 %k, {PANEL}
+  %many = icmp ugt i64 %rows, {0 if bfloat16 else FETCHED_AHEAD_FROM - 1}
+  %next_panel = select i1 %many, i64 %panel_size, i64 0
+  %fetch_step = udiv i64 {PANEL}, %tiles
+  %share = mul i64 %k, %fetch_step
   br label %panel
 panel:
   %p = phi i64 [0, %entry], [%next_p, %panel_end]
   %w_offset = mul i64 %p, %panel_size
-  %w_panel = getelementptr float, ptr %w, i64 %w_offset
+  %w_panel = getelementptr {element}, ptr %w, i64 %w_offset
   %column = mul i64 %p, {PANEL}
   br label %tile
 tile:
   %t = phi i64 [0, %panel], [%next_t, %tile_end]
   %row = phi i64 [0, %panel], [%next_row, %tile_end]
   %is_larger = icmp ult i64 %t, %larger
+  %fetched = mul i64 %t, %share
+  %ahead_offset = add i64 %next_panel, %fetched
+  %ahead = getelementptr {element}, ptr %w_panel, i64 %ahead_offset
   %one_more = zext i1 %is_larger to i64
   %size = add i64 %least, %one_more
   switch i64 %size, label %tile_end [
@@ -105,7 +103,7 @@ done:
 """
 
 
-def _tile(rows: int, width: int, *, added: bool) -> str:
+def _tile(rows: int, width: int, *, added: bool, bfloat16: bool) -> str:
     """One tile of so many rows: sums over k, then the results."""
     vector, vectors, n = f"<{width} x float>", PANEL // width, f"r{rows}"
     lines = [f"rows{rows}:"]
@@ -122,12 +120,18 @@ def _tile(rows: int, width: int, *, added: bool) -> str:
             start = f"[zeroinitializer, %rows{rows}]"
             lines.append(f"  %{n}_s{i}_{j} = phi {vector} {start}, [%{n}_f{i}_{j}, %loop{rows}]")
     lines.append(f"  %{n}_wk = mul i64 %{n}_k, {PANEL}")
-    lines.append(f"  %{n}_wp = getelementptr float, ptr %w_panel, i64 %{n}_wk")
+    element = "i16" if bfloat16 else "float"
+    lines.append(f"  %{n}_wp = getelementptr {element}, ptr %w_panel, i64 %{n}_wk")
+    lines += [
+        f"  %{n}_pk = mul i64 %{n}_k, %fetch_step",
+        f"  %{n}_pf = getelementptr {element}, ptr %ahead, i64 %{n}_pk",
+        f"  call void @llvm.prefetch.p0(ptr %{n}_pf, i32 0, i32 2, i32 1)",
+    ]
     for j in range(vectors):
-        lines += [
-            f"  %{n}_wa{j} = getelementptr float, ptr %{n}_wp, i64 {j * width}",
-            f"  %{n}_w{j} = load {vector}, ptr %{n}_wa{j}, align 4",
-        ]
+        lines.append(f"  %{n}_wa{j} = getelementptr {element}, ptr %{n}_wp, i64 {j * width}")
+        lines += (
+            _widened(n, j, width) if bfloat16 else [f"  %{n}_w{j} = load {vector}, ptr %{n}_wa{j}, align 4"]
+        )
     for i in range(rows):
         lines += [
             f"  %{n}_xa{i} = getelementptr float, ptr %{n}_x{i}, i64 %{n}_k",
@@ -150,6 +154,18 @@ def _tile(rows: int, width: int, *, added: bool) -> str:
         lines += _results(n, i, vectors, width, added=added)
     lines.append("  br label %tile_end")
     return "\n".join(lines) + "\n"
+
+
+def _widened(n: str, j: int, width: int) -> list[str]:
+    """Load bfloat16 weights: they are the upper halves of floats."""
+    shorts, words = f"<{width} x i16>", f"<{width} x i32>"
+    half = ", ".join(["i32 16"] * width)
+    return [
+        f"  %{n}_wh{j} = load {shorts}, ptr %{n}_wa{j}, align 2",
+        f"  %{n}_wz{j} = zext {shorts} %{n}_wh{j} to {words}",
+        f"  %{n}_wu{j} = shl {words} %{n}_wz{j}, <{half}>",
+        f"  %{n}_w{j} = bitcast {words} %{n}_wu{j} to <{width} x float>",
+    ]
 
 
 def _results(n: str, i: int, vectors: int, width: int, *, added: bool) -> list[str]:

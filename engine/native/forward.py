@@ -1,0 +1,214 @@
+"""A Llama's forward in one call (`engine.llama_forward` describes its arithmetic and lays its weights out)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Complex, Float
+from torch import Tensor
+
+from engine.kv import KVPool
+from engine.linears import StreamedLinear
+from engine.native.products import PANEL
+from engine.native.program import Program, native_code
+from engine.native.spans import Spans, block_tokens
+from engine.native.writer import LOG2_E
+
+MIN_TOKENS = 64
+"Room for fewer is not made."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NativeLayer:
+    """One layer's weights; a gain is multiplied by sqrt(size), None where it is part of the weights behind it."""
+
+    attention_gain: Tensor | None
+    qkv: StreamedLinear
+    head_gain: Tensor | None
+    "[queries + 1, E]: of queries and key"
+    out: StreamedLinear
+    mlp_gain: Tensor | None
+    gate_up: StreamedLinear
+    down: StreamedLinear
+    sliding_window: int | None
+
+
+class NativeForward:
+    """Layers and head as one program over buffers that stay where they are."""
+
+    def __init__(
+        self,
+        layers: Sequence[NativeLayer],
+        final_gain: Tensor | None,
+        head: StreamedLinear,
+        *,
+        heads: int,
+        queries: int,
+        size: int,
+        eps: float,
+        scaling: float,
+    ) -> None:
+        """Take over the weights.
+
+        Args:
+            layers: weights of each, on the CPU.
+            final_gain: of the last norm, as a layer's.
+            head: the product that gives the logits.
+            heads: KV heads.
+            queries: queries that share one.
+            size: E.
+            eps: of the norms: the sum of squares of H values has H eps added.
+            scaling: of attention's scores.
+        """
+        self._layers = list(layers)
+        self._final_gain = final_gain
+        self._head = head
+        self._heads, self._queries, self._size = heads, queries, size
+        self._eps = eps
+        self._scale = scaling * LOG2_E
+        self._code = native_code(size)
+        self._pool: KVPool | None = None
+        self._room = 0
+
+    def inputs(self, num_tokens: int, pool: KVPool) -> tuple[Float[Tensor, "M H"], Complex[Tensor, "M E2"]]:
+        """Return where to write the tokens' embeddings and rotations before `logits` or `fill`."""
+        if num_tokens > self._room or pool is not self._pool:
+            self._build(max(MIN_TOKENS, 1 << (num_tokens - 1).bit_length()), pool)
+        return self._x[:num_tokens], self._turns[:num_tokens]
+
+    def logits(self, num_tokens: int, spans: Spans) -> Float[Tensor, "M V"]:
+        """Return every token's next-token logits; a view where V is no multiple of PANEL."""
+        out = self._x.new_empty(num_tokens, self._head.num_panels * PANEL)
+        self._run(None, num_tokens, spans, out.data_ptr())
+        return out[:, : self._head.columns]
+
+    def fill(self, num_tokens: int, spans: Spans) -> None:
+        """Compute keys and values only."""
+        self._run(self._until_stored, num_tokens, spans, 0)
+
+    def _run(self, num_operations: int | None, num_tokens: int, spans: Spans, logits: int) -> None:
+        self._program.run(
+            num_operations,
+            tokens=num_tokens,
+            head_tokens=num_tokens * self._heads,
+            spans=spans.ctypes.data,
+            num_spans=len(spans),
+            logits=logits,
+        )
+
+    def _build(self, room: int, pool: KVPool) -> None:
+        """Make the buffers, and the program over them."""
+        first = self._layers[0]
+        hidden, inner = first.qkv.depth, first.down.depth
+        lanes = self._queries + 2
+        attended = self._heads * self._queries * self._size
+        self._x, normed = torch.empty(2, room, hidden)
+        self._turns = torch.empty(room, self._size // 2, dtype=torch.complex64)
+        qkv, out = torch.empty(room, self._heads * lanes * self._size), torch.empty(room, attended)
+        both, gated = torch.empty(room, 2 * inner), torch.empty(room, inner)
+        block = block_tokens(self._queries)
+        weights = torch.empty(block * self._queries, pool.capacity)
+        self._kept = (normed, qkv, out, both, gated, weights)
+        self._pool, self._room = pool, room
+        self._program = Program(self._code)
+        for index, layer in enumerate(self._layers):
+            cells = pool.cells[index].data_ptr()
+            self._norm(self._x, normed, layer.attention_gain)
+            self._product(layer.qkv, normed, qkv)
+            if layer.head_gain is not None:
+                self._norm_heads(qkv, layer.head_gain)
+            self._program.add(
+                "rotate",
+                x=qkv.data_ptr(),
+                turns=self._turns.data_ptr(),
+                tokens="tokens",
+                heads=self._heads,
+                turned=lanes - 1,
+                lanes=lanes,
+                size=self._size,
+            )
+            self._program.add(
+                "store",
+                cells=cells,
+                qkv=qkv.data_ptr(),
+                spans="spans",
+                num="num_spans",
+                slots=pool.num_slots,
+                heads=self._heads,
+                lanes=lanes,
+                capacity=pool.capacity,
+            )
+            self._until_stored = len(self._program)
+            self._program.add(
+                "attend",
+                out=out.data_ptr(),
+                qkv=qkv.data_ptr(),
+                cells=cells,
+                spans="spans",
+                weights=weights.data_ptr(),
+                num="num_spans",
+                slots=pool.num_slots,
+                heads=self._heads,
+                queries=self._queries,
+                capacity=pool.capacity,
+                block=block,
+                window=layer.sliding_window or 0,
+                scale=self._scale,
+            )
+            self._product(layer.out, out, self._x, added=True)
+            self._norm(self._x, normed, layer.mlp_gain)
+            self._product(layer.gate_up, normed, both)
+            self._program.add("gate", out=gated.data_ptr(), both=both.data_ptr(), rows="tokens", size=inner)
+            self._product(layer.down, gated, self._x, added=True)
+        self._norm(self._x, normed, self._final_gain)
+        self._product(self._head, normed, None)
+        self._program.close()
+
+    def _norm(self, x: Tensor, out: Tensor, gain: Tensor | None) -> None:
+        size = x.shape[1]
+        self._program.add(
+            "norms" if gain is None else "norms_gained",
+            out=out.data_ptr(),
+            x=x.data_ptr(),
+            gains=0 if gain is None else gain.data_ptr(),
+            groups="tokens",
+            lanes=1,
+            size=size,
+            group_stride=size,
+            lane_stride=0,
+            floor=size * self._eps,
+        )
+
+    def _norm_heads(self, qkv: Tensor, gain: Tensor) -> None:
+        self._program.add(
+            "norms_gained",
+            out=qkv.data_ptr(),
+            x=qkv.data_ptr(),
+            gains=gain.data_ptr(),
+            groups="head_tokens",
+            lanes=self._queries + 1,
+            size=self._size,
+            group_stride=(self._queries + 2) * self._size,
+            lane_stride=self._size,
+            floor=self._size * self._eps,
+        )
+
+    def _product(self, linear: StreamedLinear, x: Tensor, out: Tensor | None, *, added: bool = False) -> None:
+        """Append x W^T + b, written to the logits without `out`, or added to what `out` holds."""
+        width = linear.num_panels * PANEL
+        bias = 0 if linear.bias is None else linear.bias.data_ptr()
+        self._program.add(
+            linear.operation(added=added or bias != 0),
+            out="logits" if out is None else out.data_ptr(),
+            x=x.data_ptr(),
+            weights=linear.address,
+            added=out.data_ptr() if added and out is not None else bias,
+            rows="tokens",
+            depth=linear.depth,
+            panels=linear.num_panels,
+            out_stride=width,
+            x_stride=x.shape[1],
+            added_stride=width if added else 0,
+        )

@@ -1,0 +1,147 @@
+"""A forward as a table of operations, run by one call: no interpreter, no dispatch between them.
+
+Each row of the table is an operation's number and its arguments as 64-bit words. What differs from forward to forward
+(the number of tokens, where spans and results lie) is written over the old words; the rest is written once.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+
+from engine.native.attention import ATTEND, STORE, write_attend, write_store
+from engine.native.layers import GATE, NORMS, ROTATE, write_gate, write_norms, write_rotate
+from engine.native.machine import compile_modules, widest_vector
+from engine.native.products import PRODUCT, product_name, products_text
+from engine.native.writer import ADDRESS, FLOAT, INTEGER, Writer
+
+OPERATIONS: dict[str, Mapping[str, ir.Type]] = {
+    "norms": NORMS,
+    "norms_gained": NORMS,
+    "rotate": ROTATE,
+    "gate": GATE,
+    "store": STORE,
+    "attend": ATTEND,
+    **{product_name(added=a, bfloat16=b): PRODUCT for a in (False, True) for b in (False, True)},
+}
+NUMBERS = {name: number for number, name in enumerate(OPERATIONS)}
+ROW_WORDS = 1 + max(len(arguments) for arguments in OPERATIONS.values())
+_CTYPES = {ADDRESS: ctypes.c_void_p, INTEGER: ctypes.c_int64, FLOAT: ctypes.c_float}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Code:
+    """Compiled for one head size. Calls do not hold the interpreter's lock."""
+
+    run: Callable[[int, int], None]
+    "(address of a table, number of its operations)"
+    operations: dict[str, Callable[..., None]]
+    "each by itself; arguments as in OPERATIONS"
+    engine: Any
+    "owns the code"
+
+
+@lru_cache(maxsize=8)
+def native_code(head_size: int, width: int | None = None) -> Code:
+    """Compile for this processor, once a process.
+
+    Args:
+        head_size: E, a multiple of 8.
+        width: floats in a vector of the products; the processor's widest by default. Results do not depend on it.
+
+    Raises:
+        RuntimeError: the process may not make code.
+    """
+    module = ir.Module()
+    write_norms(module, gained=False)
+    write_norms(module, gained=True)
+    write_rotate(module)
+    write_gate(module)
+    write_store(module, head_size)
+    write_attend(module, head_size)
+    _write_run(module)
+    engine = compile_modules(products_text(width=width or widest_vector()), str(module))
+    kinds = {
+        name: ctypes.CFUNCTYPE(None, *[_CTYPES[kind] for kind in arguments.values()])
+        for name, arguments in OPERATIONS.items()
+    }
+    return Code(
+        run=ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64)(engine.get_function_address("run")),
+        operations={name: kind(engine.get_function_address(name)) for name, kind in kinds.items()},
+        engine=engine,
+    )
+
+
+def _write_run(module: ir.Module) -> None:
+    """`run`: call every operation of a table, in order."""
+    w = Writer(module, "run", {"table": ADDRESS, "count": INTEGER})
+    with w.loop(w.at["count"]) as row:
+        words = w.address(w.at["table"], w.times(row.index, ROW_WORDS), INTEGER)
+        number = w.load(words, INTEGER(0), INTEGER, element=INTEGER)
+        done = w.function.append_basic_block()
+        choice = w.ir.switch(number, done)
+        for name, arguments in OPERATIONS.items():
+            block = w.function.append_basic_block()
+            choice.add_case(INTEGER(NUMBERS[name]), block)
+            w.ir.position_at_end(block)
+            w.call(name, *(_argument(w, words, 1 + i, kind) for i, kind in enumerate(arguments.values())))
+            w.ir.branch(done)
+        w.ir.position_at_end(done)
+    w.finish()
+
+
+def _argument(w: Writer, words: Any, index: int, kind: ir.Type) -> Any:
+    word = w.load(words, INTEGER(index), INTEGER, element=INTEGER)
+    if kind == ADDRESS:
+        return w.ir.inttoptr(word, ADDRESS)
+    if kind == FLOAT:
+        return w.ir.bitcast(w.ir.trunc(word, ir.IntType(32)), FLOAT)
+    return word
+
+
+class Program:
+    """A table under construction, then to be run. Arguments given as text are named, and set before a run."""
+
+    def __init__(self, code: Code) -> None:
+        self._code = code
+        self._rows: list[list[int]] = []
+        self._named: dict[str, list[tuple[int, int]]] = {}
+        self._places: dict[str, tuple[np.ndarray, np.ndarray]] = {}
+        self._table = np.zeros((0, ROW_WORDS), dtype=np.int64)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def add(self, operation: str, **arguments: int | float | str) -> None:
+        """Append an operation with all of its arguments."""
+        row = [NUMBERS[operation]] + [0] * (ROW_WORDS - 1)
+        kinds = OPERATIONS[operation]
+        if arguments.keys() != kinds.keys():
+            raise TypeError(f"{operation} takes {', '.join(kinds)}, got {', '.join(arguments)}")
+        for index, (name, kind) in enumerate(kinds.items(), start=1):
+            value = arguments[name]
+            if isinstance(value, str):
+                self._named.setdefault(value, []).append((len(self._rows), index))
+            elif kind == FLOAT:
+                row[index] = struct.unpack("<i", struct.pack("<f", value))[0]
+            else:
+                row[index] = int(value)
+        self._rows.append(row)
+
+    def close(self) -> None:
+        """Write the table; nothing is added any more."""
+        self._table = np.array(self._rows, dtype=np.int64)
+        self._places = {name: tuple(np.array(places).T) for name, places in self._named.items()}  # type: ignore[misc]
+
+    def run(self, num_operations: int | None = None, /, **values: int) -> None:
+        """Set the named arguments and run the table, or the first operations of it. Raises KeyError: one is missing."""
+        for name, places in self._places.items():
+            self._table[places] = values[name]
+        self._code.run(self._table.ctypes.data, num_operations or len(self._rows))

@@ -1,0 +1,19 @@
+"""Where our own code computes."""
+
+from __future__ import annotations
+
+import torch
+
+from engine.native.machine import can_make_code
+from engine.native.writer import WIDTH
+
+
+def serves(device: torch.device, dtype: torch.dtype, head_size: int) -> bool:
+    """Whether our own code computes such a model: by type, shape and threads alone, so in every forward or in none."""
+    return (
+        device.type == "cpu"
+        and dtype == torch.float32
+        and head_size % WIDTH == 0
+        and torch.get_num_threads() == 1
+        and can_make_code()
+    )

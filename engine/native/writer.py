@@ -1,0 +1,177 @@
+"""Writes functions in LLVM IR: addresses and sizes come in, counted loops run over vectors of eight floats.
+
+Nothing here allows a compiler to reorder sums: what is written is what is rounded, on every processor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import reduce
+from typing import Any
+
+from llvmlite import ir
+
+WIDTH = 8
+"Floats in a vector, on every processor: the order of a sum over a row depends on it."
+ADDRESS, INTEGER, FLOAT = ir.PointerType(), ir.IntType(64), ir.FloatType()
+VECTOR = ir.VectorType(FLOAT, WIDTH)
+_LANES = ir.VectorType(ir.IntType(32), WIDTH)
+
+EXP2 = (
+    0.6931472028552759,
+    0.2402264791359781,
+    0.055503324707933274,
+    0.009618437359798115,
+    0.0013398874519234029,
+    0.0001535336158634236,
+)
+"2^x - 1 for |x| <= 1/2 is x times this polynomial, to 2e-9 of 2^x (fitted with equal ripples)."
+SMALLEST_POWER, LARGEST_POWER = -126.0, 128.0
+_MERGES = (
+    ((0, 8, 2, 10, 4, 12, 6, 14), (1, 9, 3, 11, 5, 13, 7, 15)),
+    ((0, 1, 8, 9, 4, 5, 12, 13), (2, 3, 10, 11, 6, 7, 14, 15)),
+    ((0, 1, 2, 3, 8, 9, 10, 11), (4, 5, 6, 7, 12, 13, 14, 15)),
+)
+"Lanes taken of two vectors: after three merges of pairs every lane is the sum of one of eight vectors."
+LOG2_E = 1.4426950408889634
+
+
+class Writer:
+    """The body of one function; `finish` ends it. Attributes `a_name` are its arguments."""
+
+    def __init__(self, module: ir.Module, name: str, arguments: Mapping[str, ir.Type]) -> None:
+        kind = ir.FunctionType(ir.VoidType(), list(arguments.values()))
+        self.function = ir.Function(module, kind, name)
+        self.at = dict(zip(arguments, self.function.args, strict=True))
+        self.ir = ir.IRBuilder(self.function.append_basic_block())
+        self._module = module
+
+    def finish(self) -> None:
+        """Return from the function."""
+        self.ir.ret_void()
+
+    def call(self, name: str, *values: Any) -> None:
+        """Call a function that another module of the same program defines or this one has written."""
+        function = self._module.globals.get(name) or ir.Function(
+            self._module, ir.FunctionType(ir.VoidType(), [value.type for value in values]), name
+        )
+        self.ir.call(function, values)
+
+    @contextmanager
+    def loop(self, count: Any, *, step: Any = 1, start: Sequence[Any] = ()) -> Iterator[Loop]:
+        """Run the block for index 0, step, .. below `count`, which is at least 1. `start` is carried along."""
+        before = self.ir.block
+        body = self.function.append_basic_block()
+        self.ir.branch(body)
+        self.ir.position_at_end(body)
+        index = self.ir.phi(INTEGER)
+        index.add_incoming(INTEGER(0), before)
+        carried = [self.ir.phi(value.type) for value in start]
+        loop = Loop(index, carried)
+        yield loop
+        end, after = self.ir.block, self.function.append_basic_block()
+        following = self.ir.add(index, INTEGER(step) if isinstance(step, int) else step)
+        index.add_incoming(following, end)
+        for phi, first, next_value in zip(carried, start, loop.values, strict=True):
+            phi.add_incoming(first, before)
+            phi.add_incoming(next_value, end)
+        self.ir.cbranch(self.ir.icmp_signed("<", following, count), body, after)
+        self.ir.position_at_end(after)
+
+    def sum(self, *parts: Any) -> Any:
+        """Return the sum of integers."""
+        return reduce(self.ir.add, parts)
+
+    def times(self, *factors: Any) -> Any:
+        """Return the product of integers, some of which may be Python's."""
+        return reduce(self.ir.mul, [INTEGER(x) if isinstance(x, int) else x for x in factors])
+
+    def address(self, base: Any, offset: Any, kind: ir.Type = FLOAT) -> Any:
+        """Return the address of an element."""
+        return self.ir.gep(base, [offset], source_etype=kind)
+
+    def load(self, base: Any, offset: Any, kind: ir.Type = VECTOR, *, element: ir.Type = FLOAT) -> Any:
+        """Load from an offset in elements; alignment is that of a float."""
+        return self.ir.load(self.address(base, offset, element), typ=kind, align=4)
+
+    def store(self, value: Any, base: Any, offset: Any) -> None:
+        """Store at an offset in floats."""
+        self.ir.store(value, self.address(base, offset), align=4)
+
+    def copy(self, target: Any, source: Any, count: Any) -> None:
+        """Copy a multiple of WIDTH floats."""
+        with self.loop(count, step=WIDTH) as loop:
+            self.store(self.load(source, loop.index), target, loop.index)
+
+    def splat(self, value: Any) -> Any:
+        """Return a vector of one value; a Python number is a constant."""
+        if isinstance(value, float):
+            return ir.Constant(VECTOR, [value] * WIDTH)
+        one = self.ir.insert_element(ir.Constant(VECTOR, ir.Undefined), value, ir.IntType(32)(0))
+        return self.shuffle(one, one, [0] * WIDTH)
+
+    def shuffle(self, a: Any, b: Any, lanes: Sequence[int]) -> Any:
+        """Take lanes of two vectors behind one another."""
+        return self.ir.shuffle_vector(a, b, ir.Constant(_LANES, list(lanes)))
+
+    def fma(self, a: Any, b: Any, c: Any) -> Any:
+        """Return a b + c, rounded once."""
+        return self._intrinsic("llvm.fma", a, b, c)
+
+    def sqrt(self, x: Any) -> Any:
+        """Return the square root, correctly rounded."""
+        return self._intrinsic("llvm.sqrt", x)
+
+    def larger(self, a: Any, b: Any) -> Any:
+        """Return the larger value of each lane: b where one of them is NaN."""
+        return self.ir.select(self.ir.fcmp_ordered(">", a, b), a, b)
+
+    def sum_of_each(self, vectors: Sequence[Any]) -> Any:
+        """Return the vector of eight vectors' sums; each is (01 + 23) + (45 + 67) of its lanes."""
+        for lower, upper in _MERGES:
+            pairs = zip(vectors[::2], vectors[1::2], strict=True)
+            vectors = [self.ir.fadd(self.shuffle(a, b, lower), self.shuffle(a, b, upper)) for a, b in pairs]
+        return vectors[0]
+
+    def across(self, combine: Any, x: Any) -> Any:
+        """Combine the lanes pairwise; every lane of the result holds the whole."""
+        for half in (4, 2, 1):
+            x = combine(x, self.shuffle(x, x, [lane ^ half for lane in range(WIDTH)]))
+        return x
+
+    def exp2(self, x: Any) -> Any:
+        """Return 2^x to about one unit in the last place; 0 below 2^-126 and at -inf, 1 at 0, inf from 2^127.5 on."""
+        # comparisons are so arranged that a NaN stays one
+        bounded = self.larger(self.splat(SMALLEST_POWER), x)
+        limit = self.splat(LARGEST_POWER)
+        bounded = self.ir.select(self.ir.fcmp_ordered(">", bounded, limit), limit, bounded)
+        whole = self._intrinsic("llvm.rint", bounded)
+        rest = self.ir.fsub(bounded, whole)
+        polynomial = self.splat(EXP2[-1])
+        for coefficient in reversed(EXP2[:-1]):
+            polynomial = self.fma(polynomial, rest, self.splat(coefficient))
+        fraction = self.fma(polynomial, rest, self.splat(1.0))
+        exponent = self.ir.shl(
+            self.ir.add(self.ir.fptosi(whole, _LANES), ir.Constant(_LANES, [127] * WIDTH)),
+            ir.Constant(_LANES, [23] * WIDTH),
+        )
+        power = self.ir.fmul(fraction, self.ir.bitcast(exponent, VECTOR))
+        return self.ir.select(
+            self.ir.fcmp_ordered("<", x, self.splat(SMALLEST_POWER)), self.splat(0.0), power
+        )
+
+    def _intrinsic(self, name: str, *values: Any) -> Any:
+        name = f"{name}.v{WIDTH}f32"
+        function = self._module.globals.get(name) or ir.Function(
+            self._module, ir.FunctionType(VECTOR, [VECTOR] * len(values)), name
+        )
+        return self.ir.call(function, values)
+
+
+class Loop:
+    """A loop's index and what it carries: set `values` to what the next round, or the code behind it, shall find."""
+
+    def __init__(self, index: Any, values: list[Any]) -> None:
+        self.index = index
+        self.values = values
