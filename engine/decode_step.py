@@ -22,7 +22,7 @@ from engine.forward_plan import TreePlan
 from engine.packing import RaggedRows
 from engine.phases import Phases
 from engine.refinement import Refinement
-from engine.rule import emitted_logprobs, perturb, scale
+from engine.rule import choose, emitted_logprobs, scale
 from engine.runner import ModelRunner
 from engine.tree import DraftTree, ancestors_or_self, drop_split_nodes, root_only
 from engine.verify import verify
@@ -75,8 +75,9 @@ def decode_step(
     logits = _target_logits(runner, batch, tree, ancestors, lengths - 1)
     phases.mark()
 
+    # a node at depth d chooses the token of depth d + 1
+    choices = choose(logits, noise, tree.depth_with_root, batch.sampling)
     scaled = scale(logits, batch.sampling)
-    choices = perturb(scaled, _noise_of_nodes(noise, tree), batch.sampling).argmax(-1)
     verdict = verify(choices, tree, ancestors, min(budget.depth, tree.num_nodes))
     if refinement is not None:
         refinement.conclude(tree, verdict, batch.requests)
@@ -141,10 +142,3 @@ def _target_logits(
     if ragged is None:
         return runner.logits(ids, positions, plan).view(live, n, -1)
     return ragged.unpack(runner.logits(ragged.pack(ids), ragged.pack(positions), plan)).view(live, n, -1)
-
-
-def _noise_of_nodes(noise: Tensor, tree: DraftTree) -> Tensor:
-    """Return each node's noise [B, n, V]: a node at depth d chooses the token of depth d + 1."""
-    if tree.is_chain:
-        return noise[:, : tree.num_nodes + 1]
-    return noise.gather(1, tree.depth_with_root[..., None].expand(-1, -1, noise.shape[-1]))

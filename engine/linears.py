@@ -20,8 +20,7 @@ from torch.nn import functional as F
 
 from engine.native.machine import can_make_code
 from engine.native.products import PANEL, product_name
-from engine.native.program import native_code
-from engine.native.writer import WIDTH
+from engine.native.program import common_code
 
 PREPACKED_MIN_ELEMENTS = 1 << 19
 MIN_ROWS = 4
@@ -79,7 +78,7 @@ class StreamedLinear:
         self._panels = padded.view(-1, PANEL, self.depth).transpose(1, 2).contiguous()
         self.num_panels = self._panels.shape[0]
         self.bias = None if bias is None else F.pad(bias.float(), (0, -self.columns % PANEL))
-        self._code = native_code(WIDTH)
+        self._code = common_code()
 
     def __call__(self, x: Tensor) -> Tensor:
         """See `Linear`. The result is a view where N is no multiple of PANEL."""

@@ -21,6 +21,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from core.records import SampleKey, Stream
+from engine.native.sampling import LEAST_VOCABULARY
+from engine.native.serving import serves_thread
+from engine.native.tokens import gumbel_rows
 
 MASK64 = (1 << 64) - 1
 STREAM_IDS = {Stream.TRAIN: 1, Stream.EVAL: 2, Stream.BENCH: 3}
@@ -50,6 +53,8 @@ def gumbel_noise(
         from engine.noise_kernel import fused_gumbel
 
         return fused_gumbel(torch.from_numpy(_row_words(words, positions)).to(device), vocab_size)
+    if vocab_size >= LEAST_VOCABULARY and serves_thread(device or torch.device("cpu")):
+        return gumbel_rows(_row_words(words, positions), _id_words(vocab_size, device))
     return gumbel_from_bits(noise_bits(words, positions, vocab_size, device))
 
 

@@ -12,11 +12,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import numpy as np
-import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from core.records import DraftLog, SampleRequest
+from engine.rule import Leaders, RowSampling, joined, leaders
 from engine.tree import DraftTree
 from engine.verify import Verdict
 from policies.base import RefiningPolicy
@@ -59,13 +59,25 @@ class Refinement:
         self.seconds += self._clock() - started
         return answer
 
-    def children(
-        self, scaled: Float[Tensor, "B w V"], perturbed: Float[Tensor, "B w V"], branching: int
-    ) -> tuple[Int[Tensor, "B w b"], np.ndarray]:
+    def leaders(
+        self,
+        logits: Float[Tensor, "B w V"],
+        noise: Float[Tensor, "B D V"],
+        levels: Int[Tensor, "B w"],
+        rows: RowSampling,
+        branching: int,
+    ) -> Leaders:
+        """Find the best children of every node, and one more: by how much they lead is scored."""
+        started = self._clock()
+        found = leaders(logits, noise, levels, rows, min(branching + 1, logits.shape[-1]))
+        self.seconds += self._clock() - started
+        return found
+
+    def children(self, found: Leaders) -> tuple[Int[Tensor, "B w b"], np.ndarray]:
         """Return the best children of every frontier node, and their path scores, float32 [B, w * b]."""
         started = self._clock()
         level = len(self._levels) + 1
-        ids, share = self._scorer.children(scaled, perturbed, branching, (level,))
+        ids, share = self._scorer.children(found, (level,))
         self._add_level((share * self._frontier[..., None]).reshape(len(share), -1))
         self.seconds += self._clock() - started
         return ids, self._levels[-1]
@@ -74,17 +86,15 @@ class Refinement:
         """The next level's parents are these of this level's candidates, [B, w]."""
         self._frontier = np.take_along_axis(self._levels[-1], candidates, axis=1)
 
-    def chain_levels(self, scaled: list[Tensor], perturbed: list[Tensor]) -> None:
-        """Score a chain's next levels together, [B, 1, V] each: calls cost more than numbers."""
+    def chain_levels(self, found: list[Leaders]) -> None:
+        """Score a chain's next levels together, [B, 1, 2] each: calls cost more than numbers."""
         started = self._clock()
         first = len(self._levels) + 1
-        levels = tuple(range(first, first + len(scaled)))
-        if len(scaled) == 1:
-            _, share = self._scorer.children(scaled[0], perturbed[0], 1, levels)
-        else:
-            _, share = self._scorer.children(torch.cat(scaled, 1), torch.cat(perturbed, 1), 1, levels)
+        levels = tuple(range(first, first + len(found)))
+        together = found[0] if len(found) == 1 else joined(found)
+        _, share = self._scorer.children(together, levels)
         path = np.multiply.accumulate(share[..., 0], axis=1) * self._frontier
-        for number in range(len(scaled)):
+        for number in range(len(found)):
             self._add_level(path[:, number : number + 1])
         self._frontier = self._levels[-1]
         self.seconds += self._clock() - started
@@ -144,22 +154,15 @@ class Scorer:
         self.model = model
         self._weights: dict[tuple[tuple[int, ...], int], tuple[np.ndarray, ...]] = {}
 
-    def children(
-        self,
-        scaled: Float[Tensor, "B w V"],
-        perturbed: Float[Tensor, "B w V"],
-        branching: int,
-        levels: tuple[int, ...],
-    ) -> tuple[Int[Tensor, "B w b"], np.ndarray]:
-        """Return the `branching` best children by perturbed score, and their conditional acceptance [B, w, b].
+    def children(self, found: Leaders, levels: tuple[int, ...]) -> tuple[Int[Tensor, "B w b"], np.ndarray]:
+        """Return all leaders but the last of every node as its children, and their conditional acceptance [B, w, b].
 
         `levels` is the level of all w nodes, or of each: a chain's levels side by side.
         """
-        count = min(branching, scaled.shape[-1] - 1)
-        values, ids = perturbed.topk(count + 1, dim=-1)
-        ids = ids.narrow(-1, 0, count)
-        logprob = torch.log_softmax(scaled, -1).gather(-1, ids).cpu().numpy()
-        best = values.cpu().numpy()
+        best = found.scores.cpu().numpy()
+        count = best.shape[-1] - 1
+        ids = found.token_ids.narrow(-1, 0, count)
+        logprob = found.logprobs.cpu().numpy()[..., :count]
         margin = best[..., :1] - best[..., 1:]
         if count > 1:
             # rank 1 leads the second, the others trail the first

@@ -17,6 +17,9 @@ from torch import Tensor
 
 from core.records import SamplingParams
 from engine.logprobs import token_logprobs
+from engine.native.sampling import LEAST_VOCABULARY, MOST_LEADERS
+from engine.native.serving import serves_thread
+from engine.native.tokens import best_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +29,10 @@ class RowSampling:
     temperature: Float[Tensor, " B"]
     top_k: Int[Tensor, " B"]
     top_p: Float[Tensor, " B"]
+    divisor: Float[Tensor, " B"]
+    "of the logits: T, 1 where T = 0"
+    noise_factor: Float[Tensor, " B"]
+    "1; 0 where T = 0"
     unit_temperature: bool
     "every T is 0 or 1: dividing changes nothing"
     any_greedy: bool
@@ -37,6 +44,8 @@ class RowSampling:
         temperature = [p.temperature for p in params]
         return RowSampling(
             temperature=torch.tensor(temperature, dtype=torch.float32, device=device),
+            divisor=torch.tensor([t or 1.0 for t in temperature], dtype=torch.float32, device=device),
+            noise_factor=torch.tensor([float(t > 0.0) for t in temperature], device=device),
             top_k=torch.tensor([p.top_k for p in params], dtype=torch.int64, device=device),
             top_p=torch.tensor([p.top_p for p in params], dtype=torch.float32, device=device),
             unit_temperature=all(t in (0.0, 1.0) for t in temperature),
@@ -50,8 +59,7 @@ def scale(logits: Float[Tensor, "B R V"], rows: RowSampling) -> Float[Tensor, "B
     logits = logits.float()
     if rows.unit_temperature:
         return logits
-    divisor = torch.where(rows.temperature == 0.0, 1.0, rows.temperature)
-    return logits / divisor[:, None, None]
+    return logits / rows.divisor[:, None, None]
 
 
 def perturb(
@@ -59,11 +67,85 @@ def perturb(
 ) -> Float[Tensor, "B R V"]:
     """Add the noise, drop what the filters drop (to -inf). The rule is the argmax of this."""
     if rows.any_greedy:
-        noise = noise * (rows.temperature > 0.0).float()[:, None, None]
+        noise = noise * rows.noise_factor[:, None, None]
     perturbed = scaled + noise
     if rows.any_filter:
         perturbed = perturbed.masked_fill(~kept_tokens(scaled, rows), float("-inf"))
     return perturbed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leaders:
+    """The best tokens of each row by perturbed score, best first."""
+
+    token_ids: Int[Tensor, "B R k"]
+    scores: Float[Tensor, "B R k"]
+    "perturbed"
+    logprobs: Float[Tensor, "B R k"]
+    "of the tokens, unfiltered"
+
+
+def choose(
+    logits: Float[Tensor, "B R V"],
+    noise: Float[Tensor, "B D V"],
+    levels: Int[Tensor, "B R"],
+    rows: RowSampling,
+) -> Int[Tensor, "B R"]:
+    """Return the rule's token of every row, whose noise is that of its level. Ties go to the smaller token id."""
+    if _is_native(logits, rows, 1):
+        return best_tokens(logits, noise, levels, rows.divisor, rows.noise_factor, count=1, share=0.0)[0][
+            ..., 0
+        ]
+    return perturb(scale(logits, rows), _of_levels(noise, levels), rows).argmax(-1)
+
+
+def leaders(
+    logits: Float[Tensor, "B R V"],
+    noise: Float[Tensor, "B D V"],
+    levels: Int[Tensor, "B R"],
+    rows: RowSampling,
+    count: int,
+    *,
+    perturbed: bool = False,
+) -> Leaders:
+    """Return the `count` best tokens of every row: more than one, at most V.
+
+    Their log-probabilities are under softmax(logits / T), or of the softmax of the perturbed scores if `perturbed`.
+    """
+    if _is_native(logits, rows, count):
+        ids, scores, logprobs = best_tokens(
+            logits, noise, levels, rows.divisor, rows.noise_factor, count=count, share=float(perturbed)
+        )
+        return Leaders(token_ids=ids, scores=scores, logprobs=logprobs)
+    scaled = scale(logits, rows)
+    everything = perturb(scaled, _of_levels(noise, levels), rows)
+    scores, ids = everything.topk(count, dim=-1)
+    logprobs = torch.log_softmax(everything if perturbed else scaled, -1).gather(-1, ids)
+    return Leaders(token_ids=ids, scores=scores, logprobs=logprobs)
+
+
+def joined(parts: list[Leaders]) -> Leaders:
+    """Return rows of several calls side by side."""
+    return Leaders(
+        token_ids=torch.cat([part.token_ids for part in parts], 1),
+        scores=torch.cat([part.scores for part in parts], 1),
+        logprobs=torch.cat([part.logprobs for part in parts], 1),
+    )
+
+
+def _is_native(logits: Tensor, rows: RowSampling, count: int) -> bool:
+    return (
+        not rows.any_filter
+        and count <= MOST_LEADERS
+        and logits.shape[-1] >= LEAST_VOCABULARY
+        and logits.dtype == torch.float32
+        and logits.stride(-1) == 1
+        and serves_thread(logits.device)
+    )
+
+
+def _of_levels(noise: Tensor, levels: Tensor) -> Tensor:
+    return noise.gather(1, levels[..., None].expand(-1, -1, noise.shape[-1]))
 
 
 def kept_tokens(scaled: Float[Tensor, "B R V"], rows: RowSampling) -> Bool[Tensor, "B R V"]:
@@ -95,5 +177,5 @@ def emitted_logprobs(
         flat = kept.reshape(-1, scaled.shape[-1])
         sampling = token_logprobs(flat, token_ids.reshape(-1), 1.0).view(token_ids.shape)
     if rows.any_greedy:
-        sampling = sampling * (rows.temperature > 0.0).float()[:, None]
+        sampling = sampling * rows.noise_factor[:, None]
     return policy, sampling

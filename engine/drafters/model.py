@@ -22,7 +22,7 @@ from engine.kv import KVPool
 from engine.prefill import fill_committed
 from engine.prefill_plan import PrefillPiece
 from engine.refinement import Refinement
-from engine.rule import perturb, scale
+from engine.rule import Leaders, choose, leaders
 from engine.runner import ModelRunner
 from engine.tree import DraftTree, chain, keep, root_only, select_best
 from engine.verify import Verdict
@@ -146,18 +146,19 @@ class ModelDrafter:
         lengths = batch.lengths_tensor()
         index = torch.arange(budget.depth, device=lengths.device).expand(len(batch), -1)
         tokens: list[Tensor] = []
-        unscored: tuple[list[Tensor], list[Tensor]] = ([], [])
+        unscored: list[Leaders] = []
         asked_at = budget.depth if refinement is None else min(budget.depth, refinement.levels_to_draft())
         while len(tokens) < asked_at:
-            scaled = scale(logits[:, None], batch.sampling)
-            perturbed = perturb(scaled, noise[:, len(tokens) : len(tokens) + 1], batch.sampling)
-            tokens.append(perturbed.argmax(-1))
-            if refinement is not None:
-                unscored[0].append(scaled)
-                unscored[1].append(perturbed)
+            level = torch.full((len(batch), 1), len(tokens), device=lengths.device)
+            if refinement is None:
+                tokens.append(choose(logits[:, None], noise, level, batch.sampling))
+            else:
+                found = refinement.leaders(logits[:, None], noise, level, batch.sampling, 1)
+                tokens.append(found.token_ids[..., 0])
+                unscored.append(found)
                 if len(tokens) == asked_at:
-                    refinement.chain_levels(*unscored)
-                    unscored = ([], [])
+                    refinement.chain_levels(unscored)
+                    unscored = []
                     if asked_at < budget.depth:
                         asked_at = min(budget.depth, asked_at + refinement.levels_to_draft())
             if len(tokens) < asked_at:
@@ -191,15 +192,14 @@ class ModelDrafter:
         if asked_at == 0:
             return root_only(live, device)
         for level in range(1, budget.depth + 1):
-            width = frontier_logits.shape[1]
-            rows = noise[:, level - 1 : level].expand(-1, width, -1)
-            scaled = scale(frontier_logits, batch.sampling)
-            perturbed = perturb(scaled, rows, batch.sampling)
+            noise_level = torch.full((live, frontier_logits.shape[1]), level - 1, device=device)
+            inputs = (frontier_logits, noise, noise_level, batch.sampling)
             if refinement is None:
-                share, ids = torch.softmax(perturbed, dim=-1).topk(budget.branching, dim=-1)
-                score = frontier_score[..., None] * share
+                found = leaders(*inputs, budget.branching, perturbed=True)
+                ids, score = found.token_ids, frontier_score[..., None] * found.logprobs.exp()
             else:
-                ids, estimates = refinement.children(scaled, perturbed, budget.branching)
+                found = refinement.leaders(*inputs, budget.branching)
+                ids, estimates = refinement.children(found)
                 score = torch.from_numpy(estimates).to(device)
             score = score.reshape(live, -1)
             ids = ids.reshape(live, -1)

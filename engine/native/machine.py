@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any
 
 import llvmlite.binding as llvm
 
+SHARED = "rlhfspec_"
+"Before the names that the process knows functions by."
 logger = logging.getLogger(__name__)
 
 
@@ -29,6 +32,12 @@ def compile_modules(*texts: str) -> Any:
     engine = llvm.create_mcjit_compiler(module, target)
     engine.finalize_object()
     return engine
+
+
+def share_functions(engine: Any, names: Iterable[str]) -> None:
+    """Let modules compiled from now on call an engine's functions by SHARED + name."""
+    for name in names:
+        llvm.add_symbol(SHARED + name, engine.get_function_address(name))
 
 
 def widest_vector() -> int:

@@ -18,19 +18,30 @@ from llvmlite import ir
 
 from engine.native.attention import ATTEND, STORE, write_attend, write_store
 from engine.native.layers import GATE, NORMS, ROTATE, write_gate, write_norms, write_rotate
-from engine.native.machine import compile_modules, widest_vector
+from engine.native.machine import SHARED, compile_modules, share_functions, widest_vector
 from engine.native.products import PRODUCT, product_name, products_text
+from engine.native.sampling import (
+    GUMBEL,
+    LEADERS,
+    MOST_LEADERS,
+    leaders_name,
+    write_gumbel,
+    write_leaders,
+)
 from engine.native.writer import ADDRESS, FLOAT, INTEGER, Writer
 
-OPERATIONS: dict[str, Mapping[str, ir.Type]] = {
+COMMON: dict[str, Mapping[str, ir.Type]] = {
     "norms": NORMS,
     "norms_gained": NORMS,
     "rotate": ROTATE,
     "gate": GATE,
-    "store": STORE,
-    "attend": ATTEND,
     **{product_name(added=a, bfloat16=b): PRODUCT for a in (False, True) for b in (False, True)},
+    "gumbel": GUMBEL,
+    **{leaders_name(count): LEADERS for count in range(1, MOST_LEADERS + 1)},
 }
+"Operations for all models."
+BY_HEAD_SIZE: dict[str, Mapping[str, ir.Type]] = {"store": STORE, "attend": ATTEND}
+OPERATIONS = COMMON | BY_HEAD_SIZE
 NUMBERS = {name: number for number, name in enumerate(OPERATIONS)}
 ROW_WORDS = 1 + max(len(arguments) for arguments in OPERATIONS.values())
 _CTYPES = {ADDRESS: ctypes.c_void_p, INTEGER: ctypes.c_int64, FLOAT: ctypes.c_float}
@@ -38,22 +49,21 @@ _CTYPES = {ADDRESS: ctypes.c_void_p, INTEGER: ctypes.c_int64, FLOAT: ctypes.c_fl
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Code:
-    """Compiled for one head size. Calls do not hold the interpreter's lock."""
+    """Compiled functions. Calls do not hold the interpreter's lock."""
 
-    run: Callable[[int, int], None]
-    "(address of a table, number of its operations)"
     operations: dict[str, Callable[..., None]]
     "each by itself; arguments as in OPERATIONS"
+    run: Callable[[int, int], None] | None = None
+    "(address of a table, number of its operations); of code for a head size"
     engine: Any
     "owns the code"
 
 
-@lru_cache(maxsize=8)
-def native_code(head_size: int, width: int | None = None) -> Code:
-    """Compile for this processor, once a process.
+@lru_cache(maxsize=4)
+def common_code(width: int | None = None) -> Code:
+    """Compile what serves all models for this processor, once a process: some 0.4 s.
 
     Args:
-        head_size: E, a multiple of 8.
         width: floats in a vector of the products; the processor's widest by default. Results do not depend on it.
 
     Raises:
@@ -64,19 +74,38 @@ def native_code(head_size: int, width: int | None = None) -> Code:
     write_norms(module, gained=True)
     write_rotate(module)
     write_gate(module)
+    write_gumbel(module)
+    for count in range(1, MOST_LEADERS + 1):
+        write_leaders(module, count)
+    engine = compile_modules(products_text(width=width or widest_vector()), str(module))
+    return Code(operations=_callables(engine, COMMON), engine=engine)
+
+
+@lru_cache(maxsize=8)
+def native_code(head_size: int) -> Code:
+    """Compile attention for one head size, a multiple of 8, and what runs tables. Raises RuntimeError."""
+    share_functions(common_code().engine, COMMON)
+    module = ir.Module()
     write_store(module, head_size)
     write_attend(module, head_size)
     _write_run(module)
-    engine = compile_modules(products_text(width=width or widest_vector()), str(module))
-    kinds = {
-        name: ctypes.CFUNCTYPE(None, *[_CTYPES[kind] for kind in arguments.values()])
-        for name, arguments in OPERATIONS.items()
-    }
+    engine = compile_modules(str(module))
     return Code(
+        operations=common_code().operations | _callables(engine, BY_HEAD_SIZE),
         run=ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64)(engine.get_function_address("run")),
-        operations={name: kind(engine.get_function_address(name)) for name, kind in kinds.items()},
         engine=engine,
     )
+
+
+def _callables(
+    engine: Any, operations: Mapping[str, Mapping[str, ir.Type]]
+) -> dict[str, Callable[..., None]]:
+    return {
+        name: ctypes.CFUNCTYPE(None, *[_CTYPES[kind] for kind in arguments.values()])(
+            engine.get_function_address(name)
+        )
+        for name, arguments in operations.items()
+    }
 
 
 def _write_run(module: ir.Module) -> None:
@@ -91,7 +120,8 @@ def _write_run(module: ir.Module) -> None:
             block = w.function.append_basic_block()
             choice.add_case(INTEGER(NUMBERS[name]), block)
             w.ir.position_at_end(block)
-            w.call(name, *(_argument(w, words, 1 + i, kind) for i, kind in enumerate(arguments.values())))
+            function = SHARED + name if name in COMMON else name
+            w.call(function, *(_argument(w, words, 1 + i, kind) for i, kind in enumerate(arguments.values())))
             w.ir.branch(done)
         w.ir.position_at_end(done)
     w.finish()
@@ -110,7 +140,9 @@ class Program:
     """A table under construction, then to be run. Arguments given as text are named, and set before a run."""
 
     def __init__(self, code: Code) -> None:
-        self._code = code
+        if code.run is None:
+            raise TypeError("a program needs code for a head size: see native_code")
+        self._run = code.run
         self._rows: list[list[int]] = []
         self._named: dict[str, list[tuple[int, int]]] = {}
         self._places: dict[str, tuple[np.ndarray, np.ndarray]] = {}
@@ -144,4 +176,4 @@ class Program:
         """Set the named arguments and run the table, or the first operations of it. Raises KeyError: one is missing."""
         for name, places in self._places.items():
             self._table[places] = values[name]
-        self._code.run(self._table.ctypes.data, num_operations or len(self._rows))
+        self._run(self._table.ctypes.data, num_operations or len(self._rows))

@@ -16,7 +16,7 @@ WIDTH = 8
 "Floats in a vector, on every processor: the order of a sum over a row depends on it."
 ADDRESS, INTEGER, FLOAT = ir.PointerType(), ir.IntType(64), ir.FloatType()
 VECTOR = ir.VectorType(FLOAT, WIDTH)
-_LANES = ir.VectorType(ir.IntType(32), WIDTH)
+WORDS = ir.VectorType(ir.IntType(32), WIDTH)
 
 EXP2 = (
     0.6931472028552759,
@@ -27,6 +27,20 @@ EXP2 = (
     0.0001535336158634236,
 )
 "2^x - 1 for |x| <= 1/2 is x times this polynomial, to 2e-9 of 2^x (fitted with equal ripples)."
+LOG = (
+    7.0376836292e-2,
+    -1.1514610310e-1,
+    1.1676998740e-1,
+    -1.2420140846e-1,
+    1.4249322787e-1,
+    -1.6668057665e-1,
+    2.0000714765e-1,
+    -2.4999993993e-1,
+    3.3333331174e-1,
+)
+"ln(1 + f) = f - f^2 / 2 + f^3 times this polynomial for sqrt(1/2) <= 1 + f < sqrt(2) (S. Moshier, Cephes, logf)."
+LN2_PARTS = (0.693359375, -2.12194440e-4)
+"The first has few bits: its product with an exponent is exact."
 SMALLEST_POWER, LARGEST_POWER = -126.0, 128.0
 _MERGES = (
     ((0, 8, 2, 10, 4, 12, 6, 14), (1, 9, 3, 11, 5, 13, 7, 15)),
@@ -111,9 +125,13 @@ class Writer:
         one = self.ir.insert_element(ir.Constant(VECTOR, ir.Undefined), value, ir.IntType(32)(0))
         return self.shuffle(one, one, [0] * WIDTH)
 
+    def first(self, x: Any) -> Any:
+        """Return a vector's first lane."""
+        return self.ir.extract_element(x, ir.IntType(32)(0))
+
     def shuffle(self, a: Any, b: Any, lanes: Sequence[int]) -> Any:
         """Take lanes of two vectors behind one another."""
-        return self.ir.shuffle_vector(a, b, ir.Constant(_LANES, list(lanes)))
+        return self.ir.shuffle_vector(a, b, ir.Constant(WORDS, list(lanes)))
 
     def fma(self, a: Any, b: Any, c: Any) -> Any:
         """Return a b + c, rounded once."""
@@ -153,13 +171,36 @@ class Writer:
             polynomial = self.fma(polynomial, rest, self.splat(coefficient))
         fraction = self.fma(polynomial, rest, self.splat(1.0))
         exponent = self.ir.shl(
-            self.ir.add(self.ir.fptosi(whole, _LANES), ir.Constant(_LANES, [127] * WIDTH)),
-            ir.Constant(_LANES, [23] * WIDTH),
+            self.ir.add(self.ir.fptosi(whole, WORDS), ir.Constant(WORDS, [127] * WIDTH)),
+            ir.Constant(WORDS, [23] * WIDTH),
         )
         power = self.ir.fmul(fraction, self.ir.bitcast(exponent, VECTOR))
         return self.ir.select(
             self.ir.fcmp_ordered("<", x, self.splat(SMALLEST_POWER)), self.splat(0.0), power
         )
+
+    def log(self, x: Any) -> Any:
+        """Return the natural logarithm of positive normal floats, to about one unit in the last place."""
+        bits = self.ir.bitcast(x, WORDS)
+        exponent = self.ir.sub(self.ir.lshr(bits, self.words(23)), self.words(126))
+        mantissa = self.ir.or_(self.ir.and_(bits, self.words(0x007FFFFF)), self.words(0x3F000000))
+        fraction = self.ir.bitcast(mantissa, VECTOR)
+        small = self.ir.fcmp_ordered("<", fraction, self.splat(0.5**0.5))
+        fraction = self.ir.select(small, self.ir.fadd(fraction, fraction), fraction)
+        exponent = self.ir.select(small, self.ir.sub(exponent, self.words(1)), exponent)
+        f, power = self.ir.fsub(fraction, self.splat(1.0)), self.ir.sitofp(exponent, VECTOR)
+        square = self.ir.fmul(f, f)
+        polynomial = self.splat(LOG[0])
+        for coefficient in LOG[1:]:
+            polynomial = self.fma(polynomial, f, self.splat(coefficient))
+        rest = self.ir.fmul(self.ir.fmul(polynomial, f), square)
+        rest = self.fma(power, self.splat(LN2_PARTS[1]), rest)
+        rest = self.fma(square, self.splat(-0.5), rest)
+        return self.fma(power, self.splat(LN2_PARTS[0]), self.ir.fadd(f, rest))
+
+    def words(self, value: int) -> Any:
+        """Return a vector of one 32-bit integer."""
+        return ir.Constant(WORDS, [value - (value >> 31 << 32)] * WIDTH)
 
     def _intrinsic(self, name: str, *values: Any) -> Any:
         name = f"{name}.v{WIDTH}f32"

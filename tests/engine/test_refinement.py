@@ -15,6 +15,7 @@ from engine.drafters.model import ModelDrafter
 from engine.generator import Engine
 from engine.packing import RaggedRows
 from engine.refinement import Scorer, expected_tokens
+from engine.rule import RowSampling, leaders
 from engine.tree import chain, keep
 from profiles.acceptance import AcceptanceModel, first_features, other_features
 
@@ -145,9 +146,11 @@ def test_nodes_behind_a_samples_limit_score_nothing(
 
 def test_scores_equal_the_acceptance_model_by_hand() -> None:
     torch.manual_seed(0)
-    scaled, noise = torch.randn(2, 3, 11), torch.randn(2, 3, 11)
-    perturbed = scaled + noise
-    ids, score = Scorer(MODEL).children(scaled, perturbed, 3, levels=(2,))
+    scaled, noise = torch.randn(2, 3, 11), torch.randn(2, 4, 11)
+    perturbed = scaled + noise[:, 1:2]
+    sampling = RowSampling.of([SamplingParams(max_new_tokens=4)] * 2, torch.device("cpu"))
+    found = leaders(scaled, noise, torch.ones(2, 3, dtype=torch.int64), sampling, 4)
+    ids, score = Scorer(MODEL).children(found, levels=(2,))
     logprobs = torch.log_softmax(scaled, -1)
     for b in range(2):
         for w in range(3):

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from engine.native.products import PANEL, TILE, product_name
-from engine.native.program import native_code
+from engine.native.program import common_code
 
 
 def panels_of(weight: Tensor) -> Tensor:
@@ -16,7 +16,7 @@ def panels_of(weight: Tensor) -> Tensor:
 def run(x: Tensor, weight: Tensor, added: Tensor | None = None, width: int | None = None) -> Tensor:
     packed, out = panels_of(weight), torch.full((x.shape[0], weight.shape[0]), torch.nan)
     name = product_name(added=added is not None, bfloat16=weight.dtype == torch.bfloat16)
-    native_code(8, width).operations[name](
+    common_code(width).operations[name](
         out.data_ptr(),
         x.data_ptr(),
         packed.data_ptr(),
@@ -89,7 +89,7 @@ def test_rows_may_lie_apart_and_the_result_may_replace_what_is_added() -> None:
     apart[:, :32] = x
     assert torch.equal(run(apart[:, :32], weight, added), expected)
     packed = panels_of(weight)
-    native_code(8).operations["product_added"](
+    common_code().operations["product_added"](
         added.data_ptr(), x.data_ptr(), packed.data_ptr(), added.data_ptr(), 7, 32, 2, 32, 32, 32
     )
     assert torch.equal(added, expected)
