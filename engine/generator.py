@@ -129,6 +129,18 @@ class Engine:
             done.update((completion.key, completion) for completion in self.step())
         return [done[request.key] for request in requests]
 
+    @property
+    def policy(self) -> DraftPolicy:
+        """What decides how much to draft and verify."""
+        return self._policy
+
+    @policy.setter
+    def policy(self, policy: DraftPolicy) -> None:
+        self._policy = policy
+        # looking at a protocol's members takes longer than some of them
+        self._refining = policy if isinstance(policy, RefiningPolicy) else None
+        self._watchful = policy if isinstance(policy, WatchfulPolicy) else None
+
     def step(self) -> list[Completion]:
         """Admit what fits, prefill it, decode one step; return the samples that finished."""
         self._admit()
@@ -164,9 +176,9 @@ class Engine:
 
     def _refinement(self, budget: Budget) -> Refinement | None:
         """Return what carries the policy's further decisions of a refined budget."""
-        if not budget.refined or self.scorer is None or not isinstance(self.policy, RefiningPolicy):
+        if not budget.refined or self.scorer is None or self._refining is None:
             return None
-        return Refinement(self.policy, self.scorer, self._batch.remaining_tokens, self._clock)
+        return Refinement(self._refining, self.scorer, self._batch.remaining_tokens, self._clock)
 
     def decode_state(self) -> DecodeState:
         """Return the facts that a draft policy may use."""
@@ -300,7 +312,7 @@ class Engine:
         self.policy.observe(record)
         # counted with the next step: this record is complete
         self._observe_s = self._clock() - started
-        alarm = self.policy.take_alarm() if isinstance(self.policy, WatchfulPolicy) else None
+        alarm = self._watchful.take_alarm() if self._watchful is not None else None
         if alarm is not None:
             self._raise_drafter_alarm(alarm)
         self.step_records.append(record)

@@ -159,10 +159,10 @@ class Scorer:
 
         `levels` is the level of all w nodes, or of each: a chain's levels side by side.
         """
-        best = found.scores.cpu().numpy()
+        best = found.scores
         count = best.shape[-1] - 1
         ids = found.token_ids.narrow(-1, 0, count)
-        logprob = found.logprobs.cpu().numpy()[..., :count]
+        logprob = found.logprobs[..., :count]
         margin = best[..., :1] - best[..., 1:]
         if count > 1:
             # rank 1 leads the second, the others trail the first

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
@@ -79,10 +80,10 @@ class Leaders:
     """The best tokens of each row by perturbed score, best first."""
 
     token_ids: Int[Tensor, "B R k"]
-    scores: Float[Tensor, "B R k"]
-    "perturbed"
-    logprobs: Float[Tensor, "B R k"]
-    "of the tokens, unfiltered"
+    scores: np.ndarray
+    "perturbed, float32 [B, R, k] on the host: small arrays, which numpy handles at least cost"
+    logprobs: np.ndarray
+    "of the tokens, unfiltered; float32 [B, R, k]"
 
 
 def choose(
@@ -121,15 +122,15 @@ def leaders(
     everything = perturb(scaled, _of_levels(noise, levels), rows)
     scores, ids = everything.topk(count, dim=-1)
     logprobs = torch.log_softmax(everything if perturbed else scaled, -1).gather(-1, ids)
-    return Leaders(token_ids=ids, scores=scores, logprobs=logprobs)
+    return Leaders(token_ids=ids, scores=scores.cpu().numpy(), logprobs=logprobs.cpu().numpy())
 
 
 def joined(parts: list[Leaders]) -> Leaders:
     """Return rows of several calls side by side."""
     return Leaders(
         token_ids=torch.cat([part.token_ids for part in parts], 1),
-        scores=torch.cat([part.scores for part in parts], 1),
-        logprobs=torch.cat([part.logprobs for part in parts], 1),
+        scores=np.concatenate([part.scores for part in parts], 1),
+        logprobs=np.concatenate([part.logprobs for part in parts], 1),
     )
 
 

@@ -9,9 +9,11 @@ else a child's share of the softmax over perturbed scores.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 from transformers.modeling_utils import PreTrainedModel
 
@@ -149,7 +151,7 @@ class ModelDrafter:
         unscored: list[Leaders] = []
         asked_at = budget.depth if refinement is None else min(budget.depth, refinement.levels_to_draft())
         while len(tokens) < asked_at:
-            level = torch.full((len(batch), 1), len(tokens), device=lengths.device)
+            level = _at_level(len(batch), 1, len(tokens), lengths.device)
             if refinement is None:
                 tokens.append(choose(logits[:, None], noise, level, batch.sampling))
             else:
@@ -192,11 +194,11 @@ class ModelDrafter:
         if asked_at == 0:
             return root_only(live, device)
         for level in range(1, budget.depth + 1):
-            noise_level = torch.full((live, frontier_logits.shape[1]), level - 1, device=device)
+            noise_level = _at_level(live, frontier_logits.shape[1], level - 1, device)
             inputs = (frontier_logits, noise, noise_level, batch.sampling)
             if refinement is None:
                 found = leaders(*inputs, budget.branching, perturbed=True)
-                ids, score = found.token_ids, frontier_score[..., None] * found.logprobs.exp()
+                ids, score = found.token_ids, frontier_score[..., None] * torch.from_numpy(np.exp(found.logprobs)).to(device)
             else:
                 found = refinement.leaders(*inputs, budget.branching)
                 ids, estimates = refinement.children(found)
@@ -250,6 +252,12 @@ class ModelDrafter:
         last_position = batch.tokens.shape[1] - 1
         logits = self.runner.logits(ids.reshape(-1), positions.clamp(max=last_position).reshape(-1), plan)
         return logits.view(live, n, -1)
+
+
+@lru_cache(maxsize=1024)
+def _at_level(batch: int, width: int, level: int, device: torch.device) -> Int[Tensor, "B w"]:
+    """The level of noise that a level's nodes choose by; made once."""
+    return torch.full((batch, width), level, device=device)
 
 
 def _candidates(levels: list[tuple[Tensor, ...]], branching: int) -> DraftTree:

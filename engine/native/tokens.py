@@ -35,23 +35,23 @@ def best_tokens(
     *,
     count: int,
     share: float,
-) -> tuple[Int[Tensor, "B R k"], Float[Tensor, "B R k"], Float[Tensor, "B R k"]]:
+) -> tuple[Int[Tensor, "B R k"], np.ndarray, np.ndarray]:
     """Return the `count` best token ids of logits / divisor + factor * noise, their values, their log-probabilities.
 
     The last are under softmax(logits / divisor + share * factor * noise), and not written with a count of 1. Arguments
     are float32 on the CPU, int64 for levels; rows of logits and noise lie anywhere, each in one piece.
     """
     shape = (*logits.shape[:2], count)
-    values, logprobs = logits.new_empty(2, *shape)
-    ids = torch.empty(shape, dtype=torch.int64)
-    levels = levels.contiguous()
+    numbers, ids = np.empty((2, *shape), dtype=np.float32), torch.empty(shape, dtype=torch.int64)
+    values, logprobs = numbers
+    address = numbers.ctypes.data
     common_code().operations[leaders_name(count)](
-        values.data_ptr(),
+        address,
         ids.data_ptr(),
-        logprobs.data_ptr(),
+        address + values.nbytes,
         logits.data_ptr(),
         noise.data_ptr(),
-        levels.data_ptr(),
+        levels.contiguous().data_ptr(),
         divisors.data_ptr(),
         factors.data_ptr(),
         *logits.shape,
