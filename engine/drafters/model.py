@@ -198,7 +198,8 @@ class ModelDrafter:
             inputs = (frontier_logits, noise, noise_level, batch.sampling)
             if refinement is None:
                 found = leaders(*inputs, budget.branching, perturbed=True)
-                ids, score = found.token_ids, frontier_score[..., None] * torch.from_numpy(np.exp(found.logprobs)).to(device)
+                share = torch.from_numpy(np.exp(found.logprobs)).to(device)
+                ids, score = found.token_ids, frontier_score[..., None] * share
             else:
                 found = refinement.leaders(*inputs, budget.branching)
                 ids, estimates = refinement.children(found)

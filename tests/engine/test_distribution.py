@@ -139,7 +139,7 @@ def _filter_after_argmax(patch: pytest.MonkeyPatch) -> None:
         tokens = torch.where(inside, tokens, scaled.argmax(-1))
         return torch.nn.functional.one_hot(tokens, scaled.shape[-1]).float()
 
-    patch.setattr(engine.decode_step, "perturb", wrong)
+    patch.setattr(engine.rule, "perturb", wrong)
 
 
 @pytest.mark.parametrize("plant", [_reuse_noise, _drop_group_member, _filter_after_argmax])
