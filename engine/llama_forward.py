@@ -27,7 +27,9 @@ from transformers.modeling_utils import PreTrainedModel
 
 from engine.attention import ordered_attention
 from engine.forward_plan import ForwardPlan
+from engine.kv import KVPool
 from engine.linears import Linear, MatrixLinear, StreamedLinear, compute_dtype, make_linear, streams
+from engine.native.chain import NativeChain
 from engine.native.forward import NativeForward, NativeLayer
 from engine.native.products import PANEL
 from engine.native.serving import serves
@@ -132,6 +134,12 @@ class LlamaForward:
                 plan.store(index, qkv)
                 return
             x = self._after_qkv(index, layer, x, qkv, plan)
+
+    def chain(self, pool: KVPool, *, vocab_size: int) -> NativeChain | None:
+        """Return what drafts chains with these weights in few calls, until they are laid out anew; None: nothing."""
+        if self._native is None:
+            return None
+        return NativeChain(self._native, self._embedding, self._turns, pool, vocab_size=vocab_size)
 
     def _write_inputs(
         self, native: NativeForward, input_ids: Tensor, position_ids: Tensor, plan: ForwardPlan

@@ -12,11 +12,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from torch import Tensor
 
 from core.records import DraftLog, SampleRequest
-from engine.rule import Leaders, RowSampling, joined, leaders
+from engine.rule import Leaders, joined
 from engine.tree import DraftTree
 from engine.verify import Verdict
 from policies.base import RefiningPolicy
@@ -59,22 +59,11 @@ class Refinement:
         self.seconds += self._clock() - started
         return answer
 
-    def leaders(
-        self,
-        logits: Float[Tensor, "B w V"],
-        noise: Float[Tensor, "B D V"],
-        levels: Int[Tensor, "B w"],
-        rows: RowSampling,
-        branching: int,
-    ) -> Leaders:
-        """Find the best children of every node, and one more: by how much they lead is scored."""
-        started = self._clock()
-        found = leaders(logits, noise, levels, rows, min(branching + 1, logits.shape[-1]))
-        self.seconds += self._clock() - started
-        return found
-
     def children(self, found: Leaders) -> tuple[Int[Tensor, "B w b"], np.ndarray]:
-        """Return the best children of every frontier node, and their path scores, float32 [B, w * b]."""
+        """Return the best children of every frontier node, and their path scores, float32 [B, w * b].
+
+        There is one leader more than children: by how much they lead is scored.
+        """
         started = self._clock()
         level = len(self._levels) + 1
         ids, share = self._scorer.children(found, (level,))

@@ -93,7 +93,7 @@ def choose(
     rows: RowSampling,
 ) -> Int[Tensor, "B R"]:
     """Return the rule's token of every row, whose noise is that of its level. Ties go to the smaller token id."""
-    if _is_native(logits, rows, 1):
+    if is_native(logits, rows, 1):
         return best_tokens(logits, noise, levels, rows.divisor, rows.noise_factor, count=1, share=0.0)[0][
             ..., 0
         ]
@@ -113,7 +113,7 @@ def leaders(
 
     Their log-probabilities are under softmax(logits / T), or of the softmax of the perturbed scores if `perturbed`.
     """
-    if _is_native(logits, rows, count):
+    if is_native(logits, rows, count):
         ids, scores, logprobs = best_tokens(
             logits, noise, levels, rows.divisor, rows.noise_factor, count=count, share=float(perturbed)
         )
@@ -134,7 +134,8 @@ def joined(parts: list[Leaders]) -> Leaders:
     )
 
 
-def _is_native(logits: Tensor, rows: RowSampling, count: int) -> bool:
+def is_native(logits: Tensor, rows: RowSampling, count: int) -> bool:
+    """Whether our own code finds the best tokens."""
     return (
         not rows.any_filter
         and count <= MOST_LEADERS

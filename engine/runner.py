@@ -9,11 +9,12 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers.modeling_utils import PreTrainedModel
 
-from engine.attention import Attention
+from engine.attention import Attention, ordered_attention
 from engine.forward_plan import ForwardPlan, TreePlan
 from engine.graphs import ForwardGraphs, Recorder
 from engine.kv import KVPool, KVShape
 from engine.llama_forward import LlamaForward, can_serve
+from engine.native.chain import NativeChain
 from engine.prefill_plan import PrefillPiece, PrefillPlan
 from engine.stock_forward import StockForward
 from engine.support import COMPARED_TOKENS, plain_logits, refuse_unsupported, require_equal
@@ -90,6 +91,8 @@ class ModelRunner:
             if can_serve(model) and not stock
             else StockForward(model)
         )
+        self._chain: NativeChain | None = None
+        self._chain_known = False
         self.graphs: ForwardGraphs | None = None
         require_equal(model, plain, self._causal_logits(ids))
         if recorder is not None:
@@ -104,6 +107,16 @@ class ModelRunner:
         """Lay the weights out for plain products."""
         if self.prepacked:
             self._forward = LlamaForward(self.model, capacity=self.pool.capacity, prepack=False)
+            self._forget_chain()
+
+    @property
+    def native_chain(self) -> NativeChain | None:
+        """What drafts chains in few calls, where our own code computes the forward."""
+        if not self._chain_known:
+            self._chain_known = True
+            if isinstance(self._forward, LlamaForward) and self.attention is ordered_attention:
+                self._chain = self._forward.chain(self.pool, vocab_size=self.vocab_size)
+        return self._chain
 
     @torch.inference_mode()
     def logits(
@@ -126,8 +139,12 @@ class ModelRunner:
         """Load named weights into the model and its inference copy. Raises WeightsError when they do not fit."""
         load_into(self.model, tensors)
         self._forward.reload()
+        self._forget_chain()
         if self.graphs is not None:
             self.graphs.forget()
+
+    def _forget_chain(self) -> None:
+        self._chain, self._chain_known = None, False
 
     def _causal_logits(self, ids: Tensor) -> Tensor:
         """Logits of one sequence through the pool. Leaves junk in slot 0."""

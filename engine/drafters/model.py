@@ -19,6 +19,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from core.records import Budget
 from engine.batch import RunningBatch
+from engine.drafters.native_levels import NativeLevels
 from engine.forward_plan import TreePlan
 from engine.kv import KVPool
 from engine.prefill import fill_committed
@@ -147,24 +148,32 @@ class ModelDrafter:
         """Draft the best child of the best child: nothing to sort, so the tree carries no scores."""
         lengths = batch.lengths_tensor()
         index = torch.arange(budget.depth, device=lengths.device).expand(len(batch), -1)
+        native = NativeLevels.of(self.runner, batch, noise, logits)
         tokens: list[Tensor] = []
+        found: Leaders | None = None
         unscored: list[Leaders] = []
         asked_at = budget.depth if refinement is None else min(budget.depth, refinement.levels_to_draft())
         while len(tokens) < asked_at:
-            level = _at_level(len(batch), 1, len(tokens), lengths.device)
-            if refinement is None:
-                tokens.append(choose(logits[:, None], noise, level, batch.sampling))
+            if native is not None and found is not None:
+                found = native.next_level(found)
             else:
-                found = refinement.leaders(logits[:, None], noise, level, batch.sampling, 1)
-                tokens.append(found.token_ids[..., 0])
+                if tokens:
+                    logits = self._forward_level(batch, tokens[-1], lengths, None, index[:, : len(tokens)])[
+                        :, 0
+                    ]
+                level = _at_level(len(batch), 1, len(tokens), lengths.device)
+                if refinement is None and native is None:
+                    tokens.append(choose(logits[:, None], noise, level, batch.sampling))
+                    continue
+                found = leaders(logits[:, None], noise, level, batch.sampling, min(2, logits.shape[-1]))
+            tokens.append(found.token_ids[..., 0])
+            if refinement is not None:
                 unscored.append(found)
                 if len(tokens) == asked_at:
                     refinement.chain_levels(unscored)
                     unscored = []
                     if asked_at < budget.depth:
                         asked_at = min(budget.depth, asked_at + refinement.levels_to_draft())
-            if len(tokens) < asked_at:
-                logits = self._forward_level(batch, tokens[-1], lengths, None, index[:, : len(tokens)])[:, 0]
         if not tokens:
             return root_only(len(batch), lengths.device)
         ids = torch.cat(tokens, dim=1)
@@ -201,7 +210,7 @@ class ModelDrafter:
                 share = torch.from_numpy(np.exp(found.logprobs)).to(device)
                 ids, score = found.token_ids, frontier_score[..., None] * share
             else:
-                found = refinement.leaders(*inputs, budget.branching)
+                found = leaders(*inputs, min(budget.branching + 1, logits.shape[-1]))
                 ids, estimates = refinement.children(found)
                 score = torch.from_numpy(estimates).to(device)
             score = score.reshape(live, -1)

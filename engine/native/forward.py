@@ -80,7 +80,7 @@ class NativeForward:
 
     def logits(self, num_tokens: int, spans: Spans) -> Float[Tensor, "M V"]:
         """Return every token's next-token logits; a view where V is no multiple of PANEL."""
-        out = self._x.new_empty(num_tokens, self._head.num_panels * PANEL)
+        out = self._x.new_empty(num_tokens, self.head_columns)
         self._run(None, num_tokens, spans, out.data_ptr())
         return out[:, : self._head.columns]
 
@@ -102,24 +102,33 @@ class NativeForward:
         """Make the buffers, and the program over them."""
         first = self._layers[0]
         hidden, inner = first.qkv.depth, first.down.depth
-        lanes = self._queries + 2
         attended = self._heads * self._queries * self._size
-        self._x, normed = torch.empty(2, room, hidden)
+        self._x, self._normed = torch.empty(2, room, hidden)
         self._turns = torch.empty(room, self._size // 2, dtype=torch.complex64)
-        qkv, out = torch.empty(room, self._heads * lanes * self._size), torch.empty(room, attended)
-        both, gated = torch.empty(room, 2 * inner), torch.empty(room, inner)
-        block = block_tokens(self._queries)
-        weights = torch.empty(block * self._queries, pool.capacity)
-        self._kept = (normed, qkv, out, both, gated, weights)
+        self._qkv = torch.empty(room, attended + 2 * self._heads * self._size)
+        self._attended = torch.empty(room, attended)
+        self._both, self._gated = torch.empty(room, 2 * inner), torch.empty(room, inner)
+        self._weights = torch.empty(block_tokens(self._queries) * self._queries, pool.capacity)
         self._pool, self._room = pool, room
         self._program = Program(self._code)
+        self.add_layers(self._program, pool)
+        self.add_head(self._program)
+        self._program.close()
+
+    def add_layers(self, program: Program, pool: KVPool) -> None:
+        """Append everything between the embeddings and the head's product, over the buffers of `inputs`.
+
+        Arguments to be set: tokens, head_tokens (tokens times KV heads), spans, num_spans.
+        """
+        lanes = self._queries + 2
+        x, normed, qkv = self._x, self._normed, self._qkv
         for index, layer in enumerate(self._layers):
             cells = pool.cells[index].data_ptr()
-            self._norm(self._x, normed, layer.attention_gain)
-            self._product(layer.qkv, normed, qkv)
+            self._norm(program, layer.attention_gain)
+            self._product(program, layer.qkv, normed, qkv)
             if layer.head_gain is not None:
-                self._norm_heads(qkv, layer.head_gain)
-            self._program.add(
+                self._norm_heads(program, layer.head_gain)
+            program.add(
                 "rotate",
                 x=qkv.data_ptr(),
                 turns=self._turns.data_ptr(),
@@ -129,7 +138,7 @@ class NativeForward:
                 lanes=lanes,
                 size=self._size,
             )
-            self._program.add(
+            program.add(
                 "store",
                 cells=cells,
                 qkv=qkv.data_ptr(),
@@ -140,38 +149,56 @@ class NativeForward:
                 lanes=lanes,
                 capacity=pool.capacity,
             )
-            self._until_stored = len(self._program)
-            self._program.add(
+            self._until_stored = len(program)
+            program.add(
                 "attend",
-                out=out.data_ptr(),
+                out=self._attended.data_ptr(),
                 qkv=qkv.data_ptr(),
                 cells=cells,
                 spans="spans",
-                weights=weights.data_ptr(),
+                weights=self._weights.data_ptr(),
                 num="num_spans",
                 slots=pool.num_slots,
                 heads=self._heads,
                 queries=self._queries,
                 capacity=pool.capacity,
-                block=block,
+                block=block_tokens(self._queries),
                 window=layer.sliding_window or 0,
                 scale=self._scale,
             )
-            self._product(layer.out, out, self._x, added=True)
-            self._norm(self._x, normed, layer.mlp_gain)
-            self._product(layer.gate_up, normed, both)
-            self._program.add("gate", out=gated.data_ptr(), both=both.data_ptr(), rows="tokens", size=inner)
-            self._product(layer.down, gated, self._x, added=True)
-        self._norm(self._x, normed, self._final_gain)
-        self._product(self._head, normed, None)
-        self._program.close()
+            self._product(program, layer.out, self._attended, x, added=True)
+            self._norm(program, layer.mlp_gain)
+            self._product(program, layer.gate_up, normed, self._both)
+            program.add(
+                "gate",
+                out=self._gated.data_ptr(),
+                both=self._both.data_ptr(),
+                rows="tokens",
+                size=layer.down.depth,
+            )
+            self._product(program, layer.down, self._gated, x, added=True)
+        self._norm(program, self._final_gain)
 
-    def _norm(self, x: Tensor, out: Tensor, gain: Tensor | None) -> None:
-        size = x.shape[1]
-        self._program.add(
+    def add_head(self, program: Program) -> None:
+        """Append the head's product. Argument to be set: logits, the address of [tokens, head columns]."""
+        self._product(program, self._head, self._normed, None)
+
+    @property
+    def head_columns(self) -> int:
+        """Columns of the logits, the padding to whole panels included."""
+        return self._head.num_panels * PANEL
+
+    @property
+    def kv_heads(self) -> int:
+        """KV heads."""
+        return self._heads
+
+    def _norm(self, program: Program, gain: Tensor | None) -> None:
+        size = self._x.shape[1]
+        program.add(
             "norms" if gain is None else "norms_gained",
-            out=out.data_ptr(),
-            x=x.data_ptr(),
+            out=self._normed.data_ptr(),
+            x=self._x.data_ptr(),
             gains=0 if gain is None else gain.data_ptr(),
             groups="tokens",
             lanes=1,
@@ -181,11 +208,11 @@ class NativeForward:
             floor=size * self._eps,
         )
 
-    def _norm_heads(self, qkv: Tensor, gain: Tensor) -> None:
-        self._program.add(
+    def _norm_heads(self, program: Program, gain: Tensor) -> None:
+        program.add(
             "norms_gained",
-            out=qkv.data_ptr(),
-            x=qkv.data_ptr(),
+            out=self._qkv.data_ptr(),
+            x=self._qkv.data_ptr(),
             gains=gain.data_ptr(),
             groups="head_tokens",
             lanes=self._queries + 1,
@@ -195,11 +222,14 @@ class NativeForward:
             floor=self._size * self._eps,
         )
 
-    def _product(self, linear: StreamedLinear, x: Tensor, out: Tensor | None, *, added: bool = False) -> None:
+    @staticmethod
+    def _product(
+        program: Program, linear: StreamedLinear, x: Tensor, out: Tensor | None, *, added: bool = False
+    ) -> None:
         """Append x W^T + b, written to the logits without `out`, or added to what `out` holds."""
         width = linear.num_panels * PANEL
         bias = 0 if linear.bias is None else linear.bias.data_ptr()
-        self._program.add(
+        program.add(
             linear.operation(added=added or bias != 0),
             out="logits" if out is None else out.data_ptr(),
             x=x.data_ptr(),

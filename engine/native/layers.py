@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from llvmlite import ir
 
+from engine.native.attention import SPAN_FIELDS
 from engine.native.writer import ADDRESS, FLOAT, INTEGER, LOG2_E, VECTOR, WIDTH, Writer
 
 NORMS = {
@@ -18,6 +19,14 @@ NORMS = {
 ROTATE = {
     **dict.fromkeys(("x", "turns"), ADDRESS),
     **dict.fromkeys(("tokens", "heads", "turned", "lanes", "size"), INTEGER),
+}
+EMBED = {
+    **dict.fromkeys(("out", "ids", "table"), ADDRESS),
+    **dict.fromkeys(("rows", "id_stride", "size"), INTEGER),
+}
+TURN = {
+    **dict.fromkeys(("out", "spans", "table"), ADDRESS),
+    **dict.fromkeys(("num", "size"), INTEGER),
 }
 GATE = {"out": ADDRESS, "both": ADDRESS, "rows": INTEGER, "size": INTEGER}
 
@@ -80,4 +89,31 @@ def write_gate(module: ir.Module) -> None:
             power = w.exp2(w.ir.fmul(gate, w.splat(-LOG2_E)))
             gated = w.ir.fdiv(gate, w.ir.fadd(w.splat(1.0), power))
             w.store(w.ir.fmul(gated, up), out, each.index)
+    w.finish()
+
+
+def write_embed(module: ir.Module, *, bfloat16: bool) -> None:
+    """`embed` or `embed_bfloat16`: the table's rows of `size` for ids (int64) that lie `id_stride` apart."""
+    w = Writer(module, "embed" + "_bfloat16" * bfloat16, EMBED)
+    at, size = w.at, w.at["size"]
+    element = ir.IntType(16) if bfloat16 else FLOAT
+    with w.loop(at["rows"]) as row:
+        number = w.load(at["ids"], w.times(row.index, at["id_stride"]), INTEGER, element=INTEGER)
+        source = w.address(at["table"], w.times(number, size), element)
+        out = w.address(at["out"], w.times(row.index, size))
+        with w.loop(size, step=WIDTH) as each:
+            value = w.load_bfloat16(source, each.index) if bfloat16 else w.load(source, each.index)
+            w.store(value, out, each.index)
+    w.finish()
+
+
+def write_turn(module: ir.Module) -> None:
+    """`turn`: the table's rows of `size` for the positions at which spans of one token start."""
+    w = Writer(module, "turn", TURN)
+    at, size = w.at, w.at["size"]
+    with w.loop(at["num"]) as span:
+        place = w.sum(w.times(span.index, len(SPAN_FIELDS)), INTEGER(SPAN_FIELDS.index("start")))
+        position = w.load(at["spans"], place, INTEGER, element=INTEGER)
+        out = w.address(at["out"], w.times(span.index, size))
+        w.copy(out, w.address(at["table"], w.times(position, size)), size)
     w.finish()

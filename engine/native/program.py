@@ -17,7 +17,18 @@ import numpy as np
 from llvmlite import ir
 
 from engine.native.attention import ATTEND, STORE, write_attend, write_store
-from engine.native.layers import GATE, NORMS, ROTATE, write_gate, write_norms, write_rotate
+from engine.native.layers import (
+    EMBED,
+    GATE,
+    NORMS,
+    ROTATE,
+    TURN,
+    write_embed,
+    write_gate,
+    write_norms,
+    write_rotate,
+    write_turn,
+)
 from engine.native.machine import SHARED, compile_modules, share_functions, widest_vector
 from engine.native.products import PRODUCT, product_name, products_text
 from engine.native.sampling import (
@@ -35,6 +46,9 @@ COMMON: dict[str, Mapping[str, ir.Type]] = {
     "norms_gained": NORMS,
     "rotate": ROTATE,
     "gate": GATE,
+    "embed": EMBED,
+    "embed_bfloat16": EMBED,
+    "turn": TURN,
     **{product_name(added=a, bfloat16=b): PRODUCT for a in (False, True) for b in (False, True)},
     "gumbel": GUMBEL,
     **{leaders_name(count): LEADERS for count in range(1, MOST_LEADERS + 1)},
@@ -74,6 +88,9 @@ def common_code(width: int | None = None) -> Code:
     write_norms(module, gained=True)
     write_rotate(module)
     write_gate(module)
+    write_embed(module, bfloat16=False)
+    write_embed(module, bfloat16=True)
+    write_turn(module)
     write_gumbel(module)
     for count in range(1, MOST_LEADERS + 1):
         write_leaders(module, count)

@@ -109,6 +109,12 @@ class Writer:
         """Load from an offset in elements; alignment is that of a float."""
         return self.ir.load(self.address(base, offset, element), typ=kind, align=4)
 
+    def load_bfloat16(self, base: Any, offset: Any) -> Any:
+        """Load a vector of bfloat16 as floats, whose upper halves they are."""
+        short = ir.IntType(16)
+        halves = self.ir.load(self.address(base, offset, short), typ=ir.VectorType(short, WIDTH), align=2)
+        return self.ir.bitcast(self.ir.shl(self.ir.zext(halves, WORDS), self.words(16)), VECTOR)
+
     def store(self, value: Any, base: Any, offset: Any) -> None:
         """Store at an offset in floats."""
         self.ir.store(value, self.address(base, offset), align=4)

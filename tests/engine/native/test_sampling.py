@@ -71,7 +71,7 @@ def test_it_chooses_what_library_calls_choose(
         for count in range(2, MOST_LEADERS + 1)
         for perturbed in (False, True)
     ]
-    monkeypatch.setattr(rule, "_is_native", lambda *_: False)
+    monkeypatch.setattr(rule, "is_native", lambda *_: False)
     assert torch.equal(chosen, choose(logits, noise, LEVELS, rows))
     for number, native in enumerate(found):
         count, perturbed = number // 2 + 2, bool(number % 2)
