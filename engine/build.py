@@ -19,6 +19,7 @@ from engine.drafters.ngram import NgramDrafter
 from engine.generator import Engine
 from engine.graphs import CudaRecorder
 from engine.models import max_context_tokens
+from engine.native.serving import serves_thread
 from engine.probe import prove_invariance
 from engine.refinement import Scorer
 from engine.runner import ModelRunner
@@ -194,7 +195,8 @@ def resolve_numerics(engine: EngineConfig, device: torch.device) -> Numerics:
 def attention_for(engine: EngineConfig, numerics: Numerics, device: torch.device) -> Attention:
     """Return the attention back end. Raises ConfigError when it cannot serve these numerics or this machine."""
     if engine.attention == "auto":
-        return ATTENTION["ordered" if numerics == "invariant" else "sdpa"]
+        # our own code is the fastest where it serves, and ordered besides
+        return ATTENTION["ordered" if numerics == "invariant" or serves_thread(device) else "sdpa"]
     if numerics == "invariant" and engine.attention in ("sdpa", "xformers"):
         raise ConfigError(
             f"engine.attention {engine.attention} is not invariant: its row sums depend on neighbours; "

@@ -68,7 +68,8 @@ def decode_step(
         tree = drafter.draft(batch, budget, noise, refinement)
     if tree is None:
         tree = root_only(live, lengths.device)
-    tree = drop_split_nodes(tree, lengths - 1)
+    if runner.rounds_by_chunk:
+        tree = drop_split_nodes(tree, lengths - 1)
     phases.mark()
 
     ancestors = None if tree.is_chain else ancestors_or_self(tree)

@@ -135,6 +135,11 @@ class LlamaForward:
                 return
             x = self._after_qkv(index, layer, x, qkv, plan)
 
+    @property
+    def is_native(self) -> bool:
+        """Whether ordered attention takes the whole forward to our own code."""
+        return self._native is not None
+
     def chain(self, pool: KVPool, *, vocab_size: int) -> NativeChain | None:
         """Return what drafts chains with these weights in few calls, until they are laid out anew; None: nothing."""
         if self._native is None:

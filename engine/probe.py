@@ -80,7 +80,9 @@ def _variants(runner: ModelRunner, ids: Tensor, context: int, max_nodes: int) ->
             longer = _tree_logits(runner, root, tree, context, extra)
             yield f"the same under a view {extra} tokens longer", longer
             decoyed, numbers = _with_decoys(path, batch, max_nodes)
-            kept = drop_split_nodes(decoyed, torch.full((batch,), context, device=path.device))
+            kept = decoyed
+            if runner.rounds_by_chunk:
+                kept = drop_split_nodes(decoyed, torch.full((batch,), context, device=path.device))
             alive = int((kept.token_ids[0, numbers[1:] - 1] >= 0).long().cumprod(0).sum()) + 1
             logits = _tree_logits(runner, root, decoyed, context, 0)[:, numbers]
             # nodes past a chunk boundary are dropped by the engine: take plain logits in their place

@@ -16,7 +16,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from core.records import DraftLog, SampleRequest
-from engine.rule import Leaders, joined
+from engine.rule import Leaders
 from engine.tree import DraftTree
 from engine.verify import Verdict
 from policies.base import RefiningPolicy
@@ -66,24 +66,26 @@ class Refinement:
         """
         started = self._clock()
         level = len(self._levels) + 1
-        ids, share = self._scorer.children(found, (level,))
+        share = self._scorer.acceptance(found.scores, found.logprobs, (level,))
         self._add_level((share * self._frontier[..., None]).reshape(len(share), -1))
         self.seconds += self._clock() - started
-        return ids, self._levels[-1]
+        return found.token_ids.narrow(-1, 0, share.shape[-1]), self._levels[-1]
 
     def expand(self, candidates: np.ndarray) -> None:
         """The next level's parents are these of this level's candidates, [B, w]."""
         self._frontier = np.take_along_axis(self._levels[-1], candidates, axis=1)
 
-    def chain_levels(self, found: list[Leaders]) -> None:
-        """Score a chain's next levels together, [B, 1, 2] each: calls cost more than numbers."""
+    def chain_levels(self, scores: np.ndarray, logprobs: np.ndarray) -> None:
+        """Score a chain's next levels together: calls cost more than numbers.
+
+        Both are [B, levels, 2], of the best token and the one that it leads (`engine.rule.Leaders`).
+        """
         started = self._clock()
         first = len(self._levels) + 1
-        levels = tuple(range(first, first + len(found)))
-        together = found[0] if len(found) == 1 else joined(found)
-        _, share = self._scorer.children(together, levels)
+        levels = tuple(range(first, first + scores.shape[1]))
+        share = self._scorer.acceptance(scores, logprobs, levels)
         path = np.multiply.accumulate(share[..., 0], axis=1) * self._frontier
-        for number in range(len(found)):
+        for number in range(len(levels)):
             self._add_level(path[:, number : number + 1])
         self._frontier = self._levels[-1]
         self.seconds += self._clock() - started
@@ -143,16 +145,17 @@ class Scorer:
         self.model = model
         self._weights: dict[tuple[tuple[int, ...], int], tuple[np.ndarray, ...]] = {}
 
-    def children(self, found: Leaders, levels: tuple[int, ...]) -> tuple[Int[Tensor, "B w b"], np.ndarray]:
-        """Return all leaders but the last of every node as its children, and their conditional acceptance [B, w, b].
+    def acceptance(self, scores: np.ndarray, logprobs: np.ndarray, levels: tuple[int, ...]) -> np.ndarray:
+        """Return the conditional acceptance, [B, w, b], of all leaders of a node but the last, its children.
 
-        `levels` is the level of all w nodes, or of each: a chain's levels side by side.
+        Args:
+            scores: leaders' perturbed scores, best first, [B, w, b + 1].
+            logprobs: of the leaders, likewise.
+            levels: of all w nodes, or of each: a chain's levels side by side.
         """
-        best = found.scores
-        count = best.shape[-1] - 1
-        ids = found.token_ids.narrow(-1, 0, count)
-        logprob = found.logprobs[..., :count]
-        margin = best[..., :1] - best[..., 1:]
+        count = scores.shape[-1] - 1
+        logprob = logprobs[..., :count]
+        margin = scores[..., :1] - scores[..., 1:]
         if count > 1:
             # rank 1 leads the second, the others trail the first
             margin = np.concatenate([margin[..., :1], margin[..., :-1]], axis=-1)
@@ -161,7 +164,7 @@ class Scorer:
         self.saw(margin, logprob)
         intercept, of_log, of_margin, of_logprob = self._weights_of(levels, count)
         logit = of_log * np.log(margin + MARGIN_FLOOR) + of_margin * margin + of_logprob * logprob + intercept
-        return ids, 1.0 / (1.0 + np.exp(np.minimum(-logit, LARGEST_EXPONENT)))
+        return 1.0 / (1.0 + np.exp(np.minimum(-logit, LARGEST_EXPONENT)))
 
     def saw(self, margin: np.ndarray, logprob: np.ndarray) -> None:
         """One level's features, [B, w, b]; `engine.recording` keeps them."""

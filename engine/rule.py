@@ -125,15 +125,6 @@ def leaders(
     return Leaders(token_ids=ids, scores=scores.cpu().numpy(), logprobs=logprobs.cpu().numpy())
 
 
-def joined(parts: list[Leaders]) -> Leaders:
-    """Return rows of several calls side by side."""
-    return Leaders(
-        token_ids=torch.cat([part.token_ids for part in parts], 1),
-        scores=np.concatenate([part.scores for part in parts], 1),
-        logprobs=np.concatenate([part.logprobs for part in parts], 1),
-    )
-
-
 def is_native(logits: Tensor, rows: RowSampling, count: int) -> bool:
     """Whether our own code finds the best tokens."""
     return (

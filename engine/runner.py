@@ -103,6 +103,12 @@ class ModelRunner:
         """Whether any weight lies in another layout than a plain matrix."""
         return isinstance(self._forward, LlamaForward) and self._forward.prepacked
 
+    @property
+    def rounds_by_chunk(self) -> bool:
+        """Whether a token's place in its chunk of positions may change a bit (`engine.tree.drop_split_nodes`)."""
+        whole = isinstance(self._forward, LlamaForward) and self._forward.is_native
+        return not (whole and self.attention is ordered_attention)
+
     def stop_prepacking(self) -> None:
         """Lay the weights out for plain products."""
         if self.prepacked:

@@ -7,6 +7,7 @@ nodes are [B, N] and leave the root out. A dead node has token id DEAD: it is co
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -125,8 +126,9 @@ def ancestors_or_self(tree: DraftTree) -> Bool[Tensor, "B n n"]:
     return reach > 0
 
 
+@lru_cache(maxsize=256)
 def root_only(batch: int, device: torch.device) -> DraftTree:
-    """Return the empty tree: plain decoding."""
+    """Return the empty tree: plain decoding. Made once."""
     ids = torch.empty(batch, 0, dtype=torch.int64, device=device)
     return chain(ids, ids.float())
 

@@ -42,6 +42,14 @@ def verify(
         ancestors: node itself and its ancestors, root included; a chain needs none.
         max_depth: the deepest level of the tree; D = max_depth + 1.
     """
+    if not tree.num_nodes:
+        none = choices.new_zeros(len(choices))
+        return Verdict(
+            num_accepted=none,
+            path=none[:, None],
+            token_ids=choices,
+            num_accepted_rank2_plus=none.new_zeros(()),
+        )
     if tree.is_chain or ancestors is None:
         right = (tree.token_ids == choices[:, :-1]).long()
         num_accepted = right.cumprod(1).sum(1)

@@ -59,7 +59,9 @@ class AcceptanceRecalibration:
         """Take one refined draft's outcome."""
         self._accepted = self._accepted * DECAY + float(draft.num_accepted.sum())
         self._expected = self._expected * DECAY + _number(draft.expected_tokens)
-        best = np.nan_to_num(_best_of_levels(draft), posinf=0.0, neginf=0.0)[: len(self._prior)]
+        best = _best_of_levels(draft)[: len(self._prior)]
+        if not np.isfinite(best).all():
+            best = np.nan_to_num(best, posinf=0.0, neginf=0.0)
         self._reached *= DECAY
         self._passed *= DECAY
         self._reached[: len(best)] += np.concatenate([[len(draft.scores)], best[:-1]])[: len(best)]

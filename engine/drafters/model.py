@@ -19,13 +19,13 @@ from transformers.modeling_utils import PreTrainedModel
 
 from core.records import Budget
 from engine.batch import RunningBatch
-from engine.drafters.native_levels import NativeLevels
 from engine.forward_plan import TreePlan
 from engine.kv import KVPool
+from engine.native.chain import LEADERS, NativeChain
 from engine.prefill import fill_committed
 from engine.prefill_plan import PrefillPiece
 from engine.refinement import Refinement
-from engine.rule import Leaders, choose, leaders
+from engine.rule import Leaders, choose, is_native, leaders
 from engine.runner import ModelRunner
 from engine.tree import DraftTree, chain, keep, root_only, select_best
 from engine.verify import Verdict
@@ -64,7 +64,11 @@ class ModelDrafter:
         """Catch up with the committed tokens, then expand the tree."""
         logits = self._catch_up(batch)
         if budget.branching == 1:
-            tree = self._draft_chain(batch, budget, noise, logits, refinement)
+            native = self.runner.native_chain
+            if native is not None and is_native(logits, batch.sampling, LEADERS):
+                tree = self._draft_chain_natively(native, batch, budget, noise, logits, refinement)
+            else:
+                tree = self._draft_chain(batch, budget, noise, logits, refinement)
         else:
             tree = self._expand(batch, budget, noise, logits, refinement)
         if refinement is None:
@@ -148,35 +152,56 @@ class ModelDrafter:
         """Draft the best child of the best child: nothing to sort, so the tree carries no scores."""
         lengths = batch.lengths_tensor()
         index = torch.arange(budget.depth, device=lengths.device).expand(len(batch), -1)
-        native = NativeLevels.of(self.runner, batch, noise, logits)
         tokens: list[Tensor] = []
-        found: Leaders | None = None
         unscored: list[Leaders] = []
         asked_at = budget.depth if refinement is None else min(budget.depth, refinement.levels_to_draft())
         while len(tokens) < asked_at:
-            if native is not None and found is not None:
-                found = native.next_level(found)
-            else:
-                if tokens:
-                    logits = self._forward_level(batch, tokens[-1], lengths, None, index[:, : len(tokens)])[
-                        :, 0
-                    ]
-                level = _at_level(len(batch), 1, len(tokens), lengths.device)
-                if refinement is None and native is None:
-                    tokens.append(choose(logits[:, None], noise, level, batch.sampling))
-                    continue
-                found = leaders(logits[:, None], noise, level, batch.sampling, min(2, logits.shape[-1]))
+            if tokens:
+                logits = self._forward_level(batch, tokens[-1], lengths, None, index[:, : len(tokens)])[:, 0]
+            level = _at_level(len(batch), 1, len(tokens), lengths.device)
+            if refinement is None:
+                tokens.append(choose(logits[:, None], noise, level, batch.sampling))
+                continue
+            found = leaders(logits[:, None], noise, level, batch.sampling, min(2, logits.shape[-1]))
             tokens.append(found.token_ids[..., 0])
-            if refinement is not None:
-                unscored.append(found)
-                if len(tokens) == asked_at:
-                    refinement.chain_levels(unscored)
-                    unscored = []
-                    if asked_at < budget.depth:
-                        asked_at = min(budget.depth, asked_at + refinement.levels_to_draft())
+            unscored.append(found)
+            if len(tokens) == asked_at:
+                refinement.chain_levels(
+                    np.concatenate([each.scores for each in unscored], 1),
+                    np.concatenate([each.logprobs for each in unscored], 1),
+                )
+                unscored = []
+                if asked_at < budget.depth:
+                    asked_at = min(budget.depth, asked_at + refinement.levels_to_draft())
         if not tokens:
             return root_only(len(batch), lengths.device)
         ids = torch.cat(tokens, dim=1)
+        return chain(ids, torch.ones_like(ids, dtype=torch.float32))
+
+    def _draft_chain_natively(
+        self,
+        native: NativeChain,
+        batch: RunningBatch,
+        budget: Budget,
+        noise: Tensor,
+        logits: Float[Tensor, "B V"],
+        refinement: Refinement | None,
+    ) -> DraftTree:
+        """Draft the same by our own code, in one call for all levels between two questions to the policy."""
+        live, sampling = len(batch), batch.sampling
+        native.start(logits, batch.lengths[:live], noise, sampling.divisor, sampling.noise_factor)
+        drafted = 0
+        asked_at = budget.depth if refinement is None else min(budget.depth, refinement.levels_to_draft())
+        while drafted < asked_at:
+            scores, logprobs = native.draft(drafted, asked_at)
+            drafted = asked_at
+            if refinement is not None:
+                refinement.chain_levels(scores, logprobs)
+                if drafted < budget.depth:
+                    asked_at = min(budget.depth, drafted + refinement.levels_to_draft())
+        if not drafted:
+            return root_only(live, logits.device)
+        ids = native.token_ids(drafted)
         return chain(ids, torch.ones_like(ids, dtype=torch.float32))
 
     def _expand(

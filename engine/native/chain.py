@@ -1,4 +1,4 @@
-"""Drafts a chain: a level's forward and the choice of the next tokens are one call."""
+"""Drafts a chain: forwards and the choices between them, any number of levels in one call."""
 
 from __future__ import annotations
 
@@ -11,14 +11,16 @@ from engine.kv import KVPool
 from engine.native.forward import NativeForward
 from engine.native.program import Program, native_code
 from engine.native.sampling import leaders_name
-from engine.native.spans import Spans
+from engine.native.spans import spans_of
 
 LEADERS = 2
 "The next token, and the one that it leads: by how much tells how likely it is accepted."
+LEAST_LEVELS = 16
+"Room for fewer is not made."
 
 
 class NativeChain:
-    """One model's chains over one pool."""
+    """One model's chains over one pool. Level 0 is chosen by logits that are known, each other one by a forward."""
 
     def __init__(
         self,
@@ -43,102 +45,134 @@ class NativeChain:
         self._table = turns.contiguous()
         self._pool = pool
         self._vocab_size = vocab_size
+        self._max_levels = 0
         self._x = torch.empty(0)
-        self._program: Program | None = None
+        self._live = 0
 
-    def onward(
+    def start(
         self,
-        token_ids: Int[Tensor, "B k"],
-        spans: Spans,
+        logits: Float[Tensor, "B V"],
+        lengths: np.ndarray,
         noise: Float[Tensor, "B D V"],
-        level: int,
         divisors: Float[Tensor, " B"],
         factors: Float[Tensor, " B"],
-    ) -> tuple[Int[Tensor, "B 1 2"], np.ndarray, np.ndarray]:
-        """Compute the forward of the first ids; return the LEADERS best tokens behind them.
+    ) -> None:
+        """Begin behind the committed tokens of slots 0..B-1. What is passed must stay until the chain is drafted.
 
         Args:
-            token_ids: known ids, one or more a sample.
-            spans: one token of each sample, where its keys and values go: its position in the conversation too.
-            noise: of the levels.
-            level: of noise, by which the tokens behind are chosen.
+            logits: behind the last committed token.
+            lengths: committed tokens, int64 [B].
+            noise: of D levels; one fewer are forwarded.
             divisors: of the logits.
             factors: of the noise.
 
-        Returns:
-            Ids; scores and log-probabilities, float32 [B, 1, 2], as of `engine.native.tokens.best_tokens`.
+        Raises:
+            IndexError: the slots have no room for D - 1 tokens more.
         """
-        num = len(spans)
-        x, turns = self._forward.inputs(num, self._pool)
-        if self._program is None or x.data_ptr() != self._x.data_ptr():
-            self._program = self._build(x, turns)
-        ids, numbers = (
-            torch.empty(num, 1, LEADERS, dtype=torch.int64),
-            np.empty((2, num, 1, LEADERS), np.float32),
+        live, levels = len(lengths), noise.shape[1]
+        x, turns = self._forward.inputs(live, self._pool)
+        if levels > self._max_levels or x.data_ptr() != self._x.data_ptr():
+            self._build(x, turns, max(LEAST_LEVELS, levels))
+        self._spans = spans_of(
+            self._pool,
+            slots=np.arange(live),
+            counts=np.full(live, max(levels - 1, 1)),
+            starts=lengths,
         )
-        scores, logprobs = numbers
-        address = numbers.ctypes.data
-        self._program.run(
-            ids=token_ids.data_ptr(),
-            id_stride=token_ids.stride(0),
-            tokens=num,
-            head_tokens=num * self._forward.kv_heads,
-            spans=spans.ctypes.data,
-            num_spans=num,
+        # one token a level, at its own position; a level begins with a step forward
+        first, count, start = self._spans[:, 1:4].T
+        first[:], count[:], start[:] = np.arange(live), 1, lengths - 1
+        self._given = (logits, noise, divisors, factors)
+        self._live = live
+        step = noise.stride(1) * noise.element_size()
+        self._program.set(
+            tokens=live,
+            head_tokens=live * self._forward.kv_heads,
+            spans=self._spans.ctypes.data,
+            num_spans=live,
+            first_logits=logits.data_ptr(),
+            first_stride=logits.stride(0),
             logits=self._logits.data_ptr(),
-            found=ids.data_ptr(),
-            scores=address,
-            logprobs=address + scores.nbytes,
-            # the level is in the address: all samples' is the same
-            noise=noise.data_ptr() + level * noise.stride(1) * noise.element_size(),
+            noise=noise.data_ptr() + np.minimum(np.arange(self._max_levels), levels - 1) * step,
             noise_stride=noise.stride(0),
             divisors=divisors.data_ptr(),
             factors=factors.data_ptr(),
         )
-        return ids, scores, logprobs
 
-    def _build(self, x: Tensor, turns: Tensor) -> Program:
-        self._x = x
-        self._logits = torch.empty(self._pool.num_slots, self._forward.head_columns)
-        self._level = torch.zeros(self._pool.num_slots, dtype=torch.int64)
-        program = Program(native_code(self._pool.shape.head_size))
-        program.add(
-            "embed_bfloat16" if self._embedding.dtype == torch.bfloat16 else "embed",
-            out=x.data_ptr(),
-            ids="ids",
-            table=self._embedding.data_ptr(),
-            rows="tokens",
-            id_stride="id_stride",
-            size=self._embedding.shape[1],
-        )
-        program.add(
-            "turn",
-            out=turns.data_ptr(),
-            spans="spans",
-            table=self._table.data_ptr(),
-            num="num_spans",
-            size=2 * self._table.shape[1],
-        )
-        self._forward.add_layers(program, self._pool)
-        self._forward.add_head(program)
-        program.add(
+    def draft(self, begin: int, end: int) -> tuple[np.ndarray, np.ndarray]:
+        """Draft levels from `begin`, where the last call ended, to before `end`.
+
+        Returns:
+            Scores and log-probabilities of each level's two best, [B, end - begin, 2], as of
+            `engine.native.tokens.best_tokens`; views until the next draft.
+        """
+        first = self._first_operation(begin)
+        self._program.run(first, self._first_operation(end) - first)
+        scores, logprobs = self._numbers[:, begin:end, : self._live].swapaxes(1, 2)
+        return scores, logprobs
+
+    def token_ids(self, levels: int) -> Int[Tensor, "B levels"]:
+        """Return the chain's tokens."""
+        return self._ids[:levels, : self._live, 0].t().contiguous()
+
+    def _first_operation(self, level: int) -> int:
+        return 0 if level == 0 else 1 + (level - 1) * self._operations
+
+    def _build(self, x: Tensor, turns: Tensor, levels: int) -> None:
+        """Make the buffers and the program: the choice of level 0, then a forward and a choice for each level."""
+        slots = self._pool.num_slots
+        self._x, self._max_levels = x, levels
+        self._logits = torch.empty(slots, self._forward.head_columns)
+        self._no_level = torch.zeros(slots, dtype=torch.int64)
+        self._ids = torch.zeros(levels, slots, LEADERS, dtype=torch.int64)
+        self._numbers = np.zeros((2, levels, slots, LEADERS), dtype=np.float32)
+        self._program = Program(native_code(self._pool.shape.head_size))
+        self._choose(0, "first_logits", "first_stride")
+        for level in range(1, levels):
+            before = len(self._program)
+            self._program.add("advance", spans="spans", num="num_spans")
+            self._program.add(
+                "embed_bfloat16" if self._embedding.dtype == torch.bfloat16 else "embed",
+                out=x.data_ptr(),
+                ids=self._ids[level - 1].data_ptr(),
+                table=self._embedding.data_ptr(),
+                rows="tokens",
+                id_stride=LEADERS,
+                size=self._embedding.shape[1],
+            )
+            self._program.add(
+                "turn",
+                out=turns.data_ptr(),
+                spans="spans",
+                table=self._table.data_ptr(),
+                num="num_spans",
+                size=2 * self._table.shape[1],
+            )
+            self._forward.add_layers(self._program, self._pool)
+            self._forward.add_head(self._program)
+            self._choose(level, self._logits.data_ptr(), self._forward.head_columns)
+            self._operations = len(self._program) - before
+        self._program.close()
+
+    def _choose(self, level: int, logits: int | str, stride: int | str) -> None:
+        scores, logprobs = self._numbers[:, level]
+        self._program.add(
             leaders_name(LEADERS),
-            best="scores",
-            ids="found",
-            logprobs="logprobs",
-            logits=self._logits.data_ptr(),
+            best=scores.ctypes.data,
+            ids=self._ids[level].data_ptr(),
+            logprobs=logprobs.ctypes.data,
+            logits=logits,
+            # the level is in the address: all samples' is the same
             noise="noise",
-            levels=self._level.data_ptr(),
+            levels=self._no_level.data_ptr(),
             divisors="divisors",
             factors="factors",
             samples="tokens",
             nodes=1,
             vocabulary=self._vocab_size,
-            sample_stride=self._forward.head_columns,
+            sample_stride=stride,
             node_stride=0,
             noise_stride="noise_stride",
             level_stride=0,
             share=0.0,
         )
-        program.close()
-        return program

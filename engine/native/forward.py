@@ -89,14 +89,14 @@ class NativeForward:
         self._run(self._until_stored, num_tokens, spans, 0)
 
     def _run(self, num_operations: int | None, num_tokens: int, spans: Spans, logits: int) -> None:
-        self._program.run(
-            num_operations,
+        self._program.set(
             tokens=num_tokens,
             head_tokens=num_tokens * self._heads,
             spans=spans.ctypes.data,
             num_spans=len(spans),
             logits=logits,
         )
+        self._program.run(0, num_operations)
 
     def _build(self, room: int, pool: KVPool) -> None:
         """Make the buffers, and the program over them."""
@@ -111,15 +111,17 @@ class NativeForward:
         self._weights = torch.empty(block_tokens(self._queries) * self._queries, pool.capacity)
         self._pool, self._room = pool, room
         self._program = Program(self._code)
-        self.add_layers(self._program, pool)
+        self._until_stored = self.add_layers(self._program, pool)
         self.add_head(self._program)
         self._program.close()
 
-    def add_layers(self, program: Program, pool: KVPool) -> None:
+    def add_layers(self, program: Program, pool: KVPool) -> int:
         """Append everything between the embeddings and the head's product, over the buffers of `inputs`.
 
-        Arguments to be set: tokens, head_tokens (tokens times KV heads), spans, num_spans.
+        Arguments to be set: tokens, head_tokens (tokens times KV heads), spans, num_spans. Returns how many operations
+        the program has when the last layer's keys and values are stored.
         """
+        stored = 0
         lanes = self._queries + 2
         x, normed, qkv = self._x, self._normed, self._qkv
         for index, layer in enumerate(self._layers):
@@ -149,7 +151,7 @@ class NativeForward:
                 lanes=lanes,
                 capacity=pool.capacity,
             )
-            self._until_stored = len(program)
+            stored = len(program)
             program.add(
                 "attend",
                 out=self._attended.data_ptr(),
@@ -178,6 +180,7 @@ class NativeForward:
             )
             self._product(program, layer.down, self._gated, x, added=True)
         self._norm(program, self._final_gain)
+        return stored
 
     def add_head(self, program: Program) -> None:
         """Append the head's product. Argument to be set: logits, the address of [tokens, head columns]."""

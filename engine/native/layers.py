@@ -28,6 +28,7 @@ TURN = {
     **dict.fromkeys(("out", "spans", "table"), ADDRESS),
     **dict.fromkeys(("num", "size"), INTEGER),
 }
+ADVANCE = {"spans": ADDRESS, "num": INTEGER}
 GATE = {"out": ADDRESS, "both": ADDRESS, "rows": INTEGER, "size": INTEGER}
 
 
@@ -116,4 +117,14 @@ def write_turn(module: ir.Module) -> None:
         position = w.load(at["spans"], place, INTEGER, element=INTEGER)
         out = w.address(at["out"], w.times(span.index, size))
         w.copy(out, w.address(at["table"], w.times(position, size)), size)
+    w.finish()
+
+
+def write_advance(module: ir.Module) -> None:
+    """`advance`: spans start one position later."""
+    w = Writer(module, "advance", ADVANCE)
+    with w.loop(w.at["num"]) as span:
+        place = w.sum(w.times(span.index, len(SPAN_FIELDS)), INTEGER(SPAN_FIELDS.index("start")))
+        start = w.load(w.at["spans"], place, INTEGER, element=INTEGER)
+        w.ir.store(w.ir.add(start, INTEGER(1)), w.address(w.at["spans"], place, INTEGER), align=8)
     w.finish()

@@ -18,11 +18,13 @@ from llvmlite import ir
 
 from engine.native.attention import ATTEND, STORE, write_attend, write_store
 from engine.native.layers import (
+    ADVANCE,
     EMBED,
     GATE,
     NORMS,
     ROTATE,
     TURN,
+    write_advance,
     write_embed,
     write_gate,
     write_norms,
@@ -49,6 +51,7 @@ COMMON: dict[str, Mapping[str, ir.Type]] = {
     "embed": EMBED,
     "embed_bfloat16": EMBED,
     "turn": TURN,
+    "advance": ADVANCE,
     **{product_name(added=a, bfloat16=b): PRODUCT for a in (False, True) for b in (False, True)},
     "gumbel": GUMBEL,
     **{leaders_name(count): LEADERS for count in range(1, MOST_LEADERS + 1)},
@@ -91,6 +94,7 @@ def common_code(width: int | None = None) -> Code:
     write_embed(module, bfloat16=False)
     write_embed(module, bfloat16=True)
     write_turn(module)
+    write_advance(module)
     write_gumbel(module)
     for count in range(1, MOST_LEADERS + 1):
         write_leaders(module, count)
@@ -189,8 +193,14 @@ class Program:
         self._table = np.array(self._rows, dtype=np.int64)
         self._places = {name: tuple(np.array(places).T) for name, places in self._named.items()}  # type: ignore[misc]
 
-    def run(self, num_operations: int | None = None, /, **values: int) -> None:
-        """Set the named arguments and run the table, or the first operations of it. Raises KeyError: one is missing."""
+    def set(self, **values: int | np.ndarray) -> None:
+        """Write the named arguments: one value, or one for each place in order. Raises KeyError: one is missing."""
         for name, places in self._places.items():
             self._table[places] = values[name]
-        self._run(self._table.ctypes.data, num_operations or len(self._rows))
+
+    def run(self, first: int = 0, count: int | None = None) -> None:
+        """Run `count` operations from the `first` on; all of them by default. Raises IndexError behind the last."""
+        count = len(self._rows) - first if count is None else count
+        if first < 0 or count < 1 or first + count > len(self._table):
+            raise IndexError(f"operations {first} to {first + count} of a program of {len(self._table)}")
+        self._run(self._table.ctypes.data + first * self._table.strides[0], count)

@@ -97,8 +97,11 @@ def test_the_engine_probes_when_it_promises_invariance(pairs, numerics, monkeypa
             build()
 
 
-def test_attention_back_ends_by_config() -> None:
+def test_attention_back_ends_by_config(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = torch.device("cpu")
+    for numerics in ("invariant", "fast"):
+        assert attention_for(EngineConfig(), numerics, cpu) is ordered_attention
+    monkeypatch.setattr("engine.native.serving.can_make_code", lambda: False)
     assert attention_for(EngineConfig(), "invariant", cpu) is ordered_attention
     assert attention_for(EngineConfig(), "fast", cpu) is sdpa_attention
     assert attention_for(EngineConfig(attention="ordered"), "fast", cpu) is ordered_attention

@@ -150,12 +150,12 @@ def test_scores_equal_the_acceptance_model_by_hand() -> None:
     perturbed = scaled + noise[:, 1:2]
     sampling = RowSampling.of([SamplingParams(max_new_tokens=4)] * 2, torch.device("cpu"))
     found = leaders(scaled, noise, torch.ones(2, 3, dtype=torch.int64), sampling, 4)
-    ids, score = Scorer(MODEL).children(found, levels=(2,))
+    ids, score = found.token_ids, Scorer(MODEL).acceptance(found.scores, found.logprobs, levels=(2,))
     logprobs = torch.log_softmax(scaled, -1)
     for b in range(2):
         for w in range(3):
             order = perturbed[b, w].argsort(descending=True)
-            assert ids[b, w].tolist() == order[:3].tolist()
+            assert ids[b, w].tolist() == order[:4].tolist()
             best = perturbed[b, w, order]
             margin = np.array([best[0] - best[1], best[0] - best[1], best[0] - best[2]])
             logprob = logprobs[b, w, order[:3]].numpy()

@@ -44,19 +44,25 @@ def test_a_gate_is_silu_even_far_out() -> None:
 
 
 def test_a_program_runs_its_operations_in_order() -> None:
-    """Two gates, one behind the other: an argument set before each run, and the first alone on demand."""
+    """Two gates, one behind the other: an argument set before, the first or the second alone on demand."""
     x, middle, out = torch.randn(2, 16), torch.zeros(2, 8), torch.zeros(1, 8)
     program = Program(CODE)
     program.add("gate", out=middle.data_ptr(), both=x.data_ptr(), rows="rows", size=8)
     program.add("gate", out=out.data_ptr(), both=middle.data_ptr(), rows=1, size=8)
     program.close()
     silu = torch.nn.functional.silu
-    program.run(1, rows=1)
+    program.set(rows=1)
+    program.run(0, 1)
     torch.testing.assert_close(middle[0], silu(x[0, :8]) * x[0, 8:])
     assert not middle[1].any() and not out.any()
-    program.run(rows=2)
+    program.set(rows=2)
+    program.run()
     torch.testing.assert_close(middle, silu(x[:, :8]) * x[:, 8:])
-    torch.testing.assert_close(out[0], silu(middle[0]) * middle[1])
+    expected = silu(middle[0]) * middle[1]
+    torch.testing.assert_close(out[0], expected)
+    middle.zero_(), out.zero_()
+    program.run(1)
+    assert not middle.any() and not out.any()
 
 
 def test_a_program_says_what_is_missing() -> None:
@@ -66,4 +72,7 @@ def test_a_program_says_what_is_missing() -> None:
     program.add("gate", **dict.fromkeys(OPERATIONS["gate"], "all"))
     program.close()
     with pytest.raises(KeyError, match="all"):
-        program.run()
+        program.set()
+    for first, count in ((0, 2), (1, 1), (-1, 1), (0, 0)):
+        with pytest.raises(IndexError, match="of a program of 1"):
+            program.run(first, count)
