@@ -34,7 +34,7 @@ OBSERVE_COST_STEPS = 8
 "Costs are compared with their prediction every so many decode steps."
 BLIND_RISK = 0.5
 "Rejections per sample risked before scores are looked at again."
-MAX_BLIND_LEVELS = 4
+MAX_BLIND_LEVELS = 8
 STEADY_BATCH = 4
 "From so many samples on the depth of a draft varies little: half the way there goes without a question .."
 LARGE_BATCH = 16
