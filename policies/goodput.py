@@ -73,6 +73,8 @@ class GoodputPolicy:
         self._plain_s = 0.0
         self._missing_tokens = 0.0
         self._probing = False
+        self._plain_for: tuple[str | None, int] | None = None
+        self._plain_budget = PLAIN
         self._judged_batch = 0
         "largest batch that has spoken against a suspended drafter"
         self._models_say = 0.0
@@ -89,8 +91,7 @@ class GoodputPolicy:
         self._probing = suspended or choice.num_nodes == 0
         if self._probing:
             if not self._probe_is_due(suspended, state.num_samples):
-                why = f"drafter suspended: {self._collapse.why}" if suspended else "drafting does not pay"
-                return replace(PLAIN, reason=f"{why}; B={state.num_samples}")
+                return self._plain(suspended, state.num_samples)
             depth = min(PROBE_DEPTH, room, self.max_nodes)
             return _budget(1, 1, depth, self.max_nodes, "probe of the drafter")
         # a chain stops itself; the plan only bounds it, by what can be verified and cached
@@ -213,6 +214,15 @@ class GoodputPolicy:
             )
         columns = (onward.tolist(), node_cost.tolist(), level_cost.tolist(), blind.tolist())
         return list(zip(*columns, strict=True))
+
+    def _plain(self, suspended: bool, batch: int) -> Budget:
+        """Return plain decoding and why; made once as long as both stay: a plain step is short."""
+        situation = (self._collapse.why if suspended else None, batch)
+        if situation != self._plain_for:
+            self._plain_for = situation
+            why = f"drafter suspended: {self._collapse.why}" if suspended else "drafting does not pay"
+            self._plain_budget = replace(PLAIN, reason=f"{why}; B={batch}")
+        return self._plain_budget
 
     def _probe_is_due(self, suspended: bool, batch: int) -> bool:
         """A probe costs a level, a wider verification and the tokens the draft cache lacks.
