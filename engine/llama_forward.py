@@ -89,6 +89,8 @@ class LlamaForward:
 
     def reload(self) -> None:
         """Lay the module's present weights out, layer by layer: no two copies of the model at any time."""
+        # it would keep every old layer to the end
+        self._native = None
         with torch.inference_mode():
             base: Any = self._model.base_model
             self._embedding = base.embed_tokens.weight.to(self._weight_dtype)

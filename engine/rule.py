@@ -46,7 +46,9 @@ class RowSampling:
         return RowSampling(
             temperature=torch.tensor(temperature, dtype=torch.float32, device=device),
             divisor=torch.tensor([t or 1.0 for t in temperature], dtype=torch.float32, device=device),
-            noise_factor=torch.tensor([float(t > 0.0) for t in temperature], device=device),
+            noise_factor=torch.tensor(
+                [float(t > 0.0) for t in temperature], dtype=torch.float32, device=device
+            ),
             top_k=torch.tensor([p.top_k for p in params], dtype=torch.int64, device=device),
             top_p=torch.tensor([p.top_p for p in params], dtype=torch.float32, device=device),
             unit_temperature=all(t in (0.0, 1.0) for t in temperature),

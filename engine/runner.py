@@ -9,12 +9,14 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers.modeling_utils import PreTrainedModel
 
+from core.errors import NumericsError
 from engine.attention import Attention, ordered_attention
 from engine.forward_plan import ForwardPlan, TreePlan
 from engine.graphs import ForwardGraphs, Recorder
 from engine.kv import KVPool, KVShape
 from engine.llama_forward import LlamaForward, can_serve
 from engine.native.chain import NativeChain
+from engine.native.serving import serves_thread
 from engine.prefill_plan import PrefillPiece, PrefillPlan
 from engine.stock_forward import StockForward
 from engine.support import COMPARED_TOKENS, plain_logits, refuse_unsupported, require_equal
@@ -93,6 +95,7 @@ class ModelRunner:
         )
         self._chain: NativeChain | None = None
         self._chain_known = False
+        self._by_own_code = serves_thread(self.device)
         self.graphs: ForwardGraphs | None = None
         require_equal(model, plain, self._causal_logits(ids))
         if recorder is not None:
@@ -128,7 +131,11 @@ class ModelRunner:
     def logits(
         self, input_ids: Int[Tensor, " M"], position_ids: Int[Tensor, " M"], plan: ForwardPlan
     ) -> Float[Tensor, "M V"]:
-        """Run the packed tokens and return each one's next-token logits, padded ids cut off."""
+        """Run the packed tokens and return each one's next-token logits, padded ids cut off.
+
+        Raises NumericsError where torch's number of threads is no longer what the runner was built with.
+        """
+        self._require_same_threads()
         padded = self._padded(input_ids, position_ids)
         if self.graphs is not None and isinstance(plan, TreePlan):
             out = self.graphs.run(self._forward, *padded, plan)
@@ -138,16 +145,27 @@ class ModelRunner:
 
     @torch.inference_mode()
     def fill(self, input_ids: Int[Tensor, " M"], position_ids: Int[Tensor, " M"], plan: ForwardPlan) -> None:
-        """Run the packed tokens for their keys and values only."""
+        """Run the packed tokens for their keys and values only. Raises NumericsError as `logits`."""
+        self._require_same_threads()
         self._forward.fill(*self._padded(input_ids, position_ids), plan)
 
     def load(self, tensors: dict[str, Tensor]) -> None:
         """Load named weights into the model and its inference copy. Raises WeightsError when they do not fit."""
+        self._require_same_threads()
         load_into(self.model, tensors)
-        self._forward.reload()
         self._forget_chain()
+        self._forward.reload()
         if self.graphs is not None:
             self.graphs.forget()
+
+    def _require_same_threads(self) -> None:
+        """Our own code serves one thread, and rounds unlike library calls: no sample may see both."""
+        if serves_thread(self.device) != self._by_own_code:
+            raise NumericsError(
+                f"this engine was built with torch.get_num_threads() {'at' if self._by_own_code else 'not at'} 1, and "
+                f"its thread now has {torch.get_num_threads()}: it would round differently from here on; call "
+                "torch.set_num_threads in the thread that decodes as it was when the engine was built"
+            )
 
     def _forget_chain(self) -> None:
         self._chain, self._chain_known = None, False

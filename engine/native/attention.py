@@ -197,11 +197,15 @@ def _soften(w: Writer, weights: Any, view: Any) -> None:
 
 def _means(w: Writer, out: Any, weights: Any, values: Any, view: Any, size: int) -> None:
     """Sum of weighted values over sum of weights: one chain over the positions for each."""
+    zeros = w.zeros(size)
     for begin in range(0, size, MEANS_TOGETHER):
         starts = range(begin, min(size, begin + MEANS_TOGETHER), WIDTH)
         with w.loop(view, start=[w.splat(0.0)] * (1 + len(starts))) as each:
-            weight = w.splat(w.load(weights, each.index, FLOAT))
-            value = w.address(values, w.times(each.index, size))
+            single = w.load(weights, each.index, FLOAT)
+            weight = w.splat(single)
+            # what a masked cell holds may not be a number
+            unseen = w.ir.fcmp_ordered("==", single, FLOAT(0.0))
+            value = w.ir.select(unseen, zeros, w.address(values, w.times(each.index, size)))
             total, *sums = each.values
             each.values = [w.ir.fadd(total, weight)] + [
                 w.fma(w.load(value, INTEGER(start)), weight, x) for start, x in zip(starts, sums, strict=True)

@@ -113,7 +113,7 @@ class NativeChain:
 
     def token_ids(self, levels: int) -> Int[Tensor, "B levels"]:
         """Return the chain's tokens."""
-        return self._ids[:levels, : self._live, 0].t().contiguous()
+        return self._ids[:levels, : self._live, 0].t().clone(memory_format=torch.contiguous_format)
 
     def _first_operation(self, level: int) -> int:
         return 0 if level == 0 else 1 + (level - 1) * self._operations
@@ -122,7 +122,7 @@ class NativeChain:
         """Make the buffers and the program: the choice of level 0, then a forward and a choice for each level."""
         slots = self._pool.num_slots
         self._x, self._max_levels = x, levels
-        self._logits = torch.empty(slots, self._forward.head_columns)
+        self._logits = torch.empty(slots, self._forward.head_columns, dtype=torch.float32)
         self._no_level = torch.zeros(slots, dtype=torch.int64)
         self._ids = torch.zeros(levels, slots, LEADERS, dtype=torch.int64)
         self._numbers = np.zeros((2, levels, slots, LEADERS), dtype=np.float32)

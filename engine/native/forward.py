@@ -103,12 +103,12 @@ class NativeForward:
         first = self._layers[0]
         hidden, inner = first.qkv.depth, first.down.depth
         attended = self._heads * self._queries * self._size
-        self._x, self._normed = torch.empty(2, room, hidden)
+        self._x, self._normed = _floats(2, room, hidden)
         self._turns = torch.empty(room, self._size // 2, dtype=torch.complex64)
-        self._qkv = torch.empty(room, attended + 2 * self._heads * self._size)
-        self._attended = torch.empty(room, attended)
-        self._both, self._gated = torch.empty(room, 2 * inner), torch.empty(room, inner)
-        self._weights = torch.empty(block_tokens(self._queries) * self._queries, pool.capacity)
+        self._qkv = _floats(room, attended + 2 * self._heads * self._size)
+        self._attended = _floats(room, attended)
+        self._both, self._gated = _floats(room, 2 * inner), _floats(room, inner)
+        self._weights = _floats(block_tokens(self._queries) * self._queries, pool.capacity)
         self._pool, self._room = pool, room
         self._program = Program(self._code)
         self._until_stored = self.add_layers(self._program, pool)
@@ -245,3 +245,8 @@ class NativeForward:
             x_stride=x.shape[1],
             added_stride=width if added else 0,
         )
+
+
+def _floats(*shape: int) -> Tensor:
+    """Room for float32, whatever torch's default type is at the moment."""
+    return torch.empty(*shape, dtype=torch.float32, device="cpu")

@@ -10,7 +10,7 @@ import ctypes
 import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from threading import RLock
 from typing import Any
 
 import numpy as np
@@ -74,9 +74,15 @@ class Code:
     "(address of a table, number of its operations); of code for a head size"
     engine: Any
     "owns the code"
+    calls: Code | None = None
+    "owns what it calls"
 
 
-@lru_cache(maxsize=4)
+_compiling = RLock()
+_common: dict[int, Code] = {}
+_by_head_size: dict[int, Code] = {}
+
+
 def common_code(width: int | None = None) -> Code:
     """Compile what serves all models for this processor, once a process: some 0.4 s.
 
@@ -86,6 +92,15 @@ def common_code(width: int | None = None) -> Code:
     Raises:
         RuntimeError: the process may not make code.
     """
+    width = width or widest_vector()
+    with _compiling:
+        # never dropped: whoever calls an operation holds nothing else
+        if width not in _common:
+            _common[width] = _compile_common(width)
+        return _common[width]
+
+
+def _compile_common(width: int) -> Code:
     module = ir.Module()
     write_norms(module, gained=False)
     write_norms(module, gained=True)
@@ -98,23 +113,35 @@ def common_code(width: int | None = None) -> Code:
     write_gumbel(module)
     for count in range(1, MOST_LEADERS + 1):
         write_leaders(module, count)
-    engine = compile_modules(products_text(width=width or widest_vector()), str(module))
+    engine = compile_modules(products_text(width=width), str(module))
     return Code(operations=_callables(engine, COMMON), engine=engine)
 
 
-@lru_cache(maxsize=8)
 def native_code(head_size: int) -> Code:
-    """Compile attention for one head size, a multiple of 8, and what runs tables. Raises RuntimeError."""
-    share_functions(common_code().engine, COMMON)
+    """Compile attention for one head size, a multiple of 8, and what runs tables; once a process.
+
+    Raises:
+        RuntimeError: the process may not make code.
+    """
+    with _compiling:
+        if head_size not in _by_head_size:
+            _by_head_size[head_size] = _compile_for(head_size)
+        return _by_head_size[head_size]
+
+
+def _compile_for(head_size: int) -> Code:
+    common = common_code()
+    share_functions(common.engine, COMMON)
     module = ir.Module()
     write_store(module, head_size)
     write_attend(module, head_size)
     _write_run(module)
     engine = compile_modules(str(module))
     return Code(
-        operations=common_code().operations | _callables(engine, BY_HEAD_SIZE),
+        operations=common.operations | _callables(engine, BY_HEAD_SIZE),
         run=ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64)(engine.get_function_address("run")),
         engine=engine,
+        calls=common,
     )
 
 
@@ -163,7 +190,7 @@ class Program:
     def __init__(self, code: Code) -> None:
         if code.run is None:
             raise TypeError("a program needs code for a head size: see native_code")
-        self._run = code.run
+        self._code, self._run = code, code.run
         self._rows: list[list[int]] = []
         self._named: dict[str, list[tuple[int, int]]] = {}
         self._places: dict[str, tuple[np.ndarray, np.ndarray]] = {}

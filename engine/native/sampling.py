@@ -97,8 +97,11 @@ def write_leaders(module: ir.Module, count: int) -> None:
 def _insert(w: Writer, kept: list[Any], value: Any, number: Any, count: int) -> list[Any]:
     """Insert a vector into each lane's falling list of values and its list of ids; equals go behind."""
     values, numbers = kept[:count], kept[count:]
+    better = None
     for rank in range(count):
-        better = w.ir.fcmp_ordered(">", value, values[rank])
+        larger = w.ir.fcmp_ordered(">", value, values[rank])
+        # behind the place found all move on, equal or not
+        better = larger if better is None else w.ir.or_(better, larger)
         values[rank], value = (
             w.ir.select(better, value, values[rank]),
             w.ir.select(better, values[rank], value),

@@ -36,11 +36,15 @@ def spans_of(
         depth: of each column, int64 [spans, t].
 
     Raises:
-        IndexError: tokens behind the end of their slot.
+        IndexError: tokens outside the pool, or a stretch without any.
     """
-    if int((starts + counts).max()) > pool.capacity or int(slots.max()) >= pool.num_slots:
+    end = int((starts + counts).max())
+    if bases is not None and seen is not None:
+        end = max(end, int(bases.max()) + seen.shape[2])
+    first = min(int(slots.min()), int(starts.min()), int(counts.min()) - 1)
+    if end > pool.capacity or int(slots.max()) >= pool.num_slots or first < 0:
         raise IndexError(
-            f"tokens up to position {int((starts + counts).max())} of slot {int(slots.max())} are to be written; "
+            f"tokens up to position {end} of slot {int(slots.max())} are to be written; "
             f"the pool has {pool.num_slots} slots of {pool.capacity}"
         )
     table = np.zeros((len(slots), len(SPAN_FIELDS)), dtype=np.int64)

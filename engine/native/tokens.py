@@ -19,7 +19,7 @@ def gumbel_rows(words: np.ndarray, ids: Int[Tensor, " V"]) -> Float[Tensor, "B D
         ids: one hash word of each token id, int32; at least LEAST_VOCABULARY.
     """
     first, second = np.ascontiguousarray(words)
-    noise = torch.empty(*first.shape, len(ids))
+    noise = torch.empty(*first.shape, len(ids), dtype=torch.float32)
     common_code().operations["gumbel"](
         noise.data_ptr(), ids.data_ptr(), first.ctypes.data, second.ctypes.data, first.size, len(ids)
     )
@@ -44,6 +44,7 @@ def best_tokens(
     shape = (*logits.shape[:2], count)
     numbers, ids = np.empty((2, *shape), dtype=np.float32), torch.empty(shape, dtype=torch.int64)
     values, logprobs = numbers
+    levels = levels.contiguous()
     address = numbers.ctypes.data
     common_code().operations[leaders_name(count)](
         address,
@@ -51,7 +52,7 @@ def best_tokens(
         address + values.nbytes,
         logits.data_ptr(),
         noise.data_ptr(),
-        levels.contiguous().data_ptr(),
+        levels.data_ptr(),
         divisors.data_ptr(),
         factors.data_ptr(),
         *logits.shape,

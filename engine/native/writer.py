@@ -105,6 +105,16 @@ class Writer:
         """Return the address of an element."""
         return self.ir.gep(base, [offset], source_etype=kind)
 
+    def zeros(self, count: int) -> Any:
+        """Return the address of so many zeros."""
+        name = f"zeros_{count}"
+        if name not in self._module.globals:
+            kind = ir.ArrayType(FLOAT, count)
+            variable: Any = ir.GlobalVariable(self._module, kind, name)
+            variable.initializer = ir.Constant(kind, None)
+            variable.global_constant, variable.linkage = True, "internal"
+        return self._module.globals[name]
+
     def load(self, base: Any, offset: Any, kind: ir.Type = VECTOR, *, element: ir.Type = FLOAT) -> Any:
         """Load from an offset in elements; alignment is that of a float."""
         return self.ir.load(self.address(base, offset, element), typ=kind, align=4)

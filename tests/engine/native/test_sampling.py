@@ -88,5 +88,8 @@ def test_of_equals_the_smallest_id_wins() -> None:
     level = torch.zeros(1, 1, dtype=torch.int64)
     assert choose(logits, noise, level, rows).item() == 5
     assert leaders(logits, noise, level, rows, 5).token_ids.flatten().tolist() == [5, 11, 13, 27, 28]
+    displaced = torch.full((1, 1, 29), -1.0)
+    displaced[..., [0, 8]], displaced[..., 16] = 5.0, 7.0
+    assert leaders(displaced, noise, level, rows, 2).token_ids.flatten().tolist() == [16, 0]
     logprob = 2.0 - math.log(5 * math.exp(2.0) + 24)
     assert leaders(logits, noise, level, rows, 2).logprobs.ravel().tolist() == pytest.approx([logprob] * 2)
