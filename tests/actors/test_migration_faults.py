@@ -77,8 +77,8 @@ def test_without_a_fault_both_moves_go_well(one_move):
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("message", MESSAGES)
 def test_a_message_that_goes_wrong(one_move, message, fault):
-    # without Ready the destination waits for frames on a channel that the next move shares, and loses it
-    move = one_move(count=3 if message == "Ready" else 2)
+    # without Ready the destination waits for frames on a channel that the moves under way meanwhile share, and lose
+    move = one_move(count=4 if message == "Ready" else 2)
     move.plants[message] = fault
     records = move.run()
     if message == "MoveOrder" and fault in (drop, delay):

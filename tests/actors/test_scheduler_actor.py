@@ -84,7 +84,8 @@ def test_a_killed_instance_loses_no_sample_and_its_slots_go_to_the_other(cluster
     running.enqueue(*[make_request(i) for i in range(40)])
     first, _ = running.take_until(5)
     os.kill(pid, signal.SIGKILL)
-    rest, lost = running.take_until(35)
+    # several may have come together
+    rest, lost = running.take_until(40 - len(first))
     assert tokens_of(first + rest) == expected(40)
     assert [item.instance for item in lost] == ["gen-0"]
     assert {c.instance for c in first + rest} == {"gen-0", "gen-1"}
@@ -100,7 +101,7 @@ def test_a_frozen_instance_is_given_up_and_never_holds_up_the_others(cluster):
         running.enqueue(*[make_request(i) for i in range(12)])
         early, lost = running.take_until(5)
         assert lost == [] and {c.instance for c in early} == {"alive"}
-        late, lost = running.take_until(7)
+        late, lost = running.take_until(12 - len(early))
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
