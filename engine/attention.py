@@ -20,7 +20,6 @@ drops the few nodes that do not. The start-up probe (`engine.probe`) proves the 
 
 from __future__ import annotations
 
-import math
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -29,12 +28,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from engine.native.serving import serves
+from engine.native.writer import LOG2_E
 
 CHUNK = 128
 SUM_COLUMNS = 16
 "Columns of the ones. One would take another path; 16 cost half of what 8 do (measured)."
 MIN_ROWS = 4
-LOG2_E = math.log2(math.e)
 
 
 @runtime_checkable

@@ -18,9 +18,9 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional as F
 
-from engine.native.machine import can_make_code
 from engine.native.products import PANEL, product_name
 from engine.native.program import common_code
+from engine.native.serving import serves_thread
 
 PREPACKED_MIN_ELEMENTS = 1 << 19
 MIN_ROWS = 4
@@ -150,16 +150,16 @@ def make_linear(
     """Lay a weight out for products in `dtype` (its own by default); `prepack` allows other layouts than a matrix."""
     dtype = dtype or weight.dtype
     if prepack and weight.device.type == "cpu":
-        if streams(dtype):
+        if streams(dtype, weight.device):
             return StreamedLinear(weight, bias)
         if weight.numel() >= PREPACKED_MIN_ELEMENTS and can_prepack():
             return PrepackedLinear(weight.to(dtype), None if bias is None else bias.to(dtype))
     return MatrixLinear(weight.to(dtype), None if bias is None else bias.to(dtype))
 
 
-def streams(dtype: torch.dtype) -> bool:
-    """Whether products in `dtype` on this CPU are our own."""
-    return dtype == torch.float32 and torch.get_num_threads() == 1 and can_make_code()
+def streams(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether products in `dtype` on a device are our own."""
+    return dtype == torch.float32 and serves_thread(device)
 
 
 def can_prepack() -> bool:

@@ -73,7 +73,7 @@ class LlamaForward:
         self._prepack = prepack
         self._dtype = compute_dtype(model.dtype, model.device)
         # our own products widen bfloat16 weights as they read them
-        own = prepack and model.device.type == "cpu" and streams(self._dtype)
+        own = prepack and streams(self._dtype, model.device)
         self._weight_dtype = model.dtype if own else self._dtype
         self._kv_heads: int = config.num_key_value_heads
         self._queries: int = config.num_attention_heads // config.num_key_value_heads

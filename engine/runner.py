@@ -94,7 +94,6 @@ class ModelRunner:
             else StockForward(model)
         )
         self._chain: NativeChain | None = None
-        self._chain_known = False
         self._by_own_code = serves_thread(self.device)
         self.graphs: ForwardGraphs | None = None
         require_equal(model, plain, self._causal_logits(ids))
@@ -109,22 +108,19 @@ class ModelRunner:
     @property
     def rounds_by_chunk(self) -> bool:
         """Whether a token's place in its chunk of positions may change a bit (`engine.tree.drop_split_nodes`)."""
-        whole = isinstance(self._forward, LlamaForward) and self._forward.is_native
-        return not (whole and self.attention is ordered_attention)
+        return self._native_forward is None
 
     def stop_prepacking(self) -> None:
         """Lay the weights out for plain products."""
         if self.prepacked:
             self._forward = LlamaForward(self.model, capacity=self.pool.capacity, prepack=False)
-            self._forget_chain()
+            self._chain = None
 
     @property
     def native_chain(self) -> NativeChain | None:
         """What drafts chains in few calls, where our own code computes the forward."""
-        if not self._chain_known:
-            self._chain_known = True
-            if isinstance(self._forward, LlamaForward) and self.attention is ordered_attention:
-                self._chain = self._forward.chain(self.pool, vocab_size=self.vocab_size)
+        if self._chain is None and self._native_forward is not None:
+            self._chain = self._native_forward.chain(self.pool, vocab_size=self.vocab_size)
         return self._chain
 
     @torch.inference_mode()
@@ -153,7 +149,7 @@ class ModelRunner:
         """Load named weights into the model and its inference copy. Raises WeightsError when they do not fit."""
         self._require_same_threads()
         load_into(self.model, tensors)
-        self._forget_chain()
+        self._chain = None
         self._forward.reload()
         if self.graphs is not None:
             self.graphs.forget()
@@ -167,8 +163,13 @@ class ModelRunner:
                 "torch.set_num_threads in the thread that decodes as it was when the engine was built"
             )
 
-    def _forget_chain(self) -> None:
-        self._chain, self._chain_known = None, False
+    @property
+    def _native_forward(self) -> LlamaForward | None:
+        """The forward, where our own code computes the whole of it."""
+        forward = self._forward
+        if isinstance(forward, LlamaForward) and forward.is_native and self.attention is ordered_attention:
+            return forward
+        return None
 
     def _causal_logits(self, ids: Tensor) -> Tensor:
         """Logits of one sequence through the pool. Leaves junk in slot 0."""

@@ -15,7 +15,7 @@ from typing import Any
 
 from llvmlite import ir
 
-from engine.native.writer import ADDRESS, FLOAT, INTEGER, WIDTH, Writer
+from engine.native.writer import ADDRESS, FLOAT, INTEGER, MINUS_INFINITY, WIDTH, Writer
 
 SPAN_FIELDS = ("slot", "first", "count", "start", "base", "columns", "seen", "depth")
 """Of each span, as 64-bit integers: its slot; its first packed token and their number; the position of the first;
@@ -25,7 +25,6 @@ BLOCK_ROWS = 32
 "Rows whose weights are kept at a time."
 MEANS_TOGETHER = 64
 "Elements of a head whose means are summed at a time: eight vectors stay in registers."
-MINUS_INFINITY = float("-inf")
 
 STORE = {
     **dict.fromkeys(("cells", "qkv", "spans"), ADDRESS),

@@ -7,7 +7,17 @@ from typing import Any
 
 from llvmlite import ir
 
-from engine.native.writer import ADDRESS, FLOAT, INTEGER, LOG2_E, VECTOR, WIDTH, WORDS, Writer
+from engine.native.writer import (
+    ADDRESS,
+    FLOAT,
+    INTEGER,
+    LOG2_E,
+    MINUS_INFINITY,
+    VECTOR,
+    WIDTH,
+    WORDS,
+    Writer,
+)
 
 MOST_LEADERS = 5
 LEAST_VOCABULARY = WIDTH
@@ -22,7 +32,6 @@ LEADERS = {
     **dict.fromkeys(("noise_stride", "level_stride"), INTEGER),
     "share": FLOAT,
 }
-MINUS_INFINITY = float("-inf")
 
 
 def leaders_name(count: int) -> str:
@@ -54,7 +63,6 @@ def write_leaders(module: ir.Module, count: int) -> None:
     """
     w = Writer(module, leaders_name(count), LEADERS)
     at = w.at
-    lanes = ir.Constant(WORDS, list(range(WIDTH)))
     share = w.splat(at["share"])
     with w.loop(at["samples"]) as sample:
         divisor = w.splat(w.load(at["divisors"], sample.index, FLOAT))
@@ -68,15 +76,12 @@ def write_leaders(module: ir.Module, count: int) -> None:
             noise = w.address(at["noise"], offset)
             nothing = [w.splat(MINUS_INFINITY)] * (count + 1) + [w.words(0)] * count
             with w.loop(at["vocabulary"], step=WIDTH, start=nothing) as each:
-                place = _inside(w, each.index)
+                place, numbers, new = _ids(w, each.index)
                 scaled = w.ir.fdiv(w.load(logits, place), divisor)
                 added = w.ir.fmul(w.load(noise, place), factor)
                 value = w.ir.fadd(scaled, added)
                 softened = w.fma(share, added, scaled)
-                numbers = w.ir.add(_splat_word(w, place), lanes)
                 largest, *kept = each.values
-                # a row's last vector may repeat ids of the one before
-                new = w.ir.icmp_signed(">=", numbers, _splat_word(w, each.index))
                 value = w.ir.select(new, value, w.splat(MINUS_INFINITY))
                 each.values = [w.larger(softened, largest), *_insert(w, kept, value, numbers, count)]
             largest, *kept = each.values
@@ -149,11 +154,9 @@ class Row:
 def _sum_of_powers(w: Writer, row: Row, largest: Any) -> Any:
     """The logarithm of the sum of e^x over a row."""
     with w.loop(w.at["vocabulary"], step=WIDTH, start=[w.splat(0.0)]) as each:
-        place = _inside(w, each.index)
+        place, _, new = _ids(w, each.index)
         distance = w.ir.fsub(row.value(w, w.load(row.logits, place), w.load(row.noise, place)), largest)
         power = w.exp2(w.ir.fmul(distance, w.splat(LOG2_E)))
-        numbers = w.ir.add(_splat_word(w, place), ir.Constant(WORDS, list(range(WIDTH))))
-        new = w.ir.icmp_signed(">=", numbers, _splat_word(w, each.index))
         each.values = [w.ir.fadd(each.values[0], w.ir.select(new, power, w.splat(0.0)))]
     return w.ir.fadd(w.log(w.across(w.ir.fadd, each.values[0])), largest)
 
@@ -162,6 +165,13 @@ def _inside(w: Writer, index: Any) -> Any:
     """Where a vector begins that ends inside the row."""
     last = w.ir.sub(w.at["vocabulary"], INTEGER(WIDTH))
     return w.ir.select(w.ir.icmp_signed("<", index, last), index, last)
+
+
+def _ids(w: Writer, index: Any) -> tuple[Any, Any, Any]:
+    """Where a vector begins, its token ids, and which are new: a row's last may repeat ids of the one before."""
+    place = _inside(w, index)
+    numbers = w.ir.add(_splat_word(w, place), ir.Constant(WORDS, list(range(WIDTH))))
+    return place, numbers, w.ir.icmp_signed(">=", numbers, _splat_word(w, index))
 
 
 def _same_words(w: Writer, base: Any, index: Any) -> Any:

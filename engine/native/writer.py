@@ -49,6 +49,7 @@ _MERGES = (
 )
 "Lanes taken of two vectors: after three merges of pairs every lane is the sum of one of eight vectors."
 LOG2_E = 1.4426950408889634
+MINUS_INFINITY = float("-inf")
 
 
 class Writer:
@@ -187,8 +188,8 @@ class Writer:
             polynomial = self.fma(polynomial, rest, self.splat(coefficient))
         fraction = self.fma(polynomial, rest, self.splat(1.0))
         exponent = self.ir.shl(
-            self.ir.add(self.ir.fptosi(whole, WORDS), ir.Constant(WORDS, [127] * WIDTH)),
-            ir.Constant(WORDS, [23] * WIDTH),
+            self.ir.add(self.ir.fptosi(whole, WORDS), self.words(127)),
+            self.words(23),
         )
         power = self.ir.fmul(fraction, self.ir.bitcast(exponent, VECTOR))
         return self.ir.select(

@@ -25,7 +25,6 @@ from tests.engine.test_losslessness import PROMPT_LENGTHS, Make, MakeRequests, a
 @pytest.fixture(autouse=True)
 def _library_products(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU: a trace cannot see code of our own."""
-    monkeypatch.setattr("engine.linears.can_make_code", lambda: False)
     monkeypatch.setattr("engine.native.serving.can_make_code", lambda: False)
 
 
