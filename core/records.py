@@ -182,8 +182,6 @@ class DraftLog:
     "[B] candidates verified: the best by score, ties to the earlier"
     num_accepted: np.ndarray
     "[B]"
-    expected_tokens: float
-    "sum of the verified candidates' scores"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -111,13 +111,11 @@ class Refinement:
         """Return what happened, None when nothing was selected."""
         if self.num_nodes is None:
             return None
-        scores = self.scores
         return DraftLog(
-            scores=scores,
+            scores=self.scores,
             level_sizes=self.level_sizes,
             num_nodes=self.num_nodes,
             num_accepted=num_accepted,
-            expected_tokens=expected_tokens(scores, self.num_nodes),
         )
 
     @property
@@ -129,13 +127,6 @@ class Refinement:
     def scores(self) -> np.ndarray:
         """All candidates' scores, [B, C], level by level."""
         return self._levels[0] if len(self._levels) == 1 else np.concatenate(self._levels, axis=1)
-
-
-def expected_tokens(scores: np.ndarray, num_nodes: np.ndarray) -> float:
-    """Sum of each sample's `num_nodes[b]` best scores."""
-    # a chain's scores fall along it
-    best = scores if (scores[:, 1:] <= scores[:, :-1]).all() else -np.sort(-scores, axis=1)
-    return float(best[np.arange(scores.shape[1]) < num_nodes[:, None]].sum())
 
 
 class Scorer:

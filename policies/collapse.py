@@ -47,7 +47,7 @@ class CollapseDetector:
         successes = float(np.count_nonzero(draft.num_accepted))
         if int(draft.num_nodes.min()) == 0:
             guessed = draft.scores[draft.num_nodes == 0, : draft.level_sizes[0]].max(axis=1)
-            successes += float(np.nan_to_num(guessed).sum())
+            successes += float(guessed[guessed <= 1.0].sum())
         good, bad = HEALTHY_SHARE * self._usual, COLLAPSED_SHARE * self._usual
         ratio = successes * math.log(bad / good) + (trials - successes) * math.log((1 - bad) / (1 - good))
         ratio = min(max(ratio, -MOST_PER_STEP), MOST_PER_STEP)

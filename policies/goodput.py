@@ -39,9 +39,15 @@ STEADY_BATCH = 4
 "From so many samples on the depth of a draft varies little: half the way there goes without a question .."
 LARGE_BATCH = 16
 ".. and from so many on all of it."
+LARGE_BATCH_OBSERVED = 2
+"Of a large batch every so many decode steps teach enough of acceptance."
+SAME_BATCH = 16
+"A batch that has shrunk by less than this part of it keeps its costs; twice that where plain decoding is the choice."
 PROBE_SHARE = 0.005
 "Of the time spent in plain decoding, what trying the drafter may cost."
 PROBE_DEPTH = 2
+OTHER_BATCH = 2
+"A batch so many times as large as the one that was drafted last is another one."
 
 
 class GoodputPolicy:
@@ -59,7 +65,7 @@ class GoodputPolicy:
         self._profile = profile
         self._max_depth = max_depth
         chain = np.diff(profile.yields[0].curve)[:max_depth]
-        self._acceptance = AcceptanceRecalibration(chain)
+        self._acceptance, self._untaught = AcceptanceRecalibration(chain), AcceptanceRecalibration(chain)
         self._costs = CostRecalibration()
         self._record = TrackRecord()
         self._collapse = CollapseDetector(healthy=float(chain[0]))
@@ -70,19 +76,22 @@ class GoodputPolicy:
         self._view: CostView | None = None
         self._limits: list[tuple[float, float, float, int]] = []
         self._versions = (0, 0)
-        self._plain_s = 0.0
+        self._plain_s = self._no_probe_before_s = 0.0
         self._missing_tokens = 0.0
         self._probing = False
         self._plain_for: tuple[str | None, int] | None = None
         self._plain_budget = PLAIN
         self._judged_batch = 0
-        "largest batch that has spoken against a suspended drafter"
+        "samples of the last draft; of a suspended drafter the most that have spoken against it"
+        self._is_other_batch = False
+        "the batch has grown out of what was learnt, and has not been drafted yet"
         self._models_say = 0.0
         "tokens per second of the choice before its track record"
 
     def plan(self, state: DecodeState) -> Budget:
         """Return a refined budget of the best shape, or plain decoding."""
         self._follow_versions(state)
+        self._follow_batch(state.num_samples)
         choice = self._choose(state)
         room = min(self._max_depth, state.max_remaining_tokens - 1)
         if room < 1:
@@ -109,6 +118,7 @@ class GoodputPolicy:
         choice = self._choice
         if scores.shape[1] > choice.width:
             scores = -np.sort(-scores, axis=1)[:, : choice.width]
+        scores = self._acceptance.corrected(scores)
         onward, node_cost, level_cost, levels = self._limits[min(level, len(self._limits) - 1)]
         if level > 0 and np.maximum(scores * onward - node_cost, 0.0).sum() <= level_cost:
             return 0
@@ -119,7 +129,7 @@ class GoodputPolicy:
         batch = len(scores)
         if self._probing or self._view is None:
             return np.full(batch, min(scores.shape[1], self.max_nodes), dtype=np.int64)
-        ordered = sorted_scores(scores, level_sizes) * self._acceptance.factor
+        ordered = self._acceptance.corrected(sorted_scores(scores, level_sizes))
         count, worth = best_uniform(ordered, self._view, self._choice.goodput)
         if batch > 1:
             counts, ragged_worth = best_ragged(ordered, self._view, self._choice.goodput)
@@ -134,14 +144,16 @@ class GoodputPolicy:
             self._plain_s += record.step_s
             self._missing_tokens += record.num_emitted_tokens
         else:
-            self._acceptance.observe(draft)
+            is_small = record.num_samples < LARGE_BATCH
+            if self._probing or is_small or record.decode_step % LARGE_BATCH_OBSERVED == 0:
+                self._acceptance.observe(draft)
             suspended = self._collapse.suspended
             self._collapse.observe(record.decode_step, draft)
             if suspended and not self._collapse.suspended:
                 # what the dead drafter taught says nothing of the living one
                 self._acceptance.widen()
-            if self._collapse.suspended:
-                self._judged_batch = max(self._judged_batch if suspended else 0, record.num_samples)
+            against = self._judged_batch if suspended and self._collapse.suspended else 0
+            self._judged_batch, self._is_other_batch = max(against, record.num_samples), False
             self._plain_s = self._missing_tokens = 0.0
         if not self._probing or draft is None:
             kind = record.budget.branching
@@ -167,12 +179,15 @@ class GoodputPolicy:
         context = -(-state.context_tokens // (batch * CONTEXT_STEP)) * CONTEXT_STEP
         patience = CHOOSE_STEPS if self._choice.num_nodes else PLAIN_PATIENCE * CHOOSE_STEPS
         period = (state.decode_step // patience, *self._versions)
-        situation = (batch, context, *period)
-        if situation == self._chosen_for:
-            return self._choice
+        if self._chosen_for[1:] == (context, *period):
+            chosen_batch = self._chosen_for[0]
+            part = SAME_BATCH if self._choice.num_nodes else SAME_BATCH // 2
+            if chosen_batch - chosen_batch // part <= batch <= chosen_batch:
+                return self._choice
         # between periods a batch that shrinks keeps its shape: only its own costs are looked up
         all_shapes = period != self._chosen_for[2:]
-        self._chosen_for = situation
+        self._chosen_for = (batch, context, *period)
+        self._no_probe_before_s = 0.0
         views = {
             width: self._table(batch, context, width).corrected(
                 draft=self._costs.draft, verify=self._costs.verify
@@ -201,7 +216,7 @@ class GoodputPolicy:
     def _deepening_limits(self, view: CostView, choice: Choice) -> list[tuple[float, float, float, int]]:
         """For every level drafted: acceptance onward; prices, in tokens, of a node and of a level; levels to go on."""
         level = np.arange(self._max_depth)
-        onward = _at(self._acceptance.conditional * self._acceptance.factor, level)
+        onward = _at(self._acceptance.conditional, level)
         node_cost = _at(choice.goodput * np.diff(view.uniform_s) / view.num_samples, level)
         level_cost = _at(choice.goodput * np.diff(view.draft_s), level)
         blind = np.ones_like(level)
@@ -227,11 +242,18 @@ class GoodputPolicy:
     def _probe_is_due(self, suspended: bool, batch: int) -> bool:
         """A probe costs a level, a wider verification and the tokens the draft cache lacks.
 
-        One odd sample in the tail can look like a dead drafter: a larger batch is asked again without waiting.
+        One odd sample in the tail can look like a dead drafter: a larger batch is asked again without waiting. So is
+        another batch of which the profile alone says that drafting pays.
         """
         if suspended and (self._collapse.doubtful or batch > self._judged_batch):
             return True
         view = self._table(self._chosen_for[0], self._chosen_for[1], 1)
+        if self._is_other_batch:
+            self._is_other_batch = False
+            if self._shapes.best({1: view}, self._untaught, self._record).num_nodes:
+                return True
+        if self._plain_s < self._no_probe_before_s:
+            return False
         draft = self._profile.cost.draft
         # what one more token costs in a large draft forward: the level's token terms with every hinge passed
         token_s = sum(draft[5:10]) * self._costs.draft
@@ -240,7 +262,8 @@ class GoodputPolicy:
         levels, nodes = (min(PROBE_DEPTH, len(table) - 1) for table in (view.draft_s, view.uniform_s))
         cost_s = float(view.draft_s[levels] + view.uniform_s[nodes] - view.uniform_s[0]) + missing * token_s
         share = 2 * PROBE_SHARE if suspended else PROBE_SHARE
-        return self._plain_s * share >= cost_s
+        self._no_probe_before_s = cost_s / share
+        return self._plain_s >= self._no_probe_before_s
 
     def _follow_versions(self, state: DecodeState) -> None:
         versions = (state.weight_version, state.drafter_version)
@@ -250,6 +273,14 @@ class GoodputPolicy:
             self._collapse.new_drafter(state.decode_step)
         self._versions = versions
         self._acceptance.widen()
+
+    def _follow_batch(self, batch: int) -> None:
+        """What the last samples of a rollout taught says little of the next one's first batch."""
+        if self._judged_batch == 0 or batch < OTHER_BATCH * self._judged_batch or self._collapse.suspended:
+            return
+        self._judged_batch, self._is_other_batch = batch, True
+        self._acceptance.widen()
+        self._chosen_for = ()
 
     def _observe_costs(self, record: StepRecord) -> None:
         draft = record.draft

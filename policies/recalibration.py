@@ -1,22 +1,30 @@
 """Online correction: what a run teaches beyond its profile, as decayed sums and slow factors.
 
-Acceptance: the ratio of accepted to expected tokens over the last decode steps, with a prior of 1. A new weight
-version makes the past count less: the old fit is wider. Level by level, the conditional estimates say how far a
-draft is worth going before it is drafted. Costs: multiplicative factors of draft and verification, changed slowly.
+Acceptance: a draft's levels are passed one after the other until one is rejected, which is a life at a hazard. With
+estimates c the hazard of a level is -log c, and a run that rejects `hazard_ratio` times as often as estimated makes
+of every path score s its power s ** hazard_ratio (proportional hazards, Cox 1972). So later levels fail more than the
+first where all are worse than thought: one factor on all of them would take too much from the first and too little
+from the last. A new weight version makes the past count less. Costs: multiplicative factors, changed slowly.
 """
 
 from __future__ import annotations
-
-import math
 
 import numpy as np
 
 from core.records import DraftLog, StepRecord
 
-PRIOR_TOKENS = 40.0
-"Expected tokens that the profile counts for."
+PRIOR_DRAFTS = 40.0
+"Drafts that the profile's conditional acceptance counts for."
+PRIOR_REJECTIONS = 2.0
+"Rejections, as expected, that a hazard ratio of 1 counts for."
+HAZARD_RANGE = (0.2, 20.0)
+LEAST_HAZARD = 1e-4
+"Of a level: no estimate is surer than this."
+LEAST_SCORE = 1e-6
+LARGEST_EXPONENT = 500.0
 DECAY = 0.97
-"A decode step's weight, one step later."
+"A decode step's weight, one step of a few samples later; of more samples each DECAY_SAMPLES count as one more step."
+DECAY_SAMPLES = 8
 WIDEN = 0.25
 "What the past still counts after a new weight version."
 TRACK_PRIOR_TOKENS = 100.0
@@ -30,62 +38,106 @@ COST_RANGE = (0.4, 2.5)
 
 
 class AcceptanceRecalibration:
-    """Accepted over expected tokens, and conditional acceptance by level."""
+    """The hazard ratio of this run, and conditional acceptance by level."""
 
     def __init__(self, path: np.ndarray) -> None:
         """Start from the profile's chain: `path[d]` is the mean acceptance of the whole path to level d + 1."""
         before = np.concatenate([[1.0], path[:-1]])
         self._prior = np.clip(path / np.maximum(before, 1e-6), 1e-3, 0.999)
-        self._accepted = self._expected = 0.0
+        self._rejections = self._exposure = 0.0
         self._reached = np.zeros(len(path))
         self._passed = np.zeros(len(path))
-
-    @property
-    def factor(self) -> float:
-        """Multiply expected tokens by this."""
-        return (self._accepted + PRIOR_TOKENS) / (self._expected + PRIOR_TOKENS)
+        self.hazard_ratio = 1.0
+        "rejections over those expected: path scores to this power are what this run accepts"
 
     @property
     def conditional(self) -> np.ndarray:
-        """Estimated acceptance of level d + 1 given level d, by the scores seen."""
-        return (self._passed + PRIOR_TOKENS * self._prior) / (self._reached + PRIOR_TOKENS)
+        """Acceptance of level d + 1 given level d: by the scores seen, at this run's hazard."""
+        estimated = (self._passed + PRIOR_DRAFTS * self._prior) / (self._reached + PRIOR_DRAFTS)
+        return estimated**self.hazard_ratio
 
     @property
     def path(self) -> np.ndarray:
         """Expected acceptance of the whole path, by level."""
         return np.cumprod(self.conditional)
 
+    def corrected(self, scores: np.ndarray) -> np.ndarray:
+        """Path scores at this run's hazard."""
+        return scores if self.hazard_ratio == 1.0 else scores**self.hazard_ratio
+
     def observe(self, draft: DraftLog) -> None:
         """Take one refined draft's outcome."""
-        self._accepted = self._accepted * DECAY + float(draft.num_accepted.sum())
-        self._expected = self._expected * DECAY + _number(draft.expected_tokens)
-        best = _best_of_levels(draft)[: len(self._prior)]
-        if not np.isfinite(best).all():
-            best = np.nan_to_num(best, posinf=0.0, neginf=0.0)
-        self._reached *= DECAY
-        self._passed *= DECAY
-        self._reached[: len(best)] += np.concatenate([[len(draft.scores)], best[:-1]])[: len(best)]
-        self._passed[: len(best)] += best
+        scores = draft.scores
+        if not np.isfinite(scores.sum()):
+            # a broken drafter's estimates are no numbers: sure of nothing
+            scores = np.nan_to_num(scores, posinf=0.0, neginf=0.0)
+        self._fade(DECAY ** (1.0 + len(scores) / DECAY_SAMPLES))
+        self._observe_levels(_by_level(scores, draft.level_sizes, np.maximum))
+        self._observe_hazard(scores, draft)
 
     def widen(self) -> None:
         """The weights have changed."""
-        self._accepted *= WIDEN
-        self._expected *= WIDEN
-        self._reached *= WIDEN
-        self._passed *= WIDEN
+        self._fade(WIDEN)
+        self._set_hazard_ratio()
+
+    def _fade(self, share: float) -> None:
+        """The past counts less."""
+        self._rejections *= share
+        self._exposure *= share
+        self._reached *= share
+        self._passed *= share
+
+    def _observe_levels(self, best: np.ndarray) -> None:
+        """What the best candidates promise, level by level."""
+        passed = best.sum(axis=0, dtype=np.float64)[: len(self._prior)]
+        count = len(passed)
+        self._reached[0] += len(best)
+        self._reached[1:count] += passed[:-1]
+        self._passed[:count] += passed
+
+    def _observe_hazard(self, scores: np.ndarray, draft: DraftLog) -> None:
+        """Count rejections, and the hazard to which they and the levels passed were exposed.
+
+        Where in its level a rejection came is unknown: its expectation at the present ratio g is taken, 1/g - h /
+        (e^(gh) - 1) of the level's h, so that the ratio tends to the likeliest one (Dempster, Laird and Rubin 1977).
+        """
+        path, verified = _path(scores, draft)
+        accepted = np.minimum(draft.num_accepted, verified)
+        row = np.arange(len(path))
+        # column 0 is the root, which nothing can reject
+        ends = -np.log(path[row[:, None], np.stack([accepted, np.minimum(accepted + 1, verified)], axis=1)])
+        exposure = ends[:, 0]
+        rejected = accepted < verified
+        width = np.maximum(ends[rejected, 1] - exposure[rejected], LEAST_HAZARD)
+        ratio = self.hazard_ratio
+        until = 1.0 / ratio - width / np.expm1(np.minimum(ratio * width, LARGEST_EXPONENT))
+        self._exposure += float(exposure.sum() + until.sum())
+        self._rejections += len(width)
+        self._set_hazard_ratio()
+
+    def _set_hazard_ratio(self) -> None:
+        ratio = (self._rejections + PRIOR_REJECTIONS) / (self._exposure + PRIOR_REJECTIONS)
+        self.hazard_ratio = min(max(ratio, HAZARD_RANGE[0]), HAZARD_RANGE[1])
 
 
-def _number(value: float) -> float:
-    """A broken drafter's estimates are no numbers: nought."""
-    return value if math.isfinite(value) else 0.0
+def _path(scores: np.ndarray, draft: DraftLog) -> tuple[np.ndarray, np.ndarray]:
+    """Estimated acceptance up to each level, the root's first, [B, levels + 1], and the levels verified, [B]."""
+    verified = draft.num_nodes
+    if scores.shape[1] != len(draft.level_sizes):
+        # of a tree a level is passed where any of its verified candidates is
+        place = np.argsort(np.argsort(-scores, axis=1, kind="stable"), axis=1)
+        scores = _by_level(np.where(place < verified[:, None], scores, 0.0), draft.level_sizes, np.add)
+        verified = np.count_nonzero(scores, axis=1)
+    path = np.ones((len(scores), scores.shape[1] + 1))
+    np.minimum.accumulate(np.clip(scores, LEAST_SCORE, 1.0), axis=1, out=path[:, 1:])
+    return path, verified
 
 
-def _best_of_levels(draft: DraftLog) -> np.ndarray:
-    """[levels] sum over samples of the best score of each level."""
-    if draft.scores.shape[1] == len(draft.level_sizes):
-        return draft.scores.sum(axis=0, dtype=np.float64)
-    starts = np.cumsum((0, *draft.level_sizes[:-1]))
-    return np.maximum.reduceat(draft.scores, starts, axis=1).sum(axis=0, dtype=np.float64)
+def _by_level(scores: np.ndarray, level_sizes: tuple[int, ...], of: np.ufunc) -> np.ndarray:
+    """[B, levels] of all candidates' scores [B, C]; of a chain they are the scores."""
+    if scores.shape[1] == len(level_sizes):
+        return scores
+    return of.reduceat(scores, np.cumsum((0, *level_sizes[:-1])), axis=1)
 
 
 class CostRecalibration:

@@ -51,7 +51,7 @@ class ShapeTable:
     ) -> Choice:
         """Expected tokens over predicted seconds, for every shape in view and number of nodes; n = 0 is plain."""
         view = views[1]
-        chain = np.concatenate([[0.0], acceptance.path.cumsum()]) * acceptance.factor
+        chain = np.concatenate([[0.0], acceptance.path.cumsum()])
         nodes = np.arange(min(len(chain), len(view.uniform_s), len(view.draft_s)))
         goodput = view.num_samples * (1.0 + chain[nodes]) / (view.uniform_s[nodes] + view.draft_s[nodes])
         goodput[0] *= record.factor(0)

@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 from core.errors import DataError
 from core.records import Budget, DecodeState, DraftLog, StepRecord
 
-VERSION = b"1"
+VERSION = b"2"
 _VERSION_KEY = b"step_log_version"
 _PLAIN = {"int": pa.int64(), "float": pa.float64(), "bool": pa.bool_(), "str": pa.string()}
 _DRAFT = pa.struct(
@@ -28,7 +28,6 @@ _DRAFT = pa.struct(
         "level_sizes": pa.list_(pa.int64()),
         "num_nodes": pa.list_(pa.int64()),
         "num_accepted": pa.list_(pa.int64()),
-        "expected_tokens": pa.float64(),
     }
 )
 
@@ -93,7 +92,6 @@ def _draft(row: dict[str, Any]) -> DraftLog:
         level_sizes=level_sizes,
         num_nodes=np.asarray(row["num_nodes"], dtype=np.int64),
         num_accepted=np.asarray(row["num_accepted"], dtype=np.int64),
-        expected_tokens=row["expected_tokens"],
     )
 
 

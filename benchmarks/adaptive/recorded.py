@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from core.records import Budget, DecodeState, DraftLog, StepRecord
-from engine.refinement import expected_tokens
 from policies.base import RefiningPolicy
 from profiles.acceptance import AcceptanceModel
 from profiles.cost import CostModel, Shape
@@ -142,7 +141,6 @@ def _draft(policy: RefiningPolicy, world: World, batch: int, budget: Budget) -> 
         level_sizes=draft.level_sizes,
         num_nodes=counts,
         num_accepted=draft.num_accepted(counts),
-        expected_tokens=expected_tokens(draft.scores, counts),
     )
     return log, asked_at
 

@@ -70,16 +70,13 @@ def draft_log(
     num_accepted: list[int],
     level_sizes: tuple[int, ...] | None = None,
 ) -> DraftLog:
-    """A log; chains by default. Expected tokens are the best scores' sum."""
+    """A log; chains by default."""
     table = np.asarray(scores, dtype=np.float32)
-    best = -np.sort(-table, axis=1)
-    counts = np.asarray(num_nodes)
     return DraftLog(
         scores=table,
         level_sizes=level_sizes or (1,) * table.shape[1],
-        num_nodes=counts,
+        num_nodes=np.asarray(num_nodes),
         num_accepted=np.asarray(num_accepted),
-        expected_tokens=float(best[np.arange(table.shape[1]) < counts[:, None]].sum()),
     )
 
 

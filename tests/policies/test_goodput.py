@@ -204,6 +204,37 @@ def test_one_odd_sample_suspends_no_larger_batch_for_long() -> None:
     assert "tokens/s expected" in reasons[4]
 
 
+@pytest.mark.parametrize("batch", [8, 16, 32])
+def test_what_a_tail_taught_is_asked_again_of_the_next_rollouts_first_batch(batch: int) -> None:
+    run = run_of(0.9, hand_cost(token_ms=0.5, level_ms=0.5))
+    run.steps(20, 8)
+    # deep in a response most drafts fail, though not all: no collapse
+    run.drafter.truth = 0.45
+    run.steps(60, 1)
+    high = run.policy._acceptance.hazard_ratio
+    run.drafter.truth = 0.9
+    records = run.steps(12, batch)
+    assert not records[0].budget.is_plain
+    assert run.policy._acceptance.hazard_ratio < 1.0 + 0.5 * (high - 1.0)
+
+
+def test_a_hopeless_drafter_is_not_asked_again_because_the_batch_grew() -> None:
+    run = run_of(0.02, DEAR)
+    run.steps(2000, 1)
+    assert run.steps(1, 32)[0].budget.is_plain
+
+
+def test_a_batch_that_shrinks_a_little_looks_up_no_other_costs() -> None:
+    run = run_of(0.9, CHEAP)
+    # within one period of choosing
+    run.steps(8, 64)
+    for batch in range(64, 60, -1):
+        run.steps(2, batch)
+    assert {key[0] for key in run.policy._tables} == {64}
+    run.steps(8, 59)
+    assert {key[0] for key in run.policy._tables} == {64, 59}
+
+
 def test_new_drafter_weights_end_the_suspension() -> None:
     run = run_of(0.9, CHEAP, truth=0.0)
     run.steps(40, 2)
@@ -279,11 +310,11 @@ def test_equal_records_and_scores_give_equal_decisions(truth: float) -> None:
 
 
 def refused_step(policy: GoodputPolicy, step: int, batch: int, version: int = 0) -> Budget:
-    """One decode step of a policy whose drafts are scored 0.8 and half of them fail at the first node."""
+    """One decode step of a policy whose drafts are scored 0.8: half fail at the first node, half at the second."""
     state = decode_state(step, batch, weight_version=version)
     budget = policy.plan(state)
     scores = 0.8 ** np.arange(1, 5) * np.ones((batch, 1))
-    accepted = [4] * (batch // 2) + [0] * (batch - batch // 2)
+    accepted = [1] * (batch // 2) + [0] * (batch - batch // 2)
     draft = None if budget.is_plain else draft_log(scores, [4] * batch, accepted)
     policy.observe(
         StepRecord(
@@ -307,13 +338,13 @@ def test_a_new_weight_version_widens_the_fit_once() -> None:
     policy = make_policy(hand_profile(0.8, CHEAP))
     for step in range(60):
         refused_step(policy, step, 4)
-    before = policy._acceptance.factor
-    assert before < 0.95
+    before = policy._acceptance.hazard_ratio
+    assert before > 1.5
     policy.plan(decode_state(60, 4, weight_version=1))
-    widened = policy._acceptance.factor
-    assert before + 0.02 < widened < 1.0
+    widened = policy._acceptance.hazard_ratio
+    assert 1.0 < widened < before - 0.1
     policy.plan(decode_state(61, 4, weight_version=1))
-    assert policy._acceptance.factor == widened
+    assert policy._acceptance.hazard_ratio == widened
 
 
 def test_reasons_say_what_changed_with_the_plan() -> None:

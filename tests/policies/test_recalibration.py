@@ -1,5 +1,7 @@
 """What a run teaches beyond its profile, by hand: factors fall, return, widen, and stay in bounds."""
 
+import math
+
 import numpy as np
 import pytest
 from hand_profile import decode_state, draft_log, first_nodes
@@ -7,8 +9,8 @@ from hand_profile import decode_state, draft_log, first_nodes
 from core.records import PLAIN, Budget, StepRecord
 from policies.recalibration import (
     COST_RANGE,
-    DECAY,
-    PRIOR_TOKENS,
+    HAZARD_RANGE,
+    PRIOR_REJECTIONS,
     TRACK_PRIOR_TOKENS,
     TRACK_RANGE,
     WIDEN,
@@ -22,51 +24,114 @@ DRAFTED = Budget(num_nodes=4, depth=4, branching=1, width=1, reason="", refined=
 
 
 def fed(model: AcceptanceRecalibration, steps: int, accepted: int, rows: int = 4) -> list[float]:
-    """Factors after each of some steps in which so many of the rows' first nodes, scored 0.75, are accepted."""
-    factors = []
+    """Hazard ratios after each of some steps in which so many of the rows' first nodes, scored 0.75, are accepted."""
+    ratios = []
     for _ in range(steps):
         model.observe(first_nodes(np.arange(rows) < accepted, 0.75))
-        factors.append(model.factor)
-    return factors
+        ratios.append(model.hazard_ratio)
+    return ratios
 
 
-def test_the_factor_starts_at_one_and_falls_with_every_step_that_accepts_nothing() -> None:
+def chains(
+    rng: np.random.Generator, ratio: float, *, rows: int = 16, levels: int = 6, whole: bool = False
+) -> tuple[np.ndarray, list[int], list[int]]:
+    """Path scores, nodes verified and accepted of drafts whose levels are rejected `ratio` times as often."""
+    conditional = rng.uniform(0.6, 0.99, (rows, levels))
+    verified = np.full(rows, levels) if whole else rng.integers(0, levels + 1, rows)
+    passed = rng.random((rows, levels)) < conditional**ratio
+    accepted = np.minimum(np.cumprod(passed, axis=1).sum(axis=1), verified)
+    return np.cumprod(conditional, axis=1), verified.tolist(), accepted.tolist()
+
+
+def test_the_hazard_ratio_of_one_step_by_hand() -> None:
     model = AcceptanceRecalibration(PATH)
-    assert model.factor == 1.0
-    factors = fed(model, 60, accepted=0)
-    assert factors[0] == pytest.approx(PRIOR_TOKENS / (PRIOR_TOKENS + 3.0))
-    assert (np.diff(factors) < 0).all()
-    # three expected tokens a step for ever
-    assert factors[-1] == pytest.approx(PRIOR_TOKENS / (PRIOR_TOKENS + 3 / (1 - DECAY)), rel=0.15)
+    assert model.hazard_ratio == 1.0
+    model.observe(draft_log([[0.9, 0.45], [0.8, 0.4], [0.7, 0.35]], [2, 1, 1], [1, 1, 0]))
+    # passed: the first level of two; rejected: the second level of the first, which passes by half, and the first of
+    # the third, where in them is unknown
+    exposure = -math.log(0.9) - math.log(0.8)
+    for hazard in (math.log(2.0), -math.log(0.7)):
+        exposure += 1.0 - hazard / (math.exp(hazard) - 1.0)
+    expected = (2 + PRIOR_REJECTIONS) / (exposure + PRIOR_REJECTIONS)
+    assert model.hazard_ratio == pytest.approx(expected, rel=1e-5)
+    scores = np.array([[0.9, 0.45]])
+    assert model.corrected(scores) == pytest.approx(scores**expected, rel=1e-5)
 
 
-def test_the_factor_rises_above_one_where_the_estimates_are_too_low() -> None:
-    factors = fed(AcceptanceRecalibration(PATH), 60, accepted=4)
-    assert (np.diff(factors) > 0).all()
-    assert 1.0 < factors[-1] < 4 / 3
+@pytest.mark.parametrize("ratio", [0.4, 1.0, 3.0, 8.0])
+def test_the_hazard_ratio_is_found(ratio: float) -> None:
+    rng, model, seen = np.random.default_rng(5), AcceptanceRecalibration(PATH), []
+    for _ in range(600):
+        model.observe(draft_log(*chains(rng, ratio)))
+        seen.append(model.hazard_ratio)
+    assert np.mean(seen[200:]) == pytest.approx(ratio, rel=0.15)
 
 
-def test_the_factor_stays_at_one_where_what_is_expected_is_accepted() -> None:
-    assert fed(AcceptanceRecalibration(PATH), 100, accepted=3) == pytest.approx([1.0] * 100)
+def test_the_power_mends_every_level_where_a_factor_could_not() -> None:
+    rng, model = np.random.default_rng(6), AcceptanceRecalibration(PATH)
+    for _ in range(300):
+        model.observe(draft_log(*chains(rng, 4.0, whole=True)))
+    scores, _, _ = chains(rng, 4.0, rows=4000)
+    truth = (scores**4.0).mean(axis=0)
+    assert model.corrected(scores).mean(axis=0) == pytest.approx(truth, rel=0.25, abs=0.01)
+    by_factor = scores.mean(axis=0) * truth.sum() / scores.mean(axis=0).sum()
+    assert by_factor[0] < 0.7 * truth[0] and by_factor[-1] > 3 * truth[-1]
 
 
-def test_the_factor_returns_to_one_with_agreement() -> None:
+def test_of_a_tree_a_level_is_passed_where_any_verified_candidate_is() -> None:
+    tree, chain = AcceptanceRecalibration(PATH), AcceptanceRecalibration(PATH)
+    # verified: both of the first level, two of the four of the second
+    tree.observe(
+        draft_log([[0.2, 0.6, 0.1, 0.25, 0.3, 0.05]], [4], [1], level_sizes=(2, 4)),
+    )
+    chain.observe(draft_log([[0.8, 0.55]], [2], [1]))
+    assert tree.hazard_ratio == pytest.approx(chain.hazard_ratio, rel=1e-6)
+
+
+def test_the_ratio_rises_with_rejections_and_stays_in_its_range() -> None:
+    ratios = fed(AcceptanceRecalibration(PATH), 300, accepted=0)
+    assert (np.diff(ratios[:20]) > 0).all()
+    assert 5.0 < ratios[-1] <= HAZARD_RANGE[1]
+
+
+def test_the_ratio_falls_below_one_where_the_estimates_are_too_low() -> None:
+    ratios = fed(AcceptanceRecalibration(PATH), 60, accepted=4)
+    assert (np.diff(ratios) <= 0).all()
+    assert HAZARD_RANGE[0] <= ratios[-1] < 0.5
+
+
+def test_the_ratio_stays_at_one_where_what_is_expected_is_accepted() -> None:
+    assert fed(AcceptanceRecalibration(PATH), 200, accepted=3) == pytest.approx([1.0] * 200, abs=0.05)
+
+
+def test_the_ratio_returns_to_one_with_agreement() -> None:
     model = AcceptanceRecalibration(PATH)
-    low = fed(model, 50, accepted=0)[-1]
-    factors = fed(model, 300, accepted=3)
-    assert low < 0.5
-    assert (np.diff(factors) > 0).all()
-    assert factors[-1] == pytest.approx(1.0, abs=1e-3)
+    high = fed(model, 50, accepted=0)[-1]
+    ratios = fed(model, 400, accepted=3)
+    assert high > 3.0
+    assert ratios[-1] == pytest.approx(1.0, abs=0.05)
+
+
+def test_many_samples_teach_faster_than_few() -> None:
+    few, many = AcceptanceRecalibration(PATH), AcceptanceRecalibration(PATH)
+    for model, rows in ((few, 4), (many, 64)):
+        fed(model, 100, accepted=0)
+        fed(model, 10, accepted=3 * rows // 4, rows=rows)
+    assert many.hazard_ratio < 1.5 < few.hazard_ratio
 
 
 def test_new_weights_make_the_past_count_less_by_hand() -> None:
     model = AcceptanceRecalibration(PATH)
     fed(model, 1, accepted=0, rows=40)
-    assert model.factor == pytest.approx(40 / (40 + 30))
+    hazard = -math.log(0.75)
+    exposure = 40 * (1.0 - hazard / (math.exp(hazard) - 1.0))
+    assert model.hazard_ratio == pytest.approx((40 + PRIOR_REJECTIONS) / (exposure + PRIOR_REJECTIONS))
     model.widen()
-    assert model.factor == pytest.approx(40 / (40 + 30 * WIDEN))
+    expected = (40 * WIDEN + PRIOR_REJECTIONS) / (exposure * WIDEN + PRIOR_REJECTIONS)
+    assert model.hazard_ratio == pytest.approx(expected)
     # levels: 30 of 40 passed the first by score, against a prior of 0.8
-    assert model.conditional[0] == pytest.approx((40 * 0.8 + 30 * WIDEN) / (40 + 40 * WIDEN))
+    estimated = (40 * 0.8 + 30 * WIDEN) / (40 + 40 * WIDEN)
+    assert model.conditional[0] == pytest.approx(estimated**model.hazard_ratio)
 
 
 def test_new_weights_are_believed_faster() -> None:
@@ -74,7 +139,7 @@ def test_new_weights_are_believed_faster() -> None:
     for model in (stale, widened):
         fed(model, 50, accepted=0)
     widened.widen()
-    assert fed(widened, 10, accepted=3)[-1] > fed(stale, 10, accepted=3)[-1] + 0.1
+    assert fed(widened, 10, accepted=3)[-1] < fed(stale, 10, accepted=3)[-1] - 0.1
 
 
 def test_levels_start_from_the_profiles_path() -> None:
@@ -87,14 +152,16 @@ def test_levels_learn_from_scores_by_hand() -> None:
     model = AcceptanceRecalibration(PATH)
     model.observe(draft_log([[0.9, 0.45], [0.7, 0.35]], [2, 1], [2, 0]))
     # two samples, 1.6 expected to pass the first level, 0.8 of these the second; the third was not drafted
-    assert model.conditional == pytest.approx([(32 + 1.6) / (40 + 2), (30 + 0.8) / (40 + 1.6), 0.5])
+    estimated = np.array([(32 + 1.6) / (40 + 2), (30 + 0.8) / (40 + 1.6), 0.5])
+    assert model.conditional == pytest.approx(estimated**model.hazard_ratio)
     assert model.path == pytest.approx(np.cumprod(model.conditional))
 
 
 def test_levels_of_a_tree_learn_from_their_best_candidates() -> None:
     model = AcceptanceRecalibration(PATH)
     model.observe(draft_log([[0.2, 0.6, 0.1, 0.3, 0.5, 0.4]], [6], [1], level_sizes=(2, 4)))
-    assert model.conditional[:2] == pytest.approx([(32 + 0.6) / 41, (30 + 0.5) / 40.6])
+    estimated = np.array([(32 + 0.6) / 41, (30 + 0.5) / 40.6])
+    assert model.conditional[:2] == pytest.approx(estimated**model.hazard_ratio)
 
 
 def test_levels_deeper_than_the_profile_are_passed_over() -> None:
@@ -115,10 +182,10 @@ def test_estimates_that_are_no_numbers_count_as_nought_and_poison_nothing() -> N
     broken = np.full((2, 2), np.nan)
     model.observe(draft_log(broken, [1, 2], [0, 0]))
     model.observe(draft_log(broken, [2, 2], [0, 0], level_sizes=(2,)))
-    assert np.isfinite(model.factor)
+    assert np.isfinite(model.hazard_ratio)
     assert np.isfinite(model.conditional).all()
-    fed(model, 300, accepted=3)
-    assert model.factor == pytest.approx(1.0, abs=1e-3)
+    fed(model, 400, accepted=3)
+    assert model.hazard_ratio == pytest.approx(1.0, abs=0.05)
 
 
 def step(draft_s: float, verify_s: float, budget: Budget = DRAFTED) -> StepRecord:

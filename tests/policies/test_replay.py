@@ -47,7 +47,6 @@ def log_of(scores: list[list[float]], level_sizes: tuple[int, ...], num_nodes: l
         level_sizes=level_sizes,
         num_nodes=np.array(num_nodes),
         num_accepted=np.zeros(len(num_nodes), dtype=np.int64),
-        expected_tokens=1.0,
     )
 
 

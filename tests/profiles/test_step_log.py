@@ -19,7 +19,6 @@ DRAFT = DraftLog(
     level_sizes=(2, 4),
     num_nodes=np.array([0, 5]),
     num_accepted=np.array([0, 2]),
-    expected_tokens=0.1 + 0.2,
 )
 PLAIN_STEP = StepRecord(
     state=DecodeState(
