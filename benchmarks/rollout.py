@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +21,14 @@ from rich.console import Console
 from actors.migration.settings import MigrationSettings
 from benchmarks.adaptive.pairs import pair_workload, profile_of
 from benchmarks.moving.planning import plan_seconds
+from benchmarks.moving.rates import BATCHES, Rates, measured_rates
 from benchmarks.moving.rollouts import (
-    CURVE_BATCHES,
     OURS,
     PAPER,
     PULL,
     RECOMPUTE,
     STATIC,
     Way,
-    measured_curve,
     overhead_share,
     policy_of,
     requests_of,
@@ -43,7 +42,6 @@ from core.config import EngineConfig, SpeculationConfig
 from engine.kv import KVShape
 from engine.models import load_causal_lm
 from policies.migration.messages import MoveOutcome
-from policies.reallocation.rate_curve import RateCurve
 from policies.reallocation.records import ReallocationPolicy
 from policies.simulate.perfect import perfect_finish_s
 from policies.simulate.records import MoveTruth, PoolSetup, Samples
@@ -55,12 +53,12 @@ INSTANCES = 2
 SAMPLES = 160
 "Above the knee: below some 16 samples an instance is no faster for having fewer, and there is nothing to gain."
 CAPPED_SLOTS = 16
-MAX_TOKENS = 200
-ALONE_BATCHES = (4, 16)
+MAX_TOKENS = 600
+"A rollout takes some ten seconds: much longer than a look at the pool and the moves it leads to."
 PROFILE_S = {"quick": 8.0, "default": 25.0, "full": 60.0}
 ROUNDS = {"quick": 1, "default": 3, "full": 6}
 SEEDS = {"quick": 1, "default": 10, "full": 20}
-CURVE = {"quick": (1, 8), "default": CURVE_BATCHES, "full": CURVE_BATCHES}
+RATES = {"quick": (1, 16), "default": BATCHES, "full": BATCHES}
 EARLIER_SEED = 900
 
 
@@ -71,8 +69,6 @@ class Scene:
     name: str
     lengths: np.ndarray
     num_slots: int = SAMPLES
-    speed: dict[int, float] = field(default_factory=dict)
-    "of each sample over the mean, in the scene's first rollout: drafts of some are accepted more often"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,10 +77,9 @@ class Stage:
 
     pool: ActorPool
     workload: Workload
-    curve: RateCurve
-    alone_speedup: float
+    rates: Rates
     kv_bytes_per_token: float
-    earlier_lengths: list[int]
+    earlier_lengths: np.ndarray
     "what the policy knows of another rollout, as in every iteration but the first"
 
 
@@ -102,8 +97,8 @@ def run(*, out: Path, mode: str, data: Path | None) -> int:
     with bench_ray("bench-rollout"):
         pool = _pool(workload, SpeculationConfig(), profile)
         try:
-            stage = _stage(pool, workload, kv_bytes, CURVE[mode])
-            figures.values["alone_speedup"] = stage.alone_speedup
+            stage = _stage(pool, workload, kv_bytes, RATES[mode])
+            figures.values["alone_speedup"] = stage.rates.alone_speedup
             _resident(stage, mode, figures, rows, errors, shares, console)
         finally:
             pool.close()
@@ -183,18 +178,13 @@ def _long(workload: Workload) -> Workload:
 
 
 def _stage(pool: ActorPool, workload: Workload, kv_bytes: float, batches: Sequence[int]) -> Stage:
-    """Measure what instances deliver when all are busy, and how much more one does alone."""
     earlier = _lengths("long_tail", EARLIER_SEED)
-    curve = measured_curve(pool, workload, batches, busy=INSTANCES, lengths=earlier)
-    alone = measured_curve(pool, workload, ALONE_BATCHES, busy=1, lengths=earlier)
-    many = np.array(ALONE_BATCHES)
     return Stage(
         pool=pool,
         workload=workload,
-        curve=curve,
-        alone_speedup=float(np.mean(alone.goodput(many) / curve.goodput(many))),
+        rates=measured_rates(pool, workload, earlier, batches),
         kv_bytes_per_token=kv_bytes,
-        earlier_lengths=earlier.tolist(),
+        earlier_lengths=earlier,
     )
 
 
@@ -217,6 +207,8 @@ def _play(
     console: Console,
 ) -> dict[str, list[float]]:
     """Seconds of every way, in turn forwards and backwards; each beside the simulator's word on it."""
+    rates = stage.rates.at_this_pace(stage.pool, stage.workload, stage.earlier_lengths)
+    stage = replace(stage, rates=rates)
     taken: dict[str, list[float]] = {way.name: [] for way in ways}
     for number in range(rounds):
         for way in ways if number % 2 == 0 else reversed(ways):
@@ -226,7 +218,6 @@ def _play(
                 binding=way.binding,
             )
             taken[way.name].append(outcome.seconds)
-            scene.speed.update({} if scene.speed else _speeds(outcome))
             predicted_s = _simulated(stage, scene, way)
             errors.append(abs(predicted_s / outcome.seconds - 1.0))
             shares.append(overhead_share(outcome))
@@ -234,13 +225,6 @@ def _play(
     medians = {name: f"{statistics.median(seconds):.2f}" for name, seconds in taken.items()}
     console.print(f"{scene.name}: seconds {medians}, perfect {_perfect(stage, scene):.2f}")
     return taken
-
-
-def _speeds(outcome: RolloutOutcome) -> dict[int, float]:
-    """Tokens a decode step of each sample over those of all."""
-    done = outcome.completions.values()
-    mean = sum(each.num_tokens for each in done) / sum(each.num_decode_steps for each in done)
-    return {each.key.sample_index: each.num_tokens / each.num_decode_steps / mean for each in done}
 
 
 def _keep(figures: Figures, scene: str, taken: dict[str, list[float]]) -> None:
@@ -276,19 +260,19 @@ def _simulated(stage: Stage, scene: Scene, way: Way) -> float:
 
 def _samples(stage: Stage, scene: Scene) -> Samples:
     prompt_tokens = statistics.fmean(len(prompt.token_ids) for prompt in stage.workload.prompts)
-    samples = samples_of(scene.lengths, prompt_tokens=round(prompt_tokens))
-    return replace(samples, speed=np.array([scene.speed[number] for number in range(len(scene.lengths))]))
+    return samples_of(scene.lengths, prompt_tokens=round(prompt_tokens))
 
 
 def _setup(stage: Stage, scene: Scene) -> PoolSetup:
     return PoolSetup(
         num_instances=INSTANCES,
         num_slots=scene.num_slots,
-        curve=stage.curve,
-        alone_speedup=stage.alone_speedup,
+        curve=stage.rates.curve,
+        alone_speedup=stage.rates.alone_speedup,
         max_new_tokens=stage.workload.sampling.max_new_tokens,
         moves=MoveTruth(kv_bytes_per_token=stage.kv_bytes_per_token),
         poll_interval_s=0.1,
+        prompt_token_s=stage.rates.prompt_token_s,
     )
 
 
@@ -325,7 +309,7 @@ def _busy_pull_over_static(rows: Sequence[dict[str, Any]]) -> float:
 
 
 def _policy(stage: Stage, way: Way) -> ReallocationPolicy:
-    return policy_of(way, stage.curve, stage.kv_bytes_per_token, stage.earlier_lengths)
+    return policy_of(way, stage.rates.curve, stage.kv_bytes_per_token, stage.earlier_lengths.tolist())
 
 
 def _pool(

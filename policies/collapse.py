@@ -20,6 +20,8 @@ HEALTHY_SHARE = 0.65
 COLLAPSED_SHARE = 0.1
 THRESHOLD = 5.0
 "Log-likelihood ratio: about e^-5 false alarms for a drafter at the lower edge of healthy."
+NEARLY = 0.5
+"Of the threshold: where the evidence is called doubtful."
 MOST_PER_STEP = 4.0
 "One decode step's evidence counts no more: its samples share a cause."
 FOLLOW = 0.002
@@ -73,8 +75,8 @@ class CollapseDetector:
 
     @property
     def doubtful(self) -> bool:
-        """Suspended, but the last probe spoke for the drafter: another at once decides."""
-        return self.suspended and self._evidence < THRESHOLD
+        """Another probe at once may decide: suspended, but the last one spoke for the drafter; or nearly suspended."""
+        return self._evidence < THRESHOLD if self.suspended else self._evidence > NEARLY * THRESHOLD
 
     def new_drafter(self, decode_step: int) -> None:
         """New drafter weights get a fresh trial."""

@@ -245,7 +245,7 @@ class GoodputPolicy:
         One odd sample in the tail can look like a dead drafter: a larger batch is asked again without waiting. So is
         another batch of which the profile alone says that drafting pays.
         """
-        if suspended and (self._collapse.doubtful or batch > self._judged_batch):
+        if self._collapse.doubtful or (suspended and batch > self._judged_batch):
             return True
         view = self._table(self._chosen_for[0], self._chosen_for[1], 1)
         if self._is_other_batch:
@@ -278,8 +278,8 @@ class GoodputPolicy:
         """What the last samples of a rollout taught says little of the next one's first batch."""
         if self._judged_batch == 0 or batch < OTHER_BATCH * self._judged_batch or self._collapse.suspended:
             return
+        self._acceptance.widen(self._judged_batch / batch)
         self._judged_batch, self._is_other_batch = batch, True
-        self._acceptance.widen()
         self._chosen_for = ()
 
     def _observe_costs(self, record: StepRecord) -> None:

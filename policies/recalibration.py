@@ -9,22 +9,27 @@ from the last. A new weight version makes the past count less. Costs: multiplica
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from core.records import DraftLog, StepRecord
 
 PRIOR_DRAFTS = 40.0
 "Drafts that the profile's conditional acceptance counts for."
-PRIOR_REJECTIONS = 2.0
-"Rejections, as expected, that a hazard ratio of 1 counts for."
+PRIOR_REJECTIONS = 3.0
+"With so many rejections, or so many expected, half of the logarithm of their ratio is believed."
+FEWEST_REJECTIONS = 0.1
+"Added to both: none is not never."
+MEMORY_REJECTIONS = 60.0
+"After so many more a rejection counts for a third."
 HAZARD_RANGE = (0.2, 20.0)
 LEAST_HAZARD = 1e-4
 "Of a level: no estimate is surer than this."
 LEAST_SCORE = 1e-6
 LARGEST_EXPONENT = 500.0
 DECAY = 0.97
-"A decode step's weight, one step of a few samples later; of more samples each DECAY_SAMPLES count as one more step."
-DECAY_SAMPLES = 8
+"A decode step's weight, one step later."
 WIDEN = 0.25
 "What the past still counts after a new weight version."
 TRACK_PRIOR_TOKENS = 100.0
@@ -71,26 +76,23 @@ class AcceptanceRecalibration:
         if not np.isfinite(scores.sum()):
             # a broken drafter's estimates are no numbers: sure of nothing
             scores = np.nan_to_num(scores, posinf=0.0, neginf=0.0)
-        self._fade(DECAY ** (1.0 + len(scores) / DECAY_SAMPLES))
         self._observe_levels(_by_level(scores, draft.level_sizes, np.maximum))
         self._observe_hazard(scores, draft)
 
-    def widen(self) -> None:
-        """The weights have changed."""
-        self._fade(WIDEN)
-        self._set_hazard_ratio()
-
-    def _fade(self, share: float) -> None:
-        """The past counts less."""
+    def widen(self, share: float = WIDEN) -> None:
+        """The weights have changed, or the samples: the past counts less."""
         self._rejections *= share
         self._exposure *= share
         self._reached *= share
         self._passed *= share
+        self._set_hazard_ratio()
 
     def _observe_levels(self, best: np.ndarray) -> None:
         """What the best candidates promise, level by level."""
         passed = best.sum(axis=0, dtype=np.float64)[: len(self._prior)]
         count = len(passed)
+        self._reached *= DECAY
+        self._passed *= DECAY
         self._reached[0] += len(best)
         self._reached[1:count] += passed[:-1]
         self._passed[:count] += passed
@@ -101,36 +103,44 @@ class AcceptanceRecalibration:
         Where in its level a rejection came is unknown: its expectation at the present ratio g is taken, 1/g - h /
         (e^(gh) - 1) of the level's h, so that the ratio tends to the likeliest one (Dempster, Laird and Rubin 1977).
         """
-        path, verified = _path(scores, draft)
-        accepted = np.minimum(draft.num_accepted, verified)
-        row = np.arange(len(path))
-        # column 0 is the root, which nothing can reject
-        ends = -np.log(path[row[:, None], np.stack([accepted, np.minimum(accepted + 1, verified)], axis=1)])
-        exposure = ends[:, 0]
-        rejected = accepted < verified
-        width = np.maximum(ends[rejected, 1] - exposure[rejected], LEAST_HAZARD)
-        ratio = self.hazard_ratio
-        until = 1.0 / ratio - width / np.expm1(np.minimum(ratio * width, LARGEST_EXPONENT))
-        self._exposure += float(exposure.sum() + until.sum())
-        self._rejections += len(width)
+        levels, verified = _levels(scores, draft)
+        ratio, exposure, rejections = self.hazard_ratio, 0.0, 0
+        # row by row: for the few samples that are in a hurry arrays cost more than numbers
+        for path, count, accepted in zip(
+            levels.tolist(), verified.tolist(), draft.num_accepted.tolist(), strict=True
+        ):
+            before = _hazard(path[accepted - 1]) if accepted else 0.0
+            exposure += before
+            if accepted < count:
+                width = max(_hazard(path[accepted]) - before, LEAST_HAZARD)
+                exposure += 1.0 / ratio - width / math.expm1(min(ratio * width, LARGEST_EXPONENT))
+                rejections += 1
+        # rejections are the evidence: where they are rare the past is remembered for longer
+        fade = math.exp(-rejections / MEMORY_REJECTIONS)
+        self._exposure = self._exposure * fade + exposure
+        self._rejections = self._rejections * fade + rejections
         self._set_hazard_ratio()
 
     def _set_hazard_ratio(self) -> None:
-        ratio = (self._rejections + PRIOR_REJECTIONS) / (self._exposure + PRIOR_REJECTIONS)
-        self.hazard_ratio = min(max(ratio, HAZARD_RANGE[0]), HAZARD_RANGE[1])
+        evidence = max(self._rejections, self._exposure)
+        believed = evidence / (evidence + PRIOR_REJECTIONS)
+        ratio = (self._rejections + FEWEST_REJECTIONS) / (self._exposure + FEWEST_REJECTIONS)
+        self.hazard_ratio = min(max(ratio**believed, HAZARD_RANGE[0]), HAZARD_RANGE[1])
 
 
-def _path(scores: np.ndarray, draft: DraftLog) -> tuple[np.ndarray, np.ndarray]:
-    """Estimated acceptance up to each level, the root's first, [B, levels + 1], and the levels verified, [B]."""
+def _levels(scores: np.ndarray, draft: DraftLog) -> tuple[np.ndarray, np.ndarray]:
+    """Estimated acceptance of the way to each level, [B, levels], and the number of levels verified, [B]."""
     verified = draft.num_nodes
-    if scores.shape[1] != len(draft.level_sizes):
-        # of a tree a level is passed where any of its verified candidates is
-        place = np.argsort(np.argsort(-scores, axis=1, kind="stable"), axis=1)
-        scores = _by_level(np.where(place < verified[:, None], scores, 0.0), draft.level_sizes, np.add)
-        verified = np.count_nonzero(scores, axis=1)
-    path = np.ones((len(scores), scores.shape[1] + 1))
-    np.minimum.accumulate(np.clip(scores, LEAST_SCORE, 1.0), axis=1, out=path[:, 1:])
-    return path, verified
+    if scores.shape[1] == len(draft.level_sizes):
+        return scores, verified
+    # of a tree a level is passed where any of its verified candidates is
+    place = np.argsort(np.argsort(-scores, axis=1, kind="stable"), axis=1)
+    levels = _by_level(np.where(place < verified[:, None], scores, 0.0), draft.level_sizes, np.add)
+    return levels, np.count_nonzero(levels, axis=1)
+
+
+def _hazard(score: float) -> float:
+    return -math.log(min(max(score, LEAST_SCORE), 1.0))
 
 
 def _by_level(scores: np.ndarray, level_sizes: tuple[int, ...], of: np.ufunc) -> np.ndarray:

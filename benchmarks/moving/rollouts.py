@@ -12,16 +12,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from benchmarks.support.actor_pool import ActorPool, RolloutOutcome
+from benchmarks.support.actor_pool import RolloutOutcome
 from benchmarks.support.workload import Workload
 from core.records import SampleRequest
 from policies.reallocation.gate import Gate, GateMode
 from policies.reallocation.make import make_reallocation_policy
 from policies.reallocation.rate_curve import RateCurve
 from policies.reallocation.records import ReallocationPolicy
-
-CURVE_BATCHES = (1, 2, 4, 8, 16, 32)
-CURVE_INDEX = 500_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,30 +62,6 @@ def requests_of(workload: Workload, lengths: np.ndarray, *, first_index: int = 0
         )
         for number, length in enumerate(lengths)
     ]
-
-
-def measured_curve(
-    pool: ActorPool, workload: Workload, batches: Sequence[int], *, busy: int, lengths: np.ndarray
-) -> RateCurve:
-    """Goodput over running samples while `busy` instances decode as many each.
-
-    `lengths` [n] are those of a rollout. When few samples run, they are the longest, and drafts deep in a response are
-    accepted less often: about B at a time is measured with twice as many at first, the longest.
-    """
-    samples: list[float] = []
-    rates: list[float] = []
-    for batch in batches:
-        longest = np.sort(lengths)[-2 * batch :]
-        asked = np.ones((len(longest), len(pool.handles)), dtype=np.int64)
-        asked[:, :busy] = longest[:, None]
-        outcome = pool.rollout(
-            requests_of(workload, asked.ravel(), first_index=CURVE_INDEX),
-            binding="static",
-        )
-        for stats in sorted(outcome.stats.values(), key=lambda s: -s.num_emitted_tokens)[:busy]:
-            samples.append(stats.num_sample_steps / stats.num_decode_steps)
-            rates.append(stats.num_emitted_tokens / stats.busy_s)
-    return RateCurve(samples, rates)
 
 
 def overhead_share(outcome: RolloutOutcome) -> float:

@@ -10,7 +10,6 @@ from core.records import PLAIN, Budget, StepRecord
 from policies.recalibration import (
     COST_RANGE,
     HAZARD_RANGE,
-    PRIOR_REJECTIONS,
     TRACK_PRIOR_TOKENS,
     TRACK_RANGE,
     WIDEN,
@@ -43,6 +42,12 @@ def chains(
     return np.cumprod(conditional, axis=1), verified.tolist(), accepted.tolist()
 
 
+def ratio_of(rejections: float, exposure: float) -> float:
+    """By hand: with three rejections or three expected half of the logarithm counts."""
+    most = max(rejections, exposure)
+    return ((rejections + 0.1) / (exposure + 0.1)) ** (most / (most + 3.0))
+
+
 def test_the_hazard_ratio_of_one_step_by_hand() -> None:
     model = AcceptanceRecalibration(PATH)
     assert model.hazard_ratio == 1.0
@@ -52,7 +57,7 @@ def test_the_hazard_ratio_of_one_step_by_hand() -> None:
     exposure = -math.log(0.9) - math.log(0.8)
     for hazard in (math.log(2.0), -math.log(0.7)):
         exposure += 1.0 - hazard / (math.exp(hazard) - 1.0)
-    expected = (2 + PRIOR_REJECTIONS) / (exposure + PRIOR_REJECTIONS)
+    expected = ratio_of(2, exposure)
     assert model.hazard_ratio == pytest.approx(expected, rel=1e-5)
     scores = np.array([[0.9, 0.45]])
     assert model.corrected(scores) == pytest.approx(scores**expected, rel=1e-5)
@@ -125,10 +130,9 @@ def test_new_weights_make_the_past_count_less_by_hand() -> None:
     fed(model, 1, accepted=0, rows=40)
     hazard = -math.log(0.75)
     exposure = 40 * (1.0 - hazard / (math.exp(hazard) - 1.0))
-    assert model.hazard_ratio == pytest.approx((40 + PRIOR_REJECTIONS) / (exposure + PRIOR_REJECTIONS))
+    assert model.hazard_ratio == pytest.approx(ratio_of(40, exposure))
     model.widen()
-    expected = (40 * WIDEN + PRIOR_REJECTIONS) / (exposure * WIDEN + PRIOR_REJECTIONS)
-    assert model.hazard_ratio == pytest.approx(expected)
+    assert model.hazard_ratio == pytest.approx(ratio_of(40 * WIDEN, exposure * WIDEN))
     # levels: 30 of 40 passed the first by score, against a prior of 0.8
     estimated = (40 * 0.8 + 30 * WIDEN) / (40 + 40 * WIDEN)
     assert model.conditional[0] == pytest.approx(estimated**model.hazard_ratio)
