@@ -109,6 +109,10 @@ class AcceptanceRecalibration:
         for path, count, accepted in zip(
             levels.tolist(), verified.tolist(), draft.num_accepted.tolist(), strict=True
         ):
+            # behind a sample's limit nothing is expected, whatever is accepted
+            while count and path[count - 1] <= 0.0:
+                count -= 1
+            accepted = min(accepted, count)
             before = _hazard(path[accepted - 1]) if accepted else 0.0
             exposure += before
             if accepted < count:

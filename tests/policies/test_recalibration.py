@@ -93,6 +93,13 @@ def test_of_a_tree_a_level_is_passed_where_any_verified_candidate_is() -> None:
     assert tree.hazard_ratio == pytest.approx(chain.hazard_ratio, rel=1e-6)
 
 
+def test_what_lies_behind_a_samples_limit_teaches_nothing() -> None:
+    cut, whole = AcceptanceRecalibration(PATH), AcceptanceRecalibration(PATH)
+    cut.observe(draft_log([[0.9, 0.0, 0.0], [0.8, 0.0, 0.0], [0.0, 0.0, 0.0]], [3, 3, 3], [3, 0, 2]))
+    whole.observe(draft_log([[0.9], [0.8]], [1, 1], [1, 0]))
+    assert cut.hazard_ratio == whole.hazard_ratio != 1.0
+
+
 def test_the_ratio_rises_with_rejections_and_stays_in_its_range() -> None:
     ratios = fed(AcceptanceRecalibration(PATH), 300, accepted=0)
     assert (np.diff(ratios[:20]) > 0).all()
