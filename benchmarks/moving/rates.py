@@ -79,7 +79,11 @@ def _points(
     )
     most = sorted(outcome.stats.values(), key=lambda stats: -stats.num_emitted_tokens)[:busy]
     return [
-        (stats.num_sample_steps / stats.num_decode_steps, stats.num_emitted_tokens / stats.busy_s)
+        # prompts are charged by themselves
+        (
+            stats.num_sample_steps / stats.num_decode_steps,
+            stats.num_emitted_tokens / (stats.busy_s - stats.prefill_s),
+        )
         for stats in most
     ]
 
