@@ -76,7 +76,7 @@ class GoodputPolicy:
         self._view: CostView | None = None
         self._limits: list[tuple[float, float, float, int]] = []
         self._versions = (0, 0)
-        self._plain_s = self._no_probe_before_s = 0.0
+        self._plain_s = 0.0
         self._missing_tokens = 0.0
         self._probing = False
         self._plain_for: tuple[str | None, int] | None = None
@@ -115,14 +115,13 @@ class GoodputPolicy:
         """Compare a bound on the next level's worth with its seconds; ask seldom where a stop is unlikely."""
         if self._probing:
             return PROBE_DEPTH - level
-        choice = self._choice
-        if scores.shape[1] > choice.width:
-            scores = -np.sort(-scores, axis=1)[:, : choice.width]
-        scores = self._acceptance.corrected(scores)
         onward, node_cost, level_cost, levels = self._limits[min(level, len(self._limits) - 1)]
-        if level > 0 and np.maximum(scores * onward - node_cost, 0.0).sum() <= level_cost:
-            return 0
-        return levels
+        if level == 0:
+            return levels
+        if scores.shape[1] > self._choice.width:
+            scores = -np.sort(-scores, axis=1)[:, : self._choice.width]
+        gain = np.maximum(self._acceptance.corrected(scores) * onward - node_cost, 0.0).sum()
+        return 0 if gain <= level_cost else levels
 
     def select(self, scores: np.ndarray, level_sizes: tuple[int, ...]) -> np.ndarray:
         """Return each sample's number of nodes."""
@@ -187,7 +186,6 @@ class GoodputPolicy:
         # between periods a batch that shrinks keeps its shape: only its own costs are looked up
         all_shapes = period != self._chosen_for[2:]
         self._chosen_for = (batch, context, *period)
-        self._no_probe_before_s = 0.0
         views = {
             width: self._table(batch, context, width).corrected(
                 draft=self._costs.draft, verify=self._costs.verify
@@ -252,8 +250,6 @@ class GoodputPolicy:
             self._is_other_batch = False
             if self._shapes.best({1: view}, self._untaught, self._record).num_nodes:
                 return True
-        if self._plain_s < self._no_probe_before_s:
-            return False
         draft = self._profile.cost.draft
         # what one more token costs in a large draft forward: the level's token terms with every hinge passed
         token_s = sum(draft[5:10]) * self._costs.draft
@@ -262,8 +258,7 @@ class GoodputPolicy:
         levels, nodes = (min(PROBE_DEPTH, len(table) - 1) for table in (view.draft_s, view.uniform_s))
         cost_s = float(view.draft_s[levels] + view.uniform_s[nodes] - view.uniform_s[0]) + missing * token_s
         share = 2 * PROBE_SHARE if suspended else PROBE_SHARE
-        self._no_probe_before_s = cost_s / share
-        return self._plain_s >= self._no_probe_before_s
+        return self._plain_s * share >= cost_s
 
     def _follow_versions(self, state: DecodeState) -> None:
         versions = (state.weight_version, state.drafter_version)
