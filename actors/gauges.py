@@ -26,6 +26,12 @@ class InstanceGauges:
             tag_keys=("instance",),
         )
         self._move_s.set_default_tags(tags)
+        self._preemptions = Counter(
+            "rlhfspec_preemptions",
+            description="Running samples that had to wait because the caches were full.",
+            tag_keys=("instance",),
+        )
+        self._preemptions.set_default_tags(tags)
         self._gauges = {
             name: Gauge(f"rlhfspec_{name}", description=text, tag_keys=("instance",))
             for name, text in _GAUGES.items()
@@ -41,6 +47,8 @@ class InstanceGauges:
             self._emitted.inc(new.num_emitted_tokens)
         if new.move_s > 0.0:
             self._move_s.inc(new.move_s)
+        if new.num_preemptions > 0:
+            self._preemptions.inc(new.num_preemptions)
         self._last = load.stats
         self._set(
             goodput_tokens_per_s=load.goodput_tokens_per_s,

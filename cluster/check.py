@@ -21,8 +21,9 @@ from cluster.memory import MemoryPlan, ModelShape, gib, plan_memory
 from cluster.session import object_store_bytes
 from cluster.topology import plan as plan_topology
 from core.config import Config
-from core.errors import DataError, ModelError, PlacementError
+from core.errors import ConfigError, DataError, ModelError, PlacementError
 from engine.build import attention_for, resolve_device, resolve_numerics
+from engine.cache_room import MB
 from engine.kv import KVShape
 from engine.models import check_compatible, load_hf_config, load_tokenizer, max_context_tokens
 from learning.data import PromptDataset
@@ -104,6 +105,7 @@ def check_run(config: Config, *, output_dir: Path) -> CheckReport:
         placement=placement,
     )
     _require_room(config, report, output_dir)
+    _require_cache(config, plan)
     return report
 
 
@@ -153,6 +155,16 @@ def _check_reward(config: Config) -> int | None:
         return count_params(load_hf_config(config.reward.model), AutoModelForSequenceClassification)
     build_reward(config.reward)
     return None
+
+
+def _require_cache(config: Config, plan: MemoryPlan) -> None:
+    """Refuse a cache in which a sample of full length would never find room."""
+    limit = config.engine.kv_cache_mb
+    if limit is not None and limit * MB < plan.longest_sample_bytes:
+        raise ConfigError(
+            f"engine.kv_cache_mb is {limit}, and one sample of full length takes {plan.longest_sample_bytes / MB:.1f} "
+            "MB of keys and values; raise it, or lower data.max_prompt_tokens or sampling.max_new_tokens"
+        )
 
 
 def _require_room(config: Config, report: CheckReport, output_dir: Path) -> None:

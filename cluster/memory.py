@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from core.config import Config
 from engine.build import most_nodes
+from engine.cache_room import MB
 from engine.kv import KVShape
 
 GIB = 1 << 30
@@ -69,6 +70,8 @@ class MemoryPlan:
     "one generation actor"
     kv_pool_bytes: int
     "of which the KV pool"
+    longest_sample_bytes: int
+    "of which one sample of full length"
     trainer_bytes: int
     reward_bytes: int
     object_store_bytes: int
@@ -118,10 +121,14 @@ def plan_memory(
     object_store_bytes: int,
 ) -> MemoryPlan:
     """Reckon the plan. `max_total_tokens` is the longest prompt plus sampling.max_new_tokens."""
-    kv_pool = _kv_pool_bytes(config, target, draft, max_total_tokens)
+    longest_sample = _sample_bytes(config, target, draft, max_total_tokens)
+    kv_pool = config.engine.max_running_samples * longest_sample
+    if config.engine.kv_cache_mb is not None:
+        kv_pool = min(kv_pool, int(config.engine.kv_cache_mb * MB))
     return MemoryPlan(
         generation_bytes=TORCH_PROCESS_BYTES + kv_pool + _engine_bytes(config, target, draft),
         kv_pool_bytes=kv_pool,
+        longest_sample_bytes=longest_sample,
         trainer_bytes=TORCH_PROCESS_BYTES + _learner_bytes(config, target) + _refit_bytes(config, draft),
         reward_bytes=_reward_bytes(reward_params),
         object_store_bytes=object_store_bytes,
@@ -133,15 +140,13 @@ def plan_memory(
     )
 
 
-def _kv_pool_bytes(
-    config: Config, target: ModelShape, draft: ModelShape | None, max_total_tokens: int
-) -> int:
-    slots = config.engine.max_running_samples
+def _sample_bytes(config: Config, target: ModelShape, draft: ModelShape | None, max_total_tokens: int) -> int:
+    """Keys and values of one sample that grows to its limit, in both models' caches."""
     capacity = max_total_tokens + most_nodes(config.speculation) + 1
     # pools on CPU are float32 whatever the model's dtype
     element_bytes = _DTYPE_BYTES[config.models.dtype] if config.engine.device == "cuda" else 4
     shapes = [shape.kv for shape in (target, draft) if shape is not None]
-    return sum(shape.pool_bytes(slots, capacity, element_bytes) for shape in shapes)
+    return sum(shape.pool_bytes(1, capacity, element_bytes) for shape in shapes)
 
 
 def _engine_bytes(config: Config, target: ModelShape, draft: ModelShape | None) -> int:

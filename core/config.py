@@ -126,6 +126,8 @@ class EngineConfig(Section):
     "auto: our own forward where there is one (Llama, Mistral, Qwen2, Qwen3); stock: the Hugging Face module"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     max_running_samples: int = Field(default=32, ge=1)
+    kv_cache_mb: float | None = Field(default=None, gt=0.0)
+    "keys and values of all running samples; beyond, the shortest wait. None: room for every slot at full length"
     max_prefill_tokens: int = Field(default=512, ge=4)
     "prompt tokens in one prefill forward"
     num_threads: int = Field(default=1, ge=1)

@@ -238,6 +238,8 @@ class GenerationStats:
     num_accepted_rank2_plus: int = 0
     num_emitted_tokens: int = 0
     num_completions: int = 0
+    num_preemptions: int = 0
+    "running samples that had to wait because the caches were full"
     prefill_s: float = 0.0
     draft_s: float = 0.0
     verify_s: float = 0.0

@@ -13,6 +13,7 @@ from transformers.modeling_utils import PreTrainedModel
 from core.config import EngineConfig, SpeculationConfig
 from core.errors import ConfigError, ModelError, NumericsError
 from engine.attention import ATTENTION, Attention
+from engine.cache_room import MB
 from engine.drafters.base import Drafter
 from engine.drafters.model import ModelDrafter
 from engine.drafters.ngram import NgramDrafter
@@ -69,6 +70,7 @@ def build_engine(
 
     Raises:
         ModelError: the context is longer than the model's positions, or the draft's vocabulary is too small.
+        ConfigError: what the settings ask for does not go together, or the caches have no room for one sample.
         NumericsError: invariant numerics are asked for and the probe finds a difference.
     """
     _check_context(target, max_total_tokens)
@@ -86,6 +88,7 @@ def build_engine(
             capacity=max_total_tokens + policy.max_nodes + 1,
             attention=attention,
             vocab_size=vocab_size,
+            reach=None if engine.kv_cache_mb is None else policy.max_nodes + 1,
             stock=engine.forward == "stock",
             recorder=CudaRecorder(device) if device.type == "cuda" and graph_bytes else None,
             graph_bytes=graph_bytes,
@@ -127,6 +130,7 @@ def build_engine(
         drafter_version=drafter_version,
         clock=clock,
         scorer=Scorer(profile.acceptance) if profile is not None else None,
+        max_cache_bytes=None if engine.kv_cache_mb is None else int(engine.kv_cache_mb * MB),
     )
 
 

@@ -16,6 +16,7 @@ from core.errors import RlhfSpecError
 from core.records import SampleKey
 from core.sample_state import SampleState
 from engine.batch import RunningBatch
+from engine.cache_room import CacheRoom
 from engine.drafters.base import Drafter
 from engine.kv import KVPool
 from engine.leases import Lease, Leases, as_cells
@@ -50,6 +51,7 @@ class SampleExchange:
         waiting: deque[SampleState],
         *,
         max_prefill_tokens: int,
+        max_cache_bytes: int | None = None,
     ) -> None:
         self._runner = runner
         self._drafter = drafter
@@ -60,6 +62,7 @@ class SampleExchange:
         if drafter is not None and drafter.cache is not None:
             self._pools[DRAFT] = drafter.cache
         self._leases = Leases(self._pools)
+        self.cache_room = CacheRoom(batch, self._pools.values(), max_bytes=max_cache_bytes)
         self.num_reserved = 0
         "slots kept free for samples on their way here"
 
@@ -70,8 +73,9 @@ class SampleExchange:
 
     @property
     def num_free_slots(self) -> int:
-        """Slots neither taken nor reserved nor waited for."""
-        return self._runner.pool.num_slots - len(self._batch) - self.num_reserved - len(self._waiting)
+        """Slots neither taken nor reserved nor waited for, and for whose samples the caches have room."""
+        free = self._runner.pool.num_slots - len(self._batch)
+        return min(free, self.cache_room.num_more()) - self.num_reserved - len(self._waiting)
 
     def holds(self, key: SampleKey) -> bool:
         """True when the sample runs or waits here."""
@@ -136,15 +140,19 @@ class SampleExchange:
     def attach(self, state: SampleState, pieces: Sequence[CachePiece]) -> int:
         """Put a sample into the running batch; return how many tokens of it had to be computed.
 
-        What the pieces do not cover of the target's cache is computed; the drafter catches up by itself.
-        Raises RlhfSpecError when no slot is free.
+        What the pieces do not cover of the target's cache is computed; the drafter catches up by itself. Where the
+        caches have no room it waits, as one that was preempted does. Raises RlhfSpecError when no slot is free.
         """
         if len(self._batch) == self._runner.pool.num_slots:
             raise RlhfSpecError(
                 f"sample {state.request.key.sample_index} came to an engine whose {len(self._batch)} slots "
                 "are taken; a slot must be reserved first"
             )
+        if not self.cache_room.admits(state.num_committed_tokens):
+            self._waiting.appendleft(state)
+            return 0
         slot = self._batch.add(state)
+        self.cache_room.hold()
         if self._drafter is not None:
             self._drafter.admit(range(slot, slot + 1), self._batch)
             self._drafter.adopt(slot, self._store(DRAFT, slot, pieces))
@@ -173,6 +181,11 @@ class SampleExchange:
                 self.vacate(slot)
                 return True
         return False
+
+    def preempt(self, slot: int, *, weight_version: int) -> None:
+        """Take a running sample back into the line, ahead of those that wait: its tokens stay, its caches go."""
+        self._waiting.appendleft(self._batch.state(slot, weight_version=weight_version))
+        self.vacate(slot)
 
     def vacate(self, slot: int) -> None:
         """Free a slot; the last sample moves in."""

@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from engine.attention import Attention, is_native
-from engine.kv import KVPool, round_up
+from engine.kv import KVPool
+from engine.kv_memory import round_up
 from engine.native.spans import Spans, attend_spans, spans_of, store_spans
 from engine.packing import RaggedRows, pack_queries, unpack_queries
 from engine.visibility import as_bias, chain_visibility, tree_visibility

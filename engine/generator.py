@@ -66,6 +66,7 @@ class Engine:
         drafter_version: int = 0,
         clock: Callable[[], float] = time.perf_counter,
         scorer: Scorer | None = None,
+        max_cache_bytes: int | None = None,
     ) -> None:
         self.runner = runner
         self.drafter = drafter
@@ -87,7 +88,12 @@ class Engine:
             num_slots=runner.pool.num_slots, max_total_tokens=max_total_tokens, device=runner.device
         )
         self.exchange = SampleExchange(
-            runner, drafter, self._batch, self._waiting, max_prefill_tokens=max_prefill_tokens
+            runner,
+            drafter,
+            self._batch,
+            self._waiting,
+            max_prefill_tokens=max_prefill_tokens,
+            max_cache_bytes=max_cache_bytes,
         )
 
     def submit(self, request: SampleRequest) -> None:
@@ -143,6 +149,7 @@ class Engine:
 
     def step(self) -> list[Completion]:
         """Admit what fits, prefill it, decode one step; return the samples that finished."""
+        self._preempt()
         self._admit()
         if not len(self._batch):
             return []
@@ -209,7 +216,6 @@ class Engine:
 
     def load(self) -> InstanceLoad:
         """Return the workload as the scheduler polls it."""
-        slots = self.runner.pool.num_slots
         recent = list(itertools.islice(reversed(self.step_records), GOODPUT_WINDOW))
         seconds = sum(record.step_s for record in recent)
         emitted = sum(record.num_emitted_tokens for record in recent)
@@ -219,7 +225,7 @@ class Engine:
             num_waiting=len(self._waiting),
             num_free_slots=max(self.exchange.num_free_slots, 0),
             context_tokens=self._batch.context_tokens,
-            free_cache_tokens=slots * self.runner.pool.capacity - self._batch.context_tokens,
+            free_cache_tokens=self.exchange.cache_room.free_tokens,
             weight_version=self.weight_version,
             drafter_version=self.drafter_version,
             decode_step=self.stats.num_decode_steps,
@@ -265,14 +271,23 @@ class Engine:
         self.runner.load(tensors)
         self.weight_version = manifest.weight_version
 
+    def _preempt(self) -> None:
+        """Let the shortest samples wait until the others have room to go on."""
+        room = self.exchange.cache_room
+        while (slot := room.one_too_many()) is not None:
+            self.exchange.preempt(slot, weight_version=self.weight_version)
+            self.stats += GenerationStats(num_preemptions=1)
+
     def _admit(self) -> None:
-        first = len(self._batch)
+        first, room = len(self._batch), self.exchange.cache_room
         free = self.runner.pool.num_slots - first - self.exchange.num_reserved
-        if free <= 0 or not self._waiting:
+        while free > 0 and self._waiting and room.admits(self._waiting[0].num_committed_tokens):
+            self._batch.add(self._waiting.popleft())
+            free -= 1
+        room.hold()
+        if len(self._batch) == first:
             return
         started = self._clock()
-        for _ in range(min(free, len(self._waiting))):
-            self._batch.add(self._waiting.popleft())
         slots = range(first, len(self._batch))
         pieces = [
             PrefillPiece(slot=slot, start=0, length=int(self._batch.lengths[slot]) - 1) for slot in slots

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from engine.forward_plan import TreePlan
-from engine.kv import KVPool, round_up
+from engine.kv import KVPool
+from engine.kv_memory import round_up
 
 logger = logging.getLogger(__name__)
 

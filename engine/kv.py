@@ -1,6 +1,7 @@
 """The KV pool: keys and values of every running sample, one slot each (design 3.7).
 
-Layout: [L, 2, S, H, C, E], keys before values, each of a sample's tokens behind one another: attention streams them.
+Cells: [L, 2, S, H, C, E], keys before values, each of a sample's tokens behind one another: attention streams them.
+What memory is behind them, and when, `engine.kv_memory` says.
 Running samples occupy slots 0..B-1; a finished one is replaced by the last, so a batch is a slice and nothing
 is gathered per layer. Slot numbers stay inside `engine/`; callers hold sample keys.
 """
@@ -9,15 +10,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from transformers.configuration_utils import PretrainedConfig
 
 from core.errors import ModelError
+from engine.cuda_pages import CudaPages
+from engine.kv_memory import KVMemory, PagedHostMemory, PoolShape, WholeMemory, round_up
+from engine.mapped_memory import MappedMemory
 from engine.visibility import count_up
 
-VIEW_STEP = 32
+LEAST_REACH = 64
+"Draft columns that every policy may count on, however short its trees."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,33 +65,74 @@ class KVShape:
 
 
 class KVPool:
-    """Keys and values of all slots. Memory is zeroed once: masked positions must stay finite."""
+    """Keys and values of all slots. Masked positions stay finite."""
 
     def __init__(
-        self, shape: KVShape, *, num_slots: int, capacity: int, dtype: torch.dtype, device: torch.device
+        self,
+        shape: KVShape,
+        *,
+        num_slots: int,
+        capacity: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        reach: int | None = None,
     ) -> None:
+        """Lay out the cells.
+
+        Args:
+            shape: of the model.
+            num_slots: samples at once.
+            capacity: tokens of a slot, at least.
+            dtype: of the cells.
+            device: where they lie.
+            reach: tokens that a decode step may put behind the committed ones. Given: memory comes with the
+                samples' length, when `hold` asks for it. None: all slots have it from the start.
+        """
         self.shape = shape
-        self.capacity = round_up(capacity)
         self.num_slots = num_slots
         self.device = device
+        self.memory = memory_for(
+            PoolShape(
+                num_layers=shape.num_layers,
+                num_slots=num_slots,
+                num_kv_heads=shape.num_kv_heads,
+                capacity=capacity,
+                head_size=shape.head_size,
+                dtype=dtype,
+            ),
+            device,
+            paged=reach is not None,
+        )
+        self.cells = self.memory.cells
+        self.capacity = self.cells.shape[4]
+        self._reach = self.capacity if reach is None else max(reach, LEAST_REACH)
         size, heads = shape.head_size, shape.num_kv_heads
-        lead = (shape.num_layers, 2, num_slots, heads, self.capacity)
-        self.cells = torch.zeros(*lead, size, dtype=dtype, device=device)
         self._merged = [layer.flatten(1, 2).unbind() for layer in self.cells]
-        self._writable = [layer.flatten(0, 3) for layer in self.cells]
-        slots = torch.arange(num_slots, device=device)[:, None, None, None]
-        head = torch.arange(heads, device=device)[:, None]
-        values_behind = torch.arange(2, device=device) * num_slots * heads
-        self._first_row = (slots * heads + head + values_behind) * self.capacity
+        # one index for each (key or value, slot, head, token), whatever lies between them
+        of_layer, of_value, of_slot, of_head, of_token, _ = (stride // size for stride in self.cells.stride())
+        all_rows = self.cells.as_strided((self.cells.numel() // size, size), (size, 1))
+        self._writable = [all_rows[layer * of_layer :] for layer in range(shape.num_layers)]
+        slots = torch.arange(num_slots, device=device)[:, None, None, None] * of_slot
+        head = torch.arange(heads, device=device)[:, None] * of_head
+        self._first_row = slots + head + torch.arange(2, device=device) * of_value
+        self._row_step = of_token
+
+    def room_behind(self, num_tokens: int) -> int:
+        """Return how many tokens a decode step may put behind so many committed ones."""
+        return min(self._reach, self.capacity - num_tokens)
+
+    def extents(self, num_tokens: Int[np.ndarray, " B"]) -> Int[np.ndarray, " B"]:
+        """Return how far a decode step may reach in slots of so many committed tokens."""
+        return np.minimum(num_tokens + self._reach, self.capacity)
 
     def rows(self, slots: Int[Tensor, " M"], positions: Int[Tensor, " M"]) -> Int[Tensor, " MH2"]:
         """Return where `write` puts M tokens: one index per (token, KV head, key or value), for every layer."""
-        return (self._first_row[slots, 0] + positions[:, None, None]).flatten()
+        return (self._first_row[slots, 0] + positions[:, None, None] * self._row_step).flatten()
 
     def tree_rows(self, start: Int[Tensor, " B"], num_tokens: int) -> Int[Tensor, " MH2"]:
         """Return the same for `num_tokens` tokens from position start[b] on of each slot b."""
         positions = start[:, None] + count_up(num_tokens, self.device)
-        return (self._first_row[: len(start)] + positions[..., None, None]).flatten()
+        return (self._first_row[: len(start)] + positions[..., None, None] * self._row_step).flatten()
 
     def write(self, layer: int, rows: Int[Tensor, " MH2"], tokens: Float[Tensor, "M Hkv 2 E"]) -> None:
         """Store M tokens' keys and values of one layer."""
@@ -124,9 +171,13 @@ class KVPool:
         slots = count_up(batch, self.device)[:, None].expand(-1, levels)
         self.move_tokens(slots.reshape(-1), sources.reshape(-1), (root[:, None] + step).reshape(-1))
 
-    def move_slot(self, source: int, target: int, length: int) -> None:
-        """Copy the first `length` tokens of a slot over another: swap with last on finish."""
+    def copy_slot(self, source: int, target: int, length: int) -> None:
+        """Copy the first `length` tokens of a slot over another: a prompt that both have."""
         self.cells[:, :, target, :, :length] = self.cells[:, :, source, :, :length]
+
+    def move_slot(self, source: int, target: int, length: int) -> None:
+        """Make the first `length` tokens of a slot another's, for good: swap with last on finish."""
+        self.memory.move(source, target, length)
 
     def range_of(self, slot: int, start: int, stop: int) -> Float[Tensor, "L 2 H T E"]:
         """Return the cells of a token range, to be read or written; a view."""
@@ -143,6 +194,8 @@ class KVPool:
         return self.cells.nbytes
 
 
-def round_up(length: int, step: int = VIEW_STEP) -> int:
-    """Round a length up to a multiple of `step`: few distinct view lengths."""
-    return -(-length // step) * step
+def memory_for(shape: PoolShape, device: torch.device, *, paged: bool) -> KVMemory:
+    """Return the memory of a pool."""
+    if not paged:
+        return WholeMemory(shape, device)
+    return PagedHostMemory(shape) if device.type == "cpu" else MappedMemory(shape, CudaPages(device))

@@ -46,7 +46,7 @@ def fill_committed(
         )
         total += len(ids)
     for source, piece in copies:
-        runner.pool.move_slot(source, piece.slot, piece.length)
+        runner.pool.copy_slot(source, piece.slot, piece.length)
     return total
 
 

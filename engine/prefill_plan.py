@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from engine.attention import Attention, is_native
-from engine.kv import KVPool, round_up
+from engine.kv import KVPool
+from engine.kv_memory import round_up
 from engine.native.spans import Spans, attend_spans, spans_of, store_spans
 from engine.packing import pack_queries, unpack_queries
 from engine.visibility import as_bias, chain_visibility

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,6 +22,8 @@ from engine.tree import DraftTree, ancestors_or_self, chain, drop_split_nodes
 
 PATH_TOKENS = 4
 PROBE_SEED = 20251
+MOST_SAMPLES = 8
+LONGEST_CONTEXT = 4 * CHUNK - 3
 
 
 def prove_invariance(runner: ModelRunner, *, max_nodes: int) -> list[str]:
@@ -30,6 +33,8 @@ def prove_invariance(runner: ModelRunner, *, max_nodes: int) -> list[str]:
     Raises NumericsError naming the first case that differs and by how much.
     """
     passed: list[str] = []
+    longest = min(LONGEST_CONTEXT + PATH_TOKENS + max_nodes + 1, runner.pool.capacity)
+    runner.pool.memory.hold(np.full(min(MOST_SAMPLES, runner.pool.num_slots), longest))
     for context in _contexts(runner.pool.capacity - max_nodes - PATH_TOKENS - 1):
         generator = torch.Generator().manual_seed(PROBE_SEED + context)
         ids = torch.randint(runner.vocab_size, (context + PATH_TOKENS,), generator=generator)
@@ -49,7 +54,7 @@ def prove_invariance(runner: ModelRunner, *, max_nodes: int) -> list[str]:
 
 def _contexts(longest: int) -> list[int]:
     """Short, around chunk boundaries, and as long as fits (512 at most: a probe, not a proof by exhaustion)."""
-    wanted = [5, CHUNK - 2, CHUNK + 37, 2 * CHUNK - 1, 4 * CHUNK - 3]
+    wanted = [5, CHUNK - 2, CHUNK + 37, 2 * CHUNK - 1, LONGEST_CONTEXT]
     fitting = [context for context in wanted if context <= longest]
     return fitting or [max(longest, 1)]
 
@@ -68,7 +73,7 @@ def _variants(runner: ModelRunner, ids: Tensor, context: int, max_nodes: int) ->
     path = ids[context:]
     _prefill(runner, ids, slot=0, pieces=3)
     yield "prefill in pieces", _logits_by_prefill(runner, ids, context)
-    for batch in sorted({1, min(3, runner.pool.num_slots), min(8, runner.pool.num_slots)}):
+    for batch in sorted({1, min(3, runner.pool.num_slots), min(MOST_SAMPLES, runner.pool.num_slots)}):
         for slot in range(batch):
             _prefill(runner, ids[:context], slot=slot)
         tree = chain(path[1:].expand(batch, -1), torch.ones(batch, PATH_TOKENS - 1))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol, runtime_checkable
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -56,6 +57,7 @@ class ModelRunner:
         capacity: int,
         attention: Attention,
         vocab_size: int,
+        reach: int | None = None,
         stock: bool = False,
         recorder: Recorder | None = None,
         graph_bytes: int = 0,
@@ -68,6 +70,7 @@ class ModelRunner:
             capacity: tokens of one sample, draft nodes included.
             attention: the back end.
             vocab_size: token ids to return logits for.
+            reach: see `KVPool`; given: the cache's memory comes with the samples' length.
             stock: use the Hugging Face module even where a forward of ours exists.
             recorder: records decode forwards to replay them; none: every forward runs as it comes.
             graph_bytes: device memory that recordings may hold.
@@ -83,9 +86,15 @@ class ModelRunner:
         # CPU attention runs in float32: bfloat16 products sum in pairs, which decoys would split
         dtype = torch.float32 if self.device.type == "cpu" else model.dtype
         self.pool = KVPool(
-            KVShape.of(model.config), num_slots=num_slots, capacity=capacity, dtype=dtype, device=self.device
+            KVShape.of(model.config),
+            num_slots=num_slots,
+            capacity=capacity,
+            dtype=dtype,
+            device=self.device,
+            reach=reach,
         )
         length = min(COMPARED_TOKENS, self.pool.capacity)
+        self.pool.memory.hold(np.array([length]))
         ids = torch.arange(length, device=self.device) * 31 % vocab_size
         plain = plain_logits(model, ids)[:, :vocab_size]
         self._forward: Forward = (

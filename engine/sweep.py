@@ -20,6 +20,8 @@ REPEATS = 3
 "Decode steps of one drawn plan; a point of the sweep is their median."
 CONTEXT_SHARES = (0.2, 0.6)
 "Prompt lengths of the sweep, of the longest sample."
+GROWTH_SHARE = 0.1
+"By how much its samples grow at least, of the longest sample."
 
 
 def sweep_costs(
@@ -33,7 +35,14 @@ def sweep_costs(
     """Time decode steps with drawn plans, at batches of 1, 2, 4, .. and at short and long contexts."""
     slots = engine.runner.pool.num_slots
     sizes = sorted({1 << power for power in range(slots.bit_length())} | {slots})
-    cells = [(size, share) for size in sizes for share in CONTEXT_SHARES]
+    room, longest = engine.exchange.cache_room, engine.max_total_tokens
+    cells = [
+        (size, share)
+        for size in sizes
+        for share in CONTEXT_SHARES
+        # samples that are preempted would be timed as others
+        if size == 1 or size <= room.num_of(int(longest * (share + GROWTH_SHARE)))
+    ]
     rows: list[StepRecord] = []
     for number, (size, share) in enumerate(cells):
         progress(number / len(cells))

@@ -223,7 +223,7 @@ class ModelDrafter:
         levels: list[tuple[Tensor, ...]] = []
         offset = 0
         # a wide tree has more columns than nodes: near the end of the cache it stays shallow
-        room = self.runner.pool.capacity - int(batch.lengths[:live].max())
+        room = self.runner.pool.room_behind(int(batch.lengths[:live].max()))
         asked_at = budget.depth if refinement is None else refinement.levels_to_draft()
         if asked_at == 0:
             return root_only(live, device)
