@@ -148,6 +148,6 @@ ATTENTION: dict[str, Attention] = {
 }
 
 
-def is_native(attention: Attention, qkv: Tensor, *, softcap: float | None) -> bool:
+def is_native(attention: Attention, qkv: Tensor) -> bool:
     """Whether our own code attends in the back end's place: ordered, on one CPU thread (`engine.native`)."""
-    return attention is ordered_attention and softcap is None and serves(qkv.device, qkv.dtype, qkv.shape[-1])
+    return attention is ordered_attention and serves(qkv.device, qkv.dtype, qkv.shape[-1])

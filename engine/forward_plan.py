@@ -147,7 +147,7 @@ class TreePlan:
 
     def store(self, layer: int, qkv: Tensor) -> None:
         """See `ForwardPlan.store`."""
-        if is_native(self.attention, qkv, softcap=None):
+        if is_native(self.attention, qkv):
             store_spans(self.pool, layer, qkv.contiguous(), self.spans())
             return
         self._write(layer, qkv if self.ragged is None else self.ragged.unpack(qkv))
@@ -159,13 +159,14 @@ class TreePlan:
         self, layer: int, qkv: Tensor, *, scaling: float, softcap: float | None, sliding_window: int | None
     ) -> Tensor:
         """See `ForwardPlan.attend`."""
-        if is_native(self.attention, qkv, softcap=softcap):
+        if is_native(self.attention, qkv):
             return attend_spans(
                 self.pool,
                 layer,
                 qkv.contiguous(),
                 self.spans(),
                 scaling=scaling,
+                softcap=softcap,
                 sliding_window=sliding_window,
             )
         batch, n = self.base.shape[0], self.num_tokens

@@ -172,13 +172,15 @@ def can_prepack() -> bool:
 
 
 def compute_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """Return the type to compute in: bfloat16 weights run in float32 on a CPU without bfloat16 instructions.
+    """Return the type to compute in: on a CPU, bfloat16 weights run in float32 where that is faster; it is more exact.
 
-    There bfloat16 products are emulated and several times slower than float32 (measured), and less exact.
+    Our own products widen them as they are read: 1.1 to 2 times as fast as library products even where there are
+    bfloat16 instructions (measured, batches of 1 to 32). Where there are none, library products emulate bfloat16,
+    several times slower than float32.
     """
-    if device.type == "cpu" and dtype == torch.bfloat16 and not _has_bfloat16():
-        return torch.float32
-    return dtype
+    if device.type != "cpu" or dtype != torch.bfloat16:
+        return dtype
+    return torch.float32 if serves_thread(device) or not _has_bfloat16() else dtype
 
 
 def _has_bfloat16() -> bool:

@@ -60,7 +60,7 @@ class PrefillPlan:
 
     def store(self, layer: int, qkv: Tensor) -> None:
         """See `ForwardPlan.store`."""
-        if is_native(self.attention, qkv, softcap=None):
+        if is_native(self.attention, qkv):
             store_spans(self.pool, layer, qkv.contiguous(), self.spans())
             return
         num_tokens = sum(piece.length for piece in self.pieces)
@@ -70,13 +70,14 @@ class PrefillPlan:
         self, layer: int, qkv: Tensor, *, scaling: float, softcap: float | None, sliding_window: int | None
     ) -> Tensor:
         """See `ForwardPlan.attend`; neighbouring slots attend together while that stays small."""
-        if is_native(self.attention, qkv, softcap=softcap):
+        if is_native(self.attention, qkv):
             return attend_spans(
                 self.pool,
                 layer,
                 qkv.contiguous(),
                 self.spans(),
                 scaling=scaling,
+                softcap=softcap,
                 sliding_window=sliding_window,
             )
         self.store(layer, qkv)

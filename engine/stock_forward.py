@@ -2,7 +2,7 @@
 
 An attention function registered under our name receives the forward plan as a keyword argument; no mask function
 is registered, so the model builds no mask. Tokens of all samples are packed into one row: linears see real
-tokens only.
+tokens only. On one CPU thread the linears are our own products.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from transformers.modeling_utils import PreTrainedModel
 
 from core.errors import ModelError
 from engine.forward_plan import ForwardPlan
+from engine.native.serving import serves_thread
+from engine.stock_linears import OwnProduct, with_own_products
 
 ATTENTION_NAME = "rlhfspec"
 
@@ -26,8 +28,8 @@ class StockForward:
     min_tokens = 4
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self._model = model
-        model.set_attn_implementation(ATTENTION_NAME)
+        self._model = with_own_products(model) if serves_thread(model.device) else model
+        self._model.set_attn_implementation(ATTENTION_NAME)
 
     def __call__(self, input_ids: Tensor, position_ids: Tensor, plan: ForwardPlan) -> Tensor:
         """See `engine.runner.Forward`."""
@@ -38,7 +40,10 @@ class StockForward:
         self._run(input_ids, position_ids, plan, logits_to_keep=1)
 
     def reload(self) -> None:
-        """Nothing is derived from the weights."""
+        """Lay the linears' weights out anew; the others are the module's own."""
+        for module in self._model.modules():
+            if isinstance(module, OwnProduct):
+                module.lay_out()
 
     def _run(
         self, input_ids: Tensor, position_ids: Tensor, plan: ForwardPlan, *, logits_to_keep: int

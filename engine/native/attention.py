@@ -33,7 +33,7 @@ STORE = {
 ATTEND = {
     **dict.fromkeys(("out", "qkv", "cells", "spans", "weights"), ADDRESS),
     **dict.fromkeys(("num", "slots", "heads", "queries", "capacity", "block", "window"), INTEGER),
-    "scale": FLOAT,
+    **dict.fromkeys(("scale", "cap"), FLOAT),
 }
 
 
@@ -61,6 +61,7 @@ def write_attend(module: ir.Module, size: int) -> None:
 
     `weights` holds `block` tokens' weights of one KV head, a row of `capacity` for each query. `window` is how many
     tokens back a token sees, itself included; 0: all. `scale` is 1 / sqrt(size), or as the model says, times log2(e).
+    `cap` bounds scores, as cap * tanh(score / cap), in the same units; 0: they are not bounded.
     """
     w = Writer(module, "attend", ATTEND)
     at = w.at
@@ -75,6 +76,8 @@ def write_attend(module: ir.Module, size: int) -> None:
             part = {**span, "begin": block.index, "tokens": tokens, "head": head.index}
             view = _view(w, part)
             _scores(w, part, keys, view, size)
+            with w.ir.if_then(w.ir.fcmp_ordered(">", at["cap"], FLOAT(0.0))):
+                _bound(w, part, view)
             _mask(w, part, view)
             with w.loop(tokens) as token, w.loop(at["queries"]) as query:
                 weights = _row(w, token.index, query.index)
@@ -132,6 +135,16 @@ def _scores(w: Writer, part: dict[str, Any], keys: Any, view: Any, size: int) ->
                         sums[c] = w.fma(w.load(here, INTEGER(c * size + start)), element, sums[c])
                 scores = w.ir.fmul(w.sum_of_each(sums), scale)
                 w.store(scores, _row(w, token.index, query.index), eight.index)
+
+
+def _bound(w: Writer, part: dict[str, Any], view: Any) -> None:
+    """Bend scores towards the cap."""
+    cap = w.splat(w.at["cap"])
+    with w.loop(part["tokens"]) as token, w.loop(w.at["queries"]) as query:
+        row = _row(w, token.index, query.index)
+        with w.loop(view, step=WIDTH) as each:
+            ratio = w.ir.fdiv(w.load(row, each.index), cap)
+            w.store(w.ir.fmul(cap, w.tanh(ratio)), row, each.index)
 
 
 def _mask(w: Writer, part: dict[str, Any], view: Any) -> None:

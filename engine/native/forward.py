@@ -167,6 +167,7 @@ class NativeForward:
                 block=block_tokens(self._queries),
                 window=layer.sliding_window or 0,
                 scale=self._scale,
+                cap=0.0,
             )
             self._product(program, layer.out, self._attended, x, added=True)
             self._norm(program, layer.mlp_gain)

@@ -61,7 +61,14 @@ def spans_of(
 
 
 def attend_spans(
-    pool: KVPool, layer: int, qkv: Tensor, spans: Spans, *, scaling: float, sliding_window: int | None
+    pool: KVPool,
+    layer: int,
+    qkv: Tensor,
+    spans: Spans,
+    *,
+    scaling: float,
+    softcap: float | None,
+    sliding_window: int | None,
 ) -> Tensor:
     """Store the tokens' keys and values; return what their queries attend to, [M, Hkv * queries * E].
 
@@ -71,6 +78,7 @@ def attend_spans(
         qkv: float32 [M, Hkv, queries + 2, E]; tokens behind the spans' are padding.
         spans: from `spans_of`.
         scaling: of the scores.
+        softcap: bounds scores by cap * tanh(score / cap); None: they are not bounded.
         sliding_window: how many tokens back a token sees, itself included; None: all.
     """
     store_spans(pool, layer, qkv, spans)
@@ -93,6 +101,7 @@ def attend_spans(
         block,
         sliding_window or 0,
         scaling * LOG2_E,
+        (softcap or 0.0) * LOG2_E,
     )
     return out
 

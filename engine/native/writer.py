@@ -196,6 +196,12 @@ class Writer:
             self.ir.fcmp_ordered("<", x, self.splat(SMALLEST_POWER)), self.splat(0.0), power
         )
 
+    def tanh(self, x: Any) -> Any:
+        """Return the hyperbolic tangent, to 2e-7."""
+        one = self.splat(1.0)
+        power = self.exp2(self.ir.fmul(x, self.splat(2.0 * LOG2_E)))
+        return self.ir.fsub(one, self.ir.fdiv(self.splat(2.0), self.ir.fadd(power, one)))
+
     def log(self, x: Any) -> Any:
         """Return the natural logarithm of positive normal floats, to about one unit in the last place."""
         bits = self.ir.bitcast(x, WORDS)

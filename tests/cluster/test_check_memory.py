@@ -150,6 +150,7 @@ def test_what_is_printed_adds_up_to_the_total() -> None:
     made = MemoryPlan(
         generation_bytes=2 << 30,
         kv_pool_bytes=1 << 30,
+        longest_sample_bytes=1 << 20,
         trainer_bytes=3 << 30,
         reward_bytes=1 << 29,
         object_store_bytes=1 << 28,
@@ -167,3 +168,13 @@ def test_what_is_printed_adds_up_to_the_total() -> None:
         "ray and driver": "1.00 GiB",
         "total": "10.25 GiB",
     }
+
+
+def test_a_limit_on_the_caches_bounds_the_plan_and_never_enlarges_it() -> None:
+    speculation = {"policy": "fixed", "num_nodes": 6}
+    one = 64 * (3 * 2 * (8 + 8) * 4 + 1 * 1 * (8 + 8) * 4)
+    for limit_mb, expected in ((3 * one / 1e6, 3 * one), (1000.0, 8 * one)):
+        settings = config(engine={"max_running_samples": 8, "kv_cache_mb": limit_mb}, speculation=speculation)
+        made = plan(settings)
+        assert abs(made.kv_pool_bytes - expected) <= 1
+        assert made.longest_sample_bytes == one

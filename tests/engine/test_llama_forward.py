@@ -137,8 +137,13 @@ def test_without_invariant_prepacking_plain_matrices_serve(new_model, monkeypatc
     assert not engine.runner.prepacked
 
 
-def test_bfloat16_weights_compute_in_float32_where_the_cpu_has_no_bfloat16(monkeypatch) -> None:
+def test_bfloat16_weights_compute_in_float32_by_our_own_code_or_where_the_cpu_has_no_bfloat16(
+    monkeypatch,
+) -> None:
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    monkeypatch.setattr(linears, "_has_bfloat16", lambda: True)
+    assert compute_dtype(torch.bfloat16, cpu) == torch.float32
+    monkeypatch.setattr(linears, "serves_thread", lambda device: False)
     for has, expected in ((True, torch.bfloat16), (False, torch.float32)):
         monkeypatch.setattr(linears, "_has_bfloat16", lambda has=has: has)
         assert compute_dtype(torch.bfloat16, cpu) == expected
@@ -149,6 +154,7 @@ def test_bfloat16_weights_compute_in_float32_where_the_cpu_has_no_bfloat16(monke
 def test_computing_in_float32_stays_close_to_the_bfloat16_module(new_model, monkeypatch) -> None:
     """Both types of computation pass the comparison and agree to bfloat16's rounding."""
     logits = []
+    monkeypatch.setattr(linears, "serves_thread", lambda device: False)
     for has in (True, False):
         monkeypatch.setattr(linears, "_has_bfloat16", lambda has=has: has)
         logits.append(causal_logits(runner_of(new_model(1, "bfloat16")), IDS).float().softmax(-1))
@@ -180,11 +186,14 @@ def test_a_window_that_the_stock_module_ignores_is_ignored(new_model) -> None:
     )
 
 
-def test_a_module_keeps_its_own_attention(new_model) -> None:
+def test_a_module_keeps_its_own_attention(new_model, monkeypatch) -> None:
     model = new_model(1, "float32")
     before = model.config._attn_implementation
-    runner_of(model)
-    assert model.config._attn_implementation == before
+    for stock in (False, True, False):
+        runner_of(model, stock=stock)
+        assert model.config._attn_implementation == before
+    # without products of our own the module itself serves
+    monkeypatch.setattr("engine.stock_forward.serves_thread", lambda device: False)
     runner_of(model, stock=True)
     served = model.config._attn_implementation
     assert served != before

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from core.config import EngineConfig, SpeculationConfig
 from core.errors import ConfigError, NumericsError
-from engine.attention import ATTENTION, Attention, ordered_attention, sdpa_attention
+from engine.attention import ATTENTION, Attention, ordered_attention, reference_attention, sdpa_attention
 from engine.build import attention_for, build_engine, resolve_device, resolve_numerics
 from engine.probe import prove_invariance
 from engine.runner import ModelRunner
@@ -47,18 +47,18 @@ def test_sdpa_fails(pairs) -> None:
 
 def view_dependent(q: Tensor, keys: Tensor, values: Tensor, bias: Tensor, **settings: Any) -> Tensor:
     """Rounds differently under longer views: what a library may do that splits a reduction by its length."""
-    out = ordered_attention(q, keys, values, bias, **settings)
+    out = reference_attention(q, keys, values, bias, **settings)
     return out * (1.0 + 2.0**-22) if keys.shape[1] > 96 else out
 
 
 def batch_dependent(q: Tensor, keys: Tensor, values: Tensor, bias: Tensor, **settings: Any) -> Tensor:
-    out = ordered_attention(q, keys, values, bias, **settings)
+    out = reference_attention(q, keys, values, bias, **settings)
     return out * (1.0 + 2.0**-22) if q.shape[0] > HEADS else out
 
 
 def company_dependent(q: Tensor, keys: Tensor, values: Tensor, bias: Tensor, **settings: Any) -> Tensor:
     """Rounds differently for long prompts in company: decode steps never show it."""
-    out = ordered_attention(q, keys, values, bias, **settings)
+    out = reference_attention(q, keys, values, bias, **settings)
     return out * (1.0 + 2.0**-22) if q.shape[0] > HEADS and settings["rows"] >= 32 else out
 
 

@@ -24,12 +24,16 @@ def tokens_of(number: int, size: int, seed: int = 1) -> Tensor:
     return torch.randn(number, HEADS, QUERIES + 2, size, generator=torch.Generator().manual_seed(seed))
 
 
-def attend(pool: KVPool, qkv: Tensor, spans: Spans, window: int | None = None) -> Tensor:
-    out = attend_spans(pool, 1, qkv, spans, scaling=0.3, sliding_window=window)
+def attend(
+    pool: KVPool, qkv: Tensor, spans: Spans, window: int | None = None, softcap: float | None = None
+) -> Tensor:
+    out = attend_spans(pool, 1, qkv, spans, scaling=0.3, softcap=softcap, sliding_window=window)
     return out.view(len(qkv), HEADS, QUERIES, -1)
 
 
-def expected(pool: KVPool, qkv: Tensor, token: int, slot: int, visible: Tensor) -> Tensor:
+def expected(
+    pool: KVPool, qkv: Tensor, token: int, slot: int, visible: Tensor, softcap: float | None = None
+) -> Tensor:
     """What one token attends to, in float64, of the cached positions that it sees."""
     keys, values = pool.cells[1, :, slot, :, visible]
     return reference_attention(
@@ -39,7 +43,7 @@ def expected(pool: KVPool, qkv: Tensor, token: int, slot: int, visible: Tensor) 
         torch.zeros(1, 1, len(visible)),
         rows=QUERIES,
         scaling=0.3,
-        softcap=None,
+        softcap=softcap,
     )
 
 
@@ -62,6 +66,21 @@ def tree_case(size: int) -> tuple[KVPool, Tensor, Spans, Tensor, Tensor]:
         depth=depth,
     )
     return pool, qkv, spans, seen, depth
+
+
+@pytest.mark.parametrize("softcap", [0.5, 3.0, 50.0])
+def test_scores_are_bounded(softcap: float) -> None:
+    """Softly: the largest lose most; what is not seen stays unseen."""
+    pool, size = pool_of(16), 16
+    spans = spans_of(pool, slots=np.array([0, 2]), counts=np.array([3, 1]), starts=np.array([40, 7]))
+    qkv = tokens_of(4, size) * 4
+    bounded, free = attend(pool, qkv, spans, softcap=softcap), attend(pool, qkv, spans)
+    for token, slot, length in ((0, 0, 41), (1, 0, 42), (2, 0, 43), (3, 2, 8)):
+        wanted = expected(pool, qkv, token, slot, torch.arange(length), softcap)
+        torch.testing.assert_close(bounded[token], wanted, rtol=1e-4, atol=2e-5)
+    assert (bounded - free).abs().max() > (1e-3 if softcap > 10 else 0.1)
+    alone = spans_of(pool, slots=np.array([0]), counts=np.array([1]), starts=np.array([41]))
+    assert torch.equal(attend(pool, qkv[1:2], alone, softcap=softcap)[0], bounded[1])
 
 
 @pytest.mark.parametrize("size", [8, 16, 64, 72, 128])

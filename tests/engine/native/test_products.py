@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.native.products import PANEL, TILE, product_name
+from engine.native.products import PANEL, TILINGS, product_name
 from engine.native.program import common_code
 
 
@@ -62,15 +62,16 @@ def test_a_result_is_one_chain_of_fused_multiply_adds() -> None:
 
 
 def test_rows_do_not_see_each_other() -> None:
-    x, weight, added = case(3 * TILE + 1, 96, 64)
+    x, weight, added = case(3 * max(tiling.rows for tiling in TILINGS.values()) + 1, 96, 80)
     alone = [run(x[i : i + 1], weight, added[i : i + 1]) for i in range(len(x))]
     for rows in range(1, len(x) + 1):
         assert torch.equal(run(x[:rows], weight, added[:rows]), torch.cat(alone[:rows]))
 
 
 def test_the_vector_width_changes_no_bit() -> None:
-    x, weight, added = case(8, 96, 64)
-    assert torch.equal(run(x, weight, added, width=8), run(x, weight, added, width=16))
+    for rows, columns in ((8, 64), (17, 16), (6, 80)):
+        x, weight, added = case(rows, 96, columns)
+        assert torch.equal(run(x, weight, added, width=8), run(x, weight, added, width=16))
 
 
 def test_bfloat16_weights_give_the_bits_of_the_same_weights_widened() -> None:
