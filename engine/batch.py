@@ -15,7 +15,7 @@ from torch import Tensor
 
 from core.records import SampleKey, SampleRequest
 from core.sample_state import SampleState
-from engine.noise import gumbel_noise, key_words
+from engine.noise import HashedNoise, gumbel_noise, has_kernels, hashed_noise, key_words
 from engine.rule import RowSampling
 
 NO_STOP = -1
@@ -167,13 +167,17 @@ class RunningBatch:
             self._sampling = RowSampling.of([r.sampling for r in self.requests], self.device)
         return self._sampling
 
-    def noise(self, levels: int, vocab_size: int) -> Float[Tensor, "B D V"]:
+    def noise(self, levels: int, vocab_size: int) -> Float[Tensor, "B D V"] | HashedNoise:
         """Return the noise of the next `levels` positions of every sample.
 
         Computed for a few decode steps ahead, as far as MAX_NOISE_AHEAD allows: its cost is mostly that of calling.
+        Where one kernel hashes and chooses, nothing is computed ahead.
         """
         live = len(self)
         lengths = self.lengths[:live]
+        if has_kernels(self.device):
+            positions = lengths[:, None] + np.arange(levels)
+            return hashed_noise(self.words[:live], positions, vocab_size, self.device)
         if self._noise is None or (lengths + levels > self._noise_start + self._noise.shape[1]).any():
             ahead = max(levels, MAX_NOISE_AHEAD // (live * vocab_size))
             positions = lengths[:, None] + np.arange(min(ahead, MAX_STEPS_AHEAD * levels))

@@ -12,7 +12,7 @@ when one word collides.
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from importlib.util import find_spec
 
 import numpy as np
@@ -38,6 +38,51 @@ def key_words(key: SampleKey) -> np.ndarray:
     return np.array([state & 0xFFFFFFFF, state >> 32], dtype=np.uint32).view(np.int32)
 
 
+class HashedNoise:
+    """Noise of a GPU's rows that lies nowhere: a choice computes what it needs of it, in one kernel (`fused_choice`)."""
+
+    def __init__(self, words: Int[Tensor, "2 B D"], vocab_size: int) -> None:
+        """`words`: two hash words of each (sample, position), int32, on the device."""
+        self.words = words
+        self._vocab_size = vocab_size
+
+    @cached_property
+    def values(self) -> Float[Tensor, "B D V"]:
+        """All of it, for who looks at more than the best token."""
+        from engine.noise_kernel import fused_gumbel
+
+        return fused_gumbel(self.words, self._vocab_size)
+
+    def choose(
+        self,
+        logits: Float[Tensor, "B R V"],
+        levels: Int[Tensor, "B R"],
+        divisors: Float[Tensor, " B"],
+        factors: Float[Tensor, " B"],
+    ) -> Int[Tensor, "B R"]:
+        """Return the argmax of logits / divisor + factor * noise of every row, by the noise of its level."""
+        from engine.noise_kernel import fused_choice
+
+        return fused_choice(logits, self.words, levels, divisors, factors)
+
+
+def values_of(noise: Tensor | HashedNoise) -> Float[Tensor, "B D V"]:
+    """Return noise as values."""
+    return noise.values if isinstance(noise, HashedNoise) else noise
+
+
+def has_kernels(device: torch.device) -> bool:
+    """Whether one kernel computes hash, noise and choice here."""
+    return device.type == "cuda" and find_spec("triton") is not None
+
+
+def hashed_noise(
+    words: np.ndarray, positions: np.ndarray, vocab_size: int, device: torch.device
+) -> HashedNoise:
+    """Return the noise of `gumbel_noise`, not computed yet, where `has_kernels`."""
+    return HashedNoise(torch.from_numpy(_row_words(words, positions)).to(device), vocab_size)
+
+
 def gumbel_noise(
     words: np.ndarray, positions: np.ndarray, vocab_size: int, device: torch.device | None = None
 ) -> Float[Tensor, "B D V"]:
@@ -49,10 +94,8 @@ def gumbel_noise(
         vocab_size: V; the noise of an id does not depend on it.
         device: where to compute; the CPU by default.
     """
-    if device is not None and device.type == "cuda" and find_spec("triton") is not None:
-        from engine.noise_kernel import fused_gumbel
-
-        return fused_gumbel(torch.from_numpy(_row_words(words, positions)).to(device), vocab_size)
+    if device is not None and has_kernels(device):
+        return hashed_noise(words, positions, vocab_size, device).values
     if vocab_size >= LEAST_VOCABULARY and serves_thread(device or torch.device("cpu")):
         return gumbel_rows(_row_words(words, positions), _id_words(vocab_size, device))
     return gumbel_from_bits(noise_bits(words, positions, vocab_size, device))

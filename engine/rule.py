@@ -21,6 +21,7 @@ from engine.logprobs import token_logprobs
 from engine.native.sampling import LEAST_VOCABULARY, MOST_LEADERS
 from engine.native.serving import serves_thread
 from engine.native.tokens import best_tokens
+from engine.noise import HashedNoise, values_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,11 +91,15 @@ class Leaders:
 
 def choose(
     logits: Float[Tensor, "B R V"],
-    noise: Float[Tensor, "B D V"],
+    noise: Float[Tensor, "B D V"] | HashedNoise,
     levels: Int[Tensor, "B R"],
     rows: RowSampling,
 ) -> Int[Tensor, "B R"]:
     """Return the rule's token of every row, whose noise is that of its level. Ties go to the smaller token id."""
+    if isinstance(noise, HashedNoise):
+        if not rows.any_filter:
+            return noise.choose(logits, levels, rows.divisor, rows.noise_factor)
+        noise = noise.values
     if is_native(logits, rows, 1):
         return best_tokens(logits, noise, levels, rows.divisor, rows.noise_factor, count=1, share=0.0)[0][
             ..., 0
@@ -104,7 +109,7 @@ def choose(
 
 def leaders(
     logits: Float[Tensor, "B R V"],
-    noise: Float[Tensor, "B D V"],
+    noise: Float[Tensor, "B D V"] | HashedNoise,
     levels: Int[Tensor, "B R"],
     rows: RowSampling,
     count: int,
@@ -115,6 +120,7 @@ def leaders(
 
     Their log-probabilities are under softmax(logits / T), or of the softmax of the perturbed scores if `perturbed`.
     """
+    noise = values_of(noise)
     if is_native(logits, rows, count):
         ids, scores, logprobs = best_tokens(
             logits, noise, levels, rows.divisor, rows.noise_factor, count=count, share=float(perturbed)

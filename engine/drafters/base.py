@@ -13,6 +13,7 @@ from torch import Tensor
 from core.records import Budget
 from engine.batch import RunningBatch
 from engine.kv import KVPool
+from engine.noise import HashedNoise
 from engine.refinement import Refinement
 from engine.tree import DraftTree
 from engine.verify import Verdict
@@ -35,7 +36,7 @@ class Drafter(Protocol):
         self,
         batch: RunningBatch,
         budget: Budget,
-        noise: Float[Tensor, "B D V"],
+        noise: Float[Tensor, "B D V"] | HashedNoise,
         refinement: Refinement | None = None,
     ) -> DraftTree | None:
         """Propose at most `budget.num_nodes` nodes per sample; None when there is nothing to propose.

@@ -22,6 +22,7 @@ from engine.batch import RunningBatch
 from engine.forward_plan import TreePlan
 from engine.kv import KVPool
 from engine.native.chain import LEADERS, NativeChain
+from engine.noise import HashedNoise, values_of
 from engine.prefill import fill_committed
 from engine.prefill_plan import PrefillPiece
 from engine.refinement import Refinement
@@ -58,7 +59,7 @@ class ModelDrafter:
         self,
         batch: RunningBatch,
         budget: Budget,
-        noise: Float[Tensor, "B D V"],
+        noise: Float[Tensor, "B D V"] | HashedNoise,
         refinement: Refinement | None = None,
     ) -> DraftTree:
         """Catch up with the committed tokens, then expand the tree."""
@@ -145,7 +146,7 @@ class ModelDrafter:
         self,
         batch: RunningBatch,
         budget: Budget,
-        noise: Tensor,
+        noise: Tensor | HashedNoise,
         logits: Float[Tensor, "B V"],
         refinement: Refinement | None,
     ) -> DraftTree:
@@ -183,13 +184,13 @@ class ModelDrafter:
         native: NativeChain,
         batch: RunningBatch,
         budget: Budget,
-        noise: Tensor,
+        noise: Tensor | HashedNoise,
         logits: Float[Tensor, "B V"],
         refinement: Refinement | None,
     ) -> DraftTree:
         """Draft the same by our own code, in one call for all levels between two questions to the policy."""
         live, sampling = len(batch), batch.sampling
-        native.start(logits, batch.lengths[:live], noise, sampling.divisor, sampling.noise_factor)
+        native.start(logits, batch.lengths[:live], values_of(noise), sampling.divisor, sampling.noise_factor)
         drafted = 0
         asked_at = budget.depth if refinement is None else min(budget.depth, refinement.levels_to_draft())
         while drafted < asked_at:
@@ -208,7 +209,7 @@ class ModelDrafter:
         self,
         batch: RunningBatch,
         budget: Budget,
-        noise: Tensor,
+        noise: Tensor | HashedNoise,
         logits: Float[Tensor, "B V"],
         refinement: Refinement | None,
     ) -> DraftTree:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from core.records import Budget
 from engine.batch import RunningBatch
+from engine.noise import HashedNoise
 from engine.refinement import Refinement
 from engine.tree import DEAD, DraftTree, chain
 from engine.verify import Verdict
@@ -29,7 +30,7 @@ class NgramDrafter:
         self,
         batch: RunningBatch,
         budget: Budget,
-        noise: Tensor,
+        noise: Tensor | HashedNoise,
         refinement: Refinement | None = None,
     ) -> DraftTree | None:
         """Return one chain per sample, dead nodes where there is no match; None when nothing matches."""
