@@ -2,7 +2,7 @@
 
 Parts (`benchmarks/speed/`): the demo task's rollout and what invariant numerics cost; plain decoding of model P
 beside the peers that are built (`make bench-peers`); fixed speculation plans on the demo pair for three drafts; the
-shares of a decode step; memory, planned and measured. All on one thread; every ratio is taken side by side.
+shares of a decode step; memory, planned and measured, and shared by long and short samples. All on one thread; every ratio is taken side by side.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from rich.console import Console
 from benchmarks.peers.client import available_peers
 from benchmarks.speed.breakdown import step_breakdown
 from benchmarks.speed.memory import memory
+from benchmarks.speed.paging import paging
 from benchmarks.speed.plain import plain_decoding
 from benchmarks.speed.rollout import rollout
 from benchmarks.speed.shares import draft_share, prefill, step_shares
@@ -45,6 +46,8 @@ def run(*, out: Path, mode: str, data: Path | None, profile: bool = False) -> in
     rows += step_shares(cache_dir, figures)
     prefill(cache_dir, figures, rounds)
     memory(cache_dir, figures)
+    if not quick:
+        paging(cache_dir, figures, rounds)
     pq.write_table(pa.Table.from_pylist(rows), out / "engine.parquet")
     provenance = {
         "mode": mode,

@@ -39,7 +39,7 @@ def key_words(key: SampleKey) -> np.ndarray:
 
 
 class HashedNoise:
-    """Noise of a GPU's rows that lies nowhere: a choice computes what it needs of it, in one kernel (`fused_choice`)."""
+    """Noise of a GPU's rows that lies nowhere: a choice computes what it needs of it (`fused_choice`)."""
 
     def __init__(self, words: Int[Tensor, "2 B D"], vocab_size: int) -> None:
         """`words`: two hash words of each (sample, position), int32, on the device."""

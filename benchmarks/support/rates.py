@@ -28,9 +28,12 @@ def new_engine(
     max_total_tokens: int,
     vocab_size: int,
     numerics: str = "invariant",
+    kv_cache_mb: float | None = None,
 ) -> Engine:
     """Build an engine of `batch_size` slots; the draft is used when the policy drafts."""
-    config = EngineConfig.model_validate({"max_running_samples": batch_size, "numerics": numerics})
+    config = EngineConfig.model_validate(
+        {"max_running_samples": batch_size, "numerics": numerics, "kv_cache_mb": kv_cache_mb}
+    )
     return build_engine(
         target,
         draft if speculation.policy != "off" else None,
@@ -42,7 +45,13 @@ def new_engine(
 
 
 def plain_engine(
-    folder: Path, dtype: str, *, batch_size: int, max_total_tokens: int, vocab_size: int
+    folder: Path,
+    dtype: str,
+    *,
+    batch_size: int,
+    max_total_tokens: int,
+    vocab_size: int,
+    kv_cache_mb: float | None = None,
 ) -> Engine:
     """Build an engine that decodes a checkpoint plainly."""
     return new_engine(
@@ -52,6 +61,7 @@ def plain_engine(
         batch_size=batch_size,
         max_total_tokens=max_total_tokens,
         vocab_size=vocab_size,
+        kv_cache_mb=kv_cache_mb,
     )
 
 
