@@ -4,7 +4,8 @@ Page's CUSUM on the first level: healthy means two thirds of the usual acceptanc
 evidence turns at about three tenths. A drafter that is worse than usual, but no worse than that, is left to the
 policy's own arithmetic. Each first node adds its log-likelihood ratio; the sum never falls below zero; past the
 threshold drafting is suspended. Probes go on: when they are accepted as a healthy drafter's are, drafting resumes. The
-usual acceptance follows slowly, so that a policy that moves away is not taken for a broken drafter.
+usual acceptance follows slowly, so that a policy that moves away is not taken for a broken drafter. One sample alone may
+be an odd one: it can suspend, but the alarm then waits for the next probe to say the same.
 """
 
 from __future__ import annotations
@@ -40,6 +41,9 @@ class CollapseDetector:
         self._recent = healthy
         self._since = 0
         self._alarm: DrafterAlarm | None = None
+        self._unconfirmed: DrafterAlarm | None = None
+        self._most_samples = 0
+        "in a step of the present evidence"
 
     def observe(self, decode_step: int, draft: DraftLog) -> None:
         """Take the first nodes' outcomes; what was not verified counts as its estimate says."""
@@ -55,23 +59,31 @@ class CollapseDetector:
         ratio = min(max(ratio, -MOST_PER_STEP), MOST_PER_STEP)
         self._recent += 0.2 * (successes / trials - self._recent)
         if self.suspended:
+            if ratio > 0.0 and self._unconfirmed is not None:
+                self._alarm, self._unconfirmed = self._unconfirmed, None
             # the same test the other way round: enough evidence of health resumes drafting
             self._evidence = min(self._evidence + ratio, THRESHOLD)
             if self._evidence <= 0.0:
                 self.suspended, self.why = False, ""
+                self._unconfirmed, self._most_samples = None, 0
             return
         self._evidence = max(self._evidence + ratio, 0.0)
+        self._most_samples = max(self._most_samples, trials) if self._evidence > 0.0 else 0
         self._usual += FOLLOW * (successes / trials - self._usual)
         if self._evidence >= THRESHOLD:
             self.suspended = True
             self._evidence = THRESHOLD
             self.why = f"first nodes accepted {self._recent:.2f} of late, usually {self._usual:.2f}"
-            self._alarm = DrafterAlarm(
+            alarm = DrafterAlarm(
                 decode_step=decode_step,
                 drafter_age_steps=decode_step - self._since,
                 observed=self._recent,
                 usual=self._usual,
             )
+            if self._most_samples > 1:
+                self._alarm = alarm
+            else:
+                self._unconfirmed = alarm
 
     @property
     def doubtful(self) -> bool:
@@ -81,7 +93,8 @@ class CollapseDetector:
     def new_drafter(self, decode_step: int) -> None:
         """New drafter weights get a fresh trial."""
         self.suspended, self.why = False, ""
-        self._evidence = 0.0
+        self._evidence, self._most_samples = 0.0, 0
+        self._unconfirmed = None
         self._since = decode_step
 
     def take_alarm(self) -> DrafterAlarm | None:
