@@ -30,7 +30,7 @@ from profiles.profile import Profile
 from profiles.recording import DraftRecording
 
 BATCH_SIZES = {"quick": (8,), "default": (1, 4, 16, 64), "full": (1, 2, 4, 8, 16, 32, 64)}
-ROUNDS = {"quick": 1, "default": 2, "full": 3}
+ROUNDS = {"quick": 1, "default": 4, "full": 6}
 LARGE_BATCH_SIZES = {"default": (4, 64), "full": BATCH_SIZES["full"]}
 PROFILE_S = {"quick": 12.0, "default": 45.0, "full": 90.0}
 ORACLE_BATCHES = 240

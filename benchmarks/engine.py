@@ -2,7 +2,8 @@
 
 Parts (`benchmarks/speed/`): the demo task's rollout and what invariant numerics cost; plain decoding of model P
 beside the peers that are built (`make bench-peers`); fixed speculation plans on the demo pair for three drafts; the
-shares of a decode step; memory, planned and measured, and shared by long and short samples. All on one thread; every ratio is taken side by side.
+shares of a decode step; memory, planned and measured, and shared by long and short samples. All on one thread; every
+ratio is taken side by side.
 """
 
 from __future__ import annotations

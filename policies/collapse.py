@@ -4,8 +4,8 @@ Page's CUSUM on the first level: healthy means two thirds of the usual acceptanc
 evidence turns at about three tenths. A drafter that is worse than usual, but no worse than that, is left to the
 policy's own arithmetic. Each first node adds its log-likelihood ratio; the sum never falls below zero; past the
 threshold drafting is suspended. Probes go on: when they are accepted as a healthy drafter's are, drafting resumes. The
-usual acceptance follows slowly, so that a policy that moves away is not taken for a broken drafter. One sample alone may
-be an odd one: it can suspend, but the alarm then waits for the next probe to say the same.
+usual acceptance follows slowly, so that a policy that moves away is not taken for a broken drafter. One sample alone
+may be an odd one: it can suspend, but the alarm then waits for the next probe to say the same.
 """
 
 from __future__ import annotations

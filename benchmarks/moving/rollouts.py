@@ -6,7 +6,6 @@ are accepted much as before (2 to 3 tokens a step to some 700 tokens, on either 
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -44,7 +43,7 @@ def policy_of(
     """A fresh policy: it has learnt nothing from other rollouts but their lengths."""
     return make_reallocation_policy(
         way.policy,
-        curve=copy.deepcopy(curve),
+        curve=curve.copy(),
         gate=Gate(kv_bytes_per_token=kv_bytes_per_token, mode=way.mode),
         earlier_lengths=earlier_lengths,
     )
