@@ -40,6 +40,7 @@ def share_functions(engine: Any, names: Iterable[str]) -> None:
         llvm.add_symbol(SHARED + name, engine.get_function_address(name))
 
 
+@lru_cache(maxsize=1)
 def widest_vector() -> int:
     """Floats in the widest vector of this processor."""
     return 16 if llvm.get_host_cpu_features().get("avx512f") else 8

@@ -94,3 +94,14 @@ def test_rows_may_lie_apart_and_the_result_may_replace_what_is_added() -> None:
         added.data_ptr(), x.data_ptr(), packed.data_ptr(), added.data_ptr(), 7, 32, 2, 32, 32, 32
     )
     assert torch.equal(added, expected)
+
+
+def test_the_processor_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asking takes a quarter of a millisecond, and every choice of tokens comes by here."""
+    expected = common_code()
+
+    def asked() -> None:
+        raise AssertionError("the processor was asked again")
+
+    monkeypatch.setattr("engine.native.machine.llvm.get_host_cpu_features", asked)
+    assert common_code() is expected
