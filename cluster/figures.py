@@ -38,6 +38,7 @@ def iteration_figures(
         "rollout/response_tokens_max": float(lengths.max()),
         "rollout/num_samples": float(len(rollouts)),
         "rollout/num_recomputed": float(sum(rollout.completion.epoch > 0 for rollout in rollouts)),
+        "rollout/num_preemptions": float(stats.num_preemptions),
     }
     figures |= {f"time/{name}_s": value for name, value in seconds.items()}
     return figures | {f"learner/{name}": value for name, value in update.figures.items()}

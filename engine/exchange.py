@@ -197,6 +197,9 @@ class SampleExchange:
                 self._runner.pool.move_slot(last, slot, length)
                 if self._drafter is not None:
                     self._drafter.move_slot(last, slot)
+        if not len(self._batch):
+            # an idle instance keeps nothing; a busy one gives back at its next step
+            self.cache_room.hold()
 
     def _piece(self, part: str, slot: int, start: int, stop: int) -> CachePiece:
         pool = self._pools[part]

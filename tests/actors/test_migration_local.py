@@ -25,8 +25,12 @@ def _one_thread() -> None:
 def make_pool() -> Iterator:
     pools = []
 
-    def make(plans: dict[str, str], *, slots: int = 8, **settings) -> LocalPool:
-        engines = {name: tiny_pool.engine(plan, slots=slots) for name, plan in plans.items()}
+    def make(
+        plans: dict[str, str], *, slots: int = 8, of_engine: dict | None = None, **settings
+    ) -> LocalPool:
+        engines = {
+            name: tiny_pool.engine(plan, slots=slots, **(of_engine or {})) for name, plan in plans.items()
+        }
         pools.append(LocalPool(engines, **settings))
         return pools[-1]
 
@@ -75,6 +79,20 @@ def test_moves_of_filtered_samples_that_stop_early(make_pool):
     pool.run(asked)
     assert sum(moved(pool).values()) >= 20
     assert len({len(c.token_ids) for c in pool.outcome.completions.values()}) > 5
+    check(pool, asked)
+
+
+def test_moves_between_full_caches(make_pool):
+    """Samples are preempted while they are shipped, and come to instances that have no room for them."""
+    asked = tiny_pool.requests(12, new_tokens=260, group_size=2)
+    # two samples of full length, or five that are short
+    small = {"kv_cache_mb": 0.2, "max_total_tokens": 300}
+    pool = make_pool(
+        {"a": "tree8", "b": "chain4"}, slots=16, of_engine=small, reallocation=Forced(share=0.3, seed=8)
+    )
+    pool.run(asked)
+    preempted = [each.engine.stats.num_preemptions for each in pool.instances.values()]
+    assert min(preempted) >= 2 and sum(moved(pool).values()) >= 30
     check(pool, asked)
 
 

@@ -85,7 +85,13 @@ def draft() -> PreTrainedModel:
     return copy.deepcopy(_model(0.25))
 
 
-def engine(plan: str, *, slots: int = 4) -> Engine:
+def engine(
+    plan: str,
+    *,
+    slots: int = 4,
+    kv_cache_mb: float | None = None,
+    max_total_tokens: int = MAX_TOTAL_TOKENS,
+) -> Engine:
     """An engine; plans are `off`, `ngram` and PLANS."""
     speculation = SpeculationConfig(policy="fixed", drafter="ngram" if plan == "ngram" else "model")
     if plan == "off":
@@ -94,9 +100,15 @@ def engine(plan: str, *, slots: int = 4) -> Engine:
     return build_engine(
         target(),
         None if plan in ("off", "ngram") else draft(),
-        engine=EngineConfig(device="cpu", max_running_samples=slots, max_prefill_tokens=96, probe=False),
+        engine=EngineConfig(
+            device="cpu",
+            max_running_samples=slots,
+            max_prefill_tokens=96,
+            probe=False,
+            kv_cache_mb=kv_cache_mb,
+        ),
         speculation=speculation,
-        max_total_tokens=MAX_TOTAL_TOKENS,
+        max_total_tokens=max_total_tokens,
         policy=policy,
     )
 
@@ -127,7 +139,9 @@ def requests(
 
 def reference(asked: Sequence[SampleRequest]) -> dict[SampleKey, Completion]:
     """Plain decoding on one engine."""
-    return {completion.key: completion for completion in engine("off").generate(asked)}
+    longest = max(len(r.prompt.token_ids) + r.sampling.max_new_tokens for r in asked)
+    plain = engine("off", max_total_tokens=max(longest, MAX_TOTAL_TOKENS))
+    return {completion.key: completion for completion in plain.generate(asked)}
 
 
 def bits(completion: Completion) -> tuple:
