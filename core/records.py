@@ -291,6 +291,8 @@ class InstanceLoad:
     stats: GenerationStats
     goodput_samples: float = 0.0
     "samples that ran while goodput was measured, in the mean"
+    num_slots: int | None = None
+    "slots that can be used now: all, or those the caches have room for; None: not known"
     drafter_alarm: str = ""
     "why drafting was suspended here last, with the drafter's checksum, version and age; empty when it never was"
 

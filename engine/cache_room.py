@@ -52,11 +52,18 @@ class CacheRoom:
             return target.num_slots * target.capacity - int(self._lengths.sum())
         return max(free, 0) // sum(pool.token_bytes for pool in self._pools)
 
+    @property
+    def num_slots(self) -> int:
+        """Slots that can be used now, if those who come are like those who run."""
+        return min(self._pools[0].num_slots, len(self._batch) + self.num_more())
+
     def num_of(self, num_tokens: int) -> int:
-        """How many samples of so many tokens have room together."""
+        """How many samples of so many tokens are let in together; at least one."""
+        slots = self._pools[0].num_slots
         if self._max_bytes is None:
-            return self._pools[0].num_slots
-        return self._max_bytes // self._bytes_of(np.array([num_tokens]))
+            return slots
+        each = self._bytes_of(np.array([num_tokens])) + self._growth_bytes
+        return min(slots, max(1, self._max_bytes // each))
 
     def num_more(self) -> int:
         """How many more samples have room, if they are like those that run; full lengths while none does."""
@@ -72,8 +79,8 @@ class CacheRoom:
         free = self.free_bytes
         if free is None or not len(self._batch):
             return True
-        growth = sum(pool.memory.growth_bytes for pool in self._pools)
-        return self._bytes_of(np.array([num_tokens])) + (len(self._batch) + 1) * growth <= free
+        growth = (len(self._batch) + 1) * self._growth_bytes
+        return self._bytes_of(np.array([num_tokens])) + growth <= free
 
     def one_too_many(self) -> int | None:
         """The slot to be vacated for the others to go on; None when all have room."""
@@ -85,6 +92,11 @@ class CacheRoom:
         if self._max_bytes is not None:
             for pool in self._pools:
                 pool.memory.hold(pool.extents(self._lengths))
+
+    @property
+    def _growth_bytes(self) -> int:
+        """Bytes by which a sample grows at once."""
+        return sum(pool.memory.growth_bytes for pool in self._pools)
 
     @property
     def _lengths(self) -> Int[np.ndarray, " B"]:

@@ -38,7 +38,9 @@ class _Access(ctypes.Structure):
 class _Memory:
     """Device memory that torch takes as a tensor without a copy."""
 
-    def __init__(self, address: int, num_bytes: int) -> None:
+    def __init__(self, address: int, num_bytes: int, owner: object) -> None:
+        # the tensor keeps this, and this what the memory belongs to
+        self._owner = owner
         self.__cuda_array_interface__ = {
             "shape": (num_bytes,),
             "typestr": "|u1",
@@ -100,9 +102,17 @@ class CudaPages:
         size = ctypes.c_size_t(num_pages * self._page_bytes)
         self._call("cuMemSetAccess", ctypes.c_uint64(address), size, ctypes.byref(access), ctypes.c_size_t(1))
 
-    def bytes_at(self, address: int, num_bytes: int) -> Tensor:
+    def bytes_at(self, address: int, num_bytes: int, owner: object) -> Tensor:
         """See `PageDriver.bytes_at`."""
-        return torch.as_tensor(_Memory(address, num_bytes), device=self._device)
+        return torch.as_tensor(_Memory(address, num_bytes, owner), device=self._device)
+
+    def release(self, page: int) -> None:
+        """See `PageDriver.release`."""
+        self._call("cuMemRelease", ctypes.c_uint64(page))
+
+    def free(self, address: int, num_bytes: int) -> None:
+        """See `PageDriver.free`."""
+        self._call("cuMemAddressFree", ctypes.c_uint64(address), ctypes.c_size_t(num_bytes))
 
     def wait(self) -> None:
         """See `PageDriver.wait`."""

@@ -137,8 +137,8 @@ class SampleExchange:
         self.vacate(slot)
         return state, pieces
 
-    def attach(self, state: SampleState, pieces: Sequence[CachePiece]) -> int:
-        """Put a sample into the running batch; return how many tokens of it had to be computed.
+    def attach(self, state: SampleState, pieces: Sequence[CachePiece]) -> int | None:
+        """Put a sample into the running batch; return how many tokens of it had to be computed, None if it waits.
 
         What the pieces do not cover of the target's cache is computed; the drafter catches up by itself. Where the
         caches have no room it waits, as one that was preempted does. Raises RlhfSpecError when no slot is free.
@@ -150,7 +150,7 @@ class SampleExchange:
             )
         if not self.cache_room.admits(state.num_committed_tokens):
             self._waiting.appendleft(state)
-            return 0
+            return None
         slot = self._batch.add(state)
         self.cache_room.hold()
         if self._drafter is not None:

@@ -232,6 +232,7 @@ class Engine:
             goodput_tokens_per_s=emitted / seconds if seconds > 0 else 0.0,
             goodput_samples=sum(r.num_samples * r.step_s for r in recent) / seconds if seconds > 0 else 0.0,
             stats=self.stats,
+            num_slots=self.exchange.cache_room.num_slots,
             drafter_alarm=self.drafter_alarm,
         )
 

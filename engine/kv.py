@@ -190,7 +190,7 @@ class KVPool:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes held."""
+        """Bytes of all slots at full length."""
         return self.cells.nbytes
 
 

@@ -7,6 +7,7 @@ all at once, and pages of the host. `engine.mapped_memory` has pages of a GPU.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import mmap
 from dataclasses import dataclass
@@ -111,21 +112,27 @@ class Pages:
         return int(self.count(num_tokens).sum()) * self.num_runs * self.page_bytes
 
 
+def host_pages(num_layers: int, num_kv_heads: int, head_bytes: int) -> Pages:
+    """Return how a slot lies on pages of the host: a run for each layer, head, keys and values."""
+    return Pages(num_runs=num_layers * 2 * num_kv_heads, token_bytes=head_bytes, page_bytes=mmap.PAGESIZE)
+
+
 class PagedHostMemory:
     """Pages that the system gives when they are first written and takes back when a sample shrinks or leaves."""
 
     def __init__(self, shape: PoolShape) -> None:
         size = shape.head_size * shape.dtype.itemsize
-        per_slot = shape.num_layers * 2 * shape.num_kv_heads
-        self.pages = Pages(num_runs=per_slot, token_bytes=size, page_bytes=mmap.PAGESIZE)
+        self.pages = host_pages(shape.num_layers, shape.num_kv_heads, size)
+        per_slot = self.pages.num_runs
         capacity = self.pages.whole(shape.capacity)
         self._run_bytes = capacity * size
         self._num_slots, self._num_heads = shape.num_slots, shape.num_kv_heads
         self._blocks = shape.num_layers * 2
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _UNRESERVED
         self._map = mmap.mmap(-1, shape.num_slots * per_slot * self._run_bytes, flags=flags)
-        # a huge page would hold many samples' tokens
-        self._map.madvise(mmap.MADV_NOHUGEPAGE)
+        with contextlib.suppress(OSError):  # a kernel without huge pages does not know the wish
+            # a huge page would hold many samples' tokens
+            self._map.madvise(mmap.MADV_NOHUGEPAGE)
         lead = (shape.num_layers, 2, shape.num_slots, shape.num_kv_heads, capacity)
         self.cells = torch.frombuffer(self._map, dtype=shape.dtype).view(*lead, shape.head_size)
         self._held = self.pages.count(np.full(shape.num_slots, capacity))
@@ -150,6 +157,7 @@ class PagedHostMemory:
     def move(self, source: int, target: int, num_tokens: int) -> None:
         """See `KVMemory.move`: a copy."""
         self.cells[:, :, target, :, :num_tokens] = self.cells[:, :, source, :, :num_tokens]
+        self._held[target] = max(self._held[target], self._held[source])
 
     def _give_back(self, slot: int, start: int) -> None:
         """All bytes from `start` on of each of a slot's runs."""

@@ -19,7 +19,7 @@ from engine.kv import KVPool
 
 
 class LeaseEnded(RlhfSpecError):
-    """The sample has finished or left: there is nothing to read any more."""
+    """The sample has finished, left or been preempted: there is nothing to read any more."""
 
 
 class Lease:
@@ -38,7 +38,9 @@ class Lease:
         """
         with self._lock:
             if self.slot is None:
-                raise LeaseEnded("the sample whose caches were being read has finished or left")
+                raise LeaseEnded(
+                    "the sample whose caches were being read has finished or left, or was preempted"
+                )
             cells = self._pools[part].range_of(self.slot, start, stop)
             as_cells(out, cells.dtype).view(cells.shape).copy_(cells)
 

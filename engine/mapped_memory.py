@@ -8,13 +8,18 @@ somewhere. Addresses never change, so recorded forwards stay good.
 
 from __future__ import annotations
 
+import contextlib
 from typing import Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Int
 from torch import Tensor
 
+from core.errors import RlhfSpecError
 from engine.kv_memory import Pages, PoolShape
+
+SPARE_GROWTHS = 2
+"Of how many growing samples the pages are kept; making one takes longer than mapping it."
 
 
 @runtime_checkable
@@ -46,8 +51,16 @@ class PageDriver(Protocol):
         """Make mapped pages readable and writable."""
         ...
 
-    def bytes_at(self, address: int, num_bytes: int) -> Tensor:
-        """Return a tensor, uint8 [num_bytes], over mapped memory."""
+    def bytes_at(self, address: int, num_bytes: int, owner: object) -> Tensor:
+        """Return a tensor, uint8 [num_bytes], over mapped memory, that keeps its owner alive."""
+        ...
+
+    def release(self, page: int) -> None:
+        """Give a page back; it goes when nothing maps it any more."""
+        ...
+
+    def free(self, address: int, num_bytes: int) -> None:
+        """Give unmapped addresses back."""
         ...
 
     def wait(self) -> None:
@@ -55,22 +68,63 @@ class PageDriver(Protocol):
         ...
 
 
+def mapped_pages(num_layers: int, num_kv_heads: int, head_bytes: int, *, page_bytes: int) -> Pages:
+    """Return how a slot lies on pages of a GPU: a run for each head, all layers of a token together."""
+    return Pages(num_runs=num_kv_heads, token_bytes=num_layers * 2 * head_bytes, page_bytes=page_bytes)
+
+
+class Mapping:
+    """Addresses and the pages behind them; all go when the last tensor over them does."""
+
+    def __init__(self, driver: PageDriver, num_pages: int) -> None:
+        """Reserve the addresses and put one blank page behind all of them."""
+        self._driver = driver
+        self._num_pages = num_pages
+        self.start = driver.reserve(num_pages * driver.page_bytes)
+        self.blank = driver.create()
+        self.pages = {self.blank}
+        for page in range(num_pages):
+            driver.map(self.start + page * driver.page_bytes, self.blank)
+        driver.allow(self.start, num_pages)
+
+    def create(self) -> int:
+        """Return a new page."""
+        page = self._driver.create()
+        self.pages.add(page)
+        return page
+
+    def release(self, page: int) -> None:
+        """Give a page back that lies nowhere any more."""
+        self.pages.remove(page)
+        self._driver.release(page)
+
+    def __del__(self) -> None:
+        # at the end of the process the driver may be gone, and everything with it
+        with contextlib.suppress(RlhfSpecError):
+            self._driver.wait()
+            self._driver.unmap(self.start, self._num_pages)
+            for page in self.pages:
+                self._driver.release(page)
+            self._driver.free(self.start, self._num_pages * self._driver.page_bytes)
+
+
 class MappedMemory:
-    """Cells whose pages come and go. Pages once made are kept for the next sample."""
+    """Cells whose pages come and go; a few are kept for the next sample that grows."""
 
     def __init__(self, shape: PoolShape, driver: PageDriver) -> None:
-        token_bytes = shape.num_layers * 2 * shape.head_size * shape.dtype.itemsize
-        self.pages = Pages(num_runs=shape.num_kv_heads, token_bytes=token_bytes, page_bytes=driver.page_bytes)
+        self.pages = mapped_pages(
+            shape.num_layers,
+            shape.num_kv_heads,
+            shape.head_size * shape.dtype.itemsize,
+            page_bytes=driver.page_bytes,
+        )
+        token_bytes = self.pages.token_bytes
         capacity = self.pages.whole(shape.capacity)
         self._driver = driver
         self._pages_of_run = capacity * token_bytes // driver.page_bytes
         num_pages = shape.num_slots * shape.num_kv_heads * self._pages_of_run
-        self._base = driver.reserve(num_pages * driver.page_bytes)
-        self._blank = driver.create()
-        for page in range(num_pages):
-            driver.map(self._base + page * driver.page_bytes, self._blank)
-        driver.allow(self._base, num_pages)
-        self._bytes = driver.bytes_at(self._base, num_pages * driver.page_bytes)
+        self._mapping = Mapping(driver, num_pages)
+        self._bytes = driver.bytes_at(self._mapping.start, num_pages * driver.page_bytes, owner=self._mapping)
         self._bytes[: driver.page_bytes].zero_()
         tokens = (shape.num_slots, shape.num_kv_heads, capacity, shape.num_layers, 2, shape.head_size)
         self.cells = self._bytes.view(shape.dtype).view(tokens).permute(3, 4, 0, 1, 2, 5)
@@ -99,10 +153,12 @@ class MappedMemory:
         for slot in sorted(changed, key=lambda slot: wanted[slot] - len(self._held[slot])):
             pages = self._held[slot]
             while len(pages) > wanted[slot]:
-                self._put(slot, len(pages) - 1, self._blank)
+                self._put(slot, len(pages) - 1, self._mapping.blank)
                 self._spare.append(pages.pop())
             while len(pages) < wanted[slot]:
                 self._take_page(slot)
+        while len(self._spare) > SPARE_GROWTHS * self.pages.num_runs:
+            self._mapping.release(self._spare.pop())
 
     def move(self, source: int, target: int, num_tokens: int) -> None:
         """See `KVMemory.move`: the two slots change pages, nothing is copied."""
@@ -111,14 +167,14 @@ class MappedMemory:
         held[source], held[target] = held[target], held[source]
         for slot in (source, target):
             for index in range(max(len(held[source]), len(held[target]))):
-                self._put(slot, index, held[slot][index] if index < len(held[slot]) else self._blank)
+                self._put(slot, index, held[slot][index] if index < len(held[slot]) else self._mapping.blank)
 
     def _take_page(self, slot: int) -> None:
         """One page more at the end of a slot's."""
         is_new = not self._spare
-        page = self._driver.create() if is_new else self._spare.pop()
+        page = self._mapping.create() if is_new else self._spare.pop()
         self._held[slot].append(page)
-        start = self._put(slot, len(self._held[slot]) - 1, page) - self._base
+        start = self._put(slot, len(self._held[slot]) - 1, page) - self._mapping.start
         if is_new:
             # anything may be in it, and masked positions must be finite
             self._bytes[start : start + self.pages.page_bytes].zero_()
@@ -127,7 +183,7 @@ class MappedMemory:
         """Change what lies behind a slot's page; return its address."""
         number, head = divmod(index, self.pages.num_runs)
         run = slot * self.pages.num_runs + head
-        address = self._base + (run * self._pages_of_run + number) * self.pages.page_bytes
+        address = self._mapping.start + (run * self._pages_of_run + number) * self.pages.page_bytes
         self._driver.unmap(address, 1)
         self._driver.map(address, page)
         self._driver.allow(address, 1)

@@ -19,7 +19,7 @@ from engine.kv import KVShape
 from engine.weights import model_checksum
 from profiles.provenance import Provenance
 
-ENGINE_CODE = "forwards in one call"
+ENGINE_CODE = "tiles by vector width"
 "To be renamed when decode steps take another time than before: old profiles are then measured anew."
 _RECORDED = ("transformers", "numpy", "statsmodels")
 
@@ -70,6 +70,7 @@ def _instance_facts(
         "target_model": _architecture(target),
         "draft_model": _architecture(draft),
         "num_slots": engine.max_running_samples,
+        "kv_cache": "full lengths" if engine.kv_cache_mb is None else f"{engine.kv_cache_mb:g} MB",
         "torch_version": torch.__version__,
         "engine_code": ENGINE_CODE,
     }

@@ -9,11 +9,15 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from engine.linears import StreamedLinear
+
+_READ = (torch.float32, torch.bfloat16)
+"Types of weights that products read."
 
 
 class OwnProduct(nn.Module):
@@ -29,7 +33,8 @@ class OwnProduct(nn.Module):
         """Copy the linear's present weight for products."""
         linear = self._of[0]
         weight = linear.weight.t() if isinstance(linear, Conv1D) else linear.weight
-        self._product = StreamedLinear(weight.detach(), linear.bias)
+        weight = weight.detach()
+        self._product = StreamedLinear(weight if weight.dtype in _READ else weight.float(), linear.bias)
 
     @property
     def weight(self) -> Tensor:

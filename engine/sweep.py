@@ -20,8 +20,6 @@ REPEATS = 3
 "Decode steps of one drawn plan; a point of the sweep is their median."
 CONTEXT_SHARES = (0.2, 0.6)
 "Prompt lengths of the sweep, of the longest sample."
-GROWTH_SHARE = 0.1
-"By how much its samples grow at least, of the longest sample."
 
 
 def sweep_costs(
@@ -40,8 +38,8 @@ def sweep_costs(
         (size, share)
         for size in sizes
         for share in CONTEXT_SHARES
-        # samples that are preempted would be timed as others
-        if size == 1 or size <= room.num_of(int(longest * (share + GROWTH_SHARE)))
+        # those that do not run together cannot be timed together
+        if size <= room.num_of(prompt_tokens_of(longest, share))
     ]
     rows: list[StepRecord] = []
     for number, (size, share) in enumerate(cells):
@@ -98,12 +96,17 @@ def _cell(
     return rows
 
 
+def prompt_tokens_of(longest: int, share: float) -> int:
+    """Prompt tokens of the sweep's samples."""
+    return max(4, int(longest * share))
+
+
 def _tiled(
     requests: Sequence[SampleRequest], count: int, share: float, engine: Engine
 ) -> list[SampleRequest]:
     """`count` requests whose prompts are tiled to a share of the longest sample, and that never stop early."""
     longest = engine.max_total_tokens
-    length = max(4, int(longest * share))
+    length = prompt_tokens_of(longest, share)
     tiled = []
     for index in range(count):
         request = requests[index % len(requests)]

@@ -39,10 +39,18 @@ class OpenSample:
 class Member:
     """A living instance."""
 
-    num_slots: int
+    most_slots: int
+    "offered when it joined"
     last_seen_s: float
     owned: set[SampleKey] = field(default_factory=set)
     load: InstanceLoad | None = None
+
+    @property
+    def num_slots(self) -> int:
+        """Slots that can be used now: its caches may have room for fewer samples than it has slots."""
+        if self.load is None or self.load.num_slots is None:
+            return self.most_slots
+        return min(self.most_slots, self.load.num_slots)
 
 
 def digest(completion: Completion) -> str:

@@ -188,7 +188,7 @@ class Scheduler:
     def _join(self, event: InstanceJoined) -> None:
         if event.instance in self._ledger.members:
             raise RlhfSpecError(f"instance {event.instance} joined twice; a replacement needs a new name")
-        self._ledger.members[event.instance] = Member(num_slots=event.num_slots, last_seen_s=event.now_s)
+        self._ledger.members[event.instance] = Member(most_slots=event.num_slots, last_seen_s=event.now_s)
 
     def _adopt(self, key: SampleKey, sample: OpenSample, snapshots: list[InstanceSnapshot]) -> None:
         held = [(s.open_epochs[key], s.instance, "") for s in snapshots if key in s.open_epochs]

@@ -33,6 +33,8 @@ class Provenance:
     max_total_tokens: int
     "longest sample"
     torch_version: str
+    kv_cache: str = "full lengths"
+    "limit of the caches; batches that have no room were not measured"
     engine_code: str = ""
     "revision of the code whose costs were measured; profiles from before it was kept have none"
     versions: str

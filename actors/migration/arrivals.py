@@ -189,6 +189,11 @@ class Arrivals:
         self._desk.note("attach", began_s, ended_s, message.order.move_id)
         self._desk.open_epochs[state.request.key] = epoch
         coming.left_at_s = message.left_at_s
+        if computed is None:
+            # it waits for room in the caches: neither a transfer nor a recomputation to learn from
+            coming.figures.pop("stage1_s", None)
+            coming.figures["context_tokens"] = float(state.num_committed_tokens)
+            return
         coming.figures |= {
             "attach_s": ended_s - began_s,
             "computed_tokens": float(computed),

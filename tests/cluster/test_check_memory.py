@@ -172,7 +172,8 @@ def test_what_is_printed_adds_up_to_the_total() -> None:
 
 def test_a_limit_on_the_caches_bounds_the_plan_and_never_enlarges_it() -> None:
     speculation = {"policy": "fixed", "num_nodes": 6}
-    one = 64 * (3 * 2 * (8 + 8) * 4 + 1 * 1 * (8 + 8) * 4)
+    # a page of 4 KiB for each layer and head, keys and values
+    one = 4096 * 2 * (3 * 2 + 1 * 1)
     for limit_mb, expected in ((3 * one / 1e6, 3 * one), (1000.0, 8 * one)):
         settings = config(engine={"max_running_samples": 8, "kv_cache_mb": limit_mb}, speculation=speculation)
         made = plan(settings)

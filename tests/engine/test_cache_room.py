@@ -1,18 +1,22 @@
 """Caches smaller than all samples at full length: who waits, who goes on, and no bit that differs for it."""
 
+import mmap
 from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
 
+from cluster.memory import ModelShape, plan_memory
 from core.config import EngineConfig, SpeculationConfig
+from core.config_io import config_from_dict
 from core.errors import ConfigError
 from core.records import Completion, SamplingParams
 from engine.batch import RunningBatch
 from engine.build import build_engine
 from engine.cache_room import MB, CacheRoom
 from engine.generator import Engine
+from engine.kv import KVShape
 from engine.kv_memory import PagedHostMemory
 from engine.mapped_memory import MappedMemory
 from tests.helpers.host_pages import HostPages
@@ -78,6 +82,28 @@ def test_preempted_samples_come_to_the_same_bits(make_small, make_requests, plan
     )
 
 
+def nothing_behind_what_is_held(pools) -> bool:
+    """What was given back reads as zeros; what was not would show what it last held."""
+    for pool in pools:
+        tokens = pool.memory._held * mmap.PAGESIZE // (16 * 4)
+        if any(pool.cells[:, :, slot, :, count:].any() for slot, count in enumerate(tokens.tolist())):
+            return False
+    return True
+
+
+def test_pages_of_a_sample_that_moved_twice_are_given_back(make_small):
+    """Slots 2 and 0 end in one step, and slot 3 is long: it passes through slot 2, where a short sample comes next."""
+    engine = make_small("off", 4.0)
+    pool = engine.runner.pool
+    pool.memory.hold(np.array([60, 60, 60, 400]))
+    pool.cells[:, :, 3, :, :400] = 1.0
+    pool.move_slot(3, 2, 400)
+    pool.move_slot(2, 0, 400)
+    pool.memory.hold(np.array([400, 60, 60]))
+    assert nothing_behind_what_is_held([pool])
+    assert pool.cells[:, :, 0, :, :400].all()
+
+
 def test_what_is_held_stays_within_the_limit_at_every_step(make_small, make_requests):
     engine = make_small("tree16", 1.5)
     room, pools = engine.exchange.cache_room, [engine.runner.pool, engine.drafter.cache]
@@ -91,6 +117,7 @@ def test_what_is_held_stays_within_the_limit_at_every_step(make_small, make_requ
         most_running = max(most_running, engine.num_running)
         held.append(sum(int(pool.memory._held.sum()) * pool.memory.growth_bytes for pool in pools))
         assert held[-1] <= most
+        assert nothing_behind_what_is_held(pools)
         assert room.free_bytes is not None and len(lengths) == engine.num_running
         assert engine.load().free_cache_tokens == max(room.free_bytes, 0) // (2 * 2 * 2 * 2 * 16 * 4)
     assert most_running > 2, "short ones share what one long one would take"
@@ -124,6 +151,34 @@ def test_a_cache_without_room_for_one_sample_is_refused(make_small):
         make_small("chain4", 0.9)
 
 
+@pytest.mark.parametrize("plan", ["off", "chain4"])
+def test_the_plan_of_memory_asks_for_the_room_that_the_engine_asks_for(make_small, pairs, plan):
+    shape = ModelShape(
+        num_params=1, kv=KVShape.of(pairs["float32"].target.config), hidden_size=64, vocab_size=64
+    )
+    config = config_from_dict(
+        {
+            "data": {"task": "chain"},
+            "models": {"draft": "demo"},
+            "engine": {"kv_cache_mb": 1.0, "device": "cpu"},
+            "speculation": {"policy": "off"} if plan == "off" else {"policy": "fixed", "num_nodes": 4},
+        }
+    )
+    made = plan_memory(
+        config,
+        target=shape,
+        draft=None if plan == "off" else shape,
+        reward_params=None,
+        max_total_tokens=LONGEST,
+        object_store_bytes=0,
+    )
+    full = 2 * 2 * 2 * 448 * 16 * 4 * (1 if plan == "off" else 2)
+    assert made.longest_sample_bytes == full
+    make_small(plan, 1.0)
+    with pytest.raises(ConfigError, match="no room for one sample"):
+        make_small(plan, 0.999)
+
+
 def test_an_engine_without_a_limit_asks_for_nothing(make_small):
     engine = make_small("off", None)
     room = engine.exchange.cache_room
@@ -154,7 +209,7 @@ def test_a_sample_that_comes_to_full_caches_waits_and_ends_alike(make_small, mak
         to.step()
     left = source.exchange.detach(requests[2].key, weight_version=0, shipped={"target": 0, "draft": 0})
     assert left is not None
-    assert to.exchange.attach(*left) == 0
+    assert to.exchange.attach(*left) is None
     assert to.num_waiting == 1 and to.num_running == 2
     done = {}
     while to.has_work:

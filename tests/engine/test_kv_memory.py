@@ -1,5 +1,6 @@
 """Memory that comes and goes behind a pool's slots: what is held, what is given back, what stays readable."""
 
+import gc
 import mmap
 from pathlib import Path
 
@@ -128,6 +129,22 @@ def test_mapped_pages_are_made_once_and_shared_by_nobody() -> None:
     assert driver.num_created == 7, "what one gave back another took"
     memory.hold(np.array([], dtype=np.int64))
     assert set(driver.mapped.values()) == {0}
+    kept = driver.num_created - 1 - len(driver.released)
+    assert kept == 4, "two growths of two heads"
+
+
+def test_mapped_memory_goes_with_the_last_tensor_over_it() -> None:
+    driver = HostPages()
+    memory = MappedMemory(SHAPE, driver)
+    memory.hold(np.array([300, 300]))
+    memory.cells[:, :, 1, :, :300] = 3.0
+    cells = memory.cells[:, :, 1, :, 7]
+    del memory
+    gc.collect()
+    assert driver.mapped and (cells == 3.0).all()
+    del cells
+    gc.collect()
+    assert not driver.mapped and len(driver.released) == driver.num_created
 
 
 @pytest.mark.parametrize("kind", ["whole", "host", "mapped"])

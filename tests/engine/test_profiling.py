@@ -150,3 +150,21 @@ def test_drafting_by_the_profile_changes_no_token(
         assert mine.policy_logprobs.tobytes() == theirs.policy_logprobs[:40].tobytes()
     records = list(engine.step_records)[start:]
     assert sum(record.num_accepted_tokens for record in records) > 10
+
+
+@pytest.mark.parametrize("kv_cache_mb", [0.2, 0.6])
+def test_costs_are_swept_for_the_batches_that_have_room(pairs, requests, kv_cache_mb: float) -> None:
+    """Samples that are never let in together would be waited for without end."""
+    pair = pairs["float32"]
+    engine = build_engine(
+        pair.target,
+        pair.draft,
+        engine=EngineConfig(device="cpu", max_running_samples=8, probe=False, kv_cache_mb=kv_cache_mb),
+        speculation=SpeculationConfig(policy="goodput"),
+        max_total_tokens=100,
+        policy=Placeholder(MAX_PROFILED_NODES),
+    )
+    made = make_profile(engine, requests, hand_provenance(), budget_s=0.5)
+    most = made.costs.shape.num_samples.max()
+    assert 1 <= most <= engine.exchange.cache_room.num_of(int(0.2 * 100)) < 8
+    assert most > 1 or kv_cache_mb < 0.6

@@ -24,6 +24,7 @@ class HostPages:
         self.num_waits = 0
         self.mapped: dict[int, int] = {}
         "page behind each address"
+        self.released: set[int] = set()
         self._file = os.memfd_create("pages")
         self._libc = ctypes.CDLL(None, use_errno=True)
         self._libc.mmap.restype = ctypes.c_void_p
@@ -70,8 +71,21 @@ class HostPages:
         size = ctypes.c_size_t(num_pages * self.page_bytes)
         assert not self._libc.mprotect(ctypes.c_void_p(address), size, _READ_WRITE)
 
-    def bytes_at(self, address: int, num_bytes: int) -> Tensor:
-        return torch.frombuffer((ctypes.c_ubyte * num_bytes).from_address(address), dtype=torch.uint8)
+    def bytes_at(self, address: int, num_bytes: int, owner: object) -> Tensor:
+        class Bytes(ctypes.Array):
+            _type_, _length_ = ctypes.c_ubyte, num_bytes
+
+        array = Bytes.from_address(address)
+        array.owner = owner
+        return torch.frombuffer(array, dtype=torch.uint8)
+
+    def release(self, page: int) -> None:
+        assert page not in self.released and page not in self.mapped.values(), "a page in use"
+        self.released.add(page)
+
+    def free(self, address: int, num_bytes: int) -> None:
+        assert not any(address <= at < address + num_bytes for at in self.mapped), "addresses in use"
+        assert not self._libc.munmap(ctypes.c_void_p(address), ctypes.c_size_t(num_bytes))
 
     def wait(self) -> None:
         self.num_waits += 1

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 from move_messages import complete, move, report, request
 
+from core.records import GenerationStats, InstanceLoad
 from policies.ledger import Binding
 from policies.migration.messages import Claim, Settle
 from policies.scheduler import Scheduler
@@ -267,3 +268,29 @@ def test_whatever_the_instances_hold_a_rebuilt_scheduler_has_one_owner_and_no_lo
         assert sum(scheduler.instances().values()) == 1 and sample.owner is not None
         is_running_there = sample.request.epoch == {"a": a_open, "b": b_open}[sample.owner]
         assert sample.request.epoch > newest or is_running_there
+
+
+def test_an_instance_whose_caches_are_full_gets_no_more_samples_and_no_moves():
+    """It has sixteen slots, and its last load says that three samples have room."""
+    load = InstanceLoad(
+        instance="b",
+        num_running=2,
+        num_waiting=0,
+        num_free_slots=1,
+        context_tokens=0,
+        free_cache_tokens=0,
+        weight_version=0,
+        drafter_version=0,
+        decode_step=1,
+        goodput_tokens_per_s=0.0,
+        stats=GenerationStats(),
+        num_slots=3,
+    )
+    scheduler, bound = pool({"a": 2}, 2)
+    scheduler.handle(InstanceJoined(instance="b", num_slots=16, now_s=0.0))
+    scheduler.handle(InstanceReported(instance="b", now_s=1.0, load=load))
+    arrived = SamplesArrived(requests=tuple(request(i) for i in range(2, 5)))
+    assert bound == {"a": [0, 1]} and given(scheduler.handle(arrived)) == {"b": [2, 3, 4]}
+    assert scheduler.move([move(key(0))], now_s=1.0) == [], "no room at b"
+    scheduler.handle(InstanceReported(instance="b", now_s=2.0, load=replace(load, num_slots=4)))
+    assert len(scheduler.move([move(key(0)), move(key(1))], now_s=2.0)) == 1
