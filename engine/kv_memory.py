@@ -117,7 +117,22 @@ def host_pages(num_layers: int, num_kv_heads: int, head_bytes: int) -> Pages:
     return Pages(num_runs=num_layers * 2 * num_kv_heads, token_bytes=head_bytes, page_bytes=mmap.PAGESIZE)
 
 
-class PagedHostMemory:
+class OnPages:
+    """What memory on pages says of bytes."""
+
+    pages: Pages
+
+    @property
+    def growth_bytes(self) -> int:
+        """See `KVMemory.growth_bytes`."""
+        return self.pages.num_runs * self.pages.page_bytes
+
+    def bytes_of(self, num_tokens: Int[np.ndarray, " B"]) -> int:
+        """See `KVMemory.bytes_of`."""
+        return self.pages.bytes_of(num_tokens)
+
+
+class PagedHostMemory(OnPages):
     """Pages that the system gives when they are first written and takes back when a sample shrinks or leaves."""
 
     def __init__(self, shape: PoolShape) -> None:
@@ -136,15 +151,6 @@ class PagedHostMemory:
         lead = (shape.num_layers, 2, shape.num_slots, shape.num_kv_heads, capacity)
         self.cells = torch.frombuffer(self._map, dtype=shape.dtype).view(*lead, shape.head_size)
         self._held = self.pages.count(np.full(shape.num_slots, capacity))
-
-    @property
-    def growth_bytes(self) -> int:
-        """See `KVMemory.growth_bytes`."""
-        return self.pages.num_runs * self.pages.page_bytes
-
-    def bytes_of(self, num_tokens: Int[np.ndarray, " B"]) -> int:
-        """See `KVMemory.bytes_of`."""
-        return self.pages.bytes_of(num_tokens)
 
     def hold(self, num_tokens: Int[np.ndarray, " B"]) -> None:
         """See `KVMemory.hold`; what is given back reads as zeros."""

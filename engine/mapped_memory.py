@@ -16,7 +16,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from core.errors import RlhfSpecError
-from engine.kv_memory import Pages, PoolShape
+from engine.kv_memory import OnPages, Pages, PoolShape
 
 SPARE_GROWTHS = 2
 "Of how many growing samples the pages are kept; making one takes longer than mapping it."
@@ -108,7 +108,7 @@ class Mapping:
             self._driver.free(self.start, self._num_pages * self._driver.page_bytes)
 
 
-class MappedMemory:
+class MappedMemory(OnPages):
     """Cells whose pages come and go; a few are kept for the next sample that grows."""
 
     def __init__(self, shape: PoolShape, driver: PageDriver) -> None:
@@ -131,15 +131,6 @@ class MappedMemory:
         self._held: list[list[int]] = [[] for _ in range(shape.num_slots)]
         "pages of each slot, those of all heads together: page p of head h is entry p * H + h"
         self._spare: list[int] = []
-
-    @property
-    def growth_bytes(self) -> int:
-        """See `KVMemory.growth_bytes`."""
-        return self.pages.num_runs * self.pages.page_bytes
-
-    def bytes_of(self, num_tokens: Int[np.ndarray, " B"]) -> int:
-        """See `KVMemory.bytes_of`."""
-        return self.pages.bytes_of(num_tokens)
 
     def hold(self, num_tokens: Int[np.ndarray, " B"]) -> None:
         """See `KVMemory.hold`."""
