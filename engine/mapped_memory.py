@@ -100,7 +100,7 @@ class Mapping:
 
     def __del__(self) -> None:
         # at the end of the process the driver may be gone, and everything with it
-        with contextlib.suppress(RlhfSpecError):
+        with contextlib.suppress(RlhfSpecError, RuntimeError):
             self._driver.wait()
             self._driver.unmap(self.start, self._num_pages)
             for page in self.pages:
