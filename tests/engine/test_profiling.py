@@ -1,5 +1,6 @@
 """A profile measured on a live engine: finite, true to what the target says, and nothing left behind."""
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -14,6 +15,7 @@ from engine.generator import Engine
 from engine.profiling import MAX_PROFILED_NODES, SHAPES, MadeProfile, Placeholder, make_profile, record_drafts
 from engine.recording import RecordingScorer
 from engine.refinement import Scorer
+from engine.sweep import _DrawnPlans, sweep_costs
 from engine.tree import DraftTree
 from engine.verify import Verdict
 from policies.goodput import GoodputPolicy
@@ -168,3 +170,20 @@ def test_costs_are_swept_for_the_batches_that_have_room(pairs, requests, kv_cach
     most = made.costs.shape.num_samples.max()
     assert 1 <= most <= engine.exchange.cache_room.num_of(int(0.2 * 100)) < 8
     assert most > 1 or kv_cache_mb < 0.6
+
+
+def test_a_sweep_whose_every_step_ends_a_sample_comes_to_an_end(pairs, requests, monkeypatch) -> None:
+    """A draft model that is always right, and few tokens to go: a plan of sixteen levels ends them at once."""
+    pair = pairs["float32"]
+    engine = build_engine(
+        pair.target,
+        copy.deepcopy(pair.target),
+        engine=EngineConfig(device="cpu", max_running_samples=2, probe=False),
+        speculation=SpeculationConfig(policy="goodput"),
+        max_total_tokens=24,
+        policy=Placeholder(MAX_PROFILED_NODES),
+    )
+    monkeypatch.setattr(_DrawnPlans, "_SHARES", (0.0, 1.0, 0.0, 0.0))
+    monkeypatch.setattr(_DrawnPlans, "_DEPTHS", ((16,), (2,), (2,)))
+    costs = sweep_costs(engine, requests, np.random.default_rng(0), budget_s=0.1)
+    assert len(costs) >= 4 and costs.shape.num_samples.max() == 2
