@@ -21,9 +21,9 @@ from cluster.memory import MemoryPlan, ModelShape, gib, plan_memory
 from cluster.session import object_store_bytes
 from cluster.topology import plan as plan_topology
 from core.config import Config
-from core.errors import ConfigError, DataError, ModelError, PlacementError
+from core.errors import DataError, ModelError, PlacementError
 from engine.build import attention_for, resolve_device, resolve_numerics
-from engine.cache_room import MB
+from engine.cache_room import MB, require_room_for_one
 from engine.kv import KVShape
 from engine.models import check_compatible, load_hf_config, load_tokenizer, max_context_tokens
 from learning.data import PromptDataset
@@ -87,12 +87,13 @@ def check_run(config: Config, *, output_dir: Path) -> CheckReport:
     longest = inputs.dataset.max_prompt_tokens
     _check_lengths(config, inputs.dataset, [target_config, draft_config])
     reward_params = _check_reward(config)
+    max_total_tokens = longest + config.sampling.max_new_tokens
     plan = plan_memory(
         config,
         target=target,
         draft=draft,
         reward_params=reward_params,
-        max_total_tokens=longest + config.sampling.max_new_tokens,
+        max_total_tokens=max_total_tokens,
         object_store_bytes=config.cluster.object_store_bytes or object_store_bytes(),
     )
     report = CheckReport(
@@ -105,7 +106,9 @@ def check_run(config: Config, *, output_dir: Path) -> CheckReport:
         placement=placement,
     )
     _require_room(config, report, output_dir)
-    _require_cache(config, plan)
+    if config.engine.kv_cache_mb is not None:
+        limit = int(config.engine.kv_cache_mb * MB)
+        require_room_for_one(limit, needed=plan.longest_sample_bytes, num_tokens=max_total_tokens)
     return report
 
 
@@ -155,16 +158,6 @@ def _check_reward(config: Config) -> int | None:
         return count_params(load_hf_config(config.reward.model), AutoModelForSequenceClassification)
     build_reward(config.reward)
     return None
-
-
-def _require_cache(config: Config, plan: MemoryPlan) -> None:
-    """Refuse a cache in which a sample of full length would never find room."""
-    limit = config.engine.kv_cache_mb
-    if limit is not None and limit * MB < plan.longest_sample_bytes:
-        raise ConfigError(
-            f"engine.kv_cache_mb is {limit}, and one sample of full length takes {plan.longest_sample_bytes / MB:.1f} "
-            "MB of keys and values; raise it, or lower data.max_prompt_tokens or sampling.max_new_tokens"
-        )
 
 
 def _require_room(config: Config, report: CheckReport, output_dir: Path) -> None:

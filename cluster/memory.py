@@ -19,7 +19,7 @@ from core.config import Config
 from engine.build import most_nodes
 from engine.cache_room import MB
 from engine.kv import KVShape
-from engine.kv_memory import host_pages
+from engine.kv_memory import Pages, host_pages
 from engine.mapped_memory import mapped_pages
 from engine.sweep import MAX_PROFILED_NODES
 
@@ -150,33 +150,24 @@ def plan_memory(
 def _sample_bytes(config: Config, target: ModelShape, draft: ModelShape | None, max_total_tokens: int) -> int:
     """Keys and values of one sample that grows to its limit, in both models' caches."""
     nodes = most_nodes(config.speculation)
-    if config.engine.kv_cache_mb is not None:
-        return _paged_sample_bytes(config, target, draft, max_total_tokens, nodes)
-    capacity = max_total_tokens + nodes + 1
-    # pools on CPU are float32 whatever the model's dtype
-    element_bytes = _DTYPE_BYTES[config.models.dtype] if config.engine.device == "cuda" else 4
-    shapes = [shape.kv for shape in (target, draft) if shape is not None]
-    return sum(shape.pool_bytes(1, capacity, element_bytes) for shape in shapes)
-
-
-def _paged_sample_bytes(
-    config: Config, target: ModelShape, draft: ModelShape | None, max_total_tokens: int, nodes: int
-) -> int:
-    """The same in whole pages, and for the profile's engine too, which drafts more nodes."""
-    if config.speculation.policy == "goodput" and draft is not None:
-        nodes = max(nodes, MAX_PROFILED_NODES)
     on_gpu = config.engine.device == "cuda"
-    total = 0
-    for model in (target, draft):
-        if model is not None:
-            kv, size = model.kv, _DTYPE_BYTES[config.models.dtype] if on_gpu else 4
-            pages = (
-                mapped_pages(kv.num_layers, kv.num_kv_heads, kv.head_size * size, page_bytes=GPU_PAGE_BYTES)
-                if on_gpu
-                else host_pages(kv.num_layers, kv.num_kv_heads, kv.head_size * size)
-            )
-            total += pages.bytes_of(np.array([pages.whole(max_total_tokens + nodes + 1)]))
-    return total
+    # pools on CPU are float32 whatever the model's dtype
+    element_bytes = _DTYPE_BYTES[config.models.dtype] if on_gpu else 4
+    shapes = [shape.kv for shape in (target, draft) if shape is not None]
+    if config.engine.kv_cache_mb is None:
+        return sum(shape.pool_bytes(1, max_total_tokens + nodes + 1, element_bytes) for shape in shapes)
+    if config.speculation.policy == "goodput" and draft is not None:
+        # the profile's engine has the same limit and drafts more nodes
+        nodes = max(nodes, MAX_PROFILED_NODES)
+    tokens = max_total_tokens + nodes + 1
+    pages = [_pages_of(shape, element_bytes, on_gpu=on_gpu) for shape in shapes]
+    return sum(each.bytes_of(np.array([each.whole(tokens)])) for each in pages)
+
+
+def _pages_of(kv: KVShape, element_bytes: int, *, on_gpu: bool) -> Pages:
+    """How a slot of a paged cache lies on the pages of the device."""
+    sizes = (kv.num_layers, kv.num_kv_heads, kv.head_size * element_bytes)
+    return mapped_pages(*sizes, page_bytes=GPU_PAGE_BYTES) if on_gpu else host_pages(*sizes)
 
 
 def _engine_bytes(config: Config, target: ModelShape, draft: ModelShape | None) -> int:

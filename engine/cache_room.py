@@ -20,6 +20,15 @@ from engine.kv import KVPool
 MB = 10**6
 
 
+def require_room_for_one(max_bytes: int, *, needed: int, num_tokens: int) -> None:
+    """Raise ConfigError when a sample of full length, `num_tokens` and so many bytes, would never find room."""
+    if needed > max_bytes:
+        raise ConfigError(
+            f"engine.kv_cache_mb: {max_bytes / MB:.1f} MB have no room for one sample of {num_tokens} tokens, which "
+            f"takes {needed / MB:.1f} MB; raise it, or lower data.max_prompt_tokens or sampling.max_new_tokens"
+        )
+
+
 class CacheRoom:
     """The running samples' share of a number of bytes, over all caches. Without a number everything has room."""
 
@@ -31,12 +40,7 @@ class CacheRoom:
         if max_bytes is None:
             return
         longest = batch.tokens.shape[1]
-        needed = self._bytes_of(np.array([longest]))
-        if needed > max_bytes:
-            raise ConfigError(
-                f"engine.kv_cache_mb: {max_bytes / MB:.1f} MB have no room for one sample of {longest} tokens, which "
-                f"takes {needed / MB:.1f} MB; raise it, or lower data.max_prompt_tokens or sampling.max_new_tokens"
-            )
+        require_room_for_one(max_bytes, needed=self._bytes_of(np.array([longest])), num_tokens=longest)
         self.hold()
 
     @property

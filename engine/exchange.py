@@ -74,8 +74,7 @@ class SampleExchange:
     @property
     def num_free_slots(self) -> int:
         """Slots neither taken nor reserved nor waited for, and for whose samples the caches have room."""
-        free = self._runner.pool.num_slots - len(self._batch)
-        return min(free, self.cache_room.num_more()) - self.num_reserved - len(self._waiting)
+        return self.cache_room.num_slots - len(self._batch) - self.num_reserved - len(self._waiting)
 
     def holds(self, key: SampleKey) -> bool:
         """True when the sample runs or waits here."""

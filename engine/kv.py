@@ -18,7 +18,7 @@ from transformers.configuration_utils import PretrainedConfig
 
 from core.errors import ModelError
 from engine.cuda_pages import CudaPages
-from engine.kv_memory import KVMemory, PagedHostMemory, PoolShape, WholeMemory, round_up
+from engine.kv_memory import KVMemory, PagedHostMemory, PoolShape, WholeMemory, copy_slot, round_up
 from engine.mapped_memory import MappedMemory
 from engine.visibility import count_up
 
@@ -173,7 +173,7 @@ class KVPool:
 
     def copy_slot(self, source: int, target: int, length: int) -> None:
         """Copy the first `length` tokens of a slot over another: a prompt that both have."""
-        self.cells[:, :, target, :, :length] = self.cells[:, :, source, :, :length]
+        copy_slot(self.cells, source, target, length)
 
     def move_slot(self, source: int, target: int, length: int) -> None:
         """Make the first `length` tokens of a slot another's, for good: swap with last on finish."""

@@ -27,6 +27,11 @@ def round_up(length: int, step: int = VIEW_STEP) -> int:
     return -(-length // step) * step
 
 
+def copy_slot(cells: Float[Tensor, "L 2 S H C E"], source: int, target: int, num_tokens: int) -> None:
+    """Copy the first tokens of a slot over another's."""
+    cells[:, :, target, :, :num_tokens] = cells[:, :, source, :, :num_tokens]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolShape:
     """What a pool holds at most: [L, 2, S, H, C, E] cells."""
@@ -86,7 +91,7 @@ class WholeMemory:
 
     def move(self, source: int, target: int, num_tokens: int) -> None:
         """See `KVMemory.move`: a copy."""
-        self.cells[:, :, target, :, :num_tokens] = self.cells[:, :, source, :, :num_tokens]
+        copy_slot(self.cells, source, target, num_tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,7 +167,7 @@ class PagedHostMemory(OnPages):
 
     def move(self, source: int, target: int, num_tokens: int) -> None:
         """See `KVMemory.move`: a copy."""
-        self.cells[:, :, target, :, :num_tokens] = self.cells[:, :, source, :, :num_tokens]
+        copy_slot(self.cells, source, target, num_tokens)
         self._held[target] = max(self._held[target], self._held[source])
 
     def _give_back(self, slot: int, start: int) -> None:

@@ -64,8 +64,7 @@ class CollapseDetector:
             # the same test the other way round: enough evidence of health resumes drafting
             self._evidence = min(self._evidence + ratio, THRESHOLD)
             if self._evidence <= 0.0:
-                self.suspended, self.why = False, ""
-                self._unconfirmed, self._most_samples = None, 0
+                self._resume()
             return
         self._evidence = max(self._evidence + ratio, 0.0)
         self._most_samples = max(self._most_samples, trials) if self._evidence > 0.0 else 0
@@ -92,10 +91,14 @@ class CollapseDetector:
 
     def new_drafter(self, decode_step: int) -> None:
         """New drafter weights get a fresh trial."""
-        self.suspended, self.why = False, ""
-        self._evidence, self._most_samples = 0.0, 0
-        self._unconfirmed = None
+        self._resume()
+        self._evidence = 0.0
         self._since = decode_step
+
+    def _resume(self) -> None:
+        """Draft again: what was said against the drafter counts no more."""
+        self.suspended, self.why = False, ""
+        self._unconfirmed, self._most_samples = None, 0
 
     def take_alarm(self) -> DrafterAlarm | None:
         """Return the alarm, once."""
