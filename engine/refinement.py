@@ -16,6 +16,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from core.records import DraftLog, SampleRequest
+from engine.native.scoring import COEFFICIENTS, FARTHEST
 from engine.rule import Leaders
 from engine.tree import DraftTree
 from engine.verify import Verdict
@@ -24,8 +25,6 @@ from profiles.acceptance import MARGIN_FLOOR, AcceptanceModel
 
 LARGEST_EXPONENT = 80.0
 "exp of more overflows float32."
-FARTHEST = 50.0
-"Largest margin and least log-probability that the model is shown, nats."
 
 
 class Refinement:
@@ -49,13 +48,14 @@ class Refinement:
         self._remaining = remaining
         self._shortest = int(remaining.min())
         self._clock = clock
-        self._levels: list[np.ndarray] = []
-        self._roots = self._frontier = np.ones((len(remaining), 1), dtype=np.float32)
+        self._blocks: list[np.ndarray] = []
+        self._sizes: tuple[int, ...] = ()
+        self._last = self._frontier = np.ones((len(remaining), 1), dtype=np.float32)
 
     def levels_to_draft(self) -> int:
         """Ask the policy how many levels to draft before it is asked again."""
         started = self._clock()
-        answer = self._policy.deepen(len(self._levels), self._levels[-1] if self._levels else self._roots)
+        answer = self._policy.deepen(len(self._sizes), self._last)
         self.seconds += self._clock() - started
         return answer
 
@@ -65,15 +65,19 @@ class Refinement:
         There is one leader more than children: by how much they lead is scored.
         """
         started = self._clock()
-        level = len(self._levels) + 1
+        level = len(self._sizes) + 1
         share = self._scorer.acceptance(found.scores, found.logprobs, (level,))
-        self._add_level((share * self._frontier[..., None]).reshape(len(share), -1))
+        path = (share * self._frontier[..., None]).reshape(len(share), -1)
+        if level >= self._shortest:
+            path[self._remaining <= level] = 0.0
+        self._add(path, (path.shape[1],))
+        self._last = path
         self.seconds += self._clock() - started
-        return found.token_ids.narrow(-1, 0, share.shape[-1]), self._levels[-1]
+        return found.token_ids.narrow(-1, 0, share.shape[-1]), path
 
     def expand(self, candidates: np.ndarray) -> None:
         """The next level's parents are these of this level's candidates, [B, w]."""
-        self._frontier = np.take_along_axis(self._levels[-1], candidates, axis=1)
+        self._frontier = np.take_along_axis(self._last, candidates, axis=1)
 
     def chain_levels(self, scores: np.ndarray, logprobs: np.ndarray) -> None:
         """Score a chain's next levels together: calls cost more than numbers.
@@ -81,19 +85,35 @@ class Refinement:
         Both are [B, levels, 2], of the best token and the one that it leads (`engine.rule.Leaders`).
         """
         started = self._clock()
-        first = len(self._levels) + 1
-        levels = tuple(range(first, first + scores.shape[1]))
-        share = self._scorer.acceptance(scores, logprobs, levels)
-        path = np.multiply.accumulate(share[..., 0], axis=1) * self._frontier
-        for number in range(len(levels)):
-            self._add_level(path[:, number : number + 1])
-        self._frontier = self._levels[-1]
+        before = len(self._sizes)
+        share = self._scorer.acceptance(
+            scores, logprobs, tuple(range(before + 1, before + 1 + scores.shape[1]))
+        )
+        path = np.multiply.accumulate(share[..., 0], axis=1)
+        path *= self._frontier
+        self._add_chain(path)
         self.seconds += self._clock() - started
 
-    def _add_level(self, scores: np.ndarray) -> None:
-        self._levels.append(scores)
-        if len(self._levels) >= self._shortest:
-            scores[self._remaining <= len(self._levels)] = 0.0
+    def chain_coefficients(self, levels: int) -> np.ndarray | None:
+        """Return what `engine.native.scoring` scores so many levels by; None where `chain_levels` must."""
+        return self._scorer.chain_coefficients(levels)
+
+    def chain_paths(self, path: np.ndarray) -> None:
+        """Take a chain's next levels, scored already: float32 [B, levels], which are written to."""
+        started = self._clock()
+        self._add_chain(path)
+        self.seconds += self._clock() - started
+
+    def _add_chain(self, path: np.ndarray) -> None:
+        before, count = len(self._sizes), path.shape[1]
+        if before + count >= self._shortest:
+            path[self._remaining[:, None] <= np.arange(before + 1, before + 1 + count)] = 0.0
+        self._add(path, (1,) * count)
+        self._last = self._frontier = path[:, -1:]
+
+    def _add(self, scores: np.ndarray, sizes: tuple[int, ...]) -> None:
+        self._blocks.append(scores)
+        self._sizes += sizes
 
     def select(self) -> np.ndarray:
         """Ask the policy how many nodes of each sample to verify, [B]."""
@@ -121,12 +141,12 @@ class Refinement:
     @property
     def level_sizes(self) -> tuple[int, ...]:
         """Candidates of each level."""
-        return tuple(level.shape[1] for level in self._levels)
+        return self._sizes
 
     @property
     def scores(self) -> np.ndarray:
         """All candidates' scores, [B, C], level by level."""
-        return self._levels[0] if len(self._levels) == 1 else np.concatenate(self._levels, axis=1)
+        return self._blocks[0] if len(self._blocks) == 1 else np.concatenate(self._blocks, axis=1)
 
 
 class Scorer:
@@ -135,6 +155,7 @@ class Scorer:
     def __init__(self, model: AcceptanceModel) -> None:
         self.model = model
         self._weights: dict[tuple[tuple[int, ...], int], tuple[np.ndarray, ...]] = {}
+        self._of_chain = np.zeros((0, COEFFICIENTS), dtype=np.float32)
 
     def acceptance(self, scores: np.ndarray, logprobs: np.ndarray, levels: tuple[int, ...]) -> np.ndarray:
         """Return the conditional acceptance, [B, w, b], of all leaders of a node but the last, its children.
@@ -156,6 +177,13 @@ class Scorer:
         intercept, of_log, of_margin, of_logprob = self._weights_of(levels, count)
         logit = of_log * np.log(margin + MARGIN_FLOOR) + of_margin * margin + of_logprob * logprob + intercept
         return 1.0 / (1.0 + np.exp(np.minimum(-logit, LARGEST_EXPONENT)))
+
+    def chain_coefficients(self, levels: int) -> np.ndarray | None:
+        """Return the coefficients of a chain's levels, float32 [at least `levels`, COEFFICIENTS]."""
+        if levels > len(self._of_chain):
+            by_level = self._weights_of(tuple(range(1, levels + 1)), 1)
+            self._of_chain = np.concatenate(by_level, axis=1)
+        return self._of_chain
 
     def saw(self, margin: np.ndarray, logprob: np.ndarray) -> None:
         """One level's features, [B, w, b]; `engine.recording` keeps them."""

@@ -1,6 +1,7 @@
 """The cost model at one batch size and context, as look-up tables: what a decode step's decisions read.
 
-Predictions are corrected by slow factors (`policies.recalibration`). Tables are kept by batch and rounded context.
+The context enters every phase linearly, so that what is evaluated once for a batch serves every context. Predictions
+are corrected by slow factors (`policies.recalibration`).
 """
 
 from __future__ import annotations
@@ -10,6 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from profiles.cost import CostModel, Shape
+
+FAR_CONTEXT = 1 << 20
+"Tokens: the second point of the lines in the context."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,28 +31,48 @@ class CostView:
     draft_s: np.ndarray
     "[levels + 1] to draft so many levels; 0 is plain decoding"
 
-    def corrected(self, *, draft: float, verify: float) -> CostView:
-        """Multiply with the factors of this run; what is neither drafting nor verification is little."""
+
+class BatchCosts:
+    """The cost model for one batch and one tree width, whatever the context."""
+
+    def __init__(
+        self, cost: CostModel, *, num_samples: int, width: int, max_nodes: int, max_levels: int
+    ) -> None:
+        """Evaluate the model with no context and with some."""
+        self._num_samples = num_samples
+        without, some = (
+            _evaluate(cost, num_samples, context, width, max_nodes, max_levels)
+            for context in (0, FAR_CONTEXT)
+        )
+        self._tokens_s = without[1]
+        self._without = tuple(without[i] for i in (0, 2, 3))
+        self._per_token = tuple((some[i] - without[i]) / FAR_CONTEXT for i in (0, 2, 3))
+
+    def at(self, context_tokens: int, *, draft: float = 1.0, verify: float = 1.0) -> CostView:
+        """Return the tables at a context of the whole batch, each phase multiplied by this run's factor.
+
+        What is neither drafting nor verification is little and follows the latter.
+        """
+        uniform_s, widest_s, draft_s = (
+            (start + slope * context_tokens) * factor
+            for start, slope, factor in zip(
+                self._without, self._per_token, (verify, verify, draft), strict=True
+            )
+        )
         return CostView(
-            num_samples=self.num_samples,
-            context_tokens=self.context_tokens,
-            uniform_s=self.uniform_s * verify,
-            tokens_s=self.tokens_s * verify,
-            widest_s=self.widest_s * verify,
-            draft_s=self.draft_s * draft,
+            num_samples=self._num_samples,
+            context_tokens=context_tokens,
+            uniform_s=uniform_s,
+            tokens_s=self._tokens_s * verify,
+            widest_s=widest_s,
+            draft_s=draft_s,
         )
 
 
-def cost_view(
-    cost: CostModel,
-    *,
-    num_samples: int,
-    context_tokens: int,
-    width: int,
-    max_nodes: int,
-    max_levels: int,
-) -> CostView:
-    """Evaluate the model for one batch and one tree width."""
+def _evaluate(
+    cost: CostModel, num_samples: int, context_tokens: int, width: int, max_nodes: int, max_levels: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """The arrays of a `CostView`, in its order."""
     nodes = np.arange(max_nodes + 1)
     levels = np.arange(max_levels + 1)
     total = np.arange(num_samples * max_nodes + 1)
@@ -71,11 +95,4 @@ def cost_view(
     rest = cost.rest_s(shape(num_samples * nodes, nodes, 1.0))
     # at a given total the widest sample adds the rest
     widest_s = ragged_s - tokens_s[just_ragged] + tokens_s[0]
-    return CostView(
-        num_samples=num_samples,
-        context_tokens=context_tokens,
-        uniform_s=uniform_s + rest,
-        tokens_s=tokens_s - tokens_s[0],
-        widest_s=widest_s + rest,
-        draft_s=cost.draft_s(shape(0.0, 0.0, levels)),
-    )
+    return uniform_s + rest, tokens_s - tokens_s[0], widest_s + rest, cost.draft_s(shape(0.0, 0.0, levels))

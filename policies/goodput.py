@@ -17,20 +17,21 @@ import numpy as np
 from core.records import PLAIN, Budget, DecodeState, StepRecord
 from policies.base import DrafterAlarm
 from policies.collapse import CollapseDetector
-from policies.cost_view import CostView, cost_view
-from policies.recalibration import AcceptanceRecalibration, CostRecalibration, TrackRecord
-from policies.search import best_ragged, best_uniform, sorted_scores
+from policies.cost_view import BatchCosts, CostView
+from policies.recalibration import AcceptanceRecalibration, CostRecalibration
+from policies.search import Allocation, allocation_of, best_ragged, best_uniform, sorted_scores
 from policies.shapes import Choice, ShapeTable
+from policies.track_record import TrackRecord
 from profiles.cost import Shape
 from profiles.profile import Profile
 
 CONTEXT_STEP = 128
 "Costs are looked up for a mean context rounded to this many tokens."
-CHOOSE_STEPS = 8
+CHOOSE_STEPS = 16
 "All shapes are compared after so many decode steps; chain, plain and the present shape when the batch changes too."
-PLAIN_PATIENCE = 4
+PLAIN_PATIENCE = 2
 "Times as long where plain decoding is the choice."
-OBSERVE_COST_STEPS = 8
+OBSERVE_COST_STEPS = 16
 "Costs are compared with their prediction every so many decode steps."
 BLIND_RISK = 0.5
 "Rejections per sample risked before scores are looked at again."
@@ -38,11 +39,13 @@ MAX_BLIND_LEVELS = 8
 STEADY_BATCH = 4
 "From so many samples on the depth of a draft varies little: half the way there goes without a question .."
 LARGE_BATCH = 16
-".. and from so many on all of it."
-LARGE_BATCH_OBSERVED = 2
-"Of a large batch every so many decode steps teach enough of acceptance."
-SAME_BATCH = 16
-"A batch that has shrunk by less than this part of it keeps its costs; twice that where plain decoding is the choice."
+".. and from so many on all of it. Every second decode step of the former, every fourth of the latter teach enough."
+COSTED_BITS = 3
+"Costs are those of the next number of samples with so many leading bits: of 17 samples those of 20."
+SEARCH_STEPS = 4
+"The price of a node that a search has found serves so many decode steps."
+MOST_COSTS = 256
+"Batches and widths whose costs are kept."
 PROBE_SHARE = 0.005
 "Of the time spent in plain decoding, what trying the drafter may cost."
 PROBE_DEPTH = 2
@@ -70,11 +73,16 @@ class GoodputPolicy:
         self._record = TrackRecord()
         self._collapse = CollapseDetector(healthy=float(chain[0]))
         self._shapes = ShapeTable(profile.yields, max_depth)
-        self._tables: dict[tuple[int, int, int], CostView] = {}
+        self._batch_costs: dict[tuple[int, int], BatchCosts] = {}
         self._chosen_for: tuple[int, ...] = ()
         self._choice = Choice(branching=1, width=1, levels=0, num_nodes=0, goodput=0.0)
         self._view: CostView | None = None
-        self._limits: list[tuple[float, float, float, int]] = []
+        self._onward = np.diff(profile.yields[0].curve)[:max_depth]
+        "acceptance of a level given the one before"
+        self._allocation = Allocation(price=0.0)
+        self._searched = -SEARCH_STEPS
+        "decode step of the last search"
+        self._step = 0
         self._versions = (0, 0)
         self._plain_s = 0.0
         self._missing_tokens = 0.0
@@ -90,6 +98,7 @@ class GoodputPolicy:
 
     def plan(self, state: DecodeState) -> Budget:
         """Return a refined budget of the best shape, or plain decoding."""
+        self._step = state.decode_step
         self._follow_versions(state)
         self._follow_batch(state.num_samples)
         choice = self._choose(state)
@@ -103,8 +112,10 @@ class GoodputPolicy:
                 return self._plain(suspended, state.num_samples)
             depth = min(PROBE_DEPTH, room, self.max_nodes)
             return _budget(1, 1, depth, self.max_nodes, "probe of the drafter")
-        # a chain stops itself; the plan only bounds it, by what can be verified and cached
-        depth = min(max(4, 2 * choice.levels), self.max_nodes) if choice.branching == 1 else choice.levels
+        depth = choice.levels
+        if choice.branching == 1 and state.num_samples < LARGE_BATCH:
+            # a chain stops itself; the plan only bounds it, by what can be verified and cached
+            depth = min(max(4, 2 * depth), self.max_nodes)
         reason = (
             f"B={state.num_samples}: shape {choice.branching}x{choice.width}, about {choice.num_nodes} nodes, "
             f"{choice.goodput:.0f} tokens/s expected"
@@ -115,13 +126,15 @@ class GoodputPolicy:
         """Compare a bound on the next level's worth with its seconds; ask seldom where a stop is unlikely."""
         if self._probing:
             return PROBE_DEPTH - level
-        onward, node_cost, level_cost, levels = self._limits[min(level, len(self._limits) - 1)]
-        if level == 0:
+        levels = self._levels_unasked(level)
+        if level == 0 or self._view is None:
             return levels
         if scores.shape[1] > self._choice.width:
             scores = -np.sort(-scores, axis=1)[:, : self._choice.width]
+        onward, view, rate = _at(self._onward, level), self._view, self._choice.goodput
+        node_cost = rate * _step_at(view.uniform_s, level) / view.num_samples
         gain = np.maximum(self._acceptance.corrected(scores) * onward - node_cost, 0.0).sum()
-        return 0 if gain <= level_cost else levels
+        return 0 if gain <= rate * _step_at(view.draft_s, level) else levels
 
     def select(self, scores: np.ndarray, level_sizes: tuple[int, ...]) -> np.ndarray:
         """Return each sample's number of nodes."""
@@ -129,12 +142,16 @@ class GoodputPolicy:
         if self._probing or self._view is None:
             return np.full(batch, min(scores.shape[1], self.max_nodes), dtype=np.int64)
         ordered = self._acceptance.corrected(sorted_scores(scores, level_sizes))
+        if batch > 1 and self._step < self._searched + SEARCH_STEPS:
+            return self._allocation.of(ordered)
         count, worth = best_uniform(ordered, self._view, self._choice.goodput)
+        counts = np.full(batch, count, dtype=np.int64)
         if batch > 1:
-            counts, ragged_worth = best_ragged(ordered, self._view, self._choice.goodput)
+            ragged_counts, ragged_worth = best_ragged(ordered, self._view, self._choice.goodput)
             if ragged_worth > worth:
-                return counts
-        return np.full(batch, count, dtype=np.int64)
+                counts = ragged_counts
+            self._allocation, self._searched = allocation_of(counts, ordered), self._step
+        return counts
 
     def observe(self, record: StepRecord) -> None:
         """Correct acceptance and costs by what the decode step did."""
@@ -143,8 +160,9 @@ class GoodputPolicy:
             self._plain_s += record.step_s
             self._missing_tokens += record.num_emitted_tokens
         else:
-            is_small = record.num_samples < LARGE_BATCH
-            if self._probing or is_small or record.decode_step % LARGE_BATCH_OBSERVED == 0:
+            batch = record.num_samples
+            every = 1 if batch < STEADY_BATCH or self._probing else 2 if batch < LARGE_BATCH else 4
+            if record.decode_step % every == 0:
                 self._acceptance.observe(draft)
             suspended = self._collapse.suspended
             self._collapse.observe(record.decode_step, draft)
@@ -154,11 +172,16 @@ class GoodputPolicy:
             against = self._judged_batch if suspended and self._collapse.suspended else 0
             self._judged_batch, self._is_other_batch = max(against, record.num_samples), False
             self._plain_s = self._missing_tokens = 0.0
-        if not self._probing or draft is None:
+        # a sample's last tokens fall short of what a draft yields
+        is_whole = record.state.max_remaining_tokens > self._choice.num_nodes
+        if is_whole and (not self._probing or draft is None):
             kind = record.budget.branching
             if kind == self._kind:
                 self._record.observe(
-                    kind, delivered=record.num_emitted_tokens, expected=self._models_say * record.step_s
+                    kind,
+                    self._chosen_for[0],
+                    delivered=record.num_emitted_tokens,
+                    expected=self._models_say * record.step_s,
                 )
         if record.decode_step % OBSERVE_COST_STEPS == 0:
             self._observe_costs(record)
@@ -174,59 +197,54 @@ class GoodputPolicy:
 
     def _choose(self, state: DecodeState) -> Choice:
         """Return the shape of the highest goodput; looked for only when something has moved."""
-        batch = state.num_samples
-        context = -(-state.context_tokens // (batch * CONTEXT_STEP)) * CONTEXT_STEP
+        context = -(-state.context_tokens // (state.num_samples * CONTEXT_STEP)) * CONTEXT_STEP
+        batch = _costed(state.num_samples)
         patience = CHOOSE_STEPS if self._choice.num_nodes else PLAIN_PATIENCE * CHOOSE_STEPS
         period = (state.decode_step // patience, *self._versions)
-        if self._chosen_for[1:] == (context, *period):
-            chosen_batch = self._chosen_for[0]
-            part = SAME_BATCH if self._choice.num_nodes else SAME_BATCH // 2
-            if chosen_batch - chosen_batch // part <= batch <= chosen_batch:
-                return self._choice
+        if self._chosen_for == (batch, context, *period):
+            return self._choice
         # between periods a batch that shrinks keeps its shape: only its own costs are looked up
         all_shapes = period != self._chosen_for[2:]
         self._chosen_for = (batch, context, *period)
         views = {
-            width: self._table(batch, context, width).corrected(
-                draft=self._costs.draft, verify=self._costs.verify
+            width: self._costs_of(batch, width).at(
+                batch * context, draft=self._costs.draft, verify=self._costs.verify
             )
             for width in (self._shapes.widths if all_shapes else {1, self._choice.width})
         }
-        self._choice = self._shapes.best(views, self._acceptance, self._record)
-        self._models_say = self._choice.goodput / self._record.factor(self._kind)
+        before, self._onward = self._choice, self._acceptance.conditional
+        self._choice = self._shapes.best(views, np.cumprod(self._onward), self._record)
+        self._models_say = self._choice.goodput / self._record.factor(self._kind, batch)
         self._view = views[self._choice.width]
-        self._limits = self._deepening_limits(self._view, self._choice)
+        if self._choice.width != before.width:
+            self._searched = -SEARCH_STEPS
         return self._choice
 
-    def _table(self, batch: int, context: int, width: int) -> CostView:
-        key = (batch, context, width)
-        if key not in self._tables:
-            self._tables[key] = cost_view(
+    def _costs_of(self, batch: int, width: int) -> BatchCosts:
+        key = (batch, width)
+        if key not in self._batch_costs:
+            if len(self._batch_costs) == MOST_COSTS:
+                self._batch_costs.clear()
+            self._batch_costs[key] = BatchCosts(
                 self._profile.cost,
                 num_samples=batch,
-                context_tokens=batch * context,
                 width=width,
                 max_nodes=self.max_nodes,
                 max_levels=self._max_depth,
             )
-        return self._tables[key]
+        return self._batch_costs[key]
 
-    def _deepening_limits(self, view: CostView, choice: Choice) -> list[tuple[float, float, float, int]]:
-        """For every level drafted: acceptance onward; prices, in tokens, of a node and of a level; levels to go on."""
-        level = np.arange(self._max_depth)
-        onward = _at(self._acceptance.conditional, level)
-        node_cost = _at(choice.goodput * np.diff(view.uniform_s) / view.num_samples, level)
-        level_cost = _at(choice.goodput * np.diff(view.draft_s), level)
-        blind = np.ones_like(level)
+    def _levels_unasked(self, level: int) -> int:
+        """How many levels are drafted from `level` on before scores are looked at again."""
+        choice, levels = self._choice, 1
         if choice.branching == 1:
-            blind = np.clip(BLIND_RISK / np.maximum(1.0 - onward, 1e-3), 1, MAX_BLIND_LEVELS).astype(int)
-        if view.num_samples >= STEADY_BATCH:
-            onward_levels = choice.levels - level
-            blind = np.maximum(
-                blind, onward_levels if view.num_samples >= LARGE_BATCH else (onward_levels + 1) // 2
-            )
-        columns = (onward.tolist(), node_cost.tolist(), level_cost.tolist(), blind.tolist())
-        return list(zip(*columns, strict=True))
+            risk = max(1.0 - _at(self._onward, level), 1e-3)
+            levels = int(min(max(BLIND_RISK / risk, 1.0), MAX_BLIND_LEVELS))
+        batch = self._chosen_for[0] if self._chosen_for else 1
+        if batch >= STEADY_BATCH:
+            ahead = choice.levels - level
+            levels = max(levels, ahead if batch >= LARGE_BATCH else (ahead + 1) // 2)
+        return levels
 
     def _plain(self, suspended: bool, batch: int) -> Budget:
         """Return plain decoding and why; made once as long as both stay: a plain step is short."""
@@ -245,10 +263,11 @@ class GoodputPolicy:
         """
         if self._collapse.doubtful or (suspended and batch > self._judged_batch):
             return True
-        view = self._table(self._chosen_for[0], self._chosen_for[1], 1)
+        batch, context, *_ = self._chosen_for
+        view = self._costs_of(batch, 1).at(batch * context)
         if self._is_other_batch:
             self._is_other_batch = False
-            if self._shapes.best({1: view}, self._untaught, self._record).num_nodes:
+            if self._shapes.best({1: view}, self._untaught.path, self._record).num_nodes:
                 return True
         draft = self._profile.cost.draft
         # what one more token costs in a large draft forward: the level's token terms with every hinge passed
@@ -291,9 +310,21 @@ class GoodputPolicy:
         self._costs.observe(record, draft_s=float(cost.draft_s(shape)), verify_s=float(cost.verify_s(shape)))
 
 
-def _at(values: np.ndarray, index: np.ndarray) -> np.ndarray:
-    """Values by index; the last one goes on."""
-    return values[np.minimum(index, len(values) - 1)]
+def _costed(batch: int) -> int:
+    """The batch whose costs are looked up: at most a quarter larger."""
+    step = 1 << max(batch.bit_length() - COSTED_BITS, 0)
+    return -(-batch // step) * step
+
+
+def _at(values: np.ndarray, index: int) -> float:
+    """A value by index; the last one goes on."""
+    return float(values[min(index, len(values) - 1)])
+
+
+def _step_at(values: np.ndarray, index: int) -> float:
+    """From one value to the next; the last step goes on."""
+    index = min(index, len(values) - 2)
+    return float(values[index + 1] - values[index])
 
 
 def _budget(branching: int, width: int, depth: int, max_nodes: int, reason: str) -> Budget:

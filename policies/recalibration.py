@@ -32,12 +32,6 @@ DECAY = 0.97
 "A decode step's weight, one step later."
 WIDEN = 0.25
 "What the past still counts after a new weight version."
-TRACK_PRIOR_TOKENS = 100.0
-TRACK_RANGE = (0.85, 1.15)
-"Acceptance and costs have corrections of their own: this one is for the rest."
-TRACK_DECAY = 0.99
-UNUSED_DECAY = 0.995
-"Of the record of a shape, while another is used."
 COST_STEP = 0.1
 COST_RANGE = (0.4, 2.5)
 
@@ -171,30 +165,3 @@ def _nudged(factor: float, measured_s: float, predicted_s: float) -> float:
     ratio = measured_s / max(predicted_s, 1e-9)
     step = COST_STEP * float(np.clip(np.log(max(ratio, 1e-9) / factor), -0.25, 0.25))
     return float(np.clip(factor * np.exp(step), *COST_RANGE))
-
-
-class TrackRecord:
-    """What shapes delivered against what was expected of them: tokens over goodput times seconds, decayed sums.
-
-    It settles what the models get wrong about a whole shape: a tree's hidden costs, a chain's early stops.
-    """
-
-    def __init__(self) -> None:
-        self._sums: dict[int, tuple[float, float]] = {}
-
-    def factor(self, branching: int) -> float:
-        """Multiply a shape's goodput by this: its ratio, within TRACK_RANGE. Plain decoding is branching 0."""
-        return min(max(self.ratio(branching), TRACK_RANGE[0]), TRACK_RANGE[1])
-
-    def ratio(self, branching: int) -> float:
-        """Delivered over expected; 1 for a shape that has not been tried."""
-        delivered, expected = self._sums.get(branching, (0.0, 0.0))
-        return (delivered + TRACK_PRIOR_TOKENS) / (expected + TRACK_PRIOR_TOKENS)
-
-    def observe(self, branching: int, *, delivered: float, expected: float) -> None:
-        """Add one decode step's tokens; the record of shapes not in use fades, else they were never tried again."""
-        for other, (tokens, wanted) in self._sums.items():
-            if other != branching:
-                self._sums[other] = (tokens * UNUSED_DECAY, wanted * UNUSED_DECAY)
-        before = self._sums.get(branching, (0.0, 0.0))
-        self._sums[branching] = (before[0] * TRACK_DECAY + delivered, before[1] * TRACK_DECAY + expected)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from policies.cost_view import CostView
-from policies.recalibration import AcceptanceRecalibration, TrackRecord
+from policies.track_record import TrackRecord
 from profiles.profile import YieldCurve
 
 MOST_GAIN = 2.0
@@ -46,16 +46,17 @@ class ShapeTable:
         """Widths that a choice compares."""
         return [1, *self._trees]
 
-    def best(
-        self, views: dict[int, CostView], acceptance: AcceptanceRecalibration, record: TrackRecord
-    ) -> Choice:
-        """Expected tokens over predicted seconds, for every shape in view and number of nodes; n = 0 is plain."""
+    def best(self, views: dict[int, CostView], path: np.ndarray, record: TrackRecord) -> Choice:
+        """Expected tokens over predicted seconds, for every shape in view and number of nodes; n = 0 is plain.
+
+        `path` is a chain's acceptance of the whole way to each level.
+        """
         view = views[1]
-        chain = np.concatenate([[0.0], acceptance.path.cumsum()])
+        chain = np.concatenate([[0.0], path.cumsum()])
         nodes = np.arange(min(len(chain), len(view.uniform_s), len(view.draft_s)))
         goodput = view.num_samples * (1.0 + chain[nodes]) / (view.uniform_s[nodes] + view.draft_s[nodes])
-        goodput[0] *= record.factor(0)
-        goodput[1:] *= record.factor(1)
+        goodput[0] *= record.factor(0, view.num_samples)
+        goodput[1:] *= record.factor(1, view.num_samples)
         most = int(goodput.argmax())
         best = Choice(branching=1, width=1, levels=most, num_nodes=most, goodput=float(goodput[most]))
         # trees gain and lose with the chain; from next to nothing they gain no multiple
@@ -69,7 +70,7 @@ class ShapeTable:
             tokens = view.num_samples * (1.0 + moved * curves[:, 1:count])
             rates = tokens / (view.uniform_s[1:count] + view.draft_s[levels][:, None])
             row, column = divmod(int(rates.argmax()), count - 1)
-            rate = float(rates[row, column]) * record.factor(branching)
+            rate = float(rates[row, column]) * record.factor(branching, view.num_samples)
             if rate > best.goodput:
                 best = Choice(
                     branching=branching,

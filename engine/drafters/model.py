@@ -190,14 +190,26 @@ class ModelDrafter:
     ) -> DraftTree:
         """Draft the same by our own code, in one call for all levels between two questions to the policy."""
         live, sampling = len(batch), batch.sampling
-        native.start(logits, batch.lengths[:live], values_of(noise), sampling.divisor, sampling.noise_factor)
+        coefficients = None if refinement is None else refinement.chain_coefficients(budget.depth)
+        native.start(
+            logits,
+            batch.lengths[:live],
+            values_of(noise),
+            sampling.divisor,
+            sampling.noise_factor,
+            coefficients,
+        )
         drafted = 0
         asked_at = budget.depth if refinement is None else min(budget.depth, refinement.levels_to_draft())
         while drafted < asked_at:
-            scores, logprobs = native.draft(drafted, asked_at)
+            begin = drafted
+            scores, logprobs = native.draft(begin, asked_at)
             drafted = asked_at
             if refinement is not None:
-                refinement.chain_levels(scores, logprobs)
+                if coefficients is None:
+                    refinement.chain_levels(scores, logprobs)
+                else:
+                    refinement.chain_paths(native.paths(begin, drafted))
                 if drafted < budget.depth:
                     asked_at = min(budget.depth, drafted + refinement.levels_to_draft())
         if not drafted:

@@ -11,10 +11,14 @@ from engine.kv import KVPool
 from engine.native.forward import NativeForward
 from engine.native.program import Program, native_code
 from engine.native.sampling import leaders_name
+from engine.native.scoring import COEFFICIENTS
 from engine.native.spans import spans_of
+from engine.native.writer import WIDTH
 
 LEADERS = 2
 "The next token, and the one that it leads: by how much tells how likely it is accepted."
+CHOICE = 2
+"Operations that choose a level's tokens."
 LEAST_LEVELS = 16
 "Room for fewer is not made."
 
@@ -56,6 +60,7 @@ class NativeChain:
         noise: Float[Tensor, "B D V"],
         divisors: Float[Tensor, " B"],
         factors: Float[Tensor, " B"],
+        coefficients: np.ndarray | None = None,
     ) -> None:
         """Begin behind the committed tokens of slots 0..B-1. What is passed must stay until the chain is drafted.
 
@@ -65,6 +70,7 @@ class NativeChain:
             noise: of D levels; one fewer are forwarded.
             divisors: of the logits.
             factors: of the noise.
+            coefficients: of the acceptance model, float32 [D, COEFFICIENTS]; without them paths mean nothing.
 
         Raises:
             IndexError: the slots have no room for D - 1 tokens more.
@@ -82,8 +88,11 @@ class NativeChain:
         # one token a level, at its own position; a level begins with a step forward
         first, count, start = self._spans[:, 1:4].T
         first[:], count[:], start[:] = np.arange(live), 1, lengths - 1
-        self._given = (logits, noise, divisors, factors)
+        if coefficients is None:
+            coefficients = self._no_coefficients
+        self._given = (logits, noise, divisors, factors, coefficients)
         self._live = live
+        level = np.minimum(np.arange(self._max_levels), levels - 1)
         step = noise.stride(1) * noise.element_size()
         self._program.set(
             tokens=live,
@@ -93,10 +102,11 @@ class NativeChain:
             first_logits=logits.data_ptr(),
             first_stride=logits.stride(0),
             logits=self._logits.data_ptr(),
-            noise=noise.data_ptr() + np.minimum(np.arange(self._max_levels), levels - 1) * step,
+            noise=noise.data_ptr() + level * step,
             noise_stride=noise.stride(0),
             divisors=divisors.data_ptr(),
             factors=factors.data_ptr(),
+            coefficients=coefficients.ctypes.data + level * coefficients.strides[0],
         )
 
     def draft(self, begin: int, end: int) -> tuple[np.ndarray, np.ndarray]:
@@ -111,12 +121,16 @@ class NativeChain:
         scores, logprobs = self._numbers[:, begin:end, : self._live].swapaxes(1, 2)
         return scores, logprobs
 
+    def paths(self, begin: int, end: int) -> np.ndarray:
+        """Return how likely the whole way to each of these levels is accepted, float32 [B, end - begin]."""
+        return self._paths[begin + 1 : end + 1, : self._live].T.copy()
+
     def token_ids(self, levels: int) -> Int[Tensor, "B levels"]:
         """Return the chain's tokens."""
         return self._ids[:levels, : self._live, 0].t().clone(memory_format=torch.contiguous_format)
 
     def _first_operation(self, level: int) -> int:
-        return 0 if level == 0 else 1 + (level - 1) * self._operations
+        return 0 if level == 0 else CHOICE + (level - 1) * self._operations
 
     def _build(self, x: Tensor, turns: Tensor, levels: int) -> None:
         """Make the buffers and the program: the choice of level 0, then a forward and a choice for each level."""
@@ -125,7 +139,10 @@ class NativeChain:
         self._logits = torch.empty(slots, self._forward.head_columns, dtype=torch.float32)
         self._no_level = torch.zeros(slots, dtype=torch.int64)
         self._ids = torch.zeros(levels, slots, LEADERS, dtype=torch.int64)
-        self._numbers = np.zeros((2, levels, slots, LEADERS), dtype=np.float32)
+        rows = -(-slots // WIDTH) * WIDTH
+        self._numbers = np.zeros((2, levels, rows, LEADERS), dtype=np.float32)
+        self._paths = np.ones((levels + 1, rows), dtype=np.float32)
+        self._no_coefficients = np.zeros((levels, COEFFICIENTS), dtype=np.float32)
         self._program = Program(native_code(self._pool.shape.head_size))
         self._choose(0, "first_logits", "first_stride")
         for level in range(1, levels):
@@ -175,4 +192,14 @@ class NativeChain:
             noise_stride="noise_stride",
             level_stride=0,
             share=0.0,
+        )
+        before, after = self._paths[level : level + 2]
+        self._program.add(
+            "paths",
+            paths=after.ctypes.data,
+            before=before.ctypes.data,
+            best=scores.ctypes.data,
+            logprobs=logprobs.ctypes.data,
+            coefficients="coefficients",
+            samples="tokens",
         )

@@ -41,6 +41,7 @@ from engine.native.sampling import (
     write_gumbel,
     write_leaders,
 )
+from engine.native.scoring import PATHS, write_paths
 from engine.native.writer import ADDRESS, FLOAT, INTEGER, Writer
 
 COMMON: dict[str, Mapping[str, ir.Type]] = {
@@ -54,6 +55,7 @@ COMMON: dict[str, Mapping[str, ir.Type]] = {
     "advance": ADVANCE,
     **{product_name(added=a, bfloat16=b): PRODUCT for a in (False, True) for b in (False, True)},
     "gumbel": GUMBEL,
+    "paths": PATHS,
     **{leaders_name(count): LEADERS for count in range(1, MOST_LEADERS + 1)},
 }
 "Operations for all models."
@@ -111,6 +113,7 @@ def _compile_common(width: int) -> Code:
     write_turn(module)
     write_advance(module)
     write_gumbel(module)
+    write_paths(module)
     for count in range(1, MOST_LEADERS + 1):
         write_leaders(module, count)
     engine = compile_modules(products_text(width=width), str(module))

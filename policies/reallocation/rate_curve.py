@@ -10,9 +10,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from policies.cost_view import cost_view
-from policies.recalibration import AcceptanceRecalibration, TrackRecord
+from policies.cost_view import BatchCosts
+from policies.recalibration import AcceptanceRecalibration
 from policies.shapes import ShapeTable
+from policies.track_record import TrackRecord
 from profiles.profile import Profile
 
 FACTOR_STEP = 0.05
@@ -99,25 +100,20 @@ def rate_curve_from_profile(
         speculation: false where nothing is drafted.
     """
     shapes = ShapeTable(profile.yields, max_depth)
-    acceptance = AcceptanceRecalibration(np.diff(profile.yields[0].curve)[:max_depth])
+    path = AcceptanceRecalibration(np.diff(profile.yields[0].curve)[:max_depth]).path
     record = TrackRecord()
     points: list[int] = []
     rates: list[float] = []
     for batch in _batches(profile.max_samples):
         views = {
-            width: cost_view(
-                profile.cost,
-                num_samples=batch,
-                context_tokens=batch * context_tokens,
-                width=width,
-                max_nodes=max_nodes,
-                max_levels=max_depth,
-            )
+            width: BatchCosts(
+                profile.cost, num_samples=batch, width=width, max_nodes=max_nodes, max_levels=max_depth
+            ).at(batch * context_tokens)
             for width in (shapes.widths if speculation else [1])
         }
         plain = batch / float(views[1].uniform_s[0] + views[1].draft_s[0])
         points.append(batch)
-        rates.append(max(plain, shapes.best(views, acceptance, record).goodput) if speculation else plain)
+        rates.append(max(plain, shapes.best(views, path, record).goodput) if speculation else plain)
     return RateCurve(points, rates)
 
 

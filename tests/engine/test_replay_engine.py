@@ -18,7 +18,7 @@ from engine.generator import Engine
 from policies.bandit import BanditPolicy
 from policies.base import DraftPolicy
 from policies.batch_table import BatchTablePolicy
-from policies.goodput import GoodputPolicy
+from policies.goodput import OBSERVE_COST_STEPS, GoodputPolicy
 from policies.replay import replay
 from profiles.acceptance import AcceptanceModel
 from profiles.cost import CostModel, Shape, draft_terms, rest_terms, verify_terms
@@ -221,7 +221,8 @@ def test_changed_tokens_or_seconds_are_found_later(
     logged: Callable[[str], list[StepRecord]], name: str
 ) -> None:
     records = logged(name)
-    number = 40
+    # costs are observed in it
+    number = 3 * OBSERVE_COST_STEPS
     for change in ({"num_emitted_tokens": 400}, {"verify_s": 0.5}):
         tampered = [*records]
         tampered[number] = replace(records[number], **change)

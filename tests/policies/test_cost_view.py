@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from policies.cost_view import CostView, cost_view
+from policies.cost_view import BatchCosts, CostView
 from profiles.cost import DRAFT_HINGES, VERIFY_HINGES, CostModel, Shape
 
 RANDOM = np.random.default_rng(0)
@@ -16,10 +16,12 @@ COST = CostModel(
 NODES, LEVELS = 7, 5
 
 
+def costs(batch: int, width: int) -> BatchCosts:
+    return BatchCosts(COST, num_samples=batch, width=width, max_nodes=NODES, max_levels=LEVELS)
+
+
 def table(batch: int, width: int) -> CostView:
-    return cost_view(
-        COST, num_samples=batch, context_tokens=90 * batch, width=width, max_nodes=NODES, max_levels=LEVELS
-    )
+    return costs(batch, width).at(90 * batch)
 
 
 def shape(batch: int, width: int, nodes: int, widest: int, levels: int = 1) -> Shape:
@@ -67,7 +69,7 @@ def test_draft_seconds_are_those_of_so_many_levels(batch: int, width: int) -> No
 
 def test_factors_multiply_their_phase_and_nothing_else() -> None:
     view = table(4, 2)
-    corrected = view.corrected(draft=2.0, verify=0.5)
+    corrected = costs(4, 2).at(90 * 4, draft=2.0, verify=0.5)
     np.testing.assert_allclose(corrected.draft_s, view.draft_s * 2)
     for name in ("uniform_s", "tokens_s", "widest_s"):
         np.testing.assert_allclose(getattr(corrected, name), getattr(view, name) / 2)

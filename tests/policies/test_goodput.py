@@ -18,10 +18,11 @@ from hand_profile import (
 
 from core.records import Budget, StepRecord
 from policies.base import RefiningPolicy
-from policies.cost_view import cost_view
-from policies.goodput import GoodputPolicy
-from policies.recalibration import AcceptanceRecalibration, TrackRecord
+from policies.cost_view import BatchCosts, CostView
+from policies.goodput import SEARCH_STEPS, GoodputPolicy
+from policies.search import best_ragged
 from policies.shapes import ShapeTable
+from policies.track_record import TrackRecord
 from profiles.cost import CostModel
 from profiles.profile import Profile, YieldCurve
 
@@ -138,6 +139,21 @@ def test_the_smallest_limits_are_kept(max_nodes: int) -> None:
         assert max(record.budget.depth for record in records) <= max_nodes
 
 
+@pytest.mark.parametrize("batch", [2, 24])
+def test_a_search_serves_a_few_decode_steps(batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    searched: list[int] = []
+
+    def spy(scores: np.ndarray, costs: CostView, goodput: float) -> tuple[np.ndarray, float]:
+        searched.append(len(scores))
+        return best_ragged(scores, costs, goodput)
+
+    monkeypatch.setattr("policies.goodput.best_ragged", spy)
+    run = run_of(0.8, CHEAP)
+    records = run.steps(4 * SEARCH_STEPS, batch)
+    assert not any(record.budget.is_plain for record in records)
+    assert len(searched) == 4
+
+
 # --- a drafter that dies
 
 
@@ -224,15 +240,12 @@ def test_a_hopeless_drafter_is_not_asked_again_because_the_batch_grew() -> None:
     assert run.steps(1, 32)[0].budget.is_plain
 
 
-def test_a_batch_that_shrinks_a_little_looks_up_no_other_costs() -> None:
+def test_batches_of_nearly_one_size_share_their_costs() -> None:
     run = run_of(0.9, CHEAP)
-    # within one period of choosing
-    run.steps(8, 64)
-    for batch in range(64, 60, -1):
+    for batch in (*range(64, 56, -1), 56, 55, 7, 8, 9, 10):
         run.steps(2, batch)
-    assert {key[0] for key in run.policy._tables} == {64}
-    run.steps(8, 59)
-    assert {key[0] for key in run.policy._tables} == {64, 59}
+    # at most a quarter larger: 7 and 8 have costs of their own
+    assert {batch for batch, _ in run.policy._batch_costs} == {64, 56, 7, 8, 10}
 
 
 def test_new_drafter_weights_end_the_suspension() -> None:
@@ -397,15 +410,8 @@ def test_trees_deeper_than_the_limit_are_not_chosen() -> None:
         max_depth=4,
     )
     views = {
-        width: cost_view(
-            hand_cost(),
-            num_samples=1,
-            context_tokens=50,
-            width=width,
-            max_nodes=8,
-            max_levels=4,
-        )
+        width: BatchCosts(hand_cost(), num_samples=1, width=width, max_nodes=8, max_levels=4).at(50)
         for width in shallow.widths
     }
-    acceptance = AcceptanceRecalibration(np.array([0.1, 0.01, 0.001, 0.0001]))
-    assert shallow.best(views, acceptance, TrackRecord()).levels in (0, 1, 2)
+    path = np.array([0.1, 0.01, 0.001, 0.0001])
+    assert shallow.best(views, path, TrackRecord()).levels in (0, 1, 2)

@@ -10,12 +10,9 @@ from core.records import PLAIN, Budget, StepRecord
 from policies.recalibration import (
     COST_RANGE,
     HAZARD_RANGE,
-    TRACK_PRIOR_TOKENS,
-    TRACK_RANGE,
     WIDEN,
     AcceptanceRecalibration,
     CostRecalibration,
-    TrackRecord,
 )
 
 PATH = np.array([0.8, 0.6, 0.3])
@@ -249,43 +246,3 @@ def test_a_prediction_of_nought_is_survived() -> None:
     costs = CostRecalibration()
     costs.observe(step(1.0, 0.0), draft_s=0.0, verify_s=0.0)
     assert np.isfinite([costs.draft, costs.verify]).all()
-
-
-def test_a_track_record_is_delivered_over_expected_with_a_prior_of_one() -> None:
-    record = TrackRecord()
-    assert record.ratio(2) == 1.0
-    record.observe(2, delivered=20.0, expected=60.0)
-    assert record.ratio(2) == pytest.approx((TRACK_PRIOR_TOKENS + 20) / (TRACK_PRIOR_TOKENS + 60))
-    assert record.ratio(0) == record.ratio(1) == record.ratio(3) == 1.0
-
-
-def test_a_track_record_forgets_slowly() -> None:
-    record = TrackRecord()
-    for _ in range(1000):
-        record.observe(1, delivered=5.0, expected=10.0)
-    assert record.ratio(1) == pytest.approx((500 + 100) / (1000 + 100), rel=1e-3)
-    for _ in range(1000):
-        record.observe(1, delivered=10.0, expected=10.0)
-    assert record.ratio(1) == pytest.approx(1.0, abs=1e-3)
-
-
-def test_a_shape_that_is_not_used_is_forgiven_in_time() -> None:
-    record = TrackRecord()
-    for _ in range(50):
-        record.observe(1, delivered=50.0, expected=200.0)
-    assert record.ratio(1) < 0.3
-    factors = []
-    for _ in range(1500):
-        record.observe(0, delivered=10.0, expected=10.0)
-        factors.append(record.ratio(1))
-    assert (np.diff(factors) > 0).all()
-    # hundreds of steps: what does not pay is not tried every moment
-    assert factors[100] < 0.4
-    assert factors[-1] > 0.9
-
-
-def test_a_track_record_corrects_within_bounds() -> None:
-    record = TrackRecord()
-    record.observe(1, delivered=0.0, expected=1000.0)
-    record.observe(2, delivered=1000.0, expected=0.0)
-    assert (record.factor(1), record.factor(2), record.factor(3)) == (*TRACK_RANGE, 1.0)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from policies.cost_view import CostView
-from policies.search import best_ragged, best_uniform, sorted_scores
+from policies.search import allocation_of, best_ragged, best_uniform, sorted_scores
 
 
 def view(
@@ -116,3 +116,44 @@ def test_scores_are_sorted_in_each_row_and_a_chain_is_left_alone() -> None:
     np.testing.assert_array_equal(sorted_scores(tree, (1, 2)), [[0.9, 0.5, 0.3], [0.4, 0.2, 0.1]])
     chain = np.array([[0.9, 0.5, 0.3]])
     assert sorted_scores(chain, (1, 1, 1)) is chain
+
+
+@pytest.mark.parametrize("batch", [2, 5])
+def test_an_allocation_chooses_again_what_it_was_made_of(batch: int) -> None:
+    random = np.random.default_rng(batch)
+    for _ in range(60):
+        costs = view(batch, 4, random)
+        scores = -np.sort(-random.random((batch, 4)), axis=1)
+        counts, _ = best_ragged(scores, costs, float(random.choice([0.05, 0.2, 0.5])))
+        np.testing.assert_array_equal(allocation_of(counts, scores).of(scores), counts)
+
+
+def test_an_allocation_serves_other_scores_at_its_price() -> None:
+    counts = np.array([2, 1])
+    allocation = allocation_of(counts, np.array([[0.9, 0.6, 0.1], [0.7, 0.3, 0.2]]))
+    assert allocation.of(np.array([[0.9, 0.59, 0.5], [0.8, 0.7, 0.6]])).tolist() == [1, 3]
+
+
+def test_an_allocation_keeps_a_cap_that_held_somebody_back() -> None:
+    counts = np.array([2, 1])
+    allocation = allocation_of(counts, np.array([[0.9, 0.8, 0.7], [0.7, 0.3, 0.2]]))
+    assert allocation.of(np.array([[0.9, 0.9, 0.9], [0.8, 0.8, 0.8]])).tolist() == [2, 2]
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_equal_numbers_are_no_matter_of_scores(count: int) -> None:
+    allocation = allocation_of(np.full(3, count), np.full((3, 4), 0.5))
+    assert allocation.of(np.array([[0.9, 0.1, 0.0, 0.0], [0.9] * 4])).tolist() == [count, count]
+
+
+def test_of_the_costs_of_a_larger_batch_a_smaller_one_bears_its_share() -> None:
+    # four nodes take a second: two samples bear half of it
+    costs = view(
+        4, 2, tokens_s=[0.25 * n for n in range(9)], widest_s=[0.0, 0.4, 0.8], uniform_s=[0.0, 1.0, 2.0]
+    )
+    scores = np.array([[0.3, 0.2], [0.3, 0.2]])
+    assert best_uniform(scores, costs, 1.0) == (1, pytest.approx(0.1))
+    assert best_uniform(np.repeat(scores, 2, axis=0), costs, 1.0) == (1, pytest.approx(0.2))
+    counts, worth = best_ragged(np.array([[0.5, 0.2], [0.3, 0.2]]), costs, 1.0)
+    assert counts.tolist() == [1, 1]
+    assert worth == pytest.approx(0.8 - 2 * 0.25 - 0.5 * 0.4)
