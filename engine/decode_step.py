@@ -136,7 +136,10 @@ def _target_logits(
         view_tokens=int(batch.lengths[:live].max()) + n - 1,
         ragged=ragged,
     )
-    ids = torch.cat([batch.last_tokens(1), tree.token_ids.clamp(min=0)], dim=1)
+    ids = batch.last_tokens(1)
+    if n > 1:
+        # dead nodes are computed where rows are of one length
+        ids = torch.cat([ids, tree.token_ids if ragged is not None else tree.token_ids.clamp(min=0)], dim=1)
     # nodes behind a sample's limit are computed and cut off; their positions must still exist
     positions = (base[:, None] + depth).clamp_(max=batch.tokens.shape[1] - 1)
     ids, positions = ids.reshape(-1), positions.reshape(-1)

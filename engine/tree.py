@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -36,6 +37,8 @@ class DraftTree:
     "where behind the committed tokens the draft cache holds the node; -1 where it does not"
     is_chain: bool
     "node i has parent i - 1 in every sample"
+    num_in_cache: int = 0
+    "of a chain: its first nodes, which the draft cache holds"
     num_kept: np.ndarray | None = None
     "[B] where samples keep unlike numbers of nodes: those behind are dead and not even computed"
 
@@ -47,21 +50,60 @@ class DraftTree:
     @property
     def depth_with_root(self) -> Int[Tensor, "B n"]:
         """Depth of the root, 0, and of every draft node."""
+        if self.is_chain:
+            return _line(len(self.token_ids), self.num_nodes + 1, 0, self.token_ids.device).index
         return torch.cat([self.depth.new_zeros(self.depth.shape[0], 1), self.depth], dim=1)
 
 
-def chain(token_ids: Int[Tensor, "B N"], scores: Float[Tensor, "B N"]) -> DraftTree:
-    """Build a chain: each node the only child of the one before. The last node is in no draft cache."""
+def chain(
+    token_ids: Int[Tensor, "B N"],
+    scores: Float[Tensor, "B N"] | None = None,
+    *,
+    num_in_cache: int | None = None,
+) -> DraftTree:
+    """Build a chain: each node the only child of the one before.
+
+    Args:
+        token_ids: of the nodes.
+        scores: by default ones.
+        num_in_cache: nodes that the draft cache holds; by default all but the last.
+    """
     batch, n = token_ids.shape
-    index = torch.arange(n, device=token_ids.device).expand(batch, n)
+    num_in_cache = max(n - 1, 0) if num_in_cache is None else num_in_cache
+    line = _line(batch, n, num_in_cache, token_ids.device)
     return DraftTree(
         token_ids=token_ids,
-        parents=index,
-        depth=index + 1,
-        rank=torch.ones_like(index),
-        scores=scores,
-        draft_slots=torch.where(index == n - 1, -1, index),
+        parents=line.index,
+        depth=line.depth,
+        rank=line.rank,
+        scores=line.scores if scores is None else scores,
+        draft_slots=line.draft_slots,
         is_chain=True,
+        num_in_cache=num_in_cache,
+    )
+
+
+class _Line(NamedTuple):
+    """What all chains of one length have in common, [B, N] each."""
+
+    index: Tensor
+    depth: Tensor
+    rank: Tensor
+    scores: Tensor
+    draft_slots: Tensor
+
+
+@lru_cache(maxsize=256)
+def _line(batch: int, num_nodes: int, num_in_cache: int, device: torch.device) -> _Line:
+    """Made once: a decode step of a few samples is short."""
+    index = torch.arange(num_nodes, device=device).repeat(batch, 1)
+    rank = torch.ones_like(index)
+    return _Line(
+        index=index,
+        depth=index + 1,
+        rank=rank,
+        scores=rank.float(),
+        draft_slots=torch.where(index < num_in_cache, index, -1),
     )
 
 
@@ -104,12 +146,10 @@ def _head(tree: DraftTree, num_nodes: int) -> DraftTree:
     """Cut a chain; what the draft model computed of it stays in the draft cache."""
     if num_nodes >= tree.num_nodes:
         return tree
-    return replace(
-        tree,
-        **{
-            name: getattr(tree, name)[:, :num_nodes]
-            for name in ("token_ids", "parents", "depth", "rank", "scores", "draft_slots")
-        },
+    return chain(
+        tree.token_ids[:, :num_nodes],
+        tree.scores[:, :num_nodes],
+        num_in_cache=min(num_nodes, tree.num_in_cache),
     )
 
 

@@ -17,6 +17,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from engine.tree import DraftTree
+from engine.visibility import count_up
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,9 +52,8 @@ def verify(
             num_accepted_rank2_plus=none.new_zeros(()),
         )
     if tree.is_chain or ancestors is None:
-        right = (tree.token_ids == choices[:, :-1]).long()
-        num_accepted = right.cumprod(1).sum(1)
-        number = torch.arange(choices.shape[1], device=choices.device)
+        num_accepted = (tree.token_ids == choices[:, :-1]).cumprod(1).sum(1)
+        number = count_up(choices.shape[1], choices.device)
         return Verdict(
             num_accepted=num_accepted,
             path=torch.minimum(number, num_accepted[:, None]),

@@ -80,12 +80,16 @@ class ModelDrafter:
         self, batch: RunningBatch, tree: DraftTree, verdict: Verdict, target_hidden: Tensor | None
     ) -> None:
         """Keep the accepted nodes that were expanded: move them to their dense positions."""
+        if tree.is_chain:
+            # they are dense
+            kept_nodes = verdict.num_accepted.cpu().numpy().clip(max=tree.num_in_cache)
+            self._cached[: len(batch)] = batch.lengths[: len(batch)] + kept_nodes
+            return
         lengths = batch.lengths_tensor()
         slots = tree.draft_slots.gather(1, (verdict.path[:, 1:] - 1).clamp_(min=0))
         step = torch.arange(slots.shape[1], device=slots.device)
         kept = (slots >= 0) & (step < verdict.num_accepted[:, None])
-        if not tree.is_chain:
-            self.runner.pool.make_dense(lengths, slots, kept & (slots != step))
+        self.runner.pool.make_dense(lengths, slots, kept & (slots != step))
         self._cached[: len(batch)] = (lengths + kept.sum(1)).cpu().numpy()
 
     def move_slot(self, source: int, target: int) -> None:
@@ -176,8 +180,7 @@ class ModelDrafter:
                     asked_at = min(budget.depth, asked_at + refinement.levels_to_draft())
         if not tokens:
             return root_only(len(batch), lengths.device)
-        ids = torch.cat(tokens, dim=1)
-        return chain(ids, torch.ones_like(ids, dtype=torch.float32))
+        return chain(torch.cat(tokens, dim=1))
 
     def _draft_chain_natively(
         self,
@@ -214,8 +217,7 @@ class ModelDrafter:
                     asked_at = min(budget.depth, drafted + refinement.levels_to_draft())
         if not drafted:
             return root_only(live, logits.device)
-        ids = native.token_ids(drafted)
-        return chain(ids, torch.ones_like(ids, dtype=torch.float32))
+        return chain(native.token_ids(drafted))
 
     def _expand(
         self,
