@@ -26,7 +26,7 @@ from profiles.cost import Shape
 from profiles.profile import Profile
 
 CONTEXT_STEP = 128
-"Costs are looked up for a mean context rounded to this many tokens."
+"Costs are looked up again when the mean context has grown by about so many tokens."
 CHOOSE_STEPS = 16
 "All shapes are compared after so many decode steps; chain, plain and the present shape when the batch changes too."
 PLAIN_PATIENCE = 2
@@ -77,6 +77,10 @@ class GoodputPolicy:
         self._chosen_for: tuple[int, ...] = ()
         self._choice = Choice(branching=1, width=1, levels=0, num_nodes=0, goodput=0.0)
         self._view: CostView | None = None
+        "costs of the choice"
+        self._chain_view: CostView | None = None
+        # what one more token costs in a large draft forward: the level's token terms with every hinge passed
+        self._token_s = sum(profile.cost.draft[5:10])
         self._onward = np.diff(profile.yields[0].curve)[:max_depth]
         "acceptance of a level given the one before"
         self._allocation = Allocation(price=0.0)
@@ -177,11 +181,12 @@ class GoodputPolicy:
         if is_whole and (not self._probing or draft is None):
             kind = record.budget.branching
             if kind == self._kind:
+                step = self._choice.tokens * record.num_samples
                 self._record.observe(
                     kind,
                     self._chosen_for[0],
-                    delivered=record.num_emitted_tokens,
-                    expected=self._models_say * record.step_s,
+                    delivered=record.num_emitted_tokens / step,
+                    expected=self._models_say * record.step_s / step,
                 )
         if record.decode_step % OBSERVE_COST_STEPS == 0:
             self._observe_costs(record)
@@ -197,25 +202,25 @@ class GoodputPolicy:
 
     def _choose(self, state: DecodeState) -> Choice:
         """Return the shape of the highest goodput; looked for only when something has moved."""
-        context = -(-state.context_tokens // (state.num_samples * CONTEXT_STEP)) * CONTEXT_STEP
-        batch = _costed(state.num_samples)
+        batch, grown = _costed(state.num_samples), state.context_tokens // (state.num_samples * CONTEXT_STEP)
         patience = CHOOSE_STEPS if self._choice.num_nodes else PLAIN_PATIENCE * CHOOSE_STEPS
         period = (state.decode_step // patience, *self._versions)
-        if self._chosen_for == (batch, context, *period):
+        if self._chosen_for == (batch, grown, *period):
             return self._choice
         # between periods a batch that shrinks keeps its shape: only its own costs are looked up
         all_shapes = period != self._chosen_for[2:]
-        self._chosen_for = (batch, context, *period)
+        self._chosen_for = (batch, grown, *period)
+        context_tokens = batch * state.context_tokens // state.num_samples
         views = {
             width: self._costs_of(batch, width).at(
-                batch * context, draft=self._costs.draft, verify=self._costs.verify
+                context_tokens, draft=self._costs.draft, verify=self._costs.verify
             )
             for width in (self._shapes.widths if all_shapes else {1, self._choice.width})
         }
         before, self._onward = self._choice, self._acceptance.conditional
         self._choice = self._shapes.best(views, np.cumprod(self._onward), self._record)
         self._models_say = self._choice.goodput / self._record.factor(self._kind, batch)
-        self._view = views[self._choice.width]
+        self._view, self._chain_view = views[self._choice.width], views[1]
         if self._choice.width != before.width:
             self._searched = -SEARCH_STEPS
         return self._choice
@@ -263,19 +268,19 @@ class GoodputPolicy:
         """
         if self._collapse.doubtful or (suspended and batch > self._judged_batch):
             return True
-        batch, context, *_ = self._chosen_for
-        view = self._costs_of(batch, 1).at(batch * context)
+        view = self._chain_view
+        if view is None:
+            return False
         if self._is_other_batch:
             self._is_other_batch = False
             if self._shapes.best({1: view}, self._untaught.path, self._record).num_nodes:
                 return True
-        draft = self._profile.cost.draft
-        # what one more token costs in a large draft forward: the level's token terms with every hinge passed
-        token_s = sum(draft[5:10]) * self._costs.draft
         # a draft cache lacks no more tokens than the batch has
         missing = min(self._missing_tokens, view.context_tokens)
         levels, nodes = (min(PROBE_DEPTH, len(table) - 1) for table in (view.draft_s, view.uniform_s))
-        cost_s = float(view.draft_s[levels] + view.uniform_s[nodes] - view.uniform_s[0]) + missing * token_s
+        cost_s = (
+            float(view.draft_s[levels] + view.uniform_s[nodes] - view.uniform_s[0]) + missing * self._token_s
+        )
         share = 2 * PROBE_SHARE if suspended else PROBE_SHARE
         return self._plain_s * share >= cost_s
 

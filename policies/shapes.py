@@ -24,6 +24,8 @@ class Choice:
     num_nodes: int
     goodput: float
     "tokens per second"
+    tokens: float = 1.0
+    "of a decode step, a sample"
 
 
 class ShapeTable:
@@ -58,7 +60,14 @@ class ShapeTable:
         goodput[0] *= record.factor(0, view.num_samples)
         goodput[1:] *= record.factor(1, view.num_samples)
         most = int(goodput.argmax())
-        best = Choice(branching=1, width=1, levels=most, num_nodes=most, goodput=float(goodput[most]))
+        best = Choice(
+            branching=1,
+            width=1,
+            levels=most,
+            num_nodes=most,
+            goodput=float(goodput[most]),
+            tokens=1.0 + float(chain[most]),
+        )
         # trees gain and lose with the chain; from next to nothing they gain no multiple
         head = min(len(chain) - 1, 8)
         moved = min(chain[head] / max(self.chain_curve[head], 1e-9), MOST_GAIN)
@@ -78,5 +87,6 @@ class ShapeTable:
                     levels=int(levels[row]),
                     num_nodes=column + 1,
                     goodput=rate,
+                    tokens=1.0 + float(moved * curves[row, column + 1]),
                 )
         return best

@@ -101,7 +101,7 @@ def rate_curve_from_profile(
     """
     shapes = ShapeTable(profile.yields, max_depth)
     path = AcceptanceRecalibration(np.diff(profile.yields[0].curve)[:max_depth]).path
-    record = TrackRecord()
+    record = TrackRecord(doubt=0.0)
     points: list[int] = []
     rates: list[float] = []
     for batch in _batches(profile.max_samples):
