@@ -2,8 +2,8 @@
 
 A tree's hidden costs, a chain's early stops. Most of what the models get wrong at a batch size they get wrong for every
 shape of draft, so that a shape not tried there is believed to share three quarters of it: else whatever has not been
-tried looked best wherever drafts deliver less than expected. Plain decoding stands for itself, and where little is known
-of it it is given the benefit of the doubt: a model that is wrong by a few percent must not keep it from being tried.
+tried looked best wherever drafts deliver less than expected. Plain decoding stands for itself, and has the benefit of
+the doubt where little is known of it: a model that is wrong by a few percent must not keep it from being tried.
 """
 
 from __future__ import annotations
