@@ -35,11 +35,13 @@ OBSERVE_COST_STEPS = 16
 "Costs are compared with their prediction every so many decode steps."
 BLIND_RISK = 0.5
 "Rejections per sample risked before scores are looked at again."
-MAX_BLIND_LEVELS = 8
+MAX_BLIND_LEVELS = 16
 STEADY_BATCH = 4
 "From so many samples on the depth of a draft varies little: half the way there goes without a question .."
 LARGE_BATCH = 16
-".. and from so many on all of it. Every second decode step of the former, every fourth of the latter teach enough."
+".. and from so many on all of it."
+SMALL_BATCH_OBSERVED, LARGE_BATCH_OBSERVED = 2, 4
+"Every so many decode steps teach enough of acceptance."
 COSTED_BITS = 3
 "Costs are those of the next number of samples with so many leading bits: of 17 samples those of 20."
 SEARCH_STEPS = 4
@@ -93,6 +95,8 @@ class GoodputPolicy:
         self._probing = False
         self._plain_for: tuple[str | None, int] | None = None
         self._plain_budget = PLAIN
+        self._planned_for: tuple[Choice, int, int] | None = None
+        self._planned = PLAIN
         self._judged_batch = 0
         "samples of the last draft; of a suspended drafter the most that have spoken against it"
         self._is_other_batch = False
@@ -120,11 +124,16 @@ class GoodputPolicy:
         if choice.branching == 1 and state.num_samples < LARGE_BATCH:
             # a chain stops itself; the plan only bounds it, by what can be verified and cached
             depth = min(max(4, 2 * depth), self.max_nodes)
-        reason = (
-            f"B={state.num_samples}: shape {choice.branching}x{choice.width}, about {choice.num_nodes} nodes, "
-            f"{choice.goodput:.0f} tokens/s expected"
-        )
-        return _budget(choice.branching, choice.width, min(room, depth), self.max_nodes, reason)
+        depth = min(room, depth)
+        situation = (choice, state.num_samples, depth)
+        if situation != self._planned_for:
+            self._planned_for = situation
+            reason = (
+                f"B={state.num_samples}: shape {choice.branching}x{choice.width}, about {choice.num_nodes} nodes, "
+                f"{choice.goodput:.0f} tokens/s expected"
+            )
+            self._planned = _budget(choice.branching, choice.width, depth, self.max_nodes, reason)
+        return self._planned
 
     def deepen(self, level: int, scores: np.ndarray) -> int:
         """Compare a bound on the next level's worth with its seconds; ask seldom where a stop is unlikely."""
@@ -145,16 +154,19 @@ class GoodputPolicy:
         batch = len(scores)
         if self._probing or self._view is None:
             return np.full(batch, min(scores.shape[1], self.max_nodes), dtype=np.int64)
-        ordered = self._acceptance.corrected(sorted_scores(scores, level_sizes))
-        if batch > 1 and self._step < self._searched + SEARCH_STEPS:
+        ordered = self._acceptance.corrected(sorted_scores(scores, level_sizes)[:, : self.max_nodes])
+        if self._step < self._searched + SEARCH_STEPS:
             return self._allocation.of(ordered)
-        count, worth = best_uniform(ordered, self._view, self._choice.goodput)
+        self._searched, rate = self._step, self._choice.goodput
+        count, worth = best_uniform(ordered, self._view, rate)
         counts = np.full(batch, count, dtype=np.int64)
-        if batch > 1:
-            ragged_counts, ragged_worth = best_ragged(ordered, self._view, self._choice.goodput)
-            if ragged_worth > worth:
-                counts = ragged_counts
-            self._allocation, self._searched = allocation_of(counts, ordered), self._step
+        if batch == 1:
+            self._allocation = Allocation(price=rate * _step_at(self._view.uniform_s, count))
+            return counts
+        ragged_counts, ragged_worth = best_ragged(ordered, self._view, rate)
+        if ragged_worth > worth:
+            counts = ragged_counts
+        self._allocation = allocation_of(counts, ordered)
         return counts
 
     def observe(self, record: StepRecord) -> None:
@@ -164,9 +176,8 @@ class GoodputPolicy:
             self._plain_s += record.step_s
             self._missing_tokens += record.num_emitted_tokens
         else:
-            batch = record.num_samples
-            every = 1 if batch < STEADY_BATCH or self._probing else 2 if batch < LARGE_BATCH else 4
-            if record.decode_step % every == 0:
+            every = SMALL_BATCH_OBSERVED if record.num_samples < LARGE_BATCH else LARGE_BATCH_OBSERVED
+            if self._probing or record.decode_step % every == 0:
                 self._acceptance.observe(draft)
             suspended = self._collapse.suspended
             self._collapse.observe(record.decode_step, draft)

@@ -154,6 +154,16 @@ def test_a_search_serves_a_few_decode_steps(batch: int, monkeypatch: pytest.Monk
     assert len(searched) == 4
 
 
+@pytest.mark.parametrize("batch", [1, 3, 24])
+def test_no_sample_gets_more_nodes_than_the_caches_reserve_between_searches(batch: int) -> None:
+    policy = make_policy(hand_profile(0.9, CHEAP), max_nodes=4, max_depth=4)
+    for step in range(2 * SEARCH_STEPS):
+        policy.plan(decode_state(step, batch))
+        # a tree's candidates, more than can be verified
+        counts = policy.select(np.full((batch, 9), 0.95), (3, 6))
+        assert counts.tolist() == [4] * batch
+
+
 # --- a drafter that dies
 
 
