@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -83,7 +82,8 @@ def chain(
     )
 
 
-class _Line(NamedTuple):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Line:
     """What all chains of one length have in common, [B, N] each."""
 
     index: Tensor
