@@ -83,7 +83,7 @@ class GoodputPolicy:
         self._chain_view: CostView | None = None
         # what one more token costs in a large draft forward: the level's token terms with every hinge passed
         self._token_s = sum(profile.cost.draft[5:10])
-        self._onward = np.diff(profile.yields[0].curve)[:max_depth]
+        self._onward = self._acceptance.conditional
         "acceptance of a level given the one before"
         self._allocation = Allocation(price=0.0)
         self._searched = -SEARCH_STEPS
@@ -289,9 +289,8 @@ class GoodputPolicy:
         # a draft cache lacks no more tokens than the batch has
         missing = min(self._missing_tokens, view.context_tokens)
         levels, nodes = (min(PROBE_DEPTH, len(table) - 1) for table in (view.draft_s, view.uniform_s))
-        cost_s = (
-            float(view.draft_s[levels] + view.uniform_s[nodes] - view.uniform_s[0]) + missing * self._token_s
-        )
+        missing_s = missing * self._token_s * self._costs.draft
+        cost_s = float(view.draft_s[levels] + view.uniform_s[nodes] - view.uniform_s[0]) + missing_s
         share = 2 * PROBE_SHARE if suspended else PROBE_SHARE
         return self._plain_s * share >= cost_s
 

@@ -70,7 +70,8 @@ class NativeChain:
             noise: of D levels; one fewer are forwarded.
             divisors: of the logits.
             factors: of the noise.
-            coefficients: of the acceptance model, float32 [D, COEFFICIENTS]; without them paths mean nothing.
+            coefficients: of the acceptance model at each level to be scored, float32 [levels, COEFFICIENTS]; without
+                them `paths` mean nothing.
 
         Raises:
             IndexError: the slots have no room for D - 1 tokens more.
@@ -106,7 +107,8 @@ class NativeChain:
             noise_stride=noise.stride(0),
             divisors=divisors.data_ptr(),
             factors=factors.data_ptr(),
-            coefficients=coefficients.ctypes.data + level * coefficients.strides[0],
+            coefficients=coefficients.ctypes.data
+            + np.minimum(level, len(coefficients) - 1) * coefficients.strides[0],
         )
 
     def draft(self, begin: int, end: int) -> tuple[np.ndarray, np.ndarray]:
