@@ -39,40 +39,35 @@ class BatchCosts:
         self, cost: CostModel, *, num_samples: int, width: int, max_nodes: int, max_levels: int
     ) -> None:
         """Evaluate the model with no context and with some."""
-        self._num_samples = num_samples
-        without, some = (
+        self._none, far = (
             _evaluate(cost, num_samples, context, width, max_nodes, max_levels)
             for context in (0, FAR_CONTEXT)
         )
-        self._tokens_s = without[1]
-        self._without = tuple(without[i] for i in (0, 2, 3))
-        self._per_token = tuple((some[i] - without[i]) / FAR_CONTEXT for i in (0, 2, 3))
+        self._uniform_s = (far.uniform_s - self._none.uniform_s) / FAR_CONTEXT
+        self._widest_s = (far.widest_s - self._none.widest_s) / FAR_CONTEXT
+        self._draft_s = (far.draft_s - self._none.draft_s) / FAR_CONTEXT
+        "seconds of each table by token of context"
 
     def at(self, context_tokens: int, *, draft: float = 1.0, verify: float = 1.0) -> CostView:
         """Return the tables at a context of the whole batch, each phase multiplied by this run's factor.
 
         What is neither drafting nor verification is little and follows the latter.
         """
-        uniform_s, widest_s, draft_s = (
-            (start + slope * context_tokens) * factor
-            for start, slope, factor in zip(
-                self._without, self._per_token, (verify, verify, draft), strict=True
-            )
-        )
+        none = self._none
         return CostView(
-            num_samples=self._num_samples,
+            num_samples=none.num_samples,
             context_tokens=context_tokens,
-            uniform_s=uniform_s,
-            tokens_s=self._tokens_s * verify,
-            widest_s=widest_s,
-            draft_s=draft_s,
+            uniform_s=(none.uniform_s + self._uniform_s * context_tokens) * verify,
+            tokens_s=none.tokens_s * verify,
+            widest_s=(none.widest_s + self._widest_s * context_tokens) * verify,
+            draft_s=(none.draft_s + self._draft_s * context_tokens) * draft,
         )
 
 
 def _evaluate(
     cost: CostModel, num_samples: int, context_tokens: int, width: int, max_nodes: int, max_levels: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """The arrays of a `CostView`, in its order."""
+) -> CostView:
+    """The model's tables at one context."""
     nodes = np.arange(max_nodes + 1)
     levels = np.arange(max_levels + 1)
     total = np.arange(num_samples * max_nodes + 1)
@@ -95,4 +90,11 @@ def _evaluate(
     rest = cost.rest_s(shape(num_samples * nodes, nodes, 1.0))
     # at a given total the widest sample adds the rest
     widest_s = ragged_s - tokens_s[just_ragged] + tokens_s[0]
-    return uniform_s + rest, tokens_s - tokens_s[0], widest_s + rest, cost.draft_s(shape(0.0, 0.0, levels))
+    return CostView(
+        num_samples=num_samples,
+        context_tokens=context_tokens,
+        uniform_s=uniform_s + rest,
+        tokens_s=tokens_s - tokens_s[0],
+        widest_s=widest_s + rest,
+        draft_s=cost.draft_s(shape(0.0, 0.0, levels)),
+    )

@@ -187,18 +187,16 @@ class GoodputPolicy:
             against = self._judged_batch if suspended and self._collapse.suspended else 0
             self._judged_batch, self._is_other_batch = max(against, record.num_samples), False
             self._plain_s = self._missing_tokens = 0.0
-        # a sample's last tokens fall short of what a draft yields
-        is_whole = record.state.max_remaining_tokens > self._choice.num_nodes
-        if is_whole and (not self._probing or draft is None):
-            kind = record.budget.branching
-            if kind == self._kind:
-                step = self._choice.tokens * record.num_samples
-                self._record.observe(
-                    kind,
-                    self._chosen_for[0],
-                    delivered=record.num_emitted_tokens / step,
-                    expected=self._models_say * record.step_s / step,
-                )
+        # a probe is no step of the choice, and a sample's last tokens fall short of what a draft yields
+        is_choice = record.budget.branching == self._kind and (draft is None or not self._probing)
+        if is_choice and record.state.max_remaining_tokens > self._choice.num_nodes:
+            step = self._choice.tokens * record.num_samples
+            self._record.observe(
+                self._kind,
+                self._chosen_for[0],
+                delivered=record.num_emitted_tokens / step,
+                expected=self._models_say * record.step_s / step,
+            )
         if record.decode_step % OBSERVE_COST_STEPS == 0:
             self._observe_costs(record)
 
