@@ -63,6 +63,8 @@ def config(tiny_pair) -> Config:
             "speculation": {"policy": "fixed", "num_nodes": 8, "depth": 4, "branching": 2},
             "rollout": {"prompts_per_iteration": SAMPLES},
             "engine": {"max_running_samples": 4},
+            # a fast machine generates an iteration in less than the default between two plans
+            "reallocation": {"interval_s": 0.01},
             "trainer": {"minibatch_size": 6, "learning_rate": 1e-3, "num_threads": 1},
             # passes end a refit here and not the clock, so that its outcome does not depend on the machine
             "drafter_training": {"budget_share": 1.0, "max_passes": 3, "learning_rate": 3e-3},
