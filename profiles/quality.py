@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -82,6 +83,8 @@ def reliability(
 
 
 def log_loss(predicted: np.ndarray, accepted: np.ndarray) -> float:
-    """Mean negative log-likelihood, in nats."""
+    """Mean negative log-likelihood, in nats; NaN of no node."""
+    if not len(predicted):
+        return math.nan
     p = np.clip(predicted, 1e-6, 1.0 - 1e-6)
     return float(-np.mean(np.where(accepted, np.log(p), np.log(1.0 - p))))
