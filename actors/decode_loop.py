@@ -17,12 +17,12 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 import numpy as np
 
 from actors.door import Door, TimedDoor
-from actors.messages import HeldSamples, LoadedWeights, PollReply
+from actors.loop_engine import EngineHost
+from actors.messages import HeldSamples, PollReply
 from actors.spans import SpanLog
 from core.errors import RlhfSpecError
 from core.records import Completion, InstanceLoad, SampleKey, SampleRequest, WeightManifest
@@ -34,49 +34,6 @@ TICK_S = 0.1
 "How often an idle loop looks after its open moves."
 GATHER_S = 0.05
 "Between two answers to polls, while samples run: an answer tells of all of them, and many samples end at once."
-
-
-class LoopEngine(Protocol):
-    """What the loop needs of `engine.generator.Engine`."""
-
-    @property
-    def has_work(self) -> bool:
-        """True while a sample is waiting or running."""
-        ...
-
-    @property
-    def num_running(self) -> int:
-        """Samples in slots."""
-        ...
-
-    def submit(self, request: SampleRequest) -> None:
-        """Queue a sample."""
-        ...
-
-    def step(self) -> list[Completion]:
-        """Do one decode step and return what finished."""
-        ...
-
-    def load(self) -> InstanceLoad:
-        """Return the workload."""
-        ...
-
-    def progress(self) -> dict[SampleKey, np.ndarray]:
-        """Return the response tokens so far of every running sample."""
-        ...
-
-
-class EngineHost(Protocol):
-    """Holds the engine, which exists once all its weights have arrived."""
-
-    @property
-    def engine(self) -> LoopEngine | None:
-        """The engine, if it exists."""
-        ...
-
-    def load_weights(self, manifest: WeightManifest, chunks: Sequence[np.ndarray]) -> LoadedWeights:
-        """Load one version of one model and read it back."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,6 +142,8 @@ class DecodeLoop:
         self.boundary = 0
         self.order_log: deque[tuple[int, str]] = deque(maxlen=ORDER_LOG_LENGTH)
         self.spans = SpanLog()
+        self._is_stale = False
+        "a decode step was made since the last publication"
         self._door = TimedDoor(make_door(self)) if make_door else None
 
     def order(self, order: LoopOrder) -> Future:
@@ -267,6 +226,9 @@ class DecodeLoop:
         """Empty the mailbox; without work, sleep until something arrives."""
         moving = self._door is not None and self._door.is_busy
         if not self._has_work:
+            if self._is_stale:
+                # its last sample has moved away: what it did for it would stay untold until there is work
+                self._publish()
             if not (self._door and self._door.set_aside):
                 for future in self._drains:
                     future.set_result(None)
@@ -352,7 +314,7 @@ class DecodeLoop:
         assert engine is not None
         if self._door is not None:
             self._door.before_step()
-        num_samples = engine.num_running
+        num_samples, emitted_before = engine.num_running, engine.num_emitted_tokens
         self._step_began_s = began_s = time.monotonic()
         finished = engine.step()
         for completion in finished:
@@ -361,8 +323,9 @@ class DecodeLoop:
         if finished and self._door is not None:
             self._door.after_step(finished)
         now_s = time.monotonic()
-        self._step_began_s = None
-        self.spans.add("step", began_s, now_s, num_samples=num_samples or engine.num_running)
+        self._step_began_s, self._is_stale = None, True
+        batch, emitted = num_samples or engine.num_running, engine.num_emitted_tokens - emitted_before
+        self.spans.add("step", began_s, now_s, num_samples=batch, num_tokens=emitted)
         if finished or now_s - self._published_at_s >= self._publish_interval_s:
             self._publish(finished)
 
@@ -374,7 +337,7 @@ class DecodeLoop:
         if self._door is not None:
             load = replace(load, stats=replace(load.stats, move_s=self._door.seconds))
         published = _Published(load=load, progress=engine.progress())
-        self._published_at_s = time.monotonic()
+        self._published_at_s, self._is_stale = time.monotonic(), False
         with self._changed:
             self._published = published
             for completion in finished:

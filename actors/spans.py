@@ -22,6 +22,8 @@ class Span:
     label: str = ""
     num_samples: int = 0
     "of a decode step"
+    num_tokens: int = 0
+    "emitted by a decode step"
 
 
 class SpanLog:
@@ -32,11 +34,18 @@ class SpanLog:
         self._wall_offset_s = time.time() - time.monotonic()
 
     def add(
-        self, kind: SpanKind, begin_s: float, end_s: float, label: str = "", num_samples: int = 0
+        self,
+        kind: SpanKind,
+        begin_s: float,
+        end_s: float,
+        label: str = "",
+        *,
+        num_samples: int = 0,
+        num_tokens: int = 0,
     ) -> None:
         """Note a stretch of the monotonic clock."""
         offset_s = self._wall_offset_s
-        self._spans.append(Span(kind, begin_s + offset_s, end_s + offset_s, label, num_samples))
+        self._spans.append(Span(kind, begin_s + offset_s, end_s + offset_s, label, num_samples, num_tokens))
 
     def take(self) -> list[Span]:
         """Return what has been noted since the last call."""

@@ -21,7 +21,7 @@ from rich.console import Console
 from actors.migration.settings import MigrationSettings
 from benchmarks.adaptive.pairs import pair_workload, profile_of
 from benchmarks.moving.planning import plan_seconds
-from benchmarks.moving.rates import BATCHES, Rates, measured_rates
+from benchmarks.moving.rates import Rates, measured_rates
 from benchmarks.moving.rollouts import (
     OURS,
     PAPER,
@@ -50,15 +50,14 @@ from policies.simulate.workloads import WorkloadName, drawn_lengths, samples_of
 from profiles.profile import Profile
 
 INSTANCES = 2
-SAMPLES = 160
+SAMPLES = 256
 "Above the knee: below some 16 samples an instance is no faster for having fewer, and there is nothing to gain."
 CAPPED_SLOTS = 16
-MAX_TOKENS = 600
+MAX_TOKENS = 900
 "A rollout takes some ten seconds: much longer than a look at the pool and the moves it leads to."
 PROFILE_S = {"quick": 8.0, "default": 25.0, "full": 60.0}
 ROUNDS = {"quick": 1, "default": 3, "full": 6}
 SEEDS = {"quick": 1, "default": 10, "full": 20}
-RATES = {"quick": (1, 16), "default": BATCHES, "full": BATCHES}
 EARLIER_SEED = 900
 
 
@@ -97,7 +96,7 @@ def run(*, out: Path, mode: str, data: Path | None) -> int:
     with bench_ray("bench-rollout"):
         pool = _pool(workload, SpeculationConfig(), profile)
         try:
-            stage = _stage(pool, workload, kv_bytes, RATES[mode])
+            stage = _stage(pool, workload, kv_bytes, ROUNDS[mode])
             figures.values["alone_speedup"] = stage.rates.alone_speedup
             _resident(stage, mode, figures, rows, errors, shares, console)
         finally:
@@ -177,12 +176,12 @@ def _long(workload: Workload) -> Workload:
     return replace(workload, sampling=replace(workload.sampling, max_new_tokens=MAX_TOKENS))
 
 
-def _stage(pool: ActorPool, workload: Workload, kv_bytes: float, batches: Sequence[int]) -> Stage:
+def _stage(pool: ActorPool, workload: Workload, kv_bytes: float, rounds: int) -> Stage:
     earlier = _lengths("long_tail", EARLIER_SEED)
     return Stage(
         pool=pool,
         workload=workload,
-        rates=measured_rates(pool, workload, earlier, batches),
+        rates=measured_rates(pool, workload, earlier[::INSTANCES], rounds),
         kv_bytes_per_token=kv_bytes,
         earlier_lengths=earlier,
     )

@@ -24,6 +24,8 @@ class Interval:
     end_s: float
     num_samples: int = 0
     "of a decode step"
+    num_tokens: int = 0
+    "emitted by a decode step"
     move_id: str = ""
     "of a transfer or an arrival"
     peer: str = ""
@@ -145,6 +147,7 @@ def _interval(span: Span, began_s: float) -> Interval:
         begin_s=max(span.begin_s - began_s, 0.0),
         end_s=max(span.end_s - began_s, 0.0),
         num_samples=span.num_samples,
+        num_tokens=span.num_tokens,
         move_id=move_id,
         peer=rest.partition(" ")[2],
     )

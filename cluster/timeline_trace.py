@@ -84,7 +84,8 @@ def _complete(one: Interval, thread: str, pid: int, tid: int, timeline: Timeline
         name, args = f"{kind} {one.move_id}", _describe(one, timeline.records.get(one.move_id))
     else:
         # the viewer colours by name: batches of unlike size look unlike
-        kind, name, args = "step", f"step of {one.num_samples}", {"samples": one.num_samples}
+        kind, name = "step", f"step of {one.num_samples}"
+        args = {"samples": one.num_samples, "tokens": one.num_tokens}
     # from rounded ends, so that what follows at once does not overlap
     duration_us = max(round(_us(one.end_s) - _us(one.begin_s), 3), _LEAST_US)
     return {

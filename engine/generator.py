@@ -210,6 +210,11 @@ class Engine:
         return len(self._batch)
 
     @property
+    def num_emitted_tokens(self) -> int:
+        """Of all decode steps so far."""
+        return self.stats.num_emitted_tokens
+
+    @property
     def num_waiting(self) -> int:
         """Samples without a slot."""
         return len(self._waiting)

@@ -101,6 +101,18 @@ def test_the_long_poll_of_an_idle_instance_ends_when_it_gets_work(running):
         assert poll.result(timeout=30).completions == ()
 
 
+def test_a_loop_whose_last_sample_has_moved_away_tells_what_it_did_for_it():
+    engine = FakeEngine("gen-0")
+    loop = DecodeLoop("gen-0", FakeHost(engine), publish_interval_s=3600.0)
+    loop.order(SubmitOrder(requests=(make_request(6),)))
+    for _ in range(3):
+        loop.turn(wait_s=0.0)
+    engine.running.clear()
+    loop.turn(wait_s=0.0)
+    load = loop.poll(acknowledged=0, wait_s=0).load
+    assert load.num_running == 0 and load.stats.num_emitted_tokens == 3
+
+
 def test_orders_are_logged_in_one_order_at_growing_boundaries(running):
     loop = running()
     loop.submit(1)

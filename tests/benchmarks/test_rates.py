@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.moving.rates import Rates, measured_rates
+from actors.spans import Span
+from benchmarks.moving.rates import Rates, measured_rates, steps_of
 from core.records import GenerationStats, Prompt, SampleKey, SampleRequest, SamplingParams, Stream
 
 STEP_S, SAMPLE_S, PROMPT_TOKEN_S = 5e-3, 1e-3, 2e-4
@@ -30,17 +31,31 @@ class PacedPool:
         lengths = np.array([request.sampling.max_new_tokens for request in requests])
         busy = sum(lengths[k::2].max() > 1 for k in range(2))
         pace = self.pace * (self.alone_speedup if busy == 1 else 1.0)
-        return SimpleNamespace(stats={f"gen-{k}": self._stats(lengths[k::2], pace) for k in range(2)})
+        names = [f"gen-{k}" for k in range(2)]
+        return SimpleNamespace(
+            stats={name: self._stats(lengths[k::2], pace) for k, name in enumerate(names)},
+            spans={name: self._spans(lengths[k::2], pace) for k, name in enumerate(names)},
+        )
 
     def _stats(self, lengths: np.ndarray, pace: float) -> GenerationStats:
-        running = [int((lengths > step).sum()) for step in range(lengths.max())]
         return GenerationStats(
-            num_decode_steps=len(running),
-            num_sample_steps=sum(running),
-            num_emitted_tokens=int(lengths.sum()),
-            verify_s=sum(STEP_S + SAMPLE_S * count for count in running) / pace,
-            prefill_s=7 * PROMPT_TOKEN_S * len(lengths) / pace,
+            num_emitted_tokens=int(lengths.sum()), prefill_s=self._prefill_s(lengths, pace)
         )
+
+    def _prefill_s(self, lengths: np.ndarray, pace: float) -> float:
+        return 7 * PROMPT_TOKEN_S * len(lengths) / pace
+
+    def _spans(self, lengths: np.ndarray, pace: float) -> list[Span]:
+        """The first step prefills; a third of a step's time lies before it, as orders are taken."""
+        spans, now_s = [], 100.0
+        for step in range(lengths.max()):
+            count = int((lengths > step).sum())
+            seconds = (STEP_S + SAMPLE_S * count) / pace
+            admission_s = self._prefill_s(lengths, pace) if step == 0 else 0.0
+            end_s = now_s + seconds + admission_s
+            spans.append(Span("step", now_s + seconds / 3, end_s, "", count, count))
+            now_s = end_s
+        return spans
 
 
 def workload(num_prompts: int = 10) -> Any:
@@ -59,7 +74,7 @@ def workload(num_prompts: int = 10) -> Any:
 
 
 def rates(pool: PacedPool) -> Rates:
-    return measured_rates(pool, workload(), LENGTHS, (1, 4, 16))  # type: ignore[arg-type]
+    return measured_rates(pool, workload(), LENGTHS, 2)  # type: ignore[arg-type]
 
 
 def test_the_curve_is_the_pace_of_the_instances_without_their_prompts() -> None:
@@ -86,3 +101,15 @@ def test_a_look_at_the_pace_scales_the_whole_curve_and_leaves_the_measured_one(p
             pace * float(measured.curve.goodput(batch)), rel=1e-3
         )
     assert measured.curve.factor == 1.0
+
+
+def test_steps_after_another_instance_is_done_do_not_count() -> None:
+    long, short = ([Span("step", t, t + 1.0, "", 2, 5) for t in range(n)] for n in (9, 4))
+    steps = steps_of([long, short])
+    assert len(steps.seconds) == 6 and steps.num_tokens.sum() == 30 and steps.seconds.sum() == 6.0
+
+
+def test_an_admission_in_several_steps_does_not_count() -> None:
+    sizes = (3, 6, 8, 8, 8, 5)
+    steps = steps_of([[Span("step", t, t + 1.0, "", size, size) for t, size in enumerate(sizes)]])
+    assert steps.num_samples.tolist() == [8, 8, 5]

@@ -47,7 +47,7 @@ class FakeEngine:
         self.poisoned = poisoned
         self.running: dict[SampleKey, tuple[SampleRequest, int]] = {}
         self.num_steps = 0
-        self.num_emitted = 0
+        self.num_emitted_tokens = 0
 
     @property
     def has_work(self) -> bool:
@@ -70,7 +70,7 @@ class FakeEngine:
         for key, (request, length) in list(self.running.items()):
             if self.poisoned and key.sample_index == POISON:
                 raise ZeroDivisionError("planted")
-            self.num_emitted += 1
+            self.num_emitted_tokens += 1
             self.running[key] = (request, length + 1)
             if length + 1 == len(response_of(key.sample_index)):
                 del self.running[key]
@@ -110,7 +110,9 @@ class FakeEngine:
             drafter_version=0,
             decode_step=self.num_steps,
             goodput_tokens_per_s=0.0,
-            stats=GenerationStats(num_decode_steps=self.num_steps, num_emitted_tokens=self.num_emitted),
+            stats=GenerationStats(
+                num_decode_steps=self.num_steps, num_emitted_tokens=self.num_emitted_tokens
+            ),
         )
 
 
