@@ -15,6 +15,9 @@ from typing import Any
 
 from llvmlite import ir
 
+from engine.native.means import write_means
+from engine.native.part import Part
+from engine.native.scores import pack_queries, write_scores
 from engine.native.writer import ADDRESS, FLOAT, INTEGER, MINUS_INFINITY, WIDTH, Writer
 
 SPAN_FIELDS = ("slot", "first", "count", "start", "base", "columns", "seen", "depth")
@@ -23,8 +26,6 @@ tokens that all see; columns behind them; addresses of what each token sees of t
 0: a chain) and of the columns' depth (integers; 0: a chain)."""
 BLOCK_ROWS = 32
 "Rows whose weights are kept at a time."
-MEANS_TOGETHER = 64
-"Elements of a head whose means are summed at a time: eight vectors stay in registers."
 
 STORE = {
     **dict.fromkeys(("cells", "qkv", "spans"), ADDRESS),
@@ -44,7 +45,7 @@ def write_store(module: ir.Module, size: int) -> None:
     with w.loop(at["num"]) as each:
         span = _span(w, each.index)
         with w.loop(span["count"]) as token, w.loop(at["heads"]) as head:
-            place = _token_and_head(w, span, token.index, head.index)
+            place = w.sum(w.times(w.ir.add(span["first"], token.index), at["heads"]), head.index)
             source = w.address(at["qkv"], w.times(place, at["lanes"], size))
             source = w.address(source, w.times(w.ir.sub(at["lanes"], INTEGER(2)), size))
             row = w.sum(w.times(span["slot"], at["heads"]), head.index)
@@ -56,15 +57,19 @@ def write_store(module: ir.Module, size: int) -> None:
     w.finish()
 
 
-def write_attend(module: ir.Module, size: int) -> None:
+def write_attend(module: ir.Module, size: int, width: int) -> None:
     """`attend`: what each query sees, [tokens, heads * queries * size]; keys and values are in the cells.
 
     `weights` holds `block` tokens' weights of one KV head, a row of `capacity` for each query. `window` is how many
     tokens back a token sees, itself included; 0: all. `scale` is 1 / sqrt(size), or as the model says, times log2(e).
-    `cap` bounds scores, as cap * tanh(score / cap), in the same units; 0: they are not bounded.
+    `cap` bounds scores, as cap * tanh(score / cap), in the same units; 0: they are not bounded. `width` is that of the
+    processor's vectors: how many rows are computed abreast depends on it, and no result does.
     """
     w = Writer(module, "attend", ATTEND)
     at = w.at
+    most = w.times(at["block"], at["queries"])
+    packed = w.room(w.times(w.ir.add(most, INTEGER(1)), size))
+    totals = w.room(most)
     with w.loop(at["num"]) as each, w.loop(at["heads"]) as head:
         span = _span(w, each.index)
         row = w.sum(w.times(span["slot"], at["heads"]), head.index)
@@ -73,19 +78,17 @@ def write_attend(module: ir.Module, size: int) -> None:
         with w.loop(span["count"], step=at["block"]) as block:
             left = w.ir.sub(span["count"], block.index)
             tokens = w.ir.select(w.ir.icmp_signed("<", left, at["block"]), left, at["block"])
-            part = {**span, "begin": block.index, "tokens": tokens, "head": head.index}
+            part = Part(w, span, head=head.index, begin=block.index, tokens=tokens, size=size)
             view = _view(w, part)
-            _scores(w, part, keys, view, size)
+            abreast = width // WIDTH
+            pack_queries(part, packed, abreast=abreast)
+            write_scores(part, packed, keys, view, abreast=abreast)
             with w.ir.if_then(w.ir.fcmp_ordered(">", at["cap"], FLOAT(0.0))):
                 _bound(w, part, view)
             _mask(w, part, view)
-            with w.loop(tokens) as token, w.loop(at["queries"]) as query:
-                weights = _row(w, token.index, query.index)
-                _soften(w, weights, view)
-                index = w.ir.add(block.index, token.index)
-                place = _token_and_head(w, span, index, head.index)
-                out = w.address(at["out"], w.times(w.sum(w.times(place, at["queries"]), query.index), size))
-                _means(w, out, weights, values, view, size)
+            with w.loop(part.rows) as row:
+                _soften(w, part.weights(row.index), view, width)
+            write_means(part, totals, values, view, width=width)
     w.finish()
 
 
@@ -98,134 +101,85 @@ def _span(w: Writer, index: Any) -> dict[str, Any]:
     }
 
 
-def _token_and_head(w: Writer, span: dict[str, Any], token: Any, head: Any) -> Any:
-    return w.sum(w.times(w.ir.add(span["first"], token), w.at["heads"]), head)
-
-
-def _row(w: Writer, token: Any, query: Any) -> Any:
-    """Where a query's weights are kept."""
-    return w.address(
-        w.at["weights"], w.times(w.sum(w.times(token, w.at["queries"]), query), w.at["capacity"])
-    )
-
-
-def _view(w: Writer, part: dict[str, Any]) -> Any:
+def _view(w: Writer, part: Part) -> Any:
     """Positions that the last token of the block may see, in whole vectors."""
-    chain = w.sum(part["start"], part["begin"], part["tokens"])
-    tree = w.ir.add(part["base"], part["columns"])
-    view = w.ir.select(_is_zero(w, part["seen"]), chain, tree)
+    chain = w.sum(part.span["start"], part.begin, part.tokens)
+    tree = w.ir.add(part.span["base"], part.span["columns"])
+    view = w.ir.select(part.is_chain, chain, tree)
     return w.ir.and_(w.ir.add(view, INTEGER(WIDTH - 1)), INTEGER(-WIDTH))
 
 
-def _scores(w: Writer, part: dict[str, Any], keys: Any, view: Any, size: int) -> None:
-    """Eight positions at a time, for every query of the block: dot products times the scale."""
-    at = w.at
-    scale = w.splat(at["scale"])
-    with w.loop(view, step=WIDTH) as eight:
-        here = w.address(keys, w.times(eight.index, size))
-        with w.loop(part["tokens"]) as token:
-            place = _token_and_head(w, part, w.ir.add(part["begin"], token.index), part["head"])
-            lanes = w.address(at["qkv"], w.times(place, w.ir.add(at["queries"], INTEGER(2)), size))
-            with w.loop(at["queries"]) as query:
-                q = w.address(lanes, w.times(query.index, size))
-                sums = [w.splat(0.0) for _ in range(WIDTH)]
-                for start in range(0, size, WIDTH):
-                    element = w.load(q, INTEGER(start))
-                    for c in range(WIDTH):
-                        sums[c] = w.fma(w.load(here, INTEGER(c * size + start)), element, sums[c])
-                scores = w.ir.fmul(w.sum_of_each(sums), scale)
-                w.store(scores, _row(w, token.index, query.index), eight.index)
-
-
-def _bound(w: Writer, part: dict[str, Any], view: Any) -> None:
+def _bound(w: Writer, part: Part, view: Any) -> None:
     """Bend scores towards the cap."""
     cap = w.splat(w.at["cap"])
-    with w.loop(part["tokens"]) as token, w.loop(w.at["queries"]) as query:
-        row = _row(w, token.index, query.index)
+    with w.loop(part.rows) as row:
+        scores = part.weights(row.index)
         with w.loop(view, step=WIDTH) as each:
-            ratio = w.ir.fdiv(w.load(row, each.index), cap)
-            w.store(w.ir.fmul(cap, w.tanh(ratio)), row, each.index)
+            ratio = w.ir.fdiv(w.load(scores, each.index), cap)
+            w.store(w.ir.fmul(cap, w.tanh(ratio)), scores, each.index)
 
 
-def _mask(w: Writer, part: dict[str, Any], view: Any) -> None:
+def _mask(w: Writer, part: Part, view: Any) -> None:
     """Set the scores of what a token does not see to -inf."""
-    at = w.at
-    with w.loop(part["tokens"]) as token:
-        index = w.ir.add(part["begin"], token.index)
-        with w.ir.if_else(_is_zero(w, part["seen"])) as (chain, tree):
+    at, span = w.at, part.span
+    with w.loop(part.tokens) as token:
+        index = w.ir.add(part.begin, token.index)
+        with w.ir.if_else(part.is_chain) as (chain, tree):
             with chain:
-                itself = w.ir.add(part["start"], index)
-                _forget(w, token.index, w.ir.add(itself, INTEGER(1)), view)
+                itself = w.ir.add(span["start"], index)
+                _forget(w, part, token.index, w.ir.add(itself, INTEGER(1)), view)
                 with w.ir.if_then(w.ir.icmp_signed(">", at["window"], INTEGER(0))):
-                    _forget(w, token.index, INTEGER(0), w.sum(w.ir.sub(itself, at["window"]), INTEGER(1)))
+                    before = w.sum(w.ir.sub(itself, at["window"]), INTEGER(1))
+                    _forget(w, part, token.index, INTEGER(0), before)
             with tree:
-                _forget(w, token.index, w.ir.add(part["base"], part["columns"]), view)
+                _forget(w, part, token.index, w.ir.add(span["base"], span["columns"]), view)
                 _mask_columns(w, part, token.index, index)
 
 
-def _mask_columns(w: Writer, part: dict[str, Any], token: Any, index: Any) -> None:
+def _mask_columns(w: Writer, part: Part, token: Any, index: Any) -> None:
     """A tree's token: the columns not marked for it, and what lies before its window."""
-    at, byte = w.at, ir.IntType(8)
-    seen = w.ir.inttoptr(w.ir.add(part["seen"], w.ir.mul(index, part["columns"])), ADDRESS)
+    at, span, byte = w.at, part.span, ir.IntType(8)
+    seen = w.ir.inttoptr(w.ir.add(span["seen"], w.ir.mul(index, span["columns"])), ADDRESS)
     windowed = w.ir.icmp_signed(">", at["window"], INTEGER(0))
-    depths = w.ir.inttoptr(part["depth"], ADDRESS)
-    with w.loop(part["columns"]) as column:
+    depths = w.ir.inttoptr(span["depth"], ADDRESS)
+    with w.loop(span["columns"]) as column:
         mark = w.ir.load(w.address(seen, column.index, byte), typ=byte, align=1)
-        place = w.ir.add(part["base"], column.index)
+        place = w.ir.add(span["base"], column.index)
         with w.ir.if_then(w.ir.icmp_signed("==", mark, byte(0))):
-            _forget(w, token, place, w.ir.add(place, INTEGER(1)))
+            _forget(w, part, token, place, w.ir.add(place, INTEGER(1)))
     with w.ir.if_then(windowed):
-        earlier = w.ir.sub(part["start"], part["base"])
+        earlier = w.ir.sub(span["start"], span["base"])
         depth = w.load(depths, w.ir.add(earlier, index), INTEGER, element=INTEGER)
         # the shallowest depth that is seen; positions before the tree count down from 0
         least = w.sum(w.ir.sub(depth, at["window"]), INTEGER(1))
-        first = w.ir.add(part["base"], least)
-        before = w.ir.select(w.ir.icmp_signed("<", first, part["base"]), first, part["base"])
-        _forget(w, token, INTEGER(0), before)
-        with w.loop(part["columns"]) as column:
+        first = w.ir.add(span["base"], least)
+        before = w.ir.select(w.ir.icmp_signed("<", first, span["base"]), first, span["base"])
+        _forget(w, part, token, INTEGER(0), before)
+        with w.loop(span["columns"]) as column:
             other = w.load(depths, column.index, INTEGER, element=INTEGER)
-            place = w.ir.add(part["base"], column.index)
+            place = w.ir.add(span["base"], column.index)
             with w.ir.if_then(w.ir.icmp_signed("<", other, least)):
-                _forget(w, token, place, w.ir.add(place, INTEGER(1)))
+                _forget(w, part, token, place, w.ir.add(place, INTEGER(1)))
 
 
-def _forget(w: Writer, token: Any, begin: Any, end: Any) -> None:
+def _forget(w: Writer, part: Part, token: Any, begin: Any, end: Any) -> None:
     """Set a token's scores from `begin` to before `end` to -inf, for all of its queries."""
-    count = w.ir.sub(end, begin)
-    with w.ir.if_then(w.ir.icmp_signed(">", count, INTEGER(0))), w.loop(w.at["queries"]) as query:
-        row = w.address(_row(w, token, query.index), begin)
+    count, queries = w.ir.sub(end, begin), w.at["queries"]
+    with w.ir.if_then(w.ir.icmp_signed(">", count, INTEGER(0))), w.loop(queries) as query:
+        row = w.ir.add(w.ir.mul(token, queries), query.index)
+        scores = w.address(part.weights(row), begin)
         with w.loop(count) as each:
-            w.store(FLOAT(MINUS_INFINITY), row, each.index)
+            w.store(FLOAT(MINUS_INFINITY), scores, each.index)
 
 
-def _soften(w: Writer, weights: Any, view: Any) -> None:
+def _soften(w: Writer, weights: Any, view: Any, width: int) -> None:
     """Turn a row's scores into powers of two of their distance to the largest."""
     with w.loop(view, step=WIDTH, start=[w.splat(MINUS_INFINITY)]) as each:
         each.values = [w.larger(each.values[0], w.load(weights, each.index))]
-    largest = w.across(w.larger, each.values[0])
-    with w.loop(view, step=WIDTH) as each:
-        w.store(w.exp2(w.ir.fsub(w.load(weights, each.index), largest)), weights, each.index)
-
-
-def _means(w: Writer, out: Any, weights: Any, values: Any, view: Any, size: int) -> None:
-    """Sum of weighted values over sum of weights: one chain over the positions for each."""
-    zeros = w.zeros(size)
-    for begin in range(0, size, MEANS_TOGETHER):
-        starts = range(begin, min(size, begin + MEANS_TOGETHER), WIDTH)
-        with w.loop(view, start=[w.splat(0.0)] * (1 + len(starts))) as each:
-            single = w.load(weights, each.index, FLOAT)
-            weight = w.splat(single)
-            # what a masked cell holds may not be a number
-            unseen = w.ir.fcmp_ordered("==", single, FLOAT(0.0))
-            value = w.ir.select(unseen, zeros, w.address(values, w.times(each.index, size)))
-            total, *sums = each.values
-            each.values = [w.ir.fadd(total, weight)] + [
-                w.fma(w.load(value, INTEGER(start)), weight, x) for start, x in zip(starts, sums, strict=True)
-            ]
-        total, *sums = each.values
-        for start, x in zip(starts, sums, strict=True):
-            w.store(w.ir.fdiv(x, total), out, INTEGER(start))
-
-
-def _is_zero(w: Writer, value: Any) -> Any:
-    return w.ir.icmp_signed("==", value, INTEGER(0))
+    largest = w.first(w.across(w.larger, each.values[0]))
+    for lanes, begin, count in w.in_vectors(view, width):
+        distance_to, kind = w.splat(largest, lanes), ir.VectorType(FLOAT, lanes)
+        with w.if_any(count), w.loop(count, step=lanes) as each:
+            place = w.ir.add(begin, each.index)
+            scores = w.load(weights, place, kind)
+            w.store(w.exp2(w.ir.fsub(scores, distance_to)), weights, place)

@@ -82,7 +82,7 @@ class Code:
 
 _compiling = RLock()
 _common: dict[int, Code] = {}
-_by_head_size: dict[int, Code] = {}
+_by_head_size: dict[tuple[int, int], Code] = {}
 
 
 def common_code(width: int | None = None) -> Code:
@@ -120,24 +120,29 @@ def _compile_common(width: int) -> Code:
     return Code(operations=_callables(engine, COMMON), engine=engine)
 
 
-def native_code(head_size: int) -> Code:
+def native_code(head_size: int, width: int | None = None) -> Code:
     """Compile attention for one head size, a multiple of 8, and what runs tables; once a process.
+
+    Args:
+        head_size: elements of a head.
+        width: floats in a vector, as of `common_code`.
 
     Raises:
         RuntimeError: the process may not make code.
     """
+    width = width or widest_vector()
     with _compiling:
-        if head_size not in _by_head_size:
-            _by_head_size[head_size] = _compile_for(head_size)
-        return _by_head_size[head_size]
+        if (head_size, width) not in _by_head_size:
+            _by_head_size[head_size, width] = _compile_for(head_size, width)
+        return _by_head_size[head_size, width]
 
 
-def _compile_for(head_size: int) -> Code:
-    common = common_code()
+def _compile_for(head_size: int, width: int) -> Code:
+    common = common_code(width)
     share_functions(common.engine, COMMON)
     module = ir.Module()
     write_store(module, head_size)
-    write_attend(module, head_size)
+    write_attend(module, head_size, width)
     _write_run(module)
     engine = compile_modules(str(module))
     return Code(

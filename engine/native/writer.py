@@ -94,6 +94,24 @@ class Writer:
         self.ir.cbranch(self.ir.icmp_signed("<", following, count), body, after)
         self.ir.position_at_end(after)
 
+    @contextmanager
+    def if_any(self, count: Any) -> Iterator[None]:
+        """Run the block where a count is above 0: a loop over it runs at least once."""
+        with self.ir.if_then(self.ir.icmp_signed(">", count, INTEGER(0))):
+            yield
+
+    def in_vectors(self, count: Any, width: int) -> list[tuple[int, Any, Any]]:
+        """Cut a multiple of WIDTH floats: (lanes, first, number) of what fills wide vectors, and of the rest."""
+        if width == WIDTH:
+            return [(WIDTH, INTEGER(0), count)]
+        wide = self.ir.and_(count, INTEGER(-width))
+        return [(width, INTEGER(0), wide), (WIDTH, wide, self.ir.sub(count, wide))]
+
+    def room(self, count: Any) -> Any:
+        """Return the address of so many floats that last as long as the call; to be asked for outside loops."""
+        # by way of an integer: a pointer to floats, which it is at first, could not hold a vector
+        return self.ir.inttoptr(self.ir.ptrtoint(self.ir.alloca(FLOAT, size=count), INTEGER), ADDRESS)
+
     def sum(self, *parts: Any) -> Any:
         """Return the sum of integers."""
         return reduce(self.ir.add, parts)
@@ -135,12 +153,13 @@ class Writer:
         with self.loop(count, step=WIDTH) as loop:
             self.store(self.load(source, loop.index), target, loop.index)
 
-    def splat(self, value: Any) -> Any:
+    def splat(self, value: Any, lanes: int = WIDTH) -> Any:
         """Return a vector of one value; a Python number is a constant."""
+        kind = ir.VectorType(FLOAT, lanes)
         if isinstance(value, float):
-            return ir.Constant(VECTOR, [value] * WIDTH)
-        one = self.ir.insert_element(ir.Constant(VECTOR, ir.Undefined), value, ir.IntType(32)(0))
-        return self.shuffle(one, one, [0] * WIDTH)
+            return ir.Constant(kind, [value] * lanes)
+        one = self.ir.insert_element(ir.Constant(kind, ir.Undefined), value, ir.IntType(32)(0))
+        return self.shuffle(one, one, [0] * lanes)
 
     def first(self, x: Any) -> Any:
         """Return a vector's first lane."""
@@ -148,7 +167,7 @@ class Writer:
 
     def shuffle(self, a: Any, b: Any, lanes: Sequence[int]) -> Any:
         """Take lanes of two vectors behind one another."""
-        return self.ir.shuffle_vector(a, b, ir.Constant(WORDS, list(lanes)))
+        return self.ir.shuffle_vector(a, b, ir.Constant(_words(len(lanes)), list(lanes)))
 
     def fma(self, a: Any, b: Any, c: Any) -> Any:
         """Return a b + c, rounded once."""
@@ -163,8 +182,13 @@ class Writer:
         return self.ir.select(self.ir.fcmp_ordered(">", a, b), a, b)
 
     def sum_of_each(self, vectors: Sequence[Any]) -> Any:
-        """Return the vector of eight vectors' sums; each is (01 + 23) + (45 + 67) of its lanes."""
-        for lower, upper in _MERGES:
+        """Return the vector of eight vectors' sums; each is (01 + 23) + (45 + 67) of its lanes.
+
+        Longer vectors hold several groups of eight lanes: each gives eight sums of its own.
+        """
+        lanes = vectors[0].type.count
+        for merge in _MERGES:
+            lower, upper = (_in_groups(half, lanes) for half in merge)
             pairs = zip(vectors[::2], vectors[1::2], strict=True)
             vectors = [self.ir.fadd(self.shuffle(a, b, lower), self.shuffle(a, b, upper)) for a, b in pairs]
         return vectors[0]
@@ -177,23 +201,24 @@ class Writer:
 
     def exp2(self, x: Any) -> Any:
         """Return 2^x to about one unit in the last place; 0 below 2^-126 and at -inf, 1 at 0, inf from 2^127.5 on."""
+        lanes = x.type.count
         # comparisons are so arranged that a NaN stays one
-        bounded = self.larger(self.splat(SMALLEST_POWER), x)
-        limit = self.splat(LARGEST_POWER)
+        bounded = self.larger(self.splat(SMALLEST_POWER, lanes), x)
+        limit = self.splat(LARGEST_POWER, lanes)
         bounded = self.ir.select(self.ir.fcmp_ordered(">", bounded, limit), limit, bounded)
         whole = self._intrinsic("llvm.rint", bounded)
         rest = self.ir.fsub(bounded, whole)
-        polynomial = self.splat(EXP2[-1])
+        polynomial = self.splat(EXP2[-1], lanes)
         for coefficient in reversed(EXP2[:-1]):
-            polynomial = self.fma(polynomial, rest, self.splat(coefficient))
-        fraction = self.fma(polynomial, rest, self.splat(1.0))
+            polynomial = self.fma(polynomial, rest, self.splat(coefficient, lanes))
+        fraction = self.fma(polynomial, rest, self.splat(1.0, lanes))
         exponent = self.ir.shl(
-            self.ir.add(self.ir.fptosi(whole, WORDS), self.words(127)),
-            self.words(23),
+            self.ir.add(self.ir.fptosi(whole, _words(lanes)), self.words(127, lanes)),
+            self.words(23, lanes),
         )
-        power = self.ir.fmul(fraction, self.ir.bitcast(exponent, VECTOR))
+        power = self.ir.fmul(fraction, self.ir.bitcast(exponent, x.type))
         return self.ir.select(
-            self.ir.fcmp_ordered("<", x, self.splat(SMALLEST_POWER)), self.splat(0.0), power
+            self.ir.fcmp_ordered("<", x, self.splat(SMALLEST_POWER, lanes)), self.splat(0.0, lanes), power
         )
 
     def tanh(self, x: Any) -> Any:
@@ -221,16 +246,30 @@ class Writer:
         rest = self.fma(square, self.splat(-0.5), rest)
         return self.fma(power, self.splat(LN2_PARTS[0]), self.ir.fadd(f, rest))
 
-    def words(self, value: int) -> Any:
+    def words(self, value: int, lanes: int = WIDTH) -> Any:
         """Return a vector of one 32-bit integer."""
-        return ir.Constant(WORDS, [value - (value >> 31 << 32)] * WIDTH)
+        return ir.Constant(_words(lanes), [value - (value >> 31 << 32)] * lanes)
 
     def _intrinsic(self, name: str, *values: Any) -> Any:
-        name = f"{name}.v{WIDTH}f32"
+        kind = values[0].type
+        name = f"{name}.v{kind.count}f32"
         function = self._module.globals.get(name) or ir.Function(
-            self._module, ir.FunctionType(VECTOR, [VECTOR] * len(values)), name
+            self._module, ir.FunctionType(kind, [kind] * len(values)), name
         )
         return self.ir.call(function, values)
+
+
+def _words(lanes: int) -> ir.VectorType:
+    return ir.VectorType(ir.IntType(32), lanes)
+
+
+def _in_groups(taken: Sequence[int], lanes: int) -> list[int]:
+    """Lanes taken of two longer vectors, of each group of eight what `taken` says of two vectors of eight."""
+    return [
+        group + (lane if lane < WIDTH else lanes + lane - WIDTH)
+        for group in range(0, lanes, WIDTH)
+        for lane in taken
+    ]
 
 
 class Loop:

@@ -5,9 +5,11 @@ import pytest
 import torch
 from torch import Tensor
 
+import engine.native.spans
 from engine.attention import reference_attention
 from engine.kv import KVPool, KVShape
 from engine.native.attention import BLOCK_ROWS
+from engine.native.program import native_code
 from engine.native.spans import Spans, attend_spans, block_tokens, spans_of
 
 HEADS, QUERIES = 2, 3
@@ -120,6 +122,32 @@ def test_a_tree_sees_its_base_and_the_columns_marked(size: int, window: int | No
                 out[token], expected(pool, qkv, token, slot, visible), rtol=2e-5, atol=2e-5
             )
             token += 1
+
+
+@pytest.mark.parametrize("size", [8, 24, 32, 64, 128])
+@pytest.mark.parametrize("window", [None, 9])
+def test_vectors_of_any_width_give_the_same_bits(size: int, window: int | None, monkeypatch) -> None:
+    """Other processors sum other numbers of rows abreast."""
+    found = []
+    for width in (8, 16):
+        monkeypatch.setattr(engine.native.spans, "native_code", lambda size, w=width: native_code(size, w))
+        pool, qkv, spans, *_ = tree_case(size)
+        found.append(attend(pool, qkv, spans, window))
+        pool, qkv = pool_of(size), tokens_of(46, size)
+        spans = spans_of(
+            pool, slots=np.array([0, 2, 3]), counts=np.array([1, 40, 5]), starts=np.array([100, 3, 0])
+        )
+        found.append(attend(pool, qkv, spans, window))
+    assert torch.equal(found[0], found[2]) and torch.equal(found[1], found[3])
+
+
+@pytest.mark.parametrize("size", [8, 32, 128])
+def test_cells_that_nobody_sees_need_hold_no_number(size: int) -> None:
+    pool, qkv = pool_of(size), tokens_of(5, size)
+    spans = spans_of(pool, slots=np.array([2]), counts=np.array([5]), starts=np.array([41]))
+    wanted = attend(pool, qkv, spans)
+    pool.cells[..., 41:, :] = torch.nan
+    assert torch.equal(attend(pool, qkv, spans), wanted)
 
 
 def test_neighbours_and_pieces_change_no_bit() -> None:
