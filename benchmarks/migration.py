@@ -27,7 +27,7 @@ from benchmarks.support.workload import demo_workload, gsm8k_workload
 
 MIGRATIONS = {"quick": 60, "default": 1000, "full": 4000}
 OVER_OBJECT_STORE = {"quick": 0, "default": 100, "full": 1000}
-ROLLOUTS = {"quick": 1, "default": 7, "full": 16}
+ROLLOUTS = {"quick": 1, "default": 20, "full": 40}
 REPEATS = {"quick": 1, "default": 2, "full": 5}
 QUICK_CONTEXTS = (16, 512)
 

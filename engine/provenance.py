@@ -19,7 +19,7 @@ from engine.kv import KVShape
 from engine.weights import model_checksum
 from profiles.provenance import Provenance
 
-ENGINE_CODE = "tiles by vector width"
+ENGINE_CODE = "rows of attention abreast"
 "To be renamed when decode steps take another time than before: old profiles are then measured anew."
 _RECORDED = ("transformers", "numpy", "statsmodels")
 

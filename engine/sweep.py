@@ -17,7 +17,10 @@ SHAPES = ((1, 1, 16), (2, 2, 8), (3, 3, 5))
 MAX_PROFILED_NODES = 40
 "Candidates of the largest recorded shape, all of them verified."
 REPEATS = 3
-"Decode steps of one drawn plan; a point of the sweep is their median."
+"Least decode steps of one drawn plan; a point of the sweep is the median of the later half."
+POINT_S = 0.05
+"""Least seconds of them together: machines are slow for ten or twenty milliseconds at a time, and a step shorter than
+those before it takes a dozen to settle, because weights that are read more often stay in the processor's caches."""
 CONTEXT_SHARES = (0.2, 0.6)
 "Prompt lengths of the sweep, of the longest sample."
 
@@ -80,8 +83,8 @@ def _cell(
     while time.perf_counter() < deadline_s or len(rows) < 4:
         plans.draw()
         group: list[StepRecord] = []
-        starts = 0
-        while len(group) < REPEATS:
+        starts, lasted_s = 0, 0.0
+        while len(group) < REPEATS or lasted_s < POINT_S:
             if engine.num_running < len(requests):
                 starts += 1
                 engine.cancel_all()
@@ -96,7 +99,8 @@ def _cell(
                 # a step that ends samples does more; where every one does, it has to serve
                 if not ended or starts > REPEATS:
                     group.append(engine.step_records[-1])
-        rows.append(_typical(group))
+                    lasted_s += group[-1].step_s
+        rows.append(_typical(group[min(len(group) // 2, len(group) - REPEATS) :]))
     engine.cancel_all()
     return rows
 

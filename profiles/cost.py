@@ -18,6 +18,8 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 VERIFY_HINGES = (4, 8, 16, 32, 64, 128, 256)
+BATCH_HINGES = (8, 32)
+"Of numbers of samples, beyond which their caches no longer stay in the processor's."
 DRAFT_HINGES = (4, 16, 64, 128)
 PHASES = ("draft", "verify", "rest")
 
@@ -148,6 +150,7 @@ def _verify_terms(shape: Shape) -> list[np.ndarray]:
     ragged = rows > tokens
     terms = [np.ones(()), batch, tokens]
     terms += [np.maximum(tokens - knee, 0) for knee in VERIFY_HINGES]
+    terms += [np.maximum(batch - knee, 0) for knee in BATCH_HINGES]
     # attention reads the context once for every sample, and multiplies it with every row
     terms += [context, context * widest, rows, ragged, ragged * rows, (width > 1) * (widest > 0) * rows]
     return terms

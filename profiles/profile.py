@@ -24,7 +24,7 @@ from profiles.cost import CostModel, CostTable
 from profiles.provenance import Provenance
 from profiles.recording import DraftRecording
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ import numpy as np
 from core.records import Budget, DecodeState, DraftLog, StepRecord
 from policies.goodput import GoodputPolicy
 from profiles.acceptance import AcceptanceModel
-from profiles.cost import DRAFT_HINGES, VERIFY_HINGES, CostModel, Shape
+from profiles.cost import BATCH_HINGES, DRAFT_HINGES, VERIFY_HINGES, CostModel, Shape
 from profiles.profile import Profile, YieldCurve
 from profiles.provenance import Provenance
 
@@ -35,8 +35,14 @@ def hand_cost(
     draft_token_ms: float = 0.0,
 ) -> CostModel:
     """Costs with few terms: a target forward, tokens before and behind one knee, levels of the draft."""
-    verify = np.zeros(6 + len(VERIFY_HINGES) + 3)
-    verify[[0, 2, 3 + VERIFY_HINGES.index(knee_tokens), 13]] = forward_ms, token_ms, knee_ms, scatter_ms
+    hinges = len(VERIFY_HINGES) + len(BATCH_HINGES)
+    verify = np.zeros(9 + hinges)
+    verify[[0, 2, 3 + VERIFY_HINGES.index(knee_tokens), 6 + hinges]] = (
+        forward_ms,
+        token_ms,
+        knee_ms,
+        scatter_ms,
+    )
     draft = np.zeros(6 + len(DRAFT_HINGES) + 3)
     draft[[4, 5]] = level_ms, draft_token_ms
     rest = np.array([0.2, 0.0, 0.0, 0.0, 0.0, 0.0])

@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 
 from policies.cost_view import BatchCosts, CostView
-from profiles.cost import DRAFT_HINGES, VERIFY_HINGES, CostModel, Shape
+from profiles.cost import BATCH_HINGES, DRAFT_HINGES, VERIFY_HINGES, CostModel, Shape
 
 RANDOM = np.random.default_rng(0)
 COST = CostModel(
     draft=tuple(RANDOM.random(9 + len(DRAFT_HINGES)).tolist()),
-    verify=tuple(RANDOM.random(9 + len(VERIFY_HINGES)).tolist()),
+    verify=tuple(RANDOM.random(9 + len(VERIFY_HINGES) + len(BATCH_HINGES)).tolist()),
     rest=tuple(RANDOM.random(6).tolist()),
 )
 "Every term counts."

@@ -156,7 +156,7 @@ def test_terms_by_hand() -> None:
     # 6 draft tokens a level: 2 above the first hinge
     assert draft_terms(shape).tolist() == [1, 1, 3, 100, 2, 12, 4, 0, 0, 0, 200, 2, 24]
     # 10 tokens in 15 rows: 6 above the first hinge, 2 above the second; ragged
-    assert verify_terms(shape).tolist() == [1, 3, 10, 6, 2, 0, 0, 0, 0, 0, 100, 400, 15, 1, 15, 15]
+    assert verify_terms(shape).tolist() == [1, 3, 10, 6, 2, 0, 0, 0, 0, 0, 0, 0, 100, 400, 15, 1, 15, 15]
     assert rest_terms(shape).tolist() == [1, 3, 15, 1, 1, 12]
 
 

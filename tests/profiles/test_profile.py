@@ -101,7 +101,7 @@ def test_a_file_that_is_no_profile_is_refused(tmp_path: Path, text: str) -> None
 
 
 def test_another_schema_version_is_refused_with_both_numbers(tmp_path: Path) -> None:
-    with pytest.raises(ProfileError, match="schema_version 99, expected 1"):
+    with pytest.raises(ProfileError, match="schema_version 99, expected 2"):
         load_profile(spoilt(tmp_path, schema_version=99))
 
 

@@ -53,7 +53,7 @@ def test_cost_errors_by_hand() -> None:
         levels=0 * ones,
         width=ones,
     )
-    model = CostModel(draft=(1.0, *[0.0] * 12), verify=(2.0, *[0.0] * 15), rest=(3.0, *[0.0] * 5))
+    model = CostModel(draft=(1.0, *[0.0] * 12), verify=(2.0, *[0.0] * 17), rest=(3.0, *[0.0] * 5))
     measured = np.array([1.0, 2.0, 4.0, 0.5, 1.0])
     quality = cost_quality(
         model, CostTable(shape=shape, draft_s=measured, verify_s=2 * measured, rest_s=3 * ones)
