@@ -54,7 +54,7 @@ SAMPLES = 256
 "Above the knee: below some 16 samples an instance is no faster for having fewer, and there is nothing to gain."
 CAPPED_SLOTS = 16
 MAX_TOKENS = 900
-"A rollout takes some ten seconds: much longer than a look at the pool and the moves it leads to."
+"A rollout takes ten to twenty seconds: much longer than a look at the pool and the moves it leads to."
 PROFILE_S = {"quick": 8.0, "default": 25.0, "full": 60.0}
 ROUNDS = {"quick": 1, "default": 3, "full": 6}
 SEEDS = {"quick": 1, "default": 10, "full": 20}
