@@ -29,9 +29,11 @@ def write_means(part: Part, totals: Any, values: Any, view: Any, *, width: int) 
     together = VECTORS_TOGETHER * width
     for begin in range(0, part.size, together):
         count = min(part.size - begin, together)
-        _clear(part, totals, begin, count)
-        with w.if_any(held):
-            _sum_abreast(part, totals, values, held, begin, count, width)
+        with w.ir.if_else(w.ir.icmp_signed(">", held, INTEGER(0))) as (some, none):
+            with some:
+                _sum_abreast(part, totals, values, held, begin, count, width)
+            with none:
+                _clear(part, totals, begin, count)
         with w.loop(part.rows) as row:
             _finish(part, totals, values, held, view, begin, count, row.index)
 
