@@ -314,7 +314,8 @@ class DecodeLoop:
         assert engine is not None
         if self._door is not None:
             self._door.before_step()
-        num_samples, emitted_before = engine.num_running, engine.num_emitted_tokens
+        num_samples, context_tokens = engine.num_running, engine.num_context_tokens
+        emitted_before = engine.num_emitted_tokens
         self._step_began_s = began_s = time.monotonic()
         finished = engine.step()
         for completion in finished:
@@ -325,7 +326,9 @@ class DecodeLoop:
         now_s = time.monotonic()
         self._step_began_s, self._is_stale = None, True
         batch, emitted = num_samples or engine.num_running, engine.num_emitted_tokens - emitted_before
-        self.spans.add("step", began_s, now_s, num_samples=batch, num_tokens=emitted)
+        self.spans.add(
+            "step", began_s, now_s, num_samples=batch, num_tokens=emitted, context_tokens=context_tokens
+        )
         if finished or now_s - self._published_at_s >= self._publish_interval_s:
             self._publish(finished)
 

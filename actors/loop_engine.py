@@ -29,6 +29,11 @@ class LoopEngine(Protocol):
         """Of all decode steps so far."""
         ...
 
+    @property
+    def num_context_tokens(self) -> int:
+        """Committed tokens of the samples in slots."""
+        ...
+
     def submit(self, request: SampleRequest) -> None:
         """Queue a sample."""
         ...

@@ -24,6 +24,8 @@ class Span:
     "of a decode step"
     num_tokens: int = 0
     "emitted by a decode step"
+    context_tokens: int = 0
+    "of its samples, before it"
 
 
 class SpanLog:
@@ -42,10 +44,11 @@ class SpanLog:
         *,
         num_samples: int = 0,
         num_tokens: int = 0,
+        context_tokens: int = 0,
     ) -> None:
         """Note a stretch of the monotonic clock."""
-        offset_s = self._wall_offset_s
-        self._spans.append(Span(kind, begin_s + offset_s, end_s + offset_s, label, num_samples, num_tokens))
+        begin_s, end_s = begin_s + self._wall_offset_s, end_s + self._wall_offset_s
+        self._spans.append(Span(kind, begin_s, end_s, label, num_samples, num_tokens, context_tokens))
 
     def take(self) -> list[Span]:
         """Return what has been noted since the last call."""

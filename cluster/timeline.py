@@ -26,6 +26,8 @@ class Interval:
     "of a decode step"
     num_tokens: int = 0
     "emitted by a decode step"
+    context_tokens: int = 0
+    "of its samples, before it"
     move_id: str = ""
     "of a transfer or an arrival"
     peer: str = ""
@@ -148,6 +150,7 @@ def _interval(span: Span, began_s: float) -> Interval:
         end_s=max(span.end_s - began_s, 0.0),
         num_samples=span.num_samples,
         num_tokens=span.num_tokens,
+        context_tokens=span.context_tokens,
         move_id=move_id,
         peer=rest.partition(" ")[2],
     )

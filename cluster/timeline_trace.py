@@ -85,7 +85,7 @@ def _complete(one: Interval, thread: str, pid: int, tid: int, timeline: Timeline
     else:
         # the viewer colours by name: batches of unlike size look unlike
         kind, name = "step", f"step of {one.num_samples}"
-        args = {"samples": one.num_samples, "tokens": one.num_tokens}
+        args = {"samples": one.num_samples, "tokens": one.num_tokens, "context": one.context_tokens}
     # from rounded ends, so that what follows at once does not overlap
     duration_us = max(round(_us(one.end_s) - _us(one.begin_s), 3), _LEAST_US)
     return {

@@ -41,6 +41,7 @@ from engine.prefill import fill_committed
 from engine.prefill_plan import PrefillPiece
 from engine.refinement import Refinement, Scorer
 from engine.runner import ModelRunner
+from engine.tally import Tally
 from engine.weights import model_checksum
 from policies.base import DrafterAlarm, DraftPolicy, RefiningPolicy, WatchfulPolicy
 
@@ -77,7 +78,7 @@ class Engine:
         self.weight_version = weight_version
         self.drafter_version = drafter_version
         self.max_total_tokens = max_total_tokens
-        self.stats = GenerationStats()
+        self._tally = Tally()
         self.step_records: deque[StepRecord] = deque(maxlen=STEP_LOG_LENGTH)
         self._max_prefill_tokens = max_prefill_tokens
         self._clock = clock
@@ -190,7 +191,7 @@ class Engine:
     def decode_state(self) -> DecodeState:
         """Return the facts that a draft policy may use."""
         return DecodeState(
-            decode_step=self.stats.num_decode_steps,
+            decode_step=self._tally["num_decode_steps"],
             num_samples=len(self._batch),
             context_tokens=self._batch.context_tokens,
             max_remaining_tokens=self._batch.max_remaining_tokens,
@@ -210,9 +211,19 @@ class Engine:
         return len(self._batch)
 
     @property
+    def stats(self) -> GenerationStats:
+        """Sums over what has been done so far."""
+        return self._tally.stats
+
+    @property
     def num_emitted_tokens(self) -> int:
         """Of all decode steps so far."""
-        return self.stats.num_emitted_tokens
+        return self._tally["num_emitted_tokens"]
+
+    @property
+    def num_context_tokens(self) -> int:
+        """Committed tokens of the samples in slots."""
+        return self._batch.context_tokens
 
     @property
     def num_waiting(self) -> int:
@@ -233,7 +244,7 @@ class Engine:
             free_cache_tokens=self.exchange.cache_room.free_tokens,
             weight_version=self.weight_version,
             drafter_version=self.drafter_version,
-            decode_step=self.stats.num_decode_steps,
+            decode_step=self._tally["num_decode_steps"],
             goodput_tokens_per_s=emitted / seconds if seconds > 0 else 0.0,
             goodput_samples=sum(r.num_samples * r.step_s for r in recent) / seconds if seconds > 0 else 0.0,
             stats=self.stats,
@@ -282,7 +293,7 @@ class Engine:
         room = self.exchange.cache_room
         while (slot := room.one_too_many()) is not None:
             self.exchange.preempt(slot, weight_version=self.weight_version)
-            self.stats += GenerationStats(num_preemptions=1)
+            self._tally.add(num_preemptions=1)
 
     def _admit(self) -> None:
         first, room = len(self._batch), self.exchange.cache_room
@@ -305,7 +316,7 @@ class Engine:
         )
         if self.drafter is not None:
             self.drafter.admit(slots, self._batch)
-        self.stats += GenerationStats(num_prefill_tokens=computed, prefill_s=self._clock() - started)
+        self._tally.add(num_prefill_tokens=computed, prefill_s=self._clock() - started)
 
     def _finish(self, slot: int) -> Completion:
         """Take a finished sample out of its slot; the last one moves in."""
@@ -337,7 +348,7 @@ class Engine:
         if alarm is not None:
             self._raise_drafter_alarm(alarm)
         self.step_records.append(record)
-        self.stats += GenerationStats(
+        self._tally.add(
             num_decode_steps=1,
             num_sample_steps=record.num_samples,
             num_draft_tokens=record.num_draft_tokens,

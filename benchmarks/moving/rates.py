@@ -1,16 +1,16 @@
 """What two instances of this machine deliver, measured as a rollout runs them: the simulator's truth.
 
 Goodput over the number of running samples comes from the decode steps of whole rollouts, in which few samples run at
-the end and these are the longest: drafts deep in a response are accepted less often. Each rollout with all instances
-busy stands beside one with a single busy instance. The machine's pace drifts by a fifth within minutes, so
-`at_this_pace` looks again before each scene.
+the end and these are the longest. What contexts cost comes from rollouts of long samples beside them: as many samples
+with longer contexts, whose caches take longer to read. Each rollout with all instances busy stands beside one with a
+single busy instance. The machine's pace drifts by a fifth within minutes, so `at_this_pace` looks again before each
+scene.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from itertools import pairwise
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
@@ -23,30 +23,61 @@ from policies.reallocation.rate_curve import RateCurve
 PACE_SAMPLES = 32
 "Of each instance in a look at the pace: the longest ones."
 BINS_PER_OCTAVE = 2
-"Of numbers of running samples; steps of a bin make one point of the curve."
+"Of numbers of running samples; stretches of a bin make one point of the curve."
+STRETCH_S = 0.2
+"Decode steps that follow each other are taken together up to so long: a single one emits few tokens, or many."
 FIRST_INDEX = 500_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Steps:
-    """Decode steps without a prefill, [n] each."""
+class Stretches:
+    """Decode steps without a prefill, some that follow each other taken together; [n] each."""
 
+    num_steps: np.ndarray
     num_samples: np.ndarray
+    "in the mean"
+    context_tokens: np.ndarray
+    "of all of them together, in the mean"
     num_tokens: np.ndarray
+    "emitted"
     seconds: np.ndarray
 
     def curve(self) -> RateCurve:
-        """Goodput over running samples."""
+        """Goodput over running samples and their contexts."""
         bins = np.floor(BINS_PER_OCTAVE * np.log2(self.num_samples)).astype(np.int64)
-        count, samples, tokens, seconds = (
-            np.bincount(bins, weights) for weights in (None, self.num_samples, self.num_tokens, self.seconds)
+        sums = (
+            np.bincount(bins, column)
+            for column in (
+                self.num_steps,
+                self.num_steps * self.num_samples,
+                self.num_steps * self.context_tokens,
+                self.num_tokens,
+                self.seconds,
+            )
         )
-        known = tokens > 0
-        return RateCurve((samples[known] / count[known]).tolist(), (tokens[known] / seconds[known]).tolist())
+        steps, samples, context, tokens, seconds = np.stack(list(sums))[:, np.bincount(bins) > 0]
+        points = samples / steps
+        return RateCurve(
+            points.tolist(),
+            (tokens / seconds).tolist(),
+            context_tokens=(context / steps).tolist(),
+            # a sample gets several tokens for one reading
+            context_token_s=(self._read_s(points) * samples / tokens).tolist(),
+        )
 
     def over(self, curve: RateCurve) -> float:
         """How many times as fast these steps were as the curve has it."""
-        return float((self.num_tokens / curve.goodput(self.num_samples)).sum() / self.seconds.sum())
+        expected_s = self.num_tokens / curve.goodput(self.num_samples, self.context_tokens)
+        return float(expected_s.sum() / self.seconds.sum())
+
+    def _read_s(self, points: np.ndarray) -> float:
+        """What a token of context adds to a decode step, beside a line between any two numbers of samples."""
+        hats = np.stack([np.interp(self.num_samples, points, hat) for hat in np.eye(len(points))], axis=1)
+        features = np.concatenate([hats, self.context_tokens[:, None]], axis=1)
+        step_s = self.seconds / self.num_steps
+        # relative errors: every number of samples counts alike
+        fitted = np.linalg.lstsq(features / step_s[:, None], np.ones(len(step_s)), rcond=None)[0]
+        return max(float(fitted[-1]), 0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,27 +95,30 @@ class Rates:
         """The same rates scaled to what the machine delivers now, for the longest of the lengths."""
         longest = np.sort(lengths)[-PACE_SAMPLES:]
         curve = self.curve.copy()
-        curve.factor *= _steps(pool, workload, longest, busy=len(pool.handles)).over(self.curve)
+        curve.factor *= _stretches(pool, workload, longest, busy=len(pool.handles)).over(self.curve)
         return replace(self, curve=curve)
 
 
 def measured_rates(pool: ActorPool, workload: Workload, lengths: np.ndarray, rounds: int) -> Rates:
     """Measure; `lengths` [n] are those of one instance's samples in a rollout."""
-    busy: list[Steps] = []
-    alone: list[Steps] = []
+    busy: list[Stretches] = []
+    alone: list[Stretches] = []
+    long: list[Stretches] = []
+    longer_half = np.repeat(np.sort(lengths)[len(lengths) // 2 :], 2)
     for _ in range(rounds):
         # beside each other in time: the pace drifts
-        busy.append(_steps(pool, workload, lengths, busy=len(pool.handles)))
-        alone.append(_steps(pool, workload, lengths, busy=1))
-    curve = _join(busy).curve()
+        busy.append(_stretches(pool, workload, lengths, busy=len(pool.handles)))
+        alone.append(_stretches(pool, workload, lengths, busy=1))
+        long.append(_stretches(pool, workload, longer_half, busy=len(pool.handles)))
+    curve = _join([*busy, *long]).curve()
     return Rates(
         curve=curve,
-        alone_speedup=_join(alone).over(curve),
+        alone_speedup=_join(alone).over(curve) / _join(busy).over(curve),
         prompt_token_s=_prompt_token_s(pool, workload),
     )
 
 
-def _steps(pool: ActorPool, workload: Workload, lengths: np.ndarray, *, busy: int) -> Steps:
+def _stretches(pool: ActorPool, workload: Workload, lengths: np.ndarray, *, busy: int) -> Stretches:
     """Of the first `busy` instances while all of them decode, each with samples of these lengths."""
     # an idle instance gets as many samples of one token each: binding is by number
     asked = np.ones((len(lengths), len(pool.handles)), dtype=np.int64)
@@ -94,32 +128,37 @@ def _steps(pool: ActorPool, workload: Workload, lengths: np.ndarray, *, busy: in
         binding="static",
     )
     most = sorted(outcome.stats, key=lambda name: -outcome.stats[name].num_emitted_tokens)[:busy]
-    return steps_of([outcome.spans[name] for name in most])
+    return stretches_of([outcome.spans[name] for name in most])
 
 
-def steps_of(instances: Sequence[Sequence[Span]]) -> Steps:
+def stretches_of(instances: Sequence[Sequence[Span]]) -> Stretches:
     """The decode steps of instances until the first of them is done, without those that admit samples."""
     lanes = [[span for span in spans if span.kind == "step"] for spans in instances]
     until_s = min(steps[-1].end_s for steps in lanes)
-    kept: list[tuple[int, int, float]] = []
-    for steps in lanes:
-        admitted = int(np.argmax([step.num_samples for step in steps]))
-        # from the end of the one before: what lies between two steps counts too
-        kept += [
-            (step.num_samples, step.num_tokens, step.end_s - before.end_s)
-            for before, step in pairwise(steps[admitted:])
-            if step.end_s <= until_s
-        ]
-    num_samples, num_tokens, seconds = (np.array(column) for column in zip(*kept, strict=True))
-    return Steps(num_samples=num_samples, num_tokens=num_tokens, seconds=seconds)
+    return _join([_of_lane([step for step in steps if step.end_s <= until_s]) for steps in lanes])
 
 
-def _join(parts: Sequence[Steps]) -> Steps:
-    return Steps(
-        num_samples=np.concatenate([part.num_samples for part in parts]),
-        num_tokens=np.concatenate([part.num_tokens for part in parts]),
-        seconds=np.concatenate([part.seconds for part in parts]),
+def _of_lane(steps: Sequence[Span]) -> Stretches:
+    admitted = int(np.argmax([step.num_samples for step in steps]))
+    # from the end of the one before: what lies between two steps counts too
+    ends_s = np.array([step.end_s for step in steps[admitted:]])
+    seconds = np.diff(ends_s)
+    rows = np.array([(1, s.num_samples, s.context_tokens, s.num_tokens) for s in steps[admitted + 1 :]])
+    before_s = ends_s[:-1] - ends_s[0]
+    _, first = np.unique(np.floor(before_s / STRETCH_S), return_index=True)
+    count, samples, context, tokens = np.add.reduceat(rows.astype(float), first).T
+    return Stretches(
+        num_steps=count,
+        num_samples=samples / count,
+        context_tokens=context / count,
+        num_tokens=tokens,
+        seconds=np.add.reduceat(seconds, first),
     )
+
+
+def _join(parts: Sequence[Stretches]) -> Stretches:
+    columns = {field.name: [getattr(part, field.name) for part in parts] for field in fields(Stretches)}
+    return Stretches(**{name: np.concatenate(values) for name, values in columns.items()})
 
 
 def _prompt_token_s(pool: ActorPool, workload: Workload) -> float:

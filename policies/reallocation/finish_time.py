@@ -6,7 +6,8 @@ per sample:
     seconds = integral over x of  P(any sample needs more than x)  *  seconds_per_token(samples left, given that any is)
 
 The first factor makes it an expected maximum: for lengths that are certain it is exact. Lengths and x are cut into
-cells of a few tokens, so that whole pools are a few matrix products.
+cells of a few tokens, so that whole pools are a few matrix products. The speed also depends on the contexts of those
+that are left, which are expected in the same way.
 
 What a move changes is when *both* of its instances are done: the expected later one of two times, not the later one of
 two expected times. The latter shrinks whenever a sample leaves the later instance, as if its long tail were gone.
@@ -33,20 +34,18 @@ class Outlook:
 
     cell_tokens: int
     "width of a cell"
-    alive: np.ndarray
-    "[L, X] mean probability that a sample still runs in the cell of further tokens"
-    log_done: np.ndarray
-    "[L, X] log(1 - alive)"
+    terms: np.ndarray
+    "[L, 3, X] what one sample adds to each sum of a `Load`"
     mean_remaining: np.ndarray
     "[L] expected further tokens"
 
     def cell(self, response_tokens: np.ndarray) -> np.ndarray:
         """The row of each length."""
-        return np.minimum(response_tokens // self.cell_tokens, len(self.alive) - 1)
+        return np.minimum(response_tokens // self.cell_tokens, len(self.terms) - 1)
 
     def counts(self, instance: np.ndarray, response_tokens: np.ndarray, num_instances: int) -> np.ndarray:
         """[K, L] samples by instance and cell; `instance` [n] is the number of each sample's instance."""
-        rows = len(self.alive)
+        rows = len(self.terms)
         flat = np.bincount(
             instance * rows + self.cell(response_tokens), minlength=num_instances * rows
         ).reshape(num_instances, rows)
@@ -55,10 +54,9 @@ class Outlook:
     def load(self, counts: np.ndarray) -> Load:
         """What is expected of instances with these samples; `counts` [K, L]."""
         # not by BLAS: its threads wait for each other where decode threads hold the cores
-        per_sample = np.concatenate([self.alive, self.log_done], axis=1, dtype=np.float32)
-        summed = np.einsum("kl,lx->kx", counts.astype(np.float32), per_sample).astype(np.float64)
-        alive, log_done = np.split(summed, 2, axis=1)
-        return Load(cell_tokens=self.cell_tokens, alive=alive, log_done=log_done)
+        terms = self.terms.reshape(len(self.terms), -1).astype(np.float32)
+        summed = np.einsum("kl,lx->kx", counts.astype(np.float32), terms).astype(np.float64)
+        return Load(cell_tokens=self.cell_tokens, sums=summed.reshape(len(counts), *self.terms.shape[1:]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,16 +65,20 @@ class Load:
 
     cell_tokens: int
     "width of a cell"
-    alive: np.ndarray
-    "[..., X] expected number of samples that still run"
-    log_done: np.ndarray
-    "[..., X] log of the probability that none does"
+    sums: np.ndarray
+    """[..., 3, X] over samples: the number that still runs, the log of the probability that none does, the context
+    tokens of those that do"""
 
     def course(self, curve: RateCurve) -> Course:
         """How the instances go on."""
-        any_left = -np.expm1(np.minimum(self.log_done, 0.0))
-        left = np.maximum(self.alive, any_left) / np.maximum(any_left, SURE)
-        return Course(any_left=any_left, cell_s=self.cell_tokens * curve.seconds_per_token(left))
+        alive, log_done, context = (self.sums[..., term, :] for term in range(3))
+        any_left = -np.expm1(np.minimum(log_done, 0.0))
+        given = np.maximum(any_left, SURE)
+        left = np.maximum(alive, any_left) / given
+        context_left = np.maximum(context, 0.0) / given
+        return Course(
+            any_left=any_left, cell_s=self.cell_tokens * curve.seconds_per_token(left, context_left)
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,8 +95,11 @@ class Course:
         return (self.any_left * self.cell_s).sum(axis=-1)
 
 
-def outlook(survival: Survival, *, cells: int = CELLS) -> Outlook:
-    """Cut the survival curve into at most so many cells; each stands for the length in its middle."""
+def outlook(survival: Survival, *, prompt_tokens: float = 0.0, cells: int = CELLS) -> Outlook:
+    """Cut the survival curve into at most so many cells; each stands for the length in its middle.
+
+    `prompt_tokens`: of a sample, in the mean.
+    """
     limit = survival.limit
     width = -(-limit // cells)
     rows = -(-limit // width)
@@ -107,10 +112,10 @@ def outlook(survival: Survival, *, cells: int = CELLS) -> Outlook:
     now = survival.probability[lengths][:, None]
     alive = np.where(now > 0, inside / (width * np.where(now > 0, now, 1.0)), 0.0)
     alive = np.clip(alive, 0.0, 1.0)
+    context = prompt_tokens + lengths[:, None] + width * (np.arange(rows) + 0.5)
     return Outlook(
         cell_tokens=width,
-        alive=alive,
-        log_done=np.log1p(-np.minimum(alive, 1.0 - SURE)),
+        terms=np.stack([alive, np.log1p(-np.minimum(alive, 1.0 - SURE)), alive * context], axis=1),
         mean_remaining=survival.mean_remaining()[lengths],
     )
 

@@ -108,7 +108,11 @@ class FinishTimePolicy:
         return self._load(pool, expected).course(self._curve).finish_seconds()
 
     def _expect(self, view: PoolView, pool: FlatPool) -> Outlook:
-        return outlook(self._history.survival(view.max_new_tokens, pool.response_tokens))
+        prompt_tokens = pool.context_tokens - pool.response_tokens
+        return outlook(
+            self._history.survival(view.max_new_tokens, pool.response_tokens),
+            prompt_tokens=float(prompt_tokens.mean()) if len(prompt_tokens) else 0.0,
+        )
 
     def _load(self, pool: FlatPool, expected: Outlook) -> Load:
         """What every instance has, with what is on its way to it and what the queue will bring."""
@@ -166,6 +170,9 @@ class FinishTimePolicy:
 
     def _observe_rates(self, pool: FlatPool) -> None:
         """Compare goodput with its prediction where samples run."""
-        known = (pool.num_running > 0) & (pool.goodput_tokens_per_s > 0)
+        mean_context = pool.mean_context_tokens
+        known = (mean_context > 0) & (pool.goodput_tokens_per_s > 0)
         if known.any():
-            self._curve.observe(pool.goodput_samples[known], pool.goodput_tokens_per_s[known])
+            samples = pool.goodput_samples[known]
+            context = samples * mean_context[known]
+            self._curve.observe(samples, pool.goodput_tokens_per_s[known], context)

@@ -35,7 +35,7 @@ class Hurdle:
 
     cost_margin: float = 2.0
     "so many times what it costs, where .."
-    start_share: float = 0.015
+    start_share: float = 0.03
     "an even share of the pool's load would gain the pair this share of the rollout's whole time, past and to come .."
     chance: float = 1.5
     ".. and their numbers of samples differ by more than so many square roots of their sum"
@@ -100,7 +100,7 @@ class _Search:
     ) -> None:
         self._pool, self._expected, self._curve = pool, expected, curve
         self._cost, self._may_move, self._hurdle = cost, may_move, hurdle
-        self._alive, self._log_done = load.alive.copy(), load.log_done.copy()
+        self._sums = load.sums.copy()
         self._done_s = load.course(curve).finish_seconds()
         self._whole_s = elapsed_s + float(self._done_s.max(initial=0.0))
         self._placed = pool.num_placed
@@ -139,11 +139,7 @@ class _Search:
 
     def _worth_a_look(self, source: np.ndarray, destination: np.ndarray) -> np.ndarray:
         """[P] whether an even share of the pool's load would gain a pair enough."""
-        share = Load(
-            cell_tokens=self._expected.cell_tokens,
-            alive=self._alive.mean(axis=0),
-            log_done=self._log_done.mean(axis=0),
-        ).course(self._curve)
+        share = self._load(self._sums.mean(axis=0)).course(self._curve)
         before = both_done_seconds(
             self._of(source).course(self._curve), self._of(destination).course(self._curve)
         )
@@ -206,26 +202,20 @@ class _Search:
         place = start[:, None] + np.rint(share * (size[:, None] - 1)).astype(np.int64)
         return self._longest_first[place]
 
+    def _load(self, sums: np.ndarray) -> Load:
+        return Load(cell_tokens=self._expected.cell_tokens, sums=sums)
+
     def _of(self, instance: np.ndarray) -> Load:
-        return Load(
-            cell_tokens=self._expected.cell_tokens,
-            alive=self._alive[instance],
-            log_done=self._log_done[instance],
-        )
+        return self._load(self._sums[instance])
 
     def _moved(self, instance: np.ndarray, rows: np.ndarray, sign: float) -> Load:
         """[P, C] the instances with one sample more or less."""
-        return Load(
-            cell_tokens=self._expected.cell_tokens,
-            alive=self._alive[instance][:, None] + sign * self._expected.alive[rows],
-            log_done=self._log_done[instance][:, None] + sign * self._expected.log_done[rows],
-        )
+        return self._load(self._sums[instance][:, None] + sign * self._expected.terms[rows])
 
     def _apply(self, source: np.ndarray, destination: np.ndarray, rows: np.ndarray) -> None:
         """Take samples of these lengths from sources to destinations; no instance is named twice."""
         for instance, sign in ((source, -1.0), (destination, 1.0)):
-            self._alive[instance] += sign * self._expected.alive[rows]
-            self._log_done[instance] += sign * self._expected.log_done[rows]
+            self._sums[instance] += sign * self._expected.terms[rows]
             self._done_s[instance] = self._of(instance).course(self._curve).finish_seconds()
         # the slot that a source will have is not there yet
         self._free[destination] -= 1

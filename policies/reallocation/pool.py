@@ -47,6 +47,13 @@ class FlatPool:
         """[K] samples that stay or arrive at each instance."""
         return np.diff(self.start) + self.num_arriving + self.num_from_queue
 
+    @property
+    def mean_context_tokens(self) -> np.ndarray:
+        """[K] of the samples that may be moved from there; 0 where there is none."""
+        held = np.diff(self.start)
+        total = np.bincount(self.instance, weights=self.context_tokens, minlength=len(held))
+        return total / np.maximum(held, 1)
+
 
 def flatten(view: PoolView) -> FlatPool:
     """Put a view into arrays; queued samples are bound to free slots as pull would do it."""

@@ -2,11 +2,15 @@
 
 Between known points seconds per token are a line in B, as the cost of a forward is. Both curves are made monotone:
 more samples never deliver less together, and never faster each.
+
+Attention reads every context in every forward, so seconds per token also grow with the contexts of all samples
+together: base(B) + slope(B) * context tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 
 import numpy as np
 
@@ -18,48 +22,88 @@ from profiles.profile import Profile
 
 FACTOR_STEP = 0.05
 FACTOR_RANGE = (0.2, 5.0)
+MOST_CONTEXT_SHARE = 0.9
+"Of the seconds at a point: no more is taken to be reading contexts."
 
 
 class RateCurve:
     """Goodput over the number of running samples, corrected by one slow factor for what this run delivers."""
 
-    def __init__(self, num_samples: Sequence[float], goodput_tokens_per_s: Sequence[float]) -> None:
+    def __init__(
+        self,
+        num_samples: Sequence[float],
+        goodput_tokens_per_s: Sequence[float],
+        *,
+        context_tokens: Sequence[float] | None = None,
+        context_token_s: Sequence[float] | None = None,
+    ) -> None:
         """Make the curve from points, in any order; equal numbers of samples count as their mean.
 
-        Raises ValueError when there is no point, or one that is not above 0.
+        Args:
+            num_samples: [n] that run.
+            goodput_tokens_per_s: [n] of all of them together.
+            context_tokens: [n] of all of them together at that goodput; must be given with the next.
+            context_token_s: [n] what a token of context adds to seconds per token; nothing where it is not given.
+
+        Raises ValueError when there is no point, or one that is not above 0, or a context or its cost below 0.
         """
         samples, rates = np.asarray(num_samples, dtype=float), np.asarray(goodput_tokens_per_s, dtype=float)
-        good = len(samples) == len(rates) > 0 and (samples > 0).all() and (rates > 0).all()
+        context, slope = (
+            np.zeros(len(samples)) if given is None else np.asarray(given, dtype=float)
+            for given in (context_tokens, context_token_s)
+        )
+        good = len(samples) == len(rates) == len(context) == len(slope) > 0
+        good = (
+            good and (samples > 0).all() and (rates > 0).all() and (context >= 0).all() and (slope >= 0).all()
+        )
         if not good:
-            raise ValueError(f"expected points above 0 of as many samples as rates, got {samples}, {rates}")
+            raise ValueError(
+                f"expected as many points above 0 of samples as of rates, contexts and their costs, "
+                f"got {samples}, {rates}, {context}, {slope}"
+            )
         self._samples, group = np.unique(samples, return_inverse=True)
-        means = np.bincount(group, weights=rates) / np.bincount(group)
+        means, self._context, self._slope = (
+            np.bincount(group, weights=values) / np.bincount(group) for values in (rates, context, slope)
+        )
         together = np.maximum.accumulate(means)
         self._seconds = np.maximum.accumulate(self._samples / together)
-        # the line goes on behind the last point; one point is taken for saturation
-        self._slope = float(self._seconds[-1] / self._samples[-1])
-        if len(self._samples) > 1:
-            self._slope = float(np.diff(self._seconds[-2:])[0] / np.diff(self._samples[-2:])[0])
+        # contexts never explain more than nearly all of what was measured
+        most = MOST_CONTEXT_SHARE * self._seconds / np.maximum(self._context, 1e-9)
+        self._slope = np.minimum(self._slope, most)
+        self._base = np.maximum.accumulate(self._seconds - self._slope * self._context)
+        # lines go on behind the last point; one point is taken for saturation
+        self._growth = (self._last_growth(self._seconds), self._last_growth(self._base))
         self.factor = 1.0
         "delivered over predicted, of late"
 
-    def seconds_per_token(self, num_samples: np.ndarray | float) -> np.ndarray:
-        """Seconds until each of B samples has one more token; for B below 1 as for 1, beyond the points a line."""
-        wanted = np.maximum(np.asarray(num_samples, dtype=float), 1.0)
-        known, seconds = self._samples, self._seconds
-        inside = np.interp(wanted, known, seconds)
-        beyond = np.maximum(wanted - known[-1], 0.0)
-        return (inside + self._slope * beyond) / self.factor
+    def seconds_per_token(
+        self, num_samples: np.ndarray | float, context_tokens: np.ndarray | float | None = None
+    ) -> np.ndarray:
+        """Seconds until each of B samples has one more token; for B below 1 as for 1, beyond the points a line.
 
-    def goodput(self, num_samples: np.ndarray | float) -> np.ndarray:
-        """Tokens per second of the whole instance with B samples."""
-        return np.maximum(np.asarray(num_samples, dtype=float), 1.0) / self.seconds_per_token(num_samples)
+        `context_tokens`: of all of them together; None: what they were when the points were measured.
+        """
+        wanted = np.maximum(np.asarray(num_samples, dtype=float), 1.0)
+        beyond = np.maximum(wanted - self._samples[-1], 0.0)
+        if context_tokens is None:
+            return (np.interp(wanted, self._samples, self._seconds) + self._growth[0] * beyond) / self.factor
+        base = np.interp(wanted, self._samples, self._base) + self._growth[1] * beyond
+        return (base + np.interp(wanted, self._samples, self._slope) * context_tokens) / self.factor
+
+    def context_token_s(self, num_samples: np.ndarray | float) -> np.ndarray:
+        """What each token of context adds to the seconds per token of B samples."""
+        return np.interp(np.asarray(num_samples, dtype=float), self._samples, self._slope) / self.factor
+
+    def goodput(
+        self, num_samples: np.ndarray | float, context_tokens: np.ndarray | float | None = None
+    ) -> np.ndarray:
+        """Tokens per second of the whole instance with B samples; `context_tokens` as above."""
+        samples = np.maximum(np.asarray(num_samples, dtype=float), 1.0)
+        return samples / self.seconds_per_token(samples, context_tokens)
 
     def copy(self) -> RateCurve:
         """The same curve with a factor of its own."""
-        made = RateCurve(self._samples.tolist(), (self._samples / self._seconds).tolist())
-        made.factor = self.factor
-        return made
+        return copy(self)
 
     def knee(self, max_samples: int) -> int:
         """Number of samples up to `max_samples` at which goodput saturates.
@@ -75,11 +119,23 @@ class RateCurve:
         above = (rates - line) / rates[-1]
         return int(samples[above.argmax()]) if above.max() > 1e-3 else max_samples
 
-    def observe(self, num_samples: np.ndarray, goodput_tokens_per_s: np.ndarray) -> None:
+    def observe(
+        self,
+        num_samples: np.ndarray,
+        goodput_tokens_per_s: np.ndarray,
+        context_tokens: np.ndarray | None = None,
+    ) -> None:
         """Compare what instances deliver with their prediction; the median counts, and moves the factor slowly."""
-        ratio = float(np.median(np.asarray(goodput_tokens_per_s) / self.goodput(num_samples)))
+        expected = self.goodput(num_samples, context_tokens)
+        ratio = float(np.median(np.asarray(goodput_tokens_per_s) / expected))
         step = FACTOR_STEP * float(np.clip(np.log(max(ratio, 1e-9)), -0.5, 0.5))
         self.factor = float(np.clip(self.factor * np.exp(step), *FACTOR_RANGE))
+
+    def _last_growth(self, seconds: np.ndarray) -> float:
+        """What one more sample adds behind the last point."""
+        if len(seconds) == 1:
+            return float(seconds[-1] / self._samples[-1])
+        return float(np.diff(seconds[-2:])[0] / np.diff(self._samples[-2:])[0])
 
 
 def rate_curve_from_profile(
@@ -94,7 +150,7 @@ def rate_curve_from_profile(
 
     Args:
         profile: of the pair on this machine.
-        context_tokens: of each sample.
+        context_tokens: of each sample where the curve is told of none; the slope is from there to twice that.
         max_nodes: most draft nodes verified per sample.
         max_depth: most levels drafted.
         speculation: false where nothing is drafted.
@@ -102,19 +158,31 @@ def rate_curve_from_profile(
     shapes = ShapeTable(profile.yields, max_depth)
     path = AcceptanceRecalibration(np.diff(profile.yields[0].curve)[:max_depth]).path
     record = TrackRecord(doubt=0.0)
-    points: list[int] = []
+    batches = _batches(profile.max_samples)
     rates: list[float] = []
-    for batch in _batches(profile.max_samples):
-        views = {
+    slopes: list[float] = []
+    for batch in batches:
+        costs = {
             width: BatchCosts(
                 profile.cost, num_samples=batch, width=width, max_nodes=max_nodes, max_levels=max_depth
-            ).at(batch * context_tokens)
+            )
             for width in (shapes.widths if speculation else [1])
         }
-        plain = batch / float(views[1].uniform_s[0] + views[1].draft_s[0])
-        points.append(batch)
-        rates.append(max(plain, shapes.best(views, path, record).goodput) if speculation else plain)
-    return RateCurve(points, rates)
+
+        def rate(context: int, batch: int = batch, costs: dict[int, BatchCosts] = costs) -> float:
+            views = {width: cost.at(batch * context) for width, cost in costs.items()}
+            plain = batch / float(views[1].uniform_s[0] + views[1].draft_s[0])
+            return max(plain, shapes.best(views, path, record).goodput) if speculation else plain
+
+        near, far = rate(context_tokens), rate(2 * context_tokens)
+        rates.append(near)
+        slopes.append(max(batch / far - batch / near, 0.0) / (batch * context_tokens))
+    return RateCurve(
+        batches,
+        rates,
+        context_tokens=[batch * context_tokens for batch in batches],
+        context_token_s=slopes,
+    )
 
 
 def _batches(most: int) -> list[int]:

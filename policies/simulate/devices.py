@@ -50,17 +50,25 @@ class Device:
         return max(read_s, compute_s) + kv_s
 
     def rate_curve(self, *, context_tokens: int, max_samples: int, speculation: bool) -> RateCurve:
-        """Goodput over samples; with speculation the chain that is best for each number of samples."""
+        """Goodput over samples; with speculation the chain that is best for each number of samples.
+
+        `context_tokens`: of each sample, where the chain is chosen.
+        """
         batches = np.unique(np.rint(np.geomspace(1, max_samples, 48)).astype(int)).tolist()
-        rates = []
+        rates: list[float] = []
+        slopes: list[float] = []
         for batch in batches:
-            best = 0.0
+            best, slope = 0.0, 0.0
             for drafted in range(self.max_draft_tokens + 1 if speculation else 1):
                 tokens = (1.0 - self.acceptance ** (drafted + 1)) / (1.0 - self.acceptance)
                 seconds = self.step_s(batch, drafted + 1, context_tokens) + drafted * self.draft_level_s
-                best = max(best, batch * tokens / seconds)
+                if batch * tokens / seconds > best:
+                    best = batch * tokens / seconds
+                    slope = self.kv_bytes_per_token / self.bytes_per_s / tokens
             rates.append(best)
-        return RateCurve(batches, rates)
+            slopes.append(slope)
+        contexts = [batch * context_tokens for batch in batches]
+        return RateCurve(batches, rates, context_tokens=contexts, context_token_s=slopes)
 
 
 H100_CLASS = Device(

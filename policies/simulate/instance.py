@@ -1,17 +1,24 @@
-"""One simulated instance: all its samples get tokens at one speed, which its number of samples sets."""
+"""One simulated instance: all its samples get tokens at one speed, set by their number and their contexts.
+
+Seconds per token are a line in the context tokens of all samples together, and these grow with every token: progress
+of p takes pace * p + growth / 2 * p^2 seconds.
+"""
 
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Sequence
 
 
 class SimulatedInstance:
     """Progress is counted in tokens of a mean sample since the start; time only moves forward."""
 
-    def __init__(self, seconds_per_token: Sequence[float], bystander_share: float) -> None:
-        """`seconds_per_token[B]`, B up to the number of slots."""
-        self._seconds_per_token = seconds_per_token
+    def __init__(
+        self, base_s: Sequence[float], context_token_s: Sequence[float], bystander_share: float
+    ) -> None:
+        """Seconds per token of B samples are `base_s[B] + context_token_s[B] * context`, B up to the slots."""
+        self._base_s, self._context_token_s = base_s, context_token_s
         self._bystander_share = bystander_share
         self.now_s = 0.0
         self.progress = 0.0
@@ -24,11 +31,34 @@ class SimulatedInstance:
         self.running: dict[int, float] = {}
         "sample -> progress at which it is done"
         self._ends: list[tuple[float, int]] = []
+        self._contexts: dict[int, tuple[float, float]] = {}
+        "sample -> context tokens less its speed times progress; speed"
+        self._context = 0.0
+        "the sum of the former"
+        self._speed = 0.0
+        "the sum of the latter: context tokens by which the instance grows with progress"
 
     @property
-    def _pace(self) -> float:
+    def context_tokens(self) -> float:
+        """Of all samples now."""
+        return self._context + self._speed * self.progress
+
+    @property
+    def goodput(self) -> float:
+        """Tokens of mean samples per second, transfers aside; 0 without samples."""
+        return len(self.running) / self._curve()[0] if self.running else 0.0
+
+    def _curve(self) -> tuple[float, float]:
+        """Seconds per token now, and what they grow by with each."""
+        token_s = self._context_token_s[len(self.running)] / self.speedup
+        base_s = self._base_s[len(self.running)] / self.speedup
+        return base_s + token_s * self.context_tokens, token_s * self._speed
+
+    def _line(self) -> tuple[float, float]:
+        """The same while transfers go on, if any do."""
         slower = 1.0 + (self._bystander_share if self.num_transfers else 0.0)
-        return self._seconds_per_token[len(self.running)] * slower / self.speedup
+        pace, growth = self._curve()
+        return pace * slower, growth * slower
 
     def advance(self, now_s: float) -> None:
         """Let time pass; no sample may end before `now_s`."""
@@ -37,7 +67,8 @@ class SimulatedInstance:
         if self.running:
             decoding_s = now_s - self.now_s - held_s
             self.busy_s += decoding_s
-            self.progress += decoding_s / self._pace
+            pace, growth = self._line()
+            self.progress += 2.0 * decoding_s / (pace + math.sqrt(pace**2 + 2.0 * growth * decoding_s))
         self.now_s = now_s
 
     def block(self, seconds: float) -> float:
@@ -45,15 +76,30 @@ class SimulatedInstance:
         self.blocked_until_s = max(self.blocked_until_s, self.now_s) + seconds
         return self.blocked_until_s
 
-    def add(self, sample: int, tokens_to_go: float) -> None:
-        """Take a sample that needs so many tokens of a mean sample; the instance is up to date."""
+    def add(self, sample: int, tokens_to_go: float, *, context_tokens: float, speed: float = 1.0) -> None:
+        """Take a sample; the instance is up to date.
+
+        Args:
+            sample: its number.
+            tokens_to_go: what it needs, in tokens of a mean sample.
+            context_tokens: prompt and response so far.
+            speed: its own tokens for one of the mean sample.
+        """
         end = self.progress + tokens_to_go
         self.running[sample] = end
         heapq.heappush(self._ends, (end, sample))
+        self._contexts[sample] = (context_tokens - speed * self.progress, speed)
+        self._context += self._contexts[sample][0]
+        self._speed += speed
 
-    def remove(self, sample: int) -> float:
-        """Give a sample up; returns what it still needs."""
-        return self.running.pop(sample) - self.progress
+    def remove(self, sample: int) -> tuple[float, float]:
+        """Give a sample up; returns what it still needs, and its context tokens."""
+        before, speed = self._contexts.pop(sample)
+        self._context, self._speed = self._context - before, self._speed - speed
+        if not self._contexts:
+            # nothing is left of rounding either
+            self._context = self._speed = 0.0
+        return self.running.pop(sample) - self.progress, before + speed * self.progress
 
     def next_end(self) -> tuple[float, int] | None:
         """When the next sample will be done if nothing changes, and which."""
@@ -63,4 +109,6 @@ class SimulatedInstance:
             return None
         end, sample = self._ends[0]
         start_s = max(self.now_s, self.blocked_until_s)
-        return start_s + max(end - self.progress, 0.0) * self._pace, sample
+        pace, growth = self._line()
+        to_go = max(end - self.progress, 0.0)
+        return start_s + to_go * (pace + growth / 2.0 * to_go), sample

@@ -14,30 +14,36 @@ from policies.simulate.records import PoolSetup, Samples
 
 EXACT_SAMPLES = 256
 "With more samples running, they are spread anew after a 256th of them has ended."
+STEP_TOKENS = 16.0
+"Or after so many tokens: contexts grow meanwhile."
 
 
 def perfect_finish_s(samples: Samples, setup: PoolSetup) -> float:
     """Seconds until the last sample is done; prompts are computed by all instances together, at no wait."""
     num_instances = setup.num_instances
-    to_go = samples.response_tokens / samples.speed
+    to_go, context = samples.response_tokens / samples.speed, samples.prompt_tokens.astype(float)
     room = num_instances * setup.num_slots
-    running, waiting = np.sort(to_go[:room])[::-1], to_go[room:]
+    running, waiting = np.split(np.arange(len(samples)), [room])
     now_s = float(samples.prompt_tokens.sum()) * setup.prompt_token_s / num_instances
     while len(running):
         # longest first, so the emptier instances have the front of the line
+        running = running[np.argsort(-to_go[running], kind="stable")]
         share, more = divmod(len(running), num_instances)
         num_emptier = (num_instances - more) * share
-        pace = setup.curve.seconds_per_token(np.array([share, share + 1]))
+        sizes = np.array([share, share + 1])
+        # as they are in the middle of the step
+        grown = min(float(to_go[running[-1]]), STEP_TOKENS) / 2.0
+        pace = setup.curve.seconds_per_token(sizes, sizes * (context[running].mean() + grown))
         seconds = np.where(np.arange(len(running)) < num_emptier, pace[0], pace[1])
-        ends_s = running * seconds
         count = max(1, len(running) // EXACT_SAMPLES)
-        step_s = float(np.partition(ends_s, count - 1)[count - 1])
+        end_s = float(np.partition(to_go[running] * seconds, count - 1)[count - 1])
+        step_s = min(end_s, STEP_TOKENS * float(seconds.min()))
         now_s += step_s
-        running = running - step_s / seconds
-        running = running[running > 1e-9]
-        admitted = min(room - len(running), len(waiting))
-        running = np.sort(np.concatenate([running, waiting[:admitted]]))[::-1]
-        waiting = waiting[admitted:]
+        to_go[running] -= step_s / seconds
+        context[running] += step_s / seconds * samples.speed[running]
+        running = running[to_go[running] > 1e-9]
+        admitted, waiting = np.split(waiting, [room - len(running)])
+        running = np.concatenate([running, admitted])
     return now_s
 
 
@@ -45,13 +51,13 @@ def least_finish_s(samples: Samples, setup: PoolSetup) -> float:
     """A time that nothing beats: no rule, no order of arrival, all lengths known, moves at no cost.
 
     A sample that shares an instance with B - 1 others takes a B-th part of it and gets 1 / seconds_per_token(B) tokens
-    a second. So a sample that must get r tokens a second takes at least c(r) of an instance, c being the lower convex
-    hull of these points; a time T is long enough only if c(tokens / T) summed over the samples is at most K.
+    a second; contexts are taken to stay as short as the shortest prompt. So a sample that must get r tokens a second
+    takes at least c(r) of an instance, c being the lower convex hull of these points; a time T is long enough only if
+    c(tokens / T) summed over the samples is at most K.
     """
     counts = np.arange(1, setup.num_slots + 1)
-    rate, part = _lower_hull(
-        np.append(1.0 / setup.curve.seconds_per_token(counts)[::-1], 0.0), np.append(1.0 / counts[::-1], 0.0)
-    )
+    pace = setup.curve.seconds_per_token(counts, counts * float(samples.prompt_tokens.min()))
+    rate, part = _lower_hull(np.append(1.0 / pace[::-1], 0.0), np.append(1.0 / counts[::-1], 0.0))
     to_go = samples.response_tokens / samples.speed
     low, high = float(to_go.max()) / rate[-1], float(to_go.sum()) / rate[-1]
     for _ in range(60):

@@ -55,9 +55,12 @@ class _Simulation:
         progress: Callable[[int], None] | None,
     ) -> None:
         self._samples, self._setup, self._policy, self._progress = samples, setup, policy, progress
-        paces = setup.curve.seconds_per_token(np.arange(setup.num_slots + 1)).tolist()
+        counts = np.arange(setup.num_slots + 1)
+        base_s = setup.curve.seconds_per_token(counts, 0.0).tolist()
+        context_token_s = setup.curve.context_token_s(counts).tolist()
         self._instances = [
-            SimulatedInstance(paces, setup.moves.bystander_share) for _ in range(setup.num_instances)
+            SimulatedInstance(base_s, context_token_s, setup.moves.bystander_share)
+            for _ in range(setup.num_instances)
         ]
         self._names = tuple(f"gen-{k:04d}" for k in range(setup.num_instances))
         self._number = {name: k for k, name in enumerate(self._names)}
@@ -160,8 +163,12 @@ class _Simulation:
         prompt_s = float(self._samples.prompt_tokens[sample]) * self._setup.prompt_token_s
         if prompt_s > 0:
             instance.block(prompt_s)
-        instance.add(sample, float(self._to_go[sample]))
+        self._add(sample, k, float(self._to_go[sample]), float(self._samples.prompt_tokens[sample]))
         self._reschedule(k)
+
+    def _add(self, sample: int, k: int, to_go: float, context_tokens: float) -> None:
+        speed = float(self._samples.speed[sample])
+        self._instances[k].add(sample, to_go, context_tokens=context_tokens, speed=speed)
 
     def _end(self, now_s: float, k: int, sample: int, version: int) -> None:
         if version != self._versions[k]:
@@ -206,8 +213,8 @@ class _Simulation:
             if move.mode is MoveMode.RECOMPUTE:
                 self._counts["recomputed"] += 1
                 seconds = float(truth.prefill.seconds(context))
-                to_go = here.remove(sample)
-                self._push(there.block(seconds), _Kind.JOIN, destination, sample, to_go)
+                left = here.remove(sample)
+                self._push(there.block(seconds), _Kind.JOIN, destination, sample, left)
                 self._policy.note_prefill(num_tokens=context, seconds=seconds)
                 self._free(now_s, source)
             else:
@@ -243,8 +250,8 @@ class _Simulation:
         self._policy.note_transfer(num_bytes=num_bytes, seconds=seconds, cold=cold)
         if sample in here.running:
             self._counts["migrated"] += 1
-            to_go = here.remove(sample)
-            self._push(now_s + self._setup.moves.downtime_s, _Kind.JOIN, destination, sample, to_go)
+            left = here.remove(sample)
+            self._push(now_s + self._setup.moves.downtime_s, _Kind.JOIN, destination, sample, left)
             self._free(now_s, source)
             self._reschedule(destination)
         else:
@@ -253,10 +260,10 @@ class _Simulation:
             self._reschedule(source)
             self._free(now_s, destination)
 
-    def _join(self, now_s: float, destination: int, sample: int, to_go: float) -> None:
+    def _join(self, now_s: float, destination: int, sample: int, left: tuple[float, float]) -> None:
         self._instances[destination].advance(now_s)
         self._arriving[destination] -= 1
-        self._instances[destination].add(sample, to_go)
+        self._add(sample, destination, *left)
         self._reschedule(destination)
 
     def _context(self, sample: int, k: int) -> int:
@@ -287,7 +294,6 @@ class _Simulation:
         # what is not quite done has not ended
         done = np.maximum(self._samples.response_tokens[here] - np.ceil(to_go - 1e-9), 0).astype(np.int64)
         num_running = len(instance.running)
-        goodput = float(self._setup.curve.goodput(num_running)) * instance.speedup if num_running else 0.0
         return InstanceView(
             instance=self._names[k],
             num_slots=self._setup.num_slots,
@@ -296,6 +302,6 @@ class _Simulation:
             context_tokens=done + self._samples.prompt_tokens[here],
             num_arriving=int(self._arriving[k]),
             num_leaving=num_running - len(keys),
-            goodput_tokens_per_s=goodput,
+            goodput_tokens_per_s=instance.goodput,
             goodput_samples=float(num_running),
         )

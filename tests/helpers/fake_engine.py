@@ -57,6 +57,10 @@ class FakeEngine:
     def num_running(self) -> int:
         return len(self.running)
 
+    @property
+    def num_context_tokens(self) -> int:
+        return sum(len(request.prompt.token_ids) + length for request, length in self.running.values())
+
     def submit(self, request: SampleRequest) -> None:
         if len(request.prompt.token_ids) > 100:
             raise DataError(f"prompt {request.prompt.prompt_id} does not fit the context")

@@ -30,6 +30,7 @@ def hand_cost(
     token_ms: float = 0.0,
     knee_tokens: int = 16,
     knee_ms: float = 0.0,
+    context_token_ms: float = 0.0,
     scatter_ms: float = 0.0,
     level_ms: float = 1.0,
     draft_token_ms: float = 0.0,
@@ -37,10 +38,11 @@ def hand_cost(
     """Costs with few terms: a target forward, tokens before and behind one knee, levels of the draft."""
     hinges = len(VERIFY_HINGES) + len(BATCH_HINGES)
     verify = np.zeros(9 + hinges)
-    verify[[0, 2, 3 + VERIFY_HINGES.index(knee_tokens), 6 + hinges]] = (
+    verify[[0, 2, 3 + VERIFY_HINGES.index(knee_tokens), 3 + hinges, 6 + hinges]] = (
         forward_ms,
         token_ms,
         knee_ms,
+        context_token_ms,
         scatter_ms,
     )
     draft = np.zeros(6 + len(DRAFT_HINGES) + 3)

@@ -20,9 +20,13 @@ def certain(length: int, limit: int = 32) -> Survival:
 
 
 def seconds(
-    survival: Survival, curve: RateCurve, *instances: tuple[int, ...], cells: int = 64
+    survival: Survival,
+    curve: RateCurve,
+    *instances: tuple[int, ...],
+    cells: int = 64,
+    prompt_tokens: float = 0.0,
 ) -> list[float]:
-    expected = outlook(survival, cells=cells)
+    expected = outlook(survival, cells=cells, prompt_tokens=prompt_tokens)
     numbers = np.repeat(np.arange(len(instances)), [len(i) for i in instances])
     tokens = np.array([length for lengths in instances for length in lengths], dtype=np.int64)
     counts = expected.counts(numbers, tokens, len(instances))
@@ -62,6 +66,15 @@ def test_the_expected_maximum_agrees_with_drawn_lengths() -> None:
     steps = np.diff(drawn, axis=1, prepend=0)
     truth = (steps * LINE.seconds_per_token(np.arange(8, 0, -1))).sum(axis=1).mean()
     assert seconds(curve, LINE, (0,) * 8) == pytest.approx([truth], rel=0.02)
+
+
+def test_contexts_slow_the_instance_that_holds_them() -> None:
+    # 10 ms a token and 10 us for each token of context; cells of one token, contexts at the middle of each
+    curve = RateCurve([1, 64], [100.0, 6400.0], context_tokens=[0, 0], context_token_s=[1e-5, 1e-5])
+    made = seconds(certain(10), curve, (4, 7), (9,), prompt_tokens=100)
+    both = sum(0.010 + 1e-5 * (211 + 2 * (token + 0.5)) for token in range(3))
+    one = sum(0.010 + 1e-5 * (100 + 4 + token + 0.5) for token in range(3, 6))
+    assert made == pytest.approx([both + one, 0.010 + 1e-5 * 109.5], rel=1e-5)
 
 
 def test_every_sample_more_takes_no_less_time() -> None:

@@ -84,3 +84,49 @@ def test_the_factor_settles_where_the_run_is_and_moves_slowly() -> None:
         curve.observe(np.array([1, 4, 4]), np.array([75.0, 150.0, 1e-3]))
     assert curve.factor == pytest.approx(0.75, rel=0.01)
     assert curve.goodput(4) == pytest.approx(150, rel=0.01)
+
+
+READING = RateCurve([1, 4], [100.0, 200.0], context_tokens=[100, 400], context_token_s=[2e-5, 1e-5])
+"Seconds per token 10 and 20 ms, of which 2 and 4 ms are reading contexts."
+
+
+def test_longer_contexts_take_longer() -> None:
+    counts = np.array([1, 4])
+    assert READING.seconds_per_token(counts) == pytest.approx([0.010, 0.020])
+    assert READING.seconds_per_token(counts, np.zeros(2)) == pytest.approx([0.008, 0.016])
+    assert READING.seconds_per_token(counts, np.array([600, 1200])) == pytest.approx([0.020, 0.028])
+    assert READING.goodput(counts, np.array([600, 1200])) == pytest.approx([50, 4 / 0.028])
+    # between the points base and slope are lines, behind them the base is
+    assert READING.seconds_per_token(2.5, 1000) == pytest.approx(0.012 + 0.015)
+    assert READING.seconds_per_token(7, 1000) == pytest.approx(0.024 + 0.010)
+    assert READING.context_token_s(np.array([1, 2.5, 9])) == pytest.approx([2e-5, 1.5e-5, 1e-5])
+
+
+def test_contexts_never_explain_all_of_what_was_measured() -> None:
+    curve = RateCurve([1], [100.0], context_tokens=[100], context_token_s=[1.0])
+    assert curve.seconds_per_token(1, 0.0) == pytest.approx(0.001)
+    assert curve.seconds_per_token(1, 100) == pytest.approx(0.010)
+
+
+def test_the_factor_knows_the_contexts_that_were_read() -> None:
+    curve = READING.copy()
+    for _ in range(100):
+        curve.observe(np.array([4]), np.array([2 * 4 / 0.028]), np.array([1200]))
+    assert curve.factor == pytest.approx(2.0, rel=0.01)
+    assert curve.seconds_per_token(1, 600) == pytest.approx(0.010, rel=0.01)
+    assert READING.factor == 1.0
+
+
+@pytest.mark.parametrize(("context", "token_s"), [([1.0], [-1e-3]), ([-1.0], [1e-3]), ([1.0, 2.0], [1e-3])])
+def test_contexts_that_cannot_be_are_refused(context: list[float], token_s: list[float]) -> None:
+    with pytest.raises(ValueError, match="contexts and their costs"):
+        RateCurve([1], [100.0], context_tokens=context, context_token_s=token_s)
+
+
+def test_a_profile_knows_what_contexts_cost() -> None:
+    # 10 us for each token that the forward reads, whatever is verified
+    cost = hand_cost(forward_ms=10.0, context_token_ms=0.01)
+    plain = rate_curve_from_profile(hand_profile(0.8, cost), speculation=False, context_tokens=100)
+    for batch, context in ((1, 100), (4, 0), (16, 8000)):
+        expected_s = 0.0102 + 1e-5 * context
+        assert plain.seconds_per_token(batch, context) == pytest.approx(expected_s, rel=1e-3)

@@ -86,6 +86,51 @@ def test_a_fast_sample_needs_less_time() -> None:
     assert simulate(both, setup(1, 2), NoMoves("pull")).finish_s == pytest.approx(25 * 0.014 + 5 * 0.010)
 
 
+READING = RateCurve(
+    np.arange(1, 65),
+    1.0 / (0.006 / np.arange(1, 65) + 0.004),
+    context_tokens=np.zeros(64).tolist(),
+    context_token_s=[1e-4] * 64,
+)
+"The same line, and 0.1 ms for every token of context."
+
+
+def grown_s(tokens: int, num_samples: int, context: int) -> float:
+    """Seconds that reading takes while so many samples get so many tokens each, from a context of all of them."""
+    return 1e-4 * (context * tokens + num_samples * tokens**2 / 2)
+
+
+def test_contexts_are_read_as_they_grow() -> None:
+    both = samples_of(np.array([30, 50]), prompt_tokens=10)
+    result = simulate(both, setup(1, 2, READING), NoMoves("static"))
+    reading_s = grown_s(30, 2, 20) + grown_s(20, 1, 40)
+    assert result.finish_s == pytest.approx(30 * 0.014 + 20 * 0.010 + reading_s)
+
+
+def test_a_moved_sample_takes_its_context_along() -> None:
+    # poll at 0.12 s; computing 20 tokens or so anew holds the second instance up, which has nothing else to do
+    policy = OneMove(0, 0, 1, MoveMode.RECOMPUTE)
+    lengths = samples_of(np.array([60, 1, 60]), prompt_tokens=10)
+    result = simulate(lengths, setup(2, 2, READING, poll_interval_s=0.12), policy)
+    (here, _) = policy.views[1].instances
+    done = int(policy.views[0].instances[0].response_tokens[0])
+    assert here.num_running == 1 and result.num_recomputed == 1
+    prefill_s = 0.005 + 0.001 * (10 + done)
+    alone_s = (60 - done) * 0.010 + grown_s(60 - done, 1, 10 + done)
+    # what is done of a token that is not complete moves as well
+    assert result.finish_s == pytest.approx(0.12 + prefill_s + alone_s, abs=0.012)
+
+
+def test_perfect_reallocation_reads_contexts_too() -> None:
+    both = samples_of(np.array([40, 40]), prompt_tokens=10)
+    perfect_s = perfect_finish_s(both, setup(2, 2, READING))
+    assert perfect_s == pytest.approx(40 * 0.010 + grown_s(40, 1, 10), rel=0.05)
+    assert least_finish_s(both, setup(2, 2, READING)) <= perfect_s
+    assert simulate(both, setup(2, 2, READING), NoMoves("pull")).finish_s == pytest.approx(
+        perfect_s, rel=0.05
+    )
+
+
 def test_prompts_hold_decode_steps_up() -> None:
     both = samples_of(np.array([30, 30]), prompt_tokens=10)
     assert simulate(both, setup(1, 2, prompt_token_s=0.002), NoMoves("pull")).finish_s == pytest.approx(
