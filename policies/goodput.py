@@ -29,10 +29,12 @@ CONTEXT_STEP = 128
 "Costs are looked up again when the mean context has grown by about so many tokens."
 CHOOSE_STEPS = 16
 "All shapes are compared after so many decode steps; chain, plain and the present shape when the batch changes too."
-PLAIN_PATIENCE = 2
+PLAIN_PATIENCE = 4
 "Times as long where plain decoding is the choice."
-OBSERVE_COST_STEPS = 16
-"Costs are compared with their prediction every so many decode steps."
+PLAIN_OBSERVED = 4
+"Every so many plain decode steps teach enough of plain decoding; in between it goes on unasked."
+OBSERVE_COST_STEPS, OBSERVE_PLAIN_COST_STEPS = 16, 64
+"Costs are compared with their prediction every so many decode steps, plain ones more seldom."
 BLIND_RISK = 0.5
 "Rejections per sample risked before scores are looked at again."
 MAX_BLIND_LEVELS = 16
@@ -42,8 +44,8 @@ LARGE_BATCH = 16
 ".. and from so many on all of it."
 SMALL_BATCH_OBSERVED, LARGE_BATCH_OBSERVED = 2, 4
 "Every so many decode steps teach enough of acceptance."
-COSTED_BITS = 3
-"Costs are those of the next number of samples with so many leading bits: of 17 samples those of 20."
+COSTED_BITS, PLAIN_COSTED_BITS = 3, 2
+"Costs are those of the next number of samples with so many leading bits: of 17 samples those of 20, or 24."
 SEARCH_STEPS = 4
 "The price of a node that a search has found serves so many decode steps."
 MOST_COSTS = 256
@@ -92,9 +94,13 @@ class GoodputPolicy:
         self._versions = (0, 0)
         self._plain_s = 0.0
         self._missing_tokens = 0.0
+        self._probe_s = 0.0
+        "what a probe costs by the present view, but for the tokens that the draft cache lacks"
         self._probing = False
         self._plain_for: tuple[str | None, int] | None = None
         self._plain_budget = PLAIN
+        self._rests_with = 0
+        "samples of a batch that decodes plainly; 0 when it drafts"
         self._planned_for: tuple[Choice, int, int] | None = None
         self._planned = PLAIN
         self._judged_batch = 0
@@ -107,6 +113,9 @@ class GoodputPolicy:
     def plan(self, state: DecodeState) -> Budget:
         """Return a refined budget of the best shape, or plain decoding."""
         self._step = state.decode_step
+        if state.num_samples == self._rests_with and state.decode_step % PLAIN_OBSERVED:
+            return self._plain_budget
+        self._rests_with = 0
         self._follow_versions(state)
         self._follow_batch(state.num_samples)
         choice = self._choose(state)
@@ -117,6 +126,7 @@ class GoodputPolicy:
         self._probing = suspended or choice.num_nodes == 0
         if self._probing:
             if not self._probe_is_due(suspended, state.num_samples):
+                self._rests_with = state.num_samples
                 return self._plain(suspended, state.num_samples)
             depth = min(PROBE_DEPTH, room, self.max_nodes)
             return _budget(1, 1, depth, self.max_nodes, "probe of the drafter")
@@ -171,10 +181,13 @@ class GoodputPolicy:
 
     def observe(self, record: StepRecord) -> None:
         """Correct acceptance and costs by what the decode step did."""
-        draft = record.draft
+        draft, taught = record.draft, 1
         if draft is None:
             self._plain_s += record.step_s
             self._missing_tokens += record.num_emitted_tokens
+            if record.decode_step % PLAIN_OBSERVED:
+                return
+            taught = PLAIN_OBSERVED
         else:
             every = SMALL_BATCH_OBSERVED if record.num_samples < LARGE_BATCH else LARGE_BATCH_OBSERVED
             if self._probing or record.decode_step % every == 0:
@@ -196,8 +209,9 @@ class GoodputPolicy:
                 self._chosen_for[0],
                 delivered=record.num_emitted_tokens / step,
                 expected=self._models_say * record.step_s / step,
+                num_steps=taught,
             )
-        if record.decode_step % OBSERVE_COST_STEPS == 0:
+        if record.decode_step % (OBSERVE_COST_STEPS if draft else OBSERVE_PLAIN_COST_STEPS) == 0:
             self._observe_costs(record)
 
     @property
@@ -211,8 +225,10 @@ class GoodputPolicy:
 
     def _choose(self, state: DecodeState) -> Choice:
         """Return the shape of the highest goodput; looked for only when something has moved."""
-        batch, grown = _costed(state.num_samples), state.context_tokens // (state.num_samples * CONTEXT_STEP)
-        patience = CHOOSE_STEPS if self._choice.num_nodes else PLAIN_PATIENCE * CHOOSE_STEPS
+        drafts = self._choice.num_nodes > 0
+        batch = _costed(state.num_samples, COSTED_BITS if drafts else PLAIN_COSTED_BITS)
+        grown = state.context_tokens // (state.num_samples * CONTEXT_STEP)
+        patience = CHOOSE_STEPS if drafts else PLAIN_PATIENCE * CHOOSE_STEPS
         period = (state.decode_step // patience, *self._versions)
         if self._chosen_for == (batch, grown, *period):
             return self._choice
@@ -229,7 +245,8 @@ class GoodputPolicy:
         before, self._onward = self._choice, self._acceptance.conditional
         self._choice = self._shapes.best(views, np.cumprod(self._onward), self._record)
         self._models_say = self._choice.goodput / self._record.factor(self._kind, batch)
-        self._view, self._chain_view = views[self._choice.width], views[1]
+        self._view = views[self._choice.width]
+        self._follow_probe_costs(views[1])
         if self._choice.width != before.width:
             self._searched = -SEARCH_STEPS
         return self._choice
@@ -284,13 +301,17 @@ class GoodputPolicy:
             self._is_other_batch = False
             if self._shapes.best({1: view}, self._untaught.path, self._record).num_nodes:
                 return True
+        affordable_s = self._plain_s * (2 * PROBE_SHARE if suspended else PROBE_SHARE)
+        if affordable_s < self._probe_s:
+            return False
         # a draft cache lacks no more tokens than the batch has
         missing = min(self._missing_tokens, view.context_tokens)
+        return affordable_s >= self._probe_s + missing * self._token_s * self._costs.draft
+
+    def _follow_probe_costs(self, view: CostView) -> None:
         levels, nodes = (min(PROBE_DEPTH, len(table) - 1) for table in (view.draft_s, view.uniform_s))
-        missing_s = missing * self._token_s * self._costs.draft
-        cost_s = float(view.draft_s[levels] + view.uniform_s[nodes] - view.uniform_s[0]) + missing_s
-        share = 2 * PROBE_SHARE if suspended else PROBE_SHARE
-        return self._plain_s * share >= cost_s
+        self._chain_view = view
+        self._probe_s = float(view.draft_s[levels] + view.uniform_s[nodes] - view.uniform_s[0])
 
     def _follow_versions(self, state: DecodeState) -> None:
         versions = (state.weight_version, state.drafter_version)
@@ -320,12 +341,13 @@ class GoodputPolicy:
             width=float(record.budget.width or 1),
         )
         cost = self._profile.cost
-        self._costs.observe(record, draft_s=float(cost.draft_s(shape)), verify_s=float(cost.verify_s(shape)))
+        draft_s = float(cost.draft_s(shape)) if draft else 0.0
+        self._costs.observe(record, draft_s=draft_s, verify_s=float(cost.verify_s(shape)))
 
 
-def _costed(batch: int) -> int:
-    """The batch whose costs are looked up: at most a quarter larger."""
-    step = 1 << max(batch.bit_length() - COSTED_BITS, 0)
+def _costed(batch: int, bits: int = COSTED_BITS) -> int:
+    """The batch whose costs are looked up: at most a quarter larger, with two bits a half."""
+    step = 1 << max(batch.bit_length() - bits, 0)
     return -(-batch // step) * step
 
 

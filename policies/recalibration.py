@@ -155,7 +155,10 @@ class CostRecalibration:
         self.draft = self.verify = 1.0
 
     def observe(self, record: StepRecord, *, draft_s: float, verify_s: float) -> None:
-        """Compare a decode step with its prediction; outliers count no more than a quarter off."""
+        """Compare a decode step with its prediction; outliers count no more than a quarter off.
+
+        `draft_s` is not looked at where nothing was drafted.
+        """
         self.verify = _nudged(self.verify, record.verify_s, verify_s)
         if not record.budget.is_plain:
             self.draft = _nudged(self.draft, record.draft_s, draft_s)
@@ -163,5 +166,5 @@ class CostRecalibration:
 
 def _nudged(factor: float, measured_s: float, predicted_s: float) -> float:
     ratio = measured_s / max(predicted_s, 1e-9)
-    step = COST_STEP * float(np.clip(np.log(max(ratio, 1e-9) / factor), -0.25, 0.25))
-    return float(np.clip(factor * np.exp(step), *COST_RANGE))
+    step = COST_STEP * min(max(math.log(max(ratio, 1e-9) / factor), -0.25), 0.25)
+    return min(max(factor * math.exp(step), COST_RANGE[0]), COST_RANGE[1])

@@ -63,21 +63,24 @@ class TrackRecord:
             untried = together.ratio(1.0) ** COMMON
         return of.get(branching, _Steps()).ratio(untried)
 
-    def observe(self, branching: int, num_samples: int, *, delivered: float, expected: float) -> None:
-        """Add one decode step; the record of shapes not in use fades, else they were never tried again.
+    def observe(
+        self, branching: int, num_samples: int, *, delivered: float, expected: float, num_steps: int = 1
+    ) -> None:
+        """Add a decode step; the record of shapes not in use fades, else they were never tried again.
 
         Args:
             branching: of the shape.
             num_samples: of the batch.
             delivered: tokens, in those that one step of the shape yields by the models.
             expected: by the models in the seconds that this step took, likewise.
+            num_steps: that it stands for.
         """
         of = self._steps.setdefault(num_samples.bit_length(), {})
         mine = of.setdefault(branching, _Steps())
         for steps in of.values():
-            steps.fade(DECAY if steps is mine else UNUSED_DECAY)
-        mine.delivered += delivered
-        mine.expected += expected
+            steps.fade((DECAY if steps is mine else UNUSED_DECAY) ** num_steps)
+        mine.delivered += num_steps * delivered
+        mine.expected += num_steps * expected
 
     def _of(self, num_samples: int) -> dict[int, _Steps]:
         return self._steps.get(num_samples.bit_length(), {})
