@@ -100,7 +100,7 @@ class NewsOrder:
 LoopOrder = SubmitOrder | LoadOrder | DrainOrder | StopOrder | HoldOrder | NewsOrder
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Published:
     """What polls read: written at step boundaries under the lock."""
 
@@ -134,6 +134,8 @@ class DecodeLoop:
         self._sequence = 0
         self._published = _Published()
         self._published_at_s = 0.0
+        self._publish_s = 0.0
+        "spent on telling polls what they read"
         self._answered_at_s = 0.0
         self._step_began_s: float | None = None
         self._failure: BaseException | None = None
@@ -329,25 +331,35 @@ class DecodeLoop:
         self.spans.add(
             "step", began_s, now_s, num_samples=batch, num_tokens=emitted, context_tokens=context_tokens
         )
-        if finished or now_s - self._published_at_s >= self._publish_interval_s:
+        if not engine.has_work or now_s - self._published_at_s >= self._publish_interval_s:
             self._publish(finished)
+        elif finished:
+            # many samples end at once: what is told of the others may be a little old
+            progress = dict(self._published.progress)
+            for completion in finished:
+                progress.pop(completion.key, None)
+            self._tell(replace(self._published, progress=progress), finished)
+            self._publish_s += time.monotonic() - now_s
 
     def _publish(self, finished: Sequence[Completion] = ()) -> None:
         engine = self._host.engine
         if engine is None:
             return
-        load = engine.load()
-        if self._door is not None:
-            load = replace(load, stats=replace(load.stats, move_s=self._door.seconds))
-        published = _Published(load=load, progress=engine.progress())
         self._published_at_s, self._is_stale = time.monotonic(), False
+        load = engine.load()
+        move_s = self._door.seconds if self._door is not None else 0.0
+        load = replace(load, stats=replace(load.stats, move_s=move_s, publish_s=self._publish_s))
+        self._tell(_Published(load=load, progress=engine.progress()), finished)
+        self._on_publish(load)
+        self._publish_s += time.monotonic() - self._published_at_s
+
+    def _tell(self, published: _Published, finished: Sequence[Completion]) -> None:
         with self._changed:
             self._published = published
             for completion in finished:
                 self._sequence += 1
                 self._outbox.append((self._sequence, completion))
             self._changed.notify_all()
-        self._on_publish(load)
 
     def _end(self, reason: BaseException) -> None:
         """Wake the pollers and refuse every order, those that wait included."""

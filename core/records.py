@@ -249,6 +249,8 @@ class GenerationStats:
     "contained in the others"
     move_s: float = 0.0
     "seconds the decode thread gave to moving samples, between decode steps"
+    publish_s: float = 0.0
+    "seconds it gave to telling the scheduler what it does"
 
     def __add__(self, other: GenerationStats) -> GenerationStats:
         names = self.__dataclass_fields__

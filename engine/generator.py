@@ -254,11 +254,12 @@ class Engine:
 
     def progress(self) -> dict[SampleKey, np.ndarray]:
         """Return the response tokens so far of every running sample."""
-        batch = self._batch
-        return {
-            request.key: batch.tokens[slot, batch.prompt_lengths[slot] : batch.lengths[slot]].copy()
-            for slot, request in enumerate(batch.requests)
-        }
+        batch, live = self._batch, len(self._batch)
+        begins, ends = batch.prompt_lengths[:live].tolist(), batch.lengths[:live].tolist()
+        # one copy for all
+        tokens = batch.tokens[:live, : max(ends, default=0)].copy()
+        slots = zip(batch.requests, tokens, begins, ends, strict=True)
+        return {request.key: row[begin:end] for request, row, begin, end in slots}
 
     def cancel_all(self) -> list[SampleRequest]:
         """Drop every open sample and return their requests."""

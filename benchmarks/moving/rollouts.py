@@ -64,7 +64,7 @@ def requests_of(workload: Workload, lengths: np.ndarray, *, first_index: int = 0
 
 
 def overhead_share(outcome: RolloutOutcome) -> float:
-    """Decode-thread seconds of selection and migration over generation seconds."""
+    """Decode-thread seconds of selection, migration and telling the scheduler, over generation seconds."""
     stats = list(outcome.stats.values())
-    busy_s = sum(each.busy_s + each.move_s for each in stats)
-    return sum(each.select_s + each.move_s for each in stats) / busy_s
+    busy_s = sum(each.busy_s + each.move_s + each.publish_s for each in stats)
+    return sum(each.select_s + each.move_s + each.publish_s for each in stats) / busy_s
