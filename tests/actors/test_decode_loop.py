@@ -15,11 +15,13 @@ from core.records import WeightManifest
 class Running:
     """A decode loop on its thread."""
 
-    def __init__(self, **engine) -> None:
+    def __init__(self, *, publish_interval_s: float = 0.0, **engine) -> None:
         self.engine = FakeEngine("gen-0", **engine)
         self.host = FakeHost(self.engine)
         self.loads = []
-        self.loop = DecodeLoop("gen-0", self.host, publish_interval_s=0.0, on_publish=self.loads.append)
+        self.loop = DecodeLoop(
+            "gen-0", self.host, publish_interval_s=publish_interval_s, on_publish=self.loads.append
+        )
         self.error: BaseException | None = None
         self.thread = threading.Thread(target=self._run, daemon=True)
         self.thread.start()
@@ -184,6 +186,19 @@ def test_progress_and_load_are_published_between_steps(running):
     assert [load.num_running for load in loop.loads][-1] == 0
     assert max(load.num_running for load in loop.loads) == 1
     assert loop.loads[-1].stats.num_emitted_tokens == 7
+
+
+def test_a_finished_sample_is_told_before_the_next_publication(running):
+    loop = running(step_s=0.01, publish_interval_s=3600.0)
+    loop.submit(3, 11)
+    first = loop.loop.poll(acknowledged=0, wait_s=10)
+    assert [c.key.sample_index for c in first.completions] == [3]
+    assert 3 not in {key.sample_index for key in first.progress}
+    num_told = len(loop.loads)
+    # out of work the whole state is told
+    loop.collect(2)
+    assert len(loop.loads) == num_told + 1
+    assert loop.loads[-1].num_running == 0 and loop.loads[-1].stats.publish_s > 0.0
 
 
 def test_what_is_held_is_what_is_open_and_what_nobody_has_acknowledged(running):
