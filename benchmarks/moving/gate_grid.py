@@ -26,7 +26,7 @@ from policies.reallocation.records import Move, MoveMode
 from policies.scheduler_records import MoveRecord
 
 CONTEXTS = (16, 128, 512, 2048)
-CALIBRATION_CONTEXTS = (24, 12, 24, 64, 20, 96, 24, 12, 192, 32, 384, 1024)
+CALIBRATION_CONTEXTS = (24, 12, 24, 64, 20, 96, 24, 12, 192, 32, 384, 1024, 1536)
 "A rollout shows the gate hundreds of moves; short contexts take some 30 ms either way, and vary by a tenth."
 BANDWIDTHS = (float("inf"), 30e6, 8e6)
 CLOSE_ENOUGH = 0.05
@@ -36,7 +36,7 @@ SLACK_S = 0.4
 SHORT_CONTEXT = 100
 "Both ways take some hundredths of a second, most of it waiting: measured more often."
 LONG_CONTEXT = 1000
-"Measured once: it takes seconds, and varies little."
+"Shipping it takes seconds at the same pace: measured once."
 TOKENS_PER_S = 130.0
 "What a sample alone decodes at most: it must outlast its move."
 
@@ -84,7 +84,8 @@ def _measure(mover: _Mover, bandwidth: float, contexts: Sequence[int], repeats: 
     cells: list[Cell] = []
     for context in contexts:
         times = range(1 if context > LONG_CONTEXT else repeats if context > SHORT_CONTEXT else 2 * repeats)
-        recompute = _median([mover.move(context, MoveMode.RECOMPUTE, cold=False) for _ in times])
+        computed = range(max(len(times), repeats + 1))
+        recompute = _median([mover.move(context, MoveMode.RECOMPUTE, cold=False) for _ in computed])
         for cold in (False, True):
             migrate = _median([mover.move(context, MoveMode.MIGRATE, cold=cold) for _ in times])
             cells.append(
