@@ -23,6 +23,7 @@ import numpy as np
 from actors.door import Door, TimedDoor
 from actors.loop_engine import EngineHost
 from actors.messages import HeldSamples, PollReply
+from actors.progress import Progress
 from actors.spans import SpanLog
 from core.errors import RlhfSpecError
 from core.records import Completion, InstanceLoad, SampleKey, SampleRequest, WeightManifest
@@ -105,7 +106,7 @@ class _Published:
     """What polls read: written at step boundaries under the lock."""
 
     load: InstanceLoad | None = None
-    progress: dict[SampleKey, np.ndarray] = field(default_factory=dict)
+    progress: Progress = field(default_factory=Progress)
 
 
 class DecodeLoop:
@@ -335,7 +336,7 @@ class DecodeLoop:
             self._publish(finished)
         elif finished:
             # many samples end at once: what is told of the others may be a little old
-            progress = dict(self._published.progress)
+            progress = Progress(self._published.progress)
             for completion in finished:
                 progress.pop(completion.key, None)
             self._tell(replace(self._published, progress=progress), finished)
@@ -349,7 +350,7 @@ class DecodeLoop:
         load = engine.load()
         move_s = self._door.seconds if self._door is not None else 0.0
         load = replace(load, stats=replace(load.stats, move_s=move_s, publish_s=self._publish_s))
-        self._tell(_Published(load=load, progress=engine.progress()), finished)
+        self._tell(_Published(load=load, progress=Progress(engine.progress())), finished)
         self._on_publish(load)
         self._publish_s += time.monotonic() - self._published_at_s
 

@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import numpy as np
-
 from actors.migration.settings import MigrationSettings
+from actors.progress import Progress
 from core.config import (
     AlgorithmConfig,
     DrafterTrainingConfig,
@@ -102,7 +101,7 @@ class PollReply:
     completions: tuple[Completion, ...]
     sequence: int
     "number of the last completion; the next poll acknowledges it"
-    progress: Mapping[SampleKey, np.ndarray]
+    progress: Progress
     moves: tuple[MoveReport, ...] = ()
     "what it says of moves, not yet acknowledged"
 
