@@ -45,17 +45,15 @@ class Stretches:
     def curve(self) -> RateCurve:
         """Goodput over running samples and their contexts."""
         bins = np.floor(BINS_PER_OCTAVE * np.log2(self.num_samples)).astype(np.int64)
-        sums = (
-            np.bincount(bins, column)
-            for column in (
-                self.num_steps,
-                self.num_steps * self.num_samples,
-                self.num_steps * self.context_tokens,
-                self.num_tokens,
-                self.seconds,
-            )
+        columns = (
+            self.num_steps,
+            self.num_steps * self.num_samples,
+            self.num_steps * self.context_tokens,
+            self.num_tokens,
+            self.seconds,
         )
-        steps, samples, context, tokens, seconds = np.stack(list(sums))[:, np.bincount(bins) > 0]
+        sums = np.stack([np.bincount(bins, column) for column in columns])
+        steps, samples, context, tokens, seconds = sums[:, np.bincount(bins) > 0]
         points = samples / steps
         return RateCurve(
             points.tolist(),
