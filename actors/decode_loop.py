@@ -23,9 +23,9 @@ import numpy as np
 from actors.door import Door, TimedDoor
 from actors.loop_engine import EngineHost
 from actors.messages import HeldSamples, PollReply
-from actors.progress import Progress
 from actors.spans import SpanLog
 from core.errors import RlhfSpecError
+from core.progress import Progress
 from core.records import Completion, InstanceLoad, SampleKey, SampleRequest, WeightManifest
 from policies.migration.messages import MoveReport, News, describe
 
@@ -336,10 +336,7 @@ class DecodeLoop:
             self._publish(finished)
         elif finished:
             # many samples end at once: what is told of the others may be a little old
-            progress = Progress(self._published.progress)
-            for completion in finished:
-                progress.pop(completion.key, None)
-            self._tell(replace(self._published, progress=progress), finished)
+            self._tell(self._published, finished)
             self._publish_s += time.monotonic() - now_s
 
     def _publish(self, finished: Sequence[Completion] = ()) -> None:
@@ -350,7 +347,7 @@ class DecodeLoop:
         load = engine.load()
         move_s = self._door.seconds if self._door is not None else 0.0
         load = replace(load, stats=replace(load.stats, move_s=move_s, publish_s=self._publish_s))
-        self._tell(_Published(load=load, progress=Progress(engine.progress())), finished)
+        self._tell(_Published(load=load, progress=engine.progress()), finished)
         self._on_publish(load)
         self._publish_s += time.monotonic() - self._published_at_s
 

@@ -6,9 +6,14 @@ stops; aggregate by `instance` over living ones.
 
 from __future__ import annotations
 
+import time
+
 from ray.util.metrics import Counter, Gauge
 
 from core.records import GenerationStats, InstanceLoad
+
+REFRESH_S = 1.0
+"Who reads the port does so every few seconds, and the decode thread pays for each time."
 
 
 class InstanceGauges:
@@ -39,9 +44,14 @@ class InstanceGauges:
         for gauge in self._gauges.values():
             gauge.set_default_tags(tags)
         self._last = GenerationStats()
+        self._refreshed_s = -REFRESH_S
 
     def update(self, load: InstanceLoad) -> None:
-        """Publish the load."""
+        """Publish the load; while samples run, once in REFRESH_S."""
+        now_s = time.monotonic()
+        if load.num_running and now_s - self._refreshed_s < REFRESH_S:
+            return
+        self._refreshed_s = now_s
         new = load.stats - self._last
         if new.num_emitted_tokens > 0:
             self._emitted.inc(new.num_emitted_tokens)

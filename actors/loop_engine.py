@@ -8,7 +8,8 @@ from typing import Protocol
 import numpy as np
 
 from actors.messages import LoadedWeights
-from core.records import Completion, InstanceLoad, SampleKey, SampleRequest, WeightManifest
+from core.progress import Progress
+from core.records import Completion, InstanceLoad, SampleRequest, WeightManifest
 
 
 class LoopEngine(Protocol):
@@ -46,8 +47,8 @@ class LoopEngine(Protocol):
         """Return the workload."""
         ...
 
-    def progress(self) -> dict[SampleKey, np.ndarray]:
-        """Return the response tokens so far of every running sample."""
+    def progress(self) -> Progress:
+        """Return the number of response tokens so far of every running sample."""
         ...
 
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from actors.migration.settings import MigrationSettings
-from actors.progress import Progress
 from core.config import (
     AlgorithmConfig,
     DrafterTrainingConfig,
@@ -101,7 +100,8 @@ class PollReply:
     completions: tuple[Completion, ...]
     sequence: int
     "number of the last completion; the next poll acknowledges it"
-    progress: Progress
+    progress: Mapping[SampleKey, int]
+    "number of response tokens so far of running samples, a little old"
     moves: tuple[MoveReport, ...] = ()
     "what it says of moves, not yet acknowledged"
 

@@ -29,7 +29,7 @@ from benchmarks.moving.rollouts import (
     RECOMPUTE,
     STATIC,
     Way,
-    overhead_share,
+    overhead_shares,
     policy_of,
     requests_of,
 )
@@ -57,8 +57,8 @@ MAX_TOKENS = 900
 "A rollout takes ten to twenty seconds: much longer than a look at the pool and the moves it leads to."
 PROFILE_S = {"quick": 8.0, "default": 25.0, "full": 60.0}
 ROUNDS = {"quick": 1, "default": 3, "full": 6}
-BALANCED_ROUNDS = 2
-"Times as many where lengths are balanced."
+MORE_ROUNDS = 2
+"Times as many where ways differ by a hundredth or two: balanced lengths, capped slots. Rollouts vary by a tenth."
 SEEDS = {"quick": 1, "default": 10, "full": 20}
 EARLIER_SEED = 900
 
@@ -84,6 +84,24 @@ class Stage:
     "what the policy knows of another rollout, as in every iteration but the first"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Played:
+    """The rollouts of a scene, round by round."""
+
+    seconds: dict[str, list[float]]
+    "by way"
+    perfect_shares: list[float]
+    "of static's time, what perfect reallocation saves in the simulator"
+
+    def gap_closed(self) -> list[float]:
+        """Of what perfect reallocation saves, what ours saves.
+
+        In shares of static's time: the machine's pace drifts within a round, and what the simulator knows does not.
+        """
+        rounds = zip(self.seconds[STATIC.name], self.seconds[OURS.name], self.perfect_shares, strict=True)
+        return [(1.0 - ours_s / static_s) / share for static_s, ours_s, share in rounds]
+
+
 def run(*, out: Path, mode: str, data: Path | None) -> int:
     """Run the benchmark; returns 0."""
     torch.set_num_threads(1)
@@ -107,9 +125,9 @@ def run(*, out: Path, mode: str, data: Path | None) -> int:
             stage = replace(stage, pool=pool)
             skew = _scene("skewed capped", "skewed", 0, num_slots=CAPPED_SLOTS)
             ways = (STATIC, PULL, RECOMPUTE, PAPER, OURS)
-            taken = _play(stage, skew, ways, ROUNDS[mode], rows, errors, console)
-            _keep(figures, "skewed", taken)
-            figures.keep("skewed_gap_closed", _gap_closed(stage, skew, taken))
+            played = _play(stage, skew, ways, MORE_ROUNDS * ROUNDS[mode], rows, errors, console)
+            _keep(figures, "skewed", played.seconds)
+            figures.keep("skewed_gap_closed", played.gap_closed())
         finally:
             pool.close()
         _over_plain_static(skew, workload, figures, rows, console)
@@ -140,14 +158,12 @@ def _resident(
 ) -> None:
     ways = (STATIC, PULL, RECOMPUTE, PAPER, OURS)
     skew = _scene("skewed resident", "skewed", 0)
-    taken = _play(stage, skew, ways, ROUNDS[mode], rows, errors, console)
-    _keep(figures, "skewed_resident", taken)
-    figures.keep("skewed_resident_gap_closed", _gap_closed(stage, skew, taken))
-    even = _scene("balanced", "balanced", 1)
-    # the ways differ by a hundredth or two here, rollouts of one way by a tenth
-    rounds = BALANCED_ROUNDS * ROUNDS[mode]
-    taken = _play(stage, even, (STATIC, PULL, PAPER, OURS), rounds, rows, errors, console)
-    _keep(figures, "balanced", taken)
+    played = _play(stage, skew, ways, ROUNDS[mode], rows, errors, console)
+    _keep(figures, "skewed_resident", played.seconds)
+    figures.keep("skewed_resident_gap_closed", played.gap_closed())
+    even, rounds = _scene("balanced", "balanced", 1), MORE_ROUNDS * ROUNDS[mode]
+    played = _play(stage, even, (STATIC, PULL, PAPER, OURS), rounds, rows, errors, console)
+    _keep(figures, "balanced", played.seconds)
     moves = [row["moves"] for row in rows if row["scene"] == "balanced" and row["way"] == OURS.name]
     figures.values["balanced_moves_per_100_samples"] = 100.0 * statistics.fmean(moves) / SAMPLES
     tails: dict[str, list[float]] = {}
@@ -155,8 +171,8 @@ def _resident(
         scene = _scene(f"long tail {seed}", "long_tail", 100 + seed)
         # each way first and last by turns: the machine's pace drifts
         ways = (PULL, PAPER, OURS) if seed % 2 == 0 else (OURS, PAPER, PULL)
-        once = _play(stage, scene, ways, 1, rows, errors, console)
-        for way, seconds in once.items():
+        played = _play(stage, scene, ways, 1, rows, errors, console)
+        for way, seconds in played.seconds.items():
             tails.setdefault(way, []).append(statistics.fmean(seconds))
     figures.keep("long_tail_over_pull_median", _over(tails, OURS, PULL))
     figures.keep("ours_over_paper_rule_long_tail", _over(tails, OURS, PAPER))
@@ -208,46 +224,40 @@ def _play(
     rows: list[dict[str, Any]],
     errors: list[float],
     console: Console,
-) -> dict[str, list[float]]:
-    """Seconds of every way, in turn forwards and backwards; each beside the simulator's word on it."""
-    rates = stage.rates.at_this_pace(stage.pool, stage.workload, stage.earlier_lengths)
-    stage = replace(stage, rates=rates)
-    taken: dict[str, list[float]] = {way.name: [] for way in ways}
+) -> Played:
+    """Play every way, in turn forwards and backwards; each beside the simulator's word on it."""
+    played = Played(seconds={way.name: [] for way in ways}, perfect_shares=[])
     for number in range(rounds):
+        # the machine's pace drifts
+        rates = stage.rates.at_this_pace(stage.pool, stage.workload, stage.earlier_lengths)
+        stage = replace(stage, rates=rates)
+        perfect_s, static_s = _perfect(stage, scene), _simulated(stage, scene, STATIC)
+        played.perfect_shares.append(1.0 - perfect_s / static_s)
+        console.print(f"{scene.name}: simulated {static_s:.2f} s static, {perfect_s:.2f} perfect")
         for way in ways if number % 2 == 0 else reversed(ways):
             outcome = stage.pool.rollout(
                 requests_of(stage.workload, scene.lengths),
                 reallocation=_policy(stage, way),
                 binding=way.binding,
             )
-            taken[way.name].append(outcome.seconds)
+            played.seconds[way.name].append(outcome.seconds)
             predicted_s = _simulated(stage, scene, way)
             errors.append(abs(predicted_s / outcome.seconds - 1.0))
             rows.append(_row(scene.name, way.name, outcome) | {"simulated_s": predicted_s})
-    medians = {name: f"{statistics.median(seconds):.2f}" for name, seconds in taken.items()}
-    console.print(f"{scene.name}: seconds {medians}, perfect {_perfect(stage, scene):.2f}")
-    return taken
+    medians = {name: f"{statistics.median(seconds):.2f}" for name, seconds in played.seconds.items()}
+    console.print(f"{scene.name}: seconds {medians}")
+    return played
 
 
-def _keep(figures: Figures, scene: str, taken: dict[str, list[float]]) -> None:
-    figures.keep(f"{scene}_over_static", _over(taken, OURS, STATIC))
-    figures.keep(f"{scene}_over_pull", _over(taken, OURS, PULL))
-    figures.keep(f"ours_over_paper_rule_{scene}", _over(taken, OURS, PAPER))
+def _keep(figures: Figures, scene: str, seconds: dict[str, list[float]]) -> None:
+    figures.keep(f"{scene}_over_static", _over(seconds, OURS, STATIC))
+    figures.keep(f"{scene}_over_pull", _over(seconds, OURS, PULL))
+    figures.keep(f"ours_over_paper_rule_{scene}", _over(seconds, OURS, PAPER))
 
 
-def _over(taken: dict[str, list[float]], a: Way, b: Way) -> list[float]:
+def _over(seconds: dict[str, list[float]], a: Way, b: Way) -> list[float]:
     """How many times as fast `a` is, round by round."""
-    return [slow / fast for slow, fast in zip(taken[b.name], taken[a.name], strict=True)]
-
-
-def _gap_closed(stage: Stage, scene: Scene, taken: dict[str, list[float]]) -> list[float]:
-    """Of the share of static's time that perfect reallocation saves in the simulator, what ours saves, round by round.
-
-    In shares of static's time, because the machine's pace drifts between rounds, and what the simulator knows does not.
-    """
-    perfect_share = 1.0 - _perfect(stage, scene) / _simulated(stage, scene, STATIC)
-    pairs = zip(taken[STATIC.name], taken[OURS.name], strict=True)
-    return [(1.0 - ours_s / static_s) / perfect_share for static_s, ours_s in pairs]
+    return [slow / fast for slow, fast in zip(seconds[b.name], seconds[a.name], strict=True)]
 
 
 def _perfect(stage: Stage, scene: Scene) -> float:
@@ -270,7 +280,7 @@ def _setup(stage: Stage, scene: Scene) -> PoolSetup:
         num_instances=INSTANCES,
         num_slots=scene.num_slots,
         curve=stage.rates.curve,
-        alone_speedup=stage.rates.alone_speedup,
+        alone_curve=stage.rates.alone_curve,
         max_new_tokens=stage.workload.sampling.max_new_tokens,
         moves=MoveTruth(kv_bytes_per_token=stage.kv_bytes_per_token),
         poll_interval_s=0.1,
@@ -281,7 +291,8 @@ def _setup(stage: Stage, scene: Scene) -> PoolSetup:
 def _row(scene: str, way: str, outcome: RolloutOutcome) -> dict[str, Any]:
     moved = [move for move in outcome.moves if move.outcome == MoveOutcome.MOVED]
     busy = [stats.busy_s for stats in outcome.stats.values()]
-    return {
+    overheads = overhead_shares(outcome)
+    return overheads | {
         "scene": scene,
         "way": way,
         "seconds": outcome.seconds,
@@ -289,7 +300,7 @@ def _row(scene: str, way: str, outcome: RolloutOutcome) -> dict[str, Any]:
         "moved": len(moved),
         "recomputed": sum(move.order.mode == "recompute" for move in moved),
         "busy_share": statistics.fmean(busy) / outcome.seconds,
-        "overhead_share": overhead_share(outcome),
+        "overhead_share": sum(overheads.values()),
         "tokens": sum(stats.num_emitted_tokens for stats in outcome.stats.values()),
     }
 

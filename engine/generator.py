@@ -12,11 +12,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from core.errors import DataError, WeightsError
+from core.progress import Progress
 from core.records import (
     PLAIN,
     Budget,
@@ -252,14 +252,11 @@ class Engine:
             drafter_alarm=self.drafter_alarm,
         )
 
-    def progress(self) -> dict[SampleKey, np.ndarray]:
-        """Return the response tokens so far of every running sample."""
+    def progress(self) -> Progress:
+        """Return the number of response tokens so far of every running sample."""
         batch, live = self._batch, len(self._batch)
-        begins, ends = batch.prompt_lengths[:live].tolist(), batch.lengths[:live].tolist()
-        # one copy for all
-        tokens = batch.tokens[:live, : max(ends, default=0)].copy()
-        slots = zip(batch.requests, tokens, begins, ends, strict=True)
-        return {request.key: row[begin:end] for request, row, begin, end in slots}
+        num_tokens = batch.lengths[:live] - batch.prompt_lengths[:live]
+        return Progress([request.key for request in batch.requests], num_tokens.tolist())
 
     def cancel_all(self) -> list[SampleRequest]:
         """Drop every open sample and return their requests."""

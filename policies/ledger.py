@@ -11,7 +11,7 @@ from typing import Literal
 
 from core.records import SampleKey, SampleRequest
 from policies.migration.messages import CallOff, Claim, MoveOrder, MoveOutcome, MoveReport, Settle, Verdict
-from policies.open_samples import NO_TOKENS, Member, OpenSample
+from policies.open_samples import Member, OpenSample
 from policies.ownership import (
     TAKEN_BACK_EPOCHS,
     OpenMoves,
@@ -136,7 +136,7 @@ class Ledger:
     def queue_again(self, key: SampleKey) -> None:
         """Let a sample start anew, under an epoch that no copy of it can have."""
         sample = self.samples[key]
-        sample.owner, sample.tokens = None, NO_TOKENS
+        sample.owner, sample.num_tokens = None, 0
         num_epochs = TAKEN_BACK_EPOCHS if sample.was_moved else 1
         sample.request = replace(sample.request, epoch=sample.request.epoch + num_epochs)
         heapq.heappush(self.waiting, (sample.arrival, key))
@@ -150,12 +150,15 @@ class Ledger:
             return []
         sample, key = self.samples.get(report.key), report.key
         epoch, owner = (sample.request.epoch, sample.owner) if sample else (0, None)
+        is_ours = self.moves.ordered(report.move_id)
         match report.claim:
             case Claim.COMMIT:
-                ruling = rule_on_commit(report, epoch=epoch, owner=owner)
+                ruling = rule_on_commit(report, epoch=epoch, owner=owner, is_ours=is_ours)
                 if ruling is Ruling.GRANTED:
                     self._give(key, report.destination, report.epoch)
-                orders = [_verdict_on(instance, report, ruling, report.epoch)]
+                # a denial tells the owner's epoch: a newer copy that the claimant owns by now is not meant
+                told = epoch if ruling is Ruling.DENIED else report.epoch
+                orders = [_verdict_on(instance, report, ruling, told)]
                 if ruling is Ruling.GRANTED:
                     orders += self._if_alive(
                         report.source, verdict_for(report.source, report.move_id, key, report.epoch, False)
@@ -164,7 +167,9 @@ class Ledger:
                 return orders
             case Claim.TAKE_BACK:
                 taken_back = sample.taken_back if sample else ""
-                ruling = rule_on_take_back(report, epoch=epoch, owner=owner, taken_back=taken_back)
+                ruling = rule_on_take_back(
+                    report, epoch=epoch, owner=owner, taken_back=taken_back, is_ours=is_ours
+                )
                 if ruling is Ruling.GRANTED:
                     epoch += TAKEN_BACK_EPOCHS
                     self._give(key, report.source, epoch)

@@ -9,8 +9,6 @@ import numpy as np
 
 from core.records import Completion, InstanceLoad, SampleKey, SampleRequest
 
-NO_TOKENS = np.zeros(0, dtype=np.int64)
-
 
 @dataclass(slots=True)
 class OpenSample:
@@ -20,8 +18,8 @@ class OpenSample:
     request: SampleRequest
     "its epoch is the current one"
     owner: str | None = None
-    tokens: np.ndarray = field(default_factory=lambda: NO_TOKENS)
-    "response tokens at the last poll"
+    num_tokens: int = 0
+    "of its response at the last poll"
     was_moved: bool = False
     "a move of it was ordered: a copy may exist under the epoch after the current one"
     taken_back: str = ""
@@ -32,7 +30,7 @@ class OpenSample:
     @property
     def num_context_tokens(self) -> int:
         """Tokens of prompt and response at the last poll."""
-        return len(self.request.prompt.token_ids) + len(self.tokens)
+        return len(self.request.prompt.token_ids) + self.num_tokens
 
 
 @dataclass(slots=True)

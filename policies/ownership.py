@@ -31,24 +31,30 @@ class Ruling(Enum):
     "another owns it, or it is complete"
 
 
-def rule_on_commit(report: MoveReport, *, epoch: int, owner: str | None) -> Ruling:
-    """The destination says the sample runs there under `report.epoch`."""
+def rule_on_commit(report: MoveReport, *, epoch: int, owner: str | None, is_ours: bool) -> Ruling:
+    """The destination says the sample runs there under `report.epoch`.
+
+    `is_ours`: the scheduler that rules has ordered the move. What a predecessor left open was settled when the new one
+    counted what is held; of samples that nobody held epochs begin anew, and an old claim may fit one by chance.
+    """
     if owner == report.destination and epoch == report.epoch:
         return Ruling.CONFIRMED
-    if owner == report.source and epoch + 1 == report.epoch:
+    if is_ours and owner == report.source and epoch + 1 == report.epoch:
         return Ruling.GRANTED
     return Ruling.DENIED
 
 
-def rule_on_take_back(report: MoveReport, *, epoch: int, owner: str | None, taken_back: str) -> Ruling:
-    """The source wants back what it handed over under `report.epoch`.
+def rule_on_take_back(
+    report: MoveReport, *, epoch: int, owner: str | None, taken_back: str, is_ours: bool
+) -> Ruling:
+    """The source wants back what it handed over under `report.epoch`; `is_ours` as above.
 
     `taken_back` is the move whose take-back gave the owner its epoch: a sample that came back by a second
     move has the same owner and epoch, and what the first one left behind is no copy to go on with.
     """
     if owner != report.source:
         return Ruling.DENIED
-    if epoch == report.epoch:
+    if is_ours and epoch == report.epoch:
         return Ruling.GRANTED
     confirmed = epoch == report.epoch + TAKEN_BACK_EPOCHS and taken_back == report.move_id
     return Ruling.CONFIRMED if confirmed else Ruling.DENIED
@@ -75,6 +81,10 @@ class OpenMoves:
 
     def __contains__(self, key: SampleKey) -> bool:
         return key in self._open
+
+    def ordered(self, move_id: str) -> bool:
+        """True for a move of this scheduler's, ended or not."""
+        return move_id.startswith(self._prefix)
 
     def num_arriving(self, instance: str) -> int:
         """Samples on their way to an instance."""

@@ -28,7 +28,7 @@ def _view(name: str, ledger: Ledger) -> InstanceView:
         instance=name,
         num_slots=member.num_slots,
         keys=tuple(movable),
-        response_tokens=np.array([len(sample.tokens) for sample in shown], dtype=np.int64),
+        response_tokens=np.array([sample.num_tokens for sample in shown], dtype=np.int64),
         context_tokens=np.array([sample.num_context_tokens for sample in shown], dtype=np.int64),
         num_arriving=moves.num_arriving(name),
         num_leaving=len(member.owned) - len(movable),

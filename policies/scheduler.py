@@ -225,9 +225,9 @@ class Scheduler:
         if member is not None:
             member.last_seen_s = max(member.last_seen_s, event.now_s)
             member.load = event.load or member.load
-            for key, tokens in event.progress.items():
+            for key, num_tokens in event.progress.items():
                 if key in member.owned:
-                    self._ledger.samples[key].tokens = tokens
+                    self._ledger.samples[key].num_tokens = num_tokens
         orders: list[Order] = []
         for report in event.moves:
             orders += self._ledger.rule(event.instance, report)

@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from core.records import Completion, InstanceLoad, SampleKey, SampleRequest
 from policies.migration.messages import CallOff, MoveOrder, MoveOutcome, MoveReport, Settle
 
@@ -38,8 +36,8 @@ class InstanceReported:
     instance: str
     now_s: float
     completions: tuple[Completion, ...] = ()
-    progress: Mapping[SampleKey, np.ndarray] = field(default_factory=dict)
-    "response tokens so far of running samples, [T] each"
+    progress: Mapping[SampleKey, int] = field(default_factory=dict)
+    "number of response tokens so far of running samples"
     load: InstanceLoad | None = None
     moves: tuple[MoveReport, ...] = ()
     "what it says of moves, in order, before its completions"

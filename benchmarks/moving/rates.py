@@ -3,8 +3,8 @@
 Goodput over the number of running samples comes from the decode steps of whole rollouts, in which few samples run at
 the end and these are the longest. What contexts cost comes from rollouts of long samples beside them: as many samples
 with longer contexts, whose caches take longer to read. Each rollout with all instances busy stands beside one with a
-single busy instance. The machine's pace drifts by a fifth within minutes, so `at_this_pace` looks again before each
-scene.
+single busy instance. The machine's pace drifts by a fifth within minutes, and so does what its instances take from each
+other, so `at_this_pace` looks again before each round.
 """
 
 from __future__ import annotations
@@ -84,33 +84,37 @@ class Rates:
 
     curve: RateCurve
     "goodput over running samples with all instances busy"
+    alone_curve: RateCurve
+    "while the others have nothing to do: instances of one machine share its caches and memory"
     alone_speedup: float
-    "goodput of an instance while the others have nothing to do, over that of the curve"
+    "the latter over the former, in the mean over a rollout"
     prompt_token_s: float
     "seconds for a prompt token at admission"
 
     def at_this_pace(self, pool: ActorPool, workload: Workload, lengths: np.ndarray) -> Rates:
-        """The same rates scaled to what the machine delivers now, for the longest of the lengths."""
+        """Either curve scaled to what the machine delivers now, for the longest of the lengths."""
         longest = np.sort(lengths)[-PACE_SAMPLES:]
-        curve = self.curve.copy()
-        curve.factor *= _stretches(pool, workload, longest, busy=len(pool.handles)).over(self.curve)
-        return replace(self, curve=curve)
+        curves = []
+        for curve, busy in ((self.curve, len(pool.handles)), (self.alone_curve, 1)):
+            curves.append(curve.copy())
+            curves[-1].factor *= _stretches(pool, workload, longest, busy=busy).over(curve)
+        return replace(self, curve=curves[0], alone_curve=curves[1])
 
 
 def measured_rates(pool: ActorPool, workload: Workload, lengths: np.ndarray, rounds: int) -> Rates:
     """Measure; `lengths` [n] are those of one instance's samples in a rollout."""
     busy: list[Stretches] = []
     alone: list[Stretches] = []
-    long: list[Stretches] = []
     longer_half = np.repeat(np.sort(lengths)[len(lengths) // 2 :], 2)
     for _ in range(rounds):
         # beside each other in time: the pace drifts
-        busy.append(_stretches(pool, workload, lengths, busy=len(pool.handles)))
-        alone.append(_stretches(pool, workload, lengths, busy=1))
-        long.append(_stretches(pool, workload, longer_half, busy=len(pool.handles)))
-    curve = _join([*busy, *long]).curve()
+        for asked in (lengths, longer_half):
+            busy.append(_stretches(pool, workload, asked, busy=len(pool.handles)))
+            alone.append(_stretches(pool, workload, asked, busy=1))
+    curve = _join(busy).curve()
     return Rates(
         curve=curve,
+        alone_curve=_join(alone).curve(),
         alone_speedup=_join(alone).over(curve) / _join(busy).over(curve),
         prompt_token_s=_prompt_token_s(pool, workload),
     )

@@ -63,8 +63,12 @@ def requests_of(workload: Workload, lengths: np.ndarray, *, first_index: int = 0
     ]
 
 
-def overhead_share(outcome: RolloutOutcome) -> float:
-    """Decode-thread seconds of selection, migration and telling the scheduler, over generation seconds."""
+def overhead_shares(outcome: RolloutOutcome) -> dict[str, float]:
+    """Decode-thread seconds of selection, migration and telling the scheduler, each over generation seconds."""
     stats = list(outcome.stats.values())
     busy_s = sum(each.busy_s + each.move_s + each.publish_s for each in stats)
-    return sum(each.select_s + each.move_s + each.publish_s for each in stats) / busy_s
+    return {
+        "select_share": sum(each.select_s for each in stats) / busy_s,
+        "move_share": sum(each.move_s for each in stats) / busy_s,
+        "publish_share": sum(each.publish_s for each in stats) / busy_s,
+    }

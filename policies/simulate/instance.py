@@ -9,22 +9,37 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from policies.reallocation.rate_curve import RateCurve
+
+
+@dataclass(frozen=True, slots=True)
+class PaceLine:
+    """Seconds per token of B samples: `base_s[B] + context_token_s[B] * context`, for B up to the slots."""
+
+    base_s: Sequence[float]
+    context_token_s: Sequence[float]
+
+    @classmethod
+    def of(cls, curve: RateCurve, num_slots: int) -> PaceLine:
+        """What the curve has."""
+        counts = np.arange(num_slots + 1)
+        return cls(curve.seconds_per_token(counts, 0.0).tolist(), curve.context_token_s(counts).tolist())
 
 
 class SimulatedInstance:
     """Progress is counted in tokens of a mean sample since the start; time only moves forward."""
 
-    def __init__(
-        self, base_s: Sequence[float], context_token_s: Sequence[float], bystander_share: float
-    ) -> None:
-        """Seconds per token of B samples are `base_s[B] + context_token_s[B] * context`, B up to the slots."""
-        self._base_s, self._context_token_s = base_s, context_token_s
+    def __init__(self, line: PaceLine, bystander_share: float) -> None:
+        """Start idle; `line` may be replaced by another while the instance is up to date."""
+        self.line = line
         self._bystander_share = bystander_share
         self.now_s = 0.0
         self.progress = 0.0
         self.busy_s = 0.0
-        self.speedup = 1.0
-        "over the curve"
         self.blocked_until_s = 0.0
         "a prefill holds the decode steps up"
         self.num_transfers = 0
@@ -50,9 +65,9 @@ class SimulatedInstance:
 
     def _curve(self) -> tuple[float, float]:
         """Seconds per token now, and what they grow by with each."""
-        token_s = self._context_token_s[len(self.running)] / self.speedup
-        base_s = self._base_s[len(self.running)] / self.speedup
-        return base_s + token_s * self.context_tokens, token_s * self._speed
+        token_s = self.line.context_token_s[len(self.running)]
+        pace = self.line.base_s[len(self.running)] + token_s * self.context_tokens
+        return pace, token_s * self._speed
 
     def _line(self) -> tuple[float, float]:
         """The same while transfers go on, if any do."""
@@ -92,14 +107,20 @@ class SimulatedInstance:
         self._context += self._contexts[sample][0]
         self._speed += speed
 
+    def context_of(self, sample: int) -> float:
+        """Context tokens of a running sample now."""
+        before, speed = self._contexts[sample]
+        return before + speed * self.progress
+
     def remove(self, sample: int) -> tuple[float, float]:
         """Give a sample up; returns what it still needs, and its context tokens."""
+        context = self.context_of(sample)
         before, speed = self._contexts.pop(sample)
         self._context, self._speed = self._context - before, self._speed - speed
         if not self._contexts:
             # nothing is left of rounding either
             self._context = self._speed = 0.0
-        return self.running.pop(sample) - self.progress, before + speed * self.progress
+        return self.running.pop(sample) - self.progress, context
 
     def next_end(self) -> tuple[float, int] | None:
         """When the next sample will be done if nothing changes, and which."""

@@ -55,8 +55,8 @@ class PoolSetup:
     poll_interval_s: float = 0.1
     order_delay_s: float = 0.02
     "from the look at the pool to the start of the moves planned on it"
-    alone_speedup: float = 1.0
-    "goodput of an instance while no other has work, over that of the curve: instances of one machine share it"
+    alone_curve: RateCurve | None = None
+    "of an instance while no other has work: instances of one machine share it; None: as ever"
     prompt_token_s: float = 0.0
     "seconds for which an instance computes a prompt token when a sample is bound to it"
 

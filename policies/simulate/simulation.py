@@ -11,7 +11,7 @@ import numpy as np
 
 from core.records import SampleKey, Stream
 from policies.reallocation.records import InstanceView, Move, MoveMode, PoolView, ReallocationPolicy
-from policies.simulate.instance import SimulatedInstance
+from policies.simulate.instance import PaceLine, SimulatedInstance
 from policies.simulate.records import Binding, PoolSetup, Samples, SimulationResult
 
 
@@ -55,12 +55,10 @@ class _Simulation:
         progress: Callable[[int], None] | None,
     ) -> None:
         self._samples, self._setup, self._policy, self._progress = samples, setup, policy, progress
-        counts = np.arange(setup.num_slots + 1)
-        base_s = setup.curve.seconds_per_token(counts, 0.0).tolist()
-        context_token_s = setup.curve.context_token_s(counts).tolist()
+        self._line = PaceLine.of(setup.curve, setup.num_slots)
+        self._alone_line = setup.alone_curve and PaceLine.of(setup.alone_curve, setup.num_slots)
         self._instances = [
-            SimulatedInstance(base_s, context_token_s, setup.moves.bystander_share)
-            for _ in range(setup.num_instances)
+            SimulatedInstance(self._line, setup.moves.bystander_share) for _ in range(setup.num_instances)
         ]
         self._names = tuple(f"gen-{k:04d}" for k in range(setup.num_instances))
         self._number = {name: k for k, name in enumerate(self._names)}
@@ -104,8 +102,8 @@ class _Simulation:
                     self._begin(now_s, *payload)
                 case _Kind.POLL:
                     self._poll(now_s)
-            if self._setup.alone_speedup != 1.0:
-                self._share_machine(now_s)
+            if self._alone_line is not None:
+                self._share_machine(now_s, self._alone_line)
         for instance in self._instances:
             instance.advance(now_s)
         return SimulationResult(
@@ -119,14 +117,14 @@ class _Simulation:
             num_plans=self._counts["plans"],
         )
 
-    def _share_machine(self, now_s: float) -> None:
-        """An instance is faster while no other has work."""
+    def _share_machine(self, now_s: float, alone_line: PaceLine) -> None:
+        """An instance has the machine for itself while no other has work."""
         num_busy = sum(bool(instance.running) for instance in self._instances)
         for k, instance in enumerate(self._instances):
-            speedup = self._setup.alone_speedup if num_busy == 1 and instance.running else 1.0
-            if speedup != instance.speedup:
+            line = alone_line if num_busy == 1 and instance.running else self._line
+            if line is not instance.line:
                 instance.advance(now_s)
-                instance.speedup = speedup
+                instance.line = line
                 self._reschedule(k)
 
     def _push(self, at_s: float, kind: _Kind, *payload: object) -> None:
@@ -209,7 +207,8 @@ class _Simulation:
             self._arriving[destination] += 1
             here.advance(now_s)
             there.advance(now_s)
-            context = self._context(sample, source)
+            # whole tokens; sums of times may fall just short of one
+            context = int(here.context_of(sample) + 1e-6)
             if move.mode is MoveMode.RECOMPUTE:
                 self._counts["recomputed"] += 1
                 seconds = float(truth.prefill.seconds(context))
@@ -265,11 +264,6 @@ class _Simulation:
         self._arriving[destination] -= 1
         self._add(sample, destination, *left)
         self._reschedule(destination)
-
-    def _context(self, sample: int, k: int) -> int:
-        to_go = self._instances[k].running[sample] - self._instances[k].progress
-        done = float(self._samples.response_tokens[sample]) - to_go * float(self._samples.speed[sample])
-        return int(self._samples.prompt_tokens[sample]) + max(int(done), 0)
 
     def _view(self, now_s: float) -> PoolView:
         views = []

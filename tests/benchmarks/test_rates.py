@@ -87,7 +87,11 @@ def test_the_curve_is_the_pace_of_the_instances_without_their_prompts() -> None:
 
 @pytest.mark.parametrize("speedup", [1.0, 1.4])
 def test_how_much_faster_an_instance_is_alone(speedup: float) -> None:
-    assert rates(PacedPool(alone_speedup=speedup)).alone_speedup == pytest.approx(speedup, rel=0.01)
+    measured = rates(PacedPool(alone_speedup=speedup))
+    assert measured.alone_speedup == pytest.approx(speedup, rel=0.01)
+    for batch, context in ((6, 6000), (48, 90_000)):
+        both = [float(c.seconds_per_token(batch, context)) for c in (measured.curve, measured.alone_curve)]
+        assert both[0] / both[1] == pytest.approx(speedup, rel=0.01)
 
 
 def test_prompts_have_a_price_of_their_own() -> None:
@@ -102,7 +106,10 @@ def test_a_look_at_the_pace_scales_the_whole_curve_and_leaves_the_measured_one(p
         assert float(now.curve.goodput(batch)) == pytest.approx(
             pace * float(measured.curve.goodput(batch)), rel=0.03
         )
-    assert measured.curve.factor == 1.0
+        assert float(now.alone_curve.goodput(batch) / measured.alone_curve.goodput(batch)) == pytest.approx(
+            pace, rel=0.03
+        )
+    assert measured.curve.factor == measured.alone_curve.factor == 1.0
 
 
 def test_steps_after_another_instance_is_done_do_not_count() -> None:

@@ -113,12 +113,11 @@ def test_what_is_held_stays_within_the_limit_at_every_step(make_small, make_requ
     held, most_running = [], 0
     while engine.has_work:
         engine.step()
-        lengths = np.array([len(tokens) for tokens in engine.progress().values()])
         most_running = max(most_running, engine.num_running)
         held.append(sum(int(pool.memory._held.sum()) * pool.memory.growth_bytes for pool in pools))
         assert held[-1] <= most
         assert nothing_behind_what_is_held(pools)
-        assert room.free_bytes is not None and len(lengths) == engine.num_running
+        assert room.free_bytes is not None and len(engine.progress()) == engine.num_running
         assert engine.load().free_cache_tokens == max(room.free_bytes, 0) // (2 * 2 * 2 * 2 * 16 * 4)
     assert most_running > 2, "short ones share what one long one would take"
     assert max(held) > 0.6 * most
@@ -131,7 +130,7 @@ def test_the_shortest_is_preempted_and_is_the_first_to_return(make_small, make_r
         engine.submit(request)
     orders: list[tuple[list[int], list[int]]] = []
     while engine.has_work:
-        running = {key.sample_index: len(tokens) for key, tokens in engine.progress().items()}
+        running = {key.sample_index: count for key, count in engine.progress().items()}
         waiting = [state.request.key.sample_index for state in engine._waiting]
         before = engine.stats.num_preemptions
         engine.step()

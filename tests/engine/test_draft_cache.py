@@ -110,7 +110,7 @@ def test_the_cache_is_used_and_not_recomputed(
     drafter = engine.drafter
     assert isinstance(drafter, ModelDrafter)
     while engine.has_work:
-        (length,) = [100 + len(tokens) for tokens in engine.progress().values()]
+        (length,) = [100 + count for count in engine.progress().values()]
         # missing at most: the last chain node, never run through the draft model, and the bonus token
         assert length - 2 <= drafter.num_cached_tokens(0) < length
         engine.step()

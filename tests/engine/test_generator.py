@@ -167,7 +167,7 @@ def test_load_counts_slots_and_tokens(make_engine: Make, make_requests: MakeRequ
     assert (running.decode_step, running.instance) == (1, "local")
 
 
-def test_progress_holds_the_responses_so_far(make_engine: Make, make_requests: MakeRequests) -> None:
+def test_progress_counts_the_responses_so_far(make_engine: Make, make_requests: MakeRequests) -> None:
     engine = make_engine("tree8", batch=2)
     requests = make_requests(LENGTHS, SamplingParams(max_new_tokens=20))
     for request in requests:
@@ -176,10 +176,12 @@ def test_progress_holds_the_responses_so_far(make_engine: Make, make_requests: M
     engine.step()
     so_far = engine.progress()
     assert set(so_far) == {request.key for request in requests[:2]}
+    states = [engine._batch.state(slot, weight_version=0) for slot in range(2)]
     done = {completion.key: completion.token_ids for completion in finish(engine)}
-    for key, tokens in so_far.items():
-        assert len(tokens) >= 2
-        assert tokens.tolist() == done[key][: len(tokens)].tolist()
+    for state in states:
+        key, count = state.request.key, len(state.token_ids)
+        assert count >= 2 and so_far[key] == count
+        assert state.token_ids.tolist() == done[key][:count].tolist()
     assert engine.progress() == {}
 
 

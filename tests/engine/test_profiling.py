@@ -122,7 +122,7 @@ def test_recorded_outcomes_are_what_plain_decoding_emits(
             return
         ids, parents = tree.token_ids.tolist(), tree.parents.tolist()
         for row, request in enumerate(batch):
-            rest = tokens[request.key][len(so_far[request.key]) :]
+            rest = tokens[request.key][so_far[request.key] :]
             path: list[list[int]] = [[]]
             for node, parent in zip(ids[row], parents[row], strict=True):
                 path.append([*path[parent], node])

@@ -11,6 +11,7 @@ import ray
 from actors.decode_loop import DecodeLoop, HoldOrder, SubmitOrder
 from actors.messages import LoadedWeights
 from core.errors import DataError
+from core.progress import Progress
 from core.records import (
     Completion,
     FinishReason,
@@ -99,8 +100,8 @@ class FakeEngine:
             num_accepted_tokens=0,
         )
 
-    def progress(self) -> dict[SampleKey, np.ndarray]:
-        return {key: response_of(key.sample_index)[:n] for key, (_, n) in self.running.items()}
+    def progress(self) -> Progress:
+        return Progress(list(self.running), [count for _, count in self.running.values()])
 
     def load(self) -> InstanceLoad:
         return InstanceLoad(

@@ -253,6 +253,18 @@ def test_without_any_trace_a_sample_starts_again_under_a_new_epoch():
     assert submit.requests[0].epoch == 1 and scheduler.num_open == 1
 
 
+@pytest.mark.parametrize("epoch", range(4))
+@pytest.mark.parametrize(("claim", "claimant"), [(Claim.COMMIT, "b"), (Claim.TAKE_BACK, "a")])
+def test_a_claim_of_a_move_before_the_scheduler_wins_no_sample_that_started_again(claim, claimant, epoch):
+    """b ran a copy to its end that was nobody's, and asks still; the sample's last owner died with the scheduler."""
+    scheduler, _ = rebuilt([snapshot("a"), snapshot("b")])
+    before = {sample.owner: sample.request.epoch for sample in scheduler.open_samples()}
+    for move_id in ("0-0", "0-12"):
+        told = report(claim, epoch=epoch, key=key(0), move_id=move_id, source="a", destination="b")
+        scheduler.handle(InstanceReported(instance=claimant, now_s=1.0, moves=(told,)))
+    assert {sample.owner: sample.request.epoch for sample in scheduler.open_samples()} == before
+
+
 def test_whatever_the_instances_hold_a_rebuilt_scheduler_has_one_owner_and_no_lower_epoch():
     held = [None, 0, 1, 2]
     for a_open, a_aside, b_open, b_aside in itertools.product(held, repeat=4):

@@ -140,6 +140,9 @@ class World:
             order = player.uncommitted.pop(word.move_id)
             if word.verdict is Verdict.RELEASE and player.running.get(order.key) == order.epoch + 1:
                 del player.running[order.key]
+        elif word.verdict is Verdict.RELEASE and player.running.get(word.key, word.epoch) < word.epoch:
+            # the move is over here; an older copy than the owner's must not go on
+            del player.running[word.key]
 
     def claim_again(self, player: Player) -> None:
         player.outbox += [self.say(order, Claim.TAKE_BACK) for order in player.aside.values()]
@@ -184,6 +187,9 @@ class World:
     def replace_scheduler(self) -> None:
         self.term += 1
         self.zombies.clear()
+        while len(self.players) > 1 and self.random.random() < 0.3:
+            # it died with the scheduler, and nobody knows what it had
+            del self.players[self.random.choice(sorted(self.players))]
         snapshots = [
             InstanceSnapshot(
                 instance=name,

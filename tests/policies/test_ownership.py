@@ -138,7 +138,7 @@ def test_what_was_set_aside_for_a_move_that_went_well_is_not_taken_up_when_the_s
 def test_a_repeated_commit_of_an_older_move_is_denied_when_the_sample_has_moved_on():
     scheduler = moving()
     back_and_forth(scheduler)
-    assert verdicts(say(scheduler, COMMIT)) == [("b", "release", 1)]
+    assert verdicts(say(scheduler, COMMIT)) == [("b", "release", 2)]
 
 
 def test_epochs_only_grow_along_any_way_of_a_sample():
@@ -161,7 +161,7 @@ def test_a_source_lost_before_anyone_claimed_ends_the_move_and_its_copy_at_the_d
     assert [type(order) for order in orders] == [MoveEnded, SendVerdict, Abandon, Submit]
     assert owner(scheduler) == ("b", 2)
     # the copy that was handed over by the dead source, and its completion, count for nothing
-    assert verdicts(say(scheduler, COMMIT)) == [("b", "release", 1)]
+    assert verdicts(say(scheduler, COMMIT)) == [("b", "release", 2)]
     stale = complete(request_at(1), "b")
     assert scheduler.handle(InstanceReported(instance="b", now_s=2.0, completions=(stale,))) == []
     fresh = complete(request_at(2), "b")
@@ -253,13 +253,15 @@ def test_a_move_of_which_nothing_is_heard_is_called_off_and_says_who_was_waited_
 
 
 def test_rulings_do_not_depend_on_anything_but_owner_epoch_and_move():
-    for owner_name, epoch in itertools.product((None, "a", "b", "c"), range(4)):
-        commit = rule_on_commit(COMMIT, epoch=epoch, owner=owner_name)
-        granted = (owner_name, epoch) == ("a", 0)
+    for owner_name, epoch, is_ours in itertools.product((None, "a", "b", "c"), range(4), (True, False)):
+        commit = rule_on_commit(COMMIT, epoch=epoch, owner=owner_name, is_ours=is_ours)
+        granted = (owner_name, epoch, is_ours) == ("a", 0, True)
         confirmed = (owner_name, epoch) == ("b", 1)
         assert commit is (Ruling.GRANTED if granted else Ruling.CONFIRMED if confirmed else Ruling.DENIED)
         for taken_back in ("", "0-0", "0-9"):
-            back = rule_on_take_back(TAKE_BACK, epoch=epoch, owner=owner_name, taken_back=taken_back)
+            back = rule_on_take_back(
+                TAKE_BACK, epoch=epoch, owner=owner_name, taken_back=taken_back, is_ours=is_ours
+            )
             confirmed = (owner_name, epoch, taken_back) == ("a", 2, "0-0")
             assert back is (Ruling.GRANTED if granted else Ruling.CONFIRMED if confirmed else Ruling.DENIED)
 

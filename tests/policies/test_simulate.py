@@ -16,7 +16,7 @@ LINE = RateCurve(np.arange(1, 65), 1.0 / (0.006 / np.arange(1, 65) + 0.004))
 "6 ms + 4 ms for each sample."
 
 
-def setup(num_instances: int, num_slots: int, curve: RateCurve = LINE, **changes: float) -> PoolSetup:
+def setup(num_instances: int, num_slots: int, curve: RateCurve = LINE, **changes: object) -> PoolSetup:
     values = {
         "moves": MoveTruth(
             kv_bytes_per_token=1e6,
@@ -73,7 +73,9 @@ def test_a_capped_slot_makes_samples_wait() -> None:
 
 
 def test_an_instance_is_faster_while_no_other_has_work() -> None:
-    result = simulate(samples(30, 50), setup(2, 1, alone_speedup=2.0), NoMoves("pull"))
+    twice_as_fast = LINE.copy()
+    twice_as_fast.factor = 2.0
+    result = simulate(samples(30, 50), setup(2, 1, alone_curve=twice_as_fast), NoMoves("pull"))
     assert result.finish_s == pytest.approx(30 * 0.010 + 20 * 0.010 / 2)
     assert result.busy_s == pytest.approx([0.30, 0.40])
 
