@@ -357,7 +357,9 @@ class DecodeLoop:
             for completion in finished:
                 self._sequence += 1
                 self._outbox.append((self._sequence, completion))
-            self._changed.notify_all()
+            if finished:
+                # nobody waits for anything else here, and to wake a thread takes long
+                self._changed.notify_all()
 
     def _end(self, reason: BaseException) -> None:
         """Wake the pollers and refuse every order, those that wait included."""

@@ -265,6 +265,15 @@ def test_a_claim_of_a_move_before_the_scheduler_wins_no_sample_that_started_agai
     assert {sample.owner: sample.request.epoch for sample in scheduler.open_samples()} == before
 
 
+def test_a_denial_tells_the_owners_epoch_so_that_a_late_one_drops_no_owned_copy():
+    """a ran a copy under epoch 5 to its end before the scheduler died, and was given the sample anew."""
+    scheduler, _ = rebuilt([snapshot("a"), snapshot("b")])
+    ((owner, epoch),) = [(sample.owner, sample.request.epoch) for sample in scheduler.open_samples()]
+    assert owner == "a" and epoch < 5
+    told = scheduler.handle(committed(0, "0-7", epoch=5, source="b", destination="a"))
+    assert verdicts(told) == {"a": ("release", epoch)}
+
+
 def test_whatever_the_instances_hold_a_rebuilt_scheduler_has_one_owner_and_no_lower_epoch():
     held = [None, 0, 1, 2]
     for a_open, a_aside, b_open, b_aside in itertools.product(held, repeat=4):
