@@ -44,6 +44,8 @@ class RunningBatch:
         self.sampling_logprobs = np.zeros((num_slots, max_total_tokens), dtype=np.float32)
         self.lengths = np.zeros(num_slots, dtype=np.int64)
         "committed tokens, prompt and root included"
+        self.context_tokens = 0
+        "of all running samples together"
         self.prompt_lengths = np.zeros(num_slots, dtype=np.int64)
         self.limits = np.zeros(num_slots, dtype=np.int64)
         "length at which the sample ends"
@@ -73,6 +75,7 @@ class RunningBatch:
         self.policy_logprobs[slot, response] = state.policy_logprobs
         self.sampling_logprobs[slot, response] = state.sampling_logprobs
         self.lengths[slot], self.prompt_lengths[slot] = length, len(prompt)
+        self.context_tokens += length
         self.limits[slot] = len(prompt) + request.sampling.max_new_tokens
         self.words[slot] = key_words(request.key)
         self._set_stop_ids(slot, request.sampling.stop_token_ids)
@@ -99,6 +102,7 @@ class RunningBatch:
     def remove(self, slot: int) -> int:
         """Take a sample out; the last one moves into its slot. Returns the slot it came from."""
         last = len(self.requests) - 1
+        self.context_tokens -= int(self.lengths[slot])
         self.requests[slot] = self.requests[last]
         self.counters[slot] = self.counters[last]
         for array in (
@@ -148,6 +152,7 @@ class RunningBatch:
         self.policy_logprobs[row, target] = policy_logprobs[row, taken]
         self.sampling_logprobs[row, target] = sampling_logprobs[row, taken]
         self.lengths[:live] += count
+        self.context_tokens += len(row)
         for counters, accepted in zip(self.counters, num_accepted.tolist(), strict=True):
             counters.num_decode_steps += 1
             counters.num_accepted_tokens += accepted
@@ -203,14 +208,10 @@ class RunningBatch:
     @property
     def remaining_tokens(self) -> np.ndarray:
         """Tokens each running response may still get, [B]."""
-        return (self.limits - self.lengths)[: len(self)]
+        live = len(self)
+        return self.limits[:live] - self.lengths[:live]
 
     @property
     def max_remaining_tokens(self) -> int:
         """Tokens the longest running response may still get."""
-        return int(self.remaining_tokens.max(initial=0))
-
-    @property
-    def context_tokens(self) -> int:
-        """Committed tokens of all running samples."""
-        return int(self.lengths[: len(self)].sum())
+        return int(self.remaining_tokens.max()) if self.requests else 0

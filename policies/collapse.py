@@ -51,8 +51,10 @@ class CollapseDetector:
             return
         trials = len(draft.num_nodes)
         successes = float(np.count_nonzero(draft.num_accepted))
-        if int(draft.num_nodes.min()) == 0:
-            guessed = draft.scores[draft.num_nodes == 0, : draft.level_sizes[0]].max(axis=1)
+        unverified = np.flatnonzero(draft.num_nodes == 0)
+        if len(unverified):
+            first = draft.scores[unverified, : draft.level_sizes[0]]
+            guessed = first[:, 0] if first.shape[1] == 1 else first.max(axis=1)
             successes += float(guessed[guessed <= 1.0].sum())
         good, bad = HEALTHY_SHARE * self._usual, COLLAPSED_SHARE * self._usual
         ratio = successes * math.log(bad / good) + (trials - successes) * math.log((1 - bad) / (1 - good))

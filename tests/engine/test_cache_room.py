@@ -116,6 +116,7 @@ def test_what_is_held_stays_within_the_limit_at_every_step(make_small, make_requ
         most_running = max(most_running, engine.num_running)
         held.append(sum(int(pool.memory._held.sum()) * pool.memory.growth_bytes for pool in pools))
         assert held[-1] <= most
+        assert engine.num_context_tokens == engine._batch.lengths[: engine.num_running].sum()
         assert nothing_behind_what_is_held(pools)
         assert room.free_bytes is not None and len(engine.progress()) == engine.num_running
         assert engine.load().free_cache_tokens == max(room.free_bytes, 0) // (2 * 2 * 2 * 2 * 16 * 4)
