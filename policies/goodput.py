@@ -42,11 +42,13 @@ STEADY_BATCH = 4
 "From so many samples on the depth of a draft varies little: half the way there goes without a question .."
 LARGE_BATCH = 16
 ".. and from so many on all of it."
+LARGE_BATCH_TAUGHT = 2
+"Every so many of its decode steps teach enough .."
 SMALL_BATCH_OBSERVED, LARGE_BATCH_OBSERVED = 2, 4
-"Every so many decode steps teach enough of acceptance."
+".. and every so many enough of acceptance."
 COSTED_BITS, PLAIN_COSTED_BITS = 3, 2
 "Costs are those of the next number of samples with so many leading bits: of 17 samples those of 20, or 24."
-SEARCH_STEPS = 4
+SEARCH_STEPS, LARGE_BATCH_SEARCH_STEPS = 4, 8
 "The price of a node that a search has found serves so many decode steps."
 MOST_COSTS = 256
 "Batches and widths whose costs are kept."
@@ -88,7 +90,7 @@ class GoodputPolicy:
         self._onward = self._acceptance.conditional
         "acceptance of a level given the one before"
         self._allocation = Allocation(price=0.0)
-        self._searched = -SEARCH_STEPS
+        self._searched = -LARGE_BATCH_SEARCH_STEPS
         "decode step of the last search"
         self._step = 0
         self._versions = (0, 0)
@@ -165,7 +167,7 @@ class GoodputPolicy:
         if self._probing or self._view is None:
             return np.full(batch, min(scores.shape[1], self.max_nodes), dtype=np.int64)
         ordered = self._acceptance.corrected(sorted_scores(scores, level_sizes)[:, : self.max_nodes])
-        if self._step < self._searched + SEARCH_STEPS:
+        if self._step < self._searched + (SEARCH_STEPS if batch < LARGE_BATCH else LARGE_BATCH_SEARCH_STEPS):
             return self._allocation.of(ordered)
         self._searched, rate = self._step, self._choice.goodput
         count, worth = best_uniform(ordered, self._view, rate)
@@ -189,7 +191,12 @@ class GoodputPolicy:
                 return
             taught = PLAIN_OBSERVED
         else:
-            every = SMALL_BATCH_OBSERVED if record.num_samples < LARGE_BATCH else LARGE_BATCH_OBSERVED
+            is_large = record.num_samples >= LARGE_BATCH
+            if is_large and not self._probing:
+                if record.decode_step % LARGE_BATCH_TAUGHT:
+                    return
+                taught = LARGE_BATCH_TAUGHT
+            every = LARGE_BATCH_OBSERVED if is_large else SMALL_BATCH_OBSERVED
             if self._probing or record.decode_step % every == 0:
                 self._acceptance.observe(draft)
             suspended = self._collapse.suspended
@@ -248,7 +255,7 @@ class GoodputPolicy:
         self._view = views[self._choice.width]
         self._follow_probe_costs(views[1])
         if self._choice.width != before.width:
-            self._searched = -SEARCH_STEPS
+            self._searched = -LARGE_BATCH_SEARCH_STEPS
         return self._choice
 
     def _costs_of(self, batch: int, width: int) -> BatchCosts:

@@ -16,10 +16,11 @@ from hand_profile import (
     total_s,
 )
 
-from core.records import Budget, StepRecord
+from core.records import Budget, DraftLog, StepRecord
 from policies.base import RefiningPolicy
+from policies.collapse import CollapseDetector
 from policies.cost_view import BatchCosts, CostView
-from policies.goodput import SEARCH_STEPS, GoodputPolicy
+from policies.goodput import LARGE_BATCH_SEARCH_STEPS, LARGE_BATCH_TAUGHT, SEARCH_STEPS, GoodputPolicy
 from policies.search import best_ragged
 from policies.shapes import ShapeTable
 from policies.track_record import TrackRecord
@@ -139,8 +140,8 @@ def test_the_smallest_limits_are_kept(max_nodes: int) -> None:
         assert max(record.budget.depth for record in records) <= max_nodes
 
 
-@pytest.mark.parametrize("batch", [2, 24])
-def test_a_search_serves_a_few_decode_steps(batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("batch", "served"), [(2, SEARCH_STEPS), (24, LARGE_BATCH_SEARCH_STEPS)])
+def test_a_search_serves_a_few_decode_steps(batch: int, served: int, monkeypatch: pytest.MonkeyPatch) -> None:
     searched: list[int] = []
 
     def spy(scores: np.ndarray, costs: CostView, goodput: float) -> tuple[np.ndarray, float]:
@@ -149,15 +150,32 @@ def test_a_search_serves_a_few_decode_steps(batch: int, monkeypatch: pytest.Monk
 
     monkeypatch.setattr("policies.goodput.best_ragged", spy)
     run = run_of(0.8, CHEAP)
-    records = run.steps(4 * SEARCH_STEPS, batch)
+    records = run.steps(4 * served, batch)
     assert not any(record.budget.is_plain for record in records)
     assert len(searched) == 4
+
+
+@pytest.mark.parametrize(("batch", "every"), [(4, 1), (24, LARGE_BATCH_TAUGHT)])
+def test_of_a_large_batch_some_decode_steps_teach(
+    batch: int, every: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taught: list[int] = []
+    watch = CollapseDetector.observe
+
+    def spy(self: CollapseDetector, decode_step: int, draft: DraftLog) -> None:
+        taught.append(decode_step)
+        watch(self, decode_step, draft)
+
+    monkeypatch.setattr(CollapseDetector, "observe", spy)
+    records = run_of(0.8, CHEAP).steps(40, batch)
+    assert not any(record.budget.is_plain for record in records)
+    assert taught == list(range(0, 40, every))
 
 
 @pytest.mark.parametrize("batch", [1, 3, 24])
 def test_no_sample_gets_more_nodes_than_the_caches_reserve_between_searches(batch: int) -> None:
     policy = make_policy(hand_profile(0.9, CHEAP), max_nodes=4, max_depth=4)
-    for step in range(2 * SEARCH_STEPS):
+    for step in range(2 * LARGE_BATCH_SEARCH_STEPS):
         policy.plan(decode_state(step, batch))
         # a tree's candidates, more than can be verified
         counts = policy.select(np.full((batch, 9), 0.95), (3, 6))
