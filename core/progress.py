@@ -1,7 +1,7 @@
 """How far many samples are: a mapping that is made, and travels, as a few lists.
 
-Ten times a second the decode thread makes one of all its samples, and a poll pickles it: keys and tokens one by one took
-up to two milliseconds of the interpreter's lock for some hundred samples.
+Ten times a second the decode thread makes one of all its samples, and a poll pickles it: keys and tokens one by one
+took up to two milliseconds of the interpreter's lock for some hundred samples.
 """
 
 from __future__ import annotations

@@ -94,11 +94,15 @@ class Rates:
     def at_this_pace(self, pool: ActorPool, workload: Workload, lengths: np.ndarray) -> Rates:
         """Either curve scaled to what the machine delivers now, for the longest of the lengths."""
         longest = np.sort(lengths)[-PACE_SAMPLES:]
-        curves = []
-        for curve, busy in ((self.curve, len(pool.handles)), (self.alone_curve, 1)):
-            curves.append(curve.copy())
-            curves[-1].factor *= _stretches(pool, workload, longest, busy=busy).over(curve)
-        return replace(self, curve=curves[0], alone_curve=curves[1])
+
+        def scaled(curve: RateCurve, busy: int) -> RateCurve:
+            now = curve.copy()
+            now.factor *= _stretches(pool, workload, longest, busy=busy).over(curve)
+            return now
+
+        return replace(
+            self, curve=scaled(self.curve, len(pool.handles)), alone_curve=scaled(self.alone_curve, 1)
+        )
 
 
 def measured_rates(pool: ActorPool, workload: Workload, lengths: np.ndarray, rounds: int) -> Rates:
