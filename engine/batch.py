@@ -210,8 +210,3 @@ class RunningBatch:
         """Tokens each running response may still get, [B]."""
         live = len(self)
         return self.limits[:live] - self.lengths[:live]
-
-    @property
-    def max_remaining_tokens(self) -> int:
-        """Tokens the longest running response may still get."""
-        return int(self.remaining_tokens.max()) if self.requests else 0

@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -155,9 +156,10 @@ class Engine:
         if not len(self._batch):
             return []
         started = self._clock()
-        state = self.decode_state()
+        remaining = self._batch.remaining_tokens
+        state = self._decode_state(int(remaining.max()))
         budget = self.policy.plan(state) if self.drafter is not None else PLAIN
-        refinement = self._refinement(budget)
+        refinement = self._refinement(budget, remaining)
         planned = self._clock()
         output = decode_step(self.runner, self.drafter, self._batch, budget, self._clock, refinement)
         emitted, finished = self._batch.append(
@@ -182,19 +184,19 @@ class Engine:
         self._note(record, len(completions))
         return completions
 
-    def _refinement(self, budget: Budget) -> Refinement | None:
+    def _refinement(self, budget: Budget, remaining: np.ndarray) -> Refinement | None:
         """Return what carries the policy's further decisions of a refined budget."""
         if not budget.refined or self.scorer is None or self._refining is None:
             return None
-        return Refinement(self._refining, self.scorer, self._batch.remaining_tokens, self._clock)
+        return Refinement(self._refining, self.scorer, remaining, self._clock)
 
-    def decode_state(self) -> DecodeState:
+    def _decode_state(self, max_remaining_tokens: int) -> DecodeState:
         """Return the facts that a draft policy may use."""
         return DecodeState(
             decode_step=self._tally["num_decode_steps"],
             num_samples=len(self._batch),
             context_tokens=self._batch.context_tokens,
-            max_remaining_tokens=self._batch.max_remaining_tokens,
+            max_remaining_tokens=max_remaining_tokens,
             num_waiting=len(self._waiting),
             weight_version=self.weight_version,
             drafter_version=self.drafter_version,

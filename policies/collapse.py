@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
-
 from core.records import DraftLog
 from policies.base import DrafterAlarm
 
@@ -49,13 +47,15 @@ class CollapseDetector:
         """Take the first nodes' outcomes; what was not verified counts as its estimate says."""
         if self._usual < LOWEST_USUAL:
             return
-        trials = len(draft.num_nodes)
-        successes = float(np.count_nonzero(draft.num_accepted))
-        unverified = np.flatnonzero(draft.num_nodes == 0)
-        if len(unverified):
-            first = draft.scores[unverified, : draft.level_sizes[0]]
-            guessed = first[:, 0] if first.shape[1] == 1 else first.max(axis=1)
-            successes += float(guessed[guessed <= 1.0].sum())
+        # numbers: of arrays so short every operation costs more than all of their values
+        counts, trials = draft.num_nodes.tolist(), len(draft.num_nodes)
+        successes = float(trials - draft.num_accepted.tolist().count(0))
+        if 0 in counts:
+            first = draft.scores[:, : draft.level_sizes[0]]
+            guesses = (first[:, 0] if first.shape[1] == 1 else first.max(axis=1)).tolist()
+            successes += sum(
+                guess for count, guess in zip(counts, guesses, strict=True) if count == 0 and guess <= 1.0
+            )
         good, bad = HEALTHY_SHARE * self._usual, COLLAPSED_SHARE * self._usual
         ratio = successes * math.log(bad / good) + (trials - successes) * math.log((1 - bad) / (1 - good))
         ratio = min(max(ratio, -MOST_PER_STEP), MOST_PER_STEP)

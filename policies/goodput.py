@@ -31,8 +31,8 @@ CHOOSE_STEPS = 16
 "All shapes are compared after so many decode steps; chain, plain and the present shape when the batch changes too."
 PLAIN_PATIENCE = 4
 "Times as long where plain decoding is the choice."
-PLAIN_OBSERVED = 4
-"Every so many plain decode steps teach enough of plain decoding; in between it goes on unasked."
+QUIET_STEPS = 4
+"Of so many plain decode steps, or steps of a large batch, one asks and teaches; the others go on as it did."
 OBSERVE_COST_STEPS, OBSERVE_PLAIN_COST_STEPS = 16, 64
 "Costs are compared with their prediction every so many decode steps, plain ones more seldom."
 BLIND_RISK = 0.5
@@ -42,10 +42,8 @@ STEADY_BATCH = 4
 "From so many samples on the depth of a draft varies little: half the way there goes without a question .."
 LARGE_BATCH = 16
 ".. and from so many on all of it."
-LARGE_BATCH_TAUGHT = 2
-"Every so many of its decode steps teach enough .."
-SMALL_BATCH_OBSERVED, LARGE_BATCH_OBSERVED = 2, 4
-".. and every so many enough of acceptance."
+SMALL_BATCH_OBSERVED = 2
+"Fewer samples teach with every decode step, and of acceptance with every so many."
 COSTED_BITS, PLAIN_COSTED_BITS = 3, 2
 "Costs are those of the next number of samples with so many leading bits: of 17 samples those of 20, or 24."
 SEARCH_STEPS, LARGE_BATCH_SEARCH_STEPS = 4, 8
@@ -101,8 +99,8 @@ class GoodputPolicy:
         self._probing = False
         self._plain_for: tuple[str | None, int] | None = None
         self._plain_budget = PLAIN
-        self._rests_with = 0
-        "samples of a batch that decodes plainly; 0 when it drafts"
+        self._rests_on, self._rests_with = PLAIN, 0
+        "what is done unasked, and with how many samples; 0 when every decode step asks"
         self._planned_for: tuple[Choice, int, int] | None = None
         self._planned = PLAIN
         self._judged_batch = 0
@@ -115,8 +113,13 @@ class GoodputPolicy:
     def plan(self, state: DecodeState) -> Budget:
         """Return a refined budget of the best shape, or plain decoding."""
         self._step = state.decode_step
-        if state.num_samples == self._rests_with and state.decode_step % PLAIN_OBSERVED:
-            return self._plain_budget
+        rests_on = self._rests_on
+        if (
+            state.num_samples == self._rests_with
+            and state.decode_step % QUIET_STEPS
+            and state.max_remaining_tokens > rests_on.depth
+        ):
+            return rests_on
         self._rests_with = 0
         self._follow_versions(state)
         self._follow_batch(state.num_samples)
@@ -128,8 +131,7 @@ class GoodputPolicy:
         self._probing = suspended or choice.num_nodes == 0
         if self._probing:
             if not self._probe_is_due(suspended, state.num_samples):
-                self._rests_with = state.num_samples
-                return self._plain(suspended, state.num_samples)
+                return self._rest(state.num_samples, self._plain(suspended, state.num_samples))
             depth = min(PROBE_DEPTH, room, self.max_nodes)
             return _budget(1, 1, depth, self.max_nodes, "probe of the drafter")
         depth = choice.levels
@@ -145,7 +147,11 @@ class GoodputPolicy:
                 f"{choice.goodput:.0f} tokens/s expected"
             )
             self._planned = _budget(choice.branching, choice.width, depth, self.max_nodes, reason)
-        return self._planned
+        return (
+            self._rest(state.num_samples, self._planned)
+            if state.num_samples >= LARGE_BATCH
+            else self._planned
+        )
 
     def deepen(self, level: int, scores: np.ndarray) -> int:
         """Compare a bound on the next level's worth with its seconds; ask seldom where a stop is unlikely."""
@@ -158,7 +164,9 @@ class GoodputPolicy:
             scores = -np.sort(-scores, axis=1)[:, : self._choice.width]
         onward, view, rate = _at(self._onward, level), self._view, self._choice.goodput
         node_cost = rate * _step_at(view.uniform_s, level) / view.num_samples
-        gain = np.maximum(self._acceptance.corrected(scores) * onward - node_cost, 0.0).sum()
+        # numbers: of arrays so short every operation costs more than all of their values
+        hazard = self._acceptance.hazard_ratio
+        gain = sum(max(score**hazard * onward - node_cost, 0.0) for score in scores.ravel().tolist())
         return 0 if gain <= rate * _step_at(view.draft_s, level) else levels
 
     def select(self, scores: np.ndarray, level_sizes: tuple[int, ...]) -> np.ndarray:
@@ -187,21 +195,22 @@ class GoodputPolicy:
         if draft is None:
             self._plain_s += record.step_s
             self._missing_tokens += record.num_emitted_tokens
-            if record.decode_step % PLAIN_OBSERVED:
+            if record.decode_step % QUIET_STEPS:
                 return
-            taught = PLAIN_OBSERVED
+            taught = QUIET_STEPS
         else:
             is_large = record.num_samples >= LARGE_BATCH
             if is_large and not self._probing:
-                if record.decode_step % LARGE_BATCH_TAUGHT:
+                if record.decode_step % QUIET_STEPS:
                     return
-                taught = LARGE_BATCH_TAUGHT
-            every = LARGE_BATCH_OBSERVED if is_large else SMALL_BATCH_OBSERVED
-            if self._probing or record.decode_step % every == 0:
+                taught = QUIET_STEPS
+            if is_large or self._probing or record.decode_step % SMALL_BATCH_OBSERVED == 0:
                 self._acceptance.observe(draft)
             suspended = self._collapse.suspended
             self._collapse.observe(record.decode_step, draft)
-            if suspended and not self._collapse.suspended:
+            if self._collapse.suspended:
+                self._rests_with = 0
+            elif suspended:
                 # what the dead drafter taught says nothing of the living one
                 self._acceptance.widen()
             against = self._judged_batch if suspended and self._collapse.suspended else 0
@@ -283,6 +292,11 @@ class GoodputPolicy:
             ahead = choice.levels - level
             levels = max(levels, ahead if batch >= LARGE_BATCH else (ahead + 1) // 2)
         return levels
+
+    def _rest(self, batch: int, budget: Budget) -> Budget:
+        """Go on with a budget unasked, for a few decode steps of as many samples."""
+        self._rests_on, self._rests_with = budget, batch
+        return budget
 
     def _plain(self, suspended: bool, batch: int) -> Budget:
         """Return plain decoding and why; made once as long as both stay: a plain step is short."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 
@@ -23,22 +24,24 @@ BATCH_HINGES = (8, 32)
 DRAFT_HINGES = (4, 16, 64, 128)
 PHASES = ("draft", "verify", "rest")
 
+Values = np.ndarray | float
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
     """What decode steps draft and verify; arrays broadcast against each other."""
 
-    num_samples: np.ndarray | float
+    num_samples: Values
     "B"
-    context_tokens: np.ndarray | float
+    context_tokens: Values
     "committed tokens of the whole batch"
-    num_nodes: np.ndarray | float
+    num_nodes: Values
     "draft nodes verified in the whole batch"
-    widest: np.ndarray | float
+    widest: Values
     "draft nodes of the sample that has most"
-    levels: np.ndarray | float
+    levels: Values
     "levels drafted; 0 is plain decoding"
-    width: np.ndarray | float
+    width: Values
     "nodes expanded a level, per sample"
 
     def __len__(self) -> int:
@@ -128,51 +131,53 @@ def rest_terms(shape: Shape) -> np.ndarray:
     return _columns(_rest_terms(shape), shape)
 
 
-def _draft_terms(shape: Shape) -> list[np.ndarray]:
-    batch, context, levels, width = map(
-        np.asarray, (shape.num_samples, shape.context_tokens, shape.levels, shape.width)
-    )
+def _draft_terms(shape: Shape) -> list[Values]:
+    batch, context, levels, width = shape.num_samples, shape.context_tokens, shape.levels, shape.width
     drafts = levels > 0
     is_tree = width > 1
     tokens = batch * width
-    terms = [np.ones(()), drafts, drafts * batch, drafts * context]
-    terms += [levels, levels * tokens, *(levels * np.maximum(tokens - knee, 0) for knee in DRAFT_HINGES)]
+    terms = [1.0, drafts, drafts * batch, drafts * context]
+    terms += [levels, levels * tokens, *(levels * _above(tokens, knee) for knee in DRAFT_HINGES)]
     terms += [levels * context, levels * is_tree, levels * levels * is_tree * tokens]
     return terms
 
 
-def _verify_terms(shape: Shape) -> list[np.ndarray]:
-    batch, context, nodes, widest, width = map(
-        np.asarray, (shape.num_samples, shape.context_tokens, shape.num_nodes, shape.widest, shape.width)
-    )
-    tokens = batch + nodes
+def _verify_terms(shape: Shape) -> list[Values]:
+    batch, context, widest = shape.num_samples, shape.context_tokens, shape.widest
+    tokens = batch + shape.num_nodes
     rows = batch * (widest + 1)
     ragged = rows > tokens
-    terms = [np.ones(()), batch, tokens]
-    terms += [np.maximum(tokens - knee, 0) for knee in VERIFY_HINGES]
-    terms += [np.maximum(batch - knee, 0) for knee in BATCH_HINGES]
+    terms = [1.0, batch, tokens]
+    terms += [_above(tokens, knee) for knee in VERIFY_HINGES]
+    terms += [_above(batch, knee) for knee in BATCH_HINGES]
     # attention reads the context once for every sample, and multiplies it with every row
-    terms += [context, context * widest, rows, ragged, ragged * rows, (width > 1) * (widest > 0) * rows]
+    terms += [context, context * widest, rows, ragged, ragged * rows, (shape.width > 1) * (widest > 0) * rows]
     return terms
 
 
-def _rest_terms(shape: Shape) -> list[np.ndarray]:
-    batch, widest, width = map(np.asarray, (shape.num_samples, shape.widest, shape.width))
+def _rest_terms(shape: Shape) -> list[Values]:
+    batch, widest = shape.num_samples, shape.widest
     drafts = widest > 0
-    is_tree = (width > 1) & drafts
-    return [np.ones(()), batch, batch * (widest + 1), drafts, is_tree, is_tree * batch * widest]
+    is_tree = (shape.width > 1) & drafts
+    return [1.0, batch, batch * (widest + 1), drafts, is_tree, is_tree * batch * widest]
 
 
-def _total(coefficients: Sequence[float], terms: Sequence[np.ndarray], shape: Shape) -> np.ndarray:
+def _above(count: Values, knee: int) -> Values:
+    """What is beyond a knee, of an array or of a number: a decode step's prediction is made of numbers."""
+    return max(count - knee, 0.0) if isinstance(count, float) else np.maximum(count - knee, 0)
+
+
+def _total(coefficients: Sequence[float], terms: Sequence[Values], shape: Shape) -> np.ndarray:
     """The weighted sum of the terms: plans look it up all the time, so what weighs nothing is left out."""
-    seconds = np.zeros(_extent(shape))
+    extent = _extent(shape)
+    seconds: Any = np.zeros(extent) if extent else 0.0
     for coefficient, term in zip(coefficients, terms, strict=True):
         if coefficient:
             seconds += coefficient * term
-    return seconds
+    return np.asarray(seconds)
 
 
-def _columns(terms: Sequence[np.ndarray], shape: Shape) -> np.ndarray:
+def _columns(terms: Sequence[Values], shape: Shape) -> np.ndarray:
     extent = _extent(shape)
     return np.stack([np.broadcast_to(term, extent) for term in terms], axis=-1).astype(float)
 
@@ -186,7 +191,7 @@ def _extent(shape: Shape) -> tuple[int, ...]:
         shape.levels,
         shape.width,
     )
-    return np.broadcast_shapes(*map(np.shape, values))
+    return np.broadcast_shapes(*(value.shape for value in values if isinstance(value, np.ndarray)))
 
 
 def _fit(terms: np.ndarray, seconds: np.ndarray) -> tuple[float, ...]:

@@ -16,13 +16,13 @@ from hand_profile import (
     total_s,
 )
 
-from core.records import Budget, DraftLog, StepRecord
+from core.records import Budget, DecodeState, DraftLog, StepRecord
 from policies.base import RefiningPolicy
 from policies.collapse import CollapseDetector
 from policies.cost_view import BatchCosts, CostView
-from policies.goodput import LARGE_BATCH_SEARCH_STEPS, LARGE_BATCH_TAUGHT, SEARCH_STEPS, GoodputPolicy
+from policies.goodput import LARGE_BATCH_SEARCH_STEPS, QUIET_STEPS, SEARCH_STEPS, GoodputPolicy
 from policies.search import best_ragged
-from policies.shapes import ShapeTable
+from policies.shapes import Choice, ShapeTable
 from policies.track_record import TrackRecord
 from profiles.cost import CostModel
 from profiles.profile import Profile, YieldCurve
@@ -155,7 +155,7 @@ def test_a_search_serves_a_few_decode_steps(batch: int, served: int, monkeypatch
     assert len(searched) == 4
 
 
-@pytest.mark.parametrize(("batch", "every"), [(4, 1), (24, LARGE_BATCH_TAUGHT)])
+@pytest.mark.parametrize(("batch", "every"), [(4, 1), (24, QUIET_STEPS)])
 def test_of_a_large_batch_some_decode_steps_teach(
     batch: int, every: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -170,6 +170,27 @@ def test_of_a_large_batch_some_decode_steps_teach(
     records = run_of(0.8, CHEAP).steps(40, batch)
     assert not any(record.budget.is_plain for record in records)
     assert taught == list(range(0, 40, every))
+
+
+def test_a_large_batch_goes_on_unasked_until_its_turn_or_until_something_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    policy = make_policy(hand_profile(0.9, CHEAP))
+    asked: list[int] = []
+    choose = GoodputPolicy._choose
+
+    def spy(self: GoodputPolicy, state: DecodeState) -> Choice:
+        asked.append(state.decode_step)
+        return choose(self, state)
+
+    monkeypatch.setattr(GoodputPolicy, "_choose", spy)
+    budgets = [policy.plan(decode_state(step, 24)) for step in range(2 * QUIET_STEPS)]
+    assert asked == [0, QUIET_STEPS]
+    assert all(budget is budgets[0] for budget in budgets) and budgets[0].depth > 1
+    # another number of samples, and responses that end, ask at once
+    policy.plan(decode_state(9, 23))
+    assert policy.plan(decode_state(10, 23, remaining=budgets[0].depth)).depth < budgets[0].depth
+    assert asked[2:] == [9, 10]
 
 
 @pytest.mark.parametrize("batch", [1, 3, 24])
