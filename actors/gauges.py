@@ -7,6 +7,7 @@ stops; aggregate by `instance` over living ones.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 from ray.util.metrics import Counter, Gauge
 
@@ -19,7 +20,7 @@ REFRESH_S = 1.0
 class InstanceGauges:
     """Publishes an instance's load; counters get the difference to the last one."""
 
-    def __init__(self, instance: str) -> None:
+    def __init__(self, instance: str, clock: Callable[[], float] = time.monotonic) -> None:
         tags = {"instance": instance}
         self._emitted = Counter(
             "rlhfspec_emitted_tokens", description="Response tokens emitted.", tag_keys=("instance",)
@@ -44,11 +45,12 @@ class InstanceGauges:
         for gauge in self._gauges.values():
             gauge.set_default_tags(tags)
         self._last = GenerationStats()
-        self._refreshed_s = -REFRESH_S
+        self._clock = clock
+        self._refreshed_s = clock() - REFRESH_S
 
     def update(self, load: InstanceLoad) -> None:
         """Publish the load; while samples run, once in REFRESH_S."""
-        now_s = time.monotonic()
+        now_s = self._clock()
         if load.num_running and now_s - self._refreshed_s < REFRESH_S:
             return
         self._refreshed_s = now_s
