@@ -94,6 +94,8 @@ class Played:
     "by way"
     perfect_shares: list[float]
     "of static's time, what perfect reallocation saves in the simulator"
+    looks: list[Rates]
+    "before the first round and after every one"
 
     def gap_closed(self) -> list[float]:
         """Of what perfect reallocation saves, what ours saves.
@@ -124,7 +126,7 @@ def run(*, out: Path, mode: str, data: Path | None) -> int:
             pool.close()
         pool = _pool(workload, SpeculationConfig(), profile, num_slots=CAPPED_SLOTS)
         try:
-            stage = replace(stage, pool=pool)
+            stage = _look(replace(stage, pool=pool))
             skew = _scene("skewed capped", "skewed", 0, num_slots=CAPPED_SLOTS)
             ways = (STATIC, PULL, RECOMPUTE, PAPER, OURS)
             played = _play(stage, skew, ways, MORE_ROUNDS * ROUNDS[mode], rows, errors, console)
@@ -160,10 +162,11 @@ def _resident(
 ) -> None:
     ways = (STATIC, PULL, RECOMPUTE, PAPER, OURS)
     skew = _scene("skewed resident", "skewed", 0)
-    played = _play(stage, skew, ways, ROUNDS[mode], rows, errors, console)
+    played = _play(_look(stage), skew, ways, ROUNDS[mode], rows, errors, console)
     _keep(figures, "skewed_resident", played.seconds)
     figures.keep("skewed_resident_gap_closed", played.gap_closed())
     even, rounds = _scene("balanced", "balanced", 1), MORE_ROUNDS * ROUNDS[mode]
+    stage = replace(stage, rates=played.looks[-1])
     played = _play(stage, even, (STATIC, PULL, PAPER, OURS), rounds, rows, errors, console)
     _keep(figures, "balanced", played.seconds)
     moves = [row["moves"] for row in rows if row["scene"] == "balanced" and row["way"] == OURS.name]
@@ -173,6 +176,7 @@ def _resident(
         scene = _scene(f"long tail {seed}", "long_tail", 100 + seed)
         # each way first and last by turns: the machine's pace drifts
         ways = (PULL, PAPER, OURS) if seed % 2 == 0 else (OURS, PAPER, PULL)
+        stage = replace(stage, rates=played.looks[-1])
         played = _play(stage, scene, ways, TAIL_ROUNDS[mode], rows, errors, console)
         for way, seconds in played.seconds.items():
             tails.setdefault(way, []).append(statistics.fmean(seconds))
@@ -210,6 +214,12 @@ def _stage(pool: ActorPool, workload: Workload, kv_bytes: float, rounds: int) ->
     )
 
 
+def _look(stage: Stage) -> Stage:
+    """The stage at the pace that the machine has now."""
+    rates = stage.rates.at_this_pace(stage.pool, stage.workload, stage.earlier_lengths)
+    return replace(stage, rates=rates)
+
+
 def _scene(name: str, lengths: WorkloadName, seed: int, *, num_slots: int = SAMPLES) -> Scene:
     return Scene(name=name, lengths=_lengths(lengths, seed), num_slots=num_slots)
 
@@ -227,23 +237,33 @@ def _play(
     errors: list[float],
     console: Console,
 ) -> Played:
-    """Play every way, in turn forwards and backwards; each beside the simulator's word on it."""
-    played = Played(seconds={way.name: [] for way in ways}, perfect_shares=[])
+    """Play every way, in turn forwards and backwards; each beside the simulator's word on it.
+
+    The stage's rates are those of a look just before; the simulator has the mean of those before and after a round,
+    because the machine's pace drifts.
+    """
+    played = Played(seconds={way.name: [] for way in ways}, perfect_shares=[], looks=[stage.rates])
     for number in range(rounds):
-        # the machine's pace drifts
-        rates = stage.rates.at_this_pace(stage.pool, stage.workload, stage.earlier_lengths)
-        stage = replace(stage, rates=rates)
-        perfect_s, static_s = _perfect(stage, scene), _simulated(stage, scene, STATIC)
+        outcomes = [
+            (
+                way,
+                stage.pool.rollout(
+                    requests_of(stage.workload, scene.lengths),
+                    reallocation=_policy(stage, way),
+                    binding=way.binding,
+                ),
+            )
+            for way in (ways if number % 2 == 0 else reversed(ways))
+        ]
+        before, stage = stage.rates, _look(stage)
+        played.looks.append(stage.rates)
+        meanwhile = replace(stage, rates=before.halfway_to(stage.rates))
+        perfect_s, static_s = _perfect(meanwhile, scene), _simulated(meanwhile, scene, STATIC)
         played.perfect_shares.append(1.0 - perfect_s / static_s)
         console.print(f"{scene.name}: simulated {static_s:.2f} s static, {perfect_s:.2f} perfect")
-        for way in ways if number % 2 == 0 else reversed(ways):
-            outcome = stage.pool.rollout(
-                requests_of(stage.workload, scene.lengths),
-                reallocation=_policy(stage, way),
-                binding=way.binding,
-            )
+        for way, outcome in outcomes:
             played.seconds[way.name].append(outcome.seconds)
-            predicted_s = _simulated(stage, scene, way)
+            predicted_s = _simulated(meanwhile, scene, way)
             errors.append(abs(predicted_s / outcome.seconds - 1.0))
             rows.append(_row(scene.name, way.name, outcome) | {"simulated_s": predicted_s})
     medians = {name: f"{statistics.median(seconds):.2f}" for name, seconds in played.seconds.items()}

@@ -4,11 +4,12 @@ Goodput over the number of running samples comes from the decode steps of whole 
 the end and these are the longest. What contexts cost comes from rollouts of long samples beside them: as many samples
 with longer contexts, whose caches take longer to read. Each rollout with all instances busy stands beside one with a
 single busy instance. The machine's pace drifts by a fifth within minutes, and so does what its instances take from each
-other, so `at_this_pace` looks again before each round.
+other, so `at_this_pace` looks again before and after each round.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
@@ -20,8 +21,8 @@ from benchmarks.support.actor_pool import ActorPool
 from benchmarks.support.workload import Workload
 from policies.reallocation.rate_curve import RateCurve
 
-PACE_SAMPLES = 32
-"Of each instance in a look at the pace: the longest ones."
+PACE_SAMPLES = 64
+"Of each instance in a look at the pace."
 BINS_PER_OCTAVE = 2
 "Of numbers of running samples; stretches of a bin make one point of the curve."
 STRETCH_S = 0.2
@@ -92,17 +93,29 @@ class Rates:
     "seconds for a prompt token at admission"
 
     def at_this_pace(self, pool: ActorPool, workload: Workload, lengths: np.ndarray) -> Rates:
-        """Either curve scaled to what the machine delivers now, for the longest of the lengths."""
-        longest = np.sort(lengths)[-PACE_SAMPLES:]
+        """Either curve scaled to what the machine delivers now, for the longer half of the lengths.
 
-        def scaled(curve: RateCurve, busy: int) -> RateCurve:
-            now = curve.copy()
-            now.factor *= _stretches(pool, workload, longest, busy=busy).over(curve)
-            return now
-
-        return replace(
-            self, curve=scaled(self.curve, len(pool.handles)), alone_curve=scaled(self.alone_curve, 1)
+        The longer a sample is, the longer it runs: most of those that run at any time are of that half.
+        """
+        longer_half = np.sort(lengths)[len(lengths) // 2 :]
+        asked = longer_half[:: max(len(longer_half) // PACE_SAMPLES, 1)]
+        return self._scaled(
+            _stretches(pool, workload, asked, busy=len(pool.handles)).over(self.curve),
+            _stretches(pool, workload, asked, busy=1).over(self.alone_curve),
         )
+
+    def halfway_to(self, later: Rates) -> Rates:
+        """The pace between two looks: what was played in between is simulated at their mean."""
+        return self._scaled(
+            math.sqrt(later.curve.factor / self.curve.factor),
+            math.sqrt(later.alone_curve.factor / self.alone_curve.factor),
+        )
+
+    def _scaled(self, busy: float, alone: float) -> Rates:
+        curve, alone_curve = self.curve.copy(), self.alone_curve.copy()
+        curve.factor *= busy
+        alone_curve.factor *= alone
+        return replace(self, curve=curve, alone_curve=alone_curve)
 
 
 def measured_rates(pool: ActorPool, workload: Workload, lengths: np.ndarray, rounds: int) -> Rates:

@@ -112,6 +112,22 @@ def test_a_look_at_the_pace_scales_the_whole_curve_and_leaves_the_measured_one(p
     assert measured.curve.factor == measured.alone_curve.factor == 1.0
 
 
+def test_what_lies_between_two_looks_is_simulated_at_their_mean() -> None:
+    measured = rates(PacedPool())
+    before, after = (
+        measured.at_this_pace(PacedPool(pace=pace), workload(), LENGTHS)  # type: ignore[arg-type]
+        for pace in (0.8, 1.25)
+    )
+    between = before.halfway_to(after)
+    for curve, of_look, of_other in (
+        (between.curve, before.curve, after.curve),
+        (between.alone_curve, before.alone_curve, after.alone_curve),
+    ):
+        assert of_look.factor < 0.9 < 1.1 < of_other.factor
+        assert curve.factor == pytest.approx((of_look.factor * of_other.factor) ** 0.5)
+        assert float(curve.goodput(16)) == pytest.approx(float(measured.curve.goodput(16)), rel=0.03)
+
+
 def test_steps_after_another_instance_is_done_do_not_count() -> None:
     long, short = ([Span("step", t, t + 1.0, "", 2, 5) for t in range(n)] for n in (9, 4))
     made = stretches_of([long, short])
