@@ -57,7 +57,7 @@ MAX_TOKENS = 900
 "A rollout takes ten to twenty seconds: much longer than a look at the pool and the moves it leads to."
 PROFILE_S = {"quick": 8.0, "default": 25.0, "full": 60.0}
 ROUNDS = {"quick": 1, "default": 3, "full": 6}
-MORE_ROUNDS = 2
+MORE_ROUNDS = 3
 "Times as many where ways differ by a hundredth or two: balanced lengths, capped slots. Rollouts vary by a tenth."
 SEEDS = {"quick": 1, "default": 10, "full": 20}
 TAIL_ROUNDS = {"quick": 1, "default": 2, "full": 3}
