@@ -34,7 +34,11 @@ CLOSE_ENOUGH = 0.05
 WAIT_S = 60.0
 SLACK_S = 0.4
 SHORT_CONTEXT = 100
-"Both ways take some hundredths of a second, most of it waiting: measured more often."
+"Both ways take some hundredths of a second, most of it waiting: single moves vary by a seventh."
+SHORT_TURNS = 4
+"So the ways are measured by turns .."
+SHORT_REPEATS = 3
+".. and so many times as often in each."
 LONG_CONTEXT = 1000
 "Shipping it takes seconds at the same pace: measured once."
 TOKENS_PER_S = 130.0
@@ -83,21 +87,18 @@ def _measure(mover: _Mover, bandwidth: float, contexts: Sequence[int], repeats: 
         mover.teach(gate, context, cold=number % 2 == 1)
     cells: list[Cell] = []
     for context in contexts:
-        times = range(1 if context > LONG_CONTEXT else repeats if context > SHORT_CONTEXT else 2 * repeats)
-        computed = range(max(len(times), repeats + 1))
-        recompute = _median([mover.move(context, MoveMode.RECOMPUTE, cold=False) for _ in computed])
-        for cold in (False, True):
-            migrate = _median([mover.move(context, MoveMode.MIGRATE, cold=cold) for _ in times])
-            cells.append(
-                Cell(
-                    context_tokens=context,
-                    bandwidth=bandwidth,
-                    cold=cold,
-                    migrate_s=migrate,
-                    recompute_s=recompute,
-                    chosen=str(gate.choose(context, cold=cold)),
-                )
+        seconds = mover.both_ways(context, repeats)
+        cells += [
+            Cell(
+                context_tokens=context,
+                bandwidth=bandwidth,
+                cold=cold,
+                migrate_s=_median(seconds[MoveMode.MIGRATE, cold]),
+                recompute_s=_median(seconds[MoveMode.RECOMPUTE, False]),
+                chosen=str(gate.choose(context, cold=cold)),
             )
+            for cold in (False, True)
+        ]
     return cells
 
 
@@ -120,6 +121,21 @@ class _Mover:
             config.head_dim or config.hidden_size // config.num_attention_heads
         )
         self.kv_bytes_per_token = config.num_hidden_layers * 2 * heads * 4
+
+    def both_ways(self, context: int, repeats: int) -> dict[tuple[MoveMode, bool], list[float]]:
+        """Seconds of moves by way, and whether the pair was cold; in turns where they differ by less than drift."""
+        short = context <= SHORT_CONTEXT
+        times = 1 if context > LONG_CONTEXT else repeats * (SHORT_REPEATS if short else 1)
+        ways = (
+            (MoveMode.RECOMPUTE, False, max(times, repeats + 1)),
+            (MoveMode.MIGRATE, False, times),
+            (MoveMode.MIGRATE, True, times),
+        )
+        seconds: dict[tuple[MoveMode, bool], list[float]] = {way[:2]: [] for way in ways}
+        for _ in range(SHORT_TURNS if short else 1):
+            for mode, cold, count in ways:
+                seconds[mode, cold] += [self.move(context, mode, cold=cold) for _ in range(count)]
+        return seconds
 
     def move(self, context: int, mode: MoveMode, *, cold: bool) -> float:
         """Seconds of one move."""
