@@ -7,8 +7,10 @@ learns from calibration moves of other contexts, then chooses for every cell of 
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import numpy as np
 import ray
@@ -43,6 +45,14 @@ LONG_CONTEXT = 1000
 "Shipping it takes seconds at the same pace: measured once."
 TOKENS_PER_S = 130.0
 "What a sample alone decodes at most: it must outlast its move."
+
+
+class TimedMove(Protocol):
+    """What moves a sample."""
+
+    def __call__(self, context: int, mode: MoveMode, *, cold: bool) -> float:
+        """Move one of so many tokens; seconds."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,19 +97,44 @@ def _measure(mover: _Mover, bandwidth: float, contexts: Sequence[int], repeats: 
         mover.teach(gate, context, cold=number % 2 == 1)
     cells: list[Cell] = []
     for context in contexts:
-        seconds = mover.both_ways(context, repeats)
+        seconds = both_ways(mover.move, context, repeats)
         cells += [
             Cell(
                 context_tokens=context,
                 bandwidth=bandwidth,
                 cold=cold,
-                migrate_s=_typical(seconds[MoveMode.MIGRATE, cold]),
-                recompute_s=_typical(seconds[MoveMode.RECOMPUTE, False]),
+                migrate_s=typical(seconds[MoveMode.MIGRATE, cold]),
+                recompute_s=typical(seconds[MoveMode.RECOMPUTE, False]),
                 chosen=str(gate.choose(context, cold=cold)),
             )
             for cold in (False, True)
         ]
     return cells
+
+
+def both_ways(move: TimedMove, context: int, repeats: int) -> dict[tuple[MoveMode, bool], list[float]]:
+    """Seconds of moves by way, and whether the pair was cold; in turns where they differ by less than drift."""
+    turns, times = 1, repeats
+    if context <= SHORT_CONTEXT:
+        turns, times = SHORT_TURNS, SHORT_REPEATS * repeats
+    elif context > LONG_CONTEXT:
+        times = 1
+    ways = (
+        (MoveMode.RECOMPUTE, False, max(times, repeats + 1)),
+        (MoveMode.MIGRATE, False, times),
+        (MoveMode.MIGRATE, True, times),
+    )
+    seconds: dict[tuple[MoveMode, bool], list[float]] = defaultdict(list)
+    for _ in range(turns):
+        for mode, cold, count in ways:
+            seconds[mode, cold] += [move(context, mode, cold=cold) for _ in range(count)]
+    return seconds
+
+
+def typical(values: Sequence[float]) -> float:
+    """The mean of the middle half: as deaf to stragglers as the median, and steadier."""
+    quarter = len(values) // 4
+    return float(np.mean(np.sort(values)[quarter : len(values) - quarter]))
 
 
 class _Mover:
@@ -121,21 +156,6 @@ class _Mover:
             config.head_dim or config.hidden_size // config.num_attention_heads
         )
         self.kv_bytes_per_token = config.num_hidden_layers * 2 * heads * 4
-
-    def both_ways(self, context: int, repeats: int) -> dict[tuple[MoveMode, bool], list[float]]:
-        """Seconds of moves by way, and whether the pair was cold; in turns where they differ by less than drift."""
-        short = context <= SHORT_CONTEXT
-        times = 1 if context > LONG_CONTEXT else repeats * (SHORT_REPEATS if short else 1)
-        ways = (
-            (MoveMode.RECOMPUTE, False, max(times, repeats + 1)),
-            (MoveMode.MIGRATE, False, times),
-            (MoveMode.MIGRATE, True, times),
-        )
-        seconds: dict[tuple[MoveMode, bool], list[float]] = {way[:2]: [] for way in ways}
-        for _ in range(SHORT_TURNS if short else 1):
-            for mode, cold, count in ways:
-                seconds[mode, cold] += [self.move(context, mode, cold=cold) for _ in range(count)]
-        return seconds
 
     def move(self, context: int, mode: MoveMode, *, cold: bool) -> float:
         """Seconds of one move."""
@@ -226,9 +246,3 @@ def _require_time(deadline_s: float, order: str) -> None:
             waited_s=WAIT_S,
             advice="look at their logs",
         )
-
-
-def _typical(values: Sequence[float]) -> float:
-    """The mean of the middle half: as deaf to stragglers as the median, and steadier."""
-    quarter = len(values) // 4
-    return float(np.mean(np.sort(values)[quarter : len(values) - quarter]))
