@@ -9,6 +9,7 @@
     |   |-- PlacementError    the cluster or the memory cannot hold what was asked for
     |   `-- RewardError       a reward function raised or returned no finite number
     |-- WeightsError          a manifest, a chunk or a version that does not match
+    |-- NotFiniteError        weights or logits that are NaN or infinite
     |-- NumericsError         the invariance probe failed, or an exactness check found a difference
     |-- WaitTimeout           one process waited for another for too long
     |-- TransferError         a channel between two instances failed, or a frame arrived damaged
@@ -59,6 +60,10 @@ class RewardError(InputError):
 
 class WeightsError(RlhfSpecError):
     """Published weights do not match their manifest, or arrive out of order."""
+
+
+class NotFiniteError(RlhfSpecError):
+    """Weights or logits are NaN or infinite; the message names the tensor or the sample."""
 
 
 class NumericsError(RlhfSpecError):

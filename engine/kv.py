@@ -9,6 +9,7 @@ is gathered per layer. Slot numbers stay inside `engine/`; callers hold sample k
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ from core.errors import ModelError
 from engine.cuda_pages import CudaPages
 from engine.kv_memory import KVMemory, PagedHostMemory, PoolShape, WholeMemory, copy_slot, round_up
 from engine.mapped_memory import MappedMemory
+from engine.native.writer import WIDTH
 from engine.visibility import count_up
 
 LEAST_REACH = 64
@@ -34,24 +36,31 @@ class KVShape:
     num_kv_heads: int
     num_heads: int
     head_size: int
+    "of a cell: the model's, filled up with zeros to whole vectors (`cell_size`)"
 
     @staticmethod
     def of(config: PretrainedConfig) -> KVShape:
-        """Read the shape from a Hugging Face config. Raises ModelError when it cannot be found."""
-        tree = config.get_text_config().to_dict()
+        """Read the shape from a Hugging Face config. Raises ModelError when it cannot be found.
+
+        What a config says is not always what a model does: the forwards compare it with their tensors.
+        """
+        tree: Any = config.get_text_config().to_dict()
         num_layers = tree.get("num_hidden_layers") or tree.get("n_layer")
         num_heads = tree.get("num_attention_heads") or tree.get("n_head")
         hidden = tree.get("hidden_size") or tree.get("n_embd")
-        if not (num_layers and num_heads and hidden):
-            raise ModelError(
-                f"cannot read layers, heads and hidden size from a '{config.model_type}' config; "
-                "this architecture is not supported"
-            )
+        num_kv_heads = tree.get("num_key_value_heads") or num_heads
+        sizes = {"layers": num_layers, "heads": num_heads, "KV heads": num_kv_heads, "hidden size": hidden}
+        for what, size in sizes.items():
+            if not isinstance(size, int) or size < 1:
+                raise ModelError(
+                    f"a '{config.model_type}' model is not supported: its config must say one number of {what} "
+                    f"for all layers, got {size!r}; take a model of another family"
+                )
         return KVShape(
             num_layers=num_layers,
             num_heads=num_heads,
-            num_kv_heads=tree.get("num_key_value_heads") or num_heads,
-            head_size=tree.get("head_dim") or hidden // num_heads,
+            num_kv_heads=num_kv_heads,
+            head_size=cell_size(tree.get("head_dim") or hidden // num_heads),
         )
 
     @property
@@ -62,6 +71,11 @@ class KVShape:
     def pool_bytes(self, num_slots: int, capacity: int, element_bytes: int = 4) -> int:
         """Bytes of a pool of `num_slots` samples of `capacity` tokens."""
         return num_slots * round_up(capacity) * self.token_bytes // 4 * element_bytes
+
+
+def cell_size(head_size: int) -> int:
+    """Return a head's size in the cache: whole vectors, which our own code reads; what is added holds zeros."""
+    return round_up(head_size, WIDTH)
 
 
 class KVPool:
@@ -135,9 +149,19 @@ class KVPool:
         return (self._first_row[: len(start)] + positions[..., None, None] * self._row_step).flatten()
 
     def write(self, layer: int, rows: Int[Tensor, " MH2"], tokens: Float[Tensor, "M Hkv 2 E"]) -> None:
-        """Store M tokens' keys and values of one layer."""
+        """Store M tokens' keys and values of one layer. Raises ModelError when they are not of this pool's shape."""
+        self.require_cells(tokens.shape[1], tokens.shape[3])
         cells = tokens.reshape(-1, self.shape.head_size).to(self.cells.dtype)
         self._writable[layer].index_put_((rows,), cells)
+
+    def require_cells(self, num_kv_heads: int, head_size: int) -> None:
+        """Raise ModelError when keys and values of such a shape are not what the cells are laid out for."""
+        if (num_kv_heads, head_size) != (self.shape.num_kv_heads, self.shape.head_size):
+            raise ModelError(
+                f"keys and values of {num_kv_heads} heads of {head_size} do not fit a cache laid out for "
+                f"{self.shape.num_kv_heads} heads of {self.shape.head_size}: the model's config and its layers "
+                "differ; take a model of another family"
+            )
 
     def view(self, layer: int, first_slot: int, num_slots: int, length: int) -> tuple[Tensor, Tensor]:
         """Return keys and values [N, length, E] of a run of slots, N = num_slots * Hkv."""

@@ -27,12 +27,13 @@ from transformers.modeling_utils import PreTrainedModel
 
 from engine.attention import ordered_attention
 from engine.forward_plan import ForwardPlan
-from engine.kv import KVPool
+from engine.kv import KVPool, KVShape
 from engine.linears import Linear, MatrixLinear, StreamedLinear, compute_dtype, make_linear, streams
 from engine.native.chain import NativeChain
 from engine.native.forward import NativeForward, NativeLayer
 from engine.native.products import PANEL
 from engine.native.serving import serves
+from engine.native.writer import WIDTH
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 INNER_STEP = 32
@@ -77,7 +78,7 @@ class LlamaForward:
         self._weight_dtype = model.dtype if own else self._dtype
         self._kv_heads: int = config.num_key_value_heads
         self._queries: int = config.num_attention_heads // config.num_key_value_heads
-        self._size: int = model.base_model.layers[0].self_attn.head_dim  # type: ignore[index,union-attr]
+        self._size = _head_size(model)
         self._eps: float = config.rms_norm_eps
         self._scaling = self._size**-0.5
         root = (config.hidden_size * self._eps) ** 0.5
@@ -99,6 +100,16 @@ class LlamaForward:
             self._final_gain, head = self._fold(base.norm, [self._model.lm_head.weight])
             self._head = self._linear(head[0], None)
             self._native = self._native_forward()
+
+    @property
+    def kv_shape(self) -> KVShape:
+        """What the layers write, as their weights say."""
+        return KVShape(
+            num_layers=len(self._layers),
+            num_kv_heads=self._kv_heads,
+            num_heads=self._kv_heads * self._queries,
+            head_size=self._size,
+        )
 
     @property
     def prepacked(self) -> bool:
@@ -312,10 +323,16 @@ def can_serve(model: PreTrainedModel) -> bool:
     config = model.config
     return (
         config.model_type in MODEL_TYPES
+        and _head_size(model) % WIDTH == 0
         and config.hidden_act == "silu"
         and isinstance(model.get_output_embeddings(), nn.Linear)
         and float((config.rope_parameters or {}).get("partial_rotary_factor", 1.0)) == 1.0
     )
+
+
+def _head_size(model: PreTrainedModel) -> int:
+    """A head's size, as the modules have it: a config may leave it out."""
+    return model.base_model.layers[0].self_attn.head_dim  # type: ignore[index,union-attr,return-value]
 
 
 def _rotations(model: PreTrainedModel, capacity: int) -> Tensor:

@@ -13,6 +13,15 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from core.errors import ModelError
 
+POSITION_LIMITS = (
+    "max_position_embeddings",
+    "n_positions",
+    "n_ctx",
+    "max_seq_len",
+    "max_sequence_length",
+    "seq_length",
+)
+"What configs call the number of positions they know; GPT-2 and kin have names of their own."
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -85,8 +94,12 @@ def num_token_ids(tokenizer: PreTrainedTokenizerBase) -> int:
 
 def max_context_tokens(config: PretrainedConfig) -> int | None:
     """Return the longest context the model's positions allow, None when it has no limit."""
-    limit = config.get_text_config().to_dict().get("max_position_embeddings")
-    return int(limit) if limit else None
+    text = config.get_text_config()
+    for name in POSITION_LIMITS:
+        limit = getattr(text, name, None)
+        if isinstance(limit, int) and limit > 0:
+            return limit
+    return None
 
 
 def _cannot_load(what: str, name: str, error: Exception) -> str:

@@ -1,8 +1,8 @@
 """The start-up probe: proves, for the model, dtype and device at hand, that logits are invariant (design 3.1).
 
 One sequence is decoded plainly, one token at a time, alone. Then the same tokens are computed in other company:
-in batches, as chains and trees with decoys, in prefill, under longer views, across reduction chunks. Every logit
-must be bitwise equal.
+in batches, as chains and trees with decoys, the widest that the policy may draft, in prefill, under views as long as
+the cache, across reduction chunks. Every logit must be bitwise equal.
 """
 
 from __future__ import annotations
@@ -15,15 +15,17 @@ from torch import Tensor
 
 from core.errors import NumericsError
 from engine.attention import CHUNK
-from engine.forward_plan import TreePlan
+from engine.comparison import is_rounding, tree_logits
 from engine.prefill_plan import PrefillPiece, PrefillPlan
 from engine.runner import ModelRunner
-from engine.tree import DraftTree, ancestors_or_self, chain, drop_split_nodes
+from engine.tree import DraftTree, chain, drop_split_nodes
 
 PATH_TOKENS = 4
 PROBE_SEED = 20251
 MOST_SAMPLES = 8
 LONGEST_CONTEXT = 4 * CHUNK - 3
+WIDEST_TOKENS = 256
+"Of all samples' trees in the widest forward that is tried; prefill is tried with twice as many."
 
 
 def prove_invariance(runner: ModelRunner, *, max_nodes: int) -> list[str]:
@@ -42,14 +44,24 @@ def prove_invariance(runner: ModelRunner, *, max_nodes: int) -> list[str]:
         base = _plain_logits(runner, ids, context)
         for case, logits in _variants(runner, ids, context, max_nodes):
             if not torch.equal(base.expand_as(logits), logits):
-                raise NumericsError(
-                    f"invariant numerics do not hold here: {case} at context {context} differs from plain decoding "
-                    f"by {float((base - logits).abs().max()):.2e} (model {type(runner.model).__name__}, "
-                    f"{runner.model.dtype}, {runner.device}); set engine.numerics=fast, which promises the "
-                    "distribution but not every bit"
-                )
+                raise _broken(runner, f"{case} at context {context}", base.expand_as(logits), logits)
             passed.append(f"{case} at context {context}")
     return passed
+
+
+def _broken(runner: ModelRunner, case: str, plain: Tensor, logits: Tensor) -> NumericsError:
+    """Fast numerics are offered only where what differs is rounding."""
+    by_rounding = is_rounding(plain.flatten(0, -2), logits.flatten(0, -2), runner.model)
+    advice = (
+        "set engine.numerics=fast, which promises the distribution but not every bit"
+        if by_rounding
+        else "that is more than rounding, so engine.numerics=fast would be wrong too; take another model"
+    )
+    return NumericsError(
+        f"invariant numerics do not hold here: {case} differs from plain decoding by "
+        f"{float((plain - logits).abs().max()):.2e} (model {type(runner.model).__name__}, {runner.model.dtype}, "
+        f"{runner.device}); {advice}"
+    )
 
 
 def _contexts(longest: int) -> list[int]:
@@ -62,10 +74,11 @@ def _contexts(longest: int) -> list[int]:
 def _plain_logits(runner: ModelRunner, ids: Tensor, context: int) -> Tensor:
     """Logits [PATH, V] of the tokens behind `context`, one at a time in slot 0, prompt prefilled."""
     _prefill(runner, ids[:context], slot=0)
-    rows = []
-    for position in range(context, context + PATH_TOKENS):
-        tree = chain(ids.new_empty(1, 0), torch.empty(1, 0))
-        rows.append(_tree_logits(runner, ids[position].view(1, 1), tree, position, 0)[0])
+    nothing = chain(ids.new_empty(1, 0), torch.empty(1, 0))
+    rows = [
+        _logits_behind(runner, ids[position].view(1, 1), nothing, position)[0]
+        for position in range(context, context + PATH_TOKENS)
+    ]
     return torch.cat(rows)
 
 
@@ -73,42 +86,53 @@ def _variants(runner: ModelRunner, ids: Tensor, context: int, max_nodes: int) ->
     path = ids[context:]
     _prefill(runner, ids, slot=0, pieces=3)
     yield "prefill in pieces", _logits_by_prefill(runner, ids, context)
-    for batch in sorted({1, min(3, runner.pool.num_slots), min(MOST_SAMPLES, runner.pool.num_slots)}):
-        for slot in range(batch):
-            _prefill(runner, ids[:context], slot=slot)
+    batches = sorted({1, min(3, runner.pool.num_slots), min(MOST_SAMPLES, runner.pool.num_slots)})
+    for batch in batches:
+        _prefill(runner, ids[:context], slot=0)
+        for slot in range(1, batch):
+            runner.pool.copy_slot(0, slot, context)
         tree = chain(path[1:].expand(batch, -1), torch.ones(batch, PATH_TOKENS - 1))
         root = path[:1].expand(batch, 1)
-        extra = min(CHUNK, runner.pool.capacity - context - PATH_TOKENS)
-        logits = _tree_logits(runner, root, tree, context, 0)
+        logits = _logits_behind(runner, root, tree, context)
         yield f"chain of {PATH_TOKENS - 1} in a batch of {batch}", logits
         if max_nodes >= PATH_TOKENS:
-            longer = _tree_logits(runner, root, tree, context, extra)
+            extra = runner.pool.capacity - context - PATH_TOKENS
+            longer = _logits_behind(runner, root, tree, context, extra_view=extra)
             yield f"the same under a view {extra} tokens longer", longer
-            decoyed, numbers = _with_decoys(path, batch, max_nodes)
-            kept = decoyed
-            if runner.rounds_by_chunk:
-                kept = drop_split_nodes(decoyed, torch.full((batch,), context, device=path.device))
-            alive = int((kept.token_ids[0, numbers[1:] - 1] >= 0).long().cumprod(0).sum()) + 1
-            logits = _tree_logits(runner, root, decoyed, context, 0)[:, numbers]
-            # nodes past a chunk boundary are dropped by the engine: take plain logits in their place
-            logits[:, alive:] = longer[:, alive:]
-            yield f"tree of {decoyed.num_nodes} with decoys in a batch of {batch}", logits
+            most = max(WIDEST_TOKENS // batch - 1, PATH_TOKENS)
+            # the narrow ones at every context, the widest where context costs least
+            widths = {min(2 * PATH_TOKENS, max_nodes)} | (
+                {min(most, max_nodes)} if context < CHUNK else set()
+            )
+            for num_nodes in sorted(widths):
+                decoyed, numbers = _with_decoys(path, batch, num_nodes)
+                kept = decoyed
+                if runner.rounds_by_chunk:
+                    kept = drop_split_nodes(decoyed, torch.full((batch,), context, device=path.device))
+                alive = int((kept.token_ids[0, numbers[1:] - 1] >= 0).long().cumprod(0).sum()) + 1
+                logits = _logits_behind(runner, root, decoyed, context)[:, numbers]
+                # nodes past a chunk boundary are dropped by the engine: take plain logits in their place
+                logits[:, alive:] = longer[:, alive:]
+                yield f"tree of {decoyed.num_nodes} with decoys in a batch of {batch}", logits
         if batch > 1:
             _prefill_together(runner, ids[:context], batch)
-            logits = _tree_logits(runner, root, tree, context, 0)
+            logits = _logits_behind(runner, root, tree, context)
             # slots between the first and the last got shorter prompts: their logits mean nothing
             yield f"prompts of {batch} lengths prefilled together", logits[[0, -1]]
 
 
 def _with_decoys(path: Tensor, batch: int, max_nodes: int) -> tuple[DraftTree, Tensor]:
-    """A tree of path and decoy siblings in turn; returns the numbers of the path's nodes, root first."""
+    """A tree of decoy siblings and the path; returns the numbers of the path's nodes, root first."""
     parents, depth, ids, numbers = [], [], [], [0]
+    spare = max_nodes - (PATH_TOKENS - 1)
     for level in range(1, PATH_TOKENS):
-        parent = numbers[-1]
-        if len(ids) + 2 + (PATH_TOKENS - 1 - level) <= max_nodes:
-            ids.append((int(path[level]) + 1) % (int(path.max()) + 1))
+        parent, left = numbers[-1], PATH_TOKENS - level
+        # before the path's node, so that it is stored the further behind its parent
+        for decoy in range(-(-spare // left)):
+            ids.append((int(path[level]) + 1 + decoy) % (int(path.max()) + 1))
             parents.append(parent)
             depth.append(level)
+            spare -= 1
         ids.append(int(path[level]))
         parents.append(parent)
         depth.append(level)
@@ -129,22 +153,11 @@ def _with_decoys(path: Tensor, batch: int, max_nodes: int) -> tuple[DraftTree, T
     return tree, torch.tensor(numbers, device=path.device)
 
 
-def _tree_logits(runner: ModelRunner, root: Tensor, tree: DraftTree, context: int, extra_view: int) -> Tensor:
-    batch, n = root.shape[0], tree.num_nodes + 1
-    depth = tree.depth_with_root
-    base = torch.full((batch,), context, device=root.device)
-    plan = TreePlan(
-        pool=runner.pool,
-        attention=runner.attention,
-        base=base,
-        num_tokens=n,
-        seen=None if tree.is_chain else ancestors_or_self(tree),
-        depth=None if tree.is_chain else depth,
-        view_tokens=context + n + extra_view,
-    )
-    ids = torch.cat([root, tree.token_ids], dim=1)
-    logits = runner.logits(ids.reshape(-1), (base[:, None] + depth).reshape(-1), plan)
-    return logits.view(batch, n, -1)
+def _logits_behind(
+    runner: ModelRunner, root: Tensor, tree: DraftTree, context: int, *, extra_view: int = 0
+) -> Tensor:
+    base = torch.full((root.shape[0],), context, device=root.device)
+    return tree_logits(runner, root, tree, base, view=context + tree.num_nodes + 1 + extra_view)
 
 
 def _prefill(runner: ModelRunner, ids: Tensor, *, slot: int, pieces: int = 1) -> None:

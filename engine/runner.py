@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Protocol, runtime_checkable
 
-import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -12,15 +11,15 @@ from transformers.modeling_utils import PreTrainedModel
 
 from core.errors import NumericsError
 from engine.attention import Attention, ordered_attention
+from engine.comparison import Comparison, failing_is_refused
 from engine.forward_plan import ForwardPlan, TreePlan
 from engine.graphs import ForwardGraphs, Recorder
 from engine.kv import KVPool, KVShape
 from engine.llama_forward import LlamaForward, can_serve
 from engine.native.chain import NativeChain
 from engine.native.serving import serves_thread
-from engine.prefill_plan import PrefillPiece, PrefillPlan
 from engine.stock_forward import StockForward
-from engine.support import COMPARED_TOKENS, plain_logits, refuse_unsupported, require_equal
+from engine.support import refuse_unsupported
 from engine.weights import load_into
 
 
@@ -77,6 +76,7 @@ class ModelRunner:
 
         Raises:
             ModelError: the architecture cannot be served.
+            NotFiniteError: the model's weights or logits are not finite.
         """
         refuse_unsupported(model, capacity)
         self.model = model
@@ -93,19 +93,14 @@ class ModelRunner:
             device=self.device,
             reach=reach,
         )
-        length = min(COMPARED_TOKENS, self.pool.capacity)
-        self.pool.memory.hold(np.array([length]))
-        ids = torch.arange(length, device=self.device) * 31 % vocab_size
-        plain = plain_logits(model, ids)[:, :vocab_size]
-        self._forward: Forward = (
-            LlamaForward(model, capacity=self.pool.capacity)
-            if can_serve(model) and not stock
-            else StockForward(model)
-        )
+        comparison = Comparison(model, self.pool, vocab_size=vocab_size)
+        with failing_is_refused(model, "laying it out for decoding"):
+            own = can_serve(model) and not stock
+            self._forward: Forward = self._own_forward() if own else StockForward(model)
         self._chain: NativeChain | None = None
         self._by_own_code = serves_thread(self.device)
         self.graphs: ForwardGraphs | None = None
-        require_equal(model, plain, self._causal_logits(ids))
+        comparison.require_equal(self)
         if recorder is not None:
             self.graphs = ForwardGraphs(self.pool, recorder, max_bytes=graph_bytes)
 
@@ -180,11 +175,10 @@ class ModelRunner:
             return forward
         return None
 
-    def _causal_logits(self, ids: Tensor) -> Tensor:
-        """Logits of one sequence through the pool. Leaves junk in slot 0."""
-        piece = PrefillPiece(slot=0, start=0, length=len(ids))
-        plan = PrefillPlan(pool=self.pool, attention=self.attention, pieces=[piece])
-        return self.logits(ids, torch.arange(len(ids), device=self.device), plan)
+    def _own_forward(self) -> Forward:
+        """Our own forward, where its weights are laid out as the cache is; else the stock one."""
+        forward = LlamaForward(self.model, capacity=self.pool.capacity)
+        return forward if forward.kv_shape == self.pool.shape else StockForward(self.model)
 
     def _padded(self, input_ids: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         missing = self._forward.min_tokens - len(input_ids)

@@ -11,13 +11,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers import AttentionInterface
 from transformers.modeling_utils import PreTrainedModel
 
-from core.errors import ModelError
 from engine.forward_plan import ForwardPlan
+from engine.kv import KVShape, cell_size
 from engine.native.serving import serves_thread
 from engine.stock_linears import OwnProduct, with_own_products
+from engine.support import unsupported
 
 ATTENTION_NAME = "rlhfspec"
 
@@ -64,7 +66,7 @@ def _attend(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    forward_plan: ForwardPlan,
+    forward_plan: ForwardPlan | None = None,
     scaling: float | None = None,
     softcap: float | None = None,
     sliding_window: int | None = None,
@@ -73,24 +75,50 @@ def _attend(
 ) -> tuple[Tensor, None]:
     """Attention as transformers calls it: query [1, H, M, E], key and value [1, Hkv, M, E].
 
-    Raises ModelError for attention sinks (`s_aux`), which no back end here adds.
+    Raises ModelError for what no back end here serves: attention sinks (`s_aux`), keys and values of another shape
+    than the pool's, layers without a number of their own.
     """
     if s_aux is not None:
-        raise ModelError(f"{type(module).__name__} is not supported: it has attention sinks")
+        raise unsupported(module, "it has attention sinks")
+    if forward_plan is None:
+        raise unsupported(module, "it does not hand keyword arguments on to its attention")
+    layer: Any = getattr(module, "layer_idx", None)
+    _require_shape(module, layer, query, key, value, forward_plan.pool.shape)
     heads, tokens, size = query.shape[1:]
-    queries = query[0].view(key.shape[1], -1, tokens, size).permute(2, 0, 1, 3)
+    queries = query[0].reshape(key.shape[1], -1, tokens, size).permute(2, 0, 1, 3)
     qkv = torch.cat(
         [queries, key[0].transpose(0, 1)[:, :, None], value[0].transpose(0, 1)[:, :, None]], dim=2
     )
-    layer: Any = module.layer_idx
+    added = forward_plan.pool.shape.head_size - size
     out = forward_plan.attend(
         layer,
-        qkv,
+        # zeros change no score and no mean
+        F.pad(qkv, (0, added)) if added else qkv,
         scaling=size**-0.5 if scaling is None else scaling,
         softcap=softcap,
         sliding_window=sliding_window,
     )
-    return out.view(1, tokens, heads, size).to(query.dtype), None
+    return out.view(1, tokens, heads, size + added)[..., :size].to(query.dtype), None
+
+
+def _require_shape(
+    module: nn.Module, layer: Any, query: Tensor, key: Tensor, value: Tensor, shape: KVShape
+) -> None:
+    """Raise ModelError unless a layer attends as the pool is laid out for."""
+    tokens, size = query.shape[2:]
+    got = (query.shape[:2], key.shape, value.shape)
+    key_shape = (1, shape.num_kv_heads, tokens, size)
+    if got != ((1, shape.num_heads), key_shape, key_shape) or cell_size(size) != shape.head_size:
+        raise unsupported(
+            module,
+            f"layer {layer} attends with queries {list(query.shape)}, keys {list(key.shape)}, values "
+            f"{list(value.shape)}, but its config says {shape.num_heads} heads, {shape.num_kv_heads} KV heads, "
+            f"size {shape.head_size} (after rounding up to a multiple of 8) in every layer",
+        )
+    if not isinstance(layer, int) or not 0 <= layer < shape.num_layers:
+        raise unsupported(
+            module, f"its attention has layer number {layer}, its config says {shape.num_layers} layers"
+        )
 
 
 AttentionInterface.register(ATTENTION_NAME, _attend)

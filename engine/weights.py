@@ -7,7 +7,7 @@ uint8 arrays: they travel through any object store without torch's serialisation
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 import numpy as np
@@ -64,6 +64,14 @@ def pack_weights(
         hf_config_json=model.config.to_json_string(use_diff=False),
     )
     return manifest, chunks
+
+
+def first_not_finite(tensors: Iterable[tuple[str, Tensor]]) -> str | None:
+    """Return the name of the first tensor that holds NaN or infinity; None when all are finite."""
+    for name, tensor in tensors:
+        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            return name
+    return None
 
 
 def unpack_weights(manifest: WeightManifest, chunks: Sequence[np.ndarray]) -> dict[str, Tensor]:

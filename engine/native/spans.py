@@ -107,8 +107,12 @@ def attend_spans(
 
 
 def store_spans(pool: KVPool, layer: int, qkv: Tensor, spans: Spans) -> None:
-    """Store the tokens' keys and values; arguments as of `attend_spans`, qkv contiguous."""
+    """Store the tokens' keys and values; arguments as of `attend_spans`, qkv contiguous.
+
+    Raises ModelError when they are not of the pool's shape: what is called here checks nothing.
+    """
     _, heads, lanes, size = qkv.shape
+    pool.require_cells(heads, size)
     native_code(size).operations["store"](
         pool.cells[layer].data_ptr(),
         qkv.data_ptr(),

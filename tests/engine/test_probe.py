@@ -27,7 +27,7 @@ def test_ordered_attention_passes_across_chunks_batches_and_trees(pairs, dtype: 
     for case in (
         "prefill in pieces at context 5",
         "batch of 8 at context 126",
-        "tree of 6",
+        "tree of 8 with decoys in a batch of 8 at context 255",
         "at context 255",
     ):
         assert case in passed
@@ -60,6 +60,33 @@ def company_dependent(q: Tensor, keys: Tensor, values: Tensor, bias: Tensor, **s
     """Rounds differently for long prompts in company: decode steps never show it."""
     out = reference_attention(q, keys, values, bias, **settings)
     return out * (1.0 + 2.0**-22) if q.shape[0] > HEADS and settings["rows"] >= 32 else out
+
+
+def width_dependent(q: Tensor, keys: Tensor, values: Tensor, bias: Tensor, **settings: Any) -> Tensor:
+    """Rounds differently for more rows than any narrow tree has."""
+    out = reference_attention(q, keys, values, bias, **settings)
+    return out * (1.0 + 2.0**-22) if settings["rows"] > 50 and bias.shape[-1] <= 96 else out
+
+
+def test_the_widest_tree_of_the_policy_is_tried(pairs) -> None:
+    runner = runner_of(pairs["float32"], ordered_attention)
+    passed = "; ".join(prove_invariance(runner, max_nodes=64))
+    assert "tree of 64 with decoys in a batch of 1 at context 5" in passed
+    assert "tree of 31 with decoys in a batch of 8 at context 5" in passed
+    with pytest.raises(NumericsError, match=r"tree of 64 .* in a batch of 1 at context 5"):
+        prove_invariance(runner_of(pairs["float32"], width_dependent), max_nodes=64)
+
+
+def garbling(q: Tensor, keys: Tensor, values: Tensor, bias: Tensor, **settings: Any) -> Tensor:
+    """Wrong, and by more than rounding, where the comparison does not look: views beyond its own."""
+    out = reference_attention(q, keys, values, bias, **settings)
+    return -out if keys.shape[1] > 128 else out
+
+
+def test_fast_numerics_are_offered_only_where_the_difference_is_rounding(pairs) -> None:
+    with pytest.raises(NumericsError, match="more than rounding") as raised:
+        prove_invariance(runner_of(pairs["float32"], garbling), max_nodes=8)
+    assert "set engine.numerics=fast" not in str(raised.value)
 
 
 @pytest.mark.parametrize(
