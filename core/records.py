@@ -10,11 +10,14 @@ over the running batch; `n` counts draft nodes, the root (last committed token) 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
 import numpy as np
+
+from core.errors import ConfigError
 
 
 class Stream(StrEnum):
@@ -34,7 +37,10 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleKey:
-    """Names one sample for ever: with weights and prompt it determines every token (design 3.1)."""
+    """Names one sample for ever: with weights and prompt it determines every token (design 3.1).
+
+    Samples of one key and different prompts share no noise: the prompt takes part in it (`engine.noise.key_words`).
+    """
 
     run_seed: int
     stream: Stream = Stream.TRAIN
@@ -44,13 +50,38 @@ class SampleKey:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How a response is sampled. temperature 0 is greedy; top_k 0 and top_p 1 keep every token."""
+    """How a response is sampled. temperature 0 is greedy; top_k 0 and top_p 1 keep every token.
+
+    Raises ConfigError for a value outside its range.
+    """
 
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
     max_new_tokens: int = 256
     stop_token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        ranges = {
+            "temperature": ("a finite number of at least 0", 0.0 <= self.temperature < math.inf),
+            "top_k": ("an integer of at least 0", _is_whole(self.top_k) and self.top_k >= 0),
+            "top_p": ("above 0 and at most 1", 0.0 < self.top_p <= 1.0),
+            "max_new_tokens": (
+                "an integer of at least 1",
+                _is_whole(self.max_new_tokens) and self.max_new_tokens >= 1,
+            ),
+            "stop_token_ids": (
+                "token ids of at least 0",
+                all(_is_whole(token) and token >= 0 for token in self.stop_token_ids),
+            ),
+        }
+        for name, (expected, holds) in ranges.items():
+            if not holds:
+                raise ConfigError(f"sampling.{name} must be {expected}, got {getattr(self, name)!r}")
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

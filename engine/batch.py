@@ -77,7 +77,7 @@ class RunningBatch:
         self.lengths[slot], self.prompt_lengths[slot] = length, len(prompt)
         self.context_tokens += length
         self.limits[slot] = len(prompt) + request.sampling.max_new_tokens
-        self.words[slot] = key_words(request.key)
+        self.words[slot] = key_words(request.key, prompt)
         self._set_stop_ids(slot, request.sampling.stop_token_ids)
         self._sampling = self._noise = None
         return slot

@@ -239,12 +239,18 @@ def plain_logits(model: PreTrainedModel, ids: Int[Tensor, " T"]) -> Float[Tensor
 def _sequence(
     model: PreTrainedModel, slot: int, length: int, device: torch.device, vocab_size: int
 ) -> _Sequence:
-    ids = (torch.arange(length, device=device) * (31 + 6 * slot) + slot) % vocab_size
-    behind = length - BRANCH_TOKENS
-    branch = (ids[behind:] + 1) % vocab_size
+    ids, behind = _token_ids(model, slot, length, vocab_size).to(device), length - BRANCH_TOKENS
+    branch = ids[behind:].flip(0)
     plain = _finite(model, plain_logits(model, ids)[:, :vocab_size])
     other = plain_logits(model, torch.cat([ids[:behind], branch]))[behind:, :vocab_size]
     return _Sequence(ids=ids, branch=branch, plain=plain, plain_branch=_finite(model, other))
+
+
+def _token_ids(model: PreTrainedModel, slot: int, length: int, vocab_size: int) -> Int[Tensor, " T"]:
+    """Token ids without the padding one: some models (RoBERTa's kin) count positions by it."""
+    padding = getattr(model.config.get_text_config(), "pad_token_id", None)
+    known = torch.tensor([token for token in range(vocab_size) if token != padding])
+    return known[(torch.arange(length) * (31 + 6 * slot) + slot) % len(known)]
 
 
 def _finite(model: PreTrainedModel, logits: Tensor) -> Tensor:

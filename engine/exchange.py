@@ -186,6 +186,12 @@ class SampleExchange:
         self._waiting.appendleft(self._batch.state(slot, weight_version=weight_version))
         self.vacate(slot)
 
+    def scrub(self, slot: int) -> None:
+        """Set what a running sample may have written to zeros: masked positions must be finite for the next one."""
+        length = self._batch.lengths[slot : slot + 1]
+        for pool in self._pools.values():
+            pool.range_of(slot, 0, int(pool.extents(length)[0])).zero_()
+
     def vacate(self, slot: int) -> None:
         """Free a slot; the last sample moves in."""
         last = len(self._batch) - 1

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from core.errors import DataError, WeightsError
+from core.errors import NotFiniteError, WeightsError
 from core.progress import Progress
 from core.records import (
     PLAIN,
@@ -34,13 +34,14 @@ from core.records import (
 )
 from core.sample_state import SampleState
 from engine.batch import RunningBatch
-from engine.decode_step import decode_step
+from engine.decode_step import decode_step, slots_not_finite
 from engine.drafters.base import Drafter
 from engine.drafters.model import ModelDrafter
 from engine.exchange import SampleExchange
 from engine.prefill import fill_committed
 from engine.prefill_plan import PrefillPiece
 from engine.refinement import Refinement, Scorer
+from engine.requests import require_can_be_sampled, require_distinct
 from engine.runner import ModelRunner
 from engine.tally import Tally
 from engine.weights import model_checksum
@@ -86,6 +87,8 @@ class Engine:
         self._observe_s = 0.0
         self.drafter_alarm = ""
         self._waiting: deque[SampleState] = deque()
+        self._unclaimed: list[Completion] = []
+        "of a step that raised: the next one returns them"
         self._batch = RunningBatch(
             num_slots=runner.pool.num_slots, max_total_tokens=max_total_tokens, device=runner.device
         )
@@ -99,23 +102,17 @@ class Engine:
         )
 
     def submit(self, request: SampleRequest) -> None:
-        """Queue a sample. Raises DataError when prompt and response cannot fit the context."""
+        """Queue a sample. Raises DataError for what cannot be sampled (`engine.requests`)."""
         self.resume(SampleState.fresh(request, weight_version=self.weight_version))
 
     def resume(self, state: SampleState) -> None:
         """Queue a sample of which something may have been generated; its caches are computed from its tokens.
 
-        Raises DataError as `submit`; WeightsError when other weights than ours chose its tokens.
+        Raises DataError for what cannot be sampled; WeightsError when other weights than ours chose its tokens.
         """
-        request = state.request
-        prompt_tokens = len(request.prompt.token_ids)
-        needed = prompt_tokens + request.sampling.max_new_tokens
-        if prompt_tokens < 1 or needed > self.max_total_tokens:
-            raise DataError(
-                f"prompt {request.prompt.prompt_id}: {prompt_tokens} prompt tokens and up to "
-                f"{request.sampling.max_new_tokens} new ones do not fit {self.max_total_tokens} tokens of context; "
-                "shorten the prompt or lower sampling.max_new_tokens"
-            )
+        require_can_be_sampled(
+            state.request, vocab_size=self.runner.vocab_size, max_total_tokens=self.max_total_tokens
+        )
         self.require_version(state)
         self._waiting.append(state)
 
@@ -129,12 +126,23 @@ class Engine:
             )
 
     def generate(self, requests: Sequence[SampleRequest]) -> list[Completion]:
-        """Generate all responses and return them in the order of the requests."""
-        for request in requests:
-            self.submit(request)
+        """Generate all responses and return them in the order of the requests.
+
+        Raises as `submit` and `step`; nothing of the requests is left in the engine then.
+        """
+        waiting = (state.request for state in self._waiting)
+        keys = require_distinct(requests, (*self._batch.requests, *waiting))
         done: dict[SampleKey, Completion] = {}
-        while self.has_work:
-            done.update((completion.key, completion) for completion in self.step())
+        try:
+            for request in requests:
+                self.submit(request)
+            while self.has_work:
+                done.update((completion.key, completion) for completion in self.step())
+        except BaseException:
+            for key in keys:
+                self.exchange.drop(key)
+            self._unclaimed = [completion for completion in self._unclaimed if completion.key not in keys]
+            raise
         return [done[request.key] for request in requests]
 
     @property
@@ -150,11 +158,16 @@ class Engine:
         self._watchful = policy if isinstance(policy, WatchfulPolicy) else None
 
     def step(self) -> list[Completion]:
-        """Admit what fits, prefill it, decode one step; return the samples that finished."""
+        """Admit what fits, prefill it, decode one step; return the samples that finished.
+
+        Raises NotFiniteError for a sample whose logits are not finite. That sample is gone then, the others go on with
+        the next step, which also returns those that finished beside it.
+        """
         self._preempt()
         self._admit()
+        unclaimed, self._unclaimed = self._unclaimed, []
         if not len(self._batch):
-            return []
+            return unclaimed
         started = self._clock()
         remaining = self._batch.remaining_tokens
         state = self._decode_state(int(remaining.max()))
@@ -162,10 +175,11 @@ class Engine:
         refinement = self._refinement(budget, remaining)
         planned = self._clock()
         output = decode_step(self.runner, self.drafter, self._batch, budget, self._clock, refinement)
+        broken = slots_not_finite(output)
         emitted, finished = self._batch.append(
             output.token_ids, output.policy_logprobs, output.sampling_logprobs, output.num_accepted
         )
-        completions = [self._finish(int(slot)) for slot in finished[::-1]]
+        completions, failures = self._leave(finished.tolist(), broken)
         timed = output.draft_s + output.verify_s + output.accept_s
         record = StepRecord(
             state=state,
@@ -182,7 +196,40 @@ class Engine:
             draft=refinement.log(output.num_accepted) if refinement else None,
         )
         self._note(record, len(completions))
-        return completions
+        if failures:
+            self._unclaimed = unclaimed + completions
+            raise NotFiniteError(
+                f"logits are not finite with weight version {self.weight_version} on instance {self.instance}: "
+                f"{'; '.join(reversed(failures))}; look for weights that diverged (trainer.learning_rate) or overflow "
+                "in models.dtype"
+            )
+        return unclaimed + completions
+
+    def _leave(self, finished: list[int], broken: list[int]) -> tuple[list[Completion], list[str]]:
+        """Take samples out of their slots: what finished, and which failed."""
+        completions, failures = [], []
+        # from the back: the last sample moves into a slot that is left
+        for slot in sorted({*finished, *broken}, reverse=True):
+            if slot in broken:
+                failures.append(self._break(slot))
+            else:
+                completions.append(self._finish(slot))
+        return completions, failures
+
+    def _break(self, slot: int) -> str:
+        """Take out a sample whose logits are not finite; return which it was."""
+        request, state = (
+            self._batch.requests[slot],
+            self._batch.state(slot, weight_version=self.weight_version),
+        )
+        wrong = int(np.nonzero(~np.isfinite(state.policy_logprobs))[0][0])
+        before = np.concatenate([request.prompt.token_ids, state.token_ids[:wrong]])
+        self.exchange.scrub(slot)
+        self.exchange.vacate(slot)
+        return (
+            f"sample {request.key.sample_index} (prompt {request.prompt.prompt_id}, seed {request.key.run_seed}) at "
+            f"response token {wrong}, behind token id {before[-1]}"
+        )
 
     def _refinement(self, budget: Budget, remaining: np.ndarray) -> Refinement | None:
         """Return what carries the policy's further decisions of a refined budget."""
@@ -204,8 +251,8 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """True while a sample is waiting or running."""
-        return bool(self._waiting) or len(self._batch) > 0
+        """True while a sample is waiting or running, or a completion has not been returned yet."""
+        return bool(self._waiting) or len(self._batch) > 0 or bool(self._unclaimed)
 
     @property
     def num_running(self) -> int:

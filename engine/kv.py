@@ -53,8 +53,8 @@ class KVShape:
         for what, size in sizes.items():
             if not isinstance(size, int) or size < 1:
                 raise ModelError(
-                    f"a '{config.model_type}' model is not supported: its config must say one number of {what} "
-                    f"for all layers, got {size!r}; take a model of another family"
+                    f"a '{config.model_type}' model is not supported: expected its config to give {what} as one "
+                    f"positive number, got {size!r}; take a model of another family"
                 )
         return KVShape(
             num_layers=num_layers,

@@ -1,23 +1,24 @@
-"""Gumbel noise that is a pure function of (sample key, position, token id) (design 3.1).
+"""Gumbel noise that is a pure function of (sample key, prompt, position, token id) (design 3.1).
 
-An integer hash of the three gives 32 bits `k`; with `w = (k + 0.5) / 2^32` the noise is
+An integer hash of the four gives 32 bits `k`; with `w = (k + 0.5) / 2^32` the noise is
 `g = -log(-log1p(-w))`. In this form float32 resolves the upper tail, where the maximum lives; the usual
 `-log(-log(u))` in float32 yields infinities at large vocabularies. The hash works on int32 with wrap-around,
 so CPU and CUDA agree on every bit of `k`, and a wider vocabulary leaves the narrower one's noise unchanged.
 
-Hash: each key and position give two words by splitmix64 and lowbias32 (C. Wellons, "Hash function prospector");
+Hash: each key, prompt and position give two words by splitmix64 and lowbias32 (C. Wellons, "Hash function prospector");
 the token's word is added, mixed, and mixed again with the second word, so that rows do not share a noise vector
 when one word collides.
 """
 
 from __future__ import annotations
 
+import hashlib
 from functools import cached_property, lru_cache
 from importlib.util import find_spec
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Integer
 from torch import Tensor
 
 from core.records import SampleKey, Stream
@@ -30,10 +31,11 @@ STREAM_IDS = {Stream.TRAIN: 1, Stream.EVAL: 2, Stream.BENCH: 3}
 LARGEST_W = 1.0 - 2.0**-24
 
 
-def key_words(key: SampleKey) -> np.ndarray:
-    """Return the key's two hash words, int32 [2]."""
+def key_words(key: SampleKey, prompt: Integer[np.ndarray, " T"]) -> np.ndarray:
+    """Return the two hash words of a key and the token ids of its prompt, int32 [2]."""
+    digest = hashlib.blake2b(np.ascontiguousarray(prompt, dtype="<i8").tobytes(), digest_size=8).digest()
     state = 0
-    for part in (key.run_seed, STREAM_IDS[key.stream], key.sample_index):
+    for part in (key.run_seed, STREAM_IDS[key.stream], key.sample_index, int.from_bytes(digest, "little")):
         state = _splitmix64(state ^ (part & MASK64))
     return np.array([state & 0xFFFFFFFF, state >> 32], dtype=np.uint32).view(np.int32)
 

@@ -114,6 +114,11 @@ class ModelRunner:
         """Whether a token's place in its chunk of positions may change a bit (`engine.tree.drop_split_nodes`)."""
         return self._native_forward is None
 
+    @property
+    def library_product(self) -> str | None:
+        """Name of a weight outside the linear layers, whose products round by their company; None: there is none."""
+        return self._forward.library_product if isinstance(self._forward, StockForward) else None
+
     def stop_prepacking(self) -> None:
         """Lay the weights out for plain products."""
         if self.prepacked:

@@ -47,6 +47,23 @@ class StockForward:
             if isinstance(module, OwnProduct):
                 module.lay_out()
 
+    @property
+    def library_product(self) -> str | None:
+        """Name of a weight that a library multiplies by while our own products serve, such as stacked experts."""
+        if not any(isinstance(module, OwnProduct) for module in self._model.modules()):
+            return None
+        return next(
+            (
+                f"{path}.{name}"
+                for path, module in self._model.named_modules()
+                # a norm's gain by head is no matrix
+                if not isinstance(module, nn.Embedding) and "Norm" not in type(module).__name__
+                for name, weight in module.named_parameters(recurse=False)
+                if weight.dim() >= 2
+            ),
+            None,
+        )
+
     def _run(
         self, input_ids: Tensor, position_ids: Tensor, plan: ForwardPlan, *, logits_to_keep: int
     ) -> Tensor:

@@ -45,7 +45,7 @@ def compare_with_reference(
     logits = full[:, len(prompt) - 1 : -1, :vocab_size]
     rows = RowSampling.of([request.sampling], logits.device)
     positions = np.arange(len(prompt), len(prompt) + len(response))[None]
-    noise = gumbel_noise(key_words(request.key)[None], positions, vocab_size)
+    noise = gumbel_noise(key_words(request.key, request.prompt.token_ids)[None], positions, vocab_size)
     scaled = scale(logits, rows)
     perturbed = perturb(scaled, noise, rows)
     differs = perturbed.argmax(-1)[0] != response

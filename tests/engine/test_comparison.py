@@ -8,7 +8,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from core.config import EngineConfig, SpeculationConfig
-from core.errors import ModelError, NotFiniteError
+from core.errors import ModelError, NotFiniteError, NumericsError
 from core.records import Prompt, SampleKey, SampleRequest, SamplingParams
 from engine.build import build_engine
 from engine.comparison import is_rounding
@@ -150,3 +150,26 @@ def test_a_model_of_few_positions_is_compared_within_them_and_served_no_further(
     assert engine_of(model, capacity=24).num_running == 0
     with pytest.raises(ModelError, match="context is 24"):
         engine_of(model, capacity=25)
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+def test_positions_counted_by_padding_tokens_are_refused(batch: int) -> None:
+    """RoBERTa's kin: positions begin behind the padding id, which is the first id of all."""
+    model = build("roberta", is_decoder=True, num_key_value_heads=4, max_position_embeddings=128)
+    with pytest.raises(ModelError, match="differ from its own forward's"):
+        build_engine(
+            model,
+            None,
+            engine=EngineConfig(device="cpu", max_running_samples=batch),
+            speculation=SpeculationConfig(policy="off"),
+            max_total_tokens=60,
+        )
+
+
+def test_stacked_experts_promise_no_bits_and_serve_fast() -> None:
+    model = build("mixtral", num_local_experts=4, num_experts_per_tok=2, head_dim=16)
+    with pytest.raises(
+        NumericsError, match=r"layers\.0\.mlp\.\S+ is multiplied by outside .*set engine\.numerics=fast"
+    ):
+        engine_of(model)
+    assert engine_of(model, numerics="fast").num_running == 0

@@ -126,8 +126,8 @@ def _reuse_noise(patch: pytest.MonkeyPatch) -> None:
 
 
 def _drop_group_member(patch: pytest.MonkeyPatch) -> None:
-    def words_of_run(key: SampleKey) -> np.ndarray:
-        return key_words(SampleKey(run_seed=key.run_seed, stream=key.stream, sample_index=0))
+    def words_of_run(key: SampleKey, prompt: np.ndarray) -> np.ndarray:
+        return key_words(SampleKey(run_seed=key.run_seed, stream=key.stream, sample_index=0), prompt)
 
     patch.setattr(engine.batch, "key_words", words_of_run)
 

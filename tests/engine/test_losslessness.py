@@ -185,7 +185,7 @@ def test_a_plain_forward_gives_the_same_tokens_by_the_rule(
         prompt, response = request.prompt.token_ids, completion.token_ids
         logits = dense_logits(pairs["float32"].target, np.concatenate([prompt, response]))
         rows = logits[len(prompt) - 1 : -1].double().numpy() / (params.temperature or 1.0)
-        words = key_words(request.key)[None]
+        words = key_words(request.key, request.prompt.token_ids)[None]
         positions = np.arange(len(prompt), len(prompt) + len(response))[None]
         noise = gumbel_noise(words, positions, rows.shape[1])[0].numpy()
         for j, (scores, token) in enumerate(zip(rows, response, strict=True)):

@@ -24,7 +24,8 @@ from engine.noise_kernel import BLOCK, fused_choice, fused_gumbel
 from engine.rule import RowSampling, perturb, scale
 from core.records import SamplingParams
 
-words = np.stack([key_words(SampleKey(run_seed=3, stream=Stream.TRAIN, sample_index=i)) for i in (0, 7, 1 << 40)])
+keys = [SampleKey(run_seed=3, stream=Stream.TRAIN, sample_index=index) for index in (0, 7, 1 << 40)]
+words = np.stack([key_words(key, np.array([9])) for key in keys])
 positions = np.array([[0, 1], [5, 6], [100_000, 100_001]])
 for vocab_size in (64, BLOCK, 5000):
     expected = gumbel_noise(words, positions, vocab_size)

@@ -106,7 +106,7 @@ Rule = Callable[[Tensor, Tensor, RowSampling], Tensor]
 def chi_square_p(params: SamplingParams, noise: Noise, rule: Rule) -> float:
     """Draw 200,000 tokens over keys and positions; p-value of their counts under the filtered softmax."""
     keys = (SampleKey(run_seed=5, sample_index=index) for index in range(NUM_KEYS))
-    words = np.stack([key_words(key) for key in keys])
+    words = np.stack([key_words(key, np.array([4])) for key in keys])
     positions = np.broadcast_to(np.arange(NUM_POSITIONS), (NUM_KEYS, NUM_POSITIONS))
     rows = rows_of(*[params] * NUM_KEYS)
     scaled = scale(torch.tensor(LOGITS).expand(NUM_KEYS, NUM_POSITIONS, -1), rows)

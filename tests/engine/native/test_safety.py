@@ -25,7 +25,7 @@ def test_threads_that_compile_at_once_get_one_code() -> None:
 
 def test_buffers_are_float32_whatever_torch_s_default_is(new_model) -> None:
     """transformers sets it, for all threads, while a model of another type is made."""
-    words = key_words(SampleKey(run_seed=1, stream=Stream.EVAL, sample_index=2))[None]
+    words = key_words(SampleKey(run_seed=1, stream=Stream.EVAL, sample_index=2), np.array([3]))[None]
     expected = gumbel_noise(words, np.array([[3, 4]]), 50)
     runner = ModelRunner(
         new_model(1, "float32"), num_slots=2, capacity=64, attention=ordered_attention, vocab_size=64

@@ -18,7 +18,7 @@ LEVELS = torch.tensor([[0, 1, 1, 3], [2, 0, 3, 3], [1, 1, 0, 2]])
 
 def words() -> np.ndarray:
     keys = [SampleKey(run_seed=7, stream=Stream.TRAIN, sample_index=i) for i in range(3)]
-    return np.stack([key_words(key) for key in keys])
+    return np.stack([key_words(key, np.array([4])) for key in keys])
 
 
 @pytest.mark.parametrize("vocab_size", [8, 13, 64, 5003])

@@ -1,0 +1,50 @@
+"""What an engine can sample: checked before a request is queued, so that a bad one touches no other."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+
+from core.errors import DataError
+from core.records import SampleKey, SampleRequest
+
+
+def require_can_be_sampled(request: SampleRequest, *, vocab_size: int, max_total_tokens: int) -> None:
+    """Raise DataError unless prompt, stop tokens and key are ones that the model knows and the cache has room for."""
+    ids, number = np.asarray(request.prompt.token_ids), request.prompt.prompt_id
+    if ids.ndim != 1 or not len(ids) or not np.issubdtype(ids.dtype, np.integer):
+        raise DataError(
+            f"prompt {number}: expected token_ids as one row of integers, at least one, got {ids.dtype} of shape "
+            f"{list(ids.shape)}; tokenize the prompt without padding or a batch dimension"
+        )
+    for what, tokens in (("token ids", ids), ("stop token ids", np.array(request.sampling.stop_token_ids))):
+        if len(tokens) and not 0 <= tokens.min() <= tokens.max() < vocab_size:
+            wrong = tokens[(tokens < 0) | (tokens >= vocab_size)][0]
+            raise DataError(
+                f"prompt {number}: expected {what} from 0 to {vocab_size - 1}, the model's vocabulary, got {wrong}; "
+                "use the model's own tokenizer"
+            )
+    if len(ids) + request.sampling.max_new_tokens > max_total_tokens:
+        raise DataError(
+            f"prompt {number}: {len(ids)} prompt tokens and up to {request.sampling.max_new_tokens} new ones do not "
+            f"fit {max_total_tokens} tokens of context; shorten the prompt or lower sampling.max_new_tokens"
+        )
+    if not 0 <= request.key.sample_index < 2**64:
+        raise DataError(
+            f"prompt {number}: expected a sample_index from 0 to 2^64 - 1, got {request.key.sample_index}"
+        )
+
+
+def require_distinct(requests: Sequence[SampleRequest], others: Sequence[SampleRequest]) -> set[SampleKey]:
+    """Return the requests' keys. Raises DataError when two of them, or one and one of the others, share a key."""
+    count = Counter(request.key for request in (*others, *requests))
+    keys = {request.key for request in requests}
+    for key in keys:
+        if count[key] > 1:
+            raise DataError(
+                f"{count[key]} requests have the key of sample {key.sample_index} (seed {key.run_seed}, stream "
+                f"{key.stream}); give every sample a sample_index of its own"
+            )
+    return keys

@@ -1,0 +1,171 @@
+"""Bad requests are refused before they touch the engine; logits that are not finite end their sample alone."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from core.errors import ConfigError, DataError, NotFiniteError
+from core.records import Completion, Prompt, SampleKey, SampleRequest, SamplingParams
+
+BROKEN_TOKEN = 63
+"Its row of the embedding is not finite."
+
+
+def request_of(index: int, ids: Any, **sampling: Any) -> SampleRequest:
+    return SampleRequest(
+        key=SampleKey(run_seed=4, sample_index=index),
+        prompt=Prompt(prompt_id=70 + index, token_ids=ids),
+        sampling=SamplingParams(**{"max_new_tokens": 12} | sampling),
+    )
+
+
+def bits(completion: Completion) -> tuple[bytes, bytes]:
+    return completion.token_ids.tobytes(), completion.policy_logprobs.tobytes()
+
+
+@pytest.mark.parametrize(
+    ("sampling", "message"),
+    [
+        ({"temperature": -1.0}, r"sampling\.temperature must be a finite number of at least 0, got -1\.0"),
+        ({"temperature": float("nan")}, r"temperature .* got nan"),
+        ({"temperature": float("inf")}, "temperature .* got inf"),
+        ({"top_p": 0.0}, r"sampling\.top_p must be above 0 and at most 1, got 0\.0"),
+        ({"top_p": float("nan")}, "top_p .* got nan"),
+        ({"top_k": -1}, "top_k .* got -1"),
+        ({"max_new_tokens": 0}, "max_new_tokens must be an integer of at least 1, got 0"),
+        ({"max_new_tokens": 2.5}, "max_new_tokens .* got 2.5"),
+        ({"stop_token_ids": (2, -1)}, "stop_token_ids must be token ids of at least 0"),
+    ],
+)
+def test_sampling_parameters_outside_their_range_are_refused(sampling: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        SamplingParams(**sampling)
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        (np.array([3, 64]), "prompt 70: expected token ids from 0 to 63, the model's vocabulary, got 64"),
+        (np.array([-1, 3]), "got -1"),
+        (np.array([[1, 2]]), "one row of integers"),
+        (np.array([1.0, 2.0]), "one row of integers"),
+        (np.array([], dtype=np.int64), "at least one"),
+        (np.zeros(190, dtype=np.int64), "do not fit 192 tokens"),
+    ],
+)
+def test_prompts_that_the_model_cannot_read_are_refused(make_engine, ids: np.ndarray, message: str) -> None:
+    engine = make_engine("tree8")
+    with pytest.raises(DataError, match=message):
+        engine.generate([request_of(1, np.array([4, 5])), request_of(0, ids)])
+    assert not engine.has_work
+
+
+def test_stop_tokens_outside_the_vocabulary_are_refused(make_engine) -> None:
+    with pytest.raises(DataError, match=r"expected stop token ids from 0 to 63, .* got 64"):
+        make_engine("off").generate([request_of(0, np.array([4, 5]), stop_token_ids=(2, 64))])
+
+
+def test_two_samples_of_one_key_are_refused_and_leave_nothing(make_engine) -> None:
+    engine = make_engine("off")
+    twice = [request_of(3, np.array([4, 5])), request_of(3, np.array([6]))]
+    with pytest.raises(DataError, match="2 requests have the key of sample 3"):
+        engine.generate(twice)
+    engine.submit(twice[0])
+    with pytest.raises(DataError, match="2 requests have the key of sample 3"):
+        engine.generate(twice[1:])
+    assert engine.num_waiting == 1
+
+
+def test_one_key_with_two_prompts_gives_two_samples(make_engine) -> None:
+    """Apart, where nobody can refuse them: they must not share their noise."""
+    engine = make_engine("off")
+    first, second = (
+        engine.generate([request_of(3, np.array(ids), max_new_tokens=60)])[0] for ids in ([4, 5], [6, 5])
+    )
+    assert np.mean(first.token_ids == second.token_ids) < 0.2
+
+
+@pytest.mark.parametrize("plan", ["off", "chain4", "tree16", "ngram"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_logits_that_are_not_finite_end_their_sample_and_no_other(
+    pairs, new_model, make_engine, plan: str, value: float
+) -> None:
+    pair = pairs["float32"]
+    requests = [request_of(index, np.arange(3 + index)) for index in range(4)]
+    expected = [bits(c) for c in make_engine(plan, batch=2).generate(requests)]
+    broken = request_of(9, np.array([1, BROKEN_TOKEN, 2]))
+    engine = make_engine(plan, batch=2, pair=pair)
+    embedding = pair.target.get_input_embeddings().weight
+    before = embedding.data[BROKEN_TOKEN].clone()
+    try:
+        _set_embedding(engine, BROKEN_TOKEN, value)
+        for each in (requests[0], broken, *requests[1:]):
+            engine.submit(each)
+        done, messages = {}, []
+        while engine.has_work:
+            try:
+                done.update((c.key, c) for c in engine.step())
+            except NotFiniteError as error:
+                messages.append(str(error))
+    finally:
+        embedding.data[BROKEN_TOKEN] = before
+    assert len(messages) == 1
+    assert "logits are not finite with weight version 0" in messages[0]
+    assert "sample 9 (prompt 79, seed 4) at response token 0, behind token id 2" in messages[0]
+    unharmed = [r for r in requests if BROKEN_TOKEN not in done[r.key].token_ids[:-1]]
+    assert len(unharmed) >= 2
+    for request in unharmed:
+        assert bits(done[request.key]) == expected[request.key.sample_index]
+
+
+def _set_embedding(engine, token: int, value: float) -> None:
+    """In the module and in what our own forward made of it."""
+    tensors = {name: tensor.clone() for name, tensor in engine.runner.model.state_dict().items()}
+    tensors["model.embed_tokens.weight"][token] = value
+    engine.runner.load(tensors)
+
+
+def test_generate_says_which_sample_failed_and_leaves_nothing(pairs, make_engine) -> None:
+    engine = make_engine("tree8", batch=2)
+    embedding = pairs["float32"].target.get_input_embeddings().weight
+    before = embedding.data[BROKEN_TOKEN].clone()
+    requests = [request_of(index, np.array([1, index, BROKEN_TOKEN, 5])) for index in range(4)]
+    try:
+        _set_embedding(engine, BROKEN_TOKEN, float("nan"))
+        with pytest.raises(NotFiniteError, match=r"sample 0 .*sample 1 "):
+            engine.generate(requests)
+        assert not engine.has_work
+    finally:
+        embedding.data[BROKEN_TOKEN] = before
+        _set_embedding(engine, BROKEN_TOKEN, 0.0)
+        embedding.data[BROKEN_TOKEN] = before
+
+
+@pytest.mark.parametrize("plan", ["chain4", "tree16"])
+def test_a_draft_model_that_is_not_finite_changes_no_token(pairs, new_model, make_engine, plan: str) -> None:
+    pair = pairs["float32"]
+    requests = [request_of(index, np.array([1, index, 7])) for index in range(4)]
+    expected = [bits(c) for c in make_engine("off").generate(requests)]
+    engine = make_engine(plan)
+    embedding = pair.draft.get_input_embeddings().weight
+    before = embedding.data.clone()
+    try:
+        embedding.data[1:40] = float("nan")
+        engine.drafter.runner.load(dict(pair.draft.state_dict()))
+        assert [bits(c) for c in engine.generate(requests)] == expected
+    finally:
+        embedding.data[:] = before
+
+
+def test_finite_logits_of_minus_infinity_elsewhere_are_no_failure(make_engine) -> None:
+    """A model may rule tokens out; only a row without any finite entry is broken."""
+    engine = make_engine("off")
+    plain = engine.runner.logits
+    ruled_out = torch.zeros(64)
+    ruled_out[10:] = float("-inf")
+    engine.runner.logits = lambda *arguments: plain(*arguments) + ruled_out
+    done = engine.generate([request_of(0, np.array([4, 5]))])[0]
+    assert done.token_ids.max() < 10
+    assert np.isfinite(done.policy_logprobs).all()
