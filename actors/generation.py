@@ -61,7 +61,7 @@ class GenerationActor:
 
     def run(self) -> None:
         """Decode until told to stop; the caller keeps the reference as a death sentinel."""
-        from engine.generator import use_threads
+        from engine.build import use_threads
 
         # The number of threads is a setting of the calling thread, and this thread does the work.
         use_threads(self._spec.engine.num_threads)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from typing import Literal
 
 import torch
 from transformers.modeling_utils import PreTrainedModel
@@ -17,7 +16,7 @@ from engine.cache_room import MB
 from engine.drafters.base import Drafter
 from engine.drafters.model import ModelDrafter
 from engine.drafters.ngram import NgramDrafter
-from engine.generator import Engine
+from engine.generator import Engine, Numerics
 from engine.graphs import CudaRecorder
 from engine.models import max_context_tokens
 from engine.native.serving import serves_thread
@@ -34,7 +33,6 @@ from policies.goodput import GoodputPolicy
 from profiles.profile import Profile
 
 logger = logging.getLogger(__name__)
-Numerics = Literal["invariant", "fast"]
 
 
 def build_engine(
@@ -54,6 +52,9 @@ def build_engine(
 ) -> Engine:
     """Build an engine.
 
+    On CPU torch's number of threads is set to `engine.num_threads`, for this thread and those that start later: the
+    thread that decodes must be one of them, or set it itself.
+
     Args:
         target: the target model, in eval mode.
         draft: the draft model, for drafter `model`.
@@ -69,12 +70,18 @@ def build_engine(
         profile: what the policy `goodput` and every refined budget go by.
 
     Raises:
-        ModelError: the context is longer than the model's positions, or the draft's vocabulary is too small.
+        ModelError: the architecture is not served, the context is longer than a model's positions, or the draft's
+            vocabulary is too small.
+        NotFiniteError: weights or logits of a model are not finite.
         ConfigError: what the settings ask for does not go together, or the caches have no room for one sample.
         NumericsError: invariant numerics are asked for and the probe finds a difference.
     """
-    _check_context(target, max_total_tokens)
+    for model, role in ((target, "target"), (draft, "draft")):
+        if model is not None:
+            _check_context(model, role, max_total_tokens)
     device = resolve_device(engine)
+    if device.type == "cpu":
+        use_threads(engine.num_threads)
     numerics = resolve_numerics(engine, device)
     vocab_size = vocab_size or int(target.config.get_text_config().vocab_size)
     policy = policy or build_policy(speculation, profile)
@@ -131,6 +138,7 @@ def build_engine(
         clock=clock,
         scorer=Scorer(profile.acceptance) if profile is not None else None,
         max_cache_bytes=None if engine.kv_cache_mb is None else int(engine.kv_cache_mb * MB),
+        numerics=numerics,
     )
 
 
@@ -212,11 +220,32 @@ def attention_for(engine: EngineConfig, numerics: Numerics, device: torch.device
     return ATTENTION[engine.attention]
 
 
-def _check_context(target: PreTrainedModel, max_total_tokens: int) -> None:
-    limit = max_context_tokens(target.config)
+def describe_numerics(engine: EngineConfig, device: torch.device) -> str:
+    """Return in one line what is promised of tokens, and why where `auto` promises less than every bit."""
+    numerics = resolve_numerics(engine, device)
+    if numerics == "invariant":
+        return "invariant: tokens and log-probabilities are equal bit for bit, whatever is drafted, batched or moved"
+    if engine.numerics == "fast":
+        why = "engine.numerics says so"
+    elif device.type == "cpu":
+        why = f"engine.num_threads is {engine.num_threads}, and several threads round by where they cut the work"
+    else:
+        why = "on CUDA library products round by the batch"
+    return f"fast: tokens follow the model's distribution, their bits may depend on the batch ({why})"
+
+
+def use_threads(num_threads: int) -> None:
+    """Set torch's thread count for this thread: one a generation actor is the honest default on CPU."""
+    if torch.get_num_threads() != num_threads:
+        logger.info("torch threads: %d, as engine.num_threads says", num_threads)
+        torch.set_num_threads(num_threads)
+
+
+def _check_context(model: PreTrainedModel, role: str, max_total_tokens: int) -> None:
+    limit = max_context_tokens(model.config)
     if limit is not None and max_total_tokens > limit:
         raise ModelError(
-            f"the longest prompt and response take {max_total_tokens} tokens, the target model's context is "
+            f"the longest prompt and response take {max_total_tokens} tokens, the {role} model's context is "
             f"{limit}; lower data.max_prompt_tokens or sampling.max_new_tokens"
         )
 

@@ -11,26 +11,24 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from core.errors import NotFiniteError, WeightsError
+from core.errors import WeightsError
 from core.progress import Progress
 from core.records import (
     PLAIN,
     Budget,
     Completion,
     DecodeState,
-    FinishReason,
     GenerationStats,
     InstanceLoad,
     SampleKey,
     SampleRequest,
     StepRecord,
     WeightManifest,
-    WeightSpan,
 )
 from core.sample_state import SampleState
 from engine.batch import RunningBatch
@@ -38,6 +36,7 @@ from engine.decode_step import decode_step, slots_not_finite
 from engine.drafters.base import Drafter
 from engine.drafters.model import ModelDrafter
 from engine.exchange import SampleExchange
+from engine.outcomes import completion_of, not_finite, where_not_finite
 from engine.prefill import fill_committed
 from engine.prefill_plan import PrefillPiece
 from engine.refinement import Refinement, Scorer
@@ -48,6 +47,7 @@ from engine.weights import model_checksum
 from policies.base import DrafterAlarm, DraftPolicy, RefiningPolicy, WatchfulPolicy
 
 logger = logging.getLogger(__name__)
+Numerics = Literal["invariant", "fast"]
 STEP_LOG_LENGTH = 4096
 GOODPUT_WINDOW = 16
 "Decode steps over which goodput is told."
@@ -70,8 +70,11 @@ class Engine:
         clock: Callable[[], float] = time.perf_counter,
         scorer: Scorer | None = None,
         max_cache_bytes: int | None = None,
+        numerics: Numerics = "fast",
     ) -> None:
         self.runner = runner
+        self.numerics = numerics
+        "what is promised of tokens"
         self.drafter = drafter
         self.policy = policy
         self.scorer = scorer
@@ -198,11 +201,7 @@ class Engine:
         self._note(record, len(completions))
         if failures:
             self._unclaimed = unclaimed + completions
-            raise NotFiniteError(
-                f"logits are not finite with weight version {self.weight_version} on instance {self.instance}: "
-                f"{'; '.join(reversed(failures))}; look for weights that diverged (trainer.learning_rate) or overflow "
-                "in models.dtype"
-            )
+            raise not_finite(failures[::-1], instance=self.instance, weight_version=self.weight_version)
         return unclaimed + completions
 
     def _leave(self, finished: list[int], broken: list[int]) -> tuple[list[Completion], list[str]]:
@@ -218,18 +217,10 @@ class Engine:
 
     def _break(self, slot: int) -> str:
         """Take out a sample whose logits are not finite; return which it was."""
-        request, state = (
-            self._batch.requests[slot],
-            self._batch.state(slot, weight_version=self.weight_version),
-        )
-        wrong = int(np.nonzero(~np.isfinite(state.policy_logprobs))[0][0])
-        before = np.concatenate([request.prompt.token_ids, state.token_ids[:wrong]])
+        state = self._batch.state(slot, weight_version=self.weight_version)
         self.exchange.scrub(slot)
         self.exchange.vacate(slot)
-        return (
-            f"sample {request.key.sample_index} (prompt {request.prompt.prompt_id}, seed {request.key.run_seed}) at "
-            f"response token {wrong}, behind token id {before[-1]}"
-        )
+        return where_not_finite(state)
 
     def _refinement(self, budget: Budget, remaining: np.ndarray) -> Refinement | None:
         """Return what carries the policy's further decisions of a refined budget."""
@@ -369,22 +360,7 @@ class Engine:
         """Take a finished sample out of its slot; the last one moves in."""
         state = self._batch.state(slot, weight_version=self.weight_version)
         self.exchange.vacate(slot)
-        request = state.request
-        stopped = int(state.token_ids[-1]) in request.sampling.stop_token_ids
-        return Completion(
-            key=request.key,
-            prompt_id=request.prompt.prompt_id,
-            group_id=request.group_id,
-            epoch=request.epoch,
-            token_ids=state.token_ids,
-            policy_logprobs=state.policy_logprobs,
-            sampling_logprobs=state.sampling_logprobs,
-            finish_reason=FinishReason.STOP if stopped else FinishReason.LENGTH,
-            weight_spans=(WeightSpan(weight_version=self.weight_version, first_position=0),),
-            instance=self.instance,
-            num_decode_steps=state.num_decode_steps,
-            num_accepted_tokens=state.num_accepted_tokens,
-        )
+        return completion_of(state, instance=self.instance)
 
     def _note(self, record: StepRecord, num_completions: int) -> None:
         started = self._clock()
@@ -419,8 +395,3 @@ class Engine:
             "steps old; plain decoding until probes are accepted again"
         )
         logger.warning("%s: drafting suspended; %s", self.instance, self.drafter_alarm)
-
-
-def use_threads(num_threads: int) -> None:
-    """Set torch's thread count explicitly: one a generation actor is the honest default on CPU."""
-    torch.set_num_threads(num_threads)

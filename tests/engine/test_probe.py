@@ -9,7 +9,7 @@ from torch import Tensor
 from core.config import EngineConfig, SpeculationConfig
 from core.errors import ConfigError, NumericsError
 from engine.attention import ATTENTION, Attention, ordered_attention, reference_attention, sdpa_attention
-from engine.build import attention_for, build_engine, resolve_device, resolve_numerics
+from engine.build import attention_for, build_engine, describe_numerics, resolve_device, resolve_numerics
 from engine.probe import prove_invariance
 from engine.runner import ModelRunner
 
@@ -147,3 +147,29 @@ def test_numerics_by_config_and_device() -> None:
     with pytest.raises(ConfigError, match=r"needs engine\.num_threads 1, got 2"):
         resolve_numerics(EngineConfig(numerics="invariant", num_threads=2), cpu)
     assert resolve_device(EngineConfig(device="cpu")) == cpu
+
+
+def test_a_fall_to_fast_numerics_says_why() -> None:
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    assert describe_numerics(EngineConfig(), cpu).startswith("invariant: ")
+    assert "(engine.num_threads is 3, and" in describe_numerics(EngineConfig(num_threads=3), cpu)
+    assert "(engine.numerics says so)" in describe_numerics(EngineConfig(numerics="fast"), cpu)
+    assert "(on CUDA" in describe_numerics(EngineConfig(), cuda)
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_an_engine_sets_the_threads_that_it_is_built_for(pairs, num_threads: int) -> None:
+    """Without being told: torch has two, and the config one, or the other way round."""
+    torch.set_num_threads(3 - num_threads)
+    try:
+        engine = build_engine(
+            pairs["float32"].target,
+            None,
+            engine=EngineConfig(device="cpu", num_threads=num_threads, max_running_samples=2),
+            speculation=SpeculationConfig(policy="off"),
+            max_total_tokens=60,
+        )
+        assert torch.get_num_threads() == num_threads
+        assert engine.numerics == ("invariant" if num_threads == 1 else "fast")
+    finally:
+        torch.set_num_threads(1)

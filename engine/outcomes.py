@@ -1,0 +1,50 @@
+"""How a sample ends: as a completion, or because its logits are not finite."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from core.errors import NotFiniteError
+from core.records import Completion, FinishReason, WeightSpan
+from core.sample_state import SampleState
+
+
+def completion_of(state: SampleState, *, instance: str) -> Completion:
+    """Return the completion of a sample that has its last token."""
+    request = state.request
+    stopped = int(state.token_ids[-1]) in request.sampling.stop_token_ids
+    return Completion(
+        key=request.key,
+        prompt_id=request.prompt.prompt_id,
+        group_id=request.group_id,
+        epoch=request.epoch,
+        token_ids=state.token_ids,
+        policy_logprobs=state.policy_logprobs,
+        sampling_logprobs=state.sampling_logprobs,
+        finish_reason=FinishReason.STOP if stopped else FinishReason.LENGTH,
+        weight_spans=(WeightSpan(weight_version=state.weight_version, first_position=0),),
+        instance=instance,
+        num_decode_steps=state.num_decode_steps,
+        num_accepted_tokens=state.num_accepted_tokens,
+    )
+
+
+def where_not_finite(state: SampleState) -> str:
+    """Name a sample and its first token that has no finite log-probability."""
+    request = state.request
+    wrong = int(np.nonzero(~np.isfinite(state.policy_logprobs))[0][0])
+    before = np.concatenate([request.prompt.token_ids, state.token_ids[:wrong]])
+    return (
+        f"sample {request.key.sample_index} (prompt {request.prompt.prompt_id}, seed {request.key.run_seed}) at "
+        f"response token {wrong}, behind token id {before[-1]}"
+    )
+
+
+def not_finite(samples: Sequence[str], *, instance: str, weight_version: int) -> NotFiniteError:
+    """Return the error for samples whose logits are NaN, +inf, or -inf throughout."""
+    return NotFiniteError(
+        f"logits are not finite with weight version {weight_version} on instance {instance}: {'; '.join(samples)}; "
+        "look for weights that diverged (trainer.learning_rate) or overflow in models.dtype"
+    )
