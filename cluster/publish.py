@@ -2,7 +2,7 @@
 
 The chunks are put into the object store once (by whoever packed them); every node pulls them once and
 its readers map the same memory. An instance confirms with the checksum of what it has loaded, so a
-version is only called published when every instance runs those very bytes.
+version is only called published when every instance holds those very bytes; it decodes from a copy laid out from them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Any Hugging Face causal LM as it is, attending through our KV pool without a patch (design 3.7).
+"""A Hugging Face causal LM as it is, attending through our KV pool without a patch (design 3.7).
 
 An attention function registered under our name receives the forward plan as a keyword argument; no mask function
 is registered, so the model builds no mask. Tokens of all samples are packed into one row: linears see real
