@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from core.files import append_whole
 from policies.migration.messages import MoveOutcome
 from policies.scheduler_records import MoveRecord
 
@@ -15,10 +16,9 @@ _LINES_SAID = 3
 
 
 def append_moves(path: Path, iteration: int, moves: Sequence[MoveRecord]) -> None:
-    """Append the moves of one iteration; without any, write nothing."""
+    """Append the moves of one iteration; without any, write nothing. Raises StorageError."""
     if moves:
-        with path.open("a") as file:
-            file.writelines(json.dumps(_line(iteration, record)) + "\n" for record in moves)
+        append_whole(path, "".join(json.dumps(_line(iteration, record)) + "\n" for record in moves))
 
 
 def read_moves(path: Path) -> list[dict[str, Any]]:

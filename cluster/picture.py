@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from io import BytesIO
 from pathlib import Path
 
 import matplotlib
@@ -14,10 +15,11 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from cluster.summary import STEP_PARTS
+from core.files import write_whole
 
 
 def write_picture(metrics: Sequence[Mapping[str, float]], path: Path) -> None:
-    """Write the picture of the lines of `metrics.jsonl`; without any line, write nothing."""
+    """Write the picture of the lines of `metrics.jsonl`; without any line, write nothing. Raises StorageError."""
     if not metrics:
         return
     figure = Figure(figsize=(8, 8), layout="constrained")
@@ -26,7 +28,9 @@ def write_picture(metrics: Sequence[Mapping[str, float]], path: Path) -> None:
     _draw_reward(reward, iterations, metrics)
     _draw_acceptance(acceptance, iterations, metrics)
     _draw_time(time, iterations, metrics)
-    figure.savefig(path, dpi=120)
+    file = BytesIO()
+    figure.savefig(file, dpi=120, format="png")
+    write_whole(path, file.getvalue())
 
 
 def _column(metrics: Sequence[Mapping[str, float]], name: str) -> list[float]:

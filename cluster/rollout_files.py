@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from io import BytesIO
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from core.files import write_whole
 from core.records import Rollout
 
 SCHEMA_VERSION = "1"
@@ -41,11 +43,11 @@ SCHEMA = pa.schema(
 
 
 def write_rollouts(path: Path, rollouts: Sequence[Rollout]) -> None:
-    """Write the file whole or not at all."""
-    partial = path.with_suffix(".partial")
+    """Write the file whole or not at all. Raises StorageError."""
     table = pa.Table.from_pylist([_row(rollout) for rollout in rollouts], schema=SCHEMA)
-    pq.write_table(table, partial, compression="zstd")
-    partial.replace(path)
+    file = BytesIO()
+    pq.write_table(table, file, compression="zstd")
+    write_whole(path, file.getvalue())
 
 
 def _row(rollout: Rollout) -> dict[str, object]:

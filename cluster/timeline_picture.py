@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from io import BytesIO
 from pathlib import Path
 
 import matplotlib
@@ -15,6 +16,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from cluster.timeline import Interval, Lane, Timeline, merge
+from core.files import write_whole
 from policies.reallocation.records import MoveMode
 
 _COLORS = {
@@ -32,8 +34,10 @@ _RESOLUTION = 2000
 
 
 def write_timeline_picture(timeline: Timeline, path: Path, *, title: str = "") -> None:
-    """Write the picture as PNG."""
-    draw_timeline(timeline, title=title).savefig(path, dpi=120, format="png")
+    """Write the picture as PNG. Raises StorageError."""
+    file = BytesIO()
+    draw_timeline(timeline, title=title).savefig(file, dpi=120, format="png")
+    write_whole(path, file.getvalue())
 
 
 def draw_timeline(timeline: Timeline, *, title: str = "") -> Figure:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.timeline import Interval, Journey, Lane, Timeline
+from core.files import write_whole
 from policies.scheduler_records import MoveRecord
 
 DECODE_THREAD = 1
@@ -23,14 +24,14 @@ Event = dict[str, Any]
 
 
 def write_trace(timeline: Timeline, path: Path, *, title: str = "") -> None:
-    """Write the trace as one JSON object."""
+    """Write the trace as one JSON object. Raises StorageError."""
     began = datetime.fromtimestamp(timeline.began_s, tz=UTC).isoformat()
     trace = {
         "traceEvents": trace_events(timeline),
         "displayTimeUnit": "ms",
         "otherData": {"title": title, "began": began},
     }
-    path.write_text(json.dumps(trace))
+    write_whole(path, json.dumps(trace))
 
 
 def trace_events(timeline: Timeline) -> list[Event]:

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ValidationError
 
 from core.config import Config
 from core.errors import ConfigError
+from core.files import write_whole
 
 
 class _Loader(yaml.SafeLoader):
@@ -59,8 +60,8 @@ def config_from_dict(tree: dict[str, Any], *, origin: str = "config") -> Config:
 
 
 def dump_config(config: Config, path: str | Path) -> None:
-    """Write the resolved config, every default spelled out, as YAML."""
-    Path(path).write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
+    """Write the resolved config, every default spelled out, as YAML. Raises StorageError."""
+    write_whole(Path(path), yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
 
 
 def _apply_override(tree: dict[str, Any], override: str) -> None:

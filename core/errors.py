@@ -11,6 +11,7 @@
     |-- WeightsError          a manifest, a chunk or a version that does not match
     |-- NotFiniteError        weights or logits that are NaN or infinite
     |-- NumericsError         the invariance probe failed, or an exactness check found a difference
+    |-- StorageError          a disk is full, or refuses what is written
     |-- WaitTimeout           one process waited for another for too long
     |-- TransferError         a channel between two instances failed, or a frame arrived damaged
     |-- InstanceLost          a generation instance died or froze
@@ -70,6 +71,10 @@ class NumericsError(RlhfSpecError):
     """The invariance probe failed, or an exactness check found a difference."""
 
 
+class StorageError(RlhfSpecError):
+    """A file or folder could not be written; nothing half-made is left under its name."""
+
+
 class WaitTimeout(RlhfSpecError):
     """A wait across processes ran out of time. The message names both sides."""
 
@@ -123,3 +128,10 @@ class InstanceLost(RlhfSpecError):
 
 class SchedulerLost(RlhfSpecError):
     """The scheduler died more often than it may be restarted."""
+
+
+def describe_error(error: BaseException) -> str:
+    """One line for a person: the message alone of this project's errors, the type too of any other."""
+    if isinstance(error, RlhfSpecError):
+        return str(error)
+    return f"{type(error).__name__}: {error}".rstrip(": ")

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from core.errors import RlhfSpecError
+from core.files import append_whole
 
 
 class MetricsLog:
@@ -20,15 +21,14 @@ class MetricsLog:
         self.path = Path(path)
 
     def write(self, iteration: int, figures: Mapping[str, float]) -> None:
-        """Append the figures of one iteration."""
+        """Append the figures of one iteration. Raises StorageError when the disk is full."""
         for name, value in figures.items():
             if not math.isfinite(value):
                 raise RlhfSpecError(
                     f"metric {name} of iteration {iteration} is {value}; expected a finite number"
                 )
         line = json.dumps({"iteration": iteration, **{k: float(v) for k, v in figures.items()}})
-        with self.path.open("a") as file:
-            file.write(line + "\n")
+        append_whole(self.path, line + "\n")
 
 
 def read_metrics(path: str | Path) -> list[dict[str, float]]:
