@@ -1,7 +1,8 @@
 """Writes published weights as a plain Hugging Face checkpoint, tokenizer included.
 
 The loop's process writes it, from the same chunks that the instances load: the run folder is on its
-machine, and what is saved is what was sampled from.
+machine, and what is saved is what was sampled from. The folder appears by one rename, with a manifest
+of checksums (`core.checkpoint_manifest`).
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from actors.waiting import get
 from cluster.publish import PublishedWeights
+from core.checkpoint_manifest import write_manifest
+from core.files import whole_folder
 from engine.models import build_causal_lm
 from engine.weights import load_into, unpack_weights
 
@@ -24,7 +27,10 @@ def save_checkpoint(
     dtype: str,
     timeout_s: float,
 ) -> None:
-    """Save model and tokenizer into `folder`. Raises WeightsError when a chunk does not match."""
+    """Save model and tokenizer as `folder`, whole or not at all; an earlier one stays until then.
+
+    Raises WeightsError when a chunk does not match, StorageError when the disk is full.
+    """
     chunks = get(
         list(weights.chunk_refs),
         waiter="the loop",
@@ -34,5 +40,12 @@ def save_checkpoint(
     )
     model = build_causal_lm(weights.manifest.hf_config_json, dtype)
     load_into(model, unpack_weights(weights.manifest, chunks))
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    with whole_folder(folder) as partial:
+        model.save_pretrained(partial)
+        tokenizer.save_pretrained(partial)
+        write_manifest(
+            partial,
+            model=weights.manifest.model,
+            weight_version=weights.manifest.weight_version,
+            parameter_checksum=weights.manifest.checksum,
+        )

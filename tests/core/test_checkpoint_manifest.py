@@ -1,0 +1,70 @@
+"""A checkpoint is compared with its manifest, byte by byte."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from core.checkpoint_manifest import MANIFEST, has_manifest, verify_checkpoint, write_manifest
+from core.errors import ModelError
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "model.safetensors").write_bytes(bytes(range(256)))
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "config.json").write_text("{}")
+    write_manifest(tmp_path, model="target", weight_version=3, parameter_checksum="abc")
+    return tmp_path
+
+
+def test_what_was_written_is_verified(folder: Path):
+    assert has_manifest(folder) and not has_manifest(folder / "sub")
+    tree = verify_checkpoint(folder)
+    assert (tree["model"], tree["weight_version"], tree["parameter_checksum"]) == ("target", 3, "abc")
+    assert sorted(tree["files"]) == ["model.safetensors", "sub/config.json"]
+    (folder / "notes.txt").write_text("mine")
+    verify_checkpoint(folder)
+
+
+@pytest.mark.parametrize("at", [0, 100, 255])
+def test_a_flipped_bit_is_found(folder: Path, at: int):
+    data = bytearray((folder / "model.safetensors").read_bytes())
+    data[at] ^= 1
+    (folder / "model.safetensors").write_bytes(data)
+    with pytest.raises(
+        ModelError, match=r"is damaged: model\.safetensors: expected SHA-256 .*copy the checkpoint"
+    ):
+        verify_checkpoint(folder)
+
+
+def test_a_cut_or_missing_file_is_found(folder: Path):
+    (folder / "model.safetensors").write_bytes(bytes(10))
+    with pytest.raises(ModelError, match=r"expected 256 bytes, got 10"):
+        verify_checkpoint(folder)
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match=r"model\.safetensors: expected the file, got none"):
+        verify_checkpoint(folder)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "[]", "null", '{"schema_version": 2}', '{"schema_version": 1, "files": {"a": {}}}', "\xff"],
+)
+def test_a_damaged_manifest_is_said(folder: Path, text: str):
+    (folder / MANIFEST).write_bytes(text.encode("latin-1"))
+    with pytest.raises(ModelError, match="cannot be verified: expected its manifest"):
+        verify_checkpoint(folder)
+
+
+def test_a_checkpoint_without_manifest_cannot_be_verified(folder: Path):
+    (folder / MANIFEST).unlink()
+    with pytest.raises(ModelError, match="FileNotFoundError"):
+        verify_checkpoint(folder)
+
+
+def test_the_manifest_is_json_that_names_sizes(folder: Path):
+    tree = json.loads((folder / MANIFEST).read_text())
+    assert tree["files"]["sub/config.json"]["num_bytes"] == 2
