@@ -35,6 +35,9 @@ class Reporter:
         self._phase: TaskID | None = None
         self._total = 0
         self._stage: Status | None = None
+        self._done = 0
+        self.on_progress: Callable[[int, str], None] | None = None
+        "called with the iteration in progress, counted from 0, and its phase"
 
     def stage(self, text: str) -> None:
         """Say what the start-up is doing; on a terminal it turns until the next stage or `start`."""
@@ -49,6 +52,8 @@ class Reporter:
         """Begin: `total_iterations` is what the bar counts to."""
         self._end_stage()
         self._total = total_iterations
+        self._done = 0
+        self._tell("")
         if not self.console.is_terminal:
             return
         self._bars = Progress(
@@ -65,11 +70,14 @@ class Reporter:
 
     def progress(self, phase: str, done: int, total: int) -> None:
         """Say how far the current phase of the iteration is (generate 12 of 64 samples)."""
+        self._tell(phase)
         if self._bars is not None and self._phase is not None:
             self._bars.update(self._phase, description=phase, completed=done, total=total)
 
     def iteration(self, iteration: int, figures: Mapping[str, float]) -> None:
         """Show the figures of a finished iteration (counted from 0)."""
+        self._tell("save")
+        self._done = iteration + 1
         line = describe_figures(figures)
         if self._bars is not None and self._iterations is not None:
             self._bars.update(self._iterations, completed=iteration + 1, figures=line)
@@ -99,6 +107,10 @@ class Reporter:
                 table.add_row(label, value)
             self.console.print(table)
         self.console.print(f"run folder {run_dir.path}", markup=False)
+
+    def _tell(self, phase: str) -> None:
+        if self.on_progress is not None:
+            self.on_progress(self._done, phase)
 
     def _end_stage(self) -> None:
         if self._stage is not None:

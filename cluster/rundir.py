@@ -1,7 +1,7 @@
 """The run folder: one absolute place for everything a run leaves behind.
 
     RUN/config.yaml                     the resolved config, every default spelled out
-    RUN/status.json                     running | finished | interrupted | failed, and why
+    RUN/status.json                     running | finished | interrupted | failed, why, and a heartbeat
     RUN/metrics.jsonl                   one object an iteration (`core.metrics`)
     RUN/rollouts/iteration_0000.parquet prompts, responses, rewards, log-probabilities
     RUN/moves.jsonl                     one object for each move of a sample; no file where none moved
@@ -10,19 +10,21 @@
     RUN/progress.png, RUN/summary.txt   written at the end, after an interruption too
 
 A job's working directory (Ray unpacks it under its own temporary folder and deletes it) is never
-used: results would vanish with it.
+used: results would vanish with it. Names that begin with `.partial-` are of what is being written.
 """
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass
+import shutil
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 
+from cluster.run_status import Status, StatusWriter, read_status
 from core.config import Config, RunConfig
 from core.config_io import dump_config
-from core.errors import ConfigError
+from core.errors import ConfigError, StorageError
 
 JOB_RUNS_FOLDER = "~/rlhfspec-runs"
 "Where runs go when the caller's folder is a Ray job's temporary working directory."
@@ -58,11 +60,15 @@ def choose_run_path(run: RunConfig, *, caller_dir: Path, now: datetime) -> Path:
     return path
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class RunDir:
     """Names every file of a run folder."""
 
     path: Path
+    _writer: StatusWriter = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_writer", StatusWriter(self.status_file))
 
     @classmethod
     def create(cls, config: Config, path: Path | None = None) -> RunDir:
@@ -80,8 +86,12 @@ class RunDir:
                 "you may write to"
             ) from error
         run_dir = cls(path=path)
-        dump_config(config, run_dir.config_file)
-        run_dir.set_status("running")
+        try:
+            dump_config(config, run_dir.config_file)
+            run_dir._writer.reserve()
+        except StorageError as error:
+            shutil.rmtree(path, ignore_errors=True)
+            raise ConfigError(f"cannot begin the run: {error}") from error
         return run_dir
 
     @classmethod
@@ -145,13 +155,17 @@ class RunDir:
         return self.path / "checkpoints" / name
 
     def set_status(self, state: str, reason: str = "") -> None:
-        """Write status.json whole or not at all."""
-        partial = self.status_file.with_suffix(".partial")
-        partial.write_text(json.dumps({"state": state, "reason": reason}) + "\n")
-        partial.replace(self.status_file)
+        """Write state and reason into status.json. Raises StorageError."""
+        self._writer.set(state, reason)
 
-    def status(self) -> dict[str, str]:
-        """Read status.json; state `unknown` when an older run has none."""
-        if not self.status_file.is_file():
-            return {"state": "unknown", "reason": ""}
-        return json.loads(self.status_file.read_text())
+    def progress(self, iteration: int, phase: str) -> None:
+        """Note in status.json how far the run is; iterations count from 0."""
+        self._writer.progress(iteration, phase)
+
+    def heartbeat(self) -> AbstractContextManager[None]:
+        """Keep the heartbeat in status.json fresh while the block runs."""
+        return self._writer.beating()
+
+    def status(self) -> Status:
+        """Read status.json; state `unknown` and why, when there is none or it is damaged."""
+        return read_status(self.status_file)

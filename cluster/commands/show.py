@@ -28,14 +28,15 @@ def add_parser(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print state and summary. Raises ConfigError when the folder is no run folder."""
     from cluster.report import Reporter
+    from cluster.run_status import describe_status
     from cluster.rundir import RunDir
     from cluster.summary import summarise
     from core.metrics import read_metrics
 
     run_dir = RunDir.open(args.run_dir)
-    status = run_dir.status()
     report = Reporter()
-    report.note(f"state {status['state']}" + (f": {status['reason']}" if status["reason"] else ""))
+    for line in describe_status(run_dir.status()):
+        report.note(line)
     metrics = read_metrics(run_dir.metrics_file) if run_dir.metrics_file.is_file() else []
     report.finish(summarise(metrics), run_dir)
     return 0

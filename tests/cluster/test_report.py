@@ -156,10 +156,11 @@ def test_a_job_never_writes_into_the_folder_that_ray_deletes() -> None:
 def test_the_run_folder_holds_the_resolved_config_and_its_state(tmp_path: Path) -> None:
     run_dir = RunDir.create(CONFIG, tmp_path / "run")
     assert load_config(run_dir.config_file) == CONFIG
-    assert run_dir.status() == {"state": "running", "reason": ""}
+    assert (run_dir.status()["state"], run_dir.status()["reason"]) == ("running", "")
     run_dir.set_status("failed", "because")
-    assert RunDir.open(tmp_path / "run").status() == {"state": "failed", "reason": "because"}
-    assert not list(run_dir.path.glob("*.partial"))
+    status = RunDir.open(tmp_path / "run").status()
+    assert (status["state"], status["reason"]) == ("failed", "because")
+    assert not list(run_dir.path.glob(".partial-*"))
 
 
 def test_a_place_one_may_not_write_to_is_refused(tmp_path: Path) -> None:
