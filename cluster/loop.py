@@ -22,10 +22,13 @@ from cluster.refit import refit_draft
 from cluster.report import Reporter
 from cluster.rollout_files import write_rollouts
 from cluster.rundir import RunDir
-from cluster.session import ray_session
+from cluster.session import ray_session, sigterm_exits
 from cluster.system import System, running_system
 from core.config import Config
+from core.errors import StorageError
 from core.metrics import MetricsLog
+
+BY_SIGTERM = "stopped by SIGTERM (ray job stop, or kill)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +46,17 @@ def run_training(config: Config, inputs: Inputs, run_dir: RunDir, report: Report
 
     Raises InputError for what the user can mend, other RlhfSpecErrors for what failed on the way.
     """
-    with ray_session(config, run_dir.path.name) as session:
+
+    def interrupted() -> None:
+        run_dir.set_status("interrupted", BY_SIGTERM)
+
+    with (
+        run_dir.heartbeat(),
+        sigterm_exits(interrupted),
+        ray_session(config, run_dir.path.name, on_sigterm=interrupted) as session,
+    ):
+        for line in session.swept:
+            report.note(line)
         if session.dashboard_url:
             report.note(f"dashboard {session.dashboard_url}")
         with running_system(config, session, inputs) as system:
@@ -62,6 +75,7 @@ def train(system: System, run_dir: RunDir, report: Reporter) -> None:
     run = system.config.run
     metrics = MetricsLog(run_dir.metrics_file)
     recorder = Recorder(run_dir, report)
+    report.on_progress = run_dir.progress
     report.start(run.iterations)
     try:
         for iteration in range(run.iterations):
@@ -71,8 +85,13 @@ def train(system: System, run_dir: RunDir, report: Reporter) -> None:
             if run.checkpoint_every and (iteration + 1) % run.checkpoint_every == 0:
                 save_checkpoints(system, run_dir, iteration=iteration)
         save_checkpoints(system, run_dir)
-    finally:
+    except (StorageError, SystemExit):
+        # a full disk has no room for pictures, and SIGTERM leaves no time for them
+        raise
+    except BaseException:
         recorder.write_timeline()
+        raise
+    recorder.write_timeline()
 
 
 def run_iteration(

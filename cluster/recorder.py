@@ -14,7 +14,7 @@ from cluster.move_log import append_moves, odd_moves
 from cluster.report import Reporter
 from cluster.rundir import RunDir
 from cluster.timeline import Timeline, build_timeline
-from core.errors import RlhfSpecError
+from core.errors import RlhfSpecError, describe_error
 
 SPANS_TIMEOUT_S = 2.0
 "An instance that has not answered by then is left out: a picture is not worth a wait."
@@ -42,14 +42,22 @@ class Recorder:
         )
 
     def write_timeline(self) -> None:
-        """Write `timeline.json` and `timeline.png` of the last iteration; without any, nothing."""
+        """Write `timeline.json` and `timeline.png` of the last iteration; without any, nothing.
+
+        What goes wrong is a note: a picture neither ends a run nor hides what ended it.
+        """
         if self._last is None:
             return
+        try:
+            self._write(*self._last)
+        except Exception as error:
+            self._report.note(f"the timeline is missing: {describe_error(error)}")
+
+    def _write(self, iteration: int, timeline: Timeline) -> None:
         # matplotlib takes a while to load, and only the end of a run needs it
         from cluster.timeline_picture import write_timeline_picture
         from cluster.timeline_trace import write_trace
 
-        iteration, timeline = self._last
         num_moves = len(timeline.journeys)
         title = (
             f"generation of iteration {iteration + 1}: {timeline.length_s:.1f} s, {num_moves} samples moved"

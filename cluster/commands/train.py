@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -87,9 +88,13 @@ def _run(config: Config, path: Path, report: Reporter, *, dry_run: bool) -> int:
         _print_plan(config, checked.lines(), report)
     else:
         from cluster.profiling import resolve_profile
+        from cluster.sweep import sweep_run_folders
 
         inputs = replace(checked.inputs, profile=resolve_profile(config, checked.inputs, report))
-        _train(config, inputs, RunDir.create(config, path), report)
+        run_dir = RunDir.create(config, path)
+        for line in sweep_run_folders(path.parent):
+            report.note(line)
+        _train(config, inputs, run_dir, report)
     return 0
 
 
@@ -104,26 +109,59 @@ def _train(config: Config, inputs: Inputs, run_dir: RunDir, report: Reporter) ->
     """Run the loop; however it ends, the run folder says so and holds summary and picture so far."""
     report.stage("starting Ray")
     from cluster.loop import run_training
+    from core.errors import StorageError
+    from core.files import storage_errors
 
     try:
-        run_training(config, inputs, run_dir, report)
+        # beside the run's files, the log may be on the full disk
+        with storage_errors(run_dir.path, only_known=True):
+            run_training(config, inputs, run_dir, report)
     except BaseException as error:
-        ending = "interrupted" if isinstance(error, (KeyboardInterrupt, SystemExit)) else "failed"
-        run_dir.set_status(ending, f"{type(error).__name__}: {error}")
-        _close(run_dir, report)
+        # nothing from here on may hide what ended the run
+        with suppress(Exception):
+            _set_ending(run_dir, error)
+        with suppress(Exception):
+            # a full disk takes no more files; a drawing takes longer than whoever sent SIGTERM may wait
+            is_full, has_time = isinstance(error, StorageError), not isinstance(error, SystemExit)
+            _close(run_dir, report, with_files=not is_full, with_picture=has_time)
         raise
     run_dir.set_status("finished")
     _close(run_dir, report)
 
 
-def _close(run_dir: RunDir, report: Reporter) -> None:
-    from cluster.picture import write_picture
+def _set_ending(run_dir: RunDir, error: BaseException) -> None:
+    from core.errors import describe_error
+
+    if isinstance(error, KeyboardInterrupt):
+        run_dir.set_status("interrupted", "stopped by Ctrl-C")
+    elif isinstance(error, SystemExit):
+        # the handler of SIGTERM has said so before anything else
+        if run_dir.status()["state"] == "running":
+            run_dir.set_status("interrupted", describe_error(error))
+    else:
+        run_dir.set_status("failed", describe_error(error))
+
+
+def _close(
+    run_dir: RunDir, report: Reporter, *, with_files: bool = True, with_picture: bool = True
+) -> None:
+    """Print the closing table, write it and its picture; what goes wrong is a note."""
     from cluster.summary import summarise
+    from core.errors import describe_error
+    from core.files import write_whole
     from core.metrics import read_metrics
 
-    metrics = read_metrics(run_dir.metrics_file) if run_dir.metrics_file.is_file() else []
-    summary = summarise(metrics)
-    if summary is not None:
-        run_dir.summary_file.write_text(summary.text())
-        write_picture(metrics, run_dir.picture_file)
+    summary = None
+    try:
+        metrics = read_metrics(run_dir.metrics_file) if run_dir.metrics_file.is_file() else []
+        summary = summarise(metrics)
+        if summary is not None and with_files:
+            write_whole(run_dir.summary_file, summary.text())
+            if with_picture:
+                # matplotlib takes a while to load
+                from cluster.picture import write_picture
+
+                write_picture(metrics, run_dir.picture_file)
+    except Exception as error:
+        report.note(f"summary or picture is missing: {describe_error(error)}")
     report.finish(summary, run_dir)

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import learning.data
 from cluster.cli import main
 from cluster.rundir import RunDir
+from core.checkpoint_manifest import verify_checkpoint
 from core.metrics import read_metrics
 from learning.records_io import Row
 from tests.conftest import TinyPair
@@ -67,7 +68,8 @@ def test_a_run_leaves_a_complete_folder(
     assert out.startswith(f"run folder {run_dir.path}")
     for part in ("iteration 1/2", "iteration 2/2", "summary", "16"):
         assert part in out
-    assert run_dir.status() == {"state": "finished", "reason": ""}
+    status = run_dir.status()
+    assert (status["state"], status["reason"], status["iteration"]) == ("finished", "", 1)
     assert [row["iteration"] for row in read_metrics(run_dir.metrics_file)] == [0, 1]
     assert pq.read_table(run_dir.rollouts_file(1)).num_rows == 8
     assert run_dir.picture_file.stat().st_size > 0
@@ -77,6 +79,8 @@ def test_a_run_leaves_a_complete_folder(
         checkpoint = run_dir.checkpoint_dir(model)
         assert AutoModelForCausalLM.from_pretrained(checkpoint).num_parameters() > 0
         assert AutoTokenizer.from_pretrained(checkpoint).eos_token_id is not None
+        assert verify_checkpoint(checkpoint)["weight_version"] == 2
+    assert not list(run_dir.path.rglob(".partial-*"))
 
 
 @pytest.mark.usefixtures("local_ray")
