@@ -20,6 +20,7 @@ from cluster.inputs import Inputs, read_inputs, read_tokenizer
 from cluster.memory import MemoryPlan, ModelShape, gib, plan_memory
 from cluster.session import object_store_bytes
 from cluster.topology import plan as plan_topology
+from core.checkpoint_manifest import has_manifest, verify_checkpoint
 from core.config import Config
 from core.errors import DataError, ModelError, PlacementError
 from engine.build import attention_for, resolve_device, resolve_numerics
@@ -71,6 +72,7 @@ def check_run(config: Config, *, output_dir: Path) -> CheckReport:
         attention_for(config.engine, resolve_numerics(config.engine, device), device)
     placement = plan_topology(config).describe()
     trust = config.models.trust_remote_code
+    _verify_own_checkpoints(config)
     target_config = load_hf_config(config.models.target, trust_remote_code=trust)
     tokenizer = read_tokenizer(config)
     target = model_shape(target_config)
@@ -133,6 +135,14 @@ def count_params(config: PretrainedConfig, auto_class: Any) -> int:
             f"a '{config.model_type}' model cannot be used as {auto_class.__name__}; take another model"
         ) from error
     return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _verify_own_checkpoints(config: Config) -> None:
+    """Checkpoints that a run wrote have checksums: a damaged one would decode to nonsense."""
+    draft = config.models.draft if config.speculation.drafter == "model" else None
+    for name in (config.models.target, draft):
+        if name is not None and has_manifest(Path(name)):
+            verify_checkpoint(Path(name))
 
 
 def _describe_model(role: str, name: str, shape: ModelShape) -> str:

@@ -1,4 +1,4 @@
-"""`manifest.json` of a checkpoint folder: what it holds, with size and SHA-256 of every file.
+"""`rlhfspec-manifest.json` of a checkpoint folder: what it holds, with size and SHA-256 of every file.
 
 A folder without one (anybody else's checkpoint) has nothing to be compared with.
 """
@@ -11,14 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from core.errors import ModelError
-from core.files import write_whole
 
-MANIFEST = "manifest.json"
+MANIFEST = "rlhfspec-manifest.json"
 SCHEMA_VERSION = 1
 
 
 def write_manifest(folder: Path, *, model: str, weight_version: int, parameter_checksum: str) -> None:
-    """Describe every file that `folder` holds now. Raises StorageError.
+    """Describe every file that `folder` holds now; meant for a folder that is not yet visible (`whole_folder`).
 
     `parameter_checksum` is that of the weights as they were published (`engine.weights`).
     """
@@ -34,7 +33,7 @@ def write_manifest(folder: Path, *, model: str, weight_version: int, parameter_c
         "parameter_checksum": parameter_checksum,
         "files": files,
     }
-    write_whole(folder / MANIFEST, json.dumps(tree, indent=2) + "\n")
+    (folder / MANIFEST).write_text(json.dumps(tree, indent=2) + "\n")
 
 
 def has_manifest(folder: Path) -> bool:

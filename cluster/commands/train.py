@@ -142,9 +142,7 @@ def _set_ending(run_dir: RunDir, error: BaseException) -> None:
         run_dir.set_status("failed", describe_error(error))
 
 
-def _close(
-    run_dir: RunDir, report: Reporter, *, with_files: bool = True, with_picture: bool = True
-) -> None:
+def _close(run_dir: RunDir, report: Reporter, *, with_files: bool = True, with_picture: bool = True) -> None:
     """Print the closing table, write it and its picture; what goes wrong is a note."""
     from cluster.summary import summarise
     from core.errors import describe_error

@@ -2,6 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import cluster.loop
 import learning.data
 from cluster.cli import main
 from cluster.rundir import RunDir
@@ -17,6 +26,7 @@ from core.metrics import read_metrics
 from learning.records_io import Row
 from tests.conftest import TinyPair
 
+ROOT = Path(__file__).resolve().parents[2]
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 
@@ -80,6 +90,85 @@ def test_a_run_leaves_a_complete_folder(
         assert AutoModelForCausalLM.from_pretrained(checkpoint).num_parameters() > 0
         assert AutoTokenizer.from_pretrained(checkpoint).eos_token_id is not None
         assert verify_checkpoint(checkpoint)["weight_version"] == 2
+    assert not list(run_dir.path.rglob(".partial-*"))
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 16 MiB; only where mounting is permitted."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", str(disk)]
+    if not shutil.which("mount") or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("mounting a small file system is not permitted here")
+    try:
+        yield disk
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+@pytest.mark.usefixtures("local_ray")
+def test_a_full_disk_ends_the_run_with_one_line_and_keeps_what_was_finished(
+    config_file: Path, small_disk: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    really = cluster.loop.save_checkpoints
+
+    def save_and_fill(*args: Any, **kwargs: Any) -> None:
+        really(*args, **kwargs)
+        with suppress(OSError), (small_disk / "fill").open("wb", buffering=0) as file:
+            while file.write(bytes(4096)):
+                pass
+
+    monkeypatch.setattr(cluster.loop, "save_checkpoints", save_and_fill)
+    settings = [f"run.output_dir={small_disk / 'runs'}", "run.checkpoint_every=1"]
+    argv = ["train", "--config", str(config_file), *(word for one in settings for word in ("--set", one))]
+    assert main(argv) == 1
+    error = capsys.readouterr().err.splitlines()
+    assert len(error) == 1 and error[0].startswith("error: cannot write ")
+    assert "'No space left on device' with 0 bytes free there; free space there" in error[0]
+    run_dir = only_run(small_disk)
+    status = run_dir.status()
+    assert status["state"] == "failed" and error[0] == f"error: {status['reason']}"
+    assert not list(run_dir.path.rglob(".partial-*"))
+    assert not [path for path in run_dir.path.rglob("*") if path.is_file() and not path.stat().st_size]
+    for model in ("target", "draft"):
+        verify_checkpoint(run_dir.checkpoint_dir(model, 0))
+    assert sorted(path.name for path in (run_dir.path / "checkpoints").iterdir()) == [
+        "draft_0000",
+        "target_0000",
+    ]
+    assert [row["iteration"] for row in read_metrics(run_dir.metrics_file)] == [0]
+
+
+def test_sigterm_leaves_the_run_interrupted_and_exits_with_143(config_file: Path, tmp_path: Path) -> None:
+    many = ["--set", "run.iterations=100000", "--set", "cluster.dashboard=false"]
+    environment = {k: v for k, v in os.environ.items() if k not in ("RAY_AUTH_MODE", "RAY_ADDRESS")}
+    child = subprocess.Popen(
+        [sys.executable, "-m", "cluster.cli", "train", "--config", str(config_file), *many],
+        env=environment | {"PYTHONPATH": str(ROOT)},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        deadline = time.monotonic() + 300
+        while not list(tmp_path.glob("runs/*/metrics.jsonl")):
+            assert child.poll() is None and time.monotonic() < deadline
+            time.sleep(0.1)
+        run_dir = only_run(tmp_path)
+        assert run_dir.status()["state"] == "running" and run_dir.status()["pid"] == child.pid
+        child.send_signal(signal.SIGTERM)
+        _, error = child.communicate(timeout=120)
+    finally:
+        child.kill()
+        child.communicate()
+    assert (child.returncode, error) == (143, "")
+    status = run_dir.status()
+    assert (status["state"], status["reason"]) == (
+        "interrupted",
+        "stopped by SIGTERM (ray job stop, or kill)",
+    )
+    assert "iterations" in run_dir.summary_file.read_text()
     assert not list(run_dir.path.rglob(".partial-*"))
 
 

@@ -1,14 +1,19 @@
-"""Ray is started privately and ended whole, by Ctrl-C too."""
+"""Ray is started privately and ended whole, by Ctrl-C and SIGTERM too; a killed run is swept later."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from cluster.process_identity import processes_using
 from cluster.session import MIN_OBJECT_STORE_BYTES, free_port, object_store_bytes
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -76,6 +81,74 @@ def test_ctrl_c_leaves_no_process_no_folder_and_an_untouched_home(tmp_path):
         time.sleep(0.2)
     assert not Path(folder).exists()
     assert list(tmp_path.iterdir()) == []
+
+
+WAITING = """
+import os, sys
+from core.config_io import config_from_dict
+from cluster.session import ray_session
+import ray
+models = {"target": "demo", "draft": "demo"}
+config = config_from_dict({"models": models, "data": {"task": "chain"}, "cluster": {"dashboard": False}})
+def noted():
+    # nothing has been cleaned up before
+    print("noted", ray.is_initialized(), flush=True)
+with ray_session(config, "test", on_sigterm=noted) as session:
+    @ray.remote(num_cpus=0.1)
+    def forever():
+        import time
+        time.sleep(3600)
+    print("folder", ray._private.worker._global_node.get_temp_dir_path(), flush=True)
+    print("swept", *session.swept, flush=True)
+    ray.get(forever.remote())
+"""
+
+
+@contextmanager
+def waiting_session(temp: str) -> Iterator[tuple[subprocess.Popen, dict[str, str]]]:
+    """A process in a wait of Ray's, its temporary folder and what it has swept."""
+    environment = {k: v for k, v in os.environ.items() if k not in ("RAY_AUTH_MODE", "RAY_ADDRESS")}
+    child = subprocess.Popen(
+        [sys.executable, "-c", WAITING],
+        env=environment | {"PYTHONPATH": str(ROOT), "TMPDIR": temp},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert child.stdout is not None
+        lines = [child.stdout.readline().strip().partition(" ") for _ in range(2)]
+        yield child, {name: text for name, _, text in lines}
+    finally:
+        child.kill()
+        child.communicate()
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_what_a_killed_run_left_is_swept_and_sigterm_is_noted_first_and_exits_with_143():
+    # short: sockets of Ray live in it
+    temp = tempfile.mkdtemp(prefix="swept-")
+    try:
+        with waiting_session(temp) as (child, said):
+            dead = Path(said["folder"])
+            assert dead.parent == Path(temp) and said["swept"] == ""
+            child.kill()
+            child.wait()
+        deadline = time.monotonic() + 300
+        while processes_using(dead):
+            assert time.monotonic() < deadline, (
+                "Ray's processes end by themselves when their driver is killed"
+            )
+            time.sleep(0.2)
+        with waiting_session(temp) as (child, said):
+            assert said["swept"].startswith(f"removed {dead}, left by process")
+            assert not dead.exists()
+            child.send_signal(signal.SIGTERM)
+            output, _ = child.communicate(timeout=120)
+        assert output == "noted True\n" and child.returncode == 143
+        assert not Path(said["folder"]).exists()
+    finally:
+        shutil.rmtree(temp, ignore_errors=True)
 
 
 def test_the_object_store_fits_shared_memory_and_ray_s_minimum():

@@ -55,7 +55,7 @@ def test_a_cut_or_missing_file_is_found(folder: Path):
 )
 def test_a_damaged_manifest_is_said(folder: Path, text: str):
     (folder / MANIFEST).write_bytes(text.encode("latin-1"))
-    with pytest.raises(ModelError, match="cannot be verified: expected its manifest"):
+    with pytest.raises(ModelError, match="cannot be verified: expected its rlhfspec-manifest"):
         verify_checkpoint(folder)
 
 

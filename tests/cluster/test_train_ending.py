@@ -1,0 +1,124 @@
+"""However a run ends, the folder says so; a picture neither hides what ended it nor ends it."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import cluster.loop
+import cluster.picture
+from cluster.commands import train
+from cluster.report import Reporter
+from cluster.rundir import RunDir
+from core.config import Config
+from core.config_io import config_from_dict
+from core.errors import ConfigError, InstanceLost, StorageError
+
+CONFIG: Config = config_from_dict({"models": {"target": "a", "draft": "b"}, "data": {"task": "chain"}})
+
+
+class Notes(Reporter):
+    def __init__(self) -> None:
+        super().__init__()
+        self.notes: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> RunDir:
+    made = RunDir.create(CONFIG, tmp_path / "run")
+    made.metrics_file.write_text(json.dumps({"iteration": 0.0, "reward/mean": 0.5}) + "\n")
+    return made
+
+
+def end(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch, error: BaseException | None) -> Notes:
+    """Run a loop that ends so."""
+
+    def loop(*_: Any) -> None:
+        if error is not None:
+            raise error
+
+    report = Notes()
+    monkeypatch.setattr(cluster.loop, "run_training", loop)
+    train._train(CONFIG, None, run_dir, report)  # type: ignore[arg-type]
+    return report
+
+
+def break_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("no font")
+
+    monkeypatch.setattr(cluster.picture, "write_picture", fail)
+
+
+def test_a_finished_run_without_its_picture_is_finished_and_says_what_is_missing(run_dir, monkeypatch):
+    break_pictures(monkeypatch)
+    report = end(run_dir, monkeypatch, None)
+    assert run_dir.status()["state"] == "finished"
+    assert report.notes[1:] == ["summary or picture is missing: RuntimeError: no font"]
+    assert run_dir.summary_file.exists()
+
+
+def test_damaged_metrics_do_not_turn_a_finished_run_into_a_failure(run_dir, monkeypatch):
+    run_dir.metrics_file.write_text("{")
+    report = end(run_dir, monkeypatch, None)
+    assert run_dir.status()["state"] == "finished" and "is missing" in report.notes[-1]
+
+
+@pytest.mark.parametrize(
+    ("error", "state", "reason"),
+    [
+        (InstanceLost("gen-0 died"), "failed", "gen-0 died"),
+        (ZeroDivisionError("x"), "failed", "ZeroDivisionError: x"),
+        (KeyboardInterrupt(), "interrupted", "stopped by Ctrl-C"),
+        (SystemExit(3), "interrupted", "SystemExit: 3"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else None,
+)
+def test_what_ended_the_run_is_told_though_the_picture_fails_too(run_dir, monkeypatch, error, state, reason):
+    break_pictures(monkeypatch)
+    with pytest.raises(type(error)) as caught:
+        end(run_dir, monkeypatch, error)
+    assert caught.value is error and not caught.value.__context__
+    assert (run_dir.status()["state"], run_dir.status()["reason"]) == (state, reason)
+
+
+def test_what_ended_the_run_is_told_though_the_status_cannot_be_written(run_dir, monkeypatch):
+    def fail(*_: Any) -> None:
+        raise StorageError("no status")
+
+    monkeypatch.setattr(RunDir, "set_status", fail)
+    with pytest.raises(InstanceLost, match="gen-0 died"):
+        end(run_dir, monkeypatch, InstanceLost("gen-0 died"))
+
+
+def test_the_reason_that_the_signal_handler_gave_stays(run_dir, monkeypatch):
+    run_dir.set_status("interrupted", "stopped by SIGTERM")
+    with pytest.raises(SystemExit):
+        end(run_dir, monkeypatch, SystemExit(143))
+    assert run_dir.status()["reason"] == "stopped by SIGTERM"
+    assert run_dir.summary_file.exists() and not run_dir.picture_file.exists(), "no time for a drawing"
+
+
+def test_a_full_disk_that_anything_meets_is_one_clear_error(run_dir, monkeypatch):
+    """The log beside the run's files, for one."""
+    with pytest.raises(StorageError, match=r"run: expected room for it, got 'No space left"):
+        end(run_dir, monkeypatch, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+    assert run_dir.status()["state"] == "failed" and not run_dir.summary_file.exists()
+
+
+def test_a_run_that_cannot_begin_on_a_full_disk_leaves_no_folder(tmp_path: Path, monkeypatch):
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "write", full)
+    with pytest.raises(ConfigError, match=r"cannot begin the run: cannot write .*config\.yaml.*No space left"):
+        RunDir.create(CONFIG, tmp_path / "run")
+    assert list(tmp_path.iterdir()) == []
