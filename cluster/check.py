@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.configuration_utils import PretrainedConfig
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from cluster import machine
 from cluster.inputs import Inputs, read_inputs, read_tokenizer
@@ -26,7 +26,15 @@ from core.errors import DataError, ModelError, PlacementError
 from engine.build import attention_for, resolve_device, resolve_numerics
 from engine.cache_room import MB, require_room_for_one
 from engine.kv import KVShape
-from engine.models import check_compatible, load_hf_config, load_tokenizer, max_context_tokens
+from engine.models import (
+    check_compatible,
+    load_hf_config,
+    load_tokenizer,
+    max_context_tokens,
+    meta_model,
+    num_token_ids,
+)
+from engine.weight_files import check_weight_files
 from learning.data import PromptDataset
 from learning.tasks.base import build_reward
 
@@ -75,14 +83,16 @@ def check_run(config: Config, *, output_dir: Path) -> CheckReport:
     _verify_own_checkpoints(config)
     target_config = load_hf_config(config.models.target, trust_remote_code=trust)
     tokenizer = read_tokenizer(config)
-    target = model_shape(target_config)
+    target = model_shape(target_config, config.models.target)
+    _check_vocabulary("target", config.models.target, target, tokenizer)
     lines = [_describe_model("target", config.models.target, target)]
     draft = None
     draft_config = None
     if config.speculation.drafter == "model" and config.models.draft is not None:
         draft_config = load_hf_config(config.models.draft, trust_remote_code=trust)
         check_compatible(tokenizer, load_tokenizer(config.models.draft, trust_remote_code=trust))
-        draft = model_shape(draft_config)
+        draft = model_shape(draft_config, config.models.draft)
+        _check_vocabulary("draft", config.models.draft, draft, tokenizer)
         lines.append(_describe_model("draft", config.models.draft, draft))
         lines.append(f"tokenizers equal, {len(tokenizer)} entries")
     inputs = read_inputs(config, tokenizer)
@@ -114,26 +124,30 @@ def check_run(config: Config, *, output_dir: Path) -> CheckReport:
     return report
 
 
-def model_shape(config: PretrainedConfig) -> ModelShape:
-    """Sizes of the causal LM a Hugging Face config describes. Raises ModelError when there is none."""
+def model_shape(config: PretrainedConfig, name: str | None = None) -> ModelShape:
+    """Sizes of the causal LM a Hugging Face config describes.
+
+    Args:
+        config: of the model.
+        name: path or hub name; where given, its weight files are checked too.
+
+    Raises:
+        ModelError: there is no such model, or its weight files are not whole or another model's.
+    """
     text = config.get_text_config()
     return ModelShape(
-        num_params=count_params(config, AutoModelForCausalLM),
+        num_params=count_params(config, AutoModelForCausalLM, name),
         kv=KVShape.of(config),
         hidden_size=text.hidden_size,
         vocab_size=text.vocab_size,
     )
 
 
-def count_params(config: PretrainedConfig, auto_class: Any) -> int:
-    """Parameters of a model, counted on the meta device. Raises ModelError when there is no such model."""
-    try:
-        with torch.device("meta"):
-            model = auto_class.from_config(config)
-    except ValueError as error:
-        raise ModelError(
-            f"a '{config.model_type}' model cannot be used as {auto_class.__name__}; take another model"
-        ) from error
+def count_params(config: PretrainedConfig, auto_class: Any, name: str | None = None) -> int:
+    """Parameters of a model, counted on the meta device; arguments and errors as above."""
+    model = meta_model(name or config.model_type, config, auto_class)
+    if name is not None:
+        check_weight_files(name, model)
     return sum(parameter.numel() for parameter in model.parameters())
 
 
@@ -143,6 +157,15 @@ def _verify_own_checkpoints(config: Config) -> None:
     for name in (config.models.target, draft):
         if name is not None and has_manifest(Path(name)):
             verify_checkpoint(Path(name))
+
+
+def _check_vocabulary(role: str, name: str, shape: ModelShape, tokenizer: PreTrainedTokenizerBase) -> None:
+    needed = num_token_ids(tokenizer)
+    if shape.vocab_size < needed:
+        raise ModelError(
+            f"the {role} model {name} has {shape.vocab_size} token ids, the tokenizer {needed}: every token needs "
+            "a row of the model; take a model that was trained with this tokenizer, or set models.tokenizer"
+        )
 
 
 def _describe_model(role: str, name: str, shape: ModelShape) -> str:
@@ -165,7 +188,8 @@ def _check_lengths(config: Config, dataset: PromptDataset, models: list[Pretrain
 def _check_reward(config: Config) -> int | None:
     """Parameters of the reward model, None for a rule."""
     if config.reward.kind == "model" and config.reward.model is not None:
-        return count_params(load_hf_config(config.reward.model), AutoModelForSequenceClassification)
+        name = config.reward.model
+        return count_params(load_hf_config(name), AutoModelForSequenceClassification, name)
     build_reward(config.reward)
     return None
 

@@ -26,6 +26,7 @@ from cluster.session import ray_session, sigterm_exits
 from cluster.system import System, running_system
 from core.config import Config
 from core.errors import StorageError
+from core.errors import NumericsError
 from core.metrics import MetricsLog
 
 BY_SIGTERM = "stopped by SIGTERM (ray job stop, or kill)"
@@ -79,7 +80,10 @@ def train(system: System, run_dir: RunDir, report: Reporter) -> None:
     report.start(run.iterations)
     try:
         for iteration in range(run.iterations):
-            figures = run_iteration(system, iteration, run_dir, report, recorder)
+            try:
+                figures = run_iteration(system, iteration, run_dir, report, recorder)
+            except NumericsError as error:
+                raise NumericsError(f"iteration {iteration + 1} of {run.iterations}: {error}") from error
             metrics.write(iteration, figures)
             report.iteration(iteration, figures)
             if run.checkpoint_every and (iteration + 1) % run.checkpoint_every == 0:
@@ -118,7 +122,7 @@ def run_iteration(
     system.generation.publish(system.target)
     refit_began_s = time.perf_counter()
     report.progress("refit", 0, 1)
-    draft_figures = refit_draft(system, rollouts, iteration_s=refit_began_s - began_s)
+    draft_figures = refit_draft(system, rollouts, iteration_s=refit_began_s - began_s, report=report)
     ended_s = time.perf_counter()
     seconds = {
         "generate": collected.generate_s,

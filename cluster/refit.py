@@ -11,6 +11,7 @@ import time
 from typing import Any
 
 from cluster.publish import from_trainer
+from cluster.report import Reporter
 from cluster.system import System
 from learning.refit import RefitReport
 
@@ -18,13 +19,16 @@ _FORGET = 0.9
 "What is left of the seconds set aside after an iteration without a publication."
 
 
-def refit_draft(system: System, rollouts: Any, *, iteration_s: float) -> dict[str, float]:
+def refit_draft(system: System, rollouts: Any, *, iteration_s: float, report: Reporter) -> dict[str, float]:
     """Refit the draft model and publish it where new weights were taken; return the figures.
+
+    A refit that ends in what is not finite is given up: the former draft model stays, and a note says so.
 
     Args:
         system: its `draft` becomes the new version.
         rollouts: reference to the iteration's rollouts.
         iteration_s: seconds the iteration has taken so far.
+        report: gets the note.
     """
     config = system.config
     if system.draft is None or not config.refits_draft:
@@ -32,15 +36,21 @@ def refit_draft(system: System, rollouts: Any, *, iteration_s: float) -> dict[st
     began_s = time.perf_counter()
     budget_s = config.drafter_training.budget_share * iteration_s - system.refit_overhead_s
     ref = system.trainer.refit.remote(rollouts, budget_s)
-    report: RefitReport = system.ask(ref, waited_for="trainer", order="refit the draft model")
-    if report.outcome == "taken":
+    refit: RefitReport = system.ask(ref, waited_for="trainer", order="refit the draft model")
+    if refit.outcome == "not_finite":
+        report.note(
+            "the refit of the draft model gave what is not finite and was given up; version "
+            f"{refit.weight_version} stays, and the next refit learns at half the rate; seen often, "
+            "lower drafter_training.learning_rate"
+        )
+    if refit.outcome == "taken":
         timeout_s = config.cluster.order_timeout_s
         system.draft = from_trainer(system.trainer, timeout_s=timeout_s, model="draft")
         system.generation.publish(system.draft)
-        system.refit_overhead_s = time.perf_counter() - began_s - report.refit_s
+        system.refit_overhead_s = time.perf_counter() - began_s - refit.refit_s
     else:
         system.refit_overhead_s *= _FORGET
-    return refit_figures(report)
+    return refit_figures(refit)
 
 
 def refit_figures(report: RefitReport) -> dict[str, float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -12,6 +13,8 @@ from transformers.modeling_utils import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from core.errors import ModelError
+from engine.weight_files import first_line, require_all_weights
+from engine.weights import describe_not_finite, not_finite
 
 POSITION_LIMITS = (
     "max_position_embeddings",
@@ -22,34 +25,81 @@ POSITION_LIMITS = (
     "seq_length",
 )
 "What configs call the number of positions they know; GPT-2 and kin have names of their own."
+_CONFIG = "config.json of the model"
+_MEND = {
+    "tokenizer": "save the tokenizer there with its save_pretrained (tokenizer.json, tokenizer_config.json), "
+    "or set models.tokenizer to where it is",
+    "model": "save the model again with save_pretrained, or copy or download it again",
+    _CONFIG: "mend it, or save the model again with save_pretrained",
+}
+
+MAX_LAYERS = 10_000
+"Above all there are; a mistyped number would be built for hours."
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """Load a tokenizer by path or hub name. Raises ModelError."""
     try:
-        return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+    except Exception as error:  # the files are the user's, and transformers raises whatever they lead to
         raise ModelError(_cannot_load("tokenizer", name, error)) from error
+    if not isinstance(tokenizer, PreTrainedTokenizerBase) or not tokenizer.get_vocab():
+        raise ModelError(_cannot_load("tokenizer", name, ValueError("its vocabulary is empty")))
+    return tokenizer
 
 
 def load_causal_lm(name: str, dtype: str, *, trust_remote_code: bool = False) -> PreTrainedModel:
-    """Load a causal LM by path or hub name, in eval mode, without gradients. Raises ModelError."""
+    """Load a causal LM by path or hub name, in eval mode, without gradients.
+
+    Raises ModelError: it cannot be loaded, lacks weights, or has weights that are not finite.
+    """
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            name, dtype=DTYPES[dtype], trust_remote_code=trust_remote_code
+        model, info = AutoModelForCausalLM.from_pretrained(
+            name, dtype=DTYPES[dtype], trust_remote_code=trust_remote_code, output_loading_info=True
         )
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+    except Exception as error:  # as above
         raise ModelError(_cannot_load("model", name, error)) from error
+    require_all_weights(name, info["missing_keys"])
+    require_finite(name, model)
     return freeze(model)
+
+
+def require_finite(name: str, model: PreTrainedModel) -> None:
+    """Raise ModelError when a weight of a loaded model is NaN or infinite, naming the tensor."""
+    odd = not_finite(model.named_parameters())
+    if odd:
+        raise ModelError(
+            f"the weights of the model '{name}' cannot be used: {describe_not_finite(odd)}; take a checkpoint "
+            "from before its training diverged, or copy or download it again"
+        )
 
 
 def load_hf_config(name: str, *, trust_remote_code: bool = False) -> PretrainedConfig:
     """Load only a model's config. Raises ModelError."""
     try:
         return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelError(_cannot_load("model config", name, error)) from error
+    except Exception as error:  # as above
+        raise ModelError(_cannot_load(_CONFIG, name, error)) from error
+
+
+def meta_model(
+    name: str, config: PretrainedConfig, auto_class: Any = AutoModelForCausalLM
+) -> PreTrainedModel:
+    """Build the module of a model's config on the meta device: shapes, no memory. Raises ModelError."""
+    num_layers = config.get_text_config().to_dict().get("num_hidden_layers", 1)
+    if not isinstance(num_layers, int) or not 0 < num_layers <= MAX_LAYERS:
+        raise ModelError(
+            f"the config.json of '{name}' has num_hidden_layers {num_layers}; expected 1 to {MAX_LAYERS}; mend it"
+        )
+    try:
+        with torch.device("meta"):
+            return auto_class.from_config(config)
+    except Exception as error:  # as above: sizes that do not go together, no such class
+        raise ModelError(
+            f"the config.json of '{name}' describes no model that can be built as {auto_class.__name__} "
+            f"(model_type '{config.model_type}'): {first_line(error)}; mend it or take another model"
+        ) from error
 
 
 def build_causal_lm(hf_config_json: str, dtype: str) -> PreTrainedModel:
@@ -103,8 +153,17 @@ def max_context_tokens(config: PretrainedConfig) -> int | None:
 
 
 def _cannot_load(what: str, name: str, error: Exception) -> str:
+    path = Path(name).expanduser()
     looks_local = name.startswith((".", "/", "~")) or name.count("/") > 1
-    if looks_local and not Path(name).expanduser().exists():
+    if looks_local and not path.exists():
         return f"cannot load the {what}: {name} does not exist; expected a folder saved by save_pretrained"
-    first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    return f"cannot load the {what} '{name}' (a local folder or a hub name): {first_line}"
+    if path.is_file():
+        return f"cannot load the {what}: {name} is a file; expected the folder saved by save_pretrained"
+    if path.is_dir():
+        held = ", ".join(sorted(entry.name for entry in path.iterdir())[:8]) or "nothing"
+        among = "" if what == _CONFIG and (path / "config.json").is_file() else f", which holds {held}"
+        return f"cannot load the {what} from the folder {name}{among}: {first_line(error)}; {_MEND[what]}"
+    return (
+        f"cannot load the {what} '{name}' (a local folder or a hub name): {first_line(error)}; "
+        "check the name, or, without a network, give the path of a folder"
+    )

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import PreTrainedModel
 
-from core.errors import WeightsError
+from core.errors import NumericsError, WeightsError
 from core.records import TensorSpec, WeightManifest
 
 ALIGNMENT_BYTES = 16
@@ -30,13 +30,25 @@ def pack_weights(
 ) -> tuple[WeightManifest, list[np.ndarray]]:
     """Copy the weights into chunks of `chunk_bytes` and describe them.
 
+    All that is published or saved is packed here, so nothing that is not finite gets further.
+
     Returns:
         The manifest and the chunks, uint8 [chunk_bytes], the last one shorter.
+
+    Raises:
+        NumericsError: a weight is NaN or infinite; it names the tensor.
     """
+    unique = _unique_tensors(model)
+    odd = not_finite(unique)
+    if odd:
+        raise NumericsError(
+            f"the {name} weights of version {weight_version} are not published: "
+            f"{describe_not_finite(odd)}; lower the learning rate"
+        )
     specs: list[TensorSpec] = []
     parts: list[np.ndarray] = []
     offset = 0
-    for tensor_name, tensor in _unique_tensors(model):
+    for tensor_name, tensor in unique:
         raw = _to_bytes(tensor)
         pad = -len(raw) % ALIGNMENT_BYTES
         dtype = str(tensor.dtype).removeprefix("torch.")
@@ -115,6 +127,26 @@ def load_into(model: PreTrainedModel, tensors: dict[str, Tensor]) -> None:
                     f"weight {name}: expected shape {tuple(own[name].shape)}, got {tuple(tensor.shape)}"
                 )
             own[name].copy_(tensor)
+
+
+def not_finite(tensors: Iterable[tuple[str, Tensor]]) -> list[str]:
+    """Return the names of the tensors that hold a NaN or an infinity.
+
+    A sum tells at the cost of one read of the weights; only where it is not finite is each value looked at.
+    """
+    floats = [(name, tensor.detach()) for name, tensor in tensors if tensor.is_floating_point()]
+    if not floats:
+        return []
+    # one wait for the device, not one a tensor
+    sums = torch.stack([tensor.sum(dtype=torch.float32) for _, tensor in floats])
+    suspects = [pair for pair, good in zip(floats, sums.isfinite().tolist(), strict=True) if not good]
+    return [name for name, tensor in suspects if not bool(tensor.isfinite().all())]
+
+
+def describe_not_finite(names: Sequence[str]) -> str:
+    """Words for an error: which tensors, of those that `not_finite` returned."""
+    others = f" and {len(names) - 1} other tensors hold" if len(names) > 1 else " holds"
+    return f"expected finite numbers, but '{names[0]}'{others} NaN or infinity"
 
 
 def model_checksum(model: PreTrainedModel) -> str:

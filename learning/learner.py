@@ -22,6 +22,7 @@ from core.config import AlgorithmConfig, TrainerConfig
 from core.errors import ConfigError, NumericsError
 from core.records import Rollout, UpdateReport
 from engine.logprobs import scaled_logits, token_logprobs
+from engine.weights import describe_not_finite, not_finite
 from learning.advantages import (
     discounted_returns,
     explained_variance,
@@ -100,7 +101,8 @@ class Learner:
     def update(self, rollouts: Sequence[Rollout]) -> UpdateReport:
         """Learn from one batch of rollouts; `weight_version` grows by one.
 
-        Raises NumericsError, naming what, when anything is not finite: no step is taken with it.
+        Raises NumericsError, naming what, when anything is not finite: no step is taken with it, and
+        weights that a step made so are not given a version.
         """
         start = time.perf_counter()
         experience = collate(rollouts, pad_token_id=self.pad_token_id)
@@ -112,6 +114,12 @@ class Learner:
         steps_before = self._num_optimizer_steps
         for rows in self._minibatches(len(experience.lengths), generator):
             self._learn(experience, targets, rows, figures)
+        odd = not_finite(self.model.named_parameters())
+        if odd:
+            raise NumericsError(
+                f"the update of the target model to weight version {self.weight_version + 1} failed: "
+                f"{describe_not_finite(odd)}; lower trainer.learning_rate"
+            )
         self.weight_version += 1
         return UpdateReport(
             weight_version=self.weight_version,

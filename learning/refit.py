@@ -27,6 +27,7 @@ from transformers import PreTrainedModel
 
 from core.config import DrafterTrainingConfig
 from core.records import Rollout
+from engine.weights import not_finite
 from learning.draft_lesson import DraftLesson, draft_lesson
 from learning.forward import prepare_for_training
 from learning.sft import SupervisedTrainer
@@ -118,7 +119,11 @@ class DraftRefitter:
         learned = list(self._train(lesson, budget))
         if not learned:
             return self._report("no_time", budget, before=before)
-        after = self._evaluate(lesson) if all(math.isfinite(loss) for loss, _ in learned) else math.nan
+        # a weight that no held-out token reads may be infinite though the divergence is not
+        finite = all(math.isfinite(loss) for loss, _ in learned) and not not_finite(
+            self.model.named_parameters()
+        )
+        after = self._evaluate(lesson) if finite else math.nan
         if after <= before:
             self.weight_version += 1
             self._rate_scale = min(1.0, self._rate_scale * RATE_AFTER_SUCCESS)

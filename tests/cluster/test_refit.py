@@ -20,6 +20,7 @@ class Bench:
         self.now_s, self.outcome = 0.0, "taken"
         self.budgets_s: list[float] = []
         self.published: list[str] = []
+        self.notes: list[str] = []
         self.system = SimpleNamespace(
             config=config_from_dict(tree),
             draft="version 0",
@@ -52,7 +53,8 @@ class Bench:
         self.now_s += PACK_AND_PUBLISH_S
 
     def refit(self) -> dict[str, float]:
-        return refit_draft(self.system, "rollouts", iteration_s=20.0)
+        report = SimpleNamespace(note=self.notes.append)
+        return refit_draft(self.system, "rollouts", iteration_s=20.0, report=report)  # type: ignore[arg-type]
 
 
 def test_learning_and_publication_together_stay_within_the_share(monkeypatch):
@@ -98,3 +100,12 @@ def test_a_publication_dearer_than_the_share_makes_refits_rare_but_does_not_end_
 def test_where_nothing_is_to_follow_nothing_is_asked(monkeypatch, sections):
     bench = Bench(monkeypatch, **sections)
     assert bench.refit() == {} and bench.budgets_s == []
+
+
+def test_a_draft_that_is_not_finite_is_never_published_and_a_note_says_which_one_stays(monkeypatch):
+    bench = Bench(monkeypatch)
+    bench.outcome = "not_finite"
+    bench.refit()
+    assert bench.published == [] and bench.system.draft == "version 0"
+    (note,) = bench.notes
+    assert "version 7 stays" in note and "drafter_training.learning_rate" in note

@@ -8,9 +8,9 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from core.errors import ModelError, WeightsError
+from core.errors import ModelError, NumericsError, WeightsError
 from engine.models import build_causal_lm
-from engine.weights import load_into, model_checksum, pack_weights, unpack_weights
+from engine.weights import load_into, model_checksum, not_finite, pack_weights, unpack_weights
 
 CHUNK_BYTES = 10_000
 
@@ -111,3 +111,21 @@ def test_a_manifest_of_an_unknown_architecture_is_refused(new_model: Callable[..
     odd = replace(manifest, hf_config_json=manifest.hf_config_json.replace('"llama"', '"nonesuch"'))
     with pytest.raises(ModelError, match="nonesuch"):
         build_causal_lm(odd.hf_config_json, "float32")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_a_weight_that_is_not_finite_is_refused_before_it_is_published(
+    value: float, model: PreTrainedModel
+) -> None:
+    with torch.no_grad():
+        dict(model.named_parameters())["model.norm.weight"][3] = value
+    with pytest.raises(NumericsError, match=r"target weights of version 4 .*'model\.norm\.weight' holds NaN"):
+        pack_weights(model, name="target", weight_version=4)
+
+
+def test_finite_weights_whose_sum_is_not_are_published() -> None:
+    large = torch.full((8,), 3e38)
+    assert not large.sum().isfinite()
+    assert not_finite([("large", large), ("ids", torch.arange(3))]) == []
+    both = torch.tensor([float("inf"), -float("inf")], dtype=torch.bfloat16)
+    assert not_finite([("large", large), ("both", both)]) == ["both"]

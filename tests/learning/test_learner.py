@@ -226,6 +226,22 @@ def test_a_diverged_model_is_named(make_learner, make_rollouts):
         learner.update(rollouts)
 
 
+def test_weights_that_the_last_step_makes_infinite_get_no_version(make_learner, make_rollouts, monkeypatch):
+    # one step, so no later loss tells
+    learner = make_learner(trainer=TRAINER.model_copy(update={"minibatch_size": 6, "epochs": 1}))
+    step = learner.optimizer.step
+
+    def spoil():
+        step()
+        with torch.no_grad():
+            next(learner.model.parameters())[0, 0] = math.inf
+
+    monkeypatch.setattr(learner.optimizer, "step", spoil)
+    with raises(NumericsError, match=r"target model to weight version 1 failed: .* NaN or infinity"):
+        learner.update(make_rollouts(learner.model))
+    assert learner.weight_version == 0
+
+
 def test_gradient_checkpointing_gives_the_same_update(make_learner, make_rollouts):
     plain, saving = (
         make_learner(),

@@ -1,6 +1,7 @@
 """Refits: the draft follows a drifted target, within its budget, and never takes worse or broken weights."""
 
 import copy
+import math
 
 import numpy as np
 import pytest
@@ -253,3 +254,23 @@ def test_samples_of_a_single_group_are_split_among_themselves(model, make_rollou
         make_rollouts(model, 6, group_size=6), soft_targets=None, max_tokens=512, pad_token_id=0
     )
     assert (lesson.held_out, sorted(lesson.batches[0])) == ([0], [1, 2, 3, 4, 5])
+
+
+def test_a_draft_whose_held_out_divergence_hides_an_infinite_weight_is_given_up(
+    make_refitter, make_model, make_rollouts, monkeypatch
+):
+    model = make_model()
+    refitter = make_refitter(model)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    apply = refitter._trainer.apply
+
+    def spoil(loss):
+        apply(loss)
+        with torch.no_grad():
+            next(model.parameters())[0, 0] = math.inf
+
+    monkeypatch.setattr(refitter._trainer, "apply", spoil)
+    monkeypatch.setattr(refitter, "_evaluate", lambda lesson: 0.0)
+    report = refitter.refit(make_rollouts(make_model()), budget_s=1e9)
+    assert (report.outcome, report.weight_version) == ("not_finite", 0)
+    assert all(torch.equal(new, old) for new, old in zip(model.parameters(), before, strict=True))

@@ -1,0 +1,154 @@
+"""Checks a model's weight files against its config without reading a weight: headers, lengths, names, shapes.
+
+Which name belongs to which parameter is left to transformers: its own loading code is run on tensors that
+have a shape and no memory, so renamed, merged and tied weights are understood as they are when loaded.
+"""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from collections.abc import Collection, Iterator
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from transformers.modeling_utils import PreTrainedModel
+from transformers.utils import cached_file
+
+from core.errors import ModelError
+
+_SINGLE = ("model.safetensors", "pytorch_model.bin")
+"In the order in which transformers looks for them, each before its index."
+_MEND = "save the model again with save_pretrained, or copy or download it again"
+
+
+def check_weight_files(name: str, model: PreTrainedModel) -> None:
+    """Require whole weight files with every weight of the model in its shape.
+
+    A hub name is checked where its files are in the local cache; else the download will tell.
+
+    Args:
+        name: path or hub name.
+        model: the model of its config, best on the meta device; only its class and config are used.
+
+    Raises:
+        ModelError: no weights, a file that is missing or cut, a weight that is missing or has another shape.
+    """
+    folder = _folder_of(name)
+    if folder is None:
+        return
+    shapes = {key: shape for file in weight_files(folder) for key, shape in _shapes_in(file)}
+    if getattr(model.config, "quantization_config", None) is None:  # packed weights have other shapes
+        _require_fit(name, model, shapes)
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The files that transformers would load. Raises ModelError when there is none, or one is missing."""
+    for single in _SINGLE:
+        if (folder / single).is_file():
+            return [folder / single]
+        index = folder / f"{single}.index.json"
+        if index.is_file():
+            return _shards(index)
+    raise ModelError(
+        f"the model folder {folder} holds no weights: expected {_SINGLE[0]}, {_SINGLE[0]}.index.json or "
+        f"{_SINGLE[1]}, got {', '.join(sorted(p.name for p in folder.iterdir())[:8]) or 'nothing'}; {_MEND}"
+    )
+
+
+def require_all_weights(name: str, missing: Collection[str]) -> None:
+    """Raise ModelError when a checkpoint lacks weights, which transformers would fill with random numbers."""
+    if missing:
+        first = ", ".join(f"'{key}'" for key in sorted(missing)[:3])
+        raise ModelError(
+            f"the weight files of '{name}' lack weights of the model its config.json describes: {len(missing)}, "
+            f"first {first}; take a checkpoint of this very model, or {_MEND}"
+        )
+
+
+def first_line(error: Exception) -> str:
+    """The line of a library's error that says something, cut to what fits into ours."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
+    text = lines[1] if lines[0].startswith("Validation error") and len(lines) > 1 else lines[0]
+    name = type(error).__name__
+    # a bare key or index says nothing without the type of the error
+    spoken = len(text.split()) > 2
+    return (text if spoken else f"{name} {text}".strip())[:240].rstrip(".,")
+
+
+def _folder_of(name: str) -> Path | None:
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return folder
+    try:
+        cached = cached_file(name, "config.json", local_files_only=True)
+    except (OSError, ValueError):
+        return None
+    folder = Path(cached).parent if cached else None
+    has_weights = folder is not None and any(folder.glob("*model*"))
+    return folder if has_weights else None
+
+
+def _shards(index: Path) -> list[Path]:
+    try:
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        shards = [index.parent / name for name in names]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelError(
+            f"cannot read the index of the weights {index}: expected JSON with a 'weight_map' of weights to "
+            f"files, got {type(error).__name__}: {error}; {_MEND}"
+        ) from error
+    for shard in shards:
+        if not shard.is_file():
+            raise ModelError(f"{index} names {shard.name}, which is not in the folder; {_MEND}")
+    return shards
+
+
+def _shapes_in(file: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Name and shape of every tensor of a file; headers only, but their reading finds a cut file."""
+    try:
+        if file.suffix == ".safetensors":
+            with safe_open(file, framework="pt") as opened:
+                for key in opened.keys():  # noqa: SIM118, it is no mapping
+                    yield key, tuple(opened.get_slice(key).get_shape())
+        else:
+            # pickle, but of plain tensors only
+            whole = torch.load(
+                file, map_location="meta", weights_only=True, mmap=zipfile.is_zipfile(file) or None
+            )
+            yield from (
+                (key, tuple(value.shape)) for key, value in whole.items() if isinstance(value, Tensor)
+            )
+    except Exception as error:  # unpickling raises whatever the damage happens to spell
+        pickled = "expected tensors by name as torch.save writes them, and nothing that is code"
+        why = first_line(error) if file.suffix == ".safetensors" else pickled
+        raise ModelError(
+            f"the weight file {file} ({file.stat().st_size} bytes) is cut or damaged: {why}; {_MEND}"
+        ) from error
+
+
+def _require_fit(name: str, model: PreTrainedModel, shapes: dict[str, tuple[int, ...]]) -> None:
+    """Let transformers match names and shapes, on tensors that repeat one number and so take no memory."""
+    one = torch.zeros(())
+    try:
+        _, info = type(model).from_pretrained(
+            None,
+            config=model.config,
+            state_dict={key: one.expand(shape) for key, shape in shapes.items()},
+            dtype=one.dtype,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+        )
+    except Exception as error:  # whatever transformers says about files it does not understand
+        raise ModelError(
+            f"the weight files of '{name}' do not fit its config.json: {first_line(error)}; {_MEND}"
+        ) from error
+    for key, got, expected in sorted(info["mismatched_keys"]):
+        raise ModelError(
+            f"the weight files of '{name}' do not fit its config.json: weight {key}: expected shape "
+            f"{tuple(expected)}, got {tuple(got)} ({len(info['mismatched_keys'])} differ); take config.json "
+            f"and weights of one model, or {_MEND}"
+        )
+    require_all_weights(name, info["missing_keys"])
