@@ -61,8 +61,10 @@ class _Batch(Generic[T]):
 class RewardPool(Generic[T]):
     """Sends batches to the least busy actor; `items` come back beside their rewards."""
 
-    def __init__(self, actors: Sequence[Handle], *, timeout_s: float) -> None:
+    def __init__(self, actors: Sequence[Handle], *, timeout_s: float, kind: str = "") -> None:
+        """`kind` is reward.kind, for messages."""
         self._actors = list(actors)
+        self._kind = kind
         self._timeout_s = timeout_s
         self._in_flight: dict[Any, _Batch[T]] = {}
 
@@ -83,7 +85,7 @@ class RewardPool(Generic[T]):
                 actor.score.remote([], []),
                 waiter="the loop",
                 waited_for=f"reward-{name}",
-                order="build the reward function",
+                order=f"build the reward function {self._kind}".rstrip(),
                 timeout_s=timeout_s,
             )
 
@@ -126,7 +128,9 @@ class RewardPool(Generic[T]):
                 raise WaitTimeout(
                     waiter="the loop",
                     waited_for=f"reward-{batch.actor}",
-                    order=f"score {len(batch.items)} responses",
+                    order=f"score {len(batch.items)} responses with {self._kind or 'the reward function'}",
                     waited_s=waited_s,
-                    advice="make reward.batch_size smaller, or raise cluster.order_timeout_s",
+                    advice="it takes too long or never returns: look at its stack in the Ray dashboard and mend "
+                    "the function; if it is only slow, make reward.batch_size smaller, raise "
+                    "cluster.reward.num_actors or cluster.order_timeout_s",
                 )

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.configuration_utils import PretrainedConfig
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
@@ -18,8 +19,9 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from cluster import machine
 from cluster.inputs import Inputs, read_inputs, read_tokenizer
 from cluster.memory import MemoryPlan, ModelShape, gib, plan_memory
-from cluster.session import object_store_bytes
+from cluster.session import check_local_ray, is_local, object_store_bytes
 from cluster.topology import plan as plan_topology
+from cluster.topology import require_machine
 from core.checkpoint_manifest import has_manifest, verify_checkpoint
 from core.config import Config
 from core.errors import DataError, ModelError, PlacementError
@@ -37,6 +39,7 @@ from engine.models import (
 from engine.weight_files import check_weight_files
 from learning.data import PromptDataset
 from learning.tasks.base import build_reward
+from learning.tasks.reward_model import require_one_output
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +81,10 @@ def check_run(config: Config, *, output_dir: Path) -> CheckReport:
     if config.cluster.generation.num_gpus == 0:  # what a GPU node can do is known there only
         device = resolve_device(config.engine)
         attention_for(config.engine, resolve_numerics(config.engine, device), device)
-    placement = plan_topology(config).describe()
+    topology = plan_topology(config)
+    if is_local(config):
+        require_machine(topology, num_cpus=machine.num_cores(), num_gpus=torch.cuda.device_count())
+        check_local_ray(config)
     trust = config.models.trust_remote_code
     _verify_own_checkpoints(config)
     target_config = load_hf_config(config.models.target, trust_remote_code=trust)
@@ -115,7 +121,7 @@ def check_run(config: Config, *, output_dir: Path) -> CheckReport:
         memory=plan,
         available_bytes=machine.memory_bytes(),
         free_disk_bytes=machine.free_disk_bytes(output_dir),
-        placement=placement,
+        placement=topology.describe(),
     )
     _require_room(config, report, output_dir)
     if config.engine.kv_cache_mb is not None:
@@ -189,15 +195,17 @@ def _check_reward(config: Config) -> int | None:
     """Parameters of the reward model, None for a rule."""
     if config.reward.kind == "model" and config.reward.model is not None:
         name = config.reward.model
-        return count_params(load_hf_config(name), AutoModelForSequenceClassification, name)
+        reward_config = load_hf_config(name)
+        require_one_output(name, reward_config)
+        load_tokenizer(name)
+        return count_params(reward_config, AutoModelForSequenceClassification, name)
     build_reward(config.reward)
     return None
 
 
 def _require_room(config: Config, report: CheckReport, output_dir: Path) -> None:
     needed = report.memory.total_bytes
-    is_local = config.cluster.address is None
-    if is_local and report.available_bytes is not None and needed > report.available_bytes:
+    if is_local(config) and report.available_bytes is not None and needed > report.available_bytes:
         parts = ", ".join(f"{label} {amount}" for label, amount in report.memory.rows()[:-1])
         raise PlacementError(
             f"the run needs {gib(needed)} of memory but {gib(report.available_bytes)} are available here "

@@ -25,8 +25,7 @@ from cluster.rundir import RunDir
 from cluster.session import ray_session, sigterm_exits
 from cluster.system import System, running_system
 from core.config import Config
-from core.errors import StorageError
-from core.errors import NumericsError
+from core.errors import NumericsError, StorageError
 from core.metrics import MetricsLog
 
 BY_SIGTERM = "stopped by SIGTERM (ray job stop, or kill)"

@@ -34,6 +34,14 @@ from core.config import Config
 from core.errors import PlacementError
 
 MIN_OBJECT_STORE_BYTES = 100 << 20
+LOOPBACK = "127.0.0.1"
+CONNECT_TIMEOUT_S = 10.0
+"For a TCP connection to a running cluster: Ray itself tries for many minutes."
+_MAX_SOCKET_PATH_BYTES = 107
+"Of Linux."
+_RAY_SOCKET_BYTES = (
+    len(f"/{RAY_FOLDER}12345678/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store") + 2
+)
 JOB_MARK = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 "Set by Ray in the entry point of a submitted job."
 TERMINATED = 128 + signal.SIGTERM
@@ -54,6 +62,62 @@ class RaySession:
     "what dead runs had left and what was done with it, a line each"
 
 
+def is_local(config: Config) -> bool:
+    """Whether the run starts a Ray of its own on this machine."""
+    return not (config.cluster.address or os.environ.get("RAY_ADDRESS") or ray.is_initialized())
+
+
+def check_local_ray(config: Config) -> None:
+    """Require what a private Ray needs here: a port, shared memory, a short temporary folder.
+
+    Raises PlacementError for the first that is missing; nothing is started.
+    """
+    _check_object_store(config.cluster.object_store_bytes)
+    _check_temporary_folder()
+    port = config.cluster.dashboard_port
+    if config.cluster.dashboard and port is not None:
+        _check_port(port)
+
+
+def _check_object_store(wanted: int | None) -> None:
+    if wanted is None:
+        return
+    mend = "set cluster.object_store_bytes between the two, or leave it out"
+    have = machine.shared_memory_bytes()
+    if wanted < MIN_OBJECT_STORE_BYTES or (have is not None and wanted > have):
+        room = f"at most {have} (free in /dev/shm)" if have is not None else "what fits into memory"
+        raise PlacementError(
+            f"cluster.object_store_bytes {wanted} cannot be had: expected at least {MIN_OBJECT_STORE_BYTES} and "
+            f"{room}; {mend}"
+        )
+
+
+def _check_temporary_folder() -> None:
+    folder = tempfile.gettempdir()
+    longest = _MAX_SOCKET_PATH_BYTES - _RAY_SOCKET_BYTES
+    if len(os.fsencode(folder)) > longest:
+        raise PlacementError(
+            f"the temporary folder {folder} is too long for Ray's sockets: expected at most {longest} bytes, got "
+            f"{len(os.fsencode(folder))}; set TMPDIR to a shorter path, such as /tmp"
+        )
+
+
+def _check_port(port: int) -> None:
+    if not 0 < port < 1 << 16:
+        raise PlacementError(
+            f"cluster.dashboard_port must be 1 to 65535, got {port}; leave it out to take a free one"
+        )
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port that was just given up is free
+        try:
+            probe.bind((LOOPBACK, port))
+        except OSError as error:
+            raise PlacementError(
+                f"cluster.dashboard_port {port} cannot be taken on {LOOPBACK}: {error.strerror}; name another, or "
+                "leave it out to take a free one"
+            ) from error
+
+
 @contextmanager
 def ray_session(
     config: Config, run_id: str, *, on_sigterm: Callable[[], None] = lambda: None
@@ -62,7 +126,7 @@ def ray_session(
 
     `on_sigterm` is called first of all then: whoever sent it may not wait for the rest.
     A Ray that this process has already initialised is used and left alone.
-    Raises PlacementError when the cluster at `cluster.address` cannot be reached.
+    Raises PlacementError when Ray cannot be started here, or the cluster at `cluster.address` cannot be reached.
     """
     namespace = f"rlhfspec-{run_id}-{secrets.token_hex(2)}"
     if ray.is_initialized():
@@ -90,24 +154,31 @@ def ray_session(
 
 @contextmanager
 def _local(config: Config, namespace: str, on_sigterm: Callable[[], None]) -> Iterator[RaySession]:
+    check_local_ray(config)
     swept = sweep_ray_folders(Path(tempfile.gettempdir()))
     folder = tempfile.mkdtemp(prefix=RAY_FOLDER)
     cluster = config.cluster
     try:
         claim(Path(folder))
         with _environment({"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}):
-            context = ray.init(
-                address="local",
-                namespace=namespace,
-                num_cpus=machine.num_cores(),
-                include_dashboard=cluster.dashboard,
-                dashboard_host="127.0.0.1",
-                dashboard_port=(cluster.dashboard_port or free_port()) if cluster.dashboard else None,
-                object_store_memory=cluster.object_store_bytes or object_store_bytes(),
-                _temp_dir=folder,
-                log_to_driver=False,
-                logging_level=logging.WARNING,
-            )
+            try:
+                context = ray.init(
+                    address="local",
+                    namespace=namespace,
+                    num_cpus=machine.num_cores(),
+                    include_dashboard=cluster.dashboard,
+                    dashboard_host=LOOPBACK,
+                    dashboard_port=(cluster.dashboard_port or free_port()) if cluster.dashboard else None,
+                    object_store_memory=cluster.object_store_bytes or object_store_bytes(),
+                    _temp_dir=folder,
+                    log_to_driver=False,
+                    logging_level=logging.WARNING,
+                )
+            except Exception as error:  # of many kinds: sockets, processes, memory
+                raise PlacementError(
+                    f"cannot start Ray on this machine: {_one_line(error)}; look at memory, /dev/shm and the "
+                    f"temporary folder {tempfile.gettempdir()}, or join a running cluster with cluster.address"
+                ) from error
             with sigterm_exits(on_sigterm):
                 yield RaySession(
                     namespace=namespace,
@@ -123,6 +194,7 @@ def _local(config: Config, namespace: str, on_sigterm: Callable[[], None]) -> It
 
 @contextmanager
 def _joined(address: str, namespace: str, on_sigterm: Callable[[], None]) -> Iterator[RaySession]:
+    _require_reachable(address)
     in_job = JOB_MARK in os.environ
     # A job's working directory has been uploaded by `ray job submit`; otherwise this tree is.
     runtime_env = None if in_job else {"working_dir": str(ROOT), "excludes": ["/runs", "/.venv", "/.git"]}
@@ -134,10 +206,11 @@ def _joined(address: str, namespace: str, on_sigterm: Callable[[], None]) -> Ite
             log_to_driver=False,
             logging_level=logging.WARNING,
         )
-    except ConnectionError as error:
+    except Exception as error:  # a refusal, a time-out, another version: of many kinds
         raise PlacementError(
-            f"cannot join the Ray cluster at '{address}': {error}; start it with `ray start --head`, or "
-            "leave cluster.address and RAY_ADDRESS unset for a local one"
+            f"cannot join the Ray cluster at '{address}': {_one_line(error)}; start it with `ray start --head`, or "
+            "leave cluster.address and RAY_ADDRESS unset for a local one; if it asks for a token, set "
+            "RAY_AUTH_MODE=token and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH as on its head"
         ) from error
     try:
         with sigterm_exits(on_sigterm):
@@ -145,6 +218,25 @@ def _joined(address: str, namespace: str, on_sigterm: Callable[[], None]) -> Ite
     finally:
         with _uninterrupted():
             ray.shutdown()
+
+
+def _require_reachable(address: str) -> None:
+    """Require that something listens at `host:port` or `ray://host:port`; other addresses are left to Ray."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not host or not port.isdigit():
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_TIMEOUT_S).close()
+    except (OSError, OverflowError, UnicodeError) as error:
+        raise PlacementError(
+            f"cannot reach the Ray cluster at '{address}': {_one_line(error)} (waited at most "
+            f"{CONNECT_TIMEOUT_S:.0f} s); start it with `ray start --head`, mend cluster.address or RAY_ADDRESS, or "
+            "leave both unset for a local one"
+        ) from error
+
+
+def _one_line(error: Exception) -> str:
+    return (" ".join(str(error).split()) or type(error).__name__)[:300]
 
 
 def object_store_bytes() -> int:
@@ -156,7 +248,7 @@ def object_store_bytes() -> int:
 def free_port() -> int:
     """A TCP port that is free now on the loopback interface."""
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+        probe.bind((LOOPBACK, 0))
         return probe.getsockname()[1]
 
 

@@ -148,7 +148,7 @@ def _reward_pool(config: Config, topology: Topology, ground: Ground) -> RewardPo
         ).remote(where.name, config.reward)
         for where in topology.reward
     ]
-    return RewardPool(actors, timeout_s=config.cluster.order_timeout_s)
+    return RewardPool(actors, timeout_s=config.cluster.order_timeout_s, kind=config.reward.kind)
 
 
 def _generation_spec(config: Config, inputs: Inputs, instance: str, max_total_tokens: int) -> GenerationSpec:

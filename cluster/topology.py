@@ -109,6 +109,24 @@ def plan(config: Config) -> Topology:
     )  # fmt: skip
 
 
+def require_machine(topology: Topology, *, num_cpus: float, num_gpus: float) -> None:
+    """Require that one machine can hold all places. Raises PlacementError naming what is missing."""
+    have = {"CPU": num_cpus, "GPU": num_gpus}
+    wanted = topology.wanted()
+    missing = _missing(wanted, have)
+    if missing:
+        raise PlacementError(
+            f"the run cannot be placed on this machine: it wants {_amounts(wanted)}, the machine has "
+            f"{_amounts(have)}; missing: {_amounts(missing)}; lower num_actors, num_cpus or num_gpus in the "
+            "section cluster, or join a larger cluster with cluster.address"
+        )
+    if topology.strategy == "STRICT_SPREAD" and len(topology.places) > 1:
+        raise PlacementError(
+            f"the run cannot be placed on this machine: cluster.placement STRICT_SPREAD wants {len(topology.places)} "
+            "machines; use PACK, or join a cluster with cluster.address"
+        )
+
+
 def place(topology: Topology, *, is_local: bool) -> PlacementGroup:
     """Reserve all bundles.
 

@@ -54,10 +54,13 @@ def load_causal_lm(name: str, dtype: str, *, trust_remote_code: bool = False) ->
 
     Raises ModelError: it cannot be loaded, lacks weights, or has weights that are not finite.
     """
+    return load_model(AutoModelForCausalLM, name, dtype=DTYPES[dtype], trust_remote_code=trust_remote_code)
+
+
+def load_model(auto_class: Any, name: str, **settings: Any) -> PreTrainedModel:
+    """Load a model of any kind; arguments of `from_pretrained`, errors as above."""
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
-            name, dtype=DTYPES[dtype], trust_remote_code=trust_remote_code, output_loading_info=True
-        )
+        model, info = auto_class.from_pretrained(name, output_loading_info=True, **settings)
     except Exception as error:  # as above
         raise ModelError(_cannot_load("model", name, error)) from error
     require_all_weights(name, info["missing_keys"])

@@ -10,12 +10,13 @@ import json
 import zipfile
 from collections.abc import Collection, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
 from transformers.modeling_utils import PreTrainedModel
-from transformers.utils import cached_file
+from transformers.utils.hub import cached_file
 
 from core.errors import ModelError
 
@@ -133,7 +134,7 @@ def _require_fit(name: str, model: PreTrainedModel, shapes: dict[str, tuple[int,
     """Let transformers match names and shapes, on tensors that repeat one number and so take no memory."""
     one = torch.zeros(())
     try:
-        _, info = type(model).from_pretrained(
+        loaded: Any = type(model).from_pretrained(
             None,
             config=model.config,
             state_dict={key: one.expand(shape) for key, shape in shapes.items()},
@@ -145,6 +146,7 @@ def _require_fit(name: str, model: PreTrainedModel, shapes: dict[str, tuple[int,
         raise ModelError(
             f"the weight files of '{name}' do not fit its config.json: {first_line(error)}; {_MEND}"
         ) from error
+    info = loaded[1]
     for key, got, expected in sorted(info["mismatched_keys"]):
         raise ModelError(
             f"the weight files of '{name}' do not fit its config.json: weight {key}: expected shape "

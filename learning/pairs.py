@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from core.errors import DataError
+from core.errors import ConfigError, DataError
 from learning.demo_pair import DemoPairMaker, DemoRecipe
 from learning.text_pair import TextPairMaker, TextRecipe, read_examples
 
@@ -44,7 +44,8 @@ def make_demo_pair(
     """Return the demo pair, made on the first call and cached under its recipe's hash.
 
     `progress` gets a line of text and the share done. Two processes that make it at once do not
-    disturb each other. Raises RlhfSpecError when training does not reach its accuracy.
+    disturb each other. Raises ConfigError when the cache cannot be written, RlhfSpecError when training
+    does not reach its accuracy.
     """
     recipe = recipe or DemoRecipe()
     described = json.dumps({**dataclasses.asdict(recipe), "seed": seed}, sort_keys=True)
@@ -53,6 +54,7 @@ def make_demo_pair(
     pair = PairPaths(target=home / "target", draft=home / "draft")
     if pair.complete:
         return pair
+    _require_writable(home, "run.cache_dir")
     maker = DemoPairMaker(recipe, seed=seed, progress=progress or _silent)
     with one_thread():
         narrow, target = maker.make_target()
@@ -76,13 +78,14 @@ def make_pair_from_text(
     """Make tokenizer, target and draft from question/answer JSONL or plain text within about `budget_s`.
 
     Raises DataError: a file that cannot be read, is malformed or empty, or `out_dir` holding
-    something already.
+    something already; ConfigError: `out_dir` cannot be written.
     """
     out_dir = Path(out_dir).expanduser()
     if out_dir.exists() and any(out_dir.iterdir()):
         raise DataError(
             f"{out_dir} is not empty; expected a new folder for the pair; remove it or name another"
         )
+    _require_writable(out_dir, "--out")
     examples = read_examples(data, prompt_field=prompt_field, answer_field=answer_field)
     recipe = recipe or TextRecipe()
     maker = TextPairMaker(recipe, examples, seed=seed, budget_s=budget_s, progress=progress or _silent)
@@ -92,6 +95,20 @@ def make_pair_from_text(
     notes = {"recipe": dataclasses.asdict(recipe), "seed": seed, "data": [Path(p).name for p in data]}
     _publish(out_dir, target, draft, maker.tokenizer, notes)
     return PairPaths(target=out_dir / "target", draft=out_dir / "draft")
+
+
+def _require_writable(home: Path, setting: str) -> None:
+    """Find out before minutes of training whether the pair can be written; leaves nothing behind."""
+    parent = next(folder for folder in home.absolute().parents if folder.exists())
+    try:
+        # a folder as `_publish` makes it: permission bits do not tell for root, or a read-only disk
+        with tempfile.TemporaryDirectory(prefix=home.name + ".", dir=parent):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"the pair cannot be written to {home}: {parent} takes no new folder ({error.strerror}); "
+            f"set {setting} to a folder you may write to"
+        ) from error
 
 
 @contextmanager

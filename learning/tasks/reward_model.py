@@ -9,10 +9,12 @@ import math
 from collections.abc import Sequence
 
 import torch
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForSequenceClassification
+from transformers.configuration_utils import PretrainedConfig
 
 from core.errors import ModelError, RewardError
 from core.records import Prompt, Reward
+from engine.models import load_model, load_tokenizer
 
 
 class ModelReward:
@@ -22,18 +24,11 @@ class ModelReward:
         self.name = model
         self.batch_size = batch_size
         try:
-            self._tokenizer = AutoTokenizer.from_pretrained(model)
-            self._model = AutoModelForSequenceClassification.from_pretrained(model)
-        except (OSError, ValueError) as error:
-            raise ModelError(
-                f"cannot load reward.model '{model}': {error}; check the path or name"
-            ) from error
-        self._model.eval().requires_grad_(False)
-        if self._model.config.num_labels != 1:
-            raise ModelError(
-                f"reward.model '{model}' must have one output, it has {self._model.config.num_labels}; "
-                "use a model trained with num_labels=1"
-            )
+            self._tokenizer = load_tokenizer(model)
+            self._model = load_model(AutoModelForSequenceClassification, model)
+        except ModelError as error:
+            raise ModelError(f"cannot load reward.model: {error}") from error
+        require_one_output(model, self._model.config)
         if self._tokenizer.pad_token_id is None:
             self._tokenizer.pad_token = self._tokenizer.eos_token
         # the head finds the last real token by this id
@@ -59,3 +54,12 @@ class ModelReward:
                     )
                 rewards.append(Reward(value=score))
         return rewards
+
+
+def require_one_output(name: str, config: PretrainedConfig) -> None:
+    """Raise ModelError when a reward model gives more than one number."""
+    if config.num_labels != 1:
+        raise ModelError(
+            f"reward.model '{name}' must have one output, it has {config.num_labels}; "
+            "use a model trained with num_labels=1"
+        )

@@ -5,7 +5,7 @@ import pytest
 
 from actors.reward import RewardActor, RewardPool
 from core.config import RewardConfig
-from core.errors import ConfigError, RewardError
+from core.errors import ConfigError, RewardError, WaitTimeout
 from core.records import Prompt
 
 pytestmark = pytest.mark.ray
@@ -13,10 +13,10 @@ pytestmark = pytest.mark.ray
 
 @pytest.fixture
 def make_pool(local_ray):
-    def make(kind: str, num_actors: int = 1) -> RewardPool[int]:
+    def make(kind: str, num_actors: int = 1, timeout_s: float = 60.0) -> RewardPool[int]:
         config = RewardConfig(kind=kind)
         actors = [RewardActor.options(num_cpus=0).remote(f"reward-{i}", config) for i in range(num_actors)]
-        return RewardPool(actors, timeout_s=60.0)
+        return RewardPool(actors, timeout_s=timeout_s, kind=kind)
 
     return make
 
@@ -51,3 +51,21 @@ def test_a_reward_function_that_cannot_be_imported_is_told_before_the_run(make_p
     with pytest.raises(ConfigError) as caught:
         make_pool("sample_rewards:no_such_function").prove(timeout_s=60.0)
     assert "no_such_function" in str(caught.value)
+
+
+def test_a_reward_function_that_leaves_the_process_is_an_error_of_its_own(make_pool):
+    pool = make_pool("sample_rewards:leaving")
+    pool.submit([0], prompts(1), ["a"])
+    with pytest.raises(RewardError, match=r"sample_rewards:leaving, sample 0 .* raised SystemExit: 3"):
+        while pool.num_in_flight:
+            pool.collect(wait_s=5.0)
+
+
+def test_a_reward_function_that_hangs_is_named_with_what_to_do(make_pool):
+    pool = make_pool("sample_rewards:hanging", timeout_s=0.5)
+    pool.submit([0], prompts(1), ["a"])
+    with pytest.raises(
+        WaitTimeout, match=r"'score 1 responses with sample_rewards:hanging'.*mend the function"
+    ):
+        while pool.num_in_flight:
+            pool.collect(wait_s=0.2)

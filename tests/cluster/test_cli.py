@@ -142,6 +142,47 @@ def test_a_reward_function_that_is_not_there(config_file: Path, capsys: pytest.C
     assert "no_such_module" in message
 
 
+def test_the_console_script_finds_a_reward_function_in_the_folder_it_is_run_from(
+    config_file: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "mine.py").write_text("def score(prompt, response, reference):\n    return 0.0\n")
+    # as the installed script does: the caller's folder is not on the path
+    code = f"import sys; sys.path[0] = {str(ROOT)!r}; from cluster.cli import main; sys.exit(main())"
+    argv = ["check", "--config", str(config_file), "--set", "reward.kind=mine:score"]
+    answer = subprocess.run([sys.executable, "-c", code, *argv], capture_output=True, text=True, cwd=tmp_path)
+    assert answer.returncode == 0, answer.stderr
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ("cluster.generation.num_cpus=100000", "missing: 199999"),
+        ("cluster.trainer.num_gpus=1000", "GPU"),
+        ("cluster.dashboard_port=99999", "dashboard_port must be 1 to 65535"),
+        ("cluster.object_store_bytes=1", "object_store_bytes 1 cannot be had"),
+    ],
+)
+def test_what_this_machine_lacks_is_found_by_check(
+    setting: str, words: str, config_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch
+) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr("ray.is_initialized", lambda: False)
+    assert words in refused(capsys, "check", "--config", config_file, "--set", setting)
+
+
+def test_a_draft_with_half_the_vocabulary_is_found_by_check(
+    config_file: Path, tmp_path: Path, tiny_pair: TinyPair, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    draft = AutoModelForCausalLM.from_pretrained(tiny_pair.draft)
+    draft.resize_token_embeddings(draft.config.vocab_size // 2)
+    draft.save_pretrained(tmp_path / "half")
+    AutoTokenizer.from_pretrained(tiny_pair.draft).save_pretrained(tmp_path / "half")
+    message = refused(capsys, "check", "--config", config_file, "--set", f"models.draft={tmp_path / 'half'}")
+    assert "half has 17 token ids, the tokenizer 34" in message
+
+
 def test_half_a_demo_pair(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     message = refused(capsys, "check", "--config", config_file, "--set", "models.target=demo")
     assert "expected both or none to be 'demo'" in message

@@ -3,6 +3,7 @@
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -13,8 +14,18 @@ from pathlib import Path
 
 import pytest
 
+import cluster.session
 from cluster.process_identity import processes_using
-from cluster.session import MIN_OBJECT_STORE_BYTES, free_port, object_store_bytes
+from cluster.session import (
+    MIN_OBJECT_STORE_BYTES,
+    check_local_ray,
+    free_port,
+    object_store_bytes,
+    ray_session,
+)
+from core.config import Config
+from core.config_io import config_from_dict
+from core.errors import PlacementError
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -159,3 +170,68 @@ def test_the_object_store_fits_shared_memory_and_ray_s_minimum():
 
 def test_a_free_port_is_one():
     assert 1024 <= free_port() <= 65535
+
+
+def config(**section) -> Config:
+    return config_from_dict({"models": {"draft": "demo"}, "data": {"task": "chain"}, "cluster": section})
+
+
+@pytest.mark.parametrize("wanted", [1, -5, 0, 1 << 60])
+def test_an_object_store_that_cannot_be_is_refused_with_the_sizes_that_can(wanted):
+    with pytest.raises(
+        PlacementError, match=rf"object_store_bytes {wanted} cannot be had: expected at least"
+    ):
+        check_local_ray(config(object_store_bytes=wanted))
+    check_local_ray(config(object_store_bytes=MIN_OBJECT_STORE_BYTES))
+
+
+@pytest.mark.parametrize("port", [99999, -1, 0])
+def test_a_port_that_is_none_is_refused(port):
+    with pytest.raises(PlacementError, match=f"dashboard_port must be 1 to 65535, got {port}"):
+        check_local_ray(config(dashboard_port=port))
+    check_local_ray(config(dashboard_port=port, dashboard=False))
+
+
+def test_a_port_in_use_is_refused_and_a_free_one_taken():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(PlacementError, match=f"dashboard_port {port} cannot be taken .*in use"):
+            check_local_ray(config(dashboard_port=port))
+    check_local_ray(config(dashboard_port=free_port()))
+
+
+def test_a_temporary_folder_too_long_for_sockets_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / ("long" * 20)))
+    with pytest.raises(PlacementError, match=r"too long for Ray's sockets.*TMPDIR"):
+        check_local_ray(config())
+
+
+@pytest.mark.parametrize("scheme", ["", "ray://"])
+def test_a_cluster_nobody_listens_at_is_said_at_once(scheme, monkeypatch):
+    monkeypatch.setattr(cluster.session.ray, "is_initialized", lambda: False)
+    address = f"{scheme}127.0.0.1:{free_port()}"
+    with (
+        pytest.raises(PlacementError, match=r"cannot reach the Ray cluster at .*refused"),
+        ray_session(config(address=address), "test"),
+    ):
+        pass
+
+
+def test_whatever_ray_says_at_its_start_is_one_placement_error_and_leaves_no_folder(tmp_path, monkeypatch):
+    def fail(**settings):
+        raise ValueError("no room\nfor a store")
+
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(tempfile, "tempdir", "/tmp")
+    monkeypatch.setattr(cluster.session.ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(cluster.session.ray, "init", fail)
+    monkeypatch.setattr(cluster.session.ray, "shutdown", lambda: None)
+    made = []
+    make = tempfile.mkdtemp
+    monkeypatch.setattr(tempfile, "mkdtemp", lambda **names: made.append(make(**names)) or made[-1])
+    with (
+        pytest.raises(PlacementError, match="cannot start Ray on this machine: no room for a store"),
+        ray_session(config(), "test"),
+    ):
+        pass
+    assert made and not Path(made[0]).exists()

@@ -6,7 +6,7 @@ import pytest
 import ray
 from ray.util.placement_group import remove_placement_group
 
-from cluster.topology import Ground, actor_options, place, plan
+from cluster.topology import Ground, actor_options, place, plan, require_machine
 from core.config import Config
 from core.config_io import config_from_dict
 from core.errors import ConfigError, PlacementError
@@ -39,6 +39,16 @@ def test_gpus_and_threads_go_where_the_config_says():
 def test_the_description_names_every_pool_and_the_total():
     text = plan(config()).describe()
     assert "2 x 0.5 CPU" in text and "total" in text and "1.85 CPU" in text
+
+
+def test_what_one_machine_cannot_hold_is_said_before_anything_is_started():
+    require_machine(plan(config()), num_cpus=2, num_gpus=0)
+    with pytest.raises(PlacementError, match="the machine has 2 CPU and 0 GPU; missing: 6.85 CPU"):
+        require_machine(plan(config(trainer={"num_cpus": 7.5})), num_cpus=2, num_gpus=0)
+    with pytest.raises(PlacementError, match="missing: 2 GPU"):
+        require_machine(plan(config(generation={"num_gpus": 1})), num_cpus=2, num_gpus=0)
+    with pytest.raises(PlacementError, match="STRICT_SPREAD wants 5 machines"):
+        require_machine(plan(config(placement="STRICT_SPREAD")), num_cpus=2, num_gpus=0)
 
 
 def test_more_than_one_trainer_is_refused():

@@ -119,6 +119,8 @@ def test_a_run_that_cannot_begin_on_a_full_disk_leaves_no_folder(tmp_path: Path,
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "write", full)
-    with pytest.raises(ConfigError, match=r"cannot begin the run: cannot write .*config\.yaml.*No space left"):
+    with pytest.raises(
+        ConfigError, match=r"cannot begin the run: cannot write .*config\.yaml.*No space left"
+    ):
         RunDir.create(CONFIG, tmp_path / "run")
     assert list(tmp_path.iterdir()) == []

@@ -1,4 +1,4 @@
-"""Weight files are judged by their headers: cut, missing and misshapen weights are refused, renamed and tied ones not."""
+"""Weight files are judged by their headers: cut, missing and misshapen weights are refused, tied ones not."""
 
 import json
 import shutil

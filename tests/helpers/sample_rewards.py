@@ -1,5 +1,8 @@
 """Reward functions as a user would write them; Ray workers import them by name."""
 
+import sys
+import time
+
 
 def vowel_share(prompt: str, response: str, reference: str) -> dict[str, float]:
     """Rewards a random model unevenly, so that an update moves the weights."""
@@ -10,3 +13,14 @@ def vowel_share(prompt: str, response: str, reference: str) -> dict[str, float]:
 def broken(prompt: str, response: str, reference: str) -> float:
     """Return something that is no reward."""
     return float("nan")
+
+
+def leaving(prompt: str, response: str, reference: str) -> float:
+    """End the process, as a script would."""
+    sys.exit(3)
+
+
+def hanging(prompt: str, response: str, reference: str) -> float:
+    """Never come back within a test."""
+    time.sleep(600)
+    return 0.0

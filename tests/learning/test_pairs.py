@@ -117,3 +117,12 @@ def test_bad_text_is_named(tmp_path, name, text, message):
         (tmp_path / name).write_text(text)
     with raises(DataError, match=message):
         make_pair_from_text([tmp_path / name], tmp_path / "pair", recipe=TINY_TEXT)
+
+
+@pytest.mark.parametrize("place", ["file/cache", "/proc/cache"])
+def test_a_cache_that_cannot_be_written_is_found_before_anything_is_trained(place, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr("learning.pairs.DemoPairMaker", None)
+    with pytest.raises(ConfigError, match=r"cannot be written.*set run\.cache_dir"):
+        make_demo_pair(tmp_path / place)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["file"]

@@ -1,6 +1,7 @@
 """GSM8K and user rewards: what counts as a number, and which sample a fault is laid at."""
 
 import math
+import sys
 from decimal import Decimal
 
 import numpy as np
@@ -95,3 +96,42 @@ def test_an_unknown_reward_is_a_config_error(kind):
 def test_a_missing_reward_model_is_a_model_error(tmp_path):
     with raises(ModelError, match="cannot load reward"):
         build_reward(RewardConfig(kind="model", model=str(tmp_path / "nothing")))
+
+
+@mark.parametrize("kind", [":f", "module:", ":", "a b:f", ".m:f", "m:f:g", "m:f.g"])
+def test_a_path_that_names_no_function_is_a_config_error(kind):
+    with raises(ConfigError, match="names no function: expected package"):
+        build_reward(RewardConfig(kind=kind))
+
+
+@mark.parametrize(
+    ("source", "words"),
+    [
+        ("x = 1\n1 / 0\n", r"raised ZeroDivisionError: division by zero \(mine_\w+\.py, line 2\)"),
+        ("import sys\nsys.exit('bye')\n", "raised SystemExit: bye"),
+        ("from math import nothing\n", "raised ImportError: cannot import name 'nothing'"),
+        ("def score(:\n", "cannot import mine"),
+        ("def score(prompt): return 0.0\n", r"cannot be called as score\(prompt, response, reference\)"),
+    ],
+)
+def test_a_module_of_the_caller_s_folder_is_found_and_its_faults_are_config_errors(
+    source, words, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [*sys.path])
+    name = f"mine_{abs(hash(source))}"
+    (tmp_path / f"{name}.py").write_text(source)
+    with raises(ConfigError, match=words):
+        build_reward(RewardConfig(kind=f"{name}:score"))
+    (tmp_path / f"{name}_good.py").write_text("def score(prompt, response, reference): return 0.5\n")
+    assert build_reward(RewardConfig(kind=f"{name}_good:score")).score([prompt()], ["a"])[0].value == 0.5
+
+
+def test_a_function_that_leaves_the_process_is_named():
+    reward = build_reward(RewardConfig(kind=f"{__name__}:leaving_reward"))
+    with raises(RewardError, match="raised SystemExit: 3"):
+        reward.score([prompt()], ["a"])
+
+
+def leaving_reward(prompt: str, response: str, reference: str) -> float:
+    sys.exit(3)
