@@ -22,6 +22,7 @@ from engine.models import load_causal_lm, num_token_ids
 from engine.profiling import MAX_PROFILED_NODES, MadeProfile, Placeholder, make_profile
 from engine.provenance import provenance_of
 from learning.data import sampling_params
+from learning.pairs import require_writable
 from profiles.profile import Profile, load_profile, save_profile
 from profiles.provenance import Provenance
 
@@ -63,6 +64,7 @@ def resolve_profile(config: Config, inputs: Inputs, report: Reporter) -> Profile
         return load_profile(folder)
     except ProfileError:
         pass
+    require_writable(folder, "run.cache_dir")
     made = measure(config, inputs, described, report, budget_s=AUTO_BUDGET_S)
     save_profile(made.profile, folder, made.costs, made.drafts)
     report.note(f"profile {folder} (used again while pair, machine and sampling stay)")

@@ -54,7 +54,7 @@ def make_demo_pair(
     pair = PairPaths(target=home / "target", draft=home / "draft")
     if pair.complete:
         return pair
-    _require_writable(home, "run.cache_dir")
+    require_writable(home, "run.cache_dir")
     maker = DemoPairMaker(recipe, seed=seed, progress=progress or _silent)
     with one_thread():
         narrow, target = maker.make_target()
@@ -85,7 +85,7 @@ def make_pair_from_text(
         raise DataError(
             f"{out_dir} is not empty; expected a new folder for the pair; remove it or name another"
         )
-    _require_writable(out_dir, "--out")
+    require_writable(out_dir, "--out")
     examples = read_examples(data, prompt_field=prompt_field, answer_field=answer_field)
     recipe = recipe or TextRecipe()
     maker = TextPairMaker(recipe, examples, seed=seed, budget_s=budget_s, progress=progress or _silent)
@@ -97,8 +97,8 @@ def make_pair_from_text(
     return PairPaths(target=out_dir / "target", draft=out_dir / "draft")
 
 
-def _require_writable(home: Path, setting: str) -> None:
-    """Find out before minutes of training whether the pair can be written; leaves nothing behind."""
+def require_writable(home: Path, setting: str) -> None:
+    """Find out before minutes of work whether a new folder can be written; leaves nothing behind."""
     parent = next(folder for folder in home.absolute().parents if folder.exists())
     try:
         # a folder as `_publish` makes it: permission bits do not tell for root, or a read-only disk
@@ -106,7 +106,7 @@ def _require_writable(home: Path, setting: str) -> None:
             pass
     except OSError as error:
         raise ConfigError(
-            f"the pair cannot be written to {home}: {parent} takes no new folder ({error.strerror}); "
+            f"{home} cannot be written: {parent} takes no new folder ({error.strerror}); "
             f"set {setting} to a folder you may write to"
         ) from error
 

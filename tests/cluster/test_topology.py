@@ -43,7 +43,7 @@ def test_the_description_names_every_pool_and_the_total():
 
 def test_what_one_machine_cannot_hold_is_said_before_anything_is_started():
     require_machine(plan(config()), num_cpus=2, num_gpus=0)
-    with pytest.raises(PlacementError, match="the machine has 2 CPU and 0 GPU; missing: 6.85 CPU"):
+    with pytest.raises(PlacementError, match=r"the machine has 2 CPU and 0 GPU; missing: 6\.85 CPU"):
         require_machine(plan(config(trainer={"num_cpus": 7.5})), num_cpus=2, num_gpus=0)
     with pytest.raises(PlacementError, match="missing: 2 GPU"):
         require_machine(plan(config(generation={"num_gpus": 1})), num_cpus=2, num_gpus=0)

@@ -6,7 +6,7 @@ import torch
 from pytest import approx, mark, raises
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from core.errors import DataError, RlhfSpecError
+from core.errors import ConfigError, DataError, RlhfSpecError
 from learning.demo_pair import DemoPairMaker, DemoRecipe
 from learning.distill import distillation_loss
 from learning.pairs import make_demo_pair, make_pair_from_text
@@ -119,10 +119,10 @@ def test_bad_text_is_named(tmp_path, name, text, message):
         make_pair_from_text([tmp_path / name], tmp_path / "pair", recipe=TINY_TEXT)
 
 
-@pytest.mark.parametrize("place", ["file/cache", "/proc/cache"])
+@mark.parametrize("place", ["file/cache", "/proc/cache"])
 def test_a_cache_that_cannot_be_written_is_found_before_anything_is_trained(place, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setattr("learning.pairs.DemoPairMaker", None)
-    with pytest.raises(ConfigError, match=r"cannot be written.*set run\.cache_dir"):
+    with raises(ConfigError, match=r"cannot be written.*set run\.cache_dir"):
         make_demo_pair(tmp_path / place)
     assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
