@@ -9,8 +9,10 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from typing import Any
 
-from cluster.origin import shadowed_packages
+from cluster.machine_faults import explain_os_error
+from cluster.origin import NAME, shadowed_packages, version
 
 _INTRO = """\
 RLHF on Ray with lossless tree speculative decoding.
@@ -34,11 +36,12 @@ def build_parser() -> argparse.ArgumentParser:
     from cluster.commands import bench, check, models, profile, show, simulate, train
 
     parser = argparse.ArgumentParser(
-        prog="rlhfspec",
+        prog=NAME,
         description=_INTRO,
         epilog=_OUTRO,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--version", action=_Version, nargs=0, help="print name and version")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for module in (train, profile, bench, simulate, check, models, show):
         module.add_parser(commands)
@@ -51,19 +54,35 @@ def main(argv: Sequence[str] | None = None) -> int:
     if faults:
         print("error: " + "\n       ".join(faults), file=sys.stderr)
         return 1
-    from cluster.quiet import quiet_libraries
     from core.errors import RlhfSpecError
 
-    args = build_parser().parse_args(argv)
-    quiet_libraries()
     try:
-        return args.run(args)
+        args = build_parser().parse_args(argv)
+        from cluster.quiet import quiet_libraries  # not for --version, --help: it loads the config's classes
+
+        quiet_libraries()
+        code = args.run(args)
+        sys.stdout.flush()  # here, where a closed pipe can be told, not when Python ends
+        return code
     except RlhfSpecError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return _INTERRUPTED
+    except OSError as error:
+        explained = explain_os_error(error)
+        if explained is None:
+            raise
+        print(f"error: {explained.text}", file=sys.stderr)
+        return explained.exit_code
+
+
+class _Version(argparse.Action):
+    """Print name and version, looked up only when asked for."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        parser.exit(0, f"{NAME} {version()}\n")
 
 
 if __name__ == "__main__":

@@ -7,13 +7,27 @@ says so instead, naming the path. Standard library only: it runs before anything
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
+import tomllib
 from collections.abc import Iterable
 from pathlib import Path
 
 PACKAGES = ("core", "profiles", "policies", "engine", "learning", "actors", "cluster")
 
+NAME = "rlhfspec"
+
 ROOT = Path(__file__).resolve().parents[1]
+
+
+def version(root: Path = ROOT) -> str:
+    """Version of the tree that runs; of the installed distribution where the tree is no checkout."""
+    project = root / "pyproject.toml"
+    if project.is_file():
+        about = tomllib.loads(project.read_text(encoding="utf-8")).get("project", {})
+        if about.get("name") == NAME:  # beside an installed package may stand anybody's
+            return about["version"]
+    return importlib.metadata.version(NAME)
 
 
 def shadowed_packages(root: Path = ROOT, names: Iterable[str] = PACKAGES) -> list[str]:

@@ -6,6 +6,8 @@ here decides anything: a run with a silent reporter is the same run.
 
 from __future__ import annotations
 
+import errno
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -22,13 +24,22 @@ _PLAIN_LINE_EVERY_S = 10.0
 "Without a terminal, a long job says something this often, and at every new stage."
 
 
+class PipeConsole(Console):
+    """A console that raises when its reader is gone; rich's own would end the program without a word."""
+
+    def on_broken_pipe(self) -> None:
+        """Print nothing more, and let the command line say why the program stops."""
+        self.quiet = True
+        raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+
+
 class Reporter:
     """Progress of one run on a console; plain lines when the console is not a terminal."""
 
     def __init__(
         self, console: Console | None = None, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self.console = console or Console(highlight=False, soft_wrap=True)
+        self.console = console or PipeConsole(highlight=False, soft_wrap=True)
         self.clock = clock
         self._bars: Progress | None = None
         self._iterations: TaskID | None = None

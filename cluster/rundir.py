@@ -15,16 +15,20 @@ used: results would vanish with it. Names that begin with `.partial-` are of wha
 
 from __future__ import annotations
 
+import errno
 import shutil
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from datetime import datetime
+from itertools import count
 from pathlib import Path
 
 from cluster.run_status import Status, StatusWriter, read_status
 from core.config import Config, RunConfig
 from core.config_io import dump_config
 from core.errors import ConfigError, StorageError
+from core.outside import is_file, try_folder
 
 JOB_RUNS_FOLDER = "~/rlhfspec-runs"
 "Where runs go when the caller's folder is a Ray job's temporary working directory."
@@ -38,9 +42,9 @@ def is_ray_working_dir(folder: Path) -> bool:
 
 
 def choose_run_path(run: RunConfig, *, caller_dir: Path, now: datetime) -> Path:
-    """Return the absolute path of a run folder that does not exist yet. Nothing is written.
+    """Return the absolute path of a run folder that does not exist yet. Nothing is left there.
 
-    Raises ConfigError when run.output_dir is an absolute place that Ray will delete.
+    Raises ConfigError when run.output_dir is an absolute place that Ray will delete, or no folder can be made there.
     """
     base = Path(run.output_dir).expanduser()
     if not base.is_absolute():
@@ -51,13 +55,45 @@ def choose_run_path(run: RunConfig, *, caller_dir: Path, now: datetime) -> Path:
             f"run.output_dir must outlive the job, got {base}, which Ray deletes with the job; "
             "set run.output_dir to a folder outside Ray's temporary one"
         )
-    stem = f"{run.name}-{now:%Y%m%d-%H%M%S}"
-    path = base / stem
-    number = 2
-    while path.exists():
-        path = base / f"{stem}-{number}"
-        number += 1
-    return path
+    _require_writable(base)
+    path = base / f"{run.name}-{now:%Y%m%d-%H%M%S}"
+    return next(path for path in _with_numbers(path) if not path.exists())
+
+
+def _with_numbers(path: Path) -> Iterator[Path]:
+    """Yield `path`, then `path-2`, `path-3` ..."""
+    yield path
+    for number in count(2):
+        yield path.with_name(f"{path.name}-{number}")
+
+
+def _require_writable(base: Path) -> None:
+    """Raise ConfigError for a place where no run folder can be made."""
+    try:
+        try_folder(base)
+    except OSError as error:
+        raise _no_run_folder(base, error) from None
+
+
+def _make_own_folder(path: Path) -> Path:
+    """Make `path`, or the first of its numbered names that is free; mkdir decides between two runs."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    numbered = _with_numbers(path)
+    while True:
+        own = next(numbered)
+        try:
+            own.mkdir()
+        except FileExistsError:
+            continue
+        return own
+
+
+def _no_run_folder(base: Path, error: OSError) -> ConfigError:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        advice = "free some space there, or set run.output_dir to a larger disk"
+    else:
+        advice = "set run.output_dir to a folder you may write to"
+    return ConfigError(f"cannot make a run folder in {base}: {error.strerror}; {advice}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,21 +110,23 @@ class RunDir:
     def create(cls, config: Config, path: Path | None = None) -> RunDir:
         """Make the folder, write the resolved config and the status `running`.
 
-        Raises ConfigError when the folder cannot be made.
+        A folder of its own even when another run took `path` since it was chosen: the next number then.
+        Raises ConfigError when the folder cannot be made; nothing is left of it.
         """
         path = path or choose_run_path(config.run, caller_dir=Path.cwd(), now=datetime.now())
         try:
-            (path / "rollouts").mkdir(parents=True)
-            (path / "checkpoints").mkdir()
+            path = _make_own_folder(path)
         except OSError as error:
-            raise ConfigError(
-                f"cannot make the run folder {path}: {error.strerror}; set run.output_dir to a folder "
-                "you may write to"
-            ) from error
+            raise _no_run_folder(path.parent, error) from error
         run_dir = cls(path=path)
         try:
+            (path / "rollouts").mkdir()
+            (path / "checkpoints").mkdir()
             dump_config(config, run_dir.config_file)
             run_dir._writer.reserve()
+        except OSError as error:
+            shutil.rmtree(path, ignore_errors=True)
+            raise _no_run_folder(path.parent, error) from error
         except StorageError as error:
             shutil.rmtree(path, ignore_errors=True)
             raise ConfigError(f"cannot begin the run: {error}") from error
@@ -97,8 +135,11 @@ class RunDir:
     @classmethod
     def open(cls, path: str | Path) -> RunDir:
         """Open the folder of an earlier run. Raises ConfigError when it is none."""
-        path = Path(path).expanduser().resolve()
-        if not (path / "config.yaml").is_file():
+        path = Path(path)
+        # a name that the system refuses is no run folder either
+        with suppress(OSError, RuntimeError, ValueError):
+            path = path.expanduser().resolve()
+        if not is_file(path / "config.yaml"):
             raise ConfigError(
                 f"{path} is not a run folder: expected config.yaml in it, found none; "
                 "give the folder that the run printed first"

@@ -6,26 +6,77 @@ is mutated after it is loaded.
 
 from __future__ import annotations
 
-from typing import Literal
+from pathlib import Path
+from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+
+MAX_THREADS = 1024
+MAX_ACTORS = 4096
+MAX_DRAWN_PROBLEMS = 1_000_000
+_MAX_NAME_BYTES = 100
 
 
 class Section(BaseModel):
-    """Base of all sections: frozen, unknown keys refused."""
+    """Base of all sections: frozen, unknown keys refused, numbers finite and of 64 bits, words without NUL."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    @model_validator(mode="after")
+    def _plain_values(self) -> Self:
+        for name, value in self:
+            if isinstance(value, str) and "\0" in value:
+                raise ValueError(f"{name} holds a NUL character, which no name or path may; take it out")
+            if isinstance(value, int) and not -(2**63) <= value < 2**63:
+                raise ValueError(f"{name} must fit in 64 bits; got {value.bit_length()} bits")
+        return self
+
+
+def _folder_name(name: str) -> str:
+    """Refuse what would leave `output_dir`, or what a shell or a file system takes for something else."""
+    size = len(name.encode())
+    if (
+        not name
+        or size > _MAX_NAME_BYTES
+        or name[0] in ".-"
+        or set("/\\") & set(name)
+        or not name.isprintable()
+    ):
+        shown = repr(name) if size <= _MAX_NAME_BYTES else f"{name[:20]!r}... of {size} bytes"
+        raise ValueError(
+            f"expected a name for one folder (at most {_MAX_NAME_BYTES} bytes, no '/', '\\' or control character, "
+            f"not beginning with '.' or '-'), got {shown}; run.output_dir says where run folders are made"
+        )
+    return name
+
+
+def _known_home(path: str) -> str:
+    """Refuse `~name` when there is no such user: nothing could be read or written there."""
+    try:
+        Path(path).expanduser()
+    except RuntimeError:
+        raise ValueError(
+            f"the home folder that '{path}' begins with is not known; give the whole path"
+        ) from None
+    return path
+
+
+Name = Annotated[str, Field(min_length=1)]
+UserPath = Annotated[Name, AfterValidator(_known_home)]
+Seconds = Annotated[float, Field(gt=0.0, le=7 * 86_400.0)]
+"at most a week: what waits longer has failed"
 
 
 class RunConfig(Section):
     """What the run is called, how long it is, where it writes."""
 
-    name: str = "run"
+    name: Annotated[str, AfterValidator(_folder_name)] = "run"
+    "run folders are called NAME-DATE-TIME"
     seed: int = Field(default=0, ge=0, lt=2**63)
     iterations: int = Field(default=20, ge=1)
-    output_dir: str = "runs"
+    output_dir: UserPath = "runs"
     "run folders are made under it; made absolute against the caller's folder"
-    cache_dir: str = "~/.cache/rlhfspec"
+    cache_dir: UserPath = "~/.cache/rlhfspec"
     "the only thing kept in the home folder: model pairs the project made itself"
     checkpoint_every: int = Field(default=0, ge=0)
     "iterations between checkpoints; 0 writes only the last"
@@ -34,11 +85,11 @@ class RunConfig(Section):
 class ModelsConfig(Section):
     """The pair. `demo` makes the embedded pair (and caches it)."""
 
-    target: str = "demo"
+    target: Name = "demo"
     "path or hub name of a Hugging Face causal LM, or `demo`"
-    draft: str | None = None
+    draft: Name | None = None
     "a smaller causal LM with an equal tokenizer; null with drafter ngram or none; `demo` with `demo`"
-    tokenizer: str | None = None
+    tokenizer: Name | None = None
     "path or hub name; the target's by default"
     dtype: Literal["float32", "bfloat16"] = "float32"
     trust_remote_code: bool = False
@@ -49,17 +100,18 @@ class DataConfig(Section):
 
     task: Literal["chain"] | None = None
     "a generated task; excludes `path`"
-    path: str | None = None
+    path: UserPath | None = None
     "a .jsonl or .parquet file, or the name of a `datasets` data set"
     split: str = "train"
     "used with a `datasets` name only"
     prompt_field: str = "question"
     reference_field: str | None = "answer"
     prompt_template: str = "{prompt}"
-    "plain format: how the prompt field becomes text"
+    "how the prompt field becomes text"
     chat: bool = False
     "true: the tokenizer's chat template is applied to one user turn"
     max_prompt_tokens: int = Field(default=512, ge=1)
+    "more characters than so many of the tokenizer's longest tokens hold are too long uncounted"
     on_long_prompt: Literal["fail", "skip"] = "fail"
     shuffle: bool = True
     limit: int | None = Field(default=None, ge=1)
@@ -69,6 +121,15 @@ class DataConfig(Section):
     def _one_source(self) -> DataConfig:
         if (self.task is None) == (self.path is None):
             raise ValueError("give exactly one of data.task (a generated task) and data.path (a data set)")
+        if "{prompt}" not in self.prompt_template:
+            raise ValueError(
+                "data.prompt_template must hold {prompt}, or every prompt is the same; put it in"
+            )
+        if self.task is not None and (self.limit or 0) > MAX_DRAWN_PROBLEMS:
+            raise ValueError(
+                f"data.limit {self.limit:,} is more than a generated task draws; expected at most "
+                f"{MAX_DRAWN_PROBLEMS:,}"
+            )
         return self
 
 
@@ -77,7 +138,7 @@ class RewardConfig(Section):
 
     kind: str = "chain"
     "`chain`, `gsm8k`, `model`, or a Python function as `package.module:function`"
-    model: str | None = None
+    model: Name | None = None
     "kind model: path or hub name of a sequence-classification model"
     batch_size: int = Field(default=32, ge=1)
 
@@ -89,7 +150,7 @@ class SamplingConfig(Section):
     top_k: int = Field(default=0, ge=0)
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
     max_new_tokens: int = Field(default=256, ge=1)
-    stop_token_ids: tuple[int, ...] = ()
+    stop_token_ids: tuple[Annotated[int, Field(ge=0)], ...] = ()
     "the tokenizer's end-of-sequence token is always added"
 
 
@@ -99,7 +160,7 @@ class SpeculationConfig(Section):
     drafter: Literal["model", "ngram", "none"] = "model"
     policy: Literal["goodput", "batch_table", "bandit", "capacity", "fixed", "off"] = "goodput"
     "goodput: adaptive, from a profile; batch_table, bandit: TLT's; capacity: FastGRPO's; fixed; off: plain decoding"
-    profile: str = "auto"
+    profile: UserPath = "auto"
     "goodput: a folder made by `rlhfspec profile`; auto: made at start-up when there is none in the cache"
     max_nodes: int = Field(default=16, ge=1, le=64)
     "goodput, batch_table, bandit: most draft nodes verified per sample"
@@ -114,6 +175,15 @@ class SpeculationConfig(Section):
     "capacity: tokens one target forward verifies at no more than twice the cost of one"
     ngram_max: int = Field(default=4, ge=1)
     ngram_min: int = Field(default=2, ge=1)
+
+    @model_validator(mode="after")
+    def _has_levels(self) -> SpeculationConfig:
+        if self.policy in ("fixed", "capacity") and self.num_nodes > 0 and self.depth == 0:
+            raise ValueError(
+                f"policy {self.policy} is to verify {self.num_nodes} nodes at depth 0, but a tree of no levels has "
+                "no node; set depth to 1 or more, or num_nodes to 0 for plain decoding"
+            )
+        return self
 
 
 class EngineConfig(Section):
@@ -130,7 +200,7 @@ class EngineConfig(Section):
     "keys and values of all running samples; beyond, the shortest wait. None: room for every slot at full length"
     max_prefill_tokens: int = Field(default=512, ge=4)
     "prompt tokens in one prefill forward"
-    num_threads: int = Field(default=1, ge=1)
+    num_threads: int = Field(default=1, ge=1, le=MAX_THREADS)
     graph_memory_mb: int = Field(default=1024, ge=0)
     "CUDA: what recorded decode forwards (CUDA graphs) may hold, for each model; 0: none are recorded"
     probe: bool = True
@@ -154,9 +224,9 @@ class ReallocationConfig(Section):
     mode: Literal["auto", "always_migrate", "always_recompute"] = "auto"
     "auto: whichever is predicted to have the sample running at its destination sooner"
     transport: Literal["auto", "gloo", "object_store", "nccl"] = "auto"
-    interval_s: float = Field(default=0.1, gt=0.0)
+    interval_s: Seconds = 0.1
     "between two plans"
-    timeout_s: float = Field(default=5.0, gt=0.0)
+    timeout_s: Seconds = 5.0
     "for each stage of a move and each frame; the source keeps or takes back the sample then"
     frame_bytes: int = Field(default=1 << 19, ge=1024)
     transfer_share: float = Field(default=0.15, gt=0.0, le=1.0)
@@ -201,7 +271,7 @@ class TrainerConfig(Section):
     max_grad_norm: float = Field(default=1.0, gt=0.0)
     weight_decay: float = Field(default=0.0, ge=0.0)
     gradient_checkpointing: bool = False
-    num_threads: int = Field(default=2, ge=1)
+    num_threads: int = Field(default=2, ge=1, le=MAX_THREADS)
 
 
 class DrafterTrainingConfig(Section):
@@ -222,7 +292,7 @@ class DrafterTrainingConfig(Section):
 class PoolConfig(Section):
     """One actor pool: how many actors, and what each takes. Fractions of a CPU are allowed."""
 
-    num_actors: int = Field(default=1, ge=1)
+    num_actors: int = Field(default=1, ge=1, le=MAX_ACTORS)
     num_cpus: float = Field(default=0.5, ge=0.0)
     num_gpus: float = Field(default=0.0, ge=0.0)
 
@@ -230,7 +300,7 @@ class PoolConfig(Section):
 class GenerationPoolConfig(PoolConfig):
     """The generation instances."""
 
-    num_actors: int = Field(default=2, ge=1)
+    num_actors: int = Field(default=2, ge=1, le=MAX_ACTORS)
 
 
 class RewardPoolConfig(PoolConfig):
@@ -254,13 +324,13 @@ class ClusterConfig(Section):
     reward: RewardPoolConfig = RewardPoolConfig()
     trainer: PoolConfig = PoolConfig()
     scheduler_num_cpus: float = Field(default=0.1, ge=0.0)
-    placement_timeout_s: float = Field(default=30.0, gt=0.0)
-    start_timeout_s: float = Field(default=300.0, gt=0.0)
+    placement_timeout_s: Seconds = 30.0
+    start_timeout_s: Seconds = 300.0
     "an actor's constructor, model building included"
-    poll_interval_s: float = Field(default=0.1, gt=0.0)
-    heartbeat_timeout_s: float = Field(default=60.0, gt=0.0)
+    poll_interval_s: Seconds = 0.1
+    heartbeat_timeout_s: Seconds = 60.0
     "an instance that answers no poll for so long is taken for lost"
-    order_timeout_s: float = Field(default=300.0, gt=0.0)
+    order_timeout_s: Seconds = 300.0
     "weight loads, scoring, updates"
     max_instance_restarts: int = Field(default=3, ge=0)
     max_scheduler_restarts: int = Field(default=3, ge=0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -14,19 +13,11 @@ from pydantic import BaseModel, ValidationError
 from core.config import Config
 from core.errors import ConfigError
 from core.files import write_whole
+from core.outside import cut, is_dir, is_file, quote
+from core.yaml_text import YamlFault, parse_yaml
 
-
-class _Loader(yaml.SafeLoader):
-    """YAML with 1.2's booleans: `off`, `on`, `yes` and `no` are words, so `policy: off` means what it says."""
-
-
-_Loader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:bool"]
-    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-}
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:bool", re.compile(r"^(?:true|True|false|False)$"), list("tTfF")
-)
+_MAX_FAULTS = 8
+"Faults of one config that are spelled out."
 
 
 def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
@@ -35,14 +26,10 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
     Raises ConfigError: missing file, malformed YAML, unknown key (with a suggestion), refused value.
     """
     path = Path(path)
-    if not path.is_file():
-        raise ConfigError(
-            f"cannot read the config: expected a YAML file, {path} does not exist; check --config"
-        )
-    try:
-        tree = yaml.load(path.read_text(), _Loader)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not valid YAML: {error}; mend the file") from error
+    if not is_file(path):
+        got = "is a folder" if is_dir(path) else "does not exist"
+        raise ConfigError(f"cannot read the config: expected a YAML file, {path} {got}; check --config")
+    tree = _read_yaml(path)
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} must hold a mapping of sections, got {type(tree).__name__}")
     for override in overrides:
@@ -51,12 +38,13 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
 
 
 def config_from_dict(tree: dict[str, Any], *, origin: str = "config") -> Config:
-    """Validate a nested dict. Raises ConfigError with every fault, one a line."""
+    """Validate a nested dict. Raises ConfigError with every fault, separated by bars."""
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
-        lines = [_explain(item) for item in error.errors()]
-        raise ConfigError(f"{origin}: " + "\n  ".join(lines)) from None
+        faults = [_explain(item) for item in error.errors(include_url=False)]
+        more = f" | and {len(faults) - _MAX_FAULTS} more" if len(faults) > _MAX_FAULTS else ""
+        raise ConfigError(f"{origin}: " + " | ".join(faults[:_MAX_FAULTS]) + more) from None
 
 
 def dump_config(config: Config, path: str | Path) -> None:
@@ -64,23 +52,42 @@ def dump_config(config: Config, path: str | Path) -> None:
     write_whole(Path(path), yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
 
 
+def _read_yaml(path: Path) -> Any:
+    try:
+        return parse_yaml(path.read_bytes().decode("utf-8-sig"))
+    except OSError as error:
+        raise ConfigError(f"cannot read the config {path}: {error.strerror}; check --config") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"{path} is no YAML: expected UTF-8 text, got byte {error.object[error.start]:#04x} at position "
+            f"{error.start}; check --config, or save the file as UTF-8"
+        ) from None
+    except YamlFault as error:
+        raise ConfigError(f"{path} is not valid YAML: {error}; mend the file") from None
+
+
 def _apply_override(tree: dict[str, Any], override: str) -> None:
     key, sign, text = override.partition("=")
     if not sign or not key:
-        raise ConfigError(f"--set expects section.key=value, got '{override}'")
+        raise ConfigError(f"--set expects section.key=value, got '{cut(override)}'")
     *parents, leaf = key.strip().split(".")
     node = tree
     for parent in parents:
-        if node.get(parent) is None:
-            node[parent] = {}
+        below = node.get(parent)
+        if below is not None and not isinstance(below, dict):
+            raise ConfigError(f"--set {cut(override)}: '{parent}' is a value, not a section")
+        node[parent] = dict(below or {})  # a copy: an alias in the file may name this section elsewhere too
         node = node[parent]
-        if not isinstance(node, dict):
-            raise ConfigError(f"--set {override}: '{parent}' is a value, not a section")
-    node[leaf] = yaml.load(text, _Loader)
+    try:
+        node[leaf] = parse_yaml(text)
+    except YamlFault as error:
+        raise ConfigError(
+            f"--set {cut(override)}: the value is not valid YAML: {error}; quote a word with special characters"
+        ) from None
 
 
 def _explain(item: Any) -> str:
-    location = [str(part) for part in item["loc"]]
+    location = [cut(str(part)) for part in item["loc"]]
     key = ".".join(location) or "config"
     if item["type"] == "extra_forbidden":
         known = _known_keys(location[:-1])
@@ -91,7 +98,7 @@ def _explain(item: Any) -> str:
         return f"{key} is missing; add it"
     if item["type"] == "value_error":
         return f"{key}: {item['ctx']['error']}"
-    return f"{key}: {item['msg']}, got {item['input']!r}"
+    return f"{key}: {item['msg']}, got {quote(item['input'])}"
 
 
 def _known_keys(path: list[str]) -> list[str]:

@@ -20,7 +20,22 @@
 Messages have one order: what failed, what was expected, what was got, what to do.
 """
 
+import re
 from functools import partial
+
+MAX_MESSAGE_CHARS = 2000
+_LONG_WORD = re.compile(r"(\S{100})\S{200,}(\S{100})")
+
+
+def one_line(text: str) -> str:
+    """Return `text` as one printable line: white space folded, what cannot be printed escaped.
+
+    Of a text that quotes a book, beginning and end are kept: they say what failed and what to do.
+    """
+    text = _LONG_WORD.sub(r"\1...\2", " ".join(text.split()))
+    if len(text) > MAX_MESSAGE_CHARS:
+        text = f"{text[: MAX_MESSAGE_CHARS - 500]} [...] {text[-490:]}"
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 class RlhfSpecError(Exception):
@@ -30,9 +45,15 @@ class RlhfSpecError(Exception):
 
 
 class InputError(RlhfSpecError):
-    """Bad input: the user can mend it. The command line exits with 2."""
+    """Bad input: the user can mend it. The command line exits with 2.
+
+    The message is one line whatever input it quotes (see `one_line`).
+    """
 
     exit_code = 2
+
+    def __init__(self, message: str) -> None:
+        super().__init__(one_line(message))
 
 
 class ConfigError(InputError):

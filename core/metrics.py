@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from core.errors import RlhfSpecError
@@ -31,6 +32,35 @@ class MetricsLog:
         append_whole(self.path, line + "\n")
 
 
-def read_metrics(path: str | Path) -> list[dict[str, float]]:
-    """Read a metrics file back, one dict an iteration."""
-    return [json.loads(line) for line in Path(path).read_text().splitlines() if line]
+def read_metrics(path: str | Path, *, note: Callable[[str], None] | None = None) -> list[dict[str, float]]:
+    """Read a metrics file back, one dict an iteration.
+
+    A line that is cut or damaged (a full disk, a killed process) is left out, and `note` is told of it.
+    """
+    rows: list[dict[str, float]] = []
+    for number, line in enumerate(Path(path).read_bytes().split(b"\n"), start=1):
+        if not line.strip():
+            continue
+        row = _figures(line)
+        if row is not None:
+            rows.append(row)
+        elif note is not None:
+            note(f"{path}:{number} is cut or damaged and left out")
+    return rows
+
+
+def _figures(line: bytes) -> dict[str, float] | None:
+    """The figures of one line; None unless it is an object of finite numbers."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(row, dict) or not all(_is_figure(value) for value in row.values()):
+        return None
+    return row
+
+
+def _is_figure(value: object) -> bool:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return abs(value) <= sys.float_info.max  # false for NaN and infinity; an integer may be beyond any float

@@ -44,16 +44,15 @@ def load_prompts(data: DataConfig, tokenizer: PreTrainedTokenizerBase, *, seed: 
     empty data set, prompt longer than `max_prompt_tokens`.
     """
     rows = _chain_rows(data, seed) if data.task == "chain" else read_rows(data)
+    max_chars = data.max_prompt_tokens * _longest_token(tokenizer)
     prompts: list[Prompt] = []
     num_skipped = 0
     for index, row in enumerate(rows):
-        token_ids = _encode(row, data, tokenizer)
-        if len(token_ids) > data.max_prompt_tokens:
+        # a second for a million tokens: what is too long anyway is not tokenised
+        token_ids = _encode(row, data, tokenizer) if len(row.prompt) <= max_chars else None
+        if token_ids is None or len(token_ids) > data.max_prompt_tokens:
             if data.on_long_prompt == "fail":
-                raise DataError(
-                    f"{row.origin}: the prompt has {len(token_ids)} tokens, data.max_prompt_tokens is "
-                    f"{data.max_prompt_tokens}; raise it, or set data.on_long_prompt to skip"
-                )
+                raise DataError(_too_long(row, token_ids, data, max_chars))
             num_skipped += 1
             continue
         if not token_ids:
@@ -72,6 +71,22 @@ def load_prompts(data: DataConfig, tokenizer: PreTrainedTokenizerBase, *, seed: 
             f"{data.max_prompt_tokens} tokens; expected at least one; check data.path and data.limit"
         )
     return PromptDataset(prompts=tuple(prompts), num_skipped=num_skipped)
+
+
+def _longest_token(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Characters of the longest token; of byte-level BPE its bytes, which are at least as many."""
+    return max(len(token) for token in tokenizer.get_vocab())
+
+
+def _too_long(row: Row, token_ids: list[int] | None, data: DataConfig, max_chars: int) -> str:
+    got = f"{len(row.prompt):,} characters" if token_ids is None else f"{len(token_ids)} tokens"
+    limit = f"{data.max_prompt_tokens}" + (
+        f" (at most {max_chars:,} characters)" if token_ids is None else ""
+    )
+    return (
+        f"{row.origin}: the prompt has {got}, data.max_prompt_tokens is {limit}; raise it, or set "
+        "data.on_long_prompt to skip"
+    )
 
 
 def sampling_params(sampling: SamplingConfig, tokenizer: PreTrainedTokenizerBase) -> SamplingParams:

@@ -12,6 +12,7 @@ import pkgutil
 from pathlib import Path
 from typing import Any
 
+from cluster.commands.arguments import out_folder, path_argument
 from cluster.origin import ROOT
 
 _TEXT = """\
@@ -33,12 +34,14 @@ def add_parser(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("name", metavar="NAME", help=f"one of: {', '.join(benchmark_names()) or 'none yet'}")
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="where the results go")
+    parser.add_argument(
+        "--out", type=path_argument, required=True, metavar="DIR", help="where the results go"
+    )
     size = parser.add_mutually_exclusive_group()
     size.add_argument("--quick", action="store_true", help="under a minute, wide intervals")
     size.add_argument("--full", action="store_true", help="longer than the default ten minutes")
     parser.add_argument(
-        "--data", type=Path, metavar="PATH", help="real prompts (GSM8K JSONL) where it uses any"
+        "--data", type=path_argument, metavar="PATH", help="real prompts (GSM8K JSONL) where it uses any"
     )
     parser.add_argument(
         "--profile", action="store_true", help="engine: only where a decode step's time goes, phase by phase"
@@ -61,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
         raise DataError(f"--data expects a file, {args.data} does not exist")
     if args.profile and args.name != "engine":
         raise ConfigError(f"--profile shows the phases of a decode step: bench engine does, not {args.name}")
-    out = args.out.expanduser().resolve()
+    out = out_folder(args.out)
     out.mkdir(parents=True, exist_ok=True)
     mode = "quick" if args.quick else "full" if args.full else "default"
     more = {"profile": True} if args.profile else {}

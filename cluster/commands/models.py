@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
+
+from cluster.commands.arguments import budget_argument, out_folder, path_argument
 
 _TEXT = """\
 Make a pair of models for RLHF from any text, or from question/answer JSONL.
@@ -31,13 +32,24 @@ def add_parser(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     make.add_argument(
-        "--data", type=Path, nargs="+", required=True, metavar="FILE", help=".jsonl with both fields, or text"
+        "--data",
+        type=path_argument,
+        nargs="+",
+        required=True,
+        metavar="FILE",
+        help=".jsonl with both fields, or text",
     )
-    make.add_argument("--out", type=Path, required=True, metavar="DIR", help="gets target/ and draft/")
+    make.add_argument(
+        "--out", type=path_argument, required=True, metavar="DIR", help="gets target/ and draft/"
+    )
     make.add_argument("--prompt-field", default="question", help="JSONL field of the prompt (%(default)s)")
     make.add_argument("--answer-field", default="answer", help="JSONL field of the answer (%(default)s)")
     make.add_argument(
-        "--budget", type=float, default=180.0, metavar="SECONDS", help="about how long to train (%(default)g)"
+        "--budget",
+        type=budget_argument,
+        default=180.0,
+        metavar="SECONDS",
+        help="about how long to train (%(default)g)",
     )
     make.add_argument("--seed", type=int, default=0, help="seed of weights and batches (%(default)s)")
     make.set_defaults(run=run)
@@ -48,11 +60,12 @@ def run(args: argparse.Namespace) -> int:
     from cluster.report import Reporter
     from learning.pairs import make_pair_from_text
 
+    out = out_folder(args.out)
     report = Reporter()
     with report.job("making the pair") as tick:
         pair = make_pair_from_text(
             args.data,
-            args.out.expanduser().resolve(),
+            out,
             prompt_field=args.prompt_field,
             answer_field=args.answer_field,
             budget_s=args.budget,

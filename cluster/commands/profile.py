@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
 
-from cluster.commands.arguments import add_config_arguments
+from cluster.commands.arguments import add_config_arguments, budget_argument, out_folder, path_argument
 
 _TEXT = """\
 Measure a profile of the configured pair on this machine: the time of decode steps over samples, context and tokens
@@ -29,10 +28,10 @@ def add_parser(commands: Any) -> None:
     )
     add_config_arguments(parser)
     parser.add_argument(
-        "--out", type=Path, required=True, metavar="DIR", help="gets tables, models, pictures"
+        "--out", type=path_argument, required=True, metavar="DIR", help="gets tables, models, pictures"
     )
     parser.add_argument(
-        "--budget", type=float, default=75.0, metavar="SECONDS", help="about how long (%(default)g)"
+        "--budget", type=budget_argument, default=75.0, metavar="SECONDS", help="about how long (%(default)g)"
     )
     parser.set_defaults(run=run)
 
@@ -45,13 +44,10 @@ def run(args: argparse.Namespace) -> int:
     from cluster.profiling import describe, measure
     from cluster.report import Reporter
     from core.config_io import load_config
-    from core.errors import ConfigError
     from profiles.profile import save_profile
 
-    if args.budget <= 0:
-        raise ConfigError(f"--budget expects seconds above 0, got {args.budget:g}")
     report = Reporter()
-    out = args.out.expanduser().resolve()
+    out = out_folder(args.out)
     try:
         report.stage("loading torch and transformers")
         config = resolve_models(load_config(args.config, args.set), report)

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from cluster.commands.arguments import path_argument
+
+if TYPE_CHECKING:
+    pass
 
 _TEXT = """\
 Print what a run achieved, from its folder alone.
@@ -21,12 +25,14 @@ def add_parser(commands: Any) -> None:
         description=_TEXT,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="folder that the run printed first")
+    parser.add_argument(
+        "run_dir", type=path_argument, metavar="RUN_DIR", help="folder that the run printed first"
+    )
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print state and summary. Raises ConfigError when the folder is no run folder."""
+    """Print state and summary, of a damaged folder what can be read. Raises ConfigError when it is no run folder."""
     from cluster.report import Reporter
     from cluster.run_status import describe_status
     from cluster.rundir import RunDir
@@ -37,6 +43,6 @@ def run(args: argparse.Namespace) -> int:
     report = Reporter()
     for line in describe_status(run_dir.status()):
         report.note(line)
-    metrics = read_metrics(run_dir.metrics_file) if run_dir.metrics_file.is_file() else []
+    metrics = read_metrics(run_dir.metrics_file, note=report.note) if run_dir.metrics_file.is_file() else []
     report.finish(summarise(metrics), run_dir)
     return 0

@@ -7,8 +7,9 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from cluster.commands.arguments import path_argument
 
 if TYPE_CHECKING:
     from policies.simulate.compare import Comparison
@@ -52,7 +53,9 @@ def add_parser(commands: Any) -> None:
     add("--max-new-tokens", type=int, metavar="N", help="limit of a response (4096; of a file: its longest)")
     add("--prompt-tokens", type=int, default=128, metavar="N", help="of each prompt (%(default)s)")
     rates = parser.add_mutually_exclusive_group()
-    rates.add_argument("--profile", type=Path, metavar="DIR", help="a folder made by `rlhfspec profile`")
+    rates.add_argument(
+        "--profile", type=path_argument, metavar="DIR", help="a folder made by `rlhfspec profile`"
+    )
     rates.add_argument("--device", choices=DEVICES, default=DEVICES[0], help="analytic (%(default)s)")
     add("--kv-bytes-per-token", type=float, metavar="N", help="size of both caches (of the device; 16384)")
     add("--policy", choices=POLICIES, default="all", help="beside static and pull (%(default)s)")
@@ -70,18 +73,17 @@ def add_parser(commands: Any) -> None:
         help="log-normal spread of speeds (%(default)s)",
     )
     add("--seed", type=int, default=0, help="of drawn lengths and speeds (%(default)s)")
-    add("--out", type=Path, metavar="FILE", help="gets the figures as JSON")
+    add("--out", type=path_argument, metavar="FILE", help="gets the figures as JSON")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Simulate, print a table, write JSON. Raises InputError for bad input."""
-    from rich.console import Console
-
+    from cluster.report import PipeConsole
     from policies.simulate.compare import COMPARED, compare
 
     _check(args)
-    console = Console(highlight=False)
+    console = PipeConsole(highlight=False)
     samples, max_new_tokens = _samples(args)
     setup, label = _setup(args, samples, max_new_tokens)
     wanted = COMPARED if args.policy == "all" else tuple(dict.fromkeys(("static", "pull", args.policy)))
@@ -128,7 +130,7 @@ def _samples(args: argparse.Namespace) -> tuple[Samples, int]:
         count = args.samples or args.instances * args.slots
         lengths = drawn_lengths(args.lengths, count, args.instances, max_new_tokens=limit, seed=args.seed)
     else:
-        lengths = read_lengths(Path(args.lengths).expanduser())
+        lengths = read_lengths(path_argument(args.lengths))
         if args.samples is not None and args.samples > len(lengths):
             raise DataError(f"--samples {args.samples}: {args.lengths} holds {len(lengths)} lengths only")
         lengths = lengths[: args.samples]

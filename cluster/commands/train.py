@@ -92,6 +92,8 @@ def _run(config: Config, path: Path, report: Reporter, *, dry_run: bool) -> int:
 
         inputs = replace(checked.inputs, profile=resolve_profile(config, checked.inputs, report))
         run_dir = RunDir.create(config, path)
+        if run_dir.path != path:
+            report.note(f"run folder {run_dir.path} (another run took the first name)")
         for line in sweep_run_folders(path.parent):
             report.note(line)
         _train(config, inputs, run_dir, report)
@@ -151,7 +153,9 @@ def _close(run_dir: RunDir, report: Reporter, *, with_files: bool = True, with_p
 
     summary = None
     try:
-        metrics = read_metrics(run_dir.metrics_file) if run_dir.metrics_file.is_file() else []
+        metrics = (
+            read_metrics(run_dir.metrics_file, note=report.note) if run_dir.metrics_file.is_file() else []
+        )
         summary = summarise(metrics)
         if summary is not None and with_files:
             write_whole(run_dir.summary_file, summary.text())

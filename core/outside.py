@@ -1,0 +1,65 @@
+"""What comes from outside and may be anything: paths that are none, values too long to quote."""
+
+from __future__ import annotations
+
+import os
+import reprlib
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+MAX_QUOTED_CHARS = 80
+
+
+class _Repr(reprlib.Repr):
+    """A value in at most a line: a few items, two levels, the ends of long words and numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel = 2
+        self.maxdict = self.maxlist = self.maxtuple = 4
+        self.maxstring = self.maxother = MAX_QUOTED_CHARS
+
+    def repr_int(self, x: int, level: int) -> str:
+        """Python refuses to write integers of more than 4,300 digits."""
+        return repr(x) if x.bit_length() < 256 else f"an integer of {x.bit_length():,} bits"
+
+
+_repr = _Repr()
+
+
+def quote(value: Any) -> str:
+    """Return a value's repr, shortened."""
+    return _repr.repr(value)
+
+
+def cut(text: str) -> str:
+    """Return `text`, or both ends of a long one."""
+    if len(text) <= MAX_QUOTED_CHARS:
+        return text
+    half = MAX_QUOTED_CHARS // 2
+    return f"{text[:half]}...{text[-half:]}"
+
+
+def is_file(path: Path) -> bool:
+    """True for an existing file; a name that the system refuses (too long, a NUL) is none."""
+    return _stands(path, Path.is_file)
+
+
+def is_dir(path: Path) -> bool:
+    """True for an existing folder; a name that the system refuses is none."""
+    return _stands(path, Path.is_dir)
+
+
+def try_folder(folder: Path) -> None:
+    """Make and delete a folder where `folder` is or will be: rights alone do not tell. Raises OSError."""
+    there = next(place for place in (folder, *folder.parents) if place.exists())
+    os.rmdir(tempfile.mkdtemp(prefix=".rlhfspec-", dir=there))
+
+
+def _stands(path: Path, is_kind: Callable[[Path], bool]) -> bool:
+    try:
+        return is_kind(path)
+    except (OSError, ValueError):
+        return False
