@@ -82,7 +82,8 @@ class _Version(argparse.Action):
     """Print name and version, looked up only when asked for."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        parser.exit(0, f"{NAME} {version()}\n")
+        print(f"{NAME} {version()}")
+        parser.exit()
 
 
 if __name__ == "__main__":

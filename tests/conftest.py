@@ -26,6 +26,11 @@ def _private_home(tmp_path_factory: pytest.TempPathFactory) -> None:
         os.environ[name] = str(home / name.lower())
 
 
+def pytest_make_parametrize_id(val: object) -> str | None:
+    """Name a long value by its length: pytest hands a test's name on in the environment, which has a limit."""
+    return f"{type(val).__name__} of {len(val)}" if isinstance(val, str | bytes) and len(val) > 120 else None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TinyPair:
     """Folders of a random target and draft model with one character tokenizer; 128 positions."""

@@ -183,6 +183,52 @@ def test_a_draft_with_half_the_vocabulary_is_found_by_check(
     assert "half has 17 token ids, the tokenizer 34" in message
 
 
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("run.name=../../evil", "run.name: expected a name for one folder"),
+        ("run.name=[", "--set run.name=[: the value is not valid YAML"),
+        ("trainer.learning_rate=.inf", "trainer.learning_rate: Input should be a finite number, got inf"),
+        ("sampling.stop_token_ids=[5000]", "ids of the tokenizer, 0 to 33, got 5000"),
+        ("engine.num_threads=500", "engine.num_threads is 500, but this machine has"),
+        ("trainer.num_threads=500", "trainer.num_threads is 500, but this machine has"),
+        ("run.output_dir=/proc/x", "cannot make a run folder in /proc/x"),
+    ],
+)
+def test_what_check_refuses_before_anything_is_made(
+    override: str, message: str, config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = sorted(tmp_path.rglob("*"))
+    assert message in refused(capsys, "check", "--config", config_file, "--set", override)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_threads_of_other_machines_are_not_judged_here(
+    config_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["check", "--config", str(config_file), "--set", "trainer.num_threads=500"]
+    assert main([*argv, "--set", "cluster.address=10.0.0.1:6379"]) == 0
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["profile", "--config", "CONFIG", "--out", "CONFIG"],
+        ["profile", "--config", "CONFIG", "--out", "out", "--budget", "nan"],
+        ["models", "make", "--data", "CONFIG", "--out", "CONFIG"],
+        ["models", "make", "--data", "CONFIG", "--out", "out", "--budget", "-1"],
+        ["bench", "exactness", "--out", "CONFIG"],
+        ["bench", "exactness", "--out", "~no-such-user/x"],
+    ],
+)
+def test_an_output_that_cannot_be_is_refused_before_the_work(
+    command: list[str], config_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = [str(config_file) if word == "CONFIG" else word for word in command]
+    message = refused(capsys, *argv)
+    assert "--out" in message or "--budget" in message or "home folder" in message
+
+
 def test_half_a_demo_pair(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     message = refused(capsys, "check", "--config", config_file, "--set", "models.target=demo")
     assert "expected both or none to be 'demo'" in message

@@ -1,8 +1,12 @@
 """Config files: unknown keys, overrides, refused combinations, and every file we ship."""
 
+import math
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, get_args
 
 import pytest
+from pydantic import BaseModel
 
 from core.config import Config
 from core.config_io import config_from_dict, dump_config, load_config
@@ -50,11 +54,137 @@ def test_a_malformed_override_is_refused(tmp_path: Path, override: str) -> None:
         ("speculation", {"ngram_min": 5}, "ngram_min must not exceed"),
         ("reward", {"kind": "model"}, "reward.model names none"),
         ("run", {"iterations": 0}, "run.iterations"),
+        ("speculation", {"policy": "fixed", "num_nodes": 64, "depth": 0}, "64 nodes at depth 0"),
+        ("speculation", {"policy": "capacity", "depth": 0}, "nodes at depth 0"),
+        ("data", {"path": "a.jsonl", "prompt_template": "x"}, r"must hold \{prompt\}"),
+        ("data", {"task": "chain", "limit": 10**9}, "more than a generated task draws"),
+        ("sampling", {"stop_token_ids": [5, -1]}, r"stop_token_ids\.1"),
+        ("engine", {"num_threads": 5000}, "less than or equal to 1024"),
+        ("cluster", {"generation": {"num_actors": 10**9}}, "less than or equal to 4096"),
+        ("cluster", {"heartbeat_timeout_s": 1e300}, "less than or equal to 604800"),
+        ("rollout", {"prompts_per_iteration": 10**400}, "must fit in 64 bits"),
+        ("run", {"output_dir": "a\0b"}, "output_dir holds a NUL"),
+        ("run", {"output_dir": "~no-such-user/x"}, "home folder"),
+        ("run", {"cache_dir": ""}, "at least 1 character"),
     ],
 )
 def test_combinations_that_cannot_run_are_refused(section: str, values: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         config_from_dict(SMALLEST | {section: values})
+
+
+def every_float() -> list[tuple[str, ...]]:
+    """Paths of all settings that are floats, from the classes themselves."""
+
+    def below(model: type[BaseModel], path: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+        for name, field in model.model_fields.items():
+            kind = field.annotation
+            if isinstance(kind, type) and issubclass(kind, BaseModel):
+                yield from below(kind, (*path, name))
+            elif kind is float or float in get_args(kind):
+                yield (*path, name)
+
+    return list(below(Config, ()))
+
+
+@pytest.mark.parametrize("path", every_float(), ids=".".join)
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan, "inf", "1e999"])
+def test_every_float_is_finite(path: tuple[str, ...], value: object) -> None:
+    tree: Any = value
+    for name in reversed(path):
+        tree = {name: tree}
+    with pytest.raises(ConfigError, match=rf"{path[-1]}: Input should be"):
+        config_from_dict(SMALLEST | tree)
+
+
+def test_the_floats_of_all_sections_were_found() -> None:
+    assert {"learning_rate", "temperature", "kl_coef", "heartbeat_timeout_s", "kv_cache_mb", "num_cpus"} <= {
+        path[-1] for path in every_float()
+    }
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "../../evil",
+        "a/b",
+        "a\\b",
+        "a\0b",
+        "x" * 101,
+        "ü" * 51,
+        "..",
+        ".",
+        ".hidden",
+        "-x",
+        "",
+        "a\nb",
+        "\u2028",
+    ],
+)
+def test_a_run_is_named_by_one_folder_name(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"run\.name: expected a name for one folder"):
+        config_from_dict(SMALLEST | {"run": {"name": name}})
+
+
+@pytest.mark.parametrize("name", ["run", "lr=1e-5, T=1.0", "x" * 100, "übung 3", "2026-01-02", "a..b"])
+def test_names_of_folders_are_names_of_runs(name: str) -> None:
+    assert config_from_dict(SMALLEST | {"run": {"name": name}}).run.name == name
+
+
+def test_all_faults_are_told_in_one_line() -> None:
+    with pytest.raises(ConfigError) as caught:
+        config_from_dict({"run": {"iterations": 0, "seed": -1}, "x\ny": 1, "data": [0] * 10**5})
+    message = str(caught.value)
+    assert "\n" not in message and len(message) < 1000
+    assert all(part in message for part in ("run.iterations", "run.seed", "unknown key x y", "data:"))
+
+
+@pytest.mark.parametrize(
+    "override", ["run.name=[", "run.name=!!python/object:x {}", "run.seed=" + "9" * 5000]
+)
+def test_an_override_that_is_no_yaml_is_refused(tmp_path: Path, override: str) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("data: {task: chain}\nmodels: {draft: demo}\n")
+    with pytest.raises(ConfigError, match=r"--set run\..*: the value is not valid YAML: line 1"):
+        load_config(file, [override])
+
+
+def test_an_override_changes_its_own_section_only(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text(
+        "data: {task: chain}\nmodels: {draft: demo}\n"
+        "cluster: {generation: &pool {num_cpus: 1}, reward: *pool}\n"
+    )
+    cluster = load_config(file, ["cluster.generation.num_cpus=2"]).cluster
+    assert (cluster.generation.num_cpus, cluster.reward.num_cpus) == (2.0, 1.0)
+
+
+def test_a_byte_order_mark_is_read_over(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_bytes(b"\xef\xbb\xbfdata: {task: chain}\nmodels: {draft: demo}\n")
+    assert load_config(file).data.task == "chain"
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        (b"\x80\x81", "expected UTF-8 text, got byte 0x80 at position 0"),
+        ("run: {}".encode("utf-16"), "expected UTF-8 text, got byte 0xff"),
+        (b"data: {}\ndata: {}\n", "the key 'data' stands in line 1 already"),
+    ],
+)
+def test_a_file_that_is_no_yaml_of_ours_is_refused(tmp_path: Path, raw: bytes, message: str) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_bytes(raw)
+    with pytest.raises(ConfigError, match=rf"c\.yaml is .*{message}"):
+        load_config(file)
+
+
+def test_a_config_that_is_a_folder_or_no_name_at_all_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is a folder; check --config"):
+        load_config(tmp_path)
+    with pytest.raises(ConfigError, match="does not exist"):
+        load_config("x" * 5000)
 
 
 @pytest.mark.parametrize("text", ["run: [", "- a\n- b\n", ""])

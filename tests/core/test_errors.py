@@ -29,3 +29,17 @@ def test_a_wait_that_ran_out_names_both_sides() -> None:
     )
     for part in ("driver", "gen-1", "load_weights v3", "12", "look at its log"):
         assert part in str(error)
+
+
+@pytest.mark.parametrize(
+    "text", ["a\nb\r\n  c", "a\x00\x1b[31m", "\ud800", "x" * 10**6, "word " * 10**5, "\u2028"]
+)
+def test_bad_input_is_told_in_one_printable_line(text: str) -> None:
+    message = str(errors.ConfigError(f"begin {text} end"))
+    assert message.isprintable() and message.encode()
+    assert message.startswith("begin ") and message.endswith(" end")
+    assert len(message) <= errors.MAX_MESSAGE_CHARS
+
+
+def test_a_short_message_is_left_as_it_is() -> None:
+    assert str(errors.DataError("data.jsonl:3: fünf 字; mend it")) == "data.jsonl:3: fünf 字; mend it"

@@ -24,3 +24,28 @@ def test_what_was_written_is_read_back_in_order(tmp_path: Path) -> None:
         {"iteration": 0, "reward/mean": 0.25},
         {"iteration": 1, "reward/mean": 0.5, "time/update_s": 2.0},
     ]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        b'{"iteration": 1, "rew',
+        b"\xff\xfe",
+        b"[1, 2]",
+        b'{"reward/mean": "high"}',
+        b'{"reward/mean": NaN}',
+        b'{"reward/mean": 1e999}',
+        b'{"reward/mean": ' + b"9" * 400 + b"}",
+        b'{"reward/mean": ' + b"9" * 5000 + b"}",
+        b"[" * 100_000,
+        b"\0" * 100,
+    ],
+)
+def test_a_cut_or_damaged_line_is_left_out_and_said(tmp_path: Path, damage: bytes) -> None:
+    file = tmp_path / "metrics.jsonl"
+    MetricsLog(file).write(0, {"reward/mean": 0.25})
+    with file.open("ab") as stream:
+        stream.write(damage)
+    notes: list[str] = []
+    assert read_metrics(file, note=notes.append) == [{"iteration": 0, "reward/mean": 0.25}]
+    assert notes == [f"{file}:2 is cut or damaged and left out"]

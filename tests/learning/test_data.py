@@ -85,6 +85,17 @@ def test_chat_uses_the_template(jsonl, tokenizer):
         ("", "is empty"),
         ("\n\n", "is empty"),
         ('{"question": "1111111111", "answer": "b"}\n', r"data\.jsonl:1: the prompt has 10 tokens"),
+        ('{"question": ' + "[" * 100_000, r"data\.jsonl:1 cannot be read: its brackets are nested too deep"),
+        (
+            '{"question": ' + "9" * 5000 + "}",
+            r"data\.jsonl:1 cannot be read: an integer has more than 4300 digits",
+        ),
+        (
+            '{"question": "a\\ud800", "answer": "b"}',
+            r"data\.jsonl:1: field 'question'.*half of a surrogate pair",
+        ),
+        ('{"question": "a", "answer": NaN}', r"data\.jsonl:1: field 'answer' must be text, got float"),
+        ('{"question": "a", "answer": "b"}\n\0', r"data\.jsonl:2 is not valid JSON"),
     ],
 )
 def test_faults_name_file_and_line(tmp_path, tokenizer, text, message):
@@ -103,6 +114,85 @@ def test_a_broken_parquet_file_is_named(tmp_path, tokenizer):
     (tmp_path / "x.parquet").write_text("not parquet")
     with raises(DataError, match="not a readable Parquet file"):
         load_prompts(DataConfig(path=str(tmp_path / "x.parquet")), tokenizer, seed=0)
+
+
+def test_a_damaged_page_of_a_parquet_file_is_named(tmp_path, tokenizer):
+    path = tmp_path / "x.parquet"
+    pq.write_table(pa.table({"question": [f"{i}+{i}" for i in range(500)], "answer": ["b"] * 500}), path)
+    raw = bytearray(path.read_bytes())
+    raw[4:200] = bytes(255 - byte for byte in raw[4:200])
+    path.write_bytes(raw)
+    with raises(DataError, match=r"x\.parquet is not a readable Parquet file: after 0 rows"):
+        load_prompts(DataConfig(path=str(path)), tokenizer, seed=0)
+
+
+def test_columns_that_are_not_used_are_not_read(tmp_path, tokenizer):
+    path = tmp_path / "x.parquet"
+    pq.write_table(pa.table({"question": ["1+1"], "picture": [b"x" * 1000], "answer": ["2"]}), path)
+    raw = bytearray(path.read_bytes())
+    at = raw.index(b"x" * 20)
+    raw[at - 40 : at] = bytes(40)
+    path.write_bytes(raw)
+    data = DataConfig(path=str(path), reference_field=None)
+    assert [prompt.text for prompt in load_prompts(data, tokenizer, seed=0).prompts] == ["1+1"]
+    with raises(
+        DataError, match=r"no field 'zz' \(data\.prompt_field\); its fields are question, picture, answer"
+    ):
+        load_prompts(DataConfig(path=str(path), prompt_field="zz"), tokenizer, seed=0)
+
+
+@mark.parametrize(
+    ("name", "message"),
+    [
+        (
+            "x.csv",
+            r"expected a file of JSON lines \(.jsonl, .json\) or Parquet \(.parquet\), got .csv; convert it",
+        ),
+        ("x", "got no suffix; convert it"),
+        ("none.txt", r"none\.txt does not exist; check data\.path"),
+    ],
+)
+def test_a_file_of_another_format_gets_the_formats_that_are_read(tmp_path, tokenizer, name, message):
+    for there in ("x.csv", "x"):
+        (tmp_path / there).write_text("question,answer\n")
+    with raises(DataError, match=message):
+        load_prompts(DataConfig(path=str(tmp_path / name)), tokenizer, seed=0)
+
+
+@mark.parametrize("name", [":", ":train", "no/such-data-set", "x" * 5000, "a\nb"])
+def test_a_data_set_that_there_is_not_is_one_error(tokenizer, name):
+    with raises(DataError, match=r"data\.path|cannot load the data set"):
+        load_prompts(DataConfig(path=name), tokenizer, seed=0)
+
+
+def test_a_byte_order_mark_before_jsonl_is_read_over(tmp_path, tokenizer):
+    path = tmp_path / "d.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"question": "1+1", "answer": "2"}\n')
+    assert load_prompts(DataConfig(path=str(path)), tokenizer, seed=0).prompts[0].text == "1+1"
+
+
+def test_a_prompt_beyond_all_tokens_is_refused_without_being_tokenised(tmp_path, tokenizer, monkeypatch):
+    longest = max(len(token) for token in tokenizer.get_vocab())
+    most = 8 * longest
+    path = tmp_path / "d.jsonl"
+    lengths = (8, most, most + 1, 10**7)
+    path.write_text("".join(json.dumps({"question": "a" * n, "answer": ""}) + "\n" for n in lengths))
+    encoded = []
+    encode = tokenizer.encode
+
+    def counting(text):
+        encoded.append(len(text))
+        return encode(text)
+
+    monkeypatch.setattr(tokenizer, "encode", counting)
+    data = DataConfig(path=str(path), max_prompt_tokens=8, on_long_prompt="skip")
+    dataset = load_prompts(data, tokenizer, seed=0)
+    assert (len(dataset), dataset.num_skipped, encoded) == (1, 3, [8, most])
+    path.write_text(json.dumps({"question": "a" * 10**7, "answer": ""}))
+    with raises(
+        DataError, match=rf"d\.jsonl:1: the prompt has 10,000,000 characters, .* \(at most {most} char"
+    ):
+        load_prompts(data.model_copy(update={"on_long_prompt": "fail"}), tokenizer, seed=0)
 
 
 def test_long_prompts_can_be_skipped(tmp_path, tokenizer):
