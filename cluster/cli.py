@@ -7,6 +7,7 @@ command needs is imported, so that `--help` answers at once.
 from __future__ import annotations
 
 import argparse
+import io
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -56,6 +57,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     from core.errors import RlhfSpecError
 
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(
+            errors="backslashreplace"
+        )  # a name the terminal has no letters for is no fault
     try:
         args = build_parser().parse_args(argv)
         from cluster.quiet import quiet_libraries  # not for --version, --help: it loads the config's classes

@@ -140,9 +140,11 @@ class TextPairMaker:
     def _encode(self, examples: Sequence[TextExample]) -> list[Example]:
         eos = token_id(self.tokenizer, "eos")
         encoded: list[Example] = []
+        # what lies beyond so many of the longest tokens is cut off anyway, and a book takes minutes to tokenise
+        most_chars = (self.recipe.max_tokens + 1) * max(len(token) for token in self.tokenizer.get_vocab())
         for example in examples:
-            prompt = self.tokenizer.encode(example.prompt) if example.prompt else []
-            answer = self.tokenizer.encode(example.answer)
+            prompt = self.tokenizer.encode(example.prompt[:most_chars]) if example.prompt else []
+            answer = self.tokenizer.encode(example.answer[:most_chars])
             tokens = [*prompt, *answer, eos][: self.recipe.max_tokens + 1]
             whole = len(tokens) <= self.recipe.max_tokens
             # a prompt without its end teaches the wrong thing; of plain text any piece will do

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Iterator
 from typing import Literal
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -10,6 +11,8 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from core.errors import ModelError
 
+_LONG_RUN = re.compile(r"\S{1025}|\s{1025}")
+_PIECE = re.compile(r"\S{1,256}|\s{1,256}")
 PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
 
 
@@ -38,8 +41,17 @@ def train_bpe(texts: Iterable[str], *, vocab_size: int) -> PreTrainedTokenizerFa
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.train_from_iterator(_without_long_runs(texts), trainer)
     return _wrap(tokenizer)
+
+
+def _without_long_runs(texts: Iterable[str]) -> Iterator[str]:
+    """Cut texts with a run of thousands of letters or blanks: training takes the square of a run's length."""
+    for text in texts:
+        if _LONG_RUN.search(text):
+            yield from _PIECE.findall(text)
+        else:
+            yield text
 
 
 def token_id(tokenizer: PreTrainedTokenizerBase, which: Literal["eos", "pad"]) -> int:

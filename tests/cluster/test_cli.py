@@ -229,6 +229,19 @@ def test_an_output_that_cannot_be_is_refused_before_the_work(
     assert "--out" in message or "--budget" in message or "home folder" in message
 
 
+def test_a_run_whose_folder_was_taken_says_where_it_writes(
+    config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken = tmp_path / "runs" / "r"
+    taken.mkdir(parents=True)
+    monkeypatch.setattr("cluster.rundir.choose_run_path", lambda *_, **__: taken)
+    monkeypatch.setattr("cluster.loop.run_training", lambda *_: None)
+    assert main(["train", "--config", str(config_file), "--set", "speculation.policy=fixed"]) == 0
+    assert f"run folder {taken}-2 (another run took the first name)" in capsys.readouterr().out
+    assert list(taken.iterdir()) == []
+    assert (taken.with_name("r-2") / "config.yaml").is_file()
+
+
 def test_half_a_demo_pair(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     message = refused(capsys, "check", "--config", config_file, "--set", "models.target=demo")
     assert "expected both or none to be 'demo'" in message

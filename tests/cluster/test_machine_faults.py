@@ -77,6 +77,17 @@ def show_into(output: int, run_dir: Path) -> tuple[int, str]:
     return answer.returncode, answer.stderr
 
 
+def test_a_name_that_the_terminal_cannot_spell_is_printed_all_the_same(tmp_path: Path) -> None:
+    folder = tmp_path / "über"
+    folder.mkdir()
+    (folder / "config.yaml").write_text("")
+    argv = [sys.executable, "-m", "cluster.cli", "show", str(folder)]
+    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
+    answer = subprocess.run(argv, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert (answer.returncode, answer.stderr) == (0, "")
+    assert "\\xfcber" in answer.stdout
+
+
 def test_output_that_nobody_reads_ends_with_one_line(run_dir: Path) -> None:
     reader, writer = os.pipe()
     os.close(reader)

@@ -20,6 +20,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 from mutations import (
+    LIKELY,
     PATHS,
     changed_bytes,
     changed_safetensors,
@@ -189,7 +190,7 @@ def good_config(tmp_path_factory: pytest.TempPathFactory, tiny_pair: TinyPair) -
 
 
 @examples(0.05)
-@given(changes=st.lists(overrides(keys=PATHS), min_size=1, max_size=2))
+@given(changes=st.lists(overrides(keys=PATHS, values=LIKELY), min_size=1, max_size=3))
 def test_check_passes_or_says_in_one_line_what_is_wrong(
     changes: list[str], good_config: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -6,7 +6,7 @@ import json
 import os
 import struct
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -86,9 +86,66 @@ def changed_trees(draw: st.DrawFn, tree: dict[str, Any]) -> dict[Any, Any]:
     return changed
 
 
+def choices(model: type[BaseModel] = Config) -> Iterator[str]:
+    """Every word that some setting may be."""
+    for field in model.model_fields.values():
+        kind = field.annotation
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            yield from choices(kind)
+        for option in (kind, *get_args(kind)):
+            if get_origin(option) is Literal:
+                yield from map(str, get_args(option))
+
+
+LIKELY = st.sampled_from(
+    [
+        *(
+            "0",
+            "1",
+            "2",
+            "3",
+            "7",
+            "33",
+            "500",
+            "4294967296",
+            "9000000000000000000",
+            "0.5",
+            "1.0",
+            "1e-9",
+            "1e15",
+        ),
+        *(
+            "null",
+            "true",
+            "false",
+            "[]",
+            "[3]",
+            "x",
+            "a/b",
+            "a:b",
+            "os:getcwd",
+            "json:loads",
+            "./x",
+            "/",
+            ".",
+            "~",
+        ),
+        *sorted(set(choices())),
+    ]
+)
+"Values that pass the first look at some setting or other."
+
+
 @st.composite
-def overrides(draw: st.DrawFn, *, keys: st.SearchStrategy[tuple[str, ...]] = _KEYS) -> str:
+def overrides(
+    draw: st.DrawFn,
+    *,
+    keys: st.SearchStrategy[tuple[str, ...]] = _KEYS,
+    values: st.SearchStrategy[str] | None = None,
+) -> str:
     """An argument of --set."""
+    if values is not None:
+        return ".".join(draw(keys)) + "=" + draw(values)
     value = draw(st.one_of(_WORDS, _NUMBERS.map(_as_text), st.lists(_WORDS, max_size=3).map("".join)))
     return ".".join(draw(keys)) + draw(st.sampled_from(["=", "=", "=", "", "=="])) + value
 

@@ -6,6 +6,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pytest import fixture, mark, raises
 
+import learning.tokenization
 from core.config import DataConfig, SamplingConfig
 from core.errors import DataError
 from core.records import SamplingParams
@@ -44,6 +45,20 @@ def test_bpe_round_trips_any_text():
     text = "Ana has 12 pears, ÿ\n#### 1234"
     assert bpe.decode(bpe.encode(text)) == text
     assert len(bpe.encode("1234")) == 4
+
+
+@mark.parametrize("text", ["a" * 10**6, " " * 10**6, "ab" * 10**6])
+def test_a_tokenizer_is_trained_on_a_million_letters_without_a_blank(text):
+    """In the square of the run's length it would take an hour."""
+    bpe = train_bpe([text, "Tom has 12 apples."], vocab_size=300)
+    assert bpe.decode(bpe.encode("Tom has 12 apples.")) == "Tom has 12 apples."
+
+
+def test_long_runs_change_no_other_text(monkeypatch):
+    texts = ["Tom has 12 apples.\n" * 50, "x" * 1024, " " * 1024 + "y"]
+    cut = train_bpe(texts, vocab_size=400).get_vocab()
+    monkeypatch.setattr(learning.tokenization, "_without_long_runs", lambda texts: texts)
+    assert train_bpe(texts, vocab_size=400).get_vocab() == cut
 
 
 def test_jsonl_and_parquet_give_equal_prompts(jsonl, tmp_path, tokenizer):
