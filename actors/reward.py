@@ -2,18 +2,18 @@
 
 A plain pool of actors: measured no slower than Ray Serve on one machine, and it starts in a second
 instead of sixteen. Scoring is a pure function of its arguments, so a batch whose actor died is simply
-scored again by the restarted one.
+scored again by the one that takes its place.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from actors.remote import Handle, remote
-from actors.waiting import get, wait_any
+from actors.waiting import ActorDied, get, wait_any
+from actors.watch import OpenWait
 from core.config import RewardConfig
 from core.errors import RewardError, WaitTimeout
 from core.records import Prompt, Reward
@@ -54,18 +54,43 @@ class RewardActor:
 @dataclass(frozen=True, slots=True)
 class _Batch(Generic[T]):
     items: Sequence[T]
+    prompts: Sequence[Prompt]
+    responses: Sequence[str]
     actor: int
-    sent_s: float
+    handle: Handle
+    wait: OpenWait
 
 
 class RewardPool(Generic[T]):
     """Sends batches to the least busy actor; `items` come back beside their rewards."""
 
-    def __init__(self, actors: Sequence[Handle], *, timeout_s: float, kind: str = "") -> None:
-        """`kind` is reward.kind, for messages."""
+    def __init__(
+        self,
+        actors: Sequence[Handle],
+        *,
+        timeout_s: float,
+        kind: str = "",
+        make: Callable[[int, int], Handle] | None = None,
+        max_restarts: int = 0,
+        note: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        """A pool around living actors.
+
+        Args:
+            actors: they are called reward-0, reward-1, ... in this order.
+            timeout_s: how long an actor may go without an answer.
+            kind: `reward.kind`, for messages.
+            make: makes the n-th replacement (from 1) of the i-th actor; None replaces none.
+            max_restarts: replacements of each actor.
+            note: told of every replacement, one line.
+        """
         self._actors = list(actors)
         self._kind = kind
         self._timeout_s = timeout_s
+        self._make = make
+        self._max_restarts = max_restarts if make is not None else 0
+        self._note = note
+        self._num_restarts = [0] * len(self._actors)
         self._in_flight: dict[Any, _Batch[T]] = {}
 
     @property
@@ -92,28 +117,68 @@ class RewardPool(Generic[T]):
     def submit(self, items: Sequence[T], prompts: Sequence[Prompt], responses: Sequence[str]) -> None:
         """Send one batch; it is scored while the caller goes on."""
         loads = self._loads()
-        actor = loads.index(min(loads))
-        ref = self._actors[actor].score.remote(prompts, responses)
-        self._in_flight[ref] = _Batch(items=items, actor=actor, sent_s=time.monotonic())
+        self._send(loads.index(min(loads)), items, prompts, responses)
 
     def collect(self, *, wait_s: float) -> list[tuple[T, Reward]]:
         """Return what has been scored, waiting up to `wait_s` for the first batch.
 
-        Raises RewardError or whatever scoring raised; WaitTimeout when a batch takes too long.
+        Raises RewardError or whatever scoring raised; WaitTimeout when a batch takes too long; ActorDied
+        when an actor died more often than it may be replaced.
         """
         scored: list[tuple[T, Reward]] = []
         for ref in wait_any(list(self._in_flight), timeout_s=wait_s):
             batch = self._in_flight.pop(ref)
-            rewards = get(
-                ref,
-                waiter="the loop",
-                waited_for=f"reward-{batch.actor}",
-                order="score",
-                timeout_s=self._timeout_s,
-            )
+            try:
+                rewards = get(
+                    ref,
+                    waiter="the loop",
+                    waited_for=f"reward-{batch.actor}",
+                    order="score",
+                    timeout_s=self._timeout_s,
+                )
+            except ActorDied as death:
+                self._replace(batch, death)
+                continue
+            batch.wait.answered()
+            for other in self._in_flight.values():
+                if other.actor == batch.actor:
+                    other.wait.restart()
             scored += zip(batch.items, rewards, strict=True)
         self._refuse_late()
         return scored
+
+    def _send(
+        self, actor: int, items: Sequence[T], prompts: Sequence[Prompt], responses: Sequence[str]
+    ) -> None:
+        handle = self._actors[actor]
+        ref = handle.score.remote(prompts, responses)
+        wait = OpenWait(
+            waiter="the loop",
+            waited_for=f"reward-{actor}",
+            order=f"score {len(items)} responses",
+            timeout_s=self._timeout_s,
+        )
+        self._in_flight[ref] = _Batch(items, prompts, responses, actor, handle, wait)
+
+    def _replace(self, batch: _Batch[T], death: ActorDied) -> None:
+        """Let a new actor score what the dead one had; its other batches come back here one by one."""
+        if batch.handle is self._actors[batch.actor]:
+            number = self._num_restarts[batch.actor]
+            if self._make is None or number == self._max_restarts:
+                raise ActorDied(
+                    f"{death}; all {self._max_restarts} replacements of reward-{batch.actor} are used up; look whether "
+                    "the reward function ends its process or needs more memory, or raise cluster.max_instance_restarts"
+                ) from None
+            self._num_restarts[batch.actor] = number + 1
+            self._actors[batch.actor] = self._make(batch.actor, number + 1)
+            num_waiting = len(batch.items) + sum(
+                len(other.items) for other in self._in_flight.values() if other.handle is batch.handle
+            )
+            self._note(
+                f"{death}; a new actor takes its place ({number + 1} of {self._max_restarts}) and scores "
+                f"{num_waiting} samples again"
+            )
+        self._send(batch.actor, batch.items, batch.prompts, batch.responses)
 
     def _loads(self) -> list[int]:
         loads = [0] * len(self._actors)
@@ -122,14 +187,15 @@ class RewardPool(Generic[T]):
         return loads
 
     def _refuse_late(self) -> None:
-        for batch in self._in_flight.values():
-            waited_s = time.monotonic() - batch.sent_s
-            if waited_s > self._timeout_s:
+        """Miss what an actor was asked first and has not answered. Raises WaitTimeout."""
+        for batch in {batch.actor: batch for batch in reversed(self._in_flight.values())}.values():
+            batch.wait.look()
+            if batch.wait.left_s == 0.0:
                 raise WaitTimeout(
                     waiter="the loop",
                     waited_for=f"reward-{batch.actor}",
                     order=f"score {len(batch.items)} responses with {self._kind or 'the reward function'}",
-                    waited_s=waited_s,
+                    waited_s=batch.wait.waited_s,
                     advice="it takes too long or never returns: look at its stack in the Ray dashboard and mend "
                     "the function; if it is only slow, make reward.batch_size smaller, raise "
                     "cluster.reward.num_actors or cluster.order_timeout_s",

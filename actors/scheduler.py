@@ -3,8 +3,8 @@
 One thread keeps one poll in flight to every instance and never waits for a particular one; a poll
 answers at once when a sample finishes there, else after the poll interval. Completions come with the
 poll and go out through `take`. An instance that dies, or answers no poll for the heartbeat timeout
-(Ray never notices a frozen process), is given up; the loop makes the replacement. It also replaces this
-actor: `rebuild` takes over what a dead scheduler knew.
+(Ray never notices a frozen process), is given up; the loop makes the replacement. What this process itself
+slept through counts for nobody. The loop also replaces this actor: `rebuild` takes over what a dead one knew.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayTaskError
 
+from actors.deaths import DEATHS, cause_of
 from actors.messages import LostInstance, PollReply, Rejoined, SchedulerSettings, Taken
 from actors.move_gauges import MoveGauges
 from actors.remote import Handle, remote
-from actors.waiting import first_line, own_error, wait_any
+from actors.waiting import own_error, wait_any
 from core.errors import WaitTimeout
 from core.records import Completion, GenerationStats, SampleRequest
 from policies.migration.messages import CallOff, MoveOrder, Settle
@@ -86,7 +87,7 @@ class SchedulerActor:
         self._failure: BaseException | None = None
         self._stopping = False
         self._progress_mark = (0, 0)
-        self._progress_at_s = time.monotonic()
+        self._progress_at_s = self._machine.awake_s
 
     def _machine_arguments(self) -> dict[str, Any]:
         settings = self._settings
@@ -113,15 +114,15 @@ class SchedulerActor:
             self._handle(ClockTicked(now_s=now_s))
             if now_s - self._reallocated_at_s >= self._settings.reallocation_interval_s:
                 self._reallocate(now_s)
-            self._check_for_stall(now_s)
+            self._check_for_stall()
 
     @ray.method(concurrency_group="control")
     def join(self, instance: str, handle: Handle, num_slots: int) -> None:
         """Add an instance whose weights have been confirmed."""
         with self._changed:
             self._links[instance] = _Link(handle=handle)
-            self._progress_at_s = time.monotonic()
-            self._handle(InstanceJoined(instance=instance, num_slots=num_slots, now_s=self._progress_at_s))
+            self._handle(InstanceJoined(instance=instance, num_slots=num_slots, now_s=time.monotonic()))
+            self._progress_at_s = self._machine.awake_s
 
     @ray.method(concurrency_group="control")
     def lose(self, instance: str, reason: str) -> None:
@@ -132,7 +133,7 @@ class SchedulerActor:
     def enqueue(self, requests: tuple[SampleRequest, ...]) -> None:
         """Take new samples; they complete through `take`."""
         with self._changed:
-            self._progress_at_s = time.monotonic()
+            self._progress_at_s = self._machine.awake_s
             self._handle(SamplesArrived(requests=requests))
 
     @ray.method(concurrency_group="control")
@@ -158,14 +159,14 @@ class SchedulerActor:
                 one.held.instance: _Link(handle=one.handle, acknowledged=one.held.sequence)
                 for one in rejoined
             }
-            self._progress_at_s = time.monotonic()
             self._machine, orders = Scheduler.rebuild(
                 requests=requests,
                 delivered=delivered,
                 snapshots=snapshots,
-                now_s=self._progress_at_s,
+                now_s=time.monotonic(),
                 **self._machine_arguments(),
             )
+            self._progress_at_s = self._machine.awake_s
             self._carry_out(orders)
 
     @ray.method(concurrency_group="control")
@@ -229,8 +230,8 @@ class SchedulerActor:
                 return
             try:
                 answer = ray.get(ref)
-            except RayActorError as error:
-                self._handle(InstanceGone(instance=name, reason=f"died: {first_line(error)}"))
+            except DEATHS as error:
+                self._handle(InstanceGone(instance=name, reason=f"died: {cause_of(error)}"))
             except RayTaskError as error:
                 self._fail(own_error(error))
             else:
@@ -245,10 +246,6 @@ class SchedulerActor:
         return None
 
     def _take_reply(self, name: str, reply: PollReply) -> None:
-        if reply.busy_s > self._settings.heartbeat_timeout_s:
-            reason = f"its decode step {reply.boundary} has been running for {reply.busy_s:.0f} s"
-            self._handle(InstanceGone(instance=name, reason=reason))
-            return
         self._links[name].acknowledged = reply.sequence
         if reply.load is not None:
             self._stats[name] = reply.load.stats
@@ -264,6 +261,8 @@ class SchedulerActor:
                 progress=reply.progress,
                 load=reply.load,
                 moves=reply.moves,
+                boundary=reply.boundary,
+                busy_s=reply.busy_s,
             )
         )
 
@@ -323,9 +322,10 @@ class SchedulerActor:
         )
         self._changed.notify_all()
 
-    def _check_for_stall(self, now_s: float) -> None:
+    def _check_for_stall(self) -> None:
         """Fail when samples are open and none has moved for the order timeout: nobody may hang."""
         with self._changed:
+            now_s = self._machine.awake_s
             emitted = sum(stats.num_emitted_tokens for stats in self._stats.values())
             mark = (emitted, self._machine.num_delivered)
             if mark != self._progress_mark or self._machine.num_open == 0:

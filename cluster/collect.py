@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from actors.messages import Taken
+from actors.watch import OpenWait
 from cluster.report import Reporter
 from cluster.rollout_buffer import RolloutBuffer
 from cluster.system import Scored, System
@@ -52,9 +53,19 @@ def collect(system: System, requests: Sequence[SampleRequest], report: Reporter)
     buffer = RolloutBuffer(max_staleness=system.config.rollout.max_staleness)
     unscored: list[Scored] = []
     num_completed, stats, generated_s = 0, before, began_s
+    wait = OpenWait(
+        waiter="the scheduler",
+        waited_for="the generation pool",
+        order="generate more tokens",
+        timeout_s=system.config.cluster.order_timeout_s,
+    )
     while len(buffer) < len(requests):
         if num_completed < len(requests):
             taken = _take(system, wait_s=_WAIT_S, report=report)
+            if taken.completions or system.scheduler.stats.num_emitted_tokens != stats.num_emitted_tokens:
+                wait.answered()
+                wait.restart()
+            wait.look()
             unscored += [(by_key[c.key], c, response_text(system.tokenizer, c)) for c in taken.completions]
             moves += taken.moves
             num_completed += len(taken.completions)
@@ -85,12 +96,7 @@ def _take(system: System, *, wait_s: float, report: Reporter) -> Taken:
     for text in taken.drafter_alarms:
         report.note(f"drafter alarm, drafting suspended on {text}")
     for lost in taken.lost:
-        replacement = system.generation.replace(lost)
-        if replacement is not None:
-            again = f"{lost.num_requeued} samples were queued again, " if lost.num_requeued else ""
-            report.note(
-                f"instance {lost.instance} was lost ({lost.reason}); {again}{replacement} takes its place"
-            )
+        system.generation.replace(lost)
     return taken
 
 

@@ -59,7 +59,7 @@ def run_training(config: Config, inputs: Inputs, run_dir: RunDir, report: Report
             report.note(line)
         if session.dashboard_url:
             report.note(f"dashboard {session.dashboard_url}")
-        with running_system(config, session, inputs) as system:
+        with running_system(config, session, inputs, note=report.note) as system:
             train(system, run_dir, report)
     manifest = system.target.manifest
     report.note(f"parameter checksum {manifest.checksum} (weight version {manifest.weight_version})")

@@ -32,12 +32,15 @@ class GenerationPool:
         ground: Ground,
         scheduler: SchedulerClient,
         spec_for: Callable[[str], GenerationSpec],
+        note: Callable[[str], None] = lambda text: None,
     ) -> None:
+        """No instances so far. `note` is told of each that is lost and replaced, one line."""
         self._cluster = cluster
         self._places = places
         self._ground = ground
         self._scheduler = scheduler
         self._spec_for = spec_for
+        self._note = note
         self._weights: dict[str, PublishedWeights] = {}
         self._handles: dict[str, Handle] = {}
         self._place_of: dict[str, Place] = {}
@@ -60,7 +63,7 @@ class GenerationPool:
         self._bring_up(list(self._handles))
 
     def publish(self, weights: PublishedWeights) -> None:
-        """Publish a new version to every instance; one that died meanwhile is replaced with it."""
+        """Publish a new version to every instance; one that died since it was last heard of is replaced."""
         self._weights[weights.manifest.model] = weights
         lost = publish(weights, self._handles, timeout_s=self._cluster.order_timeout_s)
         for name, error in lost.items():
@@ -81,9 +84,11 @@ class GenerationPool:
             raise InstanceLost(
                 f"instance {lost.instance} was lost ({lost.reason}) and all "
                 f"{self._cluster.max_instance_restarts} replacements of this run are used up; look at the "
-                "actors' logs (out of memory is the usual reason), or raise cluster.max_instance_restarts"
+                "actors' logs in the Ray dashboard, or raise cluster.max_instance_restarts"
             )
         name = f"{place.name}-r{self._num_restarts}"
+        again = f"{lost.num_requeued} samples were queued again, " if lost.num_requeued else ""
+        self._note(f"instance {lost.instance} was lost ({lost.reason}); {again}{name} takes its place")
         self._make(name, place)
         try:
             self._bring_up([name])

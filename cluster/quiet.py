@@ -1,6 +1,6 @@
 """Keeps libraries from drawing over our own bars, here and in the actors.
 
-transformers, the hub client and `datasets` read these variables when they are imported. The command line
+transformers, the hub client, `datasets` and Ray read these variables when they are imported. The command line
 imports none of them before `quiet_libraries`; actors get the variables with their runtime environment.
 """
 
@@ -17,6 +17,8 @@ _DEFAULTS = {
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
     "TRANSFORMERS_VERBOSITY": "error",
+    # Ray prints these in the driver whatever it is told; the loop says the same in its own words
+    "RAY_DEDUP_LOGS_SKIP_REGEX": "A worker died or was killed|Raylet is terminated|marked dead because the detector",
 }
 "What the caller's environment says goes first."
 

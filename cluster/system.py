@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ from actors.reward import RewardActor, RewardPool
 from actors.scheduler import SchedulerActor
 from actors.trainer import TrainerActor
 from actors.waiting import get
+from actors.watch import watching
 from cluster.inputs import Inputs
 from cluster.pool import GenerationPool
 from cluster.publish import PublishedWeights, confirm
@@ -29,6 +31,8 @@ from core.records import Completion, SampleRequest, SamplingParams
 from engine.models import load_causal_lm, num_token_ids
 from engine.weights import pack_weights
 from learning.data import PromptCursor, sampling_params
+
+logger = logging.getLogger(__name__)
 
 Scored = tuple[SampleRequest, Completion, str]
 "A completion on its way through the reward pool: its request, itself, its text."
@@ -63,25 +67,31 @@ class System:
 
 
 @contextmanager
-def running_system(config: Config, session: RaySession, inputs: Inputs) -> Iterator[System]:
+def running_system(
+    config: Config, session: RaySession, inputs: Inputs, *, note: Callable[[str], None] = logger.warning
+) -> Iterator[System]:
     """Run all actors of a config whose model names are resolved, first weights loaded.
 
-    Their bundles are given back however the block ends, and the actors end with them.
+    Their bundles are given back however the block ends, and the actors end with them. `note` is told, one line each,
+    of actors that are lost and replaced, and of waits that take unusually long.
     Raises InputError for models, reward function or placement that cannot be used.
     """
     topology = plan(config)
     group = place(topology, is_local=session.is_local)
     try:
         ground = Ground(group=group, namespace=session.namespace)
-        system = _make_actors(config, inputs, topology, ground)
-        _bring_up(system)
-        yield system
-        system.stop()
+        with watching(note):
+            system = _make_actors(config, inputs, topology, ground, note)
+            _bring_up(system)
+            yield system
+            system.stop()
     finally:
         remove_placement_group(group)
 
 
-def _make_actors(config: Config, inputs: Inputs, topology: Topology, ground: Ground) -> System:
+def _make_actors(
+    config: Config, inputs: Inputs, topology: Topology, ground: Ground, note: Callable[[str], None]
+) -> System:
     """Start every process; they come up at the same time, while the models are read here."""
     cluster, tokenizer, dataset = config.cluster, inputs.tokenizer, inputs.dataset
     scheduler = _scheduler(config, inputs, topology, ground)
@@ -94,6 +104,7 @@ def _make_actors(config: Config, inputs: Inputs, topology: Topology, ground: Gro
         ground=ground,
         scheduler=scheduler,
         spec_for=lambda instance: _generation_spec(config, inputs, instance, max_total_tokens),
+        note=note,
     )
     generation.make_all()
     return System(
@@ -103,7 +114,7 @@ def _make_actors(config: Config, inputs: Inputs, topology: Topology, ground: Gro
         sampling=sampling_params(config.sampling, tokenizer),
         scheduler=scheduler,
         generation=generation,
-        rewards=_reward_pool(config, topology, ground),
+        rewards=_reward_pool(config, topology, ground, note),
         trainer=trainer,
         target=load_and_put(config, config.models.target, "target"),
         draft=_draft(config),
@@ -140,15 +151,24 @@ def _draft(config: Config) -> PublishedWeights | None:
     return load_and_put(config, config.models.draft, "draft")
 
 
-def _reward_pool(config: Config, topology: Topology, ground: Ground) -> RewardPool[Scored]:
-    restarts = config.cluster.max_instance_restarts
-    actors = [
-        RewardActor.options(
-            **actor_options(where, ground), max_restarts=restarts, max_task_retries=restarts
-        ).remote(where.name, config.reward)
-        for where in topology.reward
-    ]
-    return RewardPool(actors, timeout_s=config.cluster.order_timeout_s, kind=config.reward.kind)
+def _reward_pool(
+    config: Config, topology: Topology, ground: Ground, note: Callable[[str], None]
+) -> RewardPool[Scored]:
+    def make(actor: int, number: int) -> Handle:
+        where = topology.reward[actor]
+        name = f"{where.name}-r{number}" if number else where.name
+        return RewardActor.options(**actor_options(where, ground) | {"name": name}).remote(
+            name, config.reward
+        )
+
+    return RewardPool(
+        [make(actor, 0) for actor in range(len(topology.reward))],
+        timeout_s=config.cluster.order_timeout_s,
+        kind=config.reward.kind,
+        make=make,
+        max_restarts=config.cluster.max_instance_restarts,
+        note=note,
+    )
 
 
 def _generation_spec(config: Config, inputs: Inputs, instance: str, max_total_tokens: int) -> GenerationSpec:

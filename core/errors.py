@@ -14,6 +14,7 @@
     |-- StorageError          a disk is full, or refuses what is written
     |-- WaitTimeout           one process waited for another for too long
     |-- TransferError         a channel between two instances failed, or a frame arrived damaged
+    |-- NodeDied              Ray itself died under the run
     |-- InstanceLost          a generation instance died or froze
     `-- SchedulerLost         the scheduler died more often than it may be restarted
 
@@ -141,6 +142,10 @@ class TransferError(RlhfSpecError):
     def __reduce__(self) -> tuple:
         """Pickle by keyword: the default would call the constructor with the message alone."""
         return partial(TransferError, **self._arguments), ()
+
+
+class NodeDied(RlhfSpecError):
+    """The Ray node under the process that runs the loop died, and all its actors with it."""
 
 
 class InstanceLost(RlhfSpecError):

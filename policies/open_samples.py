@@ -42,6 +42,15 @@ class Member:
     last_seen_s: float
     owned: set[SampleKey] = field(default_factory=set)
     load: InstanceLoad | None = None
+    boundary: int = -1
+    "step boundary it last told"
+    boundary_since_s: float = 0.0
+
+    def looked_at_step(self, boundary: int, now_s: float) -> float:
+        """Return for how many seconds it has told no other step boundary than this one."""
+        if boundary != self.boundary:
+            self.boundary, self.boundary_since_s = boundary, now_s
+        return now_s - self.boundary_since_s
 
     @property
     def num_slots(self) -> int:

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
+from core.awake import AwakeClock
 from core.errors import RlhfSpecError
 from core.records import Completion, InstanceLoad, SampleKey, SampleRequest
 from policies.ledger import Binding, Ledger, verdict_for
@@ -38,6 +39,8 @@ from policies.scheduler_records import (
 
 MOVE_TIMEOUT_S = 60.0
 "A move of which nothing was heard for so long is called off and forgotten: a slot waits for it."
+LONGEST_LOOK = 0.25
+"Of the heartbeat timeout: what counts at most between two events; a scheduler that heard nothing for longer slept."
 
 
 class Scheduler:
@@ -54,13 +57,14 @@ class Scheduler:
         """A scheduler of no instances.
 
         Args:
-            heartbeat_timeout_s: silence after which an instance is given up.
+            heartbeat_timeout_s: silence after which an instance is given up; to be ticked much more often.
             binding: pull, or static: the i-th sample belongs to the i-th instance from its arrival on, as in
                 systems that split a batch up front; a baseline.
             reallocation: which running samples to move; None moves none.
             term: number of schedulers before this one in the run.
         """
         self._heartbeat_timeout_s = heartbeat_timeout_s
+        self._clock = AwakeClock(longest_s=LONGEST_LOOK * heartbeat_timeout_s)
         self._reallocation = reallocation
         self._ledger = Ledger(binding=binding, prefix=f"{term}-")
         self._accepted: dict[SampleKey, tuple[int, str]] = {}
@@ -81,6 +85,11 @@ class Scheduler:
         """Samples delivered so far."""
         return len(self._accepted)
 
+    @property
+    def awake_s(self) -> float:
+        """Seconds of its clock at the last event, its own pauses left out; only differences mean something."""
+        return self._ledger.now_s
+
     def instances(self) -> dict[str, int]:
         """Living instances and the number of samples each owns."""
         return {name: len(member.owned) for name, member in sorted(self._ledger.members.items())}
@@ -98,7 +107,7 @@ class Scheduler:
 
         Raises RlhfSpecError when a key arrives twice or an instance joins under a living one's name.
         """
-        self._ledger.now_s = getattr(event, "now_s", self._ledger.now_s)
+        self._look_at_clock(getattr(event, "now_s", None))
         match event:
             case SamplesArrived():
                 self._arrive(event.requests)
@@ -111,22 +120,26 @@ class Scheduler:
             case InstanceGone():
                 orders = self._ledger.lose(event.instance, event.reason)
             case ClockTicked():
-                orders = self._give_up_silent(event.now_s)
+                orders = self._give_up_silent()
         return orders + self._ledger.pull()
 
     def reallocate(self, now_s: float) -> list[Order]:
         """Let the policy order moves, from what the last polls said."""
-        self._ledger.now_s = now_s
+        self._look_at_clock(now_s)
         forgotten = self._ledger.forget_silent_moves(timeout_s=MOVE_TIMEOUT_S)
         if self._reallocation is None:
             return forgotten
         view = pool_view(self._ledger, max_new_tokens=self._max_new_tokens)
-        return forgotten + self.move(self._reallocation.plan(view), now_s=now_s)
+        return forgotten + self._start(self._reallocation.plan(view))
 
     def move(self, moves: Iterable[Move], *, now_s: float) -> list[Order]:
         """Order moves; one that is not possible any more is left out."""
+        self._look_at_clock(now_s)
+        return self._start(moves)
+
+    def _start(self, moves: Iterable[Move]) -> list[Order]:
         return [
-            StartMove(order=self._ledger.start_move(move, now_s=now_s))
+            StartMove(order=self._ledger.start_move(move, now_s=self._ledger.now_s))
             for move in moves
             if self._ledger.can_move(move)
         ]
@@ -159,6 +172,7 @@ class Scheduler:
         for completion in delivered:
             del machine._ledger.samples[completion.key]
             machine._accepted[completion.key] = (completion.epoch, digest(completion))
+        machine._look_at_clock(now_s)
         known = list(snapshots)
         for snapshot in known:
             machine._join(
@@ -175,6 +189,10 @@ class Scheduler:
             orders += machine._report(report)
         return machine, orders + machine._ledger.pull()
 
+    def _look_at_clock(self, now_s: float | None) -> None:
+        if now_s is not None:
+            self._ledger.now_s = self._clock.read(now_s)
+
     def _arrive(self, requests: tuple[SampleRequest, ...]) -> None:
         for request in requests:
             if request.key in self._ledger.samples or request.key in self._accepted:
@@ -188,7 +206,9 @@ class Scheduler:
     def _join(self, event: InstanceJoined) -> None:
         if event.instance in self._ledger.members:
             raise RlhfSpecError(f"instance {event.instance} joined twice; a replacement needs a new name")
-        self._ledger.members[event.instance] = Member(most_slots=event.num_slots, last_seen_s=event.now_s)
+        self._ledger.members[event.instance] = Member(
+            most_slots=event.num_slots, last_seen_s=self._ledger.now_s
+        )
 
     def _adopt(self, key: SampleKey, sample: OpenSample, snapshots: list[InstanceSnapshot]) -> None:
         held = [(s.open_epochs[key], s.instance, "") for s in snapshots if key in s.open_epochs]
@@ -223,7 +243,12 @@ class Scheduler:
     def _report(self, event: InstanceReported) -> list[Order]:
         member = self._ledger.members.get(event.instance)
         if member is not None:
-            member.last_seen_s = max(member.last_seen_s, event.now_s)
+            stuck_s = member.looked_at_step(event.boundary, self._ledger.now_s)
+            # by both clocks: what was stopped together with the scheduler is not to blame for it
+            if min(stuck_s, event.busy_s) > self._heartbeat_timeout_s:
+                reason = f"its decode step {event.boundary} has been running for {event.busy_s:.0f} s"
+                return self._ledger.lose(event.instance, reason)
+            member.last_seen_s = self._ledger.now_s
             member.load = event.load or member.load
             for key, num_tokens in event.progress.items():
                 if key in member.owned:
@@ -285,10 +310,10 @@ class Scheduler:
         what = f"tokens or log-probabilities differ from those accepted under epoch {accepted_epoch}"
         return [Alarm(key=key, instance=instance, epoch=epoch, what=what)]
 
-    def _give_up_silent(self, now_s: float) -> list[Order]:
+    def _give_up_silent(self) -> list[Order]:
         orders: list[Order] = []
         for name, member in sorted(self._ledger.members.items()):
-            silent_s = now_s - member.last_seen_s
+            silent_s = self._ledger.now_s - member.last_seen_s
             if silent_s > self._heartbeat_timeout_s:
                 orders += self._ledger.lose(name, f"silent for {silent_s:.0f} s")
         return orders

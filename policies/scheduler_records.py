@@ -41,6 +41,10 @@ class InstanceReported:
     load: InstanceLoad | None = None
     moves: tuple[MoveReport, ...] = ()
     "what it says of moves, in order, before its completions"
+    boundary: int = 0
+    "number of its last step boundary"
+    busy_s: float = 0.0
+    "seconds its decode step now running has taken, by its own clock; 0 between steps"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

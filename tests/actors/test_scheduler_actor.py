@@ -125,3 +125,23 @@ def test_an_error_of_ours_inside_an_instance_surfaces_as_itself(cluster):
         running.take_until(1)
     assert type(caught.value) is DataError
     assert str(caught.value) == "prompt 0 does not fit the context"
+
+
+def test_a_scheduler_that_was_frozen_gives_nobody_up_and_changes_no_token(cluster):
+    running = cluster(heartbeat_timeout_s=2.0)
+    for name in ("gen-0", "gen-1"):
+        running.join(name, slots=2, step_s=0.1)
+    call = running.scheduler.__ray_call__.options(concurrency_group="control")
+    pid = ray.get(call.remote(lambda actor: os.getpid()), timeout=60)
+    running.enqueue(*[make_request(i) for i in range(40)])
+    first, lost_first = running.take_until(4)
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        # longer than the heartbeat timeout, in which both instances finish what they have
+        time.sleep(5.0)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    rest, lost = running.take_until(40 - len(first))
+    assert tokens_of(first + rest) == expected(40)
+    assert lost_first + lost == [] and {c.epoch for c in rest} == {0}
+    assert sorted(ray.get(running.scheduler.instances.remote(), timeout=60)) == ["gen-0", "gen-1"]

@@ -176,16 +176,70 @@ def test_a_repeated_report_delivers_once():
     assert len(first) == 1 and again == []
 
 
+def ticked(scheduler: Scheduler, begin_s: float, end_s: float) -> list:
+    """Tick four times a second, as often as a waking scheduler does at least."""
+    times = np.arange(begin_s, end_s + 0.125, 0.25)
+    return [order for now_s in times for order in scheduler.handle(ClockTicked(now_s=float(now_s)))]
+
+
+def abandoned(orders) -> list[tuple[str, int]]:
+    return [(o.instance, o.num_requeued) for o in orders if isinstance(o, Abandon)]
+
+
 def test_a_silent_instance_is_given_up_and_a_talking_one_is_not():
     scheduler = machine()
     scheduler.handle(joined("quiet", 1, now_s=0.0))
     scheduler.handle(joined("alive", 1, now_s=0.0))
     scheduler.handle(arrived(2))
+    assert ticked(scheduler, 0.0, 9.0) == []
     scheduler.handle(report("alive", now_s=9.0))
-    assert scheduler.handle(ClockTicked(now_s=10.0)) == []
-    orders = scheduler.handle(ClockTicked(now_s=10.5))
-    assert [(o.instance, o.num_requeued) for o in orders if isinstance(o, Abandon)] == [("quiet", 1)]
+    assert ticked(scheduler, 9.0, 10.0) == []
+    assert abandoned(scheduler.handle(ClockTicked(now_s=10.5))) == [("quiet", 1)]
     assert list(scheduler.instances()) == ["alive"]
+
+
+@pytest.mark.parametrize("slept_s", [5.0, 90.0, 3600.0])
+def test_a_scheduler_that_slept_gives_nobody_up_before_it_could_hear_them(slept_s):
+    scheduler = machine()
+    for name in ("gen-0", "gen-1"):
+        scheduler.handle(joined(name, 1, now_s=0.0))
+    scheduler.handle(arrived(2))
+    assert ticked(scheduler, 0.0, 4.0) == []
+    woken_s = 4.0 + slept_s
+    # it looks at the clock before it has read a single answer, and goes on for a while without one
+    assert ticked(scheduler, woken_s, woken_s + 3.0) == []
+    scheduler.handle(report("gen-0", now_s=woken_s + 3.0))
+    # whoever stays silent is still found out, by the time that both were awake
+    assert abandoned(ticked(scheduler, woken_s + 3.0, woken_s + 8.0)) == [("gen-1", 1)]
+
+
+def test_a_report_may_be_the_first_thing_after_the_sleep():
+    scheduler = machine()
+    for name in ("gen-0", "gen-1"):
+        scheduler.handle(joined(name, 1, now_s=0.0))
+    scheduler.handle(report("gen-0", now_s=90.0))
+    assert scheduler.handle(ClockTicked(now_s=90.1)) == [] and len(scheduler.instances()) == 2
+
+
+def test_an_instance_that_hangs_in_a_step_is_given_up_though_it_answers():
+    scheduler = machine()
+    scheduler.handle(joined("gen-0", 1, now_s=0.0))
+    scheduler.handle(arrived(1))
+    orders = []
+    for second in range(12):
+        hanging = InstanceReported(instance="gen-0", now_s=float(second), boundary=7, busy_s=float(second))
+        orders += scheduler.handle(hanging)
+    assert abandoned(orders) == [("gen-0", 1)]
+    assert "its decode step 7 has been running for 11 s" in str(orders)
+
+
+def test_a_step_that_slept_with_the_scheduler_does_not_hang():
+    scheduler = machine()
+    scheduler.handle(joined("gen-0", 1, now_s=0.0))
+    scheduler.handle(InstanceReported(instance="gen-0", now_s=1.0, boundary=7, busy_s=0.5))
+    # the whole machine was stopped for 90 s: the instance's own clock says so, and the scheduler's as well
+    stopped = InstanceReported(instance="gen-0", now_s=91.0, boundary=7, busy_s=90.5)
+    assert scheduler.handle(stopped) == [] and list(scheduler.instances()) == ["gen-0"]
 
 
 def test_the_log_holds_epoch_owner_and_number_of_tokens_at_the_last_poll():
