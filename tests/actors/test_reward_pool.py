@@ -1,11 +1,15 @@
 """The reward pool: batches come back beside their rewards, and a bad reward function is named."""
 
+import os
+import signal
+
 import numpy as np
 import pytest
+import ray
 
 from actors.reward import RewardActor, RewardPool
 from core.config import RewardConfig
-from core.errors import ConfigError, RewardError, WaitTimeout
+from core.errors import ConfigError, InstanceLost, RewardError, WaitTimeout
 from core.records import Prompt
 
 pytestmark = pytest.mark.ray
@@ -69,3 +73,40 @@ def test_a_reward_function_that_hangs_is_named_with_what_to_do(make_pool):
     ):
         while pool.num_in_flight:
             pool.collect(wait_s=0.2)
+
+
+def killed(actor) -> None:
+    """Kill an actor's process from outside, and wait until it is gone."""
+    pid = ray.get(actor.__ray_call__.remote(lambda self: os.getpid()), timeout=60)
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(ray.exceptions.RayActorError):
+        ray.get(actor.score.remote([], []), timeout=60)
+
+
+def test_what_a_dead_actor_had_is_scored_again_by_another_and_told_in_one_line(local_ray):
+    config, made, notes = RewardConfig(kind="sample_rewards:vowel_share"), [], []
+
+    def make(actor: int, number: int):
+        made.append((actor, number))
+        return RewardActor.options(num_cpus=0).remote(f"reward-{actor}-r{number}", config)
+
+    first = make(0, 0)
+    pool = RewardPool([first], timeout_s=60.0, make=make, max_restarts=1, note=notes.append)
+    killed(first)
+    pool.submit([0, 1], prompts(2), ["aaaa", "xyzt"])
+    pool.submit([2], prompts(1), ["ae--"])
+    scored = []
+    while pool.num_in_flight:
+        scored += pool.collect(wait_s=5.0)
+    assert {item: reward.value for item, reward in scored} == {0: 1.0, 1: 0.0, 2: 0.5} and len(scored) == 3
+    assert made == [(0, 0), (0, 1)]
+    (note,) = notes
+    assert note.startswith("reward-0 died while the loop waited for 'score': its process vanished")
+    assert note.endswith("a new actor takes its place (1 of 1) and scores 3 samples again")
+
+    killed(pool._actors[0])
+    pool.submit([3], prompts(1), ["aaaa"])
+    with pytest.raises(
+        InstanceLost, match=r"all 1 replacements of reward-0 are used up.*max_instance_restarts"
+    ):
+        pool.collect(wait_s=60.0)
