@@ -15,7 +15,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
 from actors.deaths import DEATHS, OWN_NODE_DIED, cause_of
-from actors.watch import LOOK_S, OpenWait
+from actors.watch import LOOK_S, SLEPT_S, OpenWait
 from core.errors import InstanceLost, NodeDied, RlhfSpecError, WaitTimeout
 
 
@@ -68,6 +68,21 @@ def _get_awake(ref: Any, wait: OpenWait) -> Any:
     except GetTimeoutError:
         wait.overslept(time.monotonic() - began_s - limit_s)
         raise
+    finally:
+        late_s = time.monotonic() - began_s - limit_s
+        _pauses.seconds += late_s if late_s > SLEPT_S else 0.0
+
+
+class _Pauses:
+    seconds = 0.0
+
+
+_pauses = _Pauses()
+
+
+def awake_s() -> float:
+    """Seconds of a monotonic clock that leaves out what this process slept through while it waited."""
+    return time.monotonic() - _pauses.seconds
 
 
 def require_node(death: BaseException | None = None) -> None:

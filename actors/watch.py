@@ -22,7 +22,7 @@ TIMES_USUAL = 3.0
 "another one after so many times what it took last,"
 FIRST_S = 60.0
 "and one that was never given before after this long."
-_SLEPT_S = 10.0
+SLEPT_S = 10.0
 "A look up that is late by more than this means that this process itself stood still."
 
 
@@ -69,7 +69,7 @@ class OpenWait:
         self._names = (waiter, waited_for, order)
         self._timeout_s = timeout_s
         self._watch = watch or _current.get(None) or Watch()
-        self._clock = AwakeClock(longest_s=LOOK_S + _SLEPT_S)
+        self._clock = AwakeClock(longest_s=LOOK_S + SLEPT_S)
         self.restart()
 
     @property
@@ -106,7 +106,7 @@ class OpenWait:
 
     def overslept(self, seconds: float) -> None:
         """A look up came late by `seconds`: say that it was this process that stood still."""
-        if seconds > _SLEPT_S:
+        if seconds > SLEPT_S:
             self._watch.note(
                 f"this process itself stood still for {seconds:.0f} s (stopped, or the machine was suspended); "
                 "its time limits leave that out"

@@ -7,7 +7,6 @@ version is only called published when every instance holds those very bytes; it 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -16,7 +15,7 @@ import ray
 
 from actors.messages import LoadedWeights
 from actors.remote import Handle
-from actors.waiting import get
+from actors.waiting import awake_s, get
 from core.errors import InstanceLost, WaitTimeout, WeightsError
 from core.records import WeightManifest
 
@@ -66,7 +65,7 @@ def publish(
         name: handle.load_weights.remote(timeout_s, manifest, *weights.chunk_refs)
         for name, handle in instances.items()
     }
-    deadline_s = time.monotonic() + timeout_s + _GRACE_S
+    deadline_s = awake_s() + timeout_s + _GRACE_S
     lost: dict[str, InstanceLost] = {}
     for name, ref in refs.items():
         try:
@@ -75,7 +74,7 @@ def publish(
                 waiter="the loop",
                 waited_for=name,
                 order=f"load {manifest.model} version {manifest.weight_version}",
-                timeout_s=max(0.0, deadline_s - time.monotonic()),
+                timeout_s=max(0.0, deadline_s - awake_s()),
             )
         except InstanceLost as error:
             lost[name] = error

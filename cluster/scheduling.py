@@ -8,7 +8,6 @@ dead scheduler had received and not handed on is generated again, to the same to
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,7 +16,7 @@ import ray
 
 from actors.messages import HeldSamples, LostInstance, Rejoined, SchedulerSettings, Taken
 from actors.remote import Handle
-from actors.waiting import ActorDied, get
+from actors.waiting import ActorDied, awake_s, get
 from core.errors import InstanceLost, SchedulerLost, WaitTimeout
 from core.records import Completion, GenerationStats, SampleKey, SampleRequest
 
@@ -165,7 +164,7 @@ class SchedulerClient:
             name: member.handle.hold.remote(self._settings.term, timeout_s)
             for name, member in self._members.items()
         }
-        deadline_s = time.monotonic() + timeout_s + _GRACE_S
+        deadline_s = awake_s() + timeout_s + _GRACE_S
         held: dict[str, HeldSamples] = {}
         for name, ref in refs.items():
             try:
@@ -174,7 +173,7 @@ class SchedulerClient:
                     waiter="the loop",
                     waited_for=name,
                     order="say what it holds",
-                    timeout_s=max(0.0, deadline_s - time.monotonic()),
+                    timeout_s=max(0.0, deadline_s - awake_s()),
                 )
             except (InstanceLost, WaitTimeout) as error:
                 ray.kill(self._members.pop(name).handle)

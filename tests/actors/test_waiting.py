@@ -3,11 +3,16 @@
 import os
 import pickle
 import time
+from types import SimpleNamespace
 
 import pytest
 import ray
+from ray.exceptions import GetTimeoutError
 
-from actors.waiting import get
+import actors.waiting
+import actors.watch
+from actors.waiting import awake_s, get
+from actors.watch import Watch
 from core.errors import InstanceLost, RewardError, WaitTimeout
 
 
@@ -37,6 +42,43 @@ def test_a_wait_ends_with_the_error_that_says_what_happened(local_ray):
         ask(partner.sleep.remote(5), timeout_s=0.2)
     with pytest.raises(InstanceLost, match="partner died while the loop waited for 'act'"):
         ask(partner.die.remote())
+
+
+class StoppedOnce:
+    """`ray.get` and a clock made by hand: the process is stopped for 400 s in the third look."""
+
+    def __init__(self, answer_after: int) -> None:
+        self.now_s = 50.0
+        self.num_looks = 0
+        self.answer_after = answer_after
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+    def get(self, ref: object, timeout: float) -> str:
+        self.num_looks += 1
+        self.now_s += timeout + (400.0 if self.num_looks == 3 else 0.0)
+        if self.num_looks < self.answer_after:
+            raise GetTimeoutError("not ready")
+        return "answer"
+
+
+@pytest.mark.parametrize("answer_after", [3, 9])
+def test_a_process_that_was_stopped_goes_on_waiting_and_says_what_it_slept_through(monkeypatch, answer_after):
+    process, notes = StoppedOnce(answer_after), []
+    monkeypatch.setattr(actors.waiting.ray, "get", process.get)
+    monkeypatch.setattr(actors.waiting, "require_node", lambda: None)
+    for module in (actors.waiting, actors.watch):
+        monkeypatch.setattr(module.time, "monotonic", process.monotonic)
+    before_s = awake_s()
+    watch = Watch(notes.append, clock=process.monotonic)
+    monkeypatch.setattr(actors.watch, "_current", SimpleNamespace(get=lambda default: watch))
+    assert ask(None, timeout_s=30.0) == "answer"
+    assert awake_s() - before_s == pytest.approx(answer_after), (
+        "a limit shared by several waits leaves it out too"
+    )
+    said = ["this process itself stood still for 400 s"] if answer_after > 3 else []
+    assert [note.split(" (")[0] for note in notes] == said
 
 
 def test_a_wait_timeout_survives_pickling():

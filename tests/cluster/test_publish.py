@@ -82,7 +82,7 @@ class Waits:
 def waits(monkeypatch) -> Waits:
     waits = Waits(takes_s=2.0)
     monkeypatch.setattr(cluster.publish, "get", waits.get)
-    monkeypatch.setattr(cluster.publish.time, "monotonic", waits.monotonic)
+    monkeypatch.setattr(cluster.publish, "awake_s", waits.monotonic)
     return waits
 
 
