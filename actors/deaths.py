@@ -30,7 +30,10 @@ _CAUSES = (
     (r"low on memory|OUT_OF_MEMORY", "Ray ended it because the memory of its machine ran out"),
     (r"killed by `ray\.kill`", "it was ended by ray.kill"),
     (r"receives a SIGTERM", "its process was ended by SIGTERM"),
-    (r"exits with an exit code (\d+)", r"its process ended itself with exit code \1 (sys.exit)"),
+    (
+        r"exits with an exit code (\d+)",
+        r"its process ended itself with exit code \1 (sys.exit); its log in the Ray dashboard may say why",
+    ),
     (OWN_NODE_DIED, "the Ray node of this process died"),
     (r"its node has died", "its machine, or Ray on it, died"),
     (r"placement group was removed", "its place in the cluster was taken back"),

@@ -57,6 +57,7 @@ class _Batch(Generic[T]):
     prompts: Sequence[Prompt]
     responses: Sequence[str]
     actor: int
+    name: str
     handle: Handle
     wait: OpenWait
 
@@ -77,7 +78,7 @@ class RewardPool(Generic[T]):
         """A pool around living actors.
 
         Args:
-            actors: they are called reward-0, reward-1, ... in this order.
+            actors: they are called reward-0, reward-1, ... in this order, replacements reward-0-r1 and so on.
             timeout_s: how long an actor may go without an answer.
             kind: `reward.kind`, for messages.
             make: makes the n-th replacement (from 1) of the i-th actor; None replaces none.
@@ -91,6 +92,7 @@ class RewardPool(Generic[T]):
         self._max_restarts = max_restarts if make is not None else 0
         self._note = note
         self._num_restarts = [0] * len(self._actors)
+        self._names = [f"reward-{actor}" for actor in range(len(self._actors))]
         self._in_flight: dict[Any, _Batch[T]] = {}
 
     @property
@@ -105,11 +107,11 @@ class RewardPool(Generic[T]):
 
     def prove(self, *, timeout_s: float) -> None:
         """Let every actor build its reward function. Raises what building it raises."""
-        for name, actor in enumerate(self._actors):
+        for name, actor in zip(self._names, self._actors, strict=True):
             get(
                 actor.score.remote([], []),
                 waiter="the loop",
-                waited_for=f"reward-{name}",
+                waited_for=name,
                 order=f"build the reward function {self._kind}".rstrip(),
                 timeout_s=timeout_s,
             )
@@ -132,7 +134,7 @@ class RewardPool(Generic[T]):
                 rewards = get(
                     ref,
                     waiter="the loop",
-                    waited_for=f"reward-{batch.actor}",
+                    waited_for=batch.name,
                     order="score",
                     timeout_s=self._timeout_s,
                 )
@@ -154,11 +156,11 @@ class RewardPool(Generic[T]):
         ref = handle.score.remote(prompts, responses)
         wait = OpenWait(
             waiter="the loop",
-            waited_for=f"reward-{actor}",
+            waited_for=self._names[actor],
             order=f"score {len(items)} responses",
             timeout_s=self._timeout_s,
         )
-        self._in_flight[ref] = _Batch(items, prompts, responses, actor, handle, wait)
+        self._in_flight[ref] = _Batch(items, prompts, responses, actor, self._names[actor], handle, wait)
 
     def _replace(self, batch: _Batch[T], death: ActorDied) -> None:
         """Let a new actor score what the dead one had; its other batches come back here one by one."""
@@ -170,13 +172,13 @@ class RewardPool(Generic[T]):
                     "the reward function ends its process or needs more memory, or raise cluster.max_instance_restarts"
                 ) from None
             self._num_restarts[batch.actor] = number + 1
+            self._names[batch.actor] = f"reward-{batch.actor}-r{number + 1}"
             self._actors[batch.actor] = self._make(batch.actor, number + 1)
             num_waiting = len(batch.items) + sum(
                 len(other.items) for other in self._in_flight.values() if other.handle is batch.handle
             )
             self._note(
-                f"{death}; a new actor takes its place ({number + 1} of {self._max_restarts}) and scores "
-                f"{num_waiting} samples again"
+                f"{death}; {self._names[batch.actor]} takes its place and scores {num_waiting} samples again"
             )
         self._send(batch.actor, batch.items, batch.prompts, batch.responses)
 
@@ -193,7 +195,7 @@ class RewardPool(Generic[T]):
             if batch.wait.left_s == 0.0:
                 raise WaitTimeout(
                     waiter="the loop",
-                    waited_for=f"reward-{batch.actor}",
+                    waited_for=batch.name,
                     order=f"score {len(batch.items)} responses with {self._kind or 'the reward function'}",
                     waited_s=batch.wait.waited_s,
                     advice="it takes too long or never returns: look at its stack in the Ray dashboard and mend "

@@ -102,7 +102,7 @@ def test_what_a_dead_actor_had_is_scored_again_by_another_and_told_in_one_line(l
     assert made == [(0, 0), (0, 1)]
     (note,) = notes
     assert note.startswith("reward-0 died while the loop waited for 'score': its process vanished")
-    assert note.endswith("a new actor takes its place (1 of 1) and scores 3 samples again")
+    assert note.endswith("reward-0-r1 takes its place and scores 3 samples again")
 
     killed(pool._actors[0])
     pool.submit([3], prompts(1), ["aaaa"])

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import ray
 from ray.util.placement_group import remove_placement_group
@@ -29,6 +32,27 @@ def test_what_the_caller_set_goes_first(monkeypatch):
     monkeypatch.setenv("HF_HUB_DISABLE_PROGRESS_BARS", "0")
     made = quiet_environment()
     assert (made["HF_HUB_DISABLE_PROGRESS_BARS"], made["TRANSFORMERS_VERBOSITY"]) == ("0", "error")
+
+
+SAID_BY_RAYLETS = (
+    "A worker died or was killed while executing a task by an unexpected system error. To troubleshoot ...",
+    "Raylet is terminated. Termination is unexpected. Possible reasons include: (1) SIGKILL ...\n  its log",
+    "The node with node id: 12ab and address: 10.0.0.1 has been marked dead because the detector has missed ...",
+    "some other warning",
+)
+
+
+def test_ray_does_not_say_in_its_words_what_the_loop_says_in_plain_ones():
+    # in a process of its own: Ray reads the variable when it is imported
+    program = f"""
+from cluster.quiet import quiet_libraries
+quiet_libraries()
+from ray._private.ray_logging import stdout_deduplicator
+batches = stdout_deduplicator.deduplicate({{"lines": list({SAID_BY_RAYLETS!r}), "pid": "raylet"}})
+print([line for batch in batches for line in batch["lines"]])
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert ended.stdout.strip() == "['some other warning']"
 
 
 @pytest.mark.ray
