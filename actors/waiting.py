@@ -12,11 +12,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayTaskError
 
-from actors.deaths import DEATHS, OWN_NODE_DIED, cause_of
+from actors.deaths import DEATHS, cause_of
+from actors.node import require_node, require_raylet
 from actors.watch import LOOK_S, SLEPT_S, OpenWait
-from core.errors import InstanceLost, NodeDied, RlhfSpecError, WaitTimeout
+from core.errors import InstanceLost, RlhfSpecError, WaitTimeout
 
 
 class ActorDied(InstanceLost):
@@ -34,6 +35,7 @@ def get(ref: Any, *, waiter: str, waited_for: str, order: str, timeout_s: float)
     """
     wait = OpenWait(waiter=waiter, waited_for=waited_for, order=order, timeout_s=timeout_s)
     while True:
+        require_raylet()
         try:
             answer = _get_awake(ref, wait)
         except GetTimeoutError:
@@ -85,29 +87,14 @@ def awake_s() -> float:
     return time.monotonic() - _pauses.seconds
 
 
-def require_node(death: BaseException | None = None) -> None:
-    """Raise NodeDied when Ray says that the node under this process is dead; `death`: what was heard of an actor."""
-    if death is None or OWN_NODE_DIED not in str(death):
-        try:
-            own = ray.get_runtime_context().get_node_id()
-            is_dead = any(node["NodeID"] == own and not node["Alive"] for node in ray.nodes())
-        except RayError:
-            is_dead = False
-        if not is_dead:
-            return
-    raise NodeDied(
-        "the Ray node under this process died: its raylet was killed or crashed, and every actor on the machine ended "
-        "with it; expected it to outlive the run; look at the machine's memory and at `dmesg`, then start again"
-    )
-
-
 def own_error(error: RayTaskError) -> BaseException:
     """Return what was raised on the other side: our own errors bare, others with their traceback."""
     return error.cause if isinstance(error.cause, RlhfSpecError) else error
 
 
 def wait_any(refs: Sequence[Any], *, timeout_s: float) -> list[Any]:
-    """Return the refs that are ready, waiting up to `timeout_s` for the first."""
+    """Return the refs that are ready, waiting up to `timeout_s` for the first. Raises NodeDied."""
+    require_raylet()
     if not refs:
         return []
     ready, _ = ray.wait(list(refs), num_returns=1, timeout=timeout_s)

@@ -13,6 +13,7 @@ from ray.util.placement_group import remove_placement_group
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from actors.messages import GenerationSpec, SchedulerSettings, TrainerSpec
+from actors.node import own_raylet, watching_raylet
 from actors.remote import Handle
 from actors.reward import RewardActor, RewardPool
 from actors.scheduler import SchedulerActor
@@ -80,7 +81,7 @@ def running_system(
     group = place(topology, is_local=session.is_local)
     try:
         ground = Ground(group=group, namespace=session.namespace)
-        with watching(note):
+        with watching(note), watching_raylet(own_raylet() if session.is_local else None, note):
             system = _make_actors(config, inputs, topology, ground, note)
             _bring_up(system)
             yield system
