@@ -96,6 +96,13 @@ class GenerationActor:
         return self._carry_out(LoadOrder(manifest=manifest, chunks=chunks), timeout_s)
 
     @ray.method(concurrency_group="control")
+    def numerics(self) -> str:
+        """What is promised of tokens here, and why; to be asked once all models have weights."""
+        from engine.build import describe_numerics, resolve_device
+
+        return describe_numerics(self._spec.engine, resolve_device(self._spec.engine))
+
+    @ray.method(concurrency_group="control")
     def drain(self, timeout_s: float) -> None:
         """Answer when no sample is open."""
         self._carry_out(DrainOrder(), timeout_s)

@@ -25,7 +25,7 @@ from cluster.topology import require_machine
 from core.checkpoint_manifest import has_manifest, verify_checkpoint
 from core.config import Config
 from core.errors import DataError, ModelError, PlacementError
-from engine.build import attention_for, resolve_device, resolve_numerics
+from engine.build import attention_for, describe_numerics, resolve_device, resolve_numerics
 from engine.cache_room import MB, require_room_for_one
 from engine.kv import KVShape
 from engine.models import (
@@ -49,6 +49,7 @@ class CheckReport:
     inputs: Inputs
     models: tuple[str, ...]
     data: str
+    numerics: str
     memory: MemoryPlan
     available_bytes: int | None
     free_disk_bytes: int
@@ -64,6 +65,8 @@ class CheckReport:
             *(f"  {line}" for line in self.models),
             "data",
             f"  {self.data}",
+            "numerics",
+            f"  {self.numerics}",
             f"memory, of {have} available here",
             *rows,
             "disk",
@@ -78,9 +81,11 @@ def check_run(config: Config, *, output_dir: Path) -> CheckReport:
 
     Raises ModelError, DataError, ConfigError, RewardError or PlacementError: the first fault found.
     """
-    if config.cluster.generation.num_gpus == 0:  # what a GPU node can do is known there only
+    numerics = "said by the GPU nodes when they start"  # what they can do is known there only
+    if config.cluster.generation.num_gpus == 0:
         device = resolve_device(config.engine)
         attention_for(config.engine, resolve_numerics(config.engine, device), device)
+        numerics = describe_numerics(config.engine, device)
     topology = plan_topology(config)
     if is_local(config):
         require_machine(topology, num_cpus=machine.num_cores(), num_gpus=torch.cuda.device_count())
@@ -118,6 +123,7 @@ def check_run(config: Config, *, output_dir: Path) -> CheckReport:
         inputs=inputs,
         models=tuple(lines),
         data=f"{len(inputs.dataset)} prompts, the longest {longest} tokens",
+        numerics=numerics,
         memory=plan,
         available_bytes=machine.memory_bytes(),
         free_disk_bytes=machine.free_disk_bytes(output_dir),

@@ -82,7 +82,7 @@ def train(system: System, run_dir: RunDir, report: Reporter) -> None:
             try:
                 figures = run_iteration(system, iteration, run_dir, report, recorder)
             except NumericsError as error:
-                raise NumericsError(f"iteration {iteration + 1} of {run.iterations}: {error}") from error
+                raise type(error)(f"iteration {iteration + 1} of {run.iterations}: {error}") from error
             metrics.write(iteration, figures)
             report.iteration(iteration, figures)
             if run.checkpoint_every and (iteration + 1) % run.checkpoint_every == 0:
@@ -131,7 +131,9 @@ def run_iteration(
         "refit": ended_s - refit_began_s,
         "iteration": ended_s - began_s,
     }
-    return iteration_figures(collected.rollouts, collected.stats, update, seconds) | moves | draft_figures
+    figures = iteration_figures(collected.rollouts, collected.stats, update, seconds)
+    figures["rollout/invariant"] = float(system.generation.is_invariant)
+    return figures | moves | draft_figures
 
 
 def save_checkpoints(system: System, run_dir: RunDir, *, iteration: int | None = None) -> None:

@@ -14,6 +14,7 @@ import ray
 from actors.generation import GenerationActor
 from actors.messages import GenerationSpec, LostInstance
 from actors.remote import Handle
+from actors.waiting import get
 from cluster.publish import PublishedWeights, publish
 from cluster.scheduling import SchedulerClient
 from cluster.topology import Ground, Place, actor_options
@@ -46,6 +47,7 @@ class GenerationPool:
         self._place_of: dict[str, Place] = {}
         self._sentinels: dict[str, Any] = {}
         self._num_restarts = 0
+        self._less_than_bits: list[str] = []
 
     @property
     def instances(self) -> Mapping[str, Handle]:
@@ -115,9 +117,29 @@ class GenerationPool:
             lost = publish(self._weights[model], handles, timeout_s=self._cluster.start_timeout_s)
             for error in lost.values():
                 raise error
+        self._ask_numerics(handles)
         for name in names:
             num_slots = self._spec_for(name).engine.max_running_samples
             self._scheduler.join(name, handles[name], num_slots)
+
+    def _ask_numerics(self, handles: Mapping[str, Handle]) -> None:
+        """Note every way in which instances promise less than bits, once."""
+        for name, handle in handles.items():
+            told = get(
+                handle.numerics.remote(),
+                waiter="the loop",
+                waited_for=name,
+                order="say what its numerics promise",
+                timeout_s=self._cluster.order_timeout_s,
+            )
+            if not told.startswith("invariant") and told not in self._less_than_bits:
+                self._less_than_bits.append(told)
+                self._note(f"numerics on {name}: {told}")
+
+    @property
+    def is_invariant(self) -> bool:
+        """Whether every instance there was promises bits."""
+        return not self._less_than_bits
 
     def _forget(self, name: str) -> None:
         ray.kill(self._handles.pop(name))

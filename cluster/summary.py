@@ -28,6 +28,8 @@ class Summary:
     "response tokens over the seconds of generation"
     num_moved: int
     "samples moved between instances while they ran"
+    is_invariant: bool | None
+    "bits were promised in every iteration; None: the metrics do not say"
     total_s: float
     part_s: Mapping[str, float]
     "seconds by part of the iteration; `other` is what no part claims"
@@ -54,6 +56,13 @@ class Summary:
             )
         if self.num_moved:
             rows.append(("samples moved", f"{self.num_moved:,}"))
+        if self.is_invariant is not None:
+            promise = (
+                "every bit"
+                if self.is_invariant
+                else "the distribution, not every bit (see the run's first lines)"
+            )
+            rows.append(("tokens reproduce", promise))
         rows += [
             ("mean acceptance length", f"{self.mean_acceptance_length:.2f} tokens a decode step"),
             ("acceptance rate", f"{self.acceptance_rate:.3f} of the draft tokens"),
@@ -83,6 +92,7 @@ def summarise(metrics: Sequence[Mapping[str, float]]) -> Summary | None:
     tokens = [
         n * row.get("rollout/response_tokens_mean", 0.0) for n, row in zip(samples, metrics, strict=True)
     ]
+    promised = [row["rollout/invariant"] == 1.0 for row in metrics if "rollout/invariant" in row]
     part_s = {part: _total(metrics, f"time/{part}_s") for part in STEP_PARTS}
     total_s = _total(metrics, "time/iteration_s")
     part_s["other"] = max(0.0, total_s - sum(part_s.values()))
@@ -100,6 +110,7 @@ def summarise(metrics: Sequence[Mapping[str, float]]) -> Summary | None:
         acceptance_last=_mean(metrics[-fifth:], "rollout/acceptance_rate") or 0.0,
         goodput_tokens_per_s=sum(tokens) / max(part_s["generate"], 1e-9),
         num_moved=round(_total(metrics, "moves/num_moved")),
+        is_invariant=all(promised) if promised else None,
         total_s=total_s,
         part_s=part_s,
     )

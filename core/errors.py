@@ -9,8 +9,8 @@
     |   |-- PlacementError    the cluster or the memory cannot hold what was asked for
     |   `-- RewardError       a reward function raised or returned no finite number
     |-- WeightsError          a manifest, a chunk or a version that does not match
-    |-- NotFiniteError        weights or logits that are NaN or infinite
     |-- NumericsError         the invariance probe failed, or an exactness check found a difference
+    |   `-- NotFiniteError    weights or logits that are NaN or infinite
     |-- StorageError          a disk is full, or refuses what is written
     |-- WaitTimeout           one process waited for another for too long
     |-- TransferError         a channel between two instances failed, or a frame arrived damaged
@@ -85,12 +85,12 @@ class WeightsError(RlhfSpecError):
     """Published weights do not match their manifest, or arrive out of order."""
 
 
-class NotFiniteError(RlhfSpecError):
-    """Weights or logits are NaN or infinite; the message names the tensor or the sample."""
-
-
 class NumericsError(RlhfSpecError):
     """The invariance probe failed, or an exactness check found a difference."""
+
+
+class NotFiniteError(NumericsError):
+    """Weights or logits are NaN or infinite; the message names the tensor or the sample."""
 
 
 class StorageError(RlhfSpecError):

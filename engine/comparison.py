@@ -28,7 +28,7 @@ from engine.native.spans import Spans
 from engine.prefill_plan import PrefillPiece, PrefillPlan
 from engine.support import unsupported
 from engine.tree import DraftTree, ancestors_or_self, chain
-from engine.weights import first_not_finite
+from engine.weights import describe_not_finite, not_finite
 
 COMPARED_TOKENS = 96
 SINGLE_TOKENS = 4
@@ -257,16 +257,13 @@ def _finite(model: PreTrainedModel, logits: Tensor) -> Tensor:
     """Return the logits. Raises NotFiniteError, naming the weight at fault where there is one."""
     if torch.isfinite(logits.float().logsumexp(-1)).all():
         return logits
-    name = first_not_finite(model.state_dict().items())
-    cause = (
-        f"its weight {name} is not finite"
-        if name
-        else f"its weights are finite, so {model.dtype} is too narrow"
-    )
-    raise NotFiniteError(
-        f"{type(model).__name__} gives logits that are not finite: {cause}; take another checkpoint"
-        + ("" if name else " or models.dtype")
-    )
+    odd = not_finite(model.state_dict().items())
+    cause = f"{describe_not_finite(odd)}; take another checkpoint"
+    if not odd:
+        cause = (
+            f"its weights are finite, so {model.dtype} is too narrow; take another models.dtype or checkpoint"
+        )
+    raise NotFiniteError(f"{type(model).__name__} gives logits that are not finite: {cause}")
 
 
 def _two_branches(first: Int[Tensor, "B b"], second: Int[Tensor, "B b"]) -> DraftTree:

@@ -36,7 +36,7 @@ from engine.decode_step import decode_step, slots_not_finite
 from engine.drafters.base import Drafter
 from engine.drafters.model import ModelDrafter
 from engine.exchange import SampleExchange
-from engine.outcomes import completion_of, not_finite, where_not_finite
+from engine.outcomes import completion_of, not_finite_error, where_not_finite
 from engine.prefill import fill_committed
 from engine.prefill_plan import PrefillPiece
 from engine.refinement import Refinement, Scorer
@@ -201,7 +201,7 @@ class Engine:
         self._note(record, len(completions))
         if failures:
             self._unclaimed = unclaimed + completions
-            raise not_finite(failures[::-1], instance=self.instance, weight_version=self.weight_version)
+            raise not_finite_error(failures[::-1], instance=self.instance, weight_version=self.weight_version)
         return unclaimed + completions
 
     def _leave(self, finished: list[int], broken: list[int]) -> tuple[list[Completion], list[str]]:

@@ -42,7 +42,7 @@ def where_not_finite(state: SampleState) -> str:
     )
 
 
-def not_finite(samples: Sequence[str], *, instance: str, weight_version: int) -> NotFiniteError:
+def not_finite_error(samples: Sequence[str], *, instance: str, weight_version: int) -> NotFiniteError:
     """Return the error for samples whose logits are NaN, +inf, or -inf throughout."""
     return NotFiniteError(
         f"logits are not finite with weight version {weight_version} on instance {instance}: {'; '.join(samples)}; "

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import PreTrainedModel
 
-from core.errors import NumericsError, WeightsError
+from core.errors import NotFiniteError, WeightsError
 from core.records import TensorSpec, WeightManifest
 
 ALIGNMENT_BYTES = 16
@@ -36,12 +36,12 @@ def pack_weights(
         The manifest and the chunks, uint8 [chunk_bytes], the last one shorter.
 
     Raises:
-        NumericsError: a weight is NaN or infinite; it names the tensor.
+        NotFiniteError: a weight is NaN or infinite; it names the tensor.
     """
     unique = _unique_tensors(model)
     odd = not_finite(unique)
     if odd:
-        raise NumericsError(
+        raise NotFiniteError(
             f"the {name} weights of version {weight_version} are not published: "
             f"{describe_not_finite(odd)}; lower the learning rate"
         )
@@ -76,14 +76,6 @@ def pack_weights(
         hf_config_json=model.config.to_json_string(use_diff=False),
     )
     return manifest, chunks
-
-
-def first_not_finite(tensors: Iterable[tuple[str, Tensor]]) -> str | None:
-    """Return the name of the first tensor that holds NaN or infinity; None when all are finite."""
-    for name, tensor in tensors:
-        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
-            return name
-    return None
 
 
 def unpack_weights(manifest: WeightManifest, chunks: Sequence[np.ndarray]) -> dict[str, Tensor]:

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from core.config import AlgorithmConfig, TrainerConfig
-from core.errors import ConfigError, NumericsError
+from core.errors import ConfigError, NotFiniteError
 from core.records import Rollout, UpdateReport
 from engine.logprobs import scaled_logits, token_logprobs
 from engine.weights import describe_not_finite, not_finite
@@ -101,7 +101,7 @@ class Learner:
     def update(self, rollouts: Sequence[Rollout]) -> UpdateReport:
         """Learn from one batch of rollouts; `weight_version` grows by one.
 
-        Raises NumericsError, naming what, when anything is not finite: no step is taken with it, and
+        Raises NotFiniteError, naming what, when anything is not finite: no step is taken with it, and
         weights that a step made so are not given a version.
         """
         start = time.perf_counter()
@@ -116,7 +116,7 @@ class Learner:
             self._learn(experience, targets, rows, figures)
         odd = not_finite(self.model.named_parameters())
         if odd:
-            raise NumericsError(
+            raise NotFiniteError(
                 f"the update of the target model to weight version {self.weight_version + 1} failed: "
                 f"{describe_not_finite(odd)}; lower trainer.learning_rate"
             )
@@ -248,7 +248,7 @@ class Learner:
             loss = self._loss(experience, targets, micro, weight_of[micro], figures)
             if not bool(torch.isfinite(loss)):
                 samples = [experience.sample_indices[row] for row in micro]
-                raise NumericsError(
+                raise NotFiniteError(
                     f"the loss of weight version {self.weight_version} is {float(loss.detach())}; "
                     f"expected a finite number; samples {samples[:8]}; lower trainer.learning_rate"
                 )
@@ -303,7 +303,7 @@ class Learner:
             group["lr"] = self.trainer.learning_rate * warmup
         norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.trainer.max_grad_norm))
         if not math.isfinite(norm):
-            raise NumericsError(
+            raise NotFiniteError(
                 f"the gradient norm at weight version {self.weight_version} is {norm}; expected a finite "
                 "number; lower trainer.learning_rate"
             )

@@ -41,6 +41,8 @@ class World:
         monkeypatch.setattr(cluster.pool, "GenerationActor", actor)
         monkeypatch.setattr(cluster.pool, "actor_options", lambda place, ground: {})
         monkeypatch.setattr(cluster.pool, "publish", self.publish)
+        self.numerics = "invariant: every bit"
+        monkeypatch.setattr(cluster.pool, "get", lambda ref, **wait: self.numerics)
         monkeypatch.setattr(cluster.pool.ray, "kill", lambda handle: None)
         self.pool = GenerationPool(
             cluster=ClusterConfig(max_instance_restarts=2),
@@ -57,7 +59,7 @@ class World:
         self.pool.bring_up(self.weights)
 
     def make(self, spec: Any) -> Any:
-        return SimpleNamespace(run=Method())
+        return SimpleNamespace(run=Method(), numerics=Method())
 
     def publish(self, weights: Any, handles: dict, *, timeout_s: float) -> dict[str, InstanceLost]:
         return {name: ActorDied(f"{name} died: SIGKILL") for name in handles if name in self.dead}
@@ -74,6 +76,16 @@ def test_an_instance_that_died_outside_of_a_rollout_is_told_and_replaced_at_the_
     assert world.notes == ["instance gen-0 was lost (gen-0 died: SIGKILL); gen-0-r1 takes its place"]
     assert sorted(world.pool.instances) == ["gen-0-r1", "gen-1"] and world.scheduler.lost == ["gen-0"]
     assert world.scheduler.joined == ["gen-0", "gen-1", "gen-0-r1"]
+
+
+def test_numerics_that_promise_less_than_bits_are_told_once(world):
+    assert world.pool.is_invariant
+    world.numerics = "fast: the distribution (engine.num_threads is 2)"
+    for name in ("gen-0", "gen-1"):
+        world.pool.replace(LostInstance(instance=name, reason="silent", num_requeued=0))
+    assert not world.pool.is_invariant
+    told = [note for note in world.notes if "numerics" in note]
+    assert told == ["numerics on gen-0-r1: fast: the distribution (engine.num_threads is 2)"]
 
 
 def test_an_instance_that_was_replaced_is_told_once_with_what_was_queued_again(world):
