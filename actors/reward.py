@@ -7,6 +7,7 @@ scored again by the one that takes its place.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -26,7 +27,10 @@ T = TypeVar("T")
 class RewardActor:
     """Scores batches with the configured reward function."""
 
-    def __init__(self, name: str, config: RewardConfig) -> None:
+    def __init__(self, name: str, config: RewardConfig, caller_dir: str | None = None) -> None:
+        """`caller_dir`: the driver's folder, importable here where it exists; last, so that it shadows nothing."""
+        if caller_dir is not None and caller_dir not in sys.path:
+            sys.path.append(caller_dir)
         self._name = name
         self._config = config
         self._reward: RewardFunction | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -159,7 +160,7 @@ def _reward_pool(
         where = topology.reward[actor]
         name = f"{where.name}-r{number}" if number else where.name
         return RewardActor.options(**actor_options(where, ground) | {"name": name}).remote(
-            name, config.reward
+            name, config.reward, os.getcwd()
         )
 
     return RewardPool(

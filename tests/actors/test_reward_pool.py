@@ -29,6 +29,18 @@ def prompts(count: int) -> list[Prompt]:
     return [Prompt(prompt_id=i, token_ids=np.arange(2), text="p") for i in range(count)]
 
 
+def test_a_reward_function_in_the_drivers_folder_is_found_where_workers_have_another(local_ray, tmp_path):
+    """As in a joined cluster, whose workers know nothing of the folder that the run was started in."""
+    (tmp_path / "only_here.py").write_text(
+        "def score(prompt, response, reference):\n    return len(response)\n"
+    )
+    config = RewardConfig(kind="only_here:score")
+    actor = RewardActor.options(num_cpus=0).remote("reward-0", config, str(tmp_path))
+    pool = RewardPool([actor], timeout_s=60.0)
+    pool.submit([0], prompts(1), ["abc"])
+    assert pool.collect(wait_s=60.0)[0][1].value == 3.0
+
+
 def test_items_come_back_with_their_own_rewards_from_every_actor(make_pool):
     pool = make_pool("sample_rewards:vowel_share", num_actors=2)
     pool.prove(timeout_s=60)
