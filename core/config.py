@@ -258,8 +258,8 @@ class AlgorithmConfig(Section):
 class TrainerConfig(Section):
     """The learner."""
 
-    learning_rate: float = Field(default=1e-5, gt=0.0)
-    value_learning_rate: float = Field(default=1e-4, gt=0.0)
+    learning_rate: float = Field(default=1e-5, gt=0.0, le=1e6)
+    value_learning_rate: float = Field(default=1e-4, gt=0.0, le=1e6)
     value_epochs: int = Field(default=4, ge=1)
     "ppo: passes of the value head over a batch's states; cheap, since the trunk is run once for all"
     warmup_updates: int = Field(default=0, ge=0)
@@ -280,7 +280,7 @@ class DrafterTrainingConfig(Section):
     refit: bool = True
     budget_share: float = Field(default=0.05, gt=0.0, le=1.0)
     "most seconds of a refit, publication included, over those that the iteration took before it"
-    learning_rate: float = Field(default=5e-5, gt=0.0)
+    learning_rate: float = Field(default=5e-5, gt=0.0, le=1e6)
     max_tokens_per_step: int = Field(default=1024, ge=16)
     "padded tokens in one optimizer step, and in the held-out slice"
     max_passes: int = Field(default=8, ge=1)
