@@ -22,6 +22,7 @@ Run one benchmark and write DIR/NAME.json: figures, intervals, provenance.
   rlhfspec bench engine --out bench --quick      speed of plain decoding and what invariance costs
   rlhfspec bench engine --out bench --profile    the phases of a decode step
   rlhfspec bench drafting --out bench            the adaptive policy beside every other choice
+  rlhfspec bench models --out bench              which model families run: the page docs/models.md
 """
 
 

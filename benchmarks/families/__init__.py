@@ -1,0 +1,1 @@
+"""Every causal family of the installed transformers, tried from a small config."""

@@ -1,0 +1,94 @@
+"""The page of model families, `docs/models.md`: written from findings, read back by a test."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+
+from benchmarks.families.trial import Finding
+
+GOOD = ("exact", "fast only", "refused", "not built")
+"Outcomes that a page may have; any other is a fault of the engine."
+
+_HEAD = """\
+# Which models run
+
+Every family of models for text generation that transformers {version} has, each tried from a small model with random
+weights:
+{counts}. Find your model's `model_type` (it stands in its `config.json`) in the table.
+
+- **exact**: it runs, and by default (CPU, one thread an instance) every token and log-probability is the same bit for
+  bit, whatever is drafted, batched or moved. With several threads, on a GPU, or with `engine.numerics: fast`, it
+  runs as those of the next kind do.
+- **fast only**: it runs with `engine.numerics: fast`. Tokens follow the model's own distribution, but what is computed
+  beside a sample may change a logit's last bits, and so, rarely, a token. By default an error says this.
+- **refused**: it does not run. A clear error ends the start, and nothing is sampled.
+- **not built**: transformers made no small model of it here, so nothing is known of it.
+
+How it was tried (float32, CPU): samples were decoded plainly, by chains, by trees and by n-grams, alone and in batches,
+with guard pages around the caches of keys and values. The judge is a plain forward of the stock model in another copy:
+every token is the one that the sampling rule gives there, up to near ties; log-probabilities are within {tolerance}.
+A note behind a comma says what its config has that is special. A row tells of a family, not of every config and every
+checkpoint: your own model is compared with its plain forward at each start, and one that is not in the table too.
+
+Made by `rlhfspec bench models --out DIR`, which writes this page to `DIR/models.md`.
+
+| family (`model_type`) | outcome | why |
+|---|---|---|
+"""
+_KNOWN = {
+    "gemma3n": "needs the package timm; its text part, gemma3n_text, runs",
+    "gemma4_assistant": "a helper that reads another model's keys and values",
+    "gemma4_unified_assistant": "a helper that reads another model's keys and values",
+    "musicgen": "transformers needs its decoder's config",
+    "musicgen_melody": "transformers needs its decoder's config",
+}
+"Why a model is not built, in words better than the error's."
+
+
+def page(findings: Sequence[Finding], *, version: str, tolerance: float) -> str:
+    """Return the page's text."""
+    count = Counter(finding.outcome for finding in findings if "," not in finding.name)
+    counts = ", ".join(
+        f"{count[outcome]} {outcome}"
+        for outcome in (*GOOD, *sorted(set(count) - set(GOOD)))
+        if count[outcome]
+    )
+    head = _HEAD.format(version=version, counts=counts, tolerance=f"{tolerance:g}")
+    return head + "".join(f"| {' | '.join(row(finding))} |\n" for finding in findings)
+
+
+def row(finding: Finding) -> tuple[str, str, str]:
+    """Return one family's row: name, outcome, why; the same on every run."""
+    return finding.name, finding.outcome, _why(finding)
+
+
+def rows_of(text: str) -> dict[str, tuple[str, str, str]]:
+    """Return a page's rows by name."""
+    cells = re.findall(r"^\| ([^|]+) \| ([^|]+) \| ([^|]*?) ?\|$", text.split("|---|", 1)[1], re.MULTILINE)
+    return {cell[0]: cell for cell in cells}
+
+
+def _why(finding: Finding) -> str:
+    if finding.outcome == "exact":
+        return ""
+    if finding.outcome == "fast only":
+        product = re.search(r"(\S+) is multiplied by outside", finding.reason)
+        return (
+            f"multiplies by `{product[1]}` outside linear layers"
+            if product
+            else "rounds by what is computed beside it"
+        )
+    if finding.outcome == "not built" and finding.name in _KNOWN:
+        return _KNOWN[finding.name]
+    reason = re.sub(r"^\w+Error: ", "", finding.reason)
+    reason = re.sub(r"^(a '\S+' model|\w+) is not supported: ", "", reason)
+    reason = re.sub(r"; take a model of another family$", "", reason)
+    reason = re.sub(r" \(total variation [^)]*\)", "", reason)
+    reason = re.sub(
+        r"^layer \d+ attends with .*",
+        "its keys and values are not of the one shape that its config says",
+        reason,
+    )
+    return reason.replace("|", "/")

@@ -1,0 +1,217 @@
+"""One family's trial: does it start, and is what it decodes right, whatever is drafted, in whatever company.
+
+Under `numerics: auto` (invariant), then under `fast`, samples are decoded by several plans and batch sizes. The oracle
+shares nothing with the engine but the rule: a teacher-forced forward of a fresh copy with its own attention.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+
+from benchmarks.families.configs import VOCAB_SIZE, Family, build_model, perturbed
+from benchmarks.families.guards import CorruptionError, Guards
+from benchmarks.support.reference import compare_with_reference
+from core.config import EngineConfig, SpeculationConfig
+from core.errors import NumericsError, RlhfSpecError
+from core.records import Completion, Prompt, SampleKey, SampleRequest, SamplingParams, Stream
+from engine.build import build_engine
+from engine.generator import Engine
+from policies.base import DraftPolicy
+from policies.fixed import FixedPolicy, OffPolicy
+
+TOLERANCE = 1e-3
+"Largest difference of a log-probability from the oracle's."
+LEAST_INFLUENCE = 1e-3
+"Total variation at a prompt's end that its first token makes."
+Outcome = Literal["exact", "fast only", "refused", "not built", "wrong", "raw exception", "corruption"]
+PLANS: dict[str, DraftPolicy] = {
+    "tree": FixedPolicy(num_nodes=8, depth=4, branching=2),
+    "chain": FixedPolicy(num_nodes=4, depth=4, branching=1),
+    "plain": OffPolicy(),
+}
+DRAFTED = SpeculationConfig(policy="fixed", num_nodes=8, depth=4, branching=2)
+NGRAM = SpeculationConfig(policy="fixed", drafter="ngram", num_nodes=4, ngram_min=1)
+PROMPT_TOKENS = (3, 70, 9, 40)
+NEW_TOKENS = (14, 9, 12, 10)
+SAMPLINGS = ({}, {"temperature": 0.7, "top_p": 0.9}, {"temperature": 0.0}, {"temperature": 1.3})
+LONGEST = 96
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """What became of one family."""
+
+    name: str
+    outcome: Outcome
+    reason: str = ""
+    seconds: float = 0.0
+    logprob_error: float = 0.0
+    tokens: int = 0
+    near_ties: int = 0
+    accepted: int = 0
+    trace: str = ""
+
+
+class _Wrong(Exception):
+    """Something was decoded that the model does not say."""
+
+
+class _Trial:
+    def __init__(self, family: Family, guards: Guards) -> None:
+        self.family, self.guards = family, guards
+        self.model = build_model(family)
+        self.oracle = copy.deepcopy(self.model)
+        self.oracle.set_attn_implementation("eager")
+        self._require_context()
+        self.requests = _requests()
+        self.tokens = self.near_ties = self.accepted = 0
+        self.logprob_error = 0.0
+
+    def run(self) -> tuple[Outcome, str]:
+        """Return the outcome and, unless it is exact, why.
+
+        Raises:
+            _Wrong: something sampled is not what the model says, or refused in one way and served in another.
+        """
+        refusal = self._refusal("auto")
+        fast = self._refusal("fast")
+        if fast is not None:
+            if refusal is None:
+                raise _Wrong(f"served under auto and refused under fast: {fast}")
+            return "refused", f"{type(fast).__name__}: {fast}"
+        if refusal is None:
+            return "exact", ""
+        if isinstance(refusal, NumericsError):
+            return "fast only", str(refusal)
+        raise _Wrong(f"refused under auto and served under fast: {refusal}")
+
+    def _refusal(self, numerics: Literal["auto", "fast"]) -> RlhfSpecError | None:
+        """Decode; return the error of ours that ends it, if any."""
+        try:
+            self._decode_all(numerics)
+        except RlhfSpecError as error:
+            return error
+        return None
+
+    def _require_context(self) -> None:
+        """Raise ValueError where the model does not look back: its decoding would prove nothing."""
+        ids = torch.randint(3, VOCAB_SIZE, (2, 10), generator=torch.Generator().manual_seed(7))
+        ids[1, 1:] = ids[0, 1:]
+        with torch.inference_mode():
+            first, second = self.oracle(input_ids=ids, use_cache=False).logits[:, -1].softmax(-1)
+        if float((first - second).abs().sum()) < 2 * LEAST_INFLUENCE:
+            raise ValueError("the small model does not look at its context")
+
+    def _decode_all(self, numerics: Literal["auto", "fast"]) -> None:
+        """Three plans in a batch of three, then n-grams one sample at a time; invariant ones must agree bitwise."""
+        found = {}
+        engine = self._engine(numerics, 3, DRAFTED)
+        for name, policy in PLANS.items():
+            engine.policy = policy
+            found[name] = self._decode(engine, self.requests if name == "plain" else self.requests[::-1])
+        if numerics == "auto":
+            found["n-gram"] = self._decode(self._engine(numerics, 1, NGRAM), self.requests)
+        plain = found["plain"]
+        for name, done in found.items():
+            self._judge(f"{numerics}, {name}", done)
+            if numerics == "auto" and not all(_same_bits(plain[key], done[key]) for key in plain):
+                raise _Wrong(f"{name} differs from plain decoding")
+
+    def _engine(
+        self, numerics: Literal["auto", "fast"], batch: int, speculation: SpeculationConfig
+    ) -> Engine:
+        return build_engine(
+            copy.deepcopy(self.model),
+            perturbed(self.model) if speculation.drafter == "model" else None,
+            engine=EngineConfig(
+                device="cpu",
+                numerics=numerics,
+                max_running_samples=batch,
+                max_prefill_tokens=48,
+                forward=self.family.forward,
+            ),
+            speculation=speculation,
+            max_total_tokens=LONGEST,
+            vocab_size=VOCAB_SIZE,
+        )
+
+    def _decode(self, engine: Engine, requests: Sequence[SampleRequest]) -> dict[SampleKey, Completion]:
+        before = engine.stats.num_accepted_tokens
+        done = {completion.key: completion for completion in engine.generate(requests)}
+        self.accepted += engine.stats.num_accepted_tokens - before
+        self.guards.require_intact()
+        return done
+
+    def _judge(self, what: str, done: Mapping[SampleKey, Completion]) -> None:
+        for request in self.requests:
+            completion = done[request.key]
+            result = compare_with_reference(self.oracle, request, completion, VOCAB_SIZE)
+            self.tokens += completion.num_tokens
+            self.near_ties += result.num_near_ties
+            self.logprob_error = max(self.logprob_error, result.logprob_max_abs_error)
+            if result.num_mismatches or not result.logprob_max_abs_error <= TOLERANCE:
+                raise _Wrong(
+                    f"{what}: {result.num_mismatches} of {completion.num_tokens} tokens off the rule, "
+                    f"log-probabilities off by {result.logprob_max_abs_error:.1e}"
+                )
+
+
+def try_family(family: Family) -> Finding:
+    """Try one family in this process, which may not survive it."""
+    started = time.perf_counter()
+    torch.set_num_threads(1)
+    trial: _Trial | None = None
+    outcome: Outcome = "not built"
+    trace = ""
+    with Guards() as guards:
+        try:
+            trial = _Trial(family, guards)
+            outcome, reason = trial.run()
+        except _Wrong as error:
+            outcome, reason = "wrong", str(error)
+        except CorruptionError as error:
+            outcome, reason = "corruption", str(error)
+        except Exception as error:  # whatever the code of some family raises is a finding
+            outcome = "not built" if trial is None else "raw exception"
+            reason, trace = f"{type(error).__name__}: {error}", traceback.format_exc(limit=-6)
+    return Finding(
+        name=family.name,
+        outcome=outcome,
+        reason=" ".join(reason.split()),
+        seconds=time.perf_counter() - started,
+        logprob_error=trial.logprob_error if trial else 0.0,
+        tokens=trial.tokens if trial else 0,
+        near_ties=trial.near_ties if trial else 0,
+        accepted=trial.accepted if trial else 0,
+        trace=trace,
+    )
+
+
+def _requests() -> list[SampleRequest]:
+    random = np.random.default_rng(3)
+    return [
+        SampleRequest(
+            key=SampleKey(run_seed=11, stream=Stream.BENCH, sample_index=index),
+            prompt=Prompt(prompt_id=index, token_ids=random.integers(3, VOCAB_SIZE, length)),
+            sampling=SamplingParams(max_new_tokens=new, **sampling),  # type: ignore[arg-type]
+        )
+        for index, (length, new, sampling) in enumerate(
+            zip(PROMPT_TOKENS, NEW_TOKENS, SAMPLINGS, strict=True)
+        )
+    ]
+
+
+def _same_bits(a: Completion, b: Completion) -> bool:
+    return (
+        a.token_ids.tobytes() == b.token_ids.tobytes()
+        and a.policy_logprobs.tobytes() == b.policy_logprobs.tobytes()
+        and a.sampling_logprobs.tobytes() == b.sampling_logprobs.tobytes()
+    )
