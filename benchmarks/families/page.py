@@ -14,9 +14,9 @@ GOOD = ("exact", "fast only", "refused", "not built")
 _HEAD = """\
 # Which models run
 
-Every family of models for text generation that transformers {version} has, each tried from a small model with random
-weights:
-{counts}. Find your model's `model_type` (it stands in its `config.json`) in the table.
+Every family of models for text generation that transformers {version} has, tried from a small model of random weights:
+{counts}.
+Find your model's `model_type` (it stands in its `config.json`) in the table.
 
 - **exact**: it runs, and by default (CPU, one thread an instance) every token and log-probability is the same bit for
   bit, whatever is drafted, batched or moved. With several threads, on a GPU, or with `engine.numerics: fast`, it
