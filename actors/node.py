@@ -50,7 +50,8 @@ def own_raylet() -> int | None:
     """Process id of the raylet that this process has started, None where it has joined a cluster."""
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
-            pid, rest = stat.read_text().split(" (", 1)
+            # the kernel cuts names at 15 bytes, within a character too
+            pid, rest = stat.read_text(errors="replace").split(" (", 1)
         except OSError:
             continue
         name, fields = rest.rsplit(") ", 1)
@@ -65,11 +66,18 @@ def watching_raylet(pid: int | None, note: Callable[[str], None]) -> Iterator[No
     if pid is None:
         yield
         return
-    process, (left, leave) = os.pidfd_open(pid), os.pipe()
+    try:
+        process = os.pidfd_open(pid)
+    except OSError:  # an old kernel, or a sandbox that forbids it: Ray notices the death later
+        yield
+        return
+    left, leave = os.pipe()
 
     def look() -> None:
-        ready, _, _ = select.select([process, left], [], [])
-        if left not in ready:
+        either = select.poll()
+        for descriptor in (process, left):
+            either.register(descriptor, select.POLLIN | select.POLLHUP)
+        if left not in [descriptor for descriptor, _ in either.poll()]:
             _raylet_died.set()
             note("Ray on this machine died (its raylet was killed or crashed): the run cannot go on")
 

@@ -65,14 +65,17 @@ def get(ref: Any, *, waiter: str, waited_for: str, order: str, timeout_s: float)
 def _get_awake(ref: Any, wait: OpenWait) -> Any:
     """Look for the answer for a second at most. Raises what `ray.get` raises."""
     began_s, limit_s = time.monotonic(), min(LOOK_S, wait.left_s)
+    refs = list(ref) if isinstance(ref, (list, tuple)) else [ref]
     try:
-        return ray.get(ref, timeout=limit_s)
-    except GetTimeoutError:
-        wait.overslept(time.monotonic() - began_s - limit_s)
-        raise
+        # looked at and not fetched: a `get` that ends early drops what it has of a large object
+        ready = ray.wait(refs, num_returns=len(refs), timeout=limit_s, fetch_local=False)[0] if refs else []
+        if len(ready) < len(refs):
+            wait.overslept(time.monotonic() - began_s - limit_s)
+            raise GetTimeoutError
     finally:
         late_s = time.monotonic() - began_s - limit_s
         _pauses.seconds += late_s if late_s > SLEPT_S else 0.0
+    return ray.get(ref, timeout=max(wait.left_s, LOOK_S))
 
 
 class _Pauses:

@@ -25,6 +25,8 @@ class ProcessIdentity:
     "clock ticks after the machine's start; None where /proc is missing"
     pid_namespace: str | None
     "two containers may share a host's name and temporary folder, and not see each other's processes"
+    boot: str | None = None
+    "of the machine's start: two machines may share a name and an output folder"
 
     @classmethod
     def of_this(cls) -> Self:
@@ -34,6 +36,7 @@ class ProcessIdentity:
             host=socket.gethostname(),
             pid_started=_started(os.getpid()),
             pid_namespace=_pid_namespace(),
+            boot=_boot(),
         )
 
     @classmethod
@@ -42,12 +45,13 @@ class ProcessIdentity:
         pid, host = tree.get("pid"), tree.get("host")
         if not isinstance(pid, int) or not isinstance(host, str) or pid < 1:
             return None
-        started, namespace = tree.get("pid_started"), tree.get("pid_namespace")
+        started, namespace, boot = tree.get("pid_started"), tree.get("pid_namespace"), tree.get("boot")
         return cls(
             pid=pid,
             host=host,
             pid_started=started if isinstance(started, int) else None,
             pid_namespace=namespace if isinstance(namespace, str) else None,
+            boot=boot if isinstance(boot, str) else None,
         )
 
     def as_tree(self) -> dict[str, Any]:
@@ -56,8 +60,9 @@ class ProcessIdentity:
 
     @property
     def is_here(self) -> bool:
-        """True where this process could see it: the same machine, the same container."""
-        return self.host == socket.gethostname() and self.pid_namespace == _pid_namespace()
+        """True where this process could see it: the same machine since its start, the same container."""
+        here = (socket.gethostname(), _pid_namespace(), _boot())
+        return None not in here and (self.host, self.pid_namespace, self.boot) == here
 
     @property
     def is_gone(self) -> bool:
@@ -104,6 +109,13 @@ def _started(pid: int) -> int | None:
         # the command between brackets may hold anything, brackets too
         return int((_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()[_START_FIELD])
     except (OSError, IndexError, ValueError):
+        return None
+
+
+def _boot() -> str | None:
+    try:
+        return (_PROC / "sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
         return None
 
 

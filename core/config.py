@@ -11,6 +11,8 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
+from core.ranges import LEAST_TEMPERATURE
+
 MAX_THREADS = 1024
 MAX_ACTORS = 4096
 MAX_DRAWN_PROBLEMS = 1_000_000
@@ -366,6 +368,11 @@ class Config(Section):
             raise ValueError(
                 "sampling.temperature must be above 0 to train: greedy sampling has no log-probability; "
                 "use 1.0"
+            )
+        if self.sampling.temperature < LEAST_TEMPERATURE:
+            raise ValueError(
+                f"sampling.temperature must be at least {LEAST_TEMPERATURE}, got {self.sampling.temperature}: logits "
+                "over it overflow; use 1.0"
             )
         if self.speculation.drafter == "model" and self.models.draft is None:
             raise ValueError(

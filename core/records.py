@@ -10,14 +10,13 @@ over the running batch; `n` counts draft nodes, the root (last committed token) 
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
 import numpy as np
 
-from core.errors import ConfigError
+from core.ranges import require_sampling_ranges
 
 
 class Stream(StrEnum):
@@ -62,26 +61,13 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        ranges = {
-            "temperature": ("a finite number of at least 0", 0.0 <= self.temperature < math.inf),
-            "top_k": ("an integer of at least 0", _is_whole(self.top_k) and self.top_k >= 0),
-            "top_p": ("above 0 and at most 1", 0.0 < self.top_p <= 1.0),
-            "max_new_tokens": (
-                "an integer of at least 1",
-                _is_whole(self.max_new_tokens) and self.max_new_tokens >= 1,
-            ),
-            "stop_token_ids": (
-                "token ids of at least 0",
-                all(_is_whole(token) and token >= 0 for token in self.stop_token_ids),
-            ),
-        }
-        for name, (expected, holds) in ranges.items():
-            if not holds:
-                raise ConfigError(f"sampling.{name} must be {expected}, got {getattr(self, name)!r}")
-
-
-def _is_whole(value: object) -> bool:
-    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+        require_sampling_ranges(
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            max_new_tokens=self.max_new_tokens,
+            stop_token_ids=self.stop_token_ids,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -127,7 +127,7 @@ class RunningBatch:
         policy_logprobs: np.ndarray,
         sampling_logprobs: np.ndarray,
         num_accepted: np.ndarray,
-    ) -> tuple[int, np.ndarray]:
+    ) -> tuple[int, np.ndarray, np.ndarray]:
         """Commit what a decode step emitted, cut behind stop tokens and at limits.
 
         Args:
@@ -137,7 +137,8 @@ class RunningBatch:
             num_accepted: [B].
 
         Returns:
-            The number of tokens committed, and the slots whose sample is finished.
+            The number of tokens committed, the slots whose sample is finished, and those of which a committed token
+            was chosen by logits that are NaN, +inf, or -inf throughout: it has no finite log-probability.
         """
         live = len(self)
         lengths = self.lengths[:live]
@@ -156,7 +157,9 @@ class RunningBatch:
         for counters, accepted in zip(self.counters, num_accepted.tolist(), strict=True):
             counters.num_decode_steps += 1
             counters.num_accepted_tokens += accepted
-        return len(row), np.nonzero(stopped | (self.lengths[:live] == self.limits[:live]))[0]
+        odd = ~(np.isfinite(policy_logprobs[row, taken]) & np.isfinite(sampling_logprobs[row, taken]))
+        finished = np.nonzero(stopped | (self.lengths[:live] == self.limits[:live]))[0]
+        return len(row), finished, np.unique(row[odd])
 
     def _set_stop_ids(self, slot: int, stop_ids: tuple[int, ...]) -> None:
         wider = len(stop_ids) - self.stop_ids.shape[1]

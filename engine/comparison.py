@@ -36,10 +36,13 @@ BRANCH_TOKENS = 2
 LEAST_TOKENS = 2 + SINGLE_TOKENS + BRANCH_TOKENS
 "A prompt of one, singles, root, a branch."
 PLAIN_ATTENTION = "eager"
-TOLERATED = {torch.float32: (1e-3, 2e-3), torch.bfloat16: (0.1, 0.25), torch.float16: (0.1, 0.25)}
-"""Largest total variation, and largest difference of logits over their spread, that count as rounding.
+TOLERATED = {torch.float32: (1e-3, 2e-3)}
+"""Total variation, and difference of logits over their spread, up to which two forwards differ by rounding.
 
-bfloat16 rounds by up to 0.04 in total variation (measured). The second tells where all distributions are flat."""
+The second tells where all distributions are flat. Every row is judged."""
+TOLERATED_OF_HALF = (0.25, 0.5)
+"""The same of 16-bit types, for the median row: a deep model's own eager and sdpa forwards differ by up to 0.28 in a
+row, where a router's near tie falls the other way (measured). Lost state spoils nearly every row, by far more."""
 
 
 @runtime_checkable
@@ -200,18 +203,28 @@ def tree_logits(
 
 def total_variation(plain: Float[Tensor, "M V"], served: Float[Tensor, "M V"]) -> float:
     """Return the largest total variation between two forwards' distributions; NaN where one is not finite."""
-    return float((plain.float().softmax(-1) - served.float().softmax(-1)).abs().sum(-1).max() / 2)
+    return float(_variations(plain.float(), served.float()).max())
+
+
+def _variations(plain: Float[Tensor, "M V"], served: Float[Tensor, "M V"]) -> Float[Tensor, " M"]:
+    return (plain.softmax(-1) - served.softmax(-1)).abs().sum(-1) / 2
 
 
 def is_rounding(plain: Float[Tensor, "M V"], served: Float[Tensor, "M V"], model: PreTrainedModel) -> bool:
     """Whether two forwards differ by no more than the model's type rounds."""
-    variation, spread = TOLERATED.get(model.dtype, (0.1, 0.25))
     plain, served = plain.float(), served.float()
     difference = (plain - plain.mean(-1, keepdim=True)) - (served - served.mean(-1, keepdim=True))
     relative = difference.norm(dim=-1) / plain.std(-1, correction=0).mul(plain.shape[-1] ** 0.5).clamp(
         min=1e-6
     )
-    return total_variation(plain, served) <= variation and float(relative.max()) <= spread
+    if model.dtype in TOLERATED:
+        variation, spread = TOLERATED[model.dtype]
+        return float(_variations(plain, served).max()) <= variation and float(relative.max()) <= spread
+    variation, spread = TOLERATED_OF_HALF
+    return (
+        float(_variations(plain, served).quantile(0.5)) <= variation
+        and float(relative.quantile(0.5)) <= spread
+    )
 
 
 @contextmanager
@@ -222,6 +235,8 @@ def failing_is_refused(model: PreTrainedModel, what: str) -> Iterator[None]:
     except (RlhfSpecError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:
+        if "allocate memory" in str(error):  # torch's CPU allocator raises a RuntimeError
+            raise
         lines = str(error).strip().splitlines() or [""]
         raise unsupported(model, f"{what} raises {type(error).__name__}: {lines[0]}") from error
 

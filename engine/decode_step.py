@@ -114,18 +114,6 @@ def decode_step(
     )
 
 
-def slots_not_finite(output: StepOutput) -> list[int]:
-    """Return the slots for which a token was chosen by logits that are NaN, +inf, or -inf throughout.
-
-    Such a row has no finite log-probability, so those of the emitted tokens tell it.
-    """
-    finite = np.isfinite(output.policy_logprobs)
-    if finite.all():
-        return []
-    emitted = np.arange(finite.shape[1]) <= output.num_accepted[:, None]
-    return np.nonzero((~finite & emitted).any(1))[0].tolist()
-
-
 def _to_host(*tensors: Tensor) -> list[np.ndarray]:
     """Return the tensors as arrays. On a GPU the copies are under way until the stream has been waited for."""
     return [tensor.to("cpu", non_blocking=True).numpy() for tensor in tensors]

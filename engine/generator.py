@@ -32,7 +32,7 @@ from core.records import (
 )
 from core.sample_state import SampleState
 from engine.batch import RunningBatch
-from engine.decode_step import decode_step, slots_not_finite
+from engine.decode_step import decode_step
 from engine.drafters.base import Drafter
 from engine.drafters.model import ModelDrafter
 from engine.exchange import SampleExchange
@@ -178,11 +178,10 @@ class Engine:
         refinement = self._refinement(budget, remaining)
         planned = self._clock()
         output = decode_step(self.runner, self.drafter, self._batch, budget, self._clock, refinement)
-        broken = slots_not_finite(output)
-        emitted, finished = self._batch.append(
+        emitted, finished, broken = self._batch.append(
             output.token_ids, output.policy_logprobs, output.sampling_logprobs, output.num_accepted
         )
-        completions, failures = self._leave(finished.tolist(), broken)
+        completions, failures = self._leave(finished.tolist(), broken.tolist())
         timed = output.draft_s + output.verify_s + output.accept_s
         record = StepRecord(
             state=state,
@@ -302,6 +301,7 @@ class Engine:
         """Drop every open sample and return their requests."""
         cancelled = [*self._batch.requests, *(state.request for state in self._waiting)]
         self._waiting.clear()
+        self._unclaimed.clear()
         while len(self._batch):
             self.exchange.vacate(len(self._batch) - 1)
         return cancelled

@@ -42,6 +42,8 @@ def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> PreTrainedT
     """Load a tokenizer by path or hub name. Raises ModelError."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
     except Exception as error:  # the files are the user's, and transformers raises whatever they lead to
         raise ModelError(_cannot_load("tokenizer", name, error)) from error
     if not isinstance(tokenizer, PreTrainedTokenizerBase) or not tokenizer.get_vocab():
@@ -61,6 +63,8 @@ def load_model(auto_class: Any, name: str, **settings: Any) -> PreTrainedModel:
     """Load a model of any kind; arguments of `from_pretrained`, errors as above."""
     try:
         model, info = auto_class.from_pretrained(name, output_loading_info=True, **settings)
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
     except Exception as error:  # as above
         raise ModelError(_cannot_load("model", name, error)) from error
     require_all_weights(name, info["missing_keys"])
@@ -82,6 +86,8 @@ def load_hf_config(name: str, *, trust_remote_code: bool = False) -> PretrainedC
     """Load only a model's config. Raises ModelError."""
     try:
         return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
     except Exception as error:  # as above
         raise ModelError(_cannot_load(_CONFIG, name, error)) from error
 
@@ -98,6 +104,8 @@ def meta_model(
     try:
         with torch.device("meta"):
             return auto_class.from_config(config)
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
     except Exception as error:  # as above: sizes that do not go together, no such class
         raise ModelError(
             f"the config.json of '{name}' describes no model that can be built as {auto_class.__name__} "

@@ -34,7 +34,8 @@ def completion_of(state: SampleState, *, instance: str) -> Completion:
 def where_not_finite(state: SampleState) -> str:
     """Name a sample and its first token that has no finite log-probability."""
     request = state.request
-    wrong = int(np.nonzero(~np.isfinite(state.policy_logprobs))[0][0])
+    finite = np.isfinite(state.policy_logprobs) & np.isfinite(state.sampling_logprobs)
+    wrong = int(np.nonzero(~finite)[0][0])
     before = np.concatenate([request.prompt.token_ids, state.token_ids[:wrong]])
     return (
         f"sample {request.key.sample_index} (prompt {request.prompt.prompt_id}, seed {request.key.run_seed}) at "

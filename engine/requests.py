@@ -31,10 +31,9 @@ def require_can_be_sampled(request: SampleRequest, *, vocab_size: int, max_total
             f"prompt {number}: {len(ids)} prompt tokens and up to {request.sampling.max_new_tokens} new ones do not "
             f"fit {max_total_tokens} tokens of context; shorten the prompt or lower sampling.max_new_tokens"
         )
-    if not 0 <= request.key.sample_index < 2**64:
-        raise DataError(
-            f"prompt {number}: expected a sample_index from 0 to 2^64 - 1, got {request.key.sample_index}"
-        )
+    index = request.key.sample_index
+    if not isinstance(index, (int, np.integer)) or not 0 <= index < 2**64:
+        raise DataError(f"prompt {number}: expected a sample_index from 0 to 2^64 - 1, got {index!r}")
 
 
 def require_distinct(requests: Sequence[SampleRequest], others: Sequence[SampleRequest]) -> set[SampleKey]:

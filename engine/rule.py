@@ -162,6 +162,8 @@ def kept_tokens(scaled: Float[Tensor, "B R V"], rows: RowSampling) -> Bool[Tenso
     mass_before = probs.cumsum(-1) - probs
     top_p = rows.top_p[:, None, None]
     kept = in_top_k & ((mass_before < top_p) | (top_p >= 1.0))
+    # a top_p that rounds to 0 still keeps the best
+    kept[..., 0] = True
     kept |= (rows.temperature == 0.0)[:, None, None]
     return torch.zeros_like(kept).scatter_(-1, ids, kept)
 

@@ -50,16 +50,16 @@ class StockForward:
     @property
     def library_product(self) -> str | None:
         """Name of a weight that a library multiplies by while our own products serve, such as stacked experts."""
-        if not any(isinstance(module, OwnProduct) for module in self._model.modules()):
-            return None
+        # where all products are the library's, only stacked experts are known to depend on the mixture
+        own = any(isinstance(module, OwnProduct) for module in self._model.modules())
         return next(
             (
                 f"{path}.{name}"
-                for path, module in self._model.named_modules()
+                for path, module in _language_model(self._model).named_modules()
                 # a norm's gain by head is no matrix
                 if not isinstance(module, nn.Embedding) and "Norm" not in type(module).__name__
                 for name, weight in module.named_parameters(recurse=False)
-                if weight.dim() >= 2
+                if weight.dim() >= (2 if own else 3)
             ),
             None,
         )
@@ -74,6 +74,17 @@ class StockForward:
             forward_plan=plan,
             logits_to_keep=logits_to_keep,
         ).logits[0]
+
+
+def _language_model(model: PreTrainedModel) -> nn.Module:
+    """The model, or its decoder where models for images or sound stand beside it: no token passes those."""
+    text = model.get_decoder()
+    inside = set(text.modules())
+    beside = any(
+        isinstance(module, PreTrainedModel) and module not in inside and text not in set(module.modules())
+        for module in model.modules()
+    )
+    return text if beside else model
 
 
 def _attend(

@@ -65,7 +65,7 @@ def test_three_hundred_moves_change_no_bit(make_pool):
 @pytest.mark.parametrize("mode", list(MoveMode))
 def test_moves_among_three_instances_with_more_samples_than_slots(make_pool, mode):
     asked = tiny_pool.requests(14, new_tokens=40)
-    policy = Forced(share=0.4, modes=[mode], seed=1)
+    policy = Forced(share=0.4, modes=[mode], seed=2)
     pool = make_pool({"a": "tree8", "b": "chain4", "c": "seldom"}, slots=4, reallocation=policy)
     pool.run(asked)
     assert moved(pool)[str(mode)] >= 8

@@ -93,7 +93,7 @@ def test_a_killed_instance_loses_no_sample_and_its_slots_go_to_the_other(cluster
 
 
 def test_a_frozen_instance_is_given_up_and_never_holds_up_the_others(cluster):
-    running = cluster(heartbeat_timeout_s=1.5)
+    running = cluster(heartbeat_timeout_s=4.0)
     pid = running.join("frozen", slots=2, step_s=0.02)
     running.join("alive", slots=2, step_s=0.02)
     os.kill(pid, signal.SIGSTOP)

@@ -66,7 +66,16 @@ class StoppedOnce:
 @pytest.mark.parametrize("answer_after", [3, 9])
 def test_a_process_that_was_stopped_goes_on_waiting_and_says_what_it_slept_through(monkeypatch, answer_after):
     process, notes = StoppedOnce(answer_after), []
-    monkeypatch.setattr(actors.waiting.ray, "get", process.get)
+
+    def wait(refs, *, num_returns, timeout, fetch_local):
+        try:
+            process.get(refs[0], timeout=timeout)
+        except GetTimeoutError:
+            return [], refs
+        return refs, []
+
+    monkeypatch.setattr(actors.waiting.ray, "wait", wait)
+    monkeypatch.setattr(actors.waiting.ray, "get", lambda ref, timeout: "answer")
     monkeypatch.setattr(actors.waiting, "require_node", lambda: None)
     for module in (actors.waiting, actors.watch):
         monkeypatch.setattr(module.time, "monotonic", process.monotonic)

@@ -89,7 +89,8 @@ def test_a_run_leaves_a_complete_folder(
         checkpoint = run_dir.checkpoint_dir(model)
         assert AutoModelForCausalLM.from_pretrained(checkpoint).num_parameters() > 0
         assert AutoTokenizer.from_pretrained(checkpoint).eos_token_id is not None
-        assert verify_checkpoint(checkpoint)["weight_version"] == 2
+        # a refit of the draft may be given up
+        assert verify_checkpoint(checkpoint)["weight_version"] in ((2,) if model == "target" else (0, 1, 2))
     assert not list(run_dir.path.rglob(".partial-*"))
 
 

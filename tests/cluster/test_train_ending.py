@@ -69,7 +69,7 @@ def test_a_finished_run_without_its_picture_is_finished_and_says_what_is_missing
 def test_damaged_metrics_do_not_turn_a_finished_run_into_a_failure(run_dir, monkeypatch):
     run_dir.metrics_file.write_text("{")
     report = end(run_dir, monkeypatch, None)
-    assert run_dir.status()["state"] == "finished" and "is missing" in report.notes[-1]
+    assert run_dir.status()["state"] == "finished" and "is cut or damaged" in report.notes[-1]
 
 
 @pytest.mark.parametrize(

@@ -28,12 +28,19 @@ def bits(completion: Completion) -> tuple[bytes, bytes]:
 @pytest.mark.parametrize(
     ("sampling", "message"),
     [
-        ({"temperature": -1.0}, r"sampling\.temperature must be a finite number of at least 0, got -1\.0"),
+        (
+            {"temperature": -1.0},
+            r"sampling\.temperature must be 0 \(greedy\) or a finite number .* got -1\.0",
+        ),
         ({"temperature": float("nan")}, r"temperature .* got nan"),
         ({"temperature": float("inf")}, "temperature .* got inf"),
-        ({"top_p": 0.0}, r"sampling\.top_p must be above 0 and at most 1, got 0\.0"),
+        ({"top_p": 0.0}, r"sampling\.top_p must be a number above 0 and at most 1, got 0\.0"),
         ({"top_p": float("nan")}, "top_p .* got nan"),
         ({"top_k": -1}, "top_k .* got -1"),
+        ({"top_k": 2**70}, "top_k must be an integer of at least 0, of 63 bits"),
+        ({"temperature": 1e-40}, "temperature .* got 1e-40"),
+        ({"temperature": None}, "temperature .* got None"),
+        ({"stop_token_ids": 5}, "stop_token_ids .* got 5"),
         ({"max_new_tokens": 0}, "max_new_tokens must be an integer of at least 1, got 0"),
         ({"max_new_tokens": 2.5}, "max_new_tokens .* got 2.5"),
         ({"stop_token_ids": (2, -1)}, "stop_token_ids must be token ids of at least 0"),
@@ -169,3 +176,30 @@ def test_finite_logits_of_minus_infinity_elsewhere_are_no_failure(make_engine) -
     done = engine.generate([request_of(0, np.array([4, 5]))])[0]
     assert done.token_ids.max() < 10
     assert np.isfinite(done.policy_logprobs).all()
+
+
+def test_a_top_p_that_rounds_to_nothing_keeps_the_best_token(make_engine) -> None:
+    engine = make_engine("off")
+    best, nearly = (
+        engine.generate([request_of(index, np.array([4, 5]), **sampling)])[0]
+        for index, sampling in enumerate(({"temperature": 0.0}, {"top_p": 1e-60}))
+    )
+    assert nearly.token_ids.tolist() == best.token_ids.tolist()
+    assert np.isfinite(nearly.sampling_logprobs).all()
+
+
+@pytest.mark.parametrize("plan", ["off", "chain4", "tree8"])
+def test_what_is_cut_behind_a_stop_token_breaks_no_sample(pairs, make_engine, plan: str) -> None:
+    """The stop token's own embedding is not finite: nothing behind it is ever committed."""
+    pair = pairs["float32"]
+    requests = [request_of(i, np.array([1, i, 5]), stop_token_ids=(BROKEN_TOKEN,)) for i in range(12)]
+    expected = [bits(c) for c in make_engine("off").generate(requests)]
+    assert any(np.frombuffer(tokens, dtype=np.int64)[-1] == BROKEN_TOKEN for tokens, _ in expected)
+    engine = make_engine(plan)
+    embedding = pair.target.get_input_embeddings().weight
+    before = embedding.data[BROKEN_TOKEN].clone()
+    try:
+        _set_embedding(engine, BROKEN_TOKEN, float("nan"))
+        assert [bits(c) for c in engine.generate(requests)] == expected
+    finally:
+        embedding.data[BROKEN_TOKEN] = before

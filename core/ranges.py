@@ -1,0 +1,51 @@
+"""What sampling parameters may be, for the config and for the API."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import numpy as np
+
+from core.errors import ConfigError
+
+LEAST_TEMPERATURE = 1e-5
+"Below it logits over T overflow; 0 is meant."
+
+
+def require_sampling_ranges(
+    *, temperature: object, top_k: object, top_p: object, max_new_tokens: object, stop_token_ids: object
+) -> None:
+    """Raise ConfigError for the first that is not a number of its kind within its range."""
+    whole, number = (int, np.integer), (int, float, np.integer, np.floating)
+    _require(
+        "temperature",
+        temperature,
+        f"0 (greedy) or a finite number of at least {LEAST_TEMPERATURE}",
+        isinstance(temperature, number) and (temperature == 0 or LEAST_TEMPERATURE <= temperature < math.inf),
+    )
+    _require(
+        "top_k",
+        top_k,
+        "an integer of at least 0, of 63 bits",
+        isinstance(top_k, whole) and 0 <= top_k < 2**63,
+    )
+    _require("top_p", top_p, "a number above 0 and at most 1", isinstance(top_p, number) and 0 < top_p <= 1)
+    _require(
+        "max_new_tokens",
+        max_new_tokens,
+        "an integer of at least 1",
+        isinstance(max_new_tokens, whole) and max_new_tokens >= 1,
+    )
+    _require(
+        "stop_token_ids",
+        stop_token_ids,
+        "token ids of at least 0",
+        isinstance(stop_token_ids, Iterable)
+        and all(isinstance(token, whole) and token >= 0 for token in stop_token_ids),
+    )
+
+
+def _require(name: str, value: object, expected: str, holds: object) -> None:
+    if not holds or isinstance(value, bool):
+        raise ConfigError(f"sampling.{name} must be {expected}, got {value!r}")
