@@ -66,6 +66,11 @@ def test_a_death_is_told_in_one_line_by_its_own_cause(local_ray):
 OUT_OF_MEMORY = "1 worker(s) were killed due to the node running low on memory.\nMemory on the node was 15 GB"
 
 
+def answered(refs, **limits):
+    """Every answer is there, to be fetched."""
+    return refs, []
+
+
 def raising(error: Exception):
     def fail(ref, timeout) -> None:
         raise error
@@ -74,6 +79,7 @@ def raising(error: Exception):
 
 
 def test_memory_is_blamed_where_ray_does(monkeypatch, local_ray):
+    monkeypatch.setattr(actors.waiting.ray, "wait", answered)
     monkeypatch.setattr(actors.waiting.ray, "get", raising(OutOfMemoryError(OUT_OF_MEMORY)))
     assert death_of(None).endswith("Ray ended it because the memory of its machine ran out")
     assert cause_of(ray.exceptions.RayActorError(error_msg=OUT_OF_MEMORY)) == cause_of(OutOfMemoryError("x"))
@@ -87,6 +93,7 @@ def test_an_actor_that_went_down_with_this_node_is_not_the_culprit(monkeypatch, 
     own = ray.get_runtime_context().get_node_id()
     for text, node_lives in zip(said, (True, False), strict=True):
         death = ray.exceptions.RayActorError(error_msg=text)
+        monkeypatch.setattr(actors.waiting.ray, "wait", answered)
         monkeypatch.setattr(actors.waiting.ray, "get", raising(death))
         nodes = [{"NodeID": own, "Alive": node_lives}]
         monkeypatch.setattr(actors.waiting.ray, "nodes", lambda nodes=nodes: nodes)
@@ -96,7 +103,7 @@ def test_an_actor_that_went_down_with_this_node_is_not_the_culprit(monkeypatch, 
 
 
 def test_a_wait_for_an_actor_that_can_never_come_ends_with_the_node(monkeypatch, local_ray):
-    monkeypatch.setattr(actors.waiting.ray, "get", raising(ray.exceptions.GetTimeoutError("not ready")))
+    monkeypatch.setattr(actors.waiting.ray, "wait", lambda refs, **limits: ([], refs))
     own = ray.get_runtime_context().get_node_id()
     monkeypatch.setattr(actors.waiting.ray, "nodes", lambda: [{"NodeID": own, "Alive": False}])
     with pytest.raises(NodeDied):
