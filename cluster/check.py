@@ -211,7 +211,8 @@ def _check_reward(config: Config) -> int | None:
 
 def _require_room(config: Config, report: CheckReport, output_dir: Path) -> None:
     needed = report.memory.total_bytes
-    if is_local(config) and report.available_bytes is not None and needed > report.available_bytes:
+    here = config.cluster.address is None  # a Ray that this process has started runs here too
+    if here and report.available_bytes is not None and needed > report.available_bytes:
         parts = ", ".join(f"{label} {amount}" for label, amount in report.memory.rows()[:-1])
         raise PlacementError(
             f"the run needs {gib(needed)} of memory but {gib(report.available_bytes)} are available here "
