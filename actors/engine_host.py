@@ -13,10 +13,10 @@ from transformers.modeling_utils import PreTrainedModel
 from actors.messages import GenerationSpec, LoadedWeights
 from core.records import WeightManifest
 from engine.build import build_engine
-from engine.generator import Engine
-from engine.models import build_causal_lm
-from engine.provenance import here
-from engine.weights import load_into, model_checksum, unpack_weights
+from engine.calibration.engine_provenance import here
+from engine.engine import Engine
+from engine.weights.chunks import load_into, model_checksum, unpack_weights
+from engine.weights.loading import build_causal_lm
 
 
 class ManifestHost:

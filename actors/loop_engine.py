@@ -13,7 +13,7 @@ from core.records import Completion, InstanceLoad, SampleRequest, WeightManifest
 
 
 class LoopEngine(Protocol):
-    """What the loop needs of `engine.generator.Engine`."""
+    """What the loop needs of `engine.engine.Engine`."""
 
     @property
     def has_work(self) -> bool:

@@ -16,8 +16,8 @@ from actors.messages import LoadedWeights, TrainerSpec
 from actors.remote import remote
 from core.errors import RlhfSpecError
 from core.records import Rollout, UpdateReport, WeightManifest
-from engine.models import build_causal_lm
-from engine.weights import load_into, model_checksum, pack_weights, unpack_weights
+from engine.weights.chunks import load_into, model_checksum, pack_weights, unpack_weights
+from engine.weights.loading import build_causal_lm
 from learning.learner import Learner
 from learning.refit import DraftRefitter, RefitReport
 from learning.soft_targets import SoftTargetStore

@@ -28,10 +28,10 @@ from cluster.session import ray_session
 from core.config import ClusterConfig, Config, DataConfig, EngineConfig, ModelsConfig, SpeculationConfig
 from core.records import Completion, GenerationStats, SampleKey, SampleRequest, WeightManifest
 from engine.build import build_engine
-from engine.generator import Engine
-from engine.profiling import MAX_PROFILED_NODES, Placeholder, make_profile
-from engine.provenance import provenance_of
-from engine.weights import pack_weights, unpack_weights
+from engine.calibration.engine_provenance import provenance_of
+from engine.calibration.profiler import MAX_PROFILED_NODES, Placeholder, make_profile
+from engine.engine import Engine
+from engine.weights.chunks import pack_weights, unpack_weights
 from profiles.profile import Profile
 
 SAMPLINGS: tuple[dict[str, float], ...] = ({}, {"top_p": 0.9}, {"temperature": 0.0})

@@ -39,8 +39,8 @@ from benchmarks.support.result import write_result
 from benchmarks.support.timing import Figures
 from benchmarks.support.workload import Workload
 from core.config import EngineConfig, SpeculationConfig
-from engine.kv import KVShape
-from engine.models import load_causal_lm
+from engine.cache.kv_pool import KVShape
+from engine.weights.loading import load_causal_lm
 from policies.migration.messages import MoveOutcome
 from policies.reallocation.records import ReallocationPolicy
 from policies.simulate.perfect import perfect_finish_s

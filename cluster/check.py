@@ -25,10 +25,10 @@ from cluster.topology import require_machine
 from core.checkpoint_manifest import has_manifest, verify_checkpoint
 from core.config import Config
 from core.errors import DataError, ModelError, PlacementError
+from engine.admission import MB, require_room_for_one
 from engine.build import attention_for, describe_numerics, resolve_device, resolve_numerics
-from engine.cache_room import MB, require_room_for_one
-from engine.kv import KVShape
-from engine.models import (
+from engine.cache.kv_pool import KVShape
+from engine.weights.loading import (
     check_compatible,
     load_hf_config,
     load_tokenizer,
@@ -36,7 +36,7 @@ from engine.models import (
     meta_model,
     num_token_ids,
 )
-from engine.weight_files import check_weight_files
+from engine.weights.weight_files import check_weight_files
 from learning.data import PromptDataset
 from learning.tasks.base import build_reward
 from learning.tasks.reward_model import require_one_output

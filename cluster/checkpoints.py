@@ -15,8 +15,8 @@ from actors.waiting import get
 from cluster.publish import PublishedWeights
 from core.checkpoint_manifest import write_manifest
 from core.files import whole_folder
-from engine.models import build_causal_lm
-from engine.weights import load_into, unpack_weights
+from engine.weights.chunks import load_into, unpack_weights
+from engine.weights.loading import build_causal_lm
 
 
 def save_checkpoint(

@@ -13,7 +13,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from cluster.machine import num_cores
 from core.config import Config
 from core.errors import ConfigError
-from engine.models import load_tokenizer, num_token_ids
+from engine.weights.loading import load_tokenizer, num_token_ids
 from learning.data import PromptDataset, load_prompts
 from profiles.profile import Profile
 

@@ -16,12 +16,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from core.config import Config
+from engine.admission import MB
 from engine.build import most_nodes
-from engine.cache_room import MB
-from engine.kv import KVShape
-from engine.kv_memory import Pages, host_pages
-from engine.mapped_memory import mapped_pages
-from engine.sweep import MAX_PROFILED_NODES
+from engine.cache.cuda_memory import mapped_pages
+from engine.cache.kv_memory import Pages, host_pages
+from engine.cache.kv_pool import KVShape
+from engine.calibration.cost_sweep import MAX_PROFILED_NODES
 
 GIB = 1 << 30
 GPU_PAGE_BYTES = 2 << 20

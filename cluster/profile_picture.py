@@ -12,7 +12,7 @@ from profiles.quality import predict, reliability
 from profiles.recording import join_nodes
 
 if TYPE_CHECKING:
-    from engine.profiling import MadeProfile
+    from engine.calibration.profiler import MadeProfile
 
 KNEE = 2.0
 "Where verification costs this many times one token of every sample."

@@ -18,9 +18,9 @@ from core.config import Config
 from core.errors import ProfileError
 from core.records import SampleKey, SampleRequest, Stream
 from engine.build import build_engine
-from engine.models import load_causal_lm, num_token_ids
-from engine.profiling import MAX_PROFILED_NODES, MadeProfile, Placeholder, make_profile
-from engine.provenance import provenance_of
+from engine.calibration.engine_provenance import provenance_of
+from engine.calibration.profiler import MAX_PROFILED_NODES, MadeProfile, Placeholder, make_profile
+from engine.weights.loading import load_causal_lm, num_token_ids
 from learning.data import sampling_params
 from learning.pairs import require_writable
 from profiles.profile import Profile, load_profile, save_profile

@@ -6,7 +6,7 @@ from transformers import AutoConfig
 
 from actors.migration.settings import MigrationSettings
 from core.config import Config
-from engine.kv import KVShape
+from engine.cache.kv_pool import KVShape
 from policies.reallocation.gate import Gate
 from policies.reallocation.make import make_reallocation_policy
 from policies.reallocation.rate_curve import RateCurve, rate_curve_from_profile

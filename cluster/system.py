@@ -30,8 +30,8 @@ from cluster.session import RaySession
 from cluster.topology import Ground, Topology, actor_options, place, plan
 from core.config import Config
 from core.records import Completion, SampleRequest, SamplingParams
-from engine.models import load_causal_lm, num_token_ids
-from engine.weights import pack_weights
+from engine.weights.chunks import pack_weights
+from engine.weights.loading import load_causal_lm, num_token_ids
 from learning.data import PromptCursor, sampling_params
 
 logger = logging.getLogger(__name__)

@@ -19,7 +19,7 @@ SCHEMA_VERSION = 1
 def write_manifest(folder: Path, *, model: str, weight_version: int, parameter_checksum: str) -> None:
     """Describe every file that `folder` holds now; meant for a folder that is not yet visible (`whole_folder`).
 
-    `parameter_checksum` is that of the weights as they were published (`engine.weights`).
+    `parameter_checksum` is that of the weights as they were published (`engine.weights.chunks`).
     """
     files = {
         path.relative_to(folder).as_posix(): {"num_bytes": path.stat().st_size, "sha256": _sha256(path)}

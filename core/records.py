@@ -38,7 +38,8 @@ class FinishReason(StrEnum):
 class SampleKey:
     """Names one sample for ever: with weights and prompt it determines every token (design 3.1).
 
-    Samples of one key and different prompts share no noise: the prompt takes part in it (`engine.noise.key_words`).
+    Samples of one key and different prompts share no noise: the prompt takes part in it
+    (`engine.decoding.noise.key_words`).
     """
 
     run_seed: int

@@ -11,19 +11,19 @@ from transformers.modeling_utils import PreTrainedModel
 
 from core.config import EngineConfig, SpeculationConfig
 from core.errors import ConfigError, ModelError, NumericsError
-from engine.attention import ATTENTION, Attention
-from engine.cache_room import MB
-from engine.drafters.base import Drafter
-from engine.drafters.model import ModelDrafter
-from engine.drafters.ngram import NgramDrafter
-from engine.generator import Engine, Numerics
-from engine.graphs import CudaRecorder
-from engine.models import max_context_tokens
-from engine.native.serving import serves_thread
-from engine.probe import prove_invariance
-from engine.refinement import Scorer
-from engine.runner import ModelRunner
-from engine.xformers_attention import require_xformers, xformers_attention
+from engine.admission import MB
+from engine.attention.backends import ATTENTION, Attention
+from engine.attention.xformers import require_xformers, xformers_attention
+from engine.cpu.serving import serves_thread
+from engine.drafters.drafter import Drafter
+from engine.drafters.model_drafter import ModelDrafter
+from engine.drafters.ngram_drafter import NgramDrafter
+from engine.drafters.refinement import Scorer
+from engine.engine import Engine, Numerics
+from engine.model.cuda_graphs import CudaRecorder
+from engine.model.invariance_probe import prove_invariance
+from engine.model.runner import ModelRunner
+from engine.weights.loading import max_context_tokens
 from policies.bandit import BanditPolicy
 from policies.base import DraftPolicy, RefiningPolicy
 from policies.batch_table import BatchTablePolicy

@@ -16,17 +16,17 @@ import torch
 from torch import Tensor
 
 from core.records import Budget
-from engine.batch import RunningBatch
-from engine.drafters.base import Drafter
-from engine.forward_plan import TreePlan
-from engine.packing import RaggedRows
-from engine.phases import Phases
-from engine.refinement import Refinement
-from engine.rule import choose, emitted_logprobs, scale
-from engine.runner import ModelRunner
-from engine.tree import DraftTree, ancestors_or_self, drop_split_nodes, root_only
-from engine.verify import verify
-from engine.visibility import count_up
+from engine.attention.packing import RaggedRows
+from engine.attention.visibility import count_up
+from engine.decoding.draft_tree import DraftTree, ancestors_or_self, drop_split_nodes, root_only
+from engine.decoding.running_batch import RunningBatch
+from engine.decoding.sampling_rule import choose, emitted_logprobs, scale
+from engine.decoding.step_phases import Phases
+from engine.decoding.verify import verify
+from engine.drafters.drafter import Drafter
+from engine.drafters.refinement import Refinement
+from engine.model.forward_plan import TreePlan
+from engine.model.runner import ModelRunner
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,14 +15,14 @@ import numpy as np
 from core.errors import RlhfSpecError
 from core.records import SampleKey
 from core.sample_state import SampleState
-from engine.batch import RunningBatch
-from engine.cache_room import CacheRoom
-from engine.drafters.base import Drafter
-from engine.kv import KVPool
-from engine.leases import Lease, Leases, as_cells
-from engine.prefill import fill_committed
-from engine.prefill_plan import PrefillPiece
-from engine.runner import ModelRunner
+from engine.admission import CacheRoom
+from engine.cache.kv_pool import KVPool
+from engine.cache.leases import Lease, Leases, as_cells
+from engine.decoding.running_batch import RunningBatch
+from engine.drafters.drafter import Drafter
+from engine.model.prefill import fill_committed
+from engine.model.prefill_plan import PrefillPiece
+from engine.model.runner import ModelRunner
 
 TARGET = "target"
 DRAFT = "draft"

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from core.records import Rollout
-from engine.logprobs import scaled_logits
+from engine.decoding.logprobs import scaled_logits
 from learning.batching import pack_by_length
 from learning.experience import Experience, collate
 from learning.forward import logits_where

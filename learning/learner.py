@@ -21,8 +21,8 @@ from transformers import PreTrainedModel
 from core.config import AlgorithmConfig, TrainerConfig
 from core.errors import ConfigError, NotFiniteError
 from core.records import Rollout, UpdateReport
-from engine.logprobs import scaled_logits, token_logprobs
-from engine.weights import describe_not_finite, not_finite
+from engine.decoding.logprobs import scaled_logits, token_logprobs
+from engine.weights.chunks import describe_not_finite, not_finite
 from learning.advantages import (
     discounted_returns,
     explained_variance,

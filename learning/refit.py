@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 
 from core.config import DrafterTrainingConfig
 from core.records import Rollout
-from engine.weights import not_finite
+from engine.weights.chunks import not_finite
 from learning.draft_lesson import DraftLesson, draft_lesson
 from learning.forward import prepare_for_training
 from learning.sft import SupervisedTrainer

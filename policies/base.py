@@ -1,9 +1,9 @@
 """The two-phase protocol of draft policies (design 3.2).
 
 Phase one, `plan`, runs on the host from facts of earlier decode steps and returns a `Budget`. Phase two is the
-selection of nodes by score: a tensor operation of the engine with static shapes (`engine.tree`), or, for a refined
-budget, a conversation: `deepen` after every level, `select` at the end. A policy is pure: equal records and scores
-in, equal decisions out; no clock, no hidden randomness.
+selection of nodes by score: a tensor operation of the engine with static shapes (`engine.decoding.draft_tree`), or,
+for a refined budget, a conversation: `deepen` after every level, `select` at the end. A policy is pure: equal records
+and scores in, equal decisions out; no clock, no hidden randomness.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from actors.migration.desk import Desk, report_of
 from core.errors import WeightsError
 from core.records import SampleKey
 from core.sample_state import SampleState
-from engine.leases import Lease
+from engine.cache.leases import Lease
 from policies.migration.frames import Frame, cut_into_frames
 from policies.migration.messages import (
     CallOff,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from actors.migration.settings import MigrationSettings
 from actors.migration.transfers import NoteSpan, Transfers
 from core.records import SampleKey
-from engine.generator import Engine
+from engine.engine import Engine
 from policies.migration.messages import Claim, MoveOrder, MoveReport, News, PeerMessage
 
 

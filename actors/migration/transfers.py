@@ -25,8 +25,8 @@ from actors.transport.base import Sender, Ticket, Transport
 from actors.transport.frames import claimed_sequence, frame_bytes, open_frame, seal
 from actors.transport.paced import Paced
 from core.errors import TransferError
+from engine.cache.leases import Lease, LeaseEnded
 from engine.exchange import CachePiece
-from engine.leases import Lease, LeaseEnded
 from policies.migration.frames import Frame
 
 logger = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from benchmarks.support.timing import Rate, interleaved
 from benchmarks.support.workload import Workload
 from core.config import SpeculationConfig
 from core.records import SampleRequest
-from engine.generator import Engine
+from engine.engine import Engine
 from profiles.profile import Profile
 
 FIXED = {

@@ -10,7 +10,7 @@ import torch
 from benchmarks.adaptive.pairs import engine_for
 from benchmarks.support.workload import Workload
 from core.config import SpeculationConfig
-from engine.drafters.model import ModelDrafter
+from engine.drafters.model_drafter import ModelDrafter
 from profiles.profile import Profile
 
 BATCH_SIZE = 8

@@ -16,9 +16,8 @@ from benchmarks.support.workload import Workload, default_cache_dir, demo_worklo
 from core.config import EngineConfig, SpeculationConfig
 from core.records import SampleRequest
 from engine.build import build_engine
-from engine.generator import Engine
-from engine.models import load_causal_lm
-from engine.profiling import (
+from engine.calibration.engine_provenance import provenance_of
+from engine.calibration.profiler import (
     MAX_PROFILED_NODES,
     SHAPES,
     MadeProfile,
@@ -27,7 +26,8 @@ from engine.profiling import (
     record_drafts,
     yield_curves,
 )
-from engine.provenance import provenance_of
+from engine.engine import Engine
+from engine.weights.loading import load_causal_lm
 from learning.growth import deepen
 from learning.pairs import PairPaths
 from profiles.acceptance import fit_acceptance

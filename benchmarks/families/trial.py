@@ -23,7 +23,7 @@ from core.config import EngineConfig, SpeculationConfig
 from core.errors import NumericsError, RlhfSpecError
 from core.records import Completion, Prompt, SampleKey, SampleRequest, SamplingParams, Stream
 from engine.build import build_engine
-from engine.generator import Engine
+from engine.engine import Engine
 from policies.base import DraftPolicy
 from policies.fixed import FixedPolicy, OffPolicy
 

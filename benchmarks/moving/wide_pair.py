@@ -12,7 +12,7 @@ from transformers import LlamaForCausalLM
 
 from benchmarks.support.workload import Workload, default_cache_dir, demo_workload
 from core.records import Prompt
-from engine.models import load_causal_lm
+from engine.weights.loading import load_causal_lm
 from learning.growth import deepen, widen
 from learning.pairs import PairPaths
 

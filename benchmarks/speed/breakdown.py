@@ -12,7 +12,7 @@ from benchmarks.speed.shares import SHARE_BATCH_SIZE, STEPS, Stopwatch, share_en
 from benchmarks.speed.speculation import PLANS
 from benchmarks.support.model_p import model_p_requests
 from core.config import SpeculationConfig
-from engine.drafters.model import ModelDrafter
+from engine.drafters.model_drafter import ModelDrafter
 
 PHASES = ("draft", "select", "verify", "accept", "compact", "other")
 SHOWN = {

@@ -20,7 +20,7 @@ from cluster.check import model_shape
 from cluster.memory import plan_memory
 from core.config import Config
 from core.errors import WaitTimeout
-from engine.models import load_hf_config
+from engine.weights.loading import load_hf_config
 
 SLOTS, TOKENS = 48, 640
 NEW_TOKENS = 8

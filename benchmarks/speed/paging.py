@@ -15,7 +15,7 @@ from benchmarks.support.model_p import VOCAB_SIZE, model_p_folder, model_p_reque
 from benchmarks.support.rates import engine_rate, plain_engine
 from benchmarks.support.timing import Figures, interleaved, ratios
 from core.records import SampleRequest
-from engine.generator import Engine
+from engine.engine import Engine
 
 RESERVED_SLOTS, PAGED_SLOTS = 4, 32
 LONGEST, USUAL, SPREAD = 900, 70, 1.0

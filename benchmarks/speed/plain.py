@@ -14,7 +14,7 @@ from benchmarks.support.model_p import NEW_TOKENS, PROMPT_TOKENS, VOCAB_SIZE, mo
 from benchmarks.support.rates import engine_rate, hugging_face_rate, plain_engine
 from benchmarks.support.timing import Figures, Rate, interleaved, ratios
 from core.records import SampleRequest
-from engine.models import load_causal_lm
+from engine.weights.loading import load_causal_lm
 
 BATCH_SIZES = (1, 8, 32)
 BFLOAT16_BATCH_SIZE = 8

@@ -19,11 +19,11 @@ from benchmarks.support.workload import Workload
 from core.config import EngineConfig, SpeculationConfig
 from core.records import SampleRequest
 from engine.build import build_engine
-from engine.drafters.model import ModelDrafter
-from engine.forward_plan import TreePlan
-from engine.generator import Engine
-from engine.models import load_causal_lm
-from engine.runner import ModelRunner
+from engine.drafters.model_drafter import ModelDrafter
+from engine.engine import Engine
+from engine.model.forward_plan import TreePlan
+from engine.model.runner import ModelRunner
+from engine.weights.loading import load_causal_lm
 
 SHARE_BATCH_SIZE = 16
 STEPS = 40

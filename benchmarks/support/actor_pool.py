@@ -20,7 +20,7 @@ from cluster.publish import PublishedWeights, publish
 from core.config import EngineConfig, SpeculationConfig
 from core.errors import WaitTimeout
 from core.records import Completion, GenerationStats, SampleKey, SampleRequest
-from engine.weights import pack_weights
+from engine.weights.chunks import pack_weights
 from policies.reallocation.records import ReallocationPolicy
 from policies.scheduler_records import Alarm, MoveRecord
 from profiles.profile import Profile

@@ -15,8 +15,8 @@ from benchmarks.support.timing import Rate
 from core.config import EngineConfig, SpeculationConfig
 from core.records import SampleRequest
 from engine.build import build_engine
-from engine.generator import Engine
-from engine.models import load_causal_lm
+from engine.engine import Engine
+from engine.weights.loading import load_causal_lm
 
 
 def new_engine(

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from core.errors import RlhfSpecError
-from engine.provenance import device_name
+from engine.calibration.engine_provenance import device_name
 
 ROOT = Path(__file__).resolve().parents[2]
 

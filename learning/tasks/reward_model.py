@@ -14,7 +14,7 @@ from transformers.configuration_utils import PretrainedConfig
 
 from core.errors import ModelError, RewardError
 from core.records import Prompt, Reward
-from engine.models import load_model, load_tokenizer
+from engine.weights.loading import load_model, load_tokenizer
 
 
 class ModelReward:

@@ -25,8 +25,8 @@ from one_move import (
 from actors.transport.memory import FaultPlan
 from core.errors import WeightsError
 from core.records import WeightManifest
-from engine.generator import Engine
-from engine.weights import pack_weights, unpack_weights
+from engine.engine import Engine
+from engine.weights.chunks import pack_weights, unpack_weights
 from policies.reallocation.records import MoveMode
 from policies.scheduler_records import MoveRecord
 

@@ -16,8 +16,8 @@ from core.records import (
     SampleKey,
     WeightSpan,
 )
-from engine.models import build_causal_lm, load_causal_lm
-from engine.weights import load_into, model_checksum, pack_weights, unpack_weights
+from engine.weights.chunks import load_into, model_checksum, pack_weights, unpack_weights
+from engine.weights.loading import build_causal_lm, load_causal_lm
 
 Trainer = TrainerActor.__ray_metadata__.modified_class
 

@@ -15,8 +15,8 @@ from cluster.memory import (
 )
 from core.config import Config
 from core.config_io import config_from_dict
-from engine.kv import KVShape
-from engine.models import load_hf_config
+from engine.cache.kv_pool import KVShape
+from engine.weights.loading import load_hf_config
 from tests.conftest import TinyPair
 
 TARGET = ModelShape(

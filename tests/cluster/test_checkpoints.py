@@ -16,8 +16,8 @@ from cluster.publish import PublishedWeights
 from core import files
 from core.checkpoint_manifest import verify_checkpoint
 from core.errors import StorageError
-from engine.models import load_causal_lm, load_tokenizer
-from engine.weights import model_checksum, pack_weights
+from engine.weights.chunks import model_checksum, pack_weights
+from engine.weights.loading import load_causal_lm, load_tokenizer
 from tests.conftest import TinyPair
 
 

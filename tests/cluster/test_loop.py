@@ -30,9 +30,9 @@ from core.config_io import config_from_dict
 from core.metrics import read_metrics
 from core.records import Completion, Rollout, SampleRequest
 from engine.build import build_engine
-from engine.generator import Engine
-from engine.models import load_causal_lm, load_tokenizer
-from engine.weights import model_checksum, pack_weights, unpack_weights
+from engine.engine import Engine
+from engine.weights.chunks import model_checksum, pack_weights, unpack_weights
+from engine.weights.loading import load_causal_lm, load_tokenizer
 from learning.data import PromptCursor, load_prompts, response_text, sampling_params
 from learning.learner import Learner
 from learning.tasks.base import build_reward

@@ -17,8 +17,8 @@ from cluster.system import running_system
 from core.config_io import config_from_dict
 from core.metrics import read_metrics
 from core.records import WeightManifest
-from engine.models import load_causal_lm
-from engine.weights import model_checksum
+from engine.weights.chunks import model_checksum
+from engine.weights.loading import load_causal_lm
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 

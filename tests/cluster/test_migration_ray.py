@@ -26,7 +26,7 @@ from cluster.scheduling import SchedulerClient
 from core.config import EngineConfig, SpeculationConfig
 from core.records import Completion, Prompt, SampleKey, SampleRequest, SamplingParams, Stream
 from engine.build import build_engine
-from engine.weights import pack_weights
+from engine.weights.chunks import pack_weights
 from policies.scheduler_records import Alarm, MoveRecord
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]

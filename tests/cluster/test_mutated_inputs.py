@@ -34,7 +34,7 @@ from cluster.rundir import choose_run_path
 from core.config import Config, DataConfig
 from core.config_io import config_from_dict, dump_config, load_config
 from core.errors import InputError
-from engine.models import load_causal_lm
+from engine.weights.loading import load_causal_lm
 from learning.data import load_prompts
 from learning.tasks.chain import ALPHABET
 from learning.tokenization import character_tokenizer

@@ -14,7 +14,7 @@ from cluster.cli import main
 from cluster.quiet import quiet_environment
 from cluster.topology import Ground, actor_options, place, plan
 from core.config_io import config_from_dict
-from engine.models import load_causal_lm
+from engine.weights.loading import load_causal_lm
 
 
 def test_no_bar_of_a_library_that_was_imported_before_the_command(tiny_pair, tmp_path, capsys, monkeypatch):

@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 from core.config import EngineConfig, SpeculationConfig
 from core.records import Prompt, SampleKey, SampleRequest, SamplingParams, Stream
 from engine.build import build_engine
-from engine.generator import Engine
-from engine.models import DTYPES, freeze
+from engine.engine import Engine
+from engine.weights.loading import DTYPES, freeze
 
 VOCAB_SIZE = 64
 PLANS = {

@@ -14,14 +14,14 @@ import torch
 from scipy import stats
 from transformers import MistralConfig, MistralForCausalLM, PreTrainedModel
 
-import engine.batch
 import engine.decode_step
+import engine.decoding.running_batch
 from core.config import EngineConfig, SpeculationConfig
 from core.records import Prompt, SampleKey, SampleRequest, SamplingParams
 from engine.build import build_engine
-from engine.models import freeze
-from engine.noise import gumbel_noise, key_words
-from engine.rule import RowSampling, kept_tokens
+from engine.decoding.noise import gumbel_noise, key_words
+from engine.decoding.sampling_rule import RowSampling, kept_tokens
+from engine.weights.loading import freeze
 
 VOCAB_SIZE = 8
 NUM_SAMPLES, NUM_TOKENS = 512, 50
@@ -122,14 +122,14 @@ def _reuse_noise(patch: pytest.MonkeyPatch) -> None:
     def reused(words, positions, vocab_size, device):
         return gumbel_noise(words, np.zeros_like(positions), vocab_size)
 
-    patch.setattr(engine.batch, "gumbel_noise", reused)
+    patch.setattr(engine.decoding.running_batch, "gumbel_noise", reused)
 
 
 def _drop_group_member(patch: pytest.MonkeyPatch) -> None:
     def words_of_run(key: SampleKey, prompt: np.ndarray) -> np.ndarray:
         return key_words(SampleKey(run_seed=key.run_seed, stream=key.stream, sample_index=0), prompt)
 
-    patch.setattr(engine.batch, "key_words", words_of_run)
+    patch.setattr(engine.decoding.running_batch, "key_words", words_of_run)
 
 
 def _filter_after_argmax(patch: pytest.MonkeyPatch) -> None:
@@ -139,7 +139,7 @@ def _filter_after_argmax(patch: pytest.MonkeyPatch) -> None:
         tokens = torch.where(inside, tokens, scaled.argmax(-1))
         return torch.nn.functional.one_hot(tokens, scaled.shape[-1]).float()
 
-    patch.setattr(engine.rule, "perturb", wrong)
+    patch.setattr(engine.decoding.sampling_rule, "perturb", wrong)
 
 
 @pytest.mark.parametrize("plant", [_reuse_noise, _drop_group_member, _filter_after_argmax])

@@ -14,11 +14,11 @@ import torch
 
 from core.errors import RlhfSpecError, WeightsError
 from core.records import Completion, SampleRequest, SamplingParams
-from engine.drafters.model import ModelDrafter
+from engine.cache.leases import Lease, LeaseEnded
+from engine.drafters.model_drafter import ModelDrafter
+from engine.engine import Engine
 from engine.exchange import DRAFT, TARGET, CachePiece
-from engine.generator import Engine
-from engine.leases import Lease, LeaseEnded
-from engine.weights import pack_weights, unpack_weights
+from engine.weights.chunks import pack_weights, unpack_weights
 
 PLAIN_SAMPLING = SamplingParams(max_new_tokens=24)
 TOP_P = SamplingParams(max_new_tokens=24, top_p=0.8, temperature=0.7)

@@ -6,11 +6,11 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from core.errors import ModelError
-from engine.attention import ordered_attention
-from engine.forward_plan import TreePlan
-from engine.prefill_plan import PrefillPiece, PrefillPlan
-from engine.probe import prove_invariance
-from engine.runner import ModelRunner
+from engine.attention.backends import ordered_attention
+from engine.model.forward_plan import TreePlan
+from engine.model.invariance_probe import prove_invariance
+from engine.model.prefill_plan import PrefillPiece, PrefillPlan
+from engine.model.runner import ModelRunner
 
 LLAMA = {
     "vocab_size": 64,

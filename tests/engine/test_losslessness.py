@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from core.records import Completion, FinishReason, SampleRequest, SamplingParams
-from engine.generator import Engine
-from engine.noise import gumbel_noise, key_words
+from engine.decoding.noise import gumbel_noise, key_words
+from engine.engine import Engine
 
 PROMPT_LENGTHS = (3, 119, 17, 127, 60, 100, 1)
 "several responses cross position 128, where a reduction chunk ends"

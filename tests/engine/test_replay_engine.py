@@ -14,7 +14,7 @@ import torch
 from core.config import EngineConfig, SpeculationConfig
 from core.records import Budget, DecodeState, DraftLog, SampleRequest, SamplingParams, StepRecord
 from engine.build import build_engine
-from engine.generator import Engine
+from engine.engine import Engine
 from policies.bandit import BanditPolicy
 from policies.base import DraftPolicy
 from policies.batch_table import BatchTablePolicy

@@ -1,4 +1,4 @@
-"""Pages of the host behind several addresses, as a GPU's driver maps them: for tests of `engine.mapped_memory`.
+"""Pages of the host behind several addresses, as a GPU's driver maps them: for tests of `engine.cache.cuda_memory`.
 
 Real mappings (Linux): a file in memory holds the pages, and `mmap` at fixed addresses puts them wherever they are asked
 for, so one page read through two addresses is one page. Touching what is not mapped is a fault of the process.
@@ -16,7 +16,7 @@ _NO_ACCESS, _READ_WRITE = 0, mmap.PROT_READ | mmap.PROT_WRITE
 
 
 class HostPages:
-    """See `engine.mapped_memory.PageDriver`; says what it was asked for wrongly."""
+    """See `engine.cache.cuda_memory.PageDriver`; says what it was asked for wrongly."""
 
     def __init__(self, page_bytes: int = mmap.PAGESIZE) -> None:
         self.page_bytes = page_bytes

@@ -21,7 +21,7 @@ from actors.migration.settings import MigrationSettings
 from actors.migration.transfers import Transfers
 from actors.transport.memory import NO_FAULTS, FaultPlan, MemoryHub, MemoryTransport
 from core.records import Completion, SampleKey, SampleRequest
-from engine.generator import Engine
+from engine.engine import Engine
 from policies.reallocation.records import ReallocationPolicy
 from policies.scheduler import Scheduler
 from policies.scheduler_records import (

@@ -11,7 +11,7 @@ from local_pool import Later, LocalPool
 
 from actors.migration.settings import MigrationSettings
 from actors.transport.memory import NO_FAULTS, FaultPlan
-from engine.generator import Engine
+from engine.engine import Engine
 from policies.migration.messages import MoveOrder, Settle
 from policies.reallocation.records import Move, MoveMode, PoolView
 from policies.scheduler_records import MoveRecord

@@ -24,8 +24,8 @@ from core.records import (
     Stream,
 )
 from engine.build import build_engine
-from engine.generator import Engine
-from engine.models import freeze
+from engine.engine import Engine
+from engine.weights.loading import freeze
 from policies.fixed import FixedPolicy
 
 VOCAB_SIZE = 64

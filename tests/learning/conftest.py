@@ -16,7 +16,7 @@ from core.records import (
     SampleKey,
     WeightSpan,
 )
-from engine.logprobs import token_logprobs
+from engine.decoding.logprobs import token_logprobs
 
 
 def tiny_model(seed: int = 0) -> LlamaForCausalLM:

@@ -10,7 +10,7 @@ from pytest import approx, fixture, mark, raises
 from core.config import AlgorithmConfig, TrainerConfig
 from core.errors import ConfigError, NumericsError
 from core.records import Reward
-from engine.logprobs import token_logprobs
+from engine.decoding.logprobs import token_logprobs
 from learning.experience import collate
 from learning.forward import logits_where
 from learning.learner import Learner

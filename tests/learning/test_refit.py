@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from core.config import DrafterTrainingConfig
-from engine.logprobs import scaled_logits, token_logprobs
+from engine.decoding.logprobs import scaled_logits, token_logprobs
 from learning.draft_lesson import draft_lesson
 from learning.experience import collate
 from learning.forward import logits_where

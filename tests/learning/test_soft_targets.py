@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from core.config import AlgorithmConfig, TrainerConfig
-from engine.logprobs import scaled_logits
+from engine.decoding.logprobs import scaled_logits
 from learning.distill import distillation_loss
 from learning.experience import collate
 from learning.forward import logits_where

@@ -1,0 +1,153 @@
+"""Attention over the KV pool: `ordered` (bitwise invariant), `sdpa` (fast), `reference` (the oracle).
+
+All take one row of the batch dimension for each (sample, KV head), with the queries that share the head packed
+behind one another, so KV heads are never repeated:
+    q [N, R, E], keys [N, C, E], values [N, C, E], additive bias [N or 1, R or 1, C] of 0 and -inf.
+Only the first `rows` of the R queries count; the others are padding (any finite values) and do not come back.
+
+**Ordered attention.** A token's output must not depend on its neighbours: not on decoy nodes stored between its
+ancestors, not on the view length C, not on the number of rows. On one CPU thread our own code (`engine.native`)
+computes it so; elsewhere library products are arranged to. They break it in three ways, all measured on CPU: a row's
+sum of weights runs in vector lanes, so that a decoy shifts the lanes; a matrix product splits its inner dimension by a
+rule that depends on its length (192 < C < 384); and products of fewer than MIN_ROWS rows take another path. So
+- every reduction over positions runs in chunks of CHUNK positions, in order, one matrix product each;
+- the sum of weights is a product with ones, so it too runs in order of position, and masked positions add exact
+  zeros;
+- weights are powers of two of the scaled scores: `exp2` has no slow path at -inf.
+What is left to respect is that a node and its canonical (dense) position lie in one chunk: `engine.decoding.draft_tree`
+drops the few nodes that do not. The start-up probe (`engine.probe`) proves the result for the machine at hand.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn import functional as F
+
+from engine.cpu.serving import serves
+from engine.cpu.writer import LOG2_E
+
+CHUNK = 128
+SUM_COLUMNS = 16
+"Columns of the ones. One would take another path; 16 cost half of what 8 do (measured)."
+MIN_ROWS = 4
+
+
+@runtime_checkable
+class Attention(Protocol):
+    """One attention back end."""
+
+    def __call__(
+        self,
+        q: Float[Tensor, "N R E"],
+        keys: Float[Tensor, "N C E"],
+        values: Float[Tensor, "N C E"],
+        bias: Float[Tensor, "N1 R1 C"],
+        *,
+        rows: int,
+        scaling: float,
+        softcap: float | None,
+    ) -> Float[Tensor, "N rows E"]:
+        """Attend. `softcap` bounds scores by cap * tanh(score / cap)."""
+        ...
+
+
+def ordered_attention(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    bias: Tensor,
+    *,
+    rows: int,
+    scaling: float,
+    softcap: float | None,
+) -> Tensor:
+    """Attend with reductions in order of position: bitwise the same alone, in a batch, in a tree."""
+    view = keys.shape[1]
+    keys = keys.transpose(1, 2)
+    if softcap is None:
+        scores = torch.baddbmm(bias, q, keys, alpha=scaling * LOG2_E)
+    else:
+        scores = torch.bmm(q, keys).mul_(scaling / softcap).tanh_().mul_(softcap * LOG2_E).add_(bias)
+    weights = scores[:, :rows]
+    weights.sub_(weights.amax(-1, keepdim=True)).exp2_()
+    # all R rows go into the products: fewer than MIN_ROWS would round differently
+    flat = scores.view(-1, view)
+    if view <= CHUNK:
+        out = torch.bmm(scores, values)
+        total = torch.mm(flat, _ones(view, flat))
+    else:
+        out = torch.bmm(scores[:, :, :CHUNK], values[:, :CHUNK])
+        total = torch.mm(flat[:, :CHUNK], _ones(CHUNK, flat))
+        for start in range(CHUNK, view, CHUNK):
+            out.baddbmm_(scores[:, :, start : start + CHUNK], values[:, start : start + CHUNK])
+            total.addmm_(flat[:, start : start + CHUNK], _ones(min(view - start, CHUNK), flat))
+    return out[:, :rows] / total.view(*out.shape[:2], SUM_COLUMNS)[:, :rows, :1]
+
+
+_ONES: dict[int, Tensor] = {}
+
+
+def _ones(length: int, like: Tensor) -> Tensor:
+    """Ones [length, SUM_COLUMNS], kept: this is asked for in every layer."""
+    ones = _ONES.get(length)
+    if ones is None or ones.dtype != like.dtype or ones.device != like.device:
+        ones = _ONES[length] = like.new_ones(length, SUM_COLUMNS)
+    return ones
+
+
+def sdpa_attention(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    bias: Tensor,
+    *,
+    rows: int,
+    scaling: float,
+    softcap: float | None,
+) -> Tensor:
+    """Attend with torch's scaled_dot_product_attention; equal to `ordered` up to rounding."""
+    if softcap is not None:
+        return reference_attention(q, keys, values, bias, rows=rows, scaling=scaling, softcap=softcap)
+    bias = bias[:, :rows]
+    out = F.scaled_dot_product_attention(
+        q[:, None, :rows],
+        keys[:, None],
+        values[:, None],
+        attn_mask=bias[:, None].expand(len(q), 1, rows, -1),
+        scale=scaling,
+    )
+    return out[:, 0]
+
+
+def reference_attention(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    bias: Tensor,
+    *,
+    rows: int,
+    scaling: float,
+    softcap: float | None,
+) -> Tensor:
+    """Attend as the formula reads, in float64: the oracle of the others."""
+    scores = torch.matmul(q.double(), keys.double().transpose(-1, -2)) * scaling
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    weights = torch.softmax((scores + bias)[:, :rows], dim=-1)
+    return torch.matmul(weights, values.double()).to(q.dtype)
+
+
+ATTENTION: dict[str, Attention] = {
+    "ordered": ordered_attention,
+    "sdpa": sdpa_attention,
+    "reference": reference_attention,
+}
+
+
+def is_native(attention: Attention, qkv: Tensor) -> bool:
+    """Whether our own code attends in the back end's place: ordered, on one CPU thread (`engine.native`)."""
+    return attention is ordered_attention and serves(qkv.device, qkv.dtype, qkv.shape[-1])

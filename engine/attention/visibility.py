@@ -1,0 +1,75 @@
+"""Which cached positions a token sees, and the additive bias that says so to attention."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from engine.attention.backends import MIN_ROWS
+
+NEG_INF = float("-inf")
+
+
+@lru_cache(maxsize=512)
+def count_up(length: int, device: torch.device) -> Int[Tensor, " C"]:
+    """Return 0, 1, .., length - 1; made once."""
+    return torch.arange(length, device=device)
+
+
+def chain_visibility(
+    start: Int[Tensor, " B"], num_tokens: int, view: int, *, window: int | None
+) -> Bool[Tensor, "B n C"]:
+    """Token i of sample b stands at position start[b] + i and sees all positions up to its own."""
+    row = start[:, None, None] + count_up(num_tokens, start.device)[:, None]
+    column = count_up(view, start.device)
+    seen = column <= row
+    return seen if window is None else seen & (row - column < window)
+
+
+def tree_visibility(
+    base: Int[Tensor, " B"],
+    seen: Bool[Tensor, "B n t"],
+    depth: Int[Tensor, "B t"],
+    view: int,
+    *,
+    window: int | None,
+) -> Bool[Tensor, "B n C"]:
+    """The last n of a tree's t columns see the `base` positions before it and the columns marked in `seen`.
+
+    Args:
+        base: position of the tree's first column.
+        seen: visibility among the columns.
+        depth: each column's distance from `base` in the conversation; the window counts by it.
+        view: C, cached positions in view.
+        window: how many tokens back a token sees, itself included; None: all.
+    """
+    batch, n, columns = seen.shape
+    offset = count_up(view, base.device) - base[:, None]
+    inside = (offset >= 0) & (offset < columns)
+    column = offset.clamp(0, columns - 1)
+    visible = seen.gather(2, column[:, None].expand(batch, n, -1))
+    visible = torch.where(inside[:, None], visible, (offset < 0)[:, None])
+    if window is None:
+        return visible
+    column_depth = torch.where(offset < 0, offset, depth.gather(1, column))
+    return visible & (depth[:, columns - n :, None] - column_depth[:, None] < window)
+
+
+def as_bias(seen: Bool[Tensor, "B n C"], *, heads: int, queries: int) -> Float[Tensor, "N R C"]:
+    """Return 0 where seen and -inf elsewhere, for queries packed by (sample, KV head), rows token by token.
+
+    One row serves all queries of a single token that share a head. Padding rows up to MIN_ROWS see everything.
+    """
+    batch, n, view = seen.shape
+    bias = torch.where(seen, 0.0, NEG_INF)
+    if n == 1:
+        return bias.expand(batch, heads, view).reshape(batch * heads, 1, view)
+    # one sample's heads share one bias
+    heads = 1 if batch == 1 else heads
+    bias = bias[:, None, :, None].expand(batch, heads, n, queries, view)
+    bias = bias.reshape(batch * heads, n * queries, view)
+    missing = MIN_ROWS - n * queries
+    return bias if missing <= 0 else torch.nn.functional.pad(bias, (0, 0, 0, missing))

@@ -1,0 +1,84 @@
+"""Leases: a transfer thread reads a running sample's caches while the decode thread goes on (design 3.4).
+
+A committed prefix never changes, so reading it needs no copy first. What may change is where it lies: a finished
+sample's slot is taken over by the last one. The decode thread moves slots and the transfer thread reads one frame
+under the same lock, so neither waits for longer than one frame.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+
+from core.errors import RlhfSpecError
+from engine.cache.kv_pool import KVPool
+
+
+class LeaseEnded(RlhfSpecError):
+    """The sample has finished, left or been preempted: there is nothing to read any more."""
+
+
+class Lease:
+    """The right to read the first tokens of a sample's caches, wherever they lie."""
+
+    def __init__(self, lock: threading.Lock, pools: Mapping[str, KVPool], slot: int) -> None:
+        self._lock = lock
+        self._pools = pools
+        self.slot: int | None = slot
+        "None once the sample is gone"
+
+    def read(self, part: str, start: int, stop: int, out: np.ndarray) -> None:
+        """Copy a token range of one cache into a byte buffer, uint8 [tokens * token_bytes].
+
+        Raises LeaseEnded when the sample is gone.
+        """
+        with self._lock:
+            if self.slot is None:
+                raise LeaseEnded(
+                    "the sample whose caches were being read has finished or left, or was preempted"
+                )
+            cells = self._pools[part].range_of(self.slot, start, stop)
+            as_cells(out, cells.dtype).view(cells.shape).copy_(cells)
+
+
+class Leases:
+    """All leases of one engine; `moving` is the decode thread's side of them."""
+
+    def __init__(self, pools: Mapping[str, KVPool]) -> None:
+        self._pools = dict(pools)
+        self._lock = threading.Lock()
+        self._given: list[Lease] = []
+
+    def give(self, slot: int) -> Lease:
+        """Lease the committed prefix in a slot."""
+        lease = Lease(self._lock, self._pools, slot)
+        self._given.append(lease)
+        return lease
+
+    def end(self, lease: Lease) -> None:
+        """Nothing is read under this lease any more."""
+        with self._lock:
+            lease.slot = None
+        if lease in self._given:
+            self._given.remove(lease)
+
+    @contextmanager
+    def moving(self, freed: int, last: int) -> Iterator[None]:
+        """Hold the readers off while the sample of slot `last` is copied over the freed slot."""
+        with self._lock:
+            yield
+            for lease in self._given:
+                if lease.slot == freed:
+                    lease.slot = None
+                elif lease.slot == last:
+                    lease.slot = freed
+        self._given = [lease for lease in self._given if lease.slot is not None]
+
+
+def as_cells(frame: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
+    """View bytes as cache cells, without a copy."""
+    return torch.from_numpy(frame).view(dtype)

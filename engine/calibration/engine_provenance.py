@@ -1,0 +1,98 @@
+"""What runs here, in the terms of `profiles.provenance`."""
+
+from __future__ import annotations
+
+import platform
+from dataclasses import replace
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.modeling_utils import PreTrainedModel
+
+from core.config import EngineConfig
+from core.records import SamplingParams
+from engine.build import resolve_device, resolve_numerics
+from engine.cache.kv_pool import KVShape
+from engine.weights.chunks import model_checksum
+from profiles.provenance import Provenance
+
+ENGINE_CODE = "rows of attention abreast"
+"To be renamed when decode steps take another time than before: old profiles are then measured anew."
+_RECORDED = ("transformers", "numpy", "statsmodels")
+
+
+def provenance_of(
+    target: PreTrainedModel,
+    draft: PreTrainedModel,
+    *,
+    engine: EngineConfig,
+    dtype: str,
+    sampling: SamplingParams,
+    max_total_tokens: int,
+) -> Provenance:
+    """Describe a pair on this machine as a profile would."""
+    return Provenance(
+        **_instance_facts(target, draft, engine, dtype),
+        target_weights=model_checksum(target),
+        draft_weights=model_checksum(draft),
+        sampling=f"T={sampling.temperature:g} top_k={sampling.top_k} top_p={sampling.top_p:g}",
+        max_total_tokens=max_total_tokens,
+        versions=", ".join(f"{package} {metadata.version(package)}" for package in _RECORDED),
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+    )
+
+
+def here(
+    measured: Provenance,
+    target: PreTrainedModel,
+    draft: PreTrainedModel,
+    *,
+    engine: EngineConfig,
+    dtype: str,
+) -> Provenance:
+    """Describe an instance, which knows hardware and models; the rest is the run's and taken as measured."""
+    return replace(measured, **_instance_facts(target, draft, engine, dtype))
+
+
+def _instance_facts(
+    target: PreTrainedModel, draft: PreTrainedModel, engine: EngineConfig, dtype: str
+) -> dict[str, Any]:
+    """What an instance knows by itself: hardware, numerics, architectures, slots."""
+    device = resolve_device(engine)
+    return {
+        "device": device_name(device),
+        "num_threads": engine.num_threads,
+        "dtype": dtype,
+        "numerics": resolve_numerics(engine, device),
+        "target_model": _architecture(target),
+        "draft_model": _architecture(draft),
+        "num_slots": engine.max_running_samples,
+        "kv_cache": "full lengths" if engine.kv_cache_mb is None else f"{engine.kv_cache_mb:g} MB",
+        "torch_version": torch.__version__,
+        "engine_code": ENGINE_CODE,
+    }
+
+
+def device_name(device: torch.device) -> str:
+    """Name the GPU or the processor."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.is_file():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _architecture(model: PreTrainedModel) -> str:
+    """Everything that decides a model's cost, readable."""
+    shape = KVShape.of(model.config)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    return (
+        f"{model.config.model_type}, {shape.num_layers} layers, {shape.num_heads} heads over {shape.num_kv_heads} "
+        f"of {shape.head_size}, {parameters} parameters"
+    )

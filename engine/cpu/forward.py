@@ -1,0 +1,253 @@
+"""A Llama's forward in one call (`engine.model.llama_forward` describes its arithmetic and lays its weights out)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Complex, Float
+from torch import Tensor
+
+from engine.cache.kv_pool import KVPool
+from engine.cpu.products import PANEL
+from engine.cpu.program import Program, native_code
+from engine.cpu.segments import Spans, block_tokens
+from engine.cpu.writer import LOG2_E
+from engine.model.linears import StreamedLinear
+
+MIN_TOKENS = 64
+"Room for fewer is not made."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NativeLayer:
+    """One layer's weights; a gain is multiplied by sqrt(size), None where it is part of the weights behind it."""
+
+    attention_gain: Tensor | None
+    qkv: StreamedLinear
+    head_gain: Tensor | None
+    "[queries + 1, E]: of queries and key"
+    out: StreamedLinear
+    mlp_gain: Tensor | None
+    gate_up: StreamedLinear
+    down: StreamedLinear
+    sliding_window: int | None
+
+
+class NativeForward:
+    """Layers and head as one program over buffers that stay where they are."""
+
+    def __init__(
+        self,
+        layers: Sequence[NativeLayer],
+        final_gain: Tensor | None,
+        head: StreamedLinear,
+        *,
+        heads: int,
+        queries: int,
+        size: int,
+        eps: float,
+        scaling: float,
+    ) -> None:
+        """Take over the weights.
+
+        Args:
+            layers: weights of each, on the CPU.
+            final_gain: of the last norm, as a layer's.
+            head: the product that gives the logits.
+            heads: KV heads.
+            queries: queries that share one.
+            size: E.
+            eps: of the norms: the sum of squares of H values has H eps added.
+            scaling: of attention's scores.
+        """
+        self._layers = list(layers)
+        self._final_gain = final_gain
+        self._head = head
+        self._heads, self._queries, self._size = heads, queries, size
+        self._eps = eps
+        self._scale = scaling * LOG2_E
+        self._code = native_code(size)
+        self._pool: KVPool | None = None
+        self._room = 0
+
+    def inputs(self, num_tokens: int, pool: KVPool) -> tuple[Float[Tensor, "M H"], Complex[Tensor, "M E2"]]:
+        """Return where to write the tokens' embeddings and rotations before `logits` or `fill`."""
+        if num_tokens > self._room or pool is not self._pool:
+            self._build(max(MIN_TOKENS, 1 << (num_tokens - 1).bit_length()), pool)
+        return self._x[:num_tokens], self._turns[:num_tokens]
+
+    def logits(self, num_tokens: int, spans: Spans) -> Float[Tensor, "M V"]:
+        """Return every token's next-token logits; a view where V is no multiple of PANEL."""
+        out = self._x.new_empty(num_tokens, self.head_columns)
+        self._run(None, num_tokens, spans, out.data_ptr())
+        return out[:, : self._head.columns]
+
+    def fill(self, num_tokens: int, spans: Spans) -> None:
+        """Compute keys and values only."""
+        self._run(self._until_stored, num_tokens, spans, 0)
+
+    def _run(self, num_operations: int | None, num_tokens: int, spans: Spans, logits: int) -> None:
+        self._program.set(
+            tokens=num_tokens,
+            head_tokens=num_tokens * self._heads,
+            spans=spans.ctypes.data,
+            num_spans=len(spans),
+            logits=logits,
+        )
+        self._program.run(0, num_operations)
+
+    def _build(self, room: int, pool: KVPool) -> None:
+        """Make the buffers, and the program over them."""
+        first = self._layers[0]
+        hidden, inner = first.qkv.depth, first.down.depth
+        attended = self._heads * self._queries * self._size
+        self._x, self._normed = _floats(2, room, hidden)
+        self._turns = torch.empty(room, self._size // 2, dtype=torch.complex64)
+        self._qkv = _floats(room, attended + 2 * self._heads * self._size)
+        self._attended = _floats(room, attended)
+        self._both, self._gated = _floats(room, 2 * inner), _floats(room, inner)
+        self._weights = _floats(block_tokens(self._queries) * self._queries, pool.capacity)
+        self._pool, self._room = pool, room
+        self._program = Program(self._code)
+        self._until_stored = self.add_layers(self._program, pool)
+        self.add_head(self._program)
+        self._program.close()
+
+    def add_layers(self, program: Program, pool: KVPool) -> int:
+        """Append everything between the embeddings and the head's product, over the buffers of `inputs`.
+
+        Arguments to be set: tokens, head_tokens (tokens times KV heads), spans, num_spans. Returns how many operations
+        the program has when the last layer's keys and values are stored.
+        """
+        stored = 0
+        lanes = self._queries + 2
+        x, normed, qkv = self._x, self._normed, self._qkv
+        for index, layer in enumerate(self._layers):
+            cells = pool.cells[index].data_ptr()
+            self._norm(program, layer.attention_gain)
+            self._product(program, layer.qkv, normed, qkv)
+            if layer.head_gain is not None:
+                self._norm_heads(program, layer.head_gain)
+            program.add(
+                "rotate",
+                x=qkv.data_ptr(),
+                turns=self._turns.data_ptr(),
+                tokens="tokens",
+                heads=self._heads,
+                turned=lanes - 1,
+                lanes=lanes,
+                size=self._size,
+            )
+            program.add(
+                "store",
+                cells=cells,
+                qkv=qkv.data_ptr(),
+                spans="spans",
+                num="num_spans",
+                slots=pool.num_slots,
+                heads=self._heads,
+                lanes=lanes,
+                capacity=pool.capacity,
+            )
+            stored = len(program)
+            program.add(
+                "attend",
+                out=self._attended.data_ptr(),
+                qkv=qkv.data_ptr(),
+                cells=cells,
+                spans="spans",
+                weights=self._weights.data_ptr(),
+                num="num_spans",
+                slots=pool.num_slots,
+                heads=self._heads,
+                queries=self._queries,
+                capacity=pool.capacity,
+                block=block_tokens(self._queries),
+                window=layer.sliding_window or 0,
+                scale=self._scale,
+                cap=0.0,
+            )
+            self._product(program, layer.out, self._attended, x, added=True)
+            self._norm(program, layer.mlp_gain)
+            self._product(program, layer.gate_up, normed, self._both)
+            program.add(
+                "gate",
+                out=self._gated.data_ptr(),
+                both=self._both.data_ptr(),
+                rows="tokens",
+                size=layer.down.depth,
+            )
+            self._product(program, layer.down, self._gated, x, added=True)
+        self._norm(program, self._final_gain)
+        return stored
+
+    def add_head(self, program: Program) -> None:
+        """Append the head's product. Argument to be set: logits, the address of [tokens, head columns]."""
+        self._product(program, self._head, self._normed, None)
+
+    @property
+    def head_columns(self) -> int:
+        """Columns of the logits, the padding to whole panels included."""
+        return self._head.num_panels * PANEL
+
+    @property
+    def kv_heads(self) -> int:
+        """KV heads."""
+        return self._heads
+
+    def _norm(self, program: Program, gain: Tensor | None) -> None:
+        size = self._x.shape[1]
+        program.add(
+            "norms" if gain is None else "norms_gained",
+            out=self._normed.data_ptr(),
+            x=self._x.data_ptr(),
+            gains=0 if gain is None else gain.data_ptr(),
+            groups="tokens",
+            lanes=1,
+            size=size,
+            group_stride=size,
+            lane_stride=0,
+            floor=size * self._eps,
+        )
+
+    def _norm_heads(self, program: Program, gain: Tensor) -> None:
+        program.add(
+            "norms_gained",
+            out=self._qkv.data_ptr(),
+            x=self._qkv.data_ptr(),
+            gains=gain.data_ptr(),
+            groups="head_tokens",
+            lanes=self._queries + 1,
+            size=self._size,
+            group_stride=(self._queries + 2) * self._size,
+            lane_stride=self._size,
+            floor=self._size * self._eps,
+        )
+
+    @staticmethod
+    def _product(
+        program: Program, linear: StreamedLinear, x: Tensor, out: Tensor | None, *, added: bool = False
+    ) -> None:
+        """Append x W^T + b, written to the logits without `out`, or added to what `out` holds."""
+        width = linear.num_panels * PANEL
+        bias = 0 if linear.bias is None else linear.bias.data_ptr()
+        program.add(
+            linear.operation(added=added or bias != 0),
+            out="logits" if out is None else out.data_ptr(),
+            x=x.data_ptr(),
+            weights=linear.address,
+            added=out.data_ptr() if added and out is not None else bias,
+            rows="tokens",
+            depth=linear.depth,
+            panels=linear.num_panels,
+            out_stride=width,
+            x_stride=x.shape[1],
+            added_stride=width if added else 0,
+        )
+
+
+def _floats(*shape: int) -> Tensor:
+    """Room for float32, whatever torch's default type is at the moment."""
+    return torch.empty(*shape, dtype=torch.float32, device="cpu")

@@ -1,0 +1,161 @@
+"""Gumbel noise that is a pure function of (sample key, prompt, position, token id) (design 3.1).
+
+An integer hash of the four gives 32 bits `k`; with `w = (k + 0.5) / 2^32` the noise is
+`g = -log(-log1p(-w))`. In this form float32 resolves the upper tail, where the maximum lives; the usual
+`-log(-log(u))` in float32 yields infinities at large vocabularies. The hash works on int32 with wrap-around,
+so CPU and CUDA agree on every bit of `k`, and a wider vocabulary leaves the narrower one's noise unchanged.
+
+Hash: each key, prompt and position give two words by splitmix64 and lowbias32 (C. Wellons, "Hash function prospector");
+the token's word is added, mixed, and mixed again with the second word, so that rows do not share a noise vector
+when one word collides.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from functools import cached_property, lru_cache
+from importlib.util import find_spec
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int, Integer
+from torch import Tensor
+
+from core.records import SampleKey, Stream
+from engine.cpu.sampling import LEAST_VOCABULARY
+from engine.cpu.serving import serves_thread
+from engine.cpu.tokens import gumbel_rows
+
+MASK64 = (1 << 64) - 1
+STREAM_IDS = {Stream.TRAIN: 1, Stream.EVAL: 2, Stream.BENCH: 3}
+LARGEST_W = 1.0 - 2.0**-24
+
+
+def key_words(key: SampleKey, prompt: Integer[np.ndarray, " T"]) -> np.ndarray:
+    """Return the two hash words of a key and the token ids of its prompt, int32 [2]."""
+    digest = hashlib.blake2b(np.ascontiguousarray(prompt, dtype="<i8").tobytes(), digest_size=8).digest()
+    state = 0
+    for part in (key.run_seed, STREAM_IDS[key.stream], key.sample_index, int.from_bytes(digest, "little")):
+        state = _splitmix64(state ^ (part & MASK64))
+    return np.array([state & 0xFFFFFFFF, state >> 32], dtype=np.uint32).view(np.int32)
+
+
+class HashedNoise:
+    """Noise of a GPU's rows that lies nowhere: a choice computes what it needs of it (`fused_choice`)."""
+
+    def __init__(self, words: Int[Tensor, "2 B D"], vocab_size: int) -> None:
+        """`words`: two hash words of each (sample, position), int32, on the device."""
+        self.words = words
+        self._vocab_size = vocab_size
+
+    @cached_property
+    def values(self) -> Float[Tensor, "B D V"]:
+        """All of it, for who looks at more than the best token."""
+        from engine.decoding.noise_cuda import fused_gumbel
+
+        return fused_gumbel(self.words, self._vocab_size)
+
+    def choose(
+        self,
+        logits: Float[Tensor, "B R V"],
+        levels: Int[Tensor, "B R"],
+        divisors: Float[Tensor, " B"],
+        factors: Float[Tensor, " B"],
+    ) -> Int[Tensor, "B R"]:
+        """Return the argmax of logits / divisor + factor * noise of every row, by the noise of its level."""
+        from engine.decoding.noise_cuda import fused_choice
+
+        return fused_choice(logits, self.words, levels, divisors, factors)
+
+
+def values_of(noise: Tensor | HashedNoise) -> Float[Tensor, "B D V"]:
+    """Return noise as values."""
+    return noise.values if isinstance(noise, HashedNoise) else noise
+
+
+def has_kernels(device: torch.device) -> bool:
+    """Whether one kernel computes hash, noise and choice here."""
+    return device.type == "cuda" and find_spec("triton") is not None
+
+
+def hashed_noise(
+    words: np.ndarray, positions: np.ndarray, vocab_size: int, device: torch.device
+) -> HashedNoise:
+    """Return the noise of `gumbel_noise`, not computed yet, where `has_kernels`."""
+    return HashedNoise(torch.from_numpy(_row_words(words, positions)).to(device), vocab_size)
+
+
+def gumbel_noise(
+    words: np.ndarray, positions: np.ndarray, vocab_size: int, device: torch.device | None = None
+) -> Float[Tensor, "B D V"]:
+    """Return the noise of every token id at the given absolute positions.
+
+    Args:
+        words: key words of each sample, int32 [B, 2].
+        positions: index, in the unpadded conversation, of the token to be sampled, [B, D].
+        vocab_size: V; the noise of an id does not depend on it.
+        device: where to compute; the CPU by default.
+    """
+    if device is not None and has_kernels(device):
+        return hashed_noise(words, positions, vocab_size, device).values
+    if vocab_size >= LEAST_VOCABULARY and serves_thread(device or torch.device("cpu")):
+        return gumbel_rows(_row_words(words, positions), _id_words(vocab_size, device))
+    return gumbel_from_bits(noise_bits(words, positions, vocab_size, device))
+
+
+def noise_bits(
+    words: np.ndarray, positions: np.ndarray, vocab_size: int, device: torch.device | None = None
+) -> Int[Tensor, "B D V"]:
+    """Return the 32 hash bits of every (sample, position, token id), as int32."""
+    first, second = torch.from_numpy(_row_words(words, positions)).to(device)
+    bits = _id_words(vocab_size, device) + first[..., None]
+    bits = _mix32_(bits)
+    bits ^= second[..., None]
+    return _mix32_(bits)
+
+
+def gumbel_from_bits(bits: Tensor) -> Tensor:
+    """Map 32 hash bits to standard Gumbel noise, float32, finite, between -2.9 and 22.9."""
+    high = ((bits >> 16) & 0xFFFF).to(torch.float32)
+    w = (bits & 0xFFFF).to(torch.float32).add_(0.5).mul_(2.0**-32)
+    w.add_(high, alpha=2.0**-16).clamp_(max=LARGEST_W)
+    return w.neg_().log1p_().neg_().log_().neg_()
+
+
+def _row_words(words: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """Two words for each (sample, position), int32 [2, B, D], hashed on the host: they are few."""
+    at = positions.astype(np.uint32)
+    mixed = _mix32_host(np.stack([at * 0x9E3779B9 + 0x3C6EF372, at * 0x85EBCA6B ^ 0x27D4EB2F]))
+    key = words.view(np.uint32).T[:, :, None]
+    return _mix32_host(np.stack([key[0] ^ mixed[0], key[1] + mixed[1]])).view(np.int32)
+
+
+@lru_cache(maxsize=4)
+def _id_words(vocab_size: int, device: torch.device | None) -> Int[Tensor, " V"]:
+    """One word for each token id."""
+    ids = np.arange(vocab_size, dtype=np.uint32) * 0x9E3779B1
+    return torch.from_numpy(_mix32_host(ids).view(np.int32)).to(device)
+
+
+def _splitmix64(state: int) -> int:
+    state = (state + 0x9E3779B97F4A7C15) & MASK64
+    state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & MASK64
+    state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & MASK64
+    return state ^ (state >> 31)
+
+
+def _mix32_host(x: np.ndarray) -> np.ndarray:
+    """lowbias32 on uint32."""
+    x = (x ^ (x >> 16)) * 0x7FEB352D
+    x = (x ^ (x >> 15)) * 0x846CA68B
+    return x ^ (x >> 16)
+
+
+def _mix32_(x: Tensor) -> Tensor:
+    """lowbias32 on int32, in place: two multiplications, three logical shifts."""
+    x ^= (x >> 16) & 0xFFFF
+    x *= 0x7FEB352D
+    x ^= (x >> 15) & 0x1FFFF
+    x *= 0x846CA68B - (1 << 32)
+    x ^= (x >> 16) & 0xFFFF
+    return x

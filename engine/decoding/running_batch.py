@@ -1,0 +1,215 @@
+"""The running batch: committed tokens of every running sample, slot by slot, on the host.
+
+Arrays are [S, ...] over slots; running samples stand in slots 0..B-1. A sample's root is its last committed
+token: it is in no cache yet, and every decode step computes it first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from core.records import SampleKey, SampleRequest
+from core.sample_state import SampleState
+from engine.decoding.noise import HashedNoise, gumbel_noise, has_kernels, hashed_noise, key_words
+from engine.decoding.sampling_rule import RowSampling
+
+NO_STOP = -1
+MAX_NOISE_AHEAD = 1 << 18
+"Values of noise computed at once beyond what the next step needs."
+MAX_STEPS_AHEAD = 16
+
+
+@dataclass(slots=True, kw_only=True)
+class SampleCounters:
+    """What a sample has seen so far, for its completion record."""
+
+    num_decode_steps: int = 0
+    num_accepted_tokens: int = 0
+
+
+class RunningBatch:
+    """Tokens, log-probabilities and limits of the running samples."""
+
+    def __init__(self, *, num_slots: int, max_total_tokens: int, device: torch.device) -> None:
+        self.device = device
+        self.requests: list[SampleRequest] = []
+        self.counters: list[SampleCounters] = []
+        self.tokens = np.zeros((num_slots, max_total_tokens), dtype=np.int64)
+        self.policy_logprobs = np.zeros((num_slots, max_total_tokens), dtype=np.float32)
+        self.sampling_logprobs = np.zeros((num_slots, max_total_tokens), dtype=np.float32)
+        self.lengths = np.zeros(num_slots, dtype=np.int64)
+        "committed tokens, prompt and root included"
+        self.context_tokens = 0
+        "of all running samples together"
+        self.prompt_lengths = np.zeros(num_slots, dtype=np.int64)
+        self.limits = np.zeros(num_slots, dtype=np.int64)
+        "length at which the sample ends"
+        self.words = np.zeros((num_slots, 2), dtype=np.int32)
+        self.stop_ids = np.full((num_slots, 1), NO_STOP, dtype=np.int64)
+        "stop tokens of each sample, padded"
+        self._sampling: RowSampling | None = None
+        self._noise: Tensor | None = None
+        self._noise_start = self.lengths
+
+    def __len__(self) -> int:
+        return len(self.requests)
+
+    def add(self, state: SampleState) -> int:
+        """Put a sample into the next slot, with what has been generated of it; returns the slot."""
+        request = state.request
+        slot, prompt, length = len(self.requests), request.prompt.token_ids, state.num_committed_tokens
+        self.requests.append(request)
+        self.counters.append(
+            SampleCounters(
+                num_decode_steps=state.num_decode_steps, num_accepted_tokens=state.num_accepted_tokens
+            )
+        )
+        self.tokens[slot, : len(prompt)] = prompt
+        response = slice(len(prompt), length)
+        self.tokens[slot, response] = state.token_ids
+        self.policy_logprobs[slot, response] = state.policy_logprobs
+        self.sampling_logprobs[slot, response] = state.sampling_logprobs
+        self.lengths[slot], self.prompt_lengths[slot] = length, len(prompt)
+        self.context_tokens += length
+        self.limits[slot] = len(prompt) + request.sampling.max_new_tokens
+        self.words[slot] = key_words(request.key, prompt)
+        self._set_stop_ids(slot, request.sampling.stop_token_ids)
+        self._sampling = self._noise = None
+        return slot
+
+    def state(self, slot: int, *, weight_version: int) -> SampleState:
+        """Return what is known of a running sample."""
+        response = slice(int(self.prompt_lengths[slot]), int(self.lengths[slot]))
+        return SampleState(
+            request=self.requests[slot],
+            weight_version=weight_version,
+            token_ids=self.tokens[slot, response].copy(),
+            policy_logprobs=self.policy_logprobs[slot, response].copy(),
+            sampling_logprobs=self.sampling_logprobs[slot, response].copy(),
+            num_decode_steps=self.counters[slot].num_decode_steps,
+            num_accepted_tokens=self.counters[slot].num_accepted_tokens,
+        )
+
+    def slot_of(self, key: SampleKey) -> int | None:
+        """Return the slot of a running sample; None when it does not run here."""
+        return next((slot for slot, request in enumerate(self.requests) if request.key == key), None)
+
+    def remove(self, slot: int) -> int:
+        """Take a sample out; the last one moves into its slot. Returns the slot it came from."""
+        last = len(self.requests) - 1
+        self.context_tokens -= int(self.lengths[slot])
+        self.requests[slot] = self.requests[last]
+        self.counters[slot] = self.counters[last]
+        for array in (
+            self.tokens,
+            self.policy_logprobs,
+            self.sampling_logprobs,
+            self.lengths,
+            self.prompt_lengths,
+            self.limits,
+            self.words,
+            self.stop_ids,
+        ):
+            array[slot] = array[last]
+        self.requests.pop()
+        self.counters.pop()
+        self._sampling = self._noise = None
+        return last
+
+    def append(
+        self,
+        token_ids: np.ndarray,
+        policy_logprobs: np.ndarray,
+        sampling_logprobs: np.ndarray,
+        num_accepted: np.ndarray,
+    ) -> tuple[int, np.ndarray, np.ndarray]:
+        """Commit what a decode step emitted, cut behind stop tokens and at limits.
+
+        Args:
+            token_ids: [B, D]; entries up to num_accepted[b] are emitted.
+            policy_logprobs: of them.
+            sampling_logprobs: of them.
+            num_accepted: [B].
+
+        Returns:
+            The number of tokens committed, the slots whose sample is finished, and those of which a committed token
+            was chosen by logits that are NaN, +inf, or -inf throughout: it has no finite log-probability.
+        """
+        live = len(self)
+        lengths = self.lengths[:live]
+        count = np.minimum(num_accepted + 1, self.limits[:live] - lengths)
+        column = np.arange(token_ids.shape[1])
+        stops = (token_ids[:, :, None] == self.stop_ids[:live, None]).any(-1) & (column < count[:, None])
+        stopped = stops.any(1)
+        count = np.where(stopped, stops.argmax(1) + 1, count)
+        row, taken = np.nonzero(column < count[:, None])
+        target = lengths[row] + taken
+        self.tokens[row, target] = token_ids[row, taken]
+        self.policy_logprobs[row, target] = policy_logprobs[row, taken]
+        self.sampling_logprobs[row, target] = sampling_logprobs[row, taken]
+        self.lengths[:live] += count
+        self.context_tokens += len(row)
+        for counters, accepted in zip(self.counters, num_accepted.tolist(), strict=True):
+            counters.num_decode_steps += 1
+            counters.num_accepted_tokens += accepted
+        odd = ~(np.isfinite(policy_logprobs[row, taken]) & np.isfinite(sampling_logprobs[row, taken]))
+        finished = np.nonzero(stopped | (self.lengths[:live] == self.limits[:live]))[0]
+        return len(row), finished, np.unique(row[odd])
+
+    def _set_stop_ids(self, slot: int, stop_ids: tuple[int, ...]) -> None:
+        wider = len(stop_ids) - self.stop_ids.shape[1]
+        if wider > 0:
+            self.stop_ids = np.pad(self.stop_ids, ((0, 0), (0, wider)), constant_values=NO_STOP)
+        self.stop_ids[slot] = NO_STOP
+        self.stop_ids[slot, : len(stop_ids)] = stop_ids
+
+    @property
+    def sampling(self) -> RowSampling:
+        """Sampling parameters of the running samples, rebuilt when the batch changes."""
+        if self._sampling is None:
+            self._sampling = RowSampling.of([r.sampling for r in self.requests], self.device)
+        return self._sampling
+
+    def noise(self, levels: int, vocab_size: int) -> Float[Tensor, "B D V"] | HashedNoise:
+        """Return the noise of the next `levels` positions of every sample.
+
+        Computed for a few decode steps ahead, as far as MAX_NOISE_AHEAD allows: its cost is mostly that of calling.
+        Where one kernel hashes and chooses, nothing is computed ahead.
+        """
+        live = len(self)
+        lengths = self.lengths[:live]
+        if has_kernels(self.device):
+            positions = lengths[:, None] + np.arange(levels)
+            return hashed_noise(self.words[:live], positions, vocab_size, self.device)
+        if self._noise is None or (lengths + levels > self._noise_start + self._noise.shape[1]).any():
+            ahead = max(levels, MAX_NOISE_AHEAD // (live * vocab_size))
+            positions = lengths[:, None] + np.arange(min(ahead, MAX_STEPS_AHEAD * levels))
+            self._noise = gumbel_noise(self.words[:live], positions, vocab_size, self.device)
+            self._noise_start = lengths.copy()
+        offset = lengths - self._noise_start
+        first = int(offset[0])
+        if (offset == first).all():
+            return self._noise[:, first : first + levels]
+        index = torch.from_numpy(offset[:, None] + np.arange(levels)).to(self.device)
+        return self._noise[torch.arange(live, device=self.device)[:, None], index]
+
+    def last_tokens(self, count: int) -> Tensor:
+        """Return each sample's last `count` committed tokens, int64 [B, count]. All must have as many."""
+        columns = self.lengths[: len(self), None] - count + np.arange(count)
+        rows = np.arange(len(self))[:, None]
+        return torch.from_numpy(self.tokens[rows, columns]).to(self.device)
+
+    def lengths_tensor(self) -> Tensor:
+        """Return committed lengths, int64 [B]."""
+        return torch.from_numpy(self.lengths[: len(self)].copy()).to(self.device)
+
+    @property
+    def remaining_tokens(self) -> np.ndarray:
+        """Tokens each running response may still get, [B]."""
+        live = len(self)
+        return self.limits[:live] - self.lengths[:live]

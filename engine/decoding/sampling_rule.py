@@ -1,0 +1,184 @@
+"""The sampling rule: what the target's token at a position *is* (design 3.1).
+
+    token(t) = argmax over the tokens kept by top-k, then top-p, of  logits / T + g[t]
+
+With Gumbel noise `g` the argmax is an exact sample of softmax(logits / T) restricted to the kept tokens
+(Gumbel-max identity). At T = 0 the noise is zero. Plain decoding emits this token; verification accepts a
+draft child iff it equals this token. Nothing else in the engine decides tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from core.records import SamplingParams
+from engine.cpu.sampling import LEAST_VOCABULARY, MOST_LEADERS
+from engine.cpu.serving import serves_thread
+from engine.cpu.tokens import best_tokens
+from engine.decoding.logprobs import token_logprobs
+from engine.decoding.noise import HashedNoise, values_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowSampling:
+    """Sampling parameters of each sample of the batch, with what is the same for all known on the host."""
+
+    temperature: Float[Tensor, " B"]
+    top_k: Int[Tensor, " B"]
+    top_p: Float[Tensor, " B"]
+    divisor: Float[Tensor, " B"]
+    "of the logits: T, 1 where T = 0"
+    noise_factor: Float[Tensor, " B"]
+    "1; 0 where T = 0"
+    unit_temperature: bool
+    "every T is 0 or 1: dividing changes nothing"
+    any_greedy: bool
+    any_filter: bool
+
+    @staticmethod
+    def of(params: list[SamplingParams], device: torch.device) -> RowSampling:
+        """Collect the parameters of the running samples, in slot order."""
+        temperature = [p.temperature for p in params]
+        return RowSampling(
+            temperature=torch.tensor(temperature, dtype=torch.float32, device=device),
+            divisor=torch.tensor([t or 1.0 for t in temperature], dtype=torch.float32, device=device),
+            noise_factor=torch.tensor(
+                [float(t > 0.0) for t in temperature], dtype=torch.float32, device=device
+            ),
+            top_k=torch.tensor([p.top_k for p in params], dtype=torch.int64, device=device),
+            top_p=torch.tensor([p.top_p for p in params], dtype=torch.float32, device=device),
+            unit_temperature=all(t in (0.0, 1.0) for t in temperature),
+            any_greedy=any(t == 0.0 for t in temperature),
+            any_filter=any((p.top_k > 0 or p.top_p < 1.0) and p.temperature > 0.0 for p in params),
+        )
+
+
+def scale(logits: Float[Tensor, "B R V"], rows: RowSampling) -> Float[Tensor, "B R V"]:
+    """Return float32 `logits / T`, T = 0 read as 1."""
+    logits = logits.float()
+    if rows.unit_temperature:
+        return logits
+    return logits / rows.divisor[:, None, None]
+
+
+def perturb(
+    scaled: Float[Tensor, "B R V"], noise: Float[Tensor, "B R V"], rows: RowSampling
+) -> Float[Tensor, "B R V"]:
+    """Add the noise, drop what the filters drop (to -inf). The rule is the argmax of this."""
+    if rows.any_greedy:
+        noise = noise * rows.noise_factor[:, None, None]
+    perturbed = scaled + noise
+    if rows.any_filter:
+        perturbed = perturbed.masked_fill(~kept_tokens(scaled, rows), float("-inf"))
+    return perturbed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leaders:
+    """The best tokens of each row by perturbed score, best first."""
+
+    token_ids: Int[Tensor, "B R k"]
+    scores: np.ndarray
+    "perturbed, float32 [B, R, k] on the host: small arrays, which numpy handles at least cost"
+    logprobs: np.ndarray
+    "of the tokens, unfiltered; float32 [B, R, k]"
+
+
+def choose(
+    logits: Float[Tensor, "B R V"],
+    noise: Float[Tensor, "B D V"] | HashedNoise,
+    levels: Int[Tensor, "B R"],
+    rows: RowSampling,
+) -> Int[Tensor, "B R"]:
+    """Return the rule's token of every row, whose noise is that of its level. Ties go to the smaller token id."""
+    if isinstance(noise, HashedNoise):
+        if not rows.any_filter:
+            return noise.choose(logits, levels, rows.divisor, rows.noise_factor)
+        noise = noise.values
+    if is_native(logits, rows, 1):
+        return best_tokens(logits, noise, levels, rows.divisor, rows.noise_factor, count=1, share=0.0)[0][
+            ..., 0
+        ]
+    return perturb(scale(logits, rows), _of_levels(noise, levels), rows).argmax(-1)
+
+
+def leaders(
+    logits: Float[Tensor, "B R V"],
+    noise: Float[Tensor, "B D V"] | HashedNoise,
+    levels: Int[Tensor, "B R"],
+    rows: RowSampling,
+    count: int,
+    *,
+    perturbed: bool = False,
+) -> Leaders:
+    """Return the `count` best tokens of every row: more than one, at most V.
+
+    Their log-probabilities are under softmax(logits / T), or of the softmax of the perturbed scores if `perturbed`.
+    """
+    noise = values_of(noise)
+    if is_native(logits, rows, count):
+        ids, scores, logprobs = best_tokens(
+            logits, noise, levels, rows.divisor, rows.noise_factor, count=count, share=float(perturbed)
+        )
+        return Leaders(token_ids=ids, scores=scores, logprobs=logprobs)
+    scaled = scale(logits, rows)
+    everything = perturb(scaled, _of_levels(noise, levels), rows)
+    scores, ids = everything.topk(count, dim=-1)
+    logprobs = torch.log_softmax(everything if perturbed else scaled, -1).gather(-1, ids)
+    return Leaders(token_ids=ids, scores=scores.cpu().numpy(), logprobs=logprobs.cpu().numpy())
+
+
+def is_native(logits: Tensor, rows: RowSampling, count: int) -> bool:
+    """Whether our own code finds the best tokens."""
+    return (
+        not rows.any_filter
+        and count <= MOST_LEADERS
+        and logits.shape[-1] >= LEAST_VOCABULARY
+        and logits.dtype == torch.float32
+        and logits.stride(-1) == 1
+        and serves_thread(logits.device)
+    )
+
+
+def _of_levels(noise: Tensor, levels: Tensor) -> Tensor:
+    return noise.gather(1, levels[..., None].expand(-1, -1, noise.shape[-1]))
+
+
+def kept_tokens(scaled: Float[Tensor, "B R V"], rows: RowSampling) -> Bool[Tensor, "B R V"]:
+    """Mark the tokens that top-k, then top-p, keep. Ties go to the smaller token id.
+
+    top-p keeps the smallest set, by falling probability among the top-k, whose mass reaches top_p.
+    """
+    vocab_size = scaled.shape[-1]
+    ordered, ids = torch.sort(scaled, dim=-1, descending=True, stable=True)
+    limit = torch.where(rows.top_k > 0, rows.top_k, vocab_size)[:, None, None]
+    in_top_k = torch.arange(vocab_size, device=scaled.device) < limit
+    probs = torch.softmax(ordered.masked_fill(~in_top_k, float("-inf")), dim=-1)
+    mass_before = probs.cumsum(-1) - probs
+    top_p = rows.top_p[:, None, None]
+    kept = in_top_k & ((mass_before < top_p) | (top_p >= 1.0))
+    # a top_p that rounds to 0 still keeps the best
+    kept[..., 0] = True
+    kept |= (rows.temperature == 0.0)[:, None, None]
+    return torch.zeros_like(kept).scatter_(-1, ids, kept)
+
+
+def emitted_logprobs(
+    scaled: Float[Tensor, "B R V"], token_ids: Int[Tensor, "B R"], rows: RowSampling
+) -> tuple[Float[Tensor, "B R"], Float[Tensor, "B R"]]:
+    """Return policy_logprob (unfiltered) and sampling_logprob (after the filters; 0 when greedy)."""
+    flat = scaled.reshape(-1, scaled.shape[-1])
+    policy = token_logprobs(flat, token_ids.reshape(-1), 1.0).view(token_ids.shape)
+    sampling = policy
+    if rows.any_filter:
+        kept = scaled.masked_fill(~kept_tokens(scaled, rows), float("-inf"))
+        flat = kept.reshape(-1, scaled.shape[-1])
+        sampling = token_logprobs(flat, token_ids.reshape(-1), 1.0).view(token_ids.shape)
+    if rows.any_greedy:
+        sampling = sampling * rows.noise_factor[:, None]
+    return policy, sampling

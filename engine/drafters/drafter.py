@@ -1,0 +1,78 @@
+"""The drafter protocol. A drafter may be wrong at any time; it can never change a token (design 3.1).
+
+Its state per sample, if any, lives in slots that mirror the target's: the engine tells it of every change.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol, runtime_checkable
+
+from jaxtyping import Float
+from torch import Tensor
+
+from core.records import Budget
+from engine.cache.kv_pool import KVPool
+from engine.decoding.draft_tree import DraftTree
+from engine.decoding.noise import HashedNoise
+from engine.decoding.running_batch import RunningBatch
+from engine.decoding.verify import Verdict
+from engine.drafters.refinement import Refinement
+
+
+@runtime_checkable
+class Drafter(Protocol):
+    """Proposes a draft tree for every running sample."""
+
+    @property
+    def hidden_layers(self) -> tuple[int, ...]:
+        """Target layers whose hidden states `commit` needs (EAGLE and the like); empty for none."""
+        ...
+
+    def admit(self, slots: range, batch: RunningBatch) -> None:
+        """New samples stand in these slots; their prompts are committed, nothing of theirs is cached."""
+        ...
+
+    def draft(
+        self,
+        batch: RunningBatch,
+        budget: Budget,
+        noise: Float[Tensor, "B D V"] | HashedNoise,
+        refinement: Refinement | None = None,
+    ) -> DraftTree | None:
+        """Propose at most `budget.num_nodes` nodes per sample; None when there is nothing to propose.
+
+        Args:
+            batch: committed tokens of the running samples; the drafter catches up with them first.
+            budget: how deep, how wide, how many.
+            noise: the target's noise for the positions of depth 1, 2, ...: drafting with the same noise
+                guesses the sampled token and not merely a likely one.
+            refinement: to be asked for scores, depth and choice of nodes; a drafter without scores ignores it.
+        """
+        ...
+
+    def commit(
+        self, batch: RunningBatch, tree: DraftTree, verdict: Verdict, target_hidden: Tensor | None
+    ) -> None:
+        """The verdict's path is about to be committed: keep what the draft cache already holds of it."""
+        ...
+
+    def move_slot(self, source: int, target: int) -> None:
+        """The sample of slot `source` now stands in slot `target`."""
+        ...
+
+    def drop(self) -> None:
+        """Forget all cached state: the draft model's weights have changed."""
+        ...
+
+    @property
+    def cache(self) -> KVPool | None:
+        """The drafter's keys and values, slot by slot beside the target's; None when it keeps none."""
+        ...
+
+    def num_cached_tokens(self, slot: int) -> int:
+        """Committed tokens of a slot that the cache holds; they can be taken to another instance."""
+        ...
+
+    def adopt(self, slot: int, num_tokens: int) -> None:
+        """The cache has been given the first `num_tokens` tokens of the sample in this slot."""
+        ...

@@ -1,0 +1,205 @@
+"""A draft refined while it grows (design 3.2): scores from the acceptance model, decisions from the policy.
+
+    level by level:  children and their estimated path acceptance -> another level?
+    at the end:      which of all candidates are verified
+
+The drafter calls it; the policy sees numpy arrays on the host. What was shown and decided is kept for the
+step's record, so that a log replays. On a device that must not wait for the host, budgets are not refined.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from jaxtyping import Int
+from torch import Tensor
+
+from core.records import DraftLog, SampleRequest
+from engine.cpu.scoring import COEFFICIENTS, FARTHEST
+from engine.decoding.draft_tree import DraftTree
+from engine.decoding.sampling_rule import Leaders
+from engine.decoding.verify import Verdict
+from policies.base import RefiningPolicy
+from profiles.acceptance import MARGIN_FLOOR, AcceptanceModel
+
+LARGEST_EXPONENT = 80.0
+"exp of more overflows float32."
+
+
+class Refinement:
+    """One decode step's conversation between drafter and policy."""
+
+    def __init__(
+        self, policy: RefiningPolicy, scorer: Scorer, remaining: np.ndarray, clock: Callable[[], float]
+    ) -> None:
+        """Start a step.
+
+        Args:
+            policy: decides.
+            scorer: estimates.
+            remaining: tokens each sample may still get, [B]; deeper nodes cannot count.
+            clock: seconds.
+        """
+        self.seconds = 0.0
+        self.num_nodes: np.ndarray | None = None
+        self._policy = policy
+        self._scorer = scorer
+        self._remaining = remaining
+        self._shortest = int(remaining.min())
+        self._clock = clock
+        self._blocks: list[np.ndarray] = []
+        self._sizes: tuple[int, ...] = ()
+        self._last = self._frontier = np.ones((len(remaining), 1), dtype=np.float32)
+
+    def levels_to_draft(self) -> int:
+        """Ask the policy how many levels to draft before it is asked again."""
+        started = self._clock()
+        answer = self._policy.deepen(len(self._sizes), self._last)
+        self.seconds += self._clock() - started
+        return answer
+
+    def children(self, found: Leaders) -> tuple[Int[Tensor, "B w b"], np.ndarray]:
+        """Return the best children of every frontier node, and their path scores, float32 [B, w * b].
+
+        There is one leader more than children: by how much they lead is scored.
+        """
+        started = self._clock()
+        level = len(self._sizes) + 1
+        share = self._scorer.acceptance(found.scores, found.logprobs, (level,))
+        path = (share * self._frontier[..., None]).reshape(len(share), -1)
+        if level >= self._shortest:
+            path[self._remaining <= level] = 0.0
+        self._add(path, (path.shape[1],))
+        self._last = path
+        self.seconds += self._clock() - started
+        return found.token_ids.narrow(-1, 0, share.shape[-1]), path
+
+    def expand(self, candidates: np.ndarray) -> None:
+        """The next level's parents are these of this level's candidates, [B, w]."""
+        self._frontier = np.take_along_axis(self._last, candidates, axis=1)
+
+    def chain_levels(self, scores: np.ndarray, logprobs: np.ndarray) -> None:
+        """Score a chain's next levels together: calls cost more than numbers.
+
+        Both are [B, levels, 2], of the best token and the one that it leads (`engine.decoding.sampling_rule.Leaders`).
+        """
+        started = self._clock()
+        before = len(self._sizes)
+        share = self._scorer.acceptance(
+            scores, logprobs, tuple(range(before + 1, before + 1 + scores.shape[1]))
+        )
+        path = np.multiply.accumulate(share[..., 0], axis=1)
+        path *= self._frontier
+        self._add_chain(path)
+        self.seconds += self._clock() - started
+
+    def chain_coefficients(self, levels: int) -> np.ndarray | None:
+        """Return what `engine.cpu.scoring` scores so many levels by; None where `chain_levels` must."""
+        return self._scorer.chain_coefficients(levels)
+
+    def chain_paths(self, path: np.ndarray) -> None:
+        """Take a chain's next levels, scored already: float32 [B, levels], which are written to."""
+        started = self._clock()
+        self._add_chain(path)
+        self.seconds += self._clock() - started
+
+    def _add_chain(self, path: np.ndarray) -> None:
+        before, count = len(self._sizes), path.shape[1]
+        if before + count >= self._shortest:
+            path[self._remaining[:, None] <= np.arange(before + 1, before + 1 + count)] = 0.0
+        self._add(path, (1,) * count)
+        self._last = self._frontier = path[:, -1:]
+
+    def _add(self, scores: np.ndarray, sizes: tuple[int, ...]) -> None:
+        self._blocks.append(scores)
+        self._sizes += sizes
+
+    def select(self) -> np.ndarray:
+        """Ask the policy how many nodes of each sample to verify, [B]."""
+        started = self._clock()
+        self.num_nodes = self._policy.select(self.scores, self.level_sizes)
+        self.seconds += self._clock() - started
+        return self.num_nodes
+
+    def conclude(self, tree: DraftTree, verdict: Verdict, requests: Sequence[SampleRequest]) -> None:
+        """Pass the outcome on to the scorer; `requests` are the batch's."""
+        if self.num_nodes is not None:
+            self._scorer.concluded(tree, verdict, requests)
+
+    def log(self, num_accepted: np.ndarray) -> DraftLog | None:
+        """Return what happened, None when nothing was selected."""
+        if self.num_nodes is None:
+            return None
+        return DraftLog(
+            scores=self.scores,
+            level_sizes=self.level_sizes,
+            num_nodes=self.num_nodes,
+            num_accepted=num_accepted,
+        )
+
+    @property
+    def level_sizes(self) -> tuple[int, ...]:
+        """Candidates of each level."""
+        return self._sizes
+
+    @property
+    def scores(self) -> np.ndarray:
+        """All candidates' scores, [B, C], level by level."""
+        return self._blocks[0] if len(self._blocks) == 1 else np.concatenate(self._blocks, axis=1)
+
+
+class Scorer:
+    """The acceptance model on what the draft model says. Small arrays on the host: numpy costs least."""
+
+    def __init__(self, model: AcceptanceModel) -> None:
+        self.model = model
+        self._weights: dict[tuple[tuple[int, ...], int], tuple[np.ndarray, ...]] = {}
+        self._of_chain = np.zeros((0, COEFFICIENTS), dtype=np.float32)
+
+    def acceptance(self, scores: np.ndarray, logprobs: np.ndarray, levels: tuple[int, ...]) -> np.ndarray:
+        """Return the conditional acceptance, [B, w, b], of all leaders of a node but the last, its children.
+
+        Args:
+            scores: leaders' perturbed scores, best first, [B, w, b + 1].
+            logprobs: of the leaders, likewise.
+            levels: of all w nodes, or of each: a chain's levels side by side.
+        """
+        count = scores.shape[-1] - 1
+        logprob = logprobs[..., :count]
+        margin = scores[..., :1] - scores[..., 1:]
+        if count > 1:
+            # rank 1 leads the second, the others trail the first
+            margin = np.concatenate([margin[..., :1], margin[..., :-1]], axis=-1)
+        # what a filter dropped is infinitely far
+        margin, logprob = np.minimum(margin, FARTHEST), np.maximum(logprob, -FARTHEST)
+        self.saw(margin, logprob)
+        intercept, of_log, of_margin, of_logprob = self._weights_of(levels, count)
+        logit = of_log * np.log(margin + MARGIN_FLOOR) + of_margin * margin + of_logprob * logprob + intercept
+        return 1.0 / (1.0 + np.exp(np.minimum(-logit, LARGEST_EXPONENT)))
+
+    def chain_coefficients(self, levels: int) -> np.ndarray | None:
+        """Return the coefficients of a chain's levels, float32 [at least `levels`, COEFFICIENTS]."""
+        if levels > len(self._of_chain):
+            by_level = self._weights_of(tuple(range(1, levels + 1)), 1)
+            self._of_chain = np.concatenate(by_level, axis=1)
+        return self._of_chain
+
+    def saw(self, margin: np.ndarray, logprob: np.ndarray) -> None:
+        """One level's features, [B, w, b]; `engine.calibration.draft_recorder` keeps them."""
+
+    def concluded(self, tree: DraftTree, verdict: Verdict, requests: Sequence[SampleRequest]) -> None:
+        """What became of the draft of these samples."""
+
+    def _weights_of(self, levels: tuple[int, ...], count: int) -> tuple[np.ndarray, ...]:
+        """Coefficients by level and rank, [levels, b] each: intercept, log margin, margin, log-probability."""
+        if (levels, count) not in self._weights:
+            first, other = self.model.first, self.model.other
+            table = np.zeros((4, len(levels), count), dtype=np.float32)
+            for row, level in enumerate(levels):
+                table[:, row, 0] = (first[0] + first[4] * np.log(level), *first[1:4])
+                for rank in range(2, count + 1):
+                    intercept = other[0] + other[3] * np.log(level) + other[4] * np.log(rank)
+                    table[:, row, rank - 1] = (intercept, 0.0, other[1], other[2])
+            self._weights[levels, count] = tuple(table)
+        return self._weights[levels, count]

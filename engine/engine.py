@@ -1,0 +1,397 @@
+"""The engine: continuous admission, prefill, decode steps, completions. No Ray in it.
+
+A sample's way: `submit` -> waiting -> slot and prefill -> decode steps -> `Completion`. Its tokens are a pure
+function of weights, prompt and key (design 3.1): not of the batch it shares, the plan, or the order of admission.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import numpy as np
+from torch import Tensor
+
+from core.errors import WeightsError
+from core.progress import Progress
+from core.records import (
+    PLAIN,
+    Budget,
+    Completion,
+    DecodeState,
+    GenerationStats,
+    InstanceLoad,
+    SampleKey,
+    SampleRequest,
+    StepRecord,
+    WeightManifest,
+)
+from core.sample_state import SampleState
+from engine.counters import Tally
+from engine.decode_step import decode_step
+from engine.decoding.running_batch import RunningBatch
+from engine.drafters.drafter import Drafter
+from engine.drafters.model_drafter import ModelDrafter
+from engine.drafters.refinement import Refinement, Scorer
+from engine.exchange import SampleExchange
+from engine.model.prefill import fill_committed
+from engine.model.prefill_plan import PrefillPiece
+from engine.model.runner import ModelRunner
+from engine.outcomes import completion_of, not_finite_error, where_not_finite
+from engine.requests import require_can_be_sampled, require_distinct
+from engine.weights.chunks import model_checksum
+from policies.base import DrafterAlarm, DraftPolicy, RefiningPolicy, WatchfulPolicy
+
+logger = logging.getLogger(__name__)
+Numerics = Literal["invariant", "fast"]
+STEP_LOG_LENGTH = 4096
+GOODPUT_WINDOW = 16
+"Decode steps over which goodput is told."
+
+
+class Engine:
+    """Generates responses for many samples at once on one device, with one writer: its caller's thread."""
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        *,
+        drafter: Drafter | None,
+        policy: DraftPolicy,
+        max_total_tokens: int,
+        max_prefill_tokens: int,
+        instance: str = "local",
+        weight_version: int = 0,
+        drafter_version: int = 0,
+        clock: Callable[[], float] = time.perf_counter,
+        scorer: Scorer | None = None,
+        max_cache_bytes: int | None = None,
+        numerics: Numerics = "fast",
+    ) -> None:
+        self.runner = runner
+        self.numerics = numerics
+        "what is promised of tokens"
+        self.drafter = drafter
+        self.policy = policy
+        self.scorer = scorer
+        "estimates acceptance for refined budgets"
+        self.instance = instance
+        self.weight_version = weight_version
+        self.drafter_version = drafter_version
+        self.max_total_tokens = max_total_tokens
+        self._tally = Tally()
+        self.step_records: deque[StepRecord] = deque(maxlen=STEP_LOG_LENGTH)
+        self._max_prefill_tokens = max_prefill_tokens
+        self._clock = clock
+        self._observe_s = 0.0
+        self.drafter_alarm = ""
+        self._waiting: deque[SampleState] = deque()
+        self._unclaimed: list[Completion] = []
+        "of a step that raised: the next one returns them"
+        self._batch = RunningBatch(
+            num_slots=runner.pool.num_slots, max_total_tokens=max_total_tokens, device=runner.device
+        )
+        self.exchange = SampleExchange(
+            runner,
+            drafter,
+            self._batch,
+            self._waiting,
+            max_prefill_tokens=max_prefill_tokens,
+            max_cache_bytes=max_cache_bytes,
+        )
+
+    def submit(self, request: SampleRequest) -> None:
+        """Queue a sample. Raises DataError for what cannot be sampled (`engine.requests`)."""
+        self.resume(SampleState.fresh(request, weight_version=self.weight_version))
+
+    def resume(self, state: SampleState) -> None:
+        """Queue a sample of which something may have been generated; its caches are computed from its tokens.
+
+        Raises DataError for what cannot be sampled; WeightsError when other weights than ours chose its tokens.
+        """
+        require_can_be_sampled(
+            state.request, vocab_size=self.runner.vocab_size, max_total_tokens=self.max_total_tokens
+        )
+        self.require_version(state)
+        self._waiting.append(state)
+
+    def require_version(self, state: SampleState) -> None:
+        """Raise WeightsError when other weights than ours chose a sample's tokens."""
+        if len(state.token_ids) and state.weight_version != self.weight_version:
+            raise WeightsError(
+                f"sample {state.request.key.sample_index} has {len(state.token_ids)} tokens of weight version "
+                f"{state.weight_version}, instance {self.instance} runs version {self.weight_version}; generate "
+                "it again from its prompt"
+            )
+
+    def generate(self, requests: Sequence[SampleRequest]) -> list[Completion]:
+        """Generate all responses and return them in the order of the requests.
+
+        Raises as `submit` and `step`; nothing of the requests is left in the engine then.
+        """
+        waiting = (state.request for state in self._waiting)
+        keys = require_distinct(requests, (*self._batch.requests, *waiting))
+        done: dict[SampleKey, Completion] = {}
+        try:
+            for request in requests:
+                self.submit(request)
+            while self.has_work:
+                done.update((completion.key, completion) for completion in self.step())
+        except BaseException:
+            for key in keys:
+                self.exchange.drop(key)
+            self._unclaimed = [completion for completion in self._unclaimed if completion.key not in keys]
+            raise
+        return [done[request.key] for request in requests]
+
+    @property
+    def policy(self) -> DraftPolicy:
+        """What decides how much to draft and verify."""
+        return self._policy
+
+    @policy.setter
+    def policy(self, policy: DraftPolicy) -> None:
+        self._policy = policy
+        # looking at a protocol's members takes longer than some of them
+        self._refining = policy if isinstance(policy, RefiningPolicy) else None
+        self._watchful = policy if isinstance(policy, WatchfulPolicy) else None
+
+    def step(self) -> list[Completion]:
+        """Admit what fits, prefill it, decode one step; return the samples that finished.
+
+        Raises NotFiniteError for a sample whose logits are not finite. That sample is gone then, the others go on with
+        the next step, which also returns those that finished beside it.
+        """
+        self._preempt()
+        self._admit()
+        unclaimed, self._unclaimed = self._unclaimed, []
+        if not len(self._batch):
+            return unclaimed
+        started = self._clock()
+        remaining = self._batch.remaining_tokens
+        state = self._decode_state(int(remaining.max()))
+        budget = self.policy.plan(state) if self.drafter is not None else PLAIN
+        refinement = self._refinement(budget, remaining)
+        planned = self._clock()
+        output = decode_step(self.runner, self.drafter, self._batch, budget, self._clock, refinement)
+        emitted, finished, broken = self._batch.append(
+            output.token_ids, output.policy_logprobs, output.sampling_logprobs, output.num_accepted
+        )
+        completions, failures = self._leave(finished.tolist(), broken.tolist())
+        timed = output.draft_s + output.verify_s + output.accept_s
+        record = StepRecord(
+            state=state,
+            budget=budget,
+            num_draft_tokens=output.num_draft_tokens,
+            num_accepted_tokens=int(output.num_accepted.sum()),
+            num_accepted_rank2_plus=output.num_accepted_rank2_plus,
+            num_emitted_tokens=emitted,
+            draft_s=output.draft_s,
+            verify_s=output.verify_s,
+            accept_s=output.accept_s,
+            other_s=self._clock() - started - timed,
+            select_s=planned - started + (refinement.seconds if refinement else 0.0) + self._observe_s,
+            draft=refinement.log(output.num_accepted) if refinement else None,
+        )
+        self._note(record, len(completions))
+        if failures:
+            self._unclaimed = unclaimed + completions
+            raise not_finite_error(failures[::-1], instance=self.instance, weight_version=self.weight_version)
+        return unclaimed + completions
+
+    def _leave(self, finished: list[int], broken: list[int]) -> tuple[list[Completion], list[str]]:
+        """Take samples out of their slots: what finished, and which failed."""
+        completions, failures = [], []
+        # from the back: the last sample moves into a slot that is left
+        for slot in sorted({*finished, *broken}, reverse=True):
+            if slot in broken:
+                failures.append(self._break(slot))
+            else:
+                completions.append(self._finish(slot))
+        return completions, failures
+
+    def _break(self, slot: int) -> str:
+        """Take out a sample whose logits are not finite; return which it was."""
+        state = self._batch.state(slot, weight_version=self.weight_version)
+        self.exchange.scrub(slot)
+        self.exchange.vacate(slot)
+        return where_not_finite(state)
+
+    def _refinement(self, budget: Budget, remaining: np.ndarray) -> Refinement | None:
+        """Return what carries the policy's further decisions of a refined budget."""
+        if not budget.refined or self.scorer is None or self._refining is None:
+            return None
+        return Refinement(self._refining, self.scorer, remaining, self._clock)
+
+    def _decode_state(self, max_remaining_tokens: int) -> DecodeState:
+        """Return the facts that a draft policy may use."""
+        return DecodeState(
+            decode_step=self._tally["num_decode_steps"],
+            num_samples=len(self._batch),
+            context_tokens=self._batch.context_tokens,
+            max_remaining_tokens=max_remaining_tokens,
+            num_waiting=len(self._waiting),
+            weight_version=self.weight_version,
+            drafter_version=self.drafter_version,
+        )
+
+    @property
+    def has_work(self) -> bool:
+        """True while a sample is waiting or running, or a completion has not been returned yet."""
+        return bool(self._waiting) or len(self._batch) > 0 or bool(self._unclaimed)
+
+    @property
+    def num_running(self) -> int:
+        """Samples in slots."""
+        return len(self._batch)
+
+    @property
+    def stats(self) -> GenerationStats:
+        """Sums over what has been done so far."""
+        return self._tally.stats
+
+    @property
+    def num_emitted_tokens(self) -> int:
+        """Of all decode steps so far."""
+        return self._tally["num_emitted_tokens"]
+
+    @property
+    def num_context_tokens(self) -> int:
+        """Committed tokens of the samples in slots."""
+        return self._batch.context_tokens
+
+    @property
+    def num_waiting(self) -> int:
+        """Samples without a slot."""
+        return len(self._waiting)
+
+    def load(self) -> InstanceLoad:
+        """Return the workload as the scheduler polls it."""
+        recent = list(itertools.islice(reversed(self.step_records), GOODPUT_WINDOW))
+        seconds = sum(record.step_s for record in recent)
+        emitted = sum(record.num_emitted_tokens for record in recent)
+        return InstanceLoad(
+            instance=self.instance,
+            num_running=len(self._batch),
+            num_waiting=len(self._waiting),
+            num_free_slots=max(self.exchange.num_free_slots, 0),
+            context_tokens=self._batch.context_tokens,
+            free_cache_tokens=self.exchange.cache_room.free_tokens,
+            weight_version=self.weight_version,
+            drafter_version=self.drafter_version,
+            decode_step=self._tally["num_decode_steps"],
+            goodput_tokens_per_s=emitted / seconds if seconds > 0 else 0.0,
+            goodput_samples=sum(r.num_samples * r.step_s for r in recent) / seconds if seconds > 0 else 0.0,
+            stats=self.stats,
+            num_slots=self.exchange.cache_room.num_slots,
+            drafter_alarm=self.drafter_alarm,
+        )
+
+    def progress(self) -> Progress:
+        """Return the number of response tokens so far of every running sample."""
+        batch, live = self._batch, len(self._batch)
+        num_tokens = batch.lengths[:live] - batch.prompt_lengths[:live]
+        return Progress([request.key for request in batch.requests], num_tokens.tolist())
+
+    def cancel_all(self) -> list[SampleRequest]:
+        """Drop every open sample and return their requests."""
+        cancelled = [*self._batch.requests, *(state.request for state in self._waiting)]
+        self._waiting.clear()
+        self._unclaimed.clear()
+        while len(self._batch):
+            self.exchange.vacate(len(self._batch) - 1)
+        return cancelled
+
+    def load_weights(self, manifest: WeightManifest, tensors: dict[str, Tensor]) -> None:
+        """Load a published version of the target or the draft model (mode `drain`).
+
+        Raises WeightsError when target weights come while samples are open, or there is no draft model.
+        """
+        if manifest.model == "draft":
+            if not isinstance(self.drafter, ModelDrafter):
+                raise WeightsError(f"instance {self.instance} has no draft model to load weights into")
+            self.drafter.runner.load(tensors)
+            self.drafter.drop()
+            self.drafter_version = manifest.weight_version
+            return
+        if self.has_work:
+            raise WeightsError(
+                f"instance {self.instance} got target weights version {manifest.weight_version} with "
+                f"{len(self._batch)} running and {len(self._waiting)} waiting samples; drain it first"
+            )
+        self.runner.load(tensors)
+        self.weight_version = manifest.weight_version
+
+    def _preempt(self) -> None:
+        """Let the shortest samples wait until the others have room to go on."""
+        room = self.exchange.cache_room
+        while (slot := room.one_too_many()) is not None:
+            self.exchange.preempt(slot, weight_version=self.weight_version)
+            self._tally.add(num_preemptions=1)
+
+    def _admit(self) -> None:
+        first, room = len(self._batch), self.exchange.cache_room
+        free = self.runner.pool.num_slots - first - self.exchange.num_reserved
+        while free > 0 and self._waiting and room.admits(self._waiting[0].num_committed_tokens):
+            self._batch.add(self._waiting.popleft())
+            free -= 1
+        room.hold()
+        if len(self._batch) == first:
+            return
+        started = self._clock()
+        slots = range(first, len(self._batch))
+        pieces = [
+            PrefillPiece(slot=slot, start=0, length=int(self._batch.lengths[slot]) - 1) for slot in slots
+        ]
+        cached = self._batch.lengths[: len(self._batch)] - 1
+        cached[first:] = 0
+        computed = fill_committed(
+            self.runner, self._batch.tokens, pieces, self._max_prefill_tokens, cached=cached
+        )
+        if self.drafter is not None:
+            self.drafter.admit(slots, self._batch)
+        self._tally.add(num_prefill_tokens=computed, prefill_s=self._clock() - started)
+
+    def _finish(self, slot: int) -> Completion:
+        """Take a finished sample out of its slot; the last one moves in."""
+        state = self._batch.state(slot, weight_version=self.weight_version)
+        self.exchange.vacate(slot)
+        return completion_of(state, instance=self.instance)
+
+    def _note(self, record: StepRecord, num_completions: int) -> None:
+        started = self._clock()
+        self.policy.observe(record)
+        # counted with the next step: this record is complete
+        self._observe_s = self._clock() - started
+        alarm = self._watchful.take_alarm() if self._watchful is not None else None
+        if alarm is not None:
+            self._raise_drafter_alarm(alarm)
+        self.step_records.append(record)
+        self._tally.add(
+            num_decode_steps=1,
+            num_sample_steps=record.num_samples,
+            num_draft_tokens=record.num_draft_tokens,
+            num_accepted_tokens=record.num_accepted_tokens,
+            num_accepted_rank2_plus=record.num_accepted_rank2_plus,
+            num_emitted_tokens=record.num_emitted_tokens,
+            num_completions=num_completions,
+            draft_s=record.draft_s,
+            verify_s=record.verify_s,
+            accept_s=record.accept_s,
+            other_s=record.other_s,
+            select_s=record.select_s,
+        )
+
+    def _raise_drafter_alarm(self, alarm: DrafterAlarm) -> None:
+        model = self.drafter.model if isinstance(self.drafter, ModelDrafter) else None
+        which = f"checksum {model_checksum(model)}, " if model is not None else ""
+        self.drafter_alarm = (
+            f"decode step {alarm.decode_step}: first draft tokens are accepted {alarm.observed:.2f} of late, usually "
+            f"{alarm.usual:.2f}; drafter {which}version {self.drafter_version}, {alarm.drafter_age_steps} decode "
+            "steps old; plain decoding until probes are accepted again"
+        )
+        logger.warning("%s: drafting suspended; %s", self.instance, self.drafter_alarm)

@@ -1,0 +1,205 @@
+"""What one forward does with the KV pool: where tokens are written, what each of them sees.
+
+A plan travels to every layer's attention. Two kinds: `TreePlan` for a decode step (the same number of tokens for
+each sample: the root and its draft nodes) and `engine.model.prefill_plan.PrefillPlan` for prompts of different lengths.
+Linears see the packed tokens; only attention unpacks (`engine.attention.packing`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from torch.nn import functional as F
+
+from engine.attention.backends import Attention, is_native
+from engine.attention.packing import RaggedRows, pack_queries, unpack_queries
+from engine.attention.visibility import as_bias, chain_visibility, tree_visibility
+from engine.cache.kv_memory import round_up
+from engine.cache.kv_pool import KVPool
+from engine.cpu.segments import Spans, attend_spans, spans_of, store_spans
+
+
+@runtime_checkable
+class ForwardPlan(Protocol):
+    """One forward's view of the pool."""
+
+    @property
+    def pool(self) -> KVPool:
+        """Where keys and values are."""
+        ...
+
+    @property
+    def attention(self) -> Attention:
+        """The back end."""
+        ...
+
+    def spans(self) -> Spans:
+        """Return the stretches of tokens, for our own code."""
+        ...
+
+    def store(self, layer: int, qkv: Float[Tensor, "M Hkv G E"]) -> None:
+        """Write the tokens' keys and values."""
+        ...
+
+    def attend(
+        self,
+        layer: int,
+        qkv: Float[Tensor, "M Hkv G E"],
+        *,
+        scaling: float,
+        softcap: float | None,
+        sliding_window: int | None,
+    ) -> Float[Tensor, "M HE"]:
+        """Store the tokens' keys and values, return what their queries attend to; zeros for padding tokens."""
+        ...
+
+
+@dataclass(slots=True, kw_only=True)
+class TreePlan:
+    """`num_tokens` tree tokens for each of the samples in slots 0..B-1, behind `base` cached tokens each.
+
+    The tree may grow level by level: of its t = num_earlier + num_tokens columns the first were written by earlier
+    forwards. Each token sees its sample's first `base` tokens and the columns marked in `seen` (itself too);
+    without `seen`, all columns up to itself: a chain. `depth` is each column's distance from the first `base` tokens.
+    """
+
+    pool: KVPool
+    attention: Attention
+    base: Int[Tensor, " B"]
+    num_tokens: int
+    num_earlier: int = 0
+    seen: Bool[Tensor, "B n t"] | None = None
+    depth: Int[Tensor, "B t"] | None = None
+    view_tokens: int
+    "largest base + t"
+    ragged: RaggedRows | None = None
+    "some samples have fewer tokens than `num_tokens`"
+    _rows_once: Tensor | None = field(init=False, default=None)
+    _spans: Spans | None = field(init=False, default=None)
+    _padding: Tensor = field(init=False)
+    "of a fixed copy: where its padding samples write"
+    _bias: dict[int | None, Tensor] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.view_tokens = min(round_up(self.view_tokens), self.pool.capacity)
+
+    @property
+    def _rows(self) -> Tensor:
+        """Where library calls write keys and values."""
+        if self._rows_once is None:
+            self._rows_once = self.pool.tree_rows(self.base + self.num_earlier, self.num_tokens)
+        return self._rows_once
+
+    def spans(self) -> Spans:
+        """See `ForwardPlan.spans`; on the CPU."""
+        if self._spans is None:
+            bases = self.base.numpy()
+            # the table holds their addresses
+            self.seen = None if self.seen is None else self.seen.contiguous()
+            self.depth = None if self.depth is None else self.depth.contiguous()
+            counts = np.full(len(bases), self.num_tokens) if self.ragged is None else self.ragged.counts
+            self._spans = spans_of(
+                self.pool,
+                slots=np.arange(len(bases)),
+                counts=counts,
+                starts=bases + self.num_earlier,
+                bases=bases,
+                seen=self.seen,
+                depth=self.depth,
+            )
+        return self._spans
+
+    def fixed_copy(self, num_samples: int) -> TreePlan:
+        """Return a plan for `num_samples` samples whose tensors stay where they are; `follow` changes what they hold.
+
+        Call after a forward of this plan: what its layers asked for is copied. Samples behind ours are padding: their
+        tokens go to the last position of their slots.
+        """
+        live = self.base.shape[0]
+        unread = self.base.new_full((num_samples,), self.pool.capacity - 1)
+        fixed = TreePlan(
+            pool=self.pool,
+            attention=self.attention,
+            base=self.base.new_zeros(num_samples),
+            num_tokens=self.num_tokens,
+            view_tokens=self.view_tokens,
+        )
+        cell = self.pool.tree_rows(unread, 1).view(num_samples, 1, -1)
+        fixed._padding = cell.expand(-1, self.num_tokens, -1).reshape(num_samples, -1)
+        for window, bias in self._bias.items():
+            fixed._bias[window] = bias.new_zeros(bias.shape[0] // live * num_samples, *bias.shape[1:])
+        fixed.follow(self)
+        return fixed
+
+    def follow(self, plan: TreePlan) -> None:
+        """Take over where another plan of at most as many samples writes, and what its tokens see."""
+        live = plan.base.shape[0]
+        rows = self._rows.view(self.base.shape[0], -1)
+        rows[:live].copy_(plan._rows.view(live, -1))
+        rows[live:].copy_(self._padding[live:])
+        for window, bias in self._bias.items():
+            seen = plan._bias_for(window)
+            bias[: seen.shape[0]].copy_(seen)
+
+    def store(self, layer: int, qkv: Tensor) -> None:
+        """See `ForwardPlan.store`."""
+        if is_native(self.attention, qkv):
+            store_spans(self.pool, layer, qkv.contiguous(), self.spans())
+            return
+        self._write(layer, qkv if self.ragged is None else self.ragged.unpack(qkv))
+
+    def _write(self, layer: int, rows: Tensor) -> None:
+        self.pool.write(layer, self._rows, rows[: self.base.shape[0] * self.num_tokens, :, -2:])
+
+    def attend(
+        self, layer: int, qkv: Tensor, *, scaling: float, softcap: float | None, sliding_window: int | None
+    ) -> Tensor:
+        """See `ForwardPlan.attend`."""
+        if is_native(self.attention, qkv):
+            return attend_spans(
+                self.pool,
+                layer,
+                qkv.contiguous(),
+                self.spans(),
+                scaling=scaling,
+                softcap=softcap,
+                sliding_window=sliding_window,
+            )
+        batch, n = self.base.shape[0], self.num_tokens
+        num_packed = qkv.shape[0]
+        if self.ragged is not None:
+            qkv = self.ragged.unpack(qkv)
+        self._write(layer, qkv)
+        keys, values = self.pool.view(layer, 0, batch, self.view_tokens)
+        out = self.attention(
+            pack_queries(qkv[: batch * n], batch).to(keys.dtype),
+            keys,
+            values,
+            self._bias_for(sliding_window),
+            rows=n * (qkv.shape[2] - 2),
+            scaling=scaling,
+            softcap=softcap,
+        )
+        if self.ragged is None:
+            return unpack_queries(out, batch, n, num_packed)
+        packed = self.ragged.pack(unpack_queries(out, batch, n, batch * n))
+        missing = num_packed - packed.shape[0]
+        return packed if missing == 0 else F.pad(packed, (0, 0, 0, missing))
+
+    def _bias_for(self, window: int | None) -> Tensor:
+        if window not in self._bias:
+            seen, shape = self._visible(window), self.pool.shape
+            bias = as_bias(seen, heads=shape.num_kv_heads, queries=shape.num_heads // shape.num_kv_heads)
+            self._bias[window] = bias.to(self.pool.cells.dtype)
+        return self._bias[window]
+
+    def _visible(self, window: int | None) -> Bool[Tensor, "B n C"]:
+        if self.seen is None or self.depth is None:
+            return chain_visibility(
+                self.base + self.num_earlier, self.num_tokens, self.view_tokens, window=window
+            )
+        return tree_visibility(self.base, self.seen, self.depth, self.view_tokens, window=window)

@@ -1,0 +1,361 @@
+"""A forward of our own for Llama and its kin (Qwen2, Qwen3, Mistral): the same arithmetic in a third of the calls.
+
+Small models and small batches spend most of a stock forward in dispatch. Here
+- queries, keys and values come from one product, laid out head by head as attention and the pool want them;
+- gate and up come from one product; residuals are added by the products that follow;
+- the rotation of all heads is one complex product: pairs of the stock layout (i, i + E/2) are made neighbours by
+  permuting the rows of the weights once, which no dot product of query and key sees;
+- gains of the norms are multiplied into the weights behind them (float32), and the norm itself is three calls:
+  x / hypot(|x|, sqrt(H eps)), with sqrt(H) in the gain;
+- inner sizes are padded with zero rows to a multiple of 32, where products are seen to round alike;
+- a prefill ends with the keys and values of the last layer.
+Where every product is our own, the whole forward is one call (`engine.cpu.forward`).
+The stock module stays the oracle: `engine.model.runner` compares the two at start-up.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, TypeGuard
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers.modeling_utils import PreTrainedModel
+
+from engine.attention.backends import ordered_attention
+from engine.cache.kv_pool import KVPool, KVShape
+from engine.cpu.chain import NativeChain
+from engine.cpu.forward import NativeForward, NativeLayer
+from engine.cpu.products import PANEL
+from engine.cpu.serving import serves
+from engine.cpu.writer import WIDTH
+from engine.model.forward_plan import ForwardPlan
+from engine.model.linears import Linear, MatrixLinear, StreamedLinear, compute_dtype, make_linear, streams
+
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+INNER_STEP = 32
+MAX_ROTATION_BYTES = 8 << 20
+"A table of every position's rotation for all heads is kept up to this size; beyond, one for each pair."
+WHOLE_VECTORS = 8
+"Complex values in the widest vector register. Heads of whole vectors round alike in long loops and in short ones."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layer:
+    """One decoder layer's weights, laid out."""
+
+    attention_gain: Tensor | None
+    "None: multiplied into the weights"
+    qkv: Linear
+    head_gain: Tensor | None
+    "[queries + 1, E]: Qwen3's norms of queries and key"
+    out: Linear
+    mlp_gain: Tensor | None
+    gate_up: Linear
+    down: Linear
+    sliding_window: int | None
+
+
+class LlamaForward:
+    """Our forward over a stock module's weights. See `engine.model.runner.Forward`.
+
+    The weights are copied: call `reload` after they change.
+    """
+
+    min_tokens = 1
+    "linears pad where they must"
+
+    def __init__(self, model: PreTrainedModel, *, capacity: int, prepack: bool = True) -> None:
+        config = model.config
+        self._model = model
+        self._prepack = prepack
+        self._dtype = compute_dtype(model.dtype, model.device)
+        # our own products widen bfloat16 weights as they read them
+        own = prepack and streams(self._dtype, model.device)
+        self._weight_dtype = model.dtype if own else self._dtype
+        self._kv_heads: int = config.num_key_value_heads
+        self._queries: int = config.num_attention_heads // config.num_key_value_heads
+        self._size = _head_size(model)
+        self._eps: float = config.rms_norm_eps
+        self._scaling = self._size**-0.5
+        root = (config.hidden_size * self._eps) ** 0.5
+        self._norm_floor = torch.tensor(root, dtype=torch.float32, device=model.device)
+        self._turns = _rotations(model, capacity)
+        self._layers: list[Layer] = []
+        self._native: NativeForward | None = None
+        self.reload()
+
+    def reload(self) -> None:
+        """Lay the module's present weights out, layer by layer: no two copies of the model at any time."""
+        # it would keep every old layer to the end
+        self._native = None
+        with torch.inference_mode():
+            base: Any = self._model.base_model
+            self._embedding = base.embed_tokens.weight.to(self._weight_dtype)
+            for index, layer in enumerate(base.layers):
+                self._layers[index : index + 1] = [self._layer(index, layer)]
+            self._final_gain, head = self._fold(base.norm, [self._model.lm_head.weight])
+            self._head = self._linear(head[0], None)
+            self._native = self._native_forward()
+
+    @property
+    def kv_shape(self) -> KVShape:
+        """What the layers write, as their weights say."""
+        return KVShape(
+            num_layers=len(self._layers),
+            num_kv_heads=self._kv_heads,
+            num_heads=self._kv_heads * self._queries,
+            head_size=self._size,
+        )
+
+    @property
+    def prepacked(self) -> bool:
+        """Whether any weight lies in another layout than a plain matrix."""
+        linears = [self._head]
+        for layer in self._layers:
+            linears += [layer.qkv, layer.out, layer.gate_up, layer.down]
+        return any(not isinstance(linear, MatrixLinear) for linear in linears)
+
+    def __call__(
+        self, input_ids: Int[Tensor, " M"], position_ids: Int[Tensor, " M"], plan: ForwardPlan
+    ) -> Float[Tensor, "M V"]:
+        """See `engine.model.runner.Forward`."""
+        if self._native is not None and plan.attention is ordered_attention:
+            self._write_inputs(self._native, input_ids, position_ids, plan)
+            return self._native.logits(len(input_ids), plan.spans())
+        x = self._embedded(input_ids)
+        rotation = self._rotation(position_ids)
+        for index, layer in enumerate(self._layers):
+            x = self._after_qkv(index, layer, x, self._qkv(layer, x, rotation), plan)
+        return self._head(self._norm(x, self._final_gain))
+
+    def fill(self, input_ids: Tensor, position_ids: Tensor, plan: ForwardPlan) -> None:
+        """See `engine.model.runner.Forward`."""
+        if self._native is not None and plan.attention is ordered_attention:
+            self._write_inputs(self._native, input_ids, position_ids, plan)
+            self._native.fill(len(input_ids), plan.spans())
+            return
+        x = self._embedded(input_ids)
+        rotation = self._rotation(position_ids)
+        last = len(self._layers) - 1
+        for index, layer in enumerate(self._layers):
+            qkv = self._qkv(layer, x, rotation)
+            if index == last:
+                plan.store(index, qkv)
+                return
+            x = self._after_qkv(index, layer, x, qkv, plan)
+
+    @property
+    def is_native(self) -> bool:
+        """Whether ordered attention takes the whole forward to our own code."""
+        return self._native is not None
+
+    def chain(self, pool: KVPool, *, vocab_size: int) -> NativeChain | None:
+        """Return what drafts chains with these weights in few calls, until they are laid out anew; None: nothing."""
+        if self._native is None:
+            return None
+        return NativeChain(self._native, self._embedding, self._turns, pool, vocab_size=vocab_size)
+
+    def _write_inputs(
+        self, native: NativeForward, input_ids: Tensor, position_ids: Tensor, plan: ForwardPlan
+    ) -> None:
+        x, turns = native.inputs(len(input_ids), plan.pool)
+        x.copy_(self._embedding.index_select(0, input_ids))
+        turns.copy_(self._turns.index_select(0, position_ids))
+
+    def _embedded(self, input_ids: Tensor) -> Tensor:
+        return F.embedding(input_ids, self._embedding).to(self._dtype)
+
+    def _after_qkv(self, index: int, layer: Layer, x: Tensor, qkv: Tensor, plan: ForwardPlan) -> Tensor:
+        """Attention and MLP: the layer's output. Overwrites `x`."""
+        attended = plan.attend(
+            index, qkv, scaling=self._scaling, softcap=None, sliding_window=layer.sliding_window
+        )
+        x = layer.out.add_to(x, attended.to(self._dtype))
+        gate, up = layer.gate_up(self._norm(x, layer.mlp_gain)).chunk(2, dim=-1)
+        return layer.down.add_to(x, F.silu(gate).mul_(up))
+
+    def _qkv(self, layer: Layer, x: Tensor, rotation: Tensor) -> Float[Tensor, "M Hkv G E"]:
+        """Rotated queries and key, and the value, of every token and KV head."""
+        packed = layer.qkv(self._norm(x, layer.attention_gain)).float()
+        qkv = packed.view(x.shape[0], self._kv_heads, self._queries + 2, self._size)
+        if layer.head_gain is not None:
+            queries_key = qkv[:, :, :-1]
+            queries_key.copy_(F.rms_norm(queries_key, (self._size,), None, self._eps).mul_(layer.head_gain))
+        pairs = torch.view_as_complex(qkv.view(*qkv.shape[:3], -1, 2))
+        # one rotation for all heads leaves out the values; a table for all heads turns them by one
+        (pairs if rotation.shape[2] > 1 else pairs[:, :, :-1]).mul_(rotation)
+        return qkv
+
+    @cached_property
+    def _rotations(self) -> Tensor:
+        """Complex [T, Hkv, queries + 2, E/2], one for the values, where that is small and rounds alike.
+
+        Else [T, 1, 1, E/2]: slower, and every head is a loop of its own, whatever the batch.
+        """
+        turned = self._turns[:, None, None]
+        lanes = (self._kv_heads, self._queries + 2)
+        small = turned.nbytes * lanes[0] * lanes[1] <= MAX_ROTATION_BYTES
+        if not small or turned.shape[-1] % WHOLE_VECTORS:
+            return turned
+        table = turned.new_ones(turned.shape[0], *lanes, turned.shape[-1])
+        table[:, :, :-1] = turned
+        return table
+
+    def _rotation(self, positions: Tensor) -> Tensor:
+        return self._rotations.index_select(0, positions)
+
+    def _norm(self, x: Tensor, gain: Tensor | None) -> Tensor:
+        if gain is not None:
+            return F.rms_norm(x, (x.shape[-1],), gain, self._eps)
+        return x / torch.hypot(torch.linalg.vector_norm(x, dim=-1, keepdim=True), self._norm_floor)
+
+    def _layer(self, index: int, layer: Any) -> Layer:
+        attention, mlp = layer.self_attn, layer.mlp
+        attention_gain, (query, key, value) = self._fold(
+            layer.input_layernorm,
+            [attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight],
+        )
+        mlp_gain, (gate, up) = self._fold(
+            layer.post_attention_layernorm, [mlp.gate_proj.weight, mlp.up_proj.weight]
+        )
+        pad = -gate.shape[0] % INNER_STEP
+        return Layer(
+            attention_gain=attention_gain,
+            qkv=self._linear(
+                self._by_head(query, key, value),
+                self._by_head(attention.q_proj.bias, attention.k_proj.bias, attention.v_proj.bias),
+            ),
+            head_gain=self._head_gain(attention),
+            out=self._linear(attention.o_proj.weight, attention.o_proj.bias),
+            mlp_gain=mlp_gain,
+            gate_up=self._linear(
+                torch.cat([_pad_rows(gate, pad), _pad_rows(up, pad)]),
+                None
+                if mlp.gate_proj.bias is None
+                else torch.cat([_pad_rows(mlp.gate_proj.bias, pad), _pad_rows(mlp.up_proj.bias, pad)]),
+            ),
+            down=self._linear(F.pad(mlp.down_proj.weight, (0, pad)), mlp.down_proj.bias),
+            sliding_window=_sliding_window(self._model.config, attention),
+        )
+
+    def _native_forward(self) -> NativeForward | None:
+        """The forward in one call, where every product is our own, in whole panels."""
+        layers = [
+            NativeLayer(
+                attention_gain=_scaled(layer.attention_gain),
+                qkv=layer.qkv,
+                head_gain=_scaled(layer.head_gain),
+                out=layer.out,
+                mlp_gain=_scaled(layer.mlp_gain),
+                gate_up=layer.gate_up,
+                down=layer.down,
+                sliding_window=layer.sliding_window,
+            )
+            for layer in self._layers
+            if _whole(layer.qkv)
+            and _whole(layer.out, biased=False)
+            and _whole(layer.gate_up)
+            and _whole(layer.down, biased=False)
+        ]
+        if len(layers) < len(self._layers) or not isinstance(self._head, StreamedLinear):
+            return None
+        if not serves(self._model.device, self._dtype, self._size):
+            return None
+        return NativeForward(
+            layers,
+            _scaled(self._final_gain),
+            self._head,
+            heads=self._kv_heads,
+            queries=self._queries,
+            size=self._size,
+            eps=self._eps,
+            scaling=self._scaling,
+        )
+
+    def _linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
+        return make_linear(weight.to(self._weight_dtype), bias, prepack=self._prepack, dtype=self._dtype)
+
+    def _fold(self, norm: Any, weights: list[Tensor]) -> tuple[Tensor | None, list[Tensor]]:
+        """Multiply a norm's gain into the weights behind it; bfloat16 would round, there it stays apart."""
+        weights = [weight.to(self._weight_dtype) for weight in weights]
+        gain = norm.weight.to(self._dtype)
+        if self._weight_dtype != torch.float32:
+            return gain, weights
+        gain = gain * gain.numel() ** 0.5
+        return None, [weight * gain for weight in weights]
+
+    def _by_head(self, query: Tensor | None, key: Tensor | None, value: Tensor | None) -> Any:
+        """Join rows [H * E, ...] of queries, keys and values KV head by KV head, rotary pairs made neighbours."""
+        if query is None or key is None or value is None:
+            return None
+        lead = (self._kv_heads, -1, self._size)
+        tail = query.shape[1:]
+        queries = _pairs_together(query.view(*lead, *tail), dim=2)
+        keys = _pairs_together(key.view(*lead, *tail), dim=2)
+        return torch.cat([queries, keys, value.view(*lead, *tail)], dim=1).reshape(-1, *tail)
+
+    def _head_gain(self, attention: Any) -> Tensor | None:
+        if self._model.config.model_type != "qwen3":
+            return None
+        query = _pairs_together(attention.q_norm.weight.float(), dim=0)
+        key = _pairs_together(attention.k_norm.weight.float(), dim=0)
+        return torch.cat([query.expand(self._queries, -1), key[None]])
+
+
+def _whole(linear: Linear, *, biased: bool = True) -> TypeGuard[StreamedLinear]:
+    """Whether a program can multiply by it: our own product, whole panels, a bias only where none is added to."""
+    return (
+        isinstance(linear, StreamedLinear) and linear.columns % PANEL == 0 and (biased or linear.bias is None)
+    )
+
+
+def _scaled(gain: Tensor | None) -> Tensor | None:
+    """A norm's gain times the root of its size: our own norms divide by the length."""
+    return None if gain is None else (gain * gain.shape[-1] ** 0.5).contiguous()
+
+
+def can_serve(model: PreTrainedModel) -> bool:
+    """Whether `LlamaForward` knows this architecture; what it is wrong about, the comparison finds."""
+    config = model.config
+    return (
+        config.model_type in MODEL_TYPES
+        and _head_size(model) % WIDTH == 0
+        and config.hidden_act == "silu"
+        and isinstance(model.get_output_embeddings(), nn.Linear)
+        and float((config.rope_parameters or {}).get("partial_rotary_factor", 1.0)) == 1.0
+    )
+
+
+def _head_size(model: PreTrainedModel) -> int:
+    """A head's size, as the modules have it: a config may leave it out."""
+    return model.base_model.layers[0].self_attn.head_dim  # type: ignore[index,union-attr,return-value]
+
+
+def _rotations(model: PreTrainedModel, capacity: int) -> Tensor:
+    """Complex [capacity, E/2]: every position's rotation, as the stock module computes it."""
+    rotary: Any = model.base_model.rotary_emb
+    angles = torch.arange(capacity, device=model.device)[:, None].float() * rotary.inv_freq.float()
+    scale = rotary.attention_scaling
+    return torch.complex(angles.cos() * scale, angles.sin() * scale)
+
+
+def _sliding_window(config: Any, attention: Any) -> int | None:
+    """The window as the stock module takes it: Llama never, Mistral from the config, Qwen layer by layer."""
+    if config.model_type == "llama":
+        return None
+    return config.sliding_window if config.model_type == "mistral" else attention.sliding_window
+
+
+def _pairs_together(x: Tensor, *, dim: int) -> Tensor:
+    """Reorder an axis of E from (0, 1, .., E-1) to (0, E/2, 1, E/2 + 1, ..)."""
+    half = x.shape[dim] // 2
+    order = torch.arange(2 * half, device=x.device).view(2, half).t().reshape(-1)
+    return x.index_select(dim, order)
+
+
+def _pad_rows(x: Tensor, count: int) -> Tensor:
+    return torch.cat([x, x.new_zeros(count, *x.shape[1:])])

@@ -1,0 +1,161 @@
+"""Prompts of different lengths in one forward: their tokens lie packed, neighbours attend together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.attention.backends import Attention, is_native
+from engine.attention.packing import pack_queries, unpack_queries
+from engine.attention.visibility import as_bias, chain_visibility
+from engine.cache.kv_memory import round_up
+from engine.cache.kv_pool import KVPool
+from engine.cpu.segments import Spans, attend_spans, spans_of, store_spans
+
+MAX_SCORES_TOGETHER = 1 << 20
+"Attention scores of prompts attended together; more would fall out of the cache."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillPiece:
+    """A stretch of one sample's tokens inside a packed prefill."""
+
+    slot: int
+    start: int
+    "position of the first token"
+    length: int
+
+
+@dataclass(slots=True, kw_only=True)
+class PrefillPlan:
+    """Stretches of several samples' tokens, packed one behind the other; each is causal."""
+
+    pool: KVPool
+    attention: Attention
+    pieces: list[PrefillPiece]
+    _rows_once: Tensor | None = field(init=False, default=None)
+    _spans: Spans | None = field(init=False, default=None)
+    _attended: dict[int | None, list[Neighbours]] = field(init=False, default_factory=dict)
+
+    @property
+    def _rows(self) -> Tensor:
+        """Where library calls write keys and values."""
+        if self._rows_once is None:
+            device = self.pool.device
+            slots = torch.cat([torch.full((p.length,), p.slot) for p in self.pieces])
+            positions = torch.cat([torch.arange(p.start, p.start + p.length) for p in self.pieces])
+            self._rows_once = self.pool.rows(slots.to(device), positions.to(device))
+        return self._rows_once
+
+    def spans(self) -> Spans:
+        """See `ForwardPlan.spans`."""
+        if self._spans is None:
+            slots, starts, counts = np.array([(p.slot, p.start, p.length) for p in self.pieces]).T
+            self._spans = spans_of(self.pool, slots=slots, counts=counts, starts=starts)
+        return self._spans
+
+    def store(self, layer: int, qkv: Tensor) -> None:
+        """See `ForwardPlan.store`."""
+        if is_native(self.attention, qkv):
+            store_spans(self.pool, layer, qkv.contiguous(), self.spans())
+            return
+        num_tokens = sum(piece.length for piece in self.pieces)
+        self.pool.write(layer, self._rows, qkv[:num_tokens, :, -2:])
+
+    def attend(
+        self, layer: int, qkv: Tensor, *, scaling: float, softcap: float | None, sliding_window: int | None
+    ) -> Tensor:
+        """See `ForwardPlan.attend`; neighbouring slots attend together while that stays small."""
+        if is_native(self.attention, qkv):
+            return attend_spans(
+                self.pool,
+                layer,
+                qkv.contiguous(),
+                self.spans(),
+                scaling=scaling,
+                softcap=softcap,
+                sliding_window=sliding_window,
+            )
+        self.store(layer, qkv)
+        queries = qkv.shape[2] - 2
+        out = self.pool.cells.new_zeros(len(qkv), qkv.shape[1] * queries * qkv.shape[3])
+        for part in self._neighbours_for(sliding_window, queries):
+            keys, values = self.pool.view(layer, part.first_slot, part.num_slots, part.view)
+            attended = self.attention(
+                pack_queries(qkv[part.tokens], part.num_slots).to(keys.dtype),
+                keys,
+                values,
+                part.bias,
+                rows=part.length * queries,
+                scaling=scaling,
+                softcap=softcap,
+            )
+            attended = unpack_queries(attended, part.num_slots, part.length, len(part.tokens))
+            out[part.real_tokens] = attended if part.real is None else attended[part.real]
+        return out
+
+    def _neighbours_for(self, window: int | None, queries: int) -> list[Neighbours]:
+        if window not in self._attended:
+            self._attended[window] = list(self._make_neighbours(window, queries))
+        return self._attended[window]
+
+    def _make_neighbours(self, window: int | None, queries: int) -> Iterator[Neighbours]:
+        heads, device = self.pool.shape.num_kv_heads, self.pool.device
+        first_token = 0
+        for together in _together(self.pieces, heads * queries):
+            length = max(piece.length for piece in together)
+            view = min(round_up(max(p.start + p.length for p in together)), self.pool.capacity)
+            lengths = torch.tensor([piece.length for piece in together], device=device)
+            begins = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)[:-1]]) + first_token
+            step = torch.arange(length, device=device)
+            real = (step < lengths[:, None]).flatten()
+            # the padding of a shorter piece repeats its last token
+            tokens = (begins[:, None] + torch.minimum(step, lengths[:, None] - 1)).flatten()
+            starts = torch.tensor([piece.start for piece in together], device=device)
+            seen = chain_visibility(starts, length, view, window=window)
+            yield Neighbours(
+                first_slot=together[0].slot,
+                num_slots=len(together),
+                length=length,
+                view=view,
+                tokens=tokens,
+                real_tokens=tokens[real],
+                real=None if bool(real.all()) else real.nonzero()[:, 0],
+                bias=as_bias(seen, heads=heads, queries=queries).to(self.pool.cells.dtype),
+            )
+            first_token += int(lengths.sum())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Neighbours:
+    """Pieces of neighbouring slots that attend together, padded to the longest."""
+
+    first_slot: int
+    num_slots: int
+    length: int
+    view: int
+    tokens: Tensor
+    "packed tokens of each slot, padded: [num_slots * length]"
+    real_tokens: Tensor
+    real: Tensor | None
+    "which entries of `tokens` are no padding; None: all"
+    bias: Tensor
+
+
+def _together(pieces: list[PrefillPiece], heads: int) -> Iterator[list[PrefillPiece]]:
+    """Cut where slots are no neighbours, and into parts of at most MAX_SCORES_TOGETHER scores (or one piece)."""
+    together: list[PrefillPiece] = []
+    for piece in pieces:
+        longer = [*together, piece]
+        length = max(p.length for p in longer)
+        view = round_up(max(p.start + p.length for p in longer))
+        small = len(longer) * heads * length * view <= MAX_SCORES_TOGETHER
+        if together and not (small and piece.slot == together[-1].slot + 1):
+            yield together
+            longer = [piece]
+        together = longer
+    yield together

@@ -1,0 +1,193 @@
+"""Runs a causal LM over our KV pool: a stock Hugging Face module or our own forward of its weights."""
+
+from __future__ import annotations
+
+from typing import Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from transformers.modeling_utils import PreTrainedModel
+
+from core.errors import NumericsError
+from engine.attention.backends import Attention, ordered_attention
+from engine.cache.kv_pool import KVPool, KVShape
+from engine.cpu.chain import NativeChain
+from engine.cpu.serving import serves_thread
+from engine.model.comparison import Comparison, failing_is_refused
+from engine.model.cuda_graphs import ForwardGraphs, Recorder
+from engine.model.forward_plan import ForwardPlan, TreePlan
+from engine.model.llama_forward import LlamaForward, can_serve
+from engine.model.stock_forward import StockForward
+from engine.model.support import refuse_unsupported
+from engine.weights.chunks import load_into
+
+
+@runtime_checkable
+class Forward(Protocol):
+    """The model's arithmetic: packed tokens in, next-token logits out, attention by the plan."""
+
+    min_tokens: int
+    "fewer tokens are padded with dummies, because they would round differently"
+
+    def __call__(
+        self, input_ids: Int[Tensor, " M"], position_ids: Int[Tensor, " M"], plan: ForwardPlan
+    ) -> Float[Tensor, "M V"]:
+        """Return every token's next-token logits."""
+        ...
+
+    def fill(self, input_ids: Int[Tensor, " M"], position_ids: Int[Tensor, " M"], plan: ForwardPlan) -> None:
+        """Compute keys and values only."""
+        ...
+
+    def reload(self) -> None:
+        """Follow the module's weights after they changed."""
+        ...
+
+
+class ModelRunner:
+    """A model, its KV pool, and the forward that joins them."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        num_slots: int,
+        capacity: int,
+        attention: Attention,
+        vocab_size: int,
+        reach: int | None = None,
+        stock: bool = False,
+        recorder: Recorder | None = None,
+        graph_bytes: int = 0,
+    ) -> None:
+        """Build pool and forward, and compare the forward with the model's own.
+
+        Args:
+            model: in eval mode; stays the owner of the weights.
+            num_slots: samples at once.
+            capacity: tokens of one sample, draft nodes included.
+            attention: the back end.
+            vocab_size: token ids to return logits for.
+            reach: see `KVPool`; given: the cache's memory comes with the samples' length.
+            stock: use the Hugging Face module even where a forward of ours exists.
+            recorder: records decode forwards to replay them; none: every forward runs as it comes.
+            graph_bytes: device memory that recordings may hold.
+
+        Raises:
+            ModelError: the architecture cannot be served.
+            NotFiniteError: the model's weights or logits are not finite.
+        """
+        refuse_unsupported(model, capacity)
+        self.model = model
+        self.attention = attention
+        self.vocab_size = vocab_size
+        self.device = next(model.parameters()).device
+        # CPU attention runs in float32: bfloat16 products sum in pairs, which decoys would split
+        dtype = torch.float32 if self.device.type == "cpu" else model.dtype
+        self.pool = KVPool(
+            KVShape.of(model.config),
+            num_slots=num_slots,
+            capacity=capacity,
+            dtype=dtype,
+            device=self.device,
+            reach=reach,
+        )
+        comparison = Comparison(model, self.pool, vocab_size=vocab_size)
+        with failing_is_refused(model, "laying it out for decoding"):
+            own = can_serve(model) and not stock
+            self._forward: Forward = self._own_forward() if own else StockForward(model)
+        self._chain: NativeChain | None = None
+        self._by_own_code = serves_thread(self.device)
+        self.graphs: ForwardGraphs | None = None
+        comparison.require_equal(self)
+        if recorder is not None:
+            self.graphs = ForwardGraphs(self.pool, recorder, max_bytes=graph_bytes)
+
+    @property
+    def prepacked(self) -> bool:
+        """Whether any weight lies in another layout than a plain matrix."""
+        return isinstance(self._forward, LlamaForward) and self._forward.prepacked
+
+    @property
+    def rounds_by_chunk(self) -> bool:
+        """Whether a token's place in its chunk of positions may change a bit (`draft_tree.drop_split_nodes`)."""
+        return self._native_forward is None
+
+    @property
+    def library_product(self) -> str | None:
+        """Name of a weight outside the linear layers, whose products round by their company; None: there is none."""
+        return self._forward.library_product if isinstance(self._forward, StockForward) else None
+
+    def stop_prepacking(self) -> None:
+        """Lay the weights out for plain products."""
+        if self.prepacked:
+            self._forward = LlamaForward(self.model, capacity=self.pool.capacity, prepack=False)
+            self._chain = None
+
+    @property
+    def native_chain(self) -> NativeChain | None:
+        """What drafts chains in few calls, where our own code computes the forward."""
+        if self._chain is None and self._native_forward is not None:
+            self._chain = self._native_forward.chain(self.pool, vocab_size=self.vocab_size)
+        return self._chain
+
+    @torch.inference_mode()
+    def logits(
+        self, input_ids: Int[Tensor, " M"], position_ids: Int[Tensor, " M"], plan: ForwardPlan
+    ) -> Float[Tensor, "M V"]:
+        """Run the packed tokens and return each one's next-token logits, padded ids cut off.
+
+        Raises NumericsError where torch's number of threads is no longer what the runner was built with.
+        """
+        self._require_same_threads()
+        padded = self._padded(input_ids, position_ids)
+        if self.graphs is not None and isinstance(plan, TreePlan):
+            out = self.graphs.run(self._forward, *padded, plan)
+        else:
+            out = self._forward(*padded, plan)
+        return out[: len(input_ids), : self.vocab_size]
+
+    @torch.inference_mode()
+    def fill(self, input_ids: Int[Tensor, " M"], position_ids: Int[Tensor, " M"], plan: ForwardPlan) -> None:
+        """Run the packed tokens for their keys and values only. Raises NumericsError as `logits`."""
+        self._require_same_threads()
+        self._forward.fill(*self._padded(input_ids, position_ids), plan)
+
+    def load(self, tensors: dict[str, Tensor]) -> None:
+        """Load named weights into the model and its inference copy. Raises WeightsError when they do not fit."""
+        self._require_same_threads()
+        load_into(self.model, tensors)
+        self._chain = None
+        self._forward.reload()
+        if self.graphs is not None:
+            self.graphs.forget()
+
+    def _require_same_threads(self) -> None:
+        """Our own code serves one thread, and rounds unlike library calls: no sample may see both."""
+        if serves_thread(self.device) != self._by_own_code:
+            raise NumericsError(
+                f"this engine was built with torch.get_num_threads() {'at' if self._by_own_code else 'not at'} 1, and "
+                f"its thread now has {torch.get_num_threads()}: it would round differently from here on; call "
+                "torch.set_num_threads in the thread that decodes as it was when the engine was built"
+            )
+
+    @property
+    def _native_forward(self) -> LlamaForward | None:
+        """The forward, where our own code computes the whole of it."""
+        forward = self._forward
+        if isinstance(forward, LlamaForward) and forward.is_native and self.attention is ordered_attention:
+            return forward
+        return None
+
+    def _own_forward(self) -> Forward:
+        """Our own forward, where its weights are laid out as the cache is; else the stock one."""
+        forward = LlamaForward(self.model, capacity=self.pool.capacity)
+        return forward if forward.kv_shape == self.pool.shape else StockForward(self.model)
+
+    def _padded(self, input_ids: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        missing = self._forward.min_tokens - len(input_ids)
+        if missing <= 0:
+            return input_ids, position_ids
+        zeros = input_ids.new_zeros(missing)
+        return torch.cat([input_ids, zeros]), torch.cat([position_ids, zeros])

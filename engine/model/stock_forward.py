@@ -1,0 +1,152 @@
+"""A Hugging Face causal LM as it is, attending through our KV pool without a patch (design 3.7).
+
+An attention function registered under our name receives the forward plan as a keyword argument; no mask function
+is registered, so the model builds no mask. Tokens of all samples are packed into one row: linears see real
+tokens only. On one CPU thread the linears are our own products.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import AttentionInterface
+from transformers.modeling_utils import PreTrainedModel
+
+from engine.cache.kv_pool import KVShape, cell_size
+from engine.cpu.serving import serves_thread
+from engine.model.forward_plan import ForwardPlan
+from engine.model.stock_linears import OwnProduct, with_own_products
+from engine.model.support import unsupported
+
+ATTENTION_NAME = "rlhfspec"
+
+
+class StockForward:
+    """The model's own forward. See `engine.model.runner.Forward`."""
+
+    min_tokens = 4
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = with_own_products(model) if serves_thread(model.device) else model
+        self._model.set_attn_implementation(ATTENTION_NAME)
+
+    def __call__(self, input_ids: Tensor, position_ids: Tensor, plan: ForwardPlan) -> Tensor:
+        """See `engine.model.runner.Forward`."""
+        return self._run(input_ids, position_ids, plan, logits_to_keep=0)
+
+    def fill(self, input_ids: Tensor, position_ids: Tensor, plan: ForwardPlan) -> None:
+        """See `engine.model.runner.Forward`."""
+        self._run(input_ids, position_ids, plan, logits_to_keep=1)
+
+    def reload(self) -> None:
+        """Lay the linears' weights out anew; the others are the module's own."""
+        for module in self._model.modules():
+            if isinstance(module, OwnProduct):
+                module.lay_out()
+
+    @property
+    def library_product(self) -> str | None:
+        """Name of a weight that a library multiplies by while our own products serve, such as stacked experts."""
+        # where all products are the library's, only stacked experts are known to depend on the mixture
+        own = any(isinstance(module, OwnProduct) for module in self._model.modules())
+        return next(
+            (
+                f"{path}.{name}"
+                for path, module in _language_model(self._model).named_modules()
+                # a norm's gain by head is no matrix
+                if not isinstance(module, nn.Embedding) and "Norm" not in type(module).__name__
+                for name, weight in module.named_parameters(recurse=False)
+                if weight.dim() >= (2 if own else 3)
+            ),
+            None,
+        )
+
+    def _run(
+        self, input_ids: Tensor, position_ids: Tensor, plan: ForwardPlan, *, logits_to_keep: int
+    ) -> Tensor:
+        return self._model(
+            input_ids=input_ids[None],
+            position_ids=position_ids[None],
+            use_cache=False,
+            forward_plan=plan,
+            logits_to_keep=logits_to_keep,
+        ).logits[0]
+
+
+def _language_model(model: PreTrainedModel) -> nn.Module:
+    """The model, or its decoder where models for images or sound stand beside it: no token passes those."""
+    text = model.get_decoder()
+    inside = set(text.modules())
+    beside = any(
+        isinstance(module, PreTrainedModel) and module not in inside and text not in set(module.modules())
+        for module in model.modules()
+    )
+    return text if beside else model
+
+
+def _attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    forward_plan: ForwardPlan | None = None,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    sliding_window: int | None = None,
+    s_aux: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Attention as transformers calls it: query [1, H, M, E], key and value [1, Hkv, M, E].
+
+    Raises ModelError for what no back end here serves: attention sinks (`s_aux`), keys and values of another shape
+    than the pool's, layers without a number of their own.
+    """
+    if s_aux is not None:
+        raise unsupported(module, "it has attention sinks")
+    if forward_plan is None:
+        raise unsupported(module, "it does not hand keyword arguments on to its attention")
+    layer: Any = getattr(module, "layer_idx", None)
+    _require_shape(module, layer, query, key, value, forward_plan.pool.shape)
+    heads, tokens, size = query.shape[1:]
+    queries = query[0].reshape(key.shape[1], -1, tokens, size).permute(2, 0, 1, 3)
+    qkv = torch.cat(
+        [queries, key[0].transpose(0, 1)[:, :, None], value[0].transpose(0, 1)[:, :, None]], dim=2
+    )
+    added = forward_plan.pool.shape.head_size - size
+    out = forward_plan.attend(
+        layer,
+        # zeros change no score and no mean
+        F.pad(qkv, (0, added)) if added else qkv,
+        scaling=size**-0.5 if scaling is None else scaling,
+        softcap=softcap,
+        sliding_window=sliding_window,
+    )
+    return out.view(1, tokens, heads, size + added)[..., :size].to(query.dtype), None
+
+
+def _require_shape(
+    module: nn.Module, layer: Any, query: Tensor, key: Tensor, value: Tensor, shape: KVShape
+) -> None:
+    """Raise ModelError unless a layer attends as the pool is laid out for."""
+    tokens, size = query.shape[2:]
+    got = (query.shape[:2], key.shape, value.shape)
+    key_shape = (1, shape.num_kv_heads, tokens, size)
+    if got != ((1, shape.num_heads), key_shape, key_shape) or cell_size(size) != shape.head_size:
+        raise unsupported(
+            module,
+            f"layer {layer} attends with queries {list(query.shape)}, keys {list(key.shape)}, values "
+            f"{list(value.shape)}, but its config says {shape.num_heads} heads, {shape.num_kv_heads} KV heads, "
+            f"size {shape.head_size} (after rounding up to a multiple of 8) in every layer",
+        )
+    if not isinstance(layer, int) or not 0 <= layer < shape.num_layers:
+        raise unsupported(
+            module, f"its attention has layer number {layer}, its config says {shape.num_layers} layers"
+        )
+
+
+AttentionInterface.register(ATTENTION_NAME, _attend)

@@ -1,0 +1,49 @@
+"""Which architectures the runner can serve: what is known to go wrong is refused, the rest is compared.
+
+A registered attention function is enough for most causal LMs. It is not for those that ignore it, that pass
+more than keys and values (sinks, latent caches), that rely on a mask we do not build (chunked attention), or
+whose positions depend on the longest neighbour (dynamic rope). Whatever passes these checks decodes a little at
+start-up (`engine.model.comparison`), so that an unknown architecture fails there and not in its samples.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from transformers.modeling_utils import PreTrainedModel
+
+from core.errors import ModelError
+
+
+def refuse_unsupported(model: PreTrainedModel, capacity: int) -> None:
+    """Raise ModelError, saying why, for an architecture that would run and be wrong."""
+    config: dict[str, Any] = model.config.get_text_config().to_dict()
+    reasons = {
+        "it does not take a registered attention function": not model._supports_attention_backend,
+        "it compresses keys and values into latents": bool(config.get("kv_lora_rank")),
+        "its chunked attention needs a mask of its own": bool(config.get("attention_chunk_size")),
+        "its rotary positions depend on the longest sample of the batch": _rope_depends_on_length(
+            config, capacity
+        ),
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            raise unsupported(model, reason)
+
+
+def unsupported(model: nn.Module, reason: str) -> ModelError:
+    """Return the error for an architecture, or a layer of one, that cannot be served."""
+    return ModelError(f"{type(model).__name__} is not supported: {reason}; take a model of another family")
+
+
+def _rope_depends_on_length(config: dict[str, Any], capacity: int) -> bool:
+    rope = config.get("rope_parameters") or {}
+    layers = rope.values() if rope and all(isinstance(v, dict) for v in rope.values()) else [rope]
+    for layer in layers:
+        original = layer.get("original_max_position_embeddings") or config.get(
+            "original_max_position_embeddings", config.get("max_position_embeddings", 0)
+        )
+        if layer.get("rope_type") in ("dynamic", "longrope") and capacity > original:
+            return True
+    return False

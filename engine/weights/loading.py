@@ -1,0 +1,180 @@
+"""Loads Hugging Face causal LMs and tokenizers, and says clearly when it cannot."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.configuration_utils import PretrainedConfig
+from transformers.modeling_utils import PreTrainedModel
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from core.errors import ModelError
+from engine.weights.chunks import describe_not_finite, not_finite
+from engine.weights.weight_files import first_line, require_all_weights
+
+POSITION_LIMITS = (
+    "max_position_embeddings",
+    "n_positions",
+    "n_ctx",
+    "max_seq_len",
+    "max_sequence_length",
+    "seq_length",
+)
+"What configs call the number of positions they know; GPT-2 and kin have names of their own."
+_CONFIG = "config.json of the model"
+_MEND = {
+    "tokenizer": "save the tokenizer there with its save_pretrained (tokenizer.json, tokenizer_config.json), "
+    "or set models.tokenizer to where it is",
+    "model": "save the model again with save_pretrained, or copy or download it again",
+    _CONFIG: "mend it, or save the model again with save_pretrained",
+}
+
+MAX_LAYERS = 10_000
+"Above all there are; a mistyped number would be built for hours."
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """Load a tokenizer by path or hub name. Raises ModelError."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # the files are the user's, and transformers raises whatever they lead to
+        raise ModelError(_cannot_load("tokenizer", name, error)) from error
+    if not isinstance(tokenizer, PreTrainedTokenizerBase) or not tokenizer.get_vocab():
+        raise ModelError(_cannot_load("tokenizer", name, ValueError("its vocabulary is empty")))
+    return tokenizer
+
+
+def load_causal_lm(name: str, dtype: str, *, trust_remote_code: bool = False) -> PreTrainedModel:
+    """Load a causal LM by path or hub name, in eval mode, without gradients.
+
+    Raises ModelError: it cannot be loaded, lacks weights, or has weights that are not finite.
+    """
+    return load_model(AutoModelForCausalLM, name, dtype=DTYPES[dtype], trust_remote_code=trust_remote_code)
+
+
+def load_model(auto_class: Any, name: str, **settings: Any) -> PreTrainedModel:
+    """Load a model of any kind; arguments of `from_pretrained`, errors as above."""
+    try:
+        model, info = auto_class.from_pretrained(name, output_loading_info=True, **settings)
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # as above
+        raise ModelError(_cannot_load("model", name, error)) from error
+    require_all_weights(name, info["missing_keys"])
+    require_finite(name, model)
+    return freeze(model)
+
+
+def require_finite(name: str, model: PreTrainedModel) -> None:
+    """Raise ModelError when a weight of a loaded model is NaN or infinite, naming the tensor."""
+    odd = not_finite(model.named_parameters())
+    if odd:
+        raise ModelError(
+            f"the weights of the model '{name}' cannot be used: {describe_not_finite(odd)}; take a checkpoint "
+            "from before its training diverged, or copy or download it again"
+        )
+
+
+def load_hf_config(name: str, *, trust_remote_code: bool = False) -> PretrainedConfig:
+    """Load only a model's config. Raises ModelError."""
+    try:
+        return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # as above
+        raise ModelError(_cannot_load(_CONFIG, name, error)) from error
+
+
+def meta_model(
+    name: str, config: PretrainedConfig, auto_class: Any = AutoModelForCausalLM
+) -> PreTrainedModel:
+    """Build the module of a model's config on the meta device: shapes, no memory. Raises ModelError."""
+    num_layers = config.get_text_config().to_dict().get("num_hidden_layers", 1)
+    if not isinstance(num_layers, int) or not 0 < num_layers <= MAX_LAYERS:
+        raise ModelError(
+            f"the config.json of '{name}' has num_hidden_layers {num_layers}; expected 1 to {MAX_LAYERS}; mend it"
+        )
+    try:
+        with torch.device("meta"):
+            return auto_class.from_config(config)
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # as above: sizes that do not go together, no such class
+        raise ModelError(
+            f"the config.json of '{name}' describes no model that can be built as {auto_class.__name__} "
+            f"(model_type '{config.model_type}'): {first_line(error)}; mend it or take another model"
+        ) from error
+
+
+def build_causal_lm(hf_config_json: str, dtype: str) -> PreTrainedModel:
+    """Build the module a manifest describes, weights uninitialised. Raises ModelError."""
+    tree = json.loads(hf_config_json)
+    try:
+        config = AutoConfig.for_model(**tree)
+        model = AutoModelForCausalLM.from_config(config, dtype=DTYPES[dtype])
+    except (KeyError, ValueError) as error:
+        raise ModelError(
+            f"cannot build a '{tree.get('model_type')}' model from its config: {error}"
+        ) from error
+    return freeze(model)
+
+
+def freeze(model: PreTrainedModel) -> PreTrainedModel:
+    """Put a model into eval mode and switch its gradients off."""
+    return model.eval().requires_grad_(False)
+
+
+def check_compatible(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase) -> None:
+    """Require equal id-to-token maps; padded vocabulary sizes of the models may differ.
+
+    Raises ModelError naming the first id that differs.
+    """
+    ours, theirs = target.get_vocab(), draft.get_vocab()
+    if ours == theirs:
+        return
+    difference = sorted(set(ours.items()) ^ set(theirs.items()), key=lambda item: item[1])
+    token, token_id = difference[0]
+    raise ModelError(
+        f"draft and target need equal tokenizers; they differ first at id {token_id} ({token!r}), "
+        f"{len(difference)} entries in all (target {len(ours)}, draft {len(theirs)}); "
+        "take a draft model of the same family, or speculation.drafter=ngram"
+    )
+
+
+def num_token_ids(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return how many ids the tokenizer knows; a model's padded ids lie above."""
+    return max(tokenizer.get_vocab().values()) + 1
+
+
+def max_context_tokens(config: PretrainedConfig) -> int | None:
+    """Return the longest context the model's positions allow, None when it has no limit."""
+    text = config.get_text_config()
+    for name in POSITION_LIMITS:
+        limit = getattr(text, name, None)
+        if isinstance(limit, int) and limit > 0:
+            return limit
+    return None
+
+
+def _cannot_load(what: str, name: str, error: Exception) -> str:
+    path = Path(name).expanduser()
+    looks_local = name.startswith((".", "/", "~")) or name.count("/") > 1
+    if looks_local and not path.exists():
+        return f"cannot load the {what}: {name} does not exist; expected a folder saved by save_pretrained"
+    if path.is_file():
+        return f"cannot load the {what}: {name} is a file; expected the folder saved by save_pretrained"
+    if path.is_dir():
+        held = ", ".join(sorted(entry.name for entry in path.iterdir())[:8]) or "nothing"
+        among = "" if what == _CONFIG and (path / "config.json").is_file() else f", which holds {held}"
+        return f"cannot load the {what} from the folder {name}{among}: {first_line(error)}; {_MEND[what]}"
+    return (
+        f"cannot load the {what} '{name}' (a local folder or a hub name): {first_line(error)}; "
+        "check the name, or, without a network, give the path of a folder"
+    )

@@ -1,0 +1,95 @@
+"""Noise and best tokens in our own code: the bits of the rule, the values of library calls."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from core.records import SampleKey, SamplingParams, Stream
+from engine.cpu.sampling import MOST_LEADERS
+from engine.decoding import sampling_rule as rule
+from engine.decoding.noise import gumbel_from_bits, gumbel_noise, key_words, noise_bits
+from engine.decoding.sampling_rule import RowSampling, choose, leaders
+
+CPU = torch.device("cpu")
+LEVELS = torch.tensor([[0, 1, 1, 3], [2, 0, 3, 3], [1, 1, 0, 2]])
+
+
+def words() -> np.ndarray:
+    keys = [SampleKey(run_seed=7, stream=Stream.TRAIN, sample_index=i) for i in range(3)]
+    return np.stack([key_words(key, np.array([4])) for key in keys])
+
+
+@pytest.mark.parametrize("vocab_size", [8, 13, 64, 5003])
+def test_noise_is_that_of_the_bits(vocab_size: int) -> None:
+    positions = np.arange(12).reshape(3, 4) * 1000
+    noise = gumbel_noise(words(), positions, vocab_size)
+    expected = gumbel_from_bits(noise_bits(words(), positions, vocab_size))
+    torch.testing.assert_close(noise, expected, rtol=3e-7, atol=1e-6)
+
+
+def test_noise_of_an_id_depends_on_nothing_else() -> None:
+    positions = np.arange(12).reshape(3, 4)
+    noise = gumbel_noise(words(), positions, 1003)
+    assert torch.equal(gumbel_noise(words(), positions, 40), noise[..., :40])
+    assert torch.equal(gumbel_noise(words()[1:2], positions[1:2, 2:3], 1003), noise[1:2, 2:3])
+
+
+def test_noise_keeps_both_tails() -> None:
+    """The hash cannot be asked for its extremes: the formula is, by the float64 logarithm."""
+    positions = np.arange(60_000).reshape(3, -1)
+    noise = gumbel_noise(words(), positions, 8).flatten().double()
+    share = ((noise_bits(words(), positions, 8).flatten().long() & 0xFFFFFFFF).double() + 0.5) / 2**32
+    low = share < 1e-4
+    assert low.any() and (share > 1 - 1e-4).any()
+    torch.testing.assert_close(noise[low], -(-torch.log1p(-share[low])).log(), rtol=1e-6, atol=1e-6)
+    high = noise[share > 1 - 1e-4]
+    # float32 resolves shares near 1 in steps of 2^-24
+    assert float((high - -(-torch.log1p(-share[share > 1 - 1e-4])).log()).abs().max()) < 2e-3
+
+
+def case(vocab_size: int, temperatures: list[float]) -> tuple[torch.Tensor, torch.Tensor, RowSampling]:
+    random = torch.Generator().manual_seed(vocab_size)
+    # rows of a wider table, as a head of whole panels gives them
+    logits = torch.randn(3, 4, vocab_size + 5, generator=random)[..., :vocab_size] * 3
+    noise = torch.randn(3, 6, vocab_size, generator=random)[:, 1:5]
+    sampling = [SamplingParams(max_new_tokens=2, temperature=t) for t in temperatures]
+    return logits, noise, RowSampling.of(sampling, CPU)
+
+
+@pytest.mark.parametrize("vocab_size", [8, 9, 100, 4096])
+@pytest.mark.parametrize("temperatures", [[1.0] * 3, [0.7, 0.0, 1.3]])
+def test_it_chooses_what_library_calls_choose(
+    monkeypatch, vocab_size: int, temperatures: list[float]
+) -> None:
+    inputs = case(vocab_size, temperatures)
+    logits, noise, rows = inputs
+    chosen = choose(logits, noise, LEVELS, rows)
+    found = [
+        leaders(logits, noise, LEVELS, rows, count, perturbed=perturbed)
+        for count in range(2, MOST_LEADERS + 1)
+        for perturbed in (False, True)
+    ]
+    monkeypatch.setattr(rule, "is_native", lambda *_: False)
+    assert torch.equal(chosen, choose(logits, noise, LEVELS, rows))
+    for number, native in enumerate(found):
+        count, perturbed = number // 2 + 2, bool(number % 2)
+        library = leaders(logits, noise, LEVELS, rows, count, perturbed=perturbed)
+        assert torch.equal(native.token_ids, library.token_ids)
+        assert np.array_equal(native.scores, library.scores)
+        np.testing.assert_allclose(native.logprobs, library.logprobs, rtol=1e-5, atol=2e-6)
+
+
+def test_of_equals_the_smallest_id_wins() -> None:
+    rows = RowSampling.of([SamplingParams(max_new_tokens=2)], CPU)
+    logits, noise = torch.zeros(1, 1, 29), torch.zeros(1, 1, 29)
+    logits[..., [5, 11, 13, 27, 28]] = 2.0
+    level = torch.zeros(1, 1, dtype=torch.int64)
+    assert choose(logits, noise, level, rows).item() == 5
+    assert leaders(logits, noise, level, rows, 5).token_ids.flatten().tolist() == [5, 11, 13, 27, 28]
+    displaced = torch.full((1, 1, 29), -1.0)
+    displaced[..., [0, 8]], displaced[..., 16] = 5.0, 7.0
+    assert leaders(displaced, noise, level, rows, 2).token_ids.flatten().tolist() == [16, 0]
+    logprob = 2.0 - math.log(5 * math.exp(2.0) + 24)
+    assert leaders(logits, noise, level, rows, 2).logprobs.ravel().tolist() == pytest.approx([logprob] * 2)

@@ -1,0 +1,112 @@
+"""The fused noise and choice against torch's, in Triton's interpreter: skipped where Triton is not installed.
+
+Which calls take them, and that a rollout stays what it is, is tested everywhere, with torch in the kernels' place.
+"""
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from core.records import SamplingParams
+from engine.decoding import noise
+from engine.decoding import running_batch as batch
+
+SCRIPT = """
+import numpy as np, torch
+from core.records import SampleKey, Stream
+from engine.decoding.noise import _row_words, gumbel_noise, key_words
+from engine.decoding.noise_cuda import BLOCK, fused_choice, fused_gumbel
+from engine.decoding.sampling_rule import RowSampling, perturb, scale
+from core.records import SamplingParams
+
+keys = [SampleKey(run_seed=3, stream=Stream.TRAIN, sample_index=index) for index in (0, 7, 1 << 40)]
+words = np.stack([key_words(key, np.array([9])) for key in keys])
+positions = np.array([[0, 1], [5, 6], [100_000, 100_001]])
+for vocab_size in (64, BLOCK, 5000):
+    expected = gumbel_noise(words, positions, vocab_size)
+    noise = fused_gumbel(torch.from_numpy(_row_words(words, positions)), vocab_size)
+    torch.testing.assert_close(noise, expected, rtol=1e-5, atol=1e-6)
+    assert torch.equal(noise.argmax(-1), expected.argmax(-1))
+
+rows = RowSampling.of([SamplingParams(max_new_tokens=1, temperature=t) for t in (1.0, 0.0, 0.7)], torch.device("cpu"))
+levels = torch.tensor([[0, 1, 1, 0, 1]] * 3)
+for vocab_size in (64, BLOCK, 5000):
+    for dtype in (torch.float32, torch.bfloat16):
+        logits = torch.randn(3, 5, vocab_size + 8, dtype=dtype)[:, :, :vocab_size]
+        noise = gumbel_noise(words, positions, vocab_size)
+        expected = noise.gather(1, levels[..., None].expand(-1, -1, vocab_size))
+        expected = perturb(scale(logits, rows), expected, rows).argmax(-1)
+        hashed = torch.from_numpy(_row_words(words, positions))
+        assert torch.equal(fused_choice(logits, hashed, levels, rows.divisor, rows.noise_factor), expected)
+level = torch.zeros(3, 1, dtype=torch.int64)
+for ties in ([7, 9], [BLOCK + 3, 12], [4000, 2 * BLOCK]):
+    logits = torch.zeros(3, 1, 5000)
+    logits[:, :, ties] = 50.0
+    chosen = fused_choice(logits, hashed, level, rows.divisor, torch.zeros(3))
+    assert chosen.tolist() == [[min(ties)]] * 3
+print("equal")
+"""
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="Triton comes with CUDA builds of torch: not run")
+def test_kernels_equal_torch() -> None:
+    """In a process of its own: type checks of test runs are put into functions, which Triton cannot read then."""
+    root = Path(__file__).resolve().parents[3]
+    path = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": path}
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.stdout.strip() == "equal", done.stderr
+
+
+class ByTorch(noise.HashedNoise):
+    """The kernels' results by the torch functions that they replace."""
+
+    chosen = looked_at = 0
+
+    def __init__(
+        self, words: np.ndarray, positions: np.ndarray, vocab_size: int, device: torch.device
+    ) -> None:
+        self._made = noise.gumbel_noise(words, positions, vocab_size)
+
+    @property
+    def values(self) -> torch.Tensor:
+        ByTorch.looked_at += 1
+        return self._made
+
+    def choose(self, logits, levels, divisors, factors):
+        ByTorch.chosen += 1
+        mine = self._made.gather(1, levels[..., None].expand(-1, -1, logits.shape[-1]))
+        return (logits.float() / divisors[:, None, None] + mine * factors[:, None, None]).argmax(-1)
+
+
+@pytest.mark.parametrize(
+    "sampling", [{}, {"temperature": 0.0}, {"temperature": 0.7}, {"top_p": 0.8}], ids=str
+)
+@pytest.mark.parametrize("plan", ["off", "chain4", "tree8", "ngram"])
+def test_a_rollout_that_hashes_as_it_chooses_is_the_same(
+    make_engine, make_requests, monkeypatch, plan: str, sampling: dict
+) -> None:
+    requests = make_requests((5, 40, 17), SamplingParams(max_new_tokens=24, **sampling))
+    expected = make_engine("off").generate(requests)
+    monkeypatch.setattr(batch, "has_kernels", lambda device: True)
+    monkeypatch.setattr(batch, "hashed_noise", ByTorch)
+    monkeypatch.setattr(ByTorch, "chosen", 0)
+    monkeypatch.setattr(ByTorch, "looked_at", 0)
+    got = make_engine(plan).generate(requests)
+    assert [c.token_ids.tolist() for c in got] == [c.token_ids.tolist() for c in expected]
+    assert [c.policy_logprobs.tobytes() for c in got] == [c.policy_logprobs.tobytes() for c in expected]
+    if "top_p" in sampling:
+        assert ByTorch.looked_at and not ByTorch.chosen, "filters look at every token"
+    else:
+        assert ByTorch.chosen
+        assert bool(ByTorch.looked_at) == (plan in ("chain4", "tree8")), (
+            "target rows are chosen without a look"
+        )

@@ -1,0 +1,94 @@
+"""A drafter whose weights become zero: noticed, named, left out, and never a wrong token."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hand_profile import hand_cost, hand_profile
+
+from core.config import EngineConfig, SpeculationConfig
+from core.errors import ConfigError
+from core.records import SampleRequest, SamplingParams, WeightManifest
+from engine.build import build_engine
+from engine.drafters.model_drafter import ModelDrafter
+from engine.engine import Engine
+from engine.weights.chunks import model_checksum, pack_weights, unpack_weights
+
+PROFILE = hand_profile(0.9, cost=hand_cost(forward_ms=10.0, token_ms=0.02, level_ms=0.5, draft_token_ms=0.01))
+SAMPLING = SamplingParams(max_new_tokens=120)
+
+
+@pytest.fixture
+def adaptive(pairs, new_model) -> Callable[[], Engine]:
+    """A draft equal to its target: nearly everything is accepted."""
+
+    def make() -> Engine:
+        return build_engine(
+            pairs["float32"].target,
+            new_model(1, "float32"),
+            engine=EngineConfig(device="cpu", max_running_samples=4, probe=False),
+            speculation=SpeculationConfig(policy="goodput", max_nodes=8, max_depth=8),
+            max_total_tokens=192,
+            profile=PROFILE,
+        )
+
+    return make
+
+
+def zeroed(model) -> tuple[WeightManifest, dict[str, torch.Tensor]]:
+    manifest, chunks = pack_weights(model, name="draft", weight_version=3)
+    return manifest, {name: torch.zeros_like(t) for name, t in unpack_weights(manifest, chunks).items()}
+
+
+def test_a_dead_drafter_is_suspended_named_and_harmless(
+    adaptive: Callable[[], Engine],
+    make_engine: Callable[..., Engine],
+    make_requests: Callable[..., list[SampleRequest]],
+) -> None:
+    requests = make_requests((9, 30, 5, 17), SAMPLING)
+    plain = make_engine("off", batch=4).generate(requests)
+    engine = adaptive()
+    for request in requests:
+        engine.submit(request)
+    done = []
+    for _ in range(4):
+        done += engine.step()
+    assert engine.drafter_alarm == ""
+    assert engine.stats.acceptance_rate > 0.5
+    drafter = engine.drafter
+    assert isinstance(drafter, ModelDrafter)
+    manifest, tensors = zeroed(drafter.model)
+    engine.load_weights(manifest, tensors)
+    died_at = engine.stats.num_decode_steps
+    while engine.has_work:
+        done += engine.step()
+    suspended = [r.decode_step for r in engine.step_records if "suspended" in r.budget.reason]
+    assert died_at < suspended[0] <= died_at + 10
+    for part in (model_checksum(drafter.model), "version 3", "decode steps old", "plain decoding"):
+        assert part in engine.drafter_alarm
+    assert engine.load().drafter_alarm == engine.drafter_alarm
+    tokens = {completion.key: completion.token_ids.tolist() for completion in done}
+    assert tokens == {completion.key: completion.token_ids.tolist() for completion in plain}
+
+
+def test_a_policy_that_needs_scores_refuses_a_drafter_without(pairs) -> None:
+    with pytest.raises(ConfigError, match="ngram has none"):
+        build_engine(
+            pairs["float32"].target,
+            None,
+            engine=EngineConfig(device="cpu", max_running_samples=2, probe=False),
+            speculation=SpeculationConfig(policy="goodput", drafter="ngram"),
+            max_total_tokens=64,
+            profile=PROFILE,
+        )
+
+
+def test_goodput_without_a_profile_says_how_to_get_one(pairs) -> None:
+    with pytest.raises(ConfigError, match="rlhfspec profile"):
+        build_engine(
+            pairs["float32"].target,
+            pairs["float32"].draft,
+            engine=EngineConfig(device="cpu", max_running_samples=2, probe=False),
+            speculation=SpeculationConfig(policy="goodput"),
+            max_total_tokens=64,
+        )

@@ -1,0 +1,131 @@
+"""Weights travel bit by bit, or not at all."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from core.errors import ModelError, NumericsError, WeightsError
+from engine.weights.chunks import load_into, model_checksum, not_finite, pack_weights, unpack_weights
+from engine.weights.loading import build_causal_lm
+
+CHUNK_BYTES = 10_000
+
+
+@pytest.fixture(params=["float32", "bfloat16", "tied"])
+def model(request: pytest.FixtureRequest, new_model: Callable[..., PreTrainedModel]) -> PreTrainedModel:
+    if request.param == "tied":
+        return new_model(1, "float32", tie_word_embeddings=True)
+    return new_model(1, request.param)
+
+
+def dtype_of(model: PreTrainedModel) -> str:
+    return str(model.dtype).removeprefix("torch.")
+
+
+def test_what_is_packed_comes_back_bitwise(model: PreTrainedModel) -> None:
+    manifest, chunks = pack_weights(model, name="target", weight_version=3, chunk_bytes=CHUNK_BYTES)
+    assert len(chunks) > 3
+    assert sum(len(chunk) for chunk in chunks) == manifest.num_bytes
+    assert (manifest.model, manifest.weight_version) == ("target", 3)
+    own = model.state_dict()
+    tensors = unpack_weights(manifest, chunks)
+    for name, tensor in tensors.items():
+        assert tensor.dtype == own[name].dtype
+        assert torch.equal(tensor, own[name])
+    addresses = {own[name].data_ptr() for name in tensors}
+    assert addresses == {tensor.data_ptr() for tensor in own.values()}, "every storage, each once"
+
+
+def test_a_model_built_from_the_manifest_gives_the_same_logits(model: PreTrainedModel) -> None:
+    manifest, chunks = pack_weights(model, name="target", weight_version=0, chunk_bytes=CHUNK_BYTES)
+    built = build_causal_lm(manifest.hf_config_json, dtype_of(model))
+    assert model_checksum(built) != manifest.checksum
+    load_into(built, unpack_weights(manifest, chunks))
+    assert model_checksum(built) == manifest.checksum
+    ids = torch.arange(20)[None]
+    with torch.inference_mode():
+        assert torch.equal(built(ids).logits, model(ids).logits)
+
+
+def test_the_checksum_is_the_manifests_and_follows_every_weight(model: PreTrainedModel) -> None:
+    manifest, _ = pack_weights(model, name="draft", weight_version=0)
+    assert model_checksum(model) == manifest.checksum
+    other, _ = pack_weights(model, name="target", weight_version=9, chunk_bytes=CHUNK_BYTES)
+    assert other.checksum == manifest.checksum, "neither version nor chunking is content"
+    next(iter(model.parameters())).data[0, 0] += 1.0
+    assert model_checksum(model) != manifest.checksum
+
+
+def test_tied_weights_travel_once_and_stay_tied(new_model: Callable[..., PreTrainedModel]) -> None:
+    tied = new_model(1, "float32", tie_word_embeddings=True)
+    manifest, chunks = pack_weights(tied, name="target", weight_version=0)
+    names = [spec.name for spec in manifest.tensors]
+    assert sum("embed_tokens" in name or "lm_head" in name for name in names) == 1
+    built = build_causal_lm(manifest.hf_config_json, "float32")
+    load_into(built, unpack_weights(manifest, chunks))
+    assert built.get_output_embeddings().weight.data_ptr() == built.get_input_embeddings().weight.data_ptr()
+
+
+def test_a_tampered_chunk_is_refused_by_number(model: PreTrainedModel) -> None:
+    manifest, chunks = pack_weights(model, name="target", weight_version=5, chunk_bytes=CHUNK_BYTES)
+    chunks[2] = chunks[2].copy()
+    chunks[2][17] ^= 1
+    with pytest.raises(WeightsError, match=r"target weights version 5: chunk 2 of"):
+        unpack_weights(manifest, chunks)
+
+
+def test_missing_and_exchanged_chunks_are_refused(model: PreTrainedModel) -> None:
+    manifest, chunks = pack_weights(model, name="target", weight_version=5, chunk_bytes=CHUNK_BYTES)
+    with pytest.raises(WeightsError, match="chunks, got"):
+        unpack_weights(manifest, chunks[:-1])
+    with pytest.raises(WeightsError, match="chunk 0"):
+        unpack_weights(manifest, [chunks[1], chunks[0], *chunks[2:]])
+
+
+def test_unpacked_tensors_are_copies(model: PreTrainedModel) -> None:
+    manifest, chunks = pack_weights(model, name="target", weight_version=0, chunk_bytes=CHUNK_BYTES)
+    before = [chunk.copy() for chunk in chunks]
+    for tensor in unpack_weights(manifest, chunks).values():
+        tensor.zero_()
+    assert all(np.array_equal(a, b) for a, b in zip(before, chunks, strict=True))
+
+
+def test_weights_of_another_shape_or_architecture_are_refused(
+    new_model: Callable[..., PreTrainedModel],
+) -> None:
+    model = new_model(1, "float32")
+    wider, chunks = pack_weights(new_model(1, "float32", vocab_size=80), name="target", weight_version=1)
+    with pytest.raises(WeightsError, match=r"expected shape \(64, 64\), got \(80, 64\)"):
+        load_into(model, unpack_weights(wider, chunks))
+    deeper, chunks = pack_weights(new_model(1, "float32", num_layers=3), name="target", weight_version=1)
+    with pytest.raises(WeightsError, match="names differ"):
+        load_into(model, unpack_weights(deeper, chunks))
+
+
+def test_a_manifest_of_an_unknown_architecture_is_refused(new_model: Callable[..., PreTrainedModel]) -> None:
+    manifest, _ = pack_weights(new_model(1, "float32"), name="target", weight_version=1)
+    odd = replace(manifest, hf_config_json=manifest.hf_config_json.replace('"llama"', '"nonesuch"'))
+    with pytest.raises(ModelError, match="nonesuch"):
+        build_causal_lm(odd.hf_config_json, "float32")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_a_weight_that_is_not_finite_is_refused_before_it_is_published(
+    value: float, model: PreTrainedModel
+) -> None:
+    with torch.no_grad():
+        dict(model.named_parameters())["model.norm.weight"][3] = value
+    with pytest.raises(NumericsError, match=r"target weights of version 4 .*'model\.norm\.weight' holds NaN"):
+        pack_weights(model, name="target", weight_version=4)
+
+
+def test_finite_weights_whose_sum_is_not_are_published() -> None:
+    large = torch.full((8,), 3e38)
+    assert not large.sum().isfinite()
+    assert not_finite([("large", large), ("ids", torch.arange(3))]) == []
+    both = torch.tensor([float("inf"), -float("inf")], dtype=torch.bfloat16)
+    assert not_finite([("large", large), ("both", both)]) == ["both"]
