@@ -27,7 +27,7 @@ from actors.spans import SpanLog
 from core.errors import RlhfSpecError
 from core.progress import Progress
 from core.records import Completion, InstanceLoad, SampleKey, SampleRequest, WeightManifest
-from policies.migration.messages import MoveReport, News, describe
+from policies.migration.move_messages import MoveReport, News, describe
 
 logger = logging.getLogger(__name__)
 ORDER_LOG_LENGTH = 1000

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Protocol
 
 from core.records import Completion, SampleKey
-from policies.migration.messages import News
+from policies.migration.move_messages import News
 
 
 class Door(Protocol):

@@ -32,7 +32,7 @@ from actors.remote import Handle, remote
 from actors.spans import Span
 from core.errors import WaitTimeout
 from core.records import SampleRequest, WeightManifest
-from policies.migration.messages import CallOff, MoveOrder, PeerMessage, Settle
+from policies.migration.move_messages import CallOff, MoveOrder, PeerMessage, Settle
 
 
 @remote(max_restarts=0, concurrency_groups={"control": 3, "poll": 1, "moves": 1, "transfer": 1})

@@ -15,9 +15,9 @@ from core.config import (
     TrainerConfig,
 )
 from core.records import Completion, GenerationStats, InstanceLoad, SampleKey
-from policies.migration.messages import MoveReport
-from policies.reallocation.records import ReallocationPolicy
-from policies.scheduler_records import Alarm, MoveRecord
+from policies.migration.move_messages import MoveReport
+from policies.reallocation.pool_records import ReallocationPolicy
+from policies.scheduling.events import Alarm, MoveRecord
 from profiles.profile import Profile
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ray.util.metrics import Counter, Histogram
 
-from policies.scheduler_records import MoveRecord
+from policies.scheduling.events import MoveRecord
 
 DOWNTIME_BOUNDS_S = [0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0]
 

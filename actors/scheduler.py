@@ -1,4 +1,4 @@
-"""Scheduler actor: the shell around the state machine in `policies.scheduler`.
+"""Scheduler actor: the shell around the state machine in `policies.scheduling.scheduler`.
 
 One thread keeps one poll in flight to every instance and never waits for a particular one; a poll
 answers at once when a sample finishes there, else after the poll interval. Completions come with the
@@ -27,10 +27,9 @@ from actors.remote import Handle, remote
 from actors.waiting import own_error, wait_any
 from core.errors import WaitTimeout
 from core.records import Completion, GenerationStats, SampleRequest
-from policies.migration.messages import CallOff, MoveOrder, Settle
-from policies.reallocation.records import Move
-from policies.scheduler import Scheduler
-from policies.scheduler_records import (
+from policies.migration.move_messages import CallOff, MoveOrder, Settle
+from policies.reallocation.pool_records import Move
+from policies.scheduling.events import (
     Abandon,
     Alarm,
     ClockTicked,
@@ -48,6 +47,7 @@ from policies.scheduler_records import (
     StartMove,
     Submit,
 )
+from policies.scheduling.scheduler import Scheduler
 
 IDLE_POLL_S = 1.0
 "An instance without samples is polled for its heartbeat only."

@@ -25,7 +25,7 @@ from benchmarks.adaptive.rollouts import best_of, whole_rollout
 from benchmarks.support.result import write_result
 from benchmarks.support.timing import Figures, ratios
 from benchmarks.support.workload import Workload
-from policies.goodput import GoodputPolicy
+from policies.drafting.goodput import GoodputPolicy
 from profiles.profile import Profile
 from profiles.recording import DraftRecording
 

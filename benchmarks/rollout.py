@@ -41,11 +41,11 @@ from benchmarks.support.workload import Workload
 from core.config import EngineConfig, SpeculationConfig
 from engine.cache.kv_pool import KVShape
 from engine.weights.loading import load_causal_lm
-from policies.migration.messages import MoveOutcome
-from policies.reallocation.records import ReallocationPolicy
+from policies.migration.move_messages import MoveOutcome
+from policies.reallocation.pool_records import ReallocationPolicy
 from policies.simulate.perfect import perfect_finish_s
-from policies.simulate.records import MoveTruth, PoolSetup, Samples
 from policies.simulate.simulation import simulate
+from policies.simulate.simulation_records import MoveTruth, PoolSetup, Samples
 from policies.simulate.workloads import WorkloadName, drawn_lengths, samples_of
 from profiles.profile import Profile
 

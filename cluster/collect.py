@@ -17,7 +17,7 @@ from cluster.rollout_buffer import RolloutBuffer
 from cluster.system import Scored, System
 from core.records import GenerationStats, Rollout, SampleRequest
 from learning.data import response_text
-from policies.scheduler_records import MoveRecord
+from policies.scheduling.events import MoveRecord
 
 _WAIT_S = 0.2
 "How long one look at the scheduler or the reward pool may take when there is nothing new."

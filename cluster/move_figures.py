@@ -7,9 +7,9 @@ from statistics import median
 
 from cluster.timeline import Timeline, overlap_s
 from core.records import GenerationStats
-from policies.migration.messages import MoveOutcome
-from policies.reallocation.records import MoveMode
-from policies.scheduler_records import MoveRecord
+from policies.migration.move_messages import MoveOutcome
+from policies.reallocation.pool_records import MoveMode
+from policies.scheduling.events import MoveRecord
 
 OUTCOMES = tuple(MoveOutcome)
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from core.files import append_whole
-from policies.migration.messages import MoveOutcome
-from policies.scheduler_records import MoveRecord
+from policies.migration.move_messages import MoveOutcome
+from policies.scheduling.events import MoveRecord
 
 _ODD = (MoveOutcome.TAKEN_BACK, MoveOutcome.LOST)
 _LINES_SAID = 3

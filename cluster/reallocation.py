@@ -7,10 +7,10 @@ from transformers import AutoConfig
 from actors.migration.settings import MigrationSettings
 from core.config import Config
 from engine.cache.kv_pool import KVShape
+from policies.reallocation.by_name import make_reallocation_policy
 from policies.reallocation.gate import Gate
-from policies.reallocation.make import make_reallocation_policy
+from policies.reallocation.pool_records import ReallocationPolicy
 from policies.reallocation.rate_curve import RateCurve, rate_curve_from_profile
-from policies.reallocation.records import ReallocationPolicy
 from profiles.profile import Profile
 
 MOVING_POLICIES = ("finish_time", "paper_rule")

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from actors.spans import Span, SpanKind
-from policies.scheduler_records import MoveRecord
+from policies.scheduling.events import MoveRecord
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,7 @@ from matplotlib.patches import Patch
 
 from cluster.timeline import Interval, Lane, Timeline, merge
 from core.files import write_whole
-from policies.reallocation.records import MoveMode
+from policies.reallocation.pool_records import MoveMode
 
 _COLORS = {
     "idle": "#eeeeee",

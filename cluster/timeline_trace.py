@@ -14,7 +14,7 @@ from typing import Any
 
 from cluster.timeline import Interval, Journey, Lane, Timeline
 from core.files import write_whole
-from policies.scheduler_records import MoveRecord
+from policies.scheduling.events import MoveRecord
 
 DECODE_THREAD = 1
 _LEAST_US = 0.001

@@ -24,12 +24,12 @@ from engine.model.cuda_graphs import CudaRecorder
 from engine.model.invariance_probe import prove_invariance
 from engine.model.runner import ModelRunner
 from engine.weights.loading import max_context_tokens
-from policies.bandit import BanditPolicy
-from policies.base import DraftPolicy, RefiningPolicy
-from policies.batch_table import BatchTablePolicy
-from policies.capacity import CapacityPolicy
-from policies.fixed import FixedPolicy, OffPolicy
-from policies.goodput import GoodputPolicy
+from policies.drafting.baselines.bandit import BanditPolicy
+from policies.drafting.baselines.batch_table import BatchTablePolicy
+from policies.drafting.baselines.capacity import CapacityPolicy
+from policies.drafting.baselines.fixed import FixedPolicy, OffPolicy
+from policies.drafting.draft_policy import DraftPolicy, RefiningPolicy
+from policies.drafting.goodput import GoodputPolicy
 from profiles.profile import Profile
 
 logger = logging.getLogger(__name__)

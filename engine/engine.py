@@ -44,7 +44,7 @@ from engine.model.runner import ModelRunner
 from engine.outcomes import completion_of, not_finite_error, where_not_finite
 from engine.requests import require_can_be_sampled, require_distinct
 from engine.weights.chunks import model_checksum
-from policies.base import DrafterAlarm, DraftPolicy, RefiningPolicy, WatchfulPolicy
+from policies.drafting.draft_policy import DrafterAlarm, DraftPolicy, RefiningPolicy, WatchfulPolicy
 
 logger = logging.getLogger(__name__)
 Numerics = Literal["invariant", "fast"]

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from actors.migration.desk import Desk, report_of
 from core.errors import TransferError, WeightsError
 from engine.exchange import DRAFT, CachePiece
+from policies.migration.cache_frames import cut_into_frames
 from policies.migration.destination import (
     Answer,
     DestinationAction,
@@ -18,8 +19,16 @@ from policies.migration.destination import (
     KeepSlot,
     TakeIn,
 )
-from policies.migration.frames import cut_into_frames
-from policies.migration.messages import Claim, HandOver, Prepare, Ready, Received, Refused, Settle, Verdict
+from policies.migration.move_messages import (
+    Claim,
+    HandOver,
+    Prepare,
+    Ready,
+    Received,
+    Refused,
+    Settle,
+    Verdict,
+)
 from policies.migration.source import Say
 
 

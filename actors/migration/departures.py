@@ -12,8 +12,8 @@ from core.errors import WeightsError
 from core.records import SampleKey
 from core.sample_state import SampleState
 from engine.cache.leases import Lease
-from policies.migration.frames import Frame, cut_into_frames
-from policies.migration.messages import (
+from policies.migration.cache_frames import Frame, cut_into_frames
+from policies.migration.move_messages import (
     CallOff,
     Cancel,
     Claim,
@@ -37,7 +37,7 @@ from policies.migration.source import (
     StopShipping,
     TakeUp,
 )
-from policies.reallocation.records import MoveMode
+from policies.reallocation.pool_records import MoveMode
 
 ENDED_MOVES = 256
 "So many ended moves are remembered, against messages that come late or twice."

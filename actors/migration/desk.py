@@ -9,7 +9,7 @@ from actors.migration.settings import MigrationSettings
 from actors.migration.transfers import NoteSpan, Transfers
 from core.records import SampleKey
 from engine.engine import Engine
-from policies.migration.messages import Claim, MoveOrder, MoveReport, News, PeerMessage
+from policies.migration.move_messages import Claim, MoveOrder, MoveReport, News, PeerMessage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

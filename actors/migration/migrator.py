@@ -13,7 +13,7 @@ from actors.migration.arrivals import Arrivals
 from actors.migration.departures import Departures
 from actors.migration.desk import Desk
 from core.records import Completion, SampleKey
-from policies.migration.messages import HandOver, MoveOrder, News, Prepare, Ready, Settle
+from policies.migration.move_messages import HandOver, MoveOrder, News, Prepare, Ready, Settle
 
 
 class Migrator:

@@ -6,7 +6,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 from actors.remote import Handle
-from policies.migration.messages import PeerMessage
+from policies.migration.move_messages import PeerMessage
 
 
 class Peers:

@@ -27,7 +27,7 @@ from actors.transport.paced import Paced
 from core.errors import TransferError
 from engine.cache.leases import Lease, LeaseEnded
 from engine.exchange import CachePiece
-from policies.migration.frames import Frame
+from policies.migration.cache_frames import Frame
 
 logger = logging.getLogger(__name__)
 ABORTED = (1 << 48) - 1

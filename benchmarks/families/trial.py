@@ -24,8 +24,8 @@ from core.errors import NumericsError, RlhfSpecError
 from core.records import Completion, Prompt, SampleKey, SampleRequest, SamplingParams, Stream
 from engine.build import build_engine
 from engine.engine import Engine
-from policies.base import DraftPolicy
-from policies.fixed import FixedPolicy, OffPolicy
+from policies.drafting.baselines.fixed import FixedPolicy, OffPolicy
+from policies.drafting.draft_policy import DraftPolicy
 
 TOLERANCE = 1e-3
 "Largest difference of a log-probability from the oracle's."

@@ -20,7 +20,7 @@ from benchmarks.moving.exact import count_mismatches
 from benchmarks.moving.wide_pair import wide_workload
 from benchmarks.support.actor_pool import ActorPool
 from core.config import EngineConfig, SpeculationConfig
-from policies.migration.messages import MoveOutcome
+from policies.migration.move_messages import MoveOutcome
 from policies.reallocation.forced import ForcedMoves
 
 PROMPT_TOKENS = 400

@@ -13,7 +13,7 @@ from benchmarks.support.actor_pool import ActorPool
 from benchmarks.support.workload import Workload
 from core.config import EngineConfig, SpeculationConfig
 from core.records import Completion, SampleKey
-from policies.migration.messages import MoveOutcome
+from policies.migration.move_messages import MoveOutcome
 from policies.reallocation.forced import ForcedMoves
 
 SPECULATION = SpeculationConfig(policy="fixed", num_nodes=6, depth=4, branching=2)

@@ -22,10 +22,10 @@ from benchmarks.support.workload import Workload
 from core.config import EngineConfig, SpeculationConfig
 from core.errors import WaitTimeout
 from core.records import SampleKey, Stream
-from policies.migration.messages import MoveOutcome
+from policies.migration.move_messages import MoveOutcome
 from policies.reallocation.gate import Gate
-from policies.reallocation.records import Move, MoveMode
-from policies.scheduler_records import MoveRecord
+from policies.reallocation.pool_records import Move, MoveMode
+from policies.scheduling.events import MoveRecord
 
 CONTEXTS = (16, 128, 512, 2048)
 CALIBRATION_CONTEXTS = (24, 12, 24, 64, 20, 96, 24, 12, 192, 32, 384, 1024, 1536)

@@ -8,10 +8,10 @@ import time
 import numpy as np
 
 from core.records import SampleKey
+from policies.reallocation.by_name import make_reallocation_policy
 from policies.reallocation.gate import Gate
-from policies.reallocation.make import make_reallocation_policy
+from policies.reallocation.pool_records import InstanceView, PoolView
 from policies.reallocation.rate_curve import RateCurve
-from policies.reallocation.records import InstanceView, PoolView
 
 SAMPLES_PER_INSTANCE = 32
 PLANS = 7

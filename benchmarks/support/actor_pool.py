@@ -21,8 +21,8 @@ from core.config import EngineConfig, SpeculationConfig
 from core.errors import WaitTimeout
 from core.records import Completion, GenerationStats, SampleKey, SampleRequest
 from engine.weights.chunks import pack_weights
-from policies.reallocation.records import ReallocationPolicy
-from policies.scheduler_records import Alarm, MoveRecord
+from policies.reallocation.pool_records import ReallocationPolicy
+from policies.scheduling.events import Alarm, MoveRecord
 from profiles.profile import Profile
 
 TIMEOUT_S = 240.0

@@ -13,7 +13,7 @@ from cluster.commands.arguments import path_argument
 
 if TYPE_CHECKING:
     from policies.simulate.compare import Comparison
-    from policies.simulate.records import PoolSetup, Samples
+    from policies.simulate.simulation_records import PoolSetup, Samples
 
 _TEXT = """\
 Simulate one rollout on many instances under every reallocation policy: how long it takes, how many samples move.
@@ -149,7 +149,7 @@ def _setup(args: argparse.Namespace, samples: Samples, max_new_tokens: int) -> t
     from policies.reallocation.rate_curve import rate_curve_from_profile
     from policies.simulate.devices import H100_CLASS
     from policies.simulate.perfect import least_finish_s
-    from policies.simulate.records import MoveTruth, PoolSetup
+    from policies.simulate.simulation_records import MoveTruth, PoolSetup
     from profiles.profile import load_profile
 
     context = args.prompt_tokens + int(samples.response_tokens.mean())

@@ -20,7 +20,7 @@ from engine.cpu.scoring import COEFFICIENTS, FARTHEST
 from engine.decoding.draft_tree import DraftTree
 from engine.decoding.sampling_rule import Leaders
 from engine.decoding.verify import Verdict
-from policies.base import RefiningPolicy
+from policies.drafting.draft_policy import RefiningPolicy
 from profiles.acceptance import MARGIN_FLOOR, AcceptanceModel
 
 LARGEST_EXPONENT = 80.0

@@ -2,7 +2,7 @@
 
 source      leased -> shipping -> handed over -> settled          `policies.migration.source`
 destination reserved -> landed -> running -> settled              `policies.migration.destination`
-arbiter     who owns the sample, under which epoch                `policies.scheduler`
+arbiter     who owns the sample, under which epoch                `policies.scheduling.scheduler`
 
 Messages in, actions out; no clock, no thread, no transport.
 """

@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from policies.migration.messages import (
+from policies.migration.move_messages import (
     Cancel,
     Claim,
     HandOver,
@@ -26,7 +26,7 @@ from policies.migration.messages import (
     Verdict,
 )
 from policies.migration.source import Say
-from policies.reallocation.records import MoveMode
+from policies.reallocation.pool_records import MoveMode
 
 
 class DestinationStage(Enum):

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from policies.migration.messages import (
+from policies.migration.move_messages import (
     CallOff,
     Claim,
     Landed,
@@ -26,7 +26,7 @@ from policies.migration.messages import (
     Shipped,
     Verdict,
 )
-from policies.reallocation.records import MoveMode
+from policies.reallocation.pool_records import MoveMode
 
 
 class SourceStage(Enum):

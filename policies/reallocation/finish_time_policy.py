@@ -15,9 +15,9 @@ from core.records import SampleKey
 from policies.reallocation.finish_time import Load, Outlook, outlook
 from policies.reallocation.gate import Gate, WayCosts
 from policies.reallocation.move_search import FoundMove, Hurdle, search_moves
-from policies.reallocation.pool import FlatPool, flatten, key_of
+from policies.reallocation.pool_records import Move, PoolView
 from policies.reallocation.rate_curve import RateCurve
-from policies.reallocation.records import Move, PoolView
+from policies.reallocation.sample_arrays import FlatPool, flatten, key_of
 from policies.reallocation.survival import LengthHistory
 
 SAMPLE_COOLDOWN_S = 1.0

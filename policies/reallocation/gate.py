@@ -7,7 +7,7 @@ from typing import Literal
 
 import numpy as np
 
-from policies.reallocation.records import MoveMode
+from policies.reallocation.pool_records import MoveMode
 from profiles.transfer import PrefillModel, TransferModel
 
 GateMode = Literal["auto", "always_migrate", "always_recompute"]

@@ -14,10 +14,10 @@ from copy import copy
 
 import numpy as np
 
-from policies.cost_view import BatchCosts
-from policies.recalibration import AcceptanceRecalibration
-from policies.shapes import ShapeTable
-from policies.track_record import TrackRecord
+from policies.drafting.cost_view import BatchCosts
+from policies.drafting.recalibration import AcceptanceRecalibration
+from policies.drafting.shapes import ShapeTable
+from policies.drafting.track_record import TrackRecord
 from profiles.profile import Profile
 
 FACTOR_STEP = 0.05

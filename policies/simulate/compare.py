@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 
+from policies.reallocation.by_name import make_reallocation_policy
 from policies.reallocation.gate import Gate, GateMode
-from policies.reallocation.make import make_reallocation_policy
 from policies.reallocation.rate_curve import RateCurve
 from policies.simulate.perfect import least_finish_s, perfect_finish_s
-from policies.simulate.records import Binding, PoolSetup, Samples, SimulationResult
 from policies.simulate.simulation import simulate
+from policies.simulate.simulation_records import Binding, PoolSetup, Samples, SimulationResult
 
 COMPARED = ("static", "pull", "recompute_only", "paper_rule", "finish_time")
 "recompute_only is finish_time without migration."

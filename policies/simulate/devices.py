@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from policies.reallocation.rate_curve import RateCurve
-from policies.simulate.records import MoveTruth
+from policies.simulate.simulation_records import MoveTruth
 from profiles.transfer import PrefillModel, TransferModel
 
 

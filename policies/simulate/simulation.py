@@ -10,9 +10,9 @@ from enum import IntEnum
 import numpy as np
 
 from core.records import SampleKey, Stream
-from policies.reallocation.records import InstanceView, Move, MoveMode, PoolView, ReallocationPolicy
-from policies.simulate.instance import PaceLine, SimulatedInstance
-from policies.simulate.records import Binding, PoolSetup, Samples, SimulationResult
+from policies.reallocation.pool_records import InstanceView, Move, MoveMode, PoolView, ReallocationPolicy
+from policies.simulate.simulated_instance import PaceLine, SimulatedInstance
+from policies.simulate.simulation_records import Binding, PoolSetup, Samples, SimulationResult
 
 
 class _Kind(IntEnum):

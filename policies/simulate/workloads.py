@@ -7,7 +7,7 @@ from typing import Literal
 import numpy as np
 
 from core.errors import ConfigError
-from policies.simulate.records import Samples
+from policies.simulate.simulation_records import Samples
 
 WorkloadName = Literal["balanced", "long_tail", "skewed"]
 WORKLOADS: tuple[WorkloadName, ...] = ("balanced", "long_tail", "skewed")

@@ -12,7 +12,7 @@ from actors.decode_loop import DecodeLoop, NewsOrder, SubmitOrder
 from actors.door import Door, TimedDoor
 from core.errors import RlhfSpecError
 from core.records import Completion, GenerationStats, InstanceLoad, SampleKey
-from policies.migration.messages import Landed, News
+from policies.migration.move_messages import Landed, News
 
 
 class SlowDoor:

@@ -14,7 +14,7 @@ from local_pool import Later, LocalPool
 from one_move import DESTINATION, RECOVERY_TURNS, SOURCE, OneMove, delay, drop, duplicate, echo, name_of
 
 from actors.migration.settings import MigrationSettings
-from policies.migration.messages import MoveOrder, Settle
+from policies.migration.move_messages import MoveOrder, Settle
 
 pytestmark = pytest.mark.slow
 

@@ -27,8 +27,8 @@ from core.errors import WeightsError
 from core.records import WeightManifest
 from engine.engine import Engine
 from engine.weights.chunks import pack_weights, unpack_weights
-from policies.reallocation.records import MoveMode
-from policies.scheduler_records import MoveRecord
+from policies.reallocation.pool_records import MoveMode
+from policies.scheduling.events import MoveRecord
 
 FAULTS = (drop, duplicate, delay, echo)
 OWN_TO_DESTINATION, RELEASE_TO_SOURCE = f"own to {DESTINATION}", f"release to {SOURCE}"

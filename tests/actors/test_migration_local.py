@@ -13,7 +13,7 @@ from forced_moves import Forced
 from local_pool import LocalPool
 
 from core.records import SampleKey, SamplingParams
-from policies.reallocation.records import MoveMode
+from policies.reallocation.pool_records import MoveMode
 
 
 @pytest.fixture(scope="module", autouse=True)

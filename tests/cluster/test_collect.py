@@ -22,7 +22,7 @@ from core.records import (
     WeightSpan,
 )
 from learning.tokenization import character_tokenizer
-from policies.scheduler_records import Alarm
+from policies.scheduling.events import Alarm
 
 LETTERS = "abcde"
 TOKENIZER = character_tokenizer(LETTERS)

@@ -27,7 +27,7 @@ from core.config import EngineConfig, SpeculationConfig
 from core.records import Completion, Prompt, SampleKey, SampleRequest, SamplingParams, Stream
 from engine.build import build_engine
 from engine.weights.chunks import pack_weights
-from policies.scheduler_records import Alarm, MoveRecord
+from policies.scheduling.events import Alarm, MoveRecord
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 

@@ -12,7 +12,7 @@ from made_moves import RECOMPUTED, move, span, three_moves, two_instances
 
 from cluster.timeline import build_timeline
 from cluster.timeline_trace import trace_events, write_trace
-from policies.reallocation.records import MoveMode
+from policies.reallocation.pool_records import MoveMode
 
 Event = dict[str, Any]
 

@@ -15,11 +15,11 @@ from core.config import EngineConfig, SpeculationConfig
 from core.records import Budget, DecodeState, DraftLog, SampleRequest, SamplingParams, StepRecord
 from engine.build import build_engine
 from engine.engine import Engine
-from policies.bandit import BanditPolicy
-from policies.base import DraftPolicy
-from policies.batch_table import BatchTablePolicy
-from policies.goodput import OBSERVE_COST_STEPS, GoodputPolicy
-from policies.replay import replay
+from policies.drafting.baselines.bandit import BanditPolicy
+from policies.drafting.baselines.batch_table import BatchTablePolicy
+from policies.drafting.draft_policy import DraftPolicy
+from policies.drafting.goodput import OBSERVE_COST_STEPS, GoodputPolicy
+from policies.drafting.replay import replay
 from profiles.acceptance import AcceptanceModel
 from profiles.cost import CostModel, Shape, draft_terms, rest_terms, verify_terms
 from profiles.profile import Profile, YieldCurve

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from core.records import Budget, DecodeState, DraftLog, StepRecord
-from policies.goodput import GoodputPolicy
+from policies.drafting.goodput import GoodputPolicy
 from profiles.acceptance import AcceptanceModel
 from profiles.cost import BATCH_HINGES, DRAFT_HINGES, VERIFY_HINGES, CostModel, Shape
 from profiles.profile import Profile, YieldCurve

@@ -22,9 +22,8 @@ from actors.migration.transfers import Transfers
 from actors.transport.memory import NO_FAULTS, FaultPlan, MemoryHub, MemoryTransport
 from core.records import Completion, SampleKey, SampleRequest
 from engine.engine import Engine
-from policies.reallocation.records import ReallocationPolicy
-from policies.scheduler import Scheduler
-from policies.scheduler_records import (
+from policies.reallocation.pool_records import ReallocationPolicy
+from policies.scheduling.events import (
     Abandon,
     Alarm,
     Deliver,
@@ -40,6 +39,7 @@ from policies.scheduler_records import (
     StartMove,
     Submit,
 )
+from policies.scheduling.scheduler import Scheduler
 
 Fault = Callable[[str, Any], list[Any]]
 "(receiver, message) -> what arrives"

@@ -2,9 +2,9 @@
 
 from actors.spans import Span
 from core.records import SampleKey
-from policies.migration.messages import MoveOrder
-from policies.reallocation.records import MoveMode
-from policies.scheduler_records import MoveRecord
+from policies.migration.move_messages import MoveOrder
+from policies.reallocation.pool_records import MoveMode
+from policies.scheduling.events import MoveRecord
 
 BEGAN_S = 1_000_000.0
 "Wall clock of the first decode step."

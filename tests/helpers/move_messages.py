@@ -14,7 +14,7 @@ from core.records import (
     WeightSpan,
 )
 from core.sample_state import SampleState
-from policies.migration.messages import (
+from policies.migration.move_messages import (
     Cancel,
     Claim,
     HandOver,
@@ -29,7 +29,7 @@ from policies.migration.messages import (
     Shipped,
     Verdict,
 )
-from policies.reallocation.records import Move, MoveMode
+from policies.reallocation.pool_records import Move, MoveMode
 
 KEY = SampleKey(run_seed=0, sample_index=7)
 

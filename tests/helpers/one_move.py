@@ -12,9 +12,9 @@ from local_pool import Later, LocalPool
 from actors.migration.settings import MigrationSettings
 from actors.transport.memory import NO_FAULTS, FaultPlan
 from engine.engine import Engine
-from policies.migration.messages import MoveOrder, Settle
-from policies.reallocation.records import Move, MoveMode, PoolView
-from policies.scheduler_records import MoveRecord
+from policies.migration.move_messages import MoveOrder, Settle
+from policies.reallocation.pool_records import Move, MoveMode, PoolView
+from policies.scheduling.events import MoveRecord
 
 SOURCE, DESTINATION = "gen-0", "gen-1"
 TIMEOUT_TURNS = 5

@@ -6,8 +6,8 @@ import numpy as np
 
 from core.records import SampleKey
 from policies.reallocation.gate import Gate
+from policies.reallocation.pool_records import InstanceView, Move, PoolView
 from policies.reallocation.rate_curve import RateCurve
-from policies.reallocation.records import InstanceView, Move, PoolView
 from profiles.transfer import PrefillModel, TransferModel
 
 CURVE_POINTS = ((1, 2, 4, 8, 16, 32), (440.0, 700.0, 1000.0, 1250.0, 1440.0, 1570.0))

@@ -26,7 +26,7 @@ from core.records import (
 from engine.build import build_engine
 from engine.engine import Engine
 from engine.weights.loading import freeze
-from policies.fixed import FixedPolicy
+from policies.drafting.baselines.fixed import FixedPolicy
 
 VOCAB_SIZE = 64
 MAX_TOTAL_TOKENS = 160

@@ -25,7 +25,7 @@ from engine.decoding.draft_tree import DraftTree
 from engine.decoding.verify import Verdict
 from engine.drafters.refinement import Scorer
 from engine.engine import Engine
-from policies.goodput import GoodputPolicy
+from policies.drafting.goodput import GoodputPolicy
 
 LENGTHS = (9, 20, 30, 14, 8, 40)
 SAMPLING = SamplingParams(max_new_tokens=40)

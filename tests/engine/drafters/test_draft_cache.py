@@ -17,7 +17,7 @@ from core.records import PLAIN, Budget, DecodeState, SampleRequest, SamplingPara
 from engine.build import build_engine
 from engine.drafters.model_drafter import MAX_CATCH_UP_TOKENS, ModelDrafter
 from engine.engine import Engine
-from policies.fixed import FixedPolicy
+from policies.drafting.baselines.fixed import FixedPolicy
 
 TOLERANCE = 1e-4
 CHAIN = FixedPolicy(num_nodes=4, depth=4, branching=1)

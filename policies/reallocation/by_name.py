@@ -1,0 +1,49 @@
+"""Reallocation policies by name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from core.errors import ConfigError
+from policies.reallocation.finish_time_policy import FinishTimePolicy
+from policies.reallocation.forced import ForcedMoves
+from policies.reallocation.gate import Gate
+from policies.reallocation.no_moves import NoMoves
+from policies.reallocation.paper_rule import PaperRule
+from policies.reallocation.pool_records import ReallocationPolicy
+from policies.reallocation.rate_curve import RateCurve
+
+REALLOCATION_POLICIES = ("static", "pull", "paper_rule", "finish_time", "forced")
+
+
+def make_reallocation_policy(
+    name: str,
+    *,
+    curve: RateCurve,
+    gate: Gate,
+    earlier_lengths: Sequence[int] = (),
+    seed: int = 0,
+    forced_rate: float = 0.1,
+) -> ReallocationPolicy:
+    """Make the policy with this name.
+
+    Args:
+        name: one of REALLOCATION_POLICIES.
+        curve: what an instance delivers over its number of samples; finish_time corrects it.
+        gate: migrate or recompute; learns from what moves take.
+        earlier_lengths: finish_time: response lengths of an earlier iteration.
+        seed: forced: of its draws.
+        forced_rate: forced: probability that a sample is moved, a plan.
+
+    Raises ConfigError for an unknown name.
+    """
+    match name:
+        case "static" | "pull":
+            return NoMoves(name)
+        case "paper_rule":
+            return PaperRule(curve, gate)
+        case "finish_time":
+            return FinishTimePolicy(curve, gate, earlier_lengths=earlier_lengths)
+        case "forced":
+            return ForcedMoves(rate=forced_rate, seed=seed)
+    raise ConfigError(f"no reallocation policy '{name}'; expected one of: {', '.join(REALLOCATION_POLICIES)}")

@@ -1,0 +1,100 @@
+"""The pool's samples in flat arrays, and room for more: what plans are made from."""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass
+
+import numpy as np
+
+from core.records import SampleKey
+from policies.reallocation.pool_records import PoolView
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlatPool:
+    """K instances in the view's order, n samples that may be moved, instance by instance."""
+
+    names: tuple[str, ...]
+    instance: np.ndarray
+    "[n] number of each sample's instance"
+    start: np.ndarray
+    "[K + 1] where each instance's samples begin"
+    response_tokens: np.ndarray
+    "[n]"
+    context_tokens: np.ndarray
+    "[n]"
+    num_arriving: np.ndarray
+    "[K]"
+    num_running: np.ndarray
+    "[K] samples that run there now, those on their way out included"
+    num_free: np.ndarray
+    "[K] slots that moves may take: those the queue will fill are gone"
+    num_from_queue: np.ndarray
+    "[K] queued samples that will be bound there"
+    goodput_tokens_per_s: np.ndarray
+    "[K]; 0 when unknown"
+    goodput_samples: np.ndarray
+    "[K] samples that ran while it was measured, in the mean"
+
+    @property
+    def num_instances(self) -> int:
+        """K."""
+        return len(self.names)
+
+    @property
+    def num_placed(self) -> np.ndarray:
+        """[K] samples that stay or arrive at each instance."""
+        return np.diff(self.start) + self.num_arriving + self.num_from_queue
+
+    @property
+    def mean_context_tokens(self) -> np.ndarray:
+        """[K] of the samples that may be moved from there; 0 where there is none."""
+        held = np.diff(self.start)
+        total = np.bincount(self.instance, weights=self.context_tokens, minlength=len(held))
+        return total / np.maximum(held, 1)
+
+
+def flatten(view: PoolView) -> FlatPool:
+    """Put a view into arrays; queued samples are bound to free slots as pull would do it."""
+    sizes = np.array([len(i.keys) for i in view.instances], dtype=np.int64)
+    free = np.array([max(i.num_free_slots, 0) for i in view.instances], dtype=np.int64)
+    running = np.array([i.num_running for i in view.instances], dtype=np.int64)
+    arriving = np.array([i.num_arriving for i in view.instances], dtype=np.int64)
+    names = tuple(i.instance for i in view.instances)
+    queued = _bind(view.num_queued, free, running + arriving, names)
+    empty = np.zeros(0, dtype=np.int64)
+    return FlatPool(
+        names=names,
+        instance=np.repeat(np.arange(len(sizes)), sizes),
+        start=np.concatenate([[0], np.cumsum(sizes)]),
+        response_tokens=np.concatenate([empty, *(i.response_tokens for i in view.instances)]),
+        context_tokens=np.concatenate([empty, *(i.context_tokens for i in view.instances)]),
+        num_arriving=arriving,
+        num_running=running,
+        num_free=free - queued,
+        num_from_queue=queued,
+        goodput_tokens_per_s=np.array([i.goodput_tokens_per_s for i in view.instances]),
+        goodput_samples=np.array([i.goodput_samples for i in view.instances]),
+    )
+
+
+def key_of(view: PoolView, pool: FlatPool, sample: int) -> SampleKey:
+    """The key of the sample with this number."""
+    instance = int(pool.instance[sample])
+    return view.instances[instance].keys[sample - int(pool.start[instance])]
+
+
+def _bind(num_queued: int, free: np.ndarray, owned: np.ndarray, names: tuple[str, ...]) -> np.ndarray:
+    """[K] queued samples that each instance will take: one after the other to the one that owns fewest."""
+    taken = np.zeros(len(free), dtype=np.int64)
+    if num_queued >= int(free.sum()):
+        return free.copy()
+    line = [(int(owned[k]), names[k], k) for k in np.nonzero(free)[0]]
+    heapq.heapify(line)
+    for _ in range(num_queued):
+        count, name, k = heapq.heappop(line)
+        taken[k] += 1
+        if taken[k] < free[k]:
+            heapq.heappush(line, (count + 1, name, k))
+    return taken

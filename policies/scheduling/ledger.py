@@ -1,0 +1,228 @@
+"""The scheduler's log of open samples and living instances, and who owns what.
+
+Every change of an owner happens here: binding, moves, losses. Epochs only grow.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import replace
+from typing import Literal
+
+from core.records import SampleKey, SampleRequest
+from policies.migration.move_messages import (
+    CallOff,
+    Claim,
+    MoveOrder,
+    MoveOutcome,
+    MoveReport,
+    Settle,
+    Verdict,
+)
+from policies.reallocation.pool_records import Move
+from policies.scheduling.events import Abandon, MoveEnded, Order, SendVerdict, Submit
+from policies.scheduling.open_samples import Member, OpenSample
+from policies.scheduling.ownership import (
+    TAKEN_BACK_EPOCHS,
+    OpenMoves,
+    Ruling,
+    rule_on_commit,
+    rule_on_take_back,
+)
+
+Binding = Literal["pull", "static"]
+AHEAD_SHARE = 4
+"A fourth of its slots is how many samples an instance may have in line while the scheduler's own line is long."
+
+
+class Ledger:
+    """Open samples, those without an owner, living instances, open moves."""
+
+    def __init__(self, *, binding: Binding, prefix: str) -> None:
+        """`prefix` makes the names of moves unique in a run."""
+        self.samples: dict[SampleKey, OpenSample] = {}
+        self.waiting: list[tuple[int, SampleKey]] = []
+        "a heap by arrival"
+        self.members: dict[str, Member] = {}
+        self.moves = OpenMoves(prefix=prefix)
+        self.now_s = 0.0
+        self._binding = binding
+        self._num_arrived = 0
+
+    def add(self, request: SampleRequest) -> None:
+        """Note a new sample."""
+        self.samples[request.key] = OpenSample(arrival=self._num_arrived, request=request)
+        heapq.heappush(self.waiting, (self._num_arrived, request.key))
+        self._num_arrived += 1
+
+    def can_move(self, move: Move) -> bool:
+        """True when the sample is where the move says, is not being moved, and a slot is free for it."""
+        sample, target = self.samples.get(move.key), self.members.get(move.destination)
+        if sample is None or target is None or sample.owner != move.source or move.key in self.moves:
+            return False
+        if move.source == move.destination:
+            return False
+        return len(target.owned) + self.moves.num_arriving(move.destination) < target.num_slots
+
+    def start_move(self, move: Move, *, now_s: float) -> MoveOrder:
+        """Note that a sample is being moved; it belongs to its source until the destination commits."""
+        sample = self.samples[move.key]
+        sample.was_moved = True
+        return self.moves.start(move, epoch=sample.request.epoch, now_s=now_s)
+
+    def forget_silent_moves(self, *, timeout_s: float) -> list[Order]:
+        """End moves of which nothing was heard for too long: the destination's slot is free again."""
+        orders: list[Order] = []
+        for order in self.moves.silent(self.now_s, timeout_s=timeout_s):
+            why = (
+                f"the scheduler waited {timeout_s:.0f} s for {order.source} and {order.destination} to end it"
+            )
+            orders += self.end_move(order.key, MoveOutcome.LOST, why)
+            call_off = CallOff(move_id=order.move_id, reason=why)
+            orders += self._if_alive(order.source, SendVerdict(instance=order.source, verdict=call_off))
+        return orders
+
+    def end_move(
+        self, key: SampleKey, outcome: MoveOutcome, why: str, figures: dict[str, float] | None = None
+    ) -> list[MoveEnded]:
+        """End a sample's move, if it is being moved."""
+        return self.moves.end(key, outcome, why, now_s=self.now_s, figures=figures)
+
+    def find_waiting(self) -> None:
+        """Queue exactly the samples without an owner."""
+        self.waiting = [(s.arrival, key) for key, s in self.samples.items() if s.owner is None]
+        heapq.heapify(self.waiting)
+
+    def pull(self) -> list[Order]:
+        """Bind waiting samples, oldest first, each to the instance that owns fewest.
+
+        A few more than it has slots, so that a slot does not stand empty until the scheduler hears of it; never so
+        many that another instance may run dry: the fewer wait here, the fewer wait there.
+        """
+        given: dict[str, list[SampleRequest]] = {}
+        static = self._binding == "static"
+        while self.waiting:
+            load = {name: len(m.owned) + self.moves.num_arriving(name) for name, m in self.members.items()}
+            spare = len(self.waiting) // (2 * max(len(self.members), 1))
+            free = [
+                (load[name], name)
+                for name, m in self.members.items()
+                if static or load[name] < m.num_slots + min(m.num_slots // AHEAD_SHARE, spare)
+            ]
+            if not free:
+                break
+            arrival, key = heapq.heappop(self.waiting)
+            _, name = min(free)
+            if static and not self.samples[key].request.epoch:
+                name = sorted(self.members)[arrival % len(self.members)]
+            self.samples[key].owner = name
+            self.members[name].owned.add(key)
+            given.setdefault(name, []).append(self.samples[key].request)
+        return [Submit(instance=name, requests=tuple(requests)) for name, requests in given.items()]
+
+    def lose(self, instance: str, reason: str) -> list[Order]:
+        """Give up an instance: what it owned is queued again, moves with it end."""
+        member = self.members.pop(instance, None)
+        if member is None:
+            return []
+        orders: list[Order] = []
+        for order in self.moves.touching(instance):
+            if order.source == instance:
+                orders += self.end_move(order.key, MoveOutcome.LOST, f"{instance}: {reason}")
+                epoch = self.samples[order.key].request.epoch + TAKEN_BACK_EPOCHS
+                orders += self._if_alive(
+                    order.destination, verdict_for(order.destination, order.move_id, order.key, epoch, False)
+                )
+            else:
+                # the source keeps the sample, or asks for it back: it may have finished meanwhile
+                call_off = CallOff(move_id=order.move_id, reason=f"{instance} is lost: {reason}")
+                orders += self._if_alive(order.source, SendVerdict(instance=order.source, verdict=call_off))
+        for key in member.owned:
+            self.queue_again(key)
+        return [*orders, Abandon(instance=instance, reason=reason, num_requeued=len(member.owned))]
+
+    def queue_again(self, key: SampleKey) -> None:
+        """Let a sample start anew, under an epoch that no copy of it can have."""
+        sample = self.samples[key]
+        sample.owner, sample.num_tokens = None, 0
+        num_epochs = TAKEN_BACK_EPOCHS if sample.was_moved else 1
+        sample.request = replace(sample.request, epoch=sample.request.epoch + num_epochs)
+        heapq.heappush(self.waiting, (sample.arrival, key))
+
+    def rule(self, instance: str, report: MoveReport) -> list[Order]:
+        """Decide what an instance claims of a move, and tell whom it concerns.
+
+        An instance that was given up claims nothing any more: what it held is another's.
+        """
+        if instance not in self.members:
+            return []
+        sample, key = self.samples.get(report.key), report.key
+        epoch, owner = (sample.request.epoch, sample.owner) if sample else (0, None)
+        is_ours = self.moves.ordered(report.move_id)
+        match report.claim:
+            case Claim.COMMIT:
+                ruling = rule_on_commit(report, epoch=epoch, owner=owner, is_ours=is_ours)
+                if ruling is Ruling.GRANTED:
+                    self._give(key, report.destination, report.epoch)
+                # a denial tells the owner's epoch: a newer copy that the claimant owns by now is not meant
+                told = epoch if ruling is Ruling.DENIED else report.epoch
+                orders = [_verdict_on(instance, report, ruling, told)]
+                if ruling is Ruling.GRANTED:
+                    orders += self._if_alive(
+                        report.source, verdict_for(report.source, report.move_id, key, report.epoch, False)
+                    )
+                    orders += self._end(report, MoveOutcome.MOVED)
+                return orders
+            case Claim.TAKE_BACK:
+                taken_back = sample.taken_back if sample else ""
+                ruling = rule_on_take_back(
+                    report, epoch=epoch, owner=owner, taken_back=taken_back, is_ours=is_ours
+                )
+                if ruling is Ruling.GRANTED:
+                    epoch += TAKEN_BACK_EPOCHS
+                    self._give(key, report.source, epoch)
+                    self.samples[key].taken_back = report.move_id
+                orders = [_verdict_on(instance, report, ruling, epoch)]
+                if ruling is Ruling.GRANTED:
+                    orders += self._if_alive(
+                        report.destination, verdict_for(report.destination, report.move_id, key, epoch, False)
+                    )
+                    orders += self._end(report, MoveOutcome.TAKEN_BACK)
+                return orders
+            case Claim.KEPT:
+                return self._end(report, MoveOutcome.KEPT)
+            case Claim.LOST:
+                if owner == instance and epoch == report.epoch:
+                    self.members[instance].owned.remove(key)
+                    self.queue_again(key)
+                return self._end(report, MoveOutcome.LOST)
+
+    def _give(self, key: SampleKey, instance: str, epoch: int) -> None:
+        """Make an instance the owner of an open sample."""
+        sample = self.samples[key]
+        if sample.owner is not None:
+            self.members[sample.owner].owned.discard(key)
+        sample.owner = instance
+        sample.request = replace(sample.request, epoch=epoch)
+        self.members[instance].owned.add(key)
+
+    def _end(self, report: MoveReport, outcome: MoveOutcome) -> list[Order]:
+        order = self.moves.of(report.key)
+        if order is None or order.move_id != report.move_id:
+            return []
+        return list(self.end_move(report.key, outcome, report.reason, report.figures))
+
+    def _if_alive(self, instance: str, order: Order) -> list[Order]:
+        return [order] if instance in self.members else []
+
+
+def _verdict_on(instance: str, report: MoveReport, ruling: Ruling, epoch: int) -> Order:
+    return verdict_for(instance, report.move_id, report.key, epoch, ruling is not Ruling.DENIED)
+
+
+def verdict_for(instance: str, move_id: str, key: SampleKey, epoch: int, owns: bool) -> Order:
+    """The order that tells an instance whether a sample is its own."""
+    verdict = Verdict.OWN if owns else Verdict.RELEASE
+    return SendVerdict(
+        instance=instance, verdict=Settle(move_id=move_id, key=key, verdict=verdict, epoch=epoch)
+    )

@@ -1,0 +1,37 @@
+"""Builds what a reallocation policy sees from the scheduler's log and the last polls."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from policies.reallocation.pool_records import InstanceView, PoolView
+from policies.scheduling.ledger import Ledger
+
+
+def pool_view(ledger: Ledger, *, max_new_tokens: int) -> PoolView:
+    """Show every living instance. Samples being moved are only counted; those that have not begun have no tokens."""
+    return PoolView(
+        now_s=ledger.now_s,
+        instances=tuple(_view(name, ledger) for name in sorted(ledger.members)),
+        num_queued=len(ledger.waiting),
+        max_new_tokens=max_new_tokens,
+        warm_pairs=ledger.moves.warm_pairs,
+    )
+
+
+def _view(name: str, ledger: Ledger) -> InstanceView:
+    member, samples, moves = ledger.members[name], ledger.samples, ledger.moves
+    movable = [key for key in member.owned if key not in moves]
+    movable.sort(key=lambda key: samples[key].arrival)
+    shown = [samples[key] for key in movable]
+    return InstanceView(
+        instance=name,
+        num_slots=member.num_slots,
+        keys=tuple(movable),
+        response_tokens=np.array([sample.num_tokens for sample in shown], dtype=np.int64),
+        context_tokens=np.array([sample.num_context_tokens for sample in shown], dtype=np.int64),
+        num_arriving=moves.num_arriving(name),
+        num_leaving=len(member.owned) - len(movable),
+        goodput_tokens_per_s=member.load.goodput_tokens_per_s if member.load else 0.0,
+        goodput_samples=member.load.goodput_samples if member.load else 0.0,
+    )

@@ -1,0 +1,319 @@
+"""The central scheduler as a pure state machine: events in, orders out; no clock, no threads, no Ray.
+
+Laws: every sample is delivered exactly once. A waiting sample is bound to an instance when a slot
+frees there or soon will (pull; design 3.3), and a reallocation policy may move running ones. A sample
+belongs to `(sample, epoch, owner)` (`policies.scheduling.ledger`): when its owner is lost it is queued again
+under a higher epoch and recomputed from its prompt to the same tokens, because a rollout is a pure
+function of weights, prompt and key (design 3.1). A report with a stale epoch is compared with the
+accepted one and dropped; a difference is an integrity alarm (design 3.4).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from core.awake import AwakeClock
+from core.errors import RlhfSpecError
+from core.records import Completion, InstanceLoad, SampleKey, SampleRequest
+from policies.migration.move_messages import MoveOutcome
+from policies.reallocation.pool_records import Move, ReallocationPolicy
+from policies.scheduling.events import (
+    Alarm,
+    ClockTicked,
+    Deliver,
+    Event,
+    InstanceGone,
+    InstanceJoined,
+    InstanceReported,
+    InstanceSnapshot,
+    MoveEnded,
+    Order,
+    SamplesArrived,
+    StartMove,
+)
+from policies.scheduling.ledger import Binding, Ledger, verdict_for
+from policies.scheduling.open_samples import Member, OpenSample, digest
+from policies.scheduling.ownership import TAKEN_BACK_EPOCHS
+from policies.scheduling.pool_view import pool_view
+
+MOVE_TIMEOUT_S = 60.0
+"A move of which nothing was heard for so long is called off and forgotten: a slot waits for it."
+LONGEST_LOOK = 0.25
+"Of the heartbeat timeout: what counts at most between two events; a scheduler that heard nothing for longer slept."
+
+
+class Scheduler:
+    """Admission, ownership and health of one pool of instances."""
+
+    def __init__(
+        self,
+        *,
+        heartbeat_timeout_s: float,
+        binding: Binding = "pull",
+        reallocation: ReallocationPolicy | None = None,
+        term: int = 0,
+    ) -> None:
+        """A scheduler of no instances.
+
+        Args:
+            heartbeat_timeout_s: silence after which an instance is given up; to be ticked much more often.
+            binding: pull, or static: the i-th sample belongs to the i-th instance from its arrival on, as in
+                systems that split a batch up front; a baseline.
+            reallocation: which running samples to move; None moves none.
+            term: number of schedulers before this one in the run.
+        """
+        self._heartbeat_timeout_s = heartbeat_timeout_s
+        self._clock = AwakeClock(longest_s=LONGEST_LOOK * heartbeat_timeout_s)
+        self._reallocation = reallocation
+        self._ledger = Ledger(binding=binding, prefix=f"{term}-")
+        self._accepted: dict[SampleKey, tuple[int, str]] = {}
+        self._max_new_tokens = 1
+
+    @property
+    def num_open(self) -> int:
+        """Samples not yet delivered."""
+        return len(self._ledger.samples)
+
+    @property
+    def num_waiting(self) -> int:
+        """Open samples without an owner."""
+        return len(self._ledger.waiting)
+
+    @property
+    def num_delivered(self) -> int:
+        """Samples delivered so far."""
+        return len(self._accepted)
+
+    @property
+    def awake_s(self) -> float:
+        """Seconds of its clock at the last event, its own pauses left out; only differences mean something."""
+        return self._ledger.now_s
+
+    def instances(self) -> dict[str, int]:
+        """Living instances and the number of samples each owns."""
+        return {name: len(member.owned) for name, member in sorted(self._ledger.members.items())}
+
+    def open_samples(self) -> tuple[OpenSample, ...]:
+        """The log of open samples in order of arrival."""
+        return tuple(sorted(self._ledger.samples.values(), key=lambda sample: sample.arrival))
+
+    def loads(self) -> dict[str, InstanceLoad]:
+        """The last load each living instance reported."""
+        return {name: m.load for name, m in sorted(self._ledger.members.items()) if m.load is not None}
+
+    def handle(self, event: Event) -> list[Order]:
+        """Take one event, return the orders it gives rise to.
+
+        Raises RlhfSpecError when a key arrives twice or an instance joins under a living one's name.
+        """
+        self._look_at_clock(getattr(event, "now_s", None))
+        match event:
+            case SamplesArrived():
+                self._arrive(event.requests)
+                orders: list[Order] = []
+            case InstanceJoined():
+                self._join(event)
+                orders = []
+            case InstanceReported():
+                orders = self._report(event)
+            case InstanceGone():
+                orders = self._ledger.lose(event.instance, event.reason)
+            case ClockTicked():
+                orders = self._give_up_silent()
+        return orders + self._ledger.pull()
+
+    def reallocate(self, now_s: float) -> list[Order]:
+        """Let the policy order moves, from what the last polls said."""
+        self._look_at_clock(now_s)
+        forgotten = self._ledger.forget_silent_moves(timeout_s=MOVE_TIMEOUT_S)
+        if self._reallocation is None:
+            return forgotten
+        view = pool_view(self._ledger, max_new_tokens=self._max_new_tokens)
+        return forgotten + self._start(self._reallocation.plan(view))
+
+    def move(self, moves: Iterable[Move], *, now_s: float) -> list[Order]:
+        """Order moves; one that is not possible any more is left out."""
+        self._look_at_clock(now_s)
+        return self._start(moves)
+
+    def _start(self, moves: Iterable[Move]) -> list[Order]:
+        return [
+            StartMove(order=self._ledger.start_move(move, now_s=self._ledger.now_s))
+            for move in moves
+            if self._ledger.can_move(move)
+        ]
+
+    @classmethod
+    def rebuild(
+        cls,
+        *,
+        requests: Iterable[SampleRequest],
+        delivered: Iterable[Completion],
+        snapshots: Iterable[InstanceSnapshot],
+        heartbeat_timeout_s: float,
+        now_s: float,
+        binding: Binding = "pull",
+        reallocation: ReallocationPolicy | None = None,
+        term: int = 0,
+    ) -> tuple[Scheduler, list[Order]]:
+        """A scheduler that goes on where a dead one stopped.
+
+        `requests` are the samples the loop asked for since it last had all, `delivered` those of them it
+        has already received, `snapshots` what the living instances hold; what they finished for earlier
+        requests has been received, and is dropped. A sample that two instances hold under one epoch
+        belongs to neither and starts again under a higher one. Instances without a snapshot must be
+        ended before: what they hold is given to others.
+        """
+        machine = cls(
+            heartbeat_timeout_s=heartbeat_timeout_s, binding=binding, reallocation=reallocation, term=term
+        )
+        machine._arrive(tuple(requests))
+        for completion in delivered:
+            del machine._ledger.samples[completion.key]
+            machine._accepted[completion.key] = (completion.epoch, digest(completion))
+        machine._look_at_clock(now_s)
+        known = list(snapshots)
+        for snapshot in known:
+            machine._join(
+                InstanceJoined(instance=snapshot.instance, num_slots=snapshot.num_slots, now_s=now_s)
+            )
+        for key, sample in machine._ledger.samples.items():
+            machine._adopt(key, sample, known)
+        machine._ledger.find_waiting()
+        orders = machine._settle_what_was_set_aside(known)
+        asked = set(machine._ledger.samples) | set(machine._accepted)
+        for snapshot in known:
+            news = tuple(c for c in snapshot.completions if c.key in asked)
+            report = InstanceReported(instance=snapshot.instance, now_s=now_s, completions=news)
+            orders += machine._report(report)
+        return machine, orders + machine._ledger.pull()
+
+    def _look_at_clock(self, now_s: float | None) -> None:
+        if now_s is not None:
+            self._ledger.now_s = self._clock.read(now_s)
+
+    def _arrive(self, requests: tuple[SampleRequest, ...]) -> None:
+        for request in requests:
+            if request.key in self._ledger.samples or request.key in self._accepted:
+                raise RlhfSpecError(
+                    f"sample {request.key} was handed to the scheduler twice; expected every sample index "
+                    "once; the data cursor must never reuse one"
+                )
+            self._ledger.add(request)
+            self._max_new_tokens = max(self._max_new_tokens, request.sampling.max_new_tokens)
+
+    def _join(self, event: InstanceJoined) -> None:
+        if event.instance in self._ledger.members:
+            raise RlhfSpecError(f"instance {event.instance} joined twice; a replacement needs a new name")
+        self._ledger.members[event.instance] = Member(
+            most_slots=event.num_slots, last_seen_s=self._ledger.now_s
+        )
+
+    def _adopt(self, key: SampleKey, sample: OpenSample, snapshots: list[InstanceSnapshot]) -> None:
+        held = [(s.open_epochs[key], s.instance, "") for s in snapshots if key in s.open_epochs]
+        held += [(c.epoch, s.instance, "") for s in snapshots for c in s.completions if c.key == key]
+        # a copy that was set aside counts where nobody holds a newer one
+        held += [
+            (s.set_aside[key][1], s.instance, s.set_aside[key][0]) for s in snapshots if key in s.set_aside
+        ]
+        newest = max((epoch for epoch, _, _ in held), default=-1)
+        holders = {(instance, move_id) for epoch, instance, move_id in held if epoch == newest}
+        epoch = max(newest, sample.request.epoch) + 1
+        if len(holders) == 1:
+            ((sample.owner, sample.taken_back),) = holders
+            self._ledger.members[sample.owner].owned.add(key)
+            # the destination may hold the next one in a message that is still on its way
+            epoch = newest + (TAKEN_BACK_EPOCHS if sample.taken_back else 0)
+        sample.was_moved = any(move_id for _, _, move_id in held)
+        sample.request = replace(sample.request, epoch=epoch)
+
+    def _settle_what_was_set_aside(self, snapshots: list[InstanceSnapshot]) -> list[Order]:
+        """Tell every source whose hand-over was not settled whether the sample is its own again."""
+        orders: list[Order] = []
+        for snapshot in snapshots:
+            for key, (move_id, _) in snapshot.set_aside.items():
+                sample = self._ledger.samples.get(key)
+                owns = sample is not None and sample.taken_back == move_id
+                orders.append(
+                    verdict_for(snapshot.instance, move_id, key, sample.request.epoch if sample else 0, owns)
+                )
+        return orders
+
+    def _report(self, event: InstanceReported) -> list[Order]:
+        member = self._ledger.members.get(event.instance)
+        if member is not None:
+            stuck_s = member.looked_at_step(event.boundary, self._ledger.now_s)
+            # by both clocks: what was stopped together with the scheduler is not to blame for it
+            if min(stuck_s, event.busy_s) > self._heartbeat_timeout_s:
+                reason = f"its decode step {event.boundary} has been running for {event.busy_s:.0f} s"
+                return self._ledger.lose(event.instance, reason)
+            member.last_seen_s = self._ledger.now_s
+            member.load = event.load or member.load
+            for key, num_tokens in event.progress.items():
+                if key in member.owned:
+                    self._ledger.samples[key].num_tokens = num_tokens
+        orders: list[Order] = []
+        for report in event.moves:
+            orders += self._ledger.rule(event.instance, report)
+        self._learn_from(orders)
+        for completion in event.completions:
+            orders += self._complete(event.instance, completion)
+        return orders
+
+    def _learn_from(self, orders: list[Order]) -> None:
+        """Let the policy know what moves have cost."""
+        for order in orders:
+            if self._reallocation is None or not isinstance(order, MoveEnded):
+                continue
+            figures = order.record.figures
+            if figures.get("computed_tokens"):
+                self._reallocation.note_prefill(
+                    num_tokens=int(figures["computed_tokens"]), seconds=figures["attach_s"]
+                )
+            elif "stage1_s" in figures:
+                self._reallocation.note_transfer(
+                    num_bytes=int(figures["stage1_bytes"] + figures["stage2_bytes"]),
+                    seconds=figures["stage1_s"] + figures["downtime_s"],
+                    cold=bool(figures["was_cold"]),
+                )
+
+    def _complete(self, instance: str, completion: Completion) -> list[Order]:
+        key, epoch = completion.key, completion.epoch
+        if key in self._accepted:
+            return self._compare(key, instance, epoch, digest(completion))
+        sample = self._ledger.samples.get(key)
+        if sample is None:
+            return [Alarm(key=key, instance=instance, epoch=epoch, what="a sample nobody asked for")]
+        move = self._ledger.moves.of(key)
+        is_uncommitted = move is not None and (instance, epoch) == (move.destination, move.epoch + 1)
+        if epoch < sample.request.epoch or is_uncommitted:
+            sample.stale.append((epoch, instance, digest(completion)))
+            return []
+        if epoch > sample.request.epoch or sample.owner != instance:
+            what = f"reported under epoch {epoch}; its owner is {sample.owner}, epoch {sample.request.epoch}"
+            return [Alarm(key=key, instance=instance, epoch=epoch, what=what)]
+        self._ledger.members[instance].owned.remove(key)
+        self._accepted[key] = (epoch, digest(completion))
+        if self._reallocation is not None:
+            self._reallocation.note_finished(completion.num_tokens)
+        orders: list[Order] = [Deliver(completion=completion)]
+        orders += self._ledger.end_move(key, MoveOutcome.KEPT, "finished before it left")
+        for stale_epoch, stale_instance, stale_digest in self._ledger.samples.pop(key).stale:
+            orders += self._compare(key, stale_instance, stale_epoch, stale_digest)
+        return orders
+
+    def _compare(self, key: SampleKey, instance: str, epoch: int, other: str) -> list[Order]:
+        accepted_epoch, accepted = self._accepted[key]
+        if other == accepted:
+            return []
+        what = f"tokens or log-probabilities differ from those accepted under epoch {accepted_epoch}"
+        return [Alarm(key=key, instance=instance, epoch=epoch, what=what)]
+
+    def _give_up_silent(self) -> list[Order]:
+        orders: list[Order] = []
+        for name, member in sorted(self._ledger.members.items()):
+            silent_s = self._ledger.now_s - member.last_seen_s
+            if silent_s > self._heartbeat_timeout_s:
+                orders += self._ledger.lose(name, f"silent for {silent_s:.0f} s")
+        return orders

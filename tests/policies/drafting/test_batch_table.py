@@ -1,0 +1,99 @@
+"""TLT's table by hand: the row of a batch, its limits, and what remains near a response's end."""
+
+import pytest
+
+from core.config import SpeculationConfig
+from core.errors import ConfigError
+from core.records import Budget, DecodeState
+from engine.build import build_policy
+from policies.drafting.baselines.batch_table import DEFAULT_TABLE, BatchTablePolicy
+from policies.drafting.baselines.fixed import max_tree_nodes
+from policies.drafting.draft_policy import DraftPolicy
+
+TABLE = ((1, 8, 3, 2), (4, 5, 5, 1), (10, 2, 2, 1), (12, 0, 0, 1))
+
+
+def state(num_samples: int, remaining: int = 100) -> DecodeState:
+    return DecodeState(
+        decode_step=0, num_samples=num_samples, context_tokens=50, max_remaining_tokens=remaining
+    )
+
+
+def shape(budget: Budget) -> tuple[int, int, int]:
+    return budget.num_nodes, budget.depth, budget.branching
+
+
+@pytest.mark.parametrize(
+    ("num_samples", "expected"),
+    [
+        (1, (8, 3, 2)),
+        (2, (5, 5, 1)),
+        (4, (5, 5, 1)),
+        (5, (2, 2, 1)),
+        (10, (2, 2, 1)),
+        (11, (0, 0, 0)),
+        (13, (0, 0, 0)),
+    ],
+)
+def test_the_first_row_that_holds_the_batch_decides(num_samples: int, expected: tuple[int, ...]) -> None:
+    policy = BatchTablePolicy(TABLE, max_nodes=16, max_depth=16)
+    assert shape(policy.plan(state(num_samples))) == expected
+    assert policy.max_nodes == 8
+
+
+def test_the_reason_names_the_row() -> None:
+    policy = BatchTablePolicy(TABLE, max_nodes=16, max_depth=16)
+    assert policy.plan(state(3)).reason == "batch table: up to 4 samples, 5 nodes, depth 5, branching 1"
+    assert policy.plan(state(12)).reason == "batch table: up to 12 samples, no draft"
+    assert policy.plan(state(13)).reason == "batch table: more than 12 samples"
+
+
+def test_rows_are_cut_to_the_limits() -> None:
+    policy = BatchTablePolicy(TABLE, max_nodes=4, max_depth=3)
+    # 2 + 4 candidates on two levels hold 4 nodes; a chain has no more nodes than levels
+    assert shape(policy.plan(state(1))) == (4, 3, 2)
+    assert shape(policy.plan(state(2))) == (3, 3, 1)
+    assert policy.max_nodes == 4
+    shallow = BatchTablePolicy(TABLE, max_nodes=16, max_depth=1)
+    assert shape(shallow.plan(state(1))) == (2, 1, 2)
+
+
+def test_no_tree_is_deeper_than_the_longest_response_minus_the_bonus() -> None:
+    policy = BatchTablePolicy(TABLE, max_nodes=16, max_depth=16)
+    assert shape(policy.plan(state(2, remaining=6))) == (5, 5, 1)
+    assert shape(policy.plan(state(2, remaining=4))) == (3, 3, 1)
+    assert shape(policy.plan(state(1, remaining=3))) == (6, 2, 2)
+    last = policy.plan(state(2, remaining=1))
+    assert last.is_plain
+    assert last.reason.endswith("one token remains")
+
+
+@pytest.mark.parametrize("max_nodes", [1, 2, 5, 16, 64])
+@pytest.mark.parametrize("max_depth", [1, 3, 16])
+def test_default_trees_hold_their_nodes_and_larger_batches_draft_no_more(
+    max_nodes: int, max_depth: int
+) -> None:
+    policy = BatchTablePolicy(max_nodes=max_nodes, max_depth=max_depth)
+    budgets = [policy.plan(state(num_samples)) for num_samples in range(1, 40)]
+    assert max(budget.num_nodes for budget in budgets) == policy.max_nodes <= max_nodes
+    assert all(budget.depth <= max_depth and not budget.refined for budget in budgets)
+    drafts = [budget for budget in budgets if not budget.is_plain]
+    assert len(drafts) == DEFAULT_TABLE[-1][0]
+    assert all(b.num_nodes <= max_tree_nodes(b.depth, b.branching, b.width) for b in drafts)
+    nodes = [budget.num_nodes for budget in budgets]
+    assert nodes == sorted(nodes, reverse=True)
+
+
+@pytest.mark.parametrize(
+    "table", [((4, 2, 2, 1), (2, 4, 4, 1)), ((2, 2, 2, 1), (2, 4, 4, 1)), ((0, 2, 2, 1),)]
+)
+def test_batch_sizes_must_ascend(table: tuple[tuple[int, int, int, int], ...]) -> None:
+    with pytest.raises(ConfigError, match="ascend"):
+        BatchTablePolicy(table, max_nodes=8, max_depth=8)
+
+
+def test_config_names_the_policy() -> None:
+    policy = build_policy(SpeculationConfig(policy="batch_table", max_nodes=6, max_depth=6))
+    assert isinstance(policy, BatchTablePolicy)
+    assert isinstance(policy, DraftPolicy)
+    assert policy.max_nodes == 6

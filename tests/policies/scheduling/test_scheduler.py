@@ -1,0 +1,425 @@
+"""Laws of the scheduler: exactly once, pull, epochs, alarms, replay, rebuild. No Ray here."""
+
+import random
+
+import numpy as np
+import pytest
+
+from core.errors import RlhfSpecError
+from core.records import (
+    Completion,
+    FinishReason,
+    Prompt,
+    SampleKey,
+    SampleRequest,
+    SamplingParams,
+    WeightSpan,
+)
+from policies.scheduling.events import (
+    Abandon,
+    Alarm,
+    ClockTicked,
+    Deliver,
+    InstanceGone,
+    InstanceJoined,
+    InstanceReported,
+    InstanceSnapshot,
+    SamplesArrived,
+    Submit,
+)
+from policies.scheduling.scheduler import Scheduler
+
+
+def request(index: int) -> SampleRequest:
+    prompt = Prompt(prompt_id=index, token_ids=np.arange(index % 5 + 1))
+    return SampleRequest(
+        key=SampleKey(run_seed=0, sample_index=index), prompt=prompt, sampling=SamplingParams()
+    )
+
+
+def complete(req: SampleRequest, instance: str, *, token: int | None = None) -> Completion:
+    """The rollout as a pure function of the key; `token` plants a difference."""
+    tokens = np.arange(req.key.sample_index, req.key.sample_index + 3)
+    if token is not None:
+        tokens[-1] = token
+    logprobs = -np.ones(3, dtype=np.float32) * (1 + req.key.sample_index)
+    return Completion(
+        key=req.key,
+        prompt_id=req.prompt.prompt_id,
+        group_id=req.group_id,
+        epoch=req.epoch,
+        token_ids=tokens,
+        policy_logprobs=logprobs,
+        sampling_logprobs=logprobs,
+        finish_reason=FinishReason.STOP,
+        weight_spans=(WeightSpan(weight_version=0, first_position=0),),
+        instance=instance,
+        num_decode_steps=3,
+        num_accepted_tokens=0,
+    )
+
+
+def arrived(count: int) -> SamplesArrived:
+    return SamplesArrived(requests=tuple(request(i) for i in range(count)))
+
+
+def joined(name: str, slots: int = 2, now_s: float = 0.0) -> InstanceJoined:
+    return InstanceJoined(instance=name, num_slots=slots, now_s=now_s)
+
+
+def report(name: str, *completions: Completion, now_s: float = 0.0) -> InstanceReported:
+    return InstanceReported(instance=name, now_s=now_s, completions=completions)
+
+
+def submitted(orders) -> dict[str, list[SampleRequest]]:
+    return {o.instance: list(o.requests) for o in orders if isinstance(o, Submit)}
+
+
+def indices(requests) -> list[int]:
+    return [r.key.sample_index for r in requests]
+
+
+def machine() -> Scheduler:
+    return Scheduler(heartbeat_timeout_s=10.0)
+
+
+def test_waiting_samples_are_bound_only_to_free_slots_and_evenly():
+    scheduler = machine()
+    scheduler.handle(joined("a", 2))
+    scheduler.handle(joined("b", 3))
+    orders = submitted(scheduler.handle(arrived(7)))
+    assert indices(orders["a"]) == [0, 2] and indices(orders["b"]) == [1, 3, 4]
+    assert scheduler.num_waiting == 2
+
+
+def test_a_slot_that_frees_pulls_the_oldest_waiting_sample():
+    scheduler = machine()
+    scheduler.handle(joined("a", 1))
+    first = submitted(scheduler.handle(arrived(3)))["a"][0]
+    orders = scheduler.handle(report("a", complete(first, "a")))
+    assert isinstance(orders[0], Deliver)
+    assert indices(submitted(orders)["a"]) == [1]
+
+
+def test_lost_samples_go_to_the_front_under_a_higher_epoch():
+    scheduler = machine()
+    scheduler.handle(joined("a", 2))
+    scheduler.handle(arrived(4))
+    orders = scheduler.handle(InstanceGone(instance="a", reason="killed"))
+    assert orders == [Abandon(instance="a", reason="killed", num_requeued=2)]
+    again = submitted(scheduler.handle(joined("a2", 3)))["a2"]
+    assert [(r.key.sample_index, r.epoch) for r in again] == [(0, 1), (1, 1), (2, 0)]
+
+
+def test_losing_an_unknown_or_already_lost_instance_changes_nothing():
+    scheduler = machine()
+    assert scheduler.handle(InstanceGone(instance="ghost", reason="?")) == []
+
+
+def test_a_stale_equal_report_is_dropped_before_and_after_acceptance():
+    scheduler = machine()
+    scheduler.handle(joined("a", 1))
+    old = submitted(scheduler.handle(arrived(1)))["a"][0]
+    scheduler.handle(InstanceGone(instance="a", reason="partition"))
+    new = submitted(scheduler.handle(joined("b", 1)))["b"][0]
+    assert scheduler.handle(report("a", complete(old, "a"))) == []
+    orders = scheduler.handle(report("b", complete(new, "b")))
+    assert [type(o) for o in orders] == [Deliver]
+    assert scheduler.handle(report("a", complete(old, "a"))) == []
+    assert scheduler.num_delivered == 1 and scheduler.num_open == 0
+
+
+@pytest.mark.parametrize("stale_first", [True, False])
+def test_a_stale_report_that_differs_raises_the_integrity_alarm(stale_first):
+    scheduler = machine()
+    scheduler.handle(joined("a", 1))
+    old = submitted(scheduler.handle(arrived(1)))["a"][0]
+    scheduler.handle(InstanceGone(instance="a", reason="partition"))
+    new = submitted(scheduler.handle(joined("b", 1)))["b"][0]
+    reports = [report("a", complete(old, "a", token=99)), report("b", complete(new, "b"))]
+    orders = [o for r in (reports if stale_first else reports[::-1]) for o in scheduler.handle(r)]
+    delivered = [o.completion.instance for o in orders if isinstance(o, Deliver)]
+    alarms = [o for o in orders if isinstance(o, Alarm)]
+    assert delivered == ["b"]
+    assert len(alarms) == 1 and alarms[0].instance == "a" and alarms[0].epoch == 0
+
+
+def test_logprobs_that_differ_raise_the_alarm_too():
+    scheduler = machine()
+    scheduler.handle(joined("a", 1))
+    req = submitted(scheduler.handle(arrived(1)))["a"][0]
+    good = complete(req, "a")
+    scheduler.handle(report("a", good))
+    names = Completion.__dataclass_fields__
+    fields = {n: getattr(good, n) for n in names} | {"policy_logprobs": good.policy_logprobs * 2}
+    orders = scheduler.handle(report("a", Completion(**fields)))
+    assert [type(o) for o in orders] == [Alarm]
+
+
+def test_a_report_from_a_wrong_owner_or_a_future_epoch_is_an_alarm_and_not_accepted():
+    scheduler = machine()
+    scheduler.handle(joined("a", 1))
+    req = submitted(scheduler.handle(arrived(1)))["a"][0]
+    wrong_owner = scheduler.handle(report("z", complete(req, "z")))
+    future = SampleRequest(key=req.key, prompt=req.prompt, sampling=req.sampling, epoch=5)
+    wrong_epoch = scheduler.handle(report("a", complete(future, "a")))
+    assert [type(o) for o in wrong_owner + wrong_epoch] == [Alarm, Alarm]
+    assert scheduler.num_open == 1
+
+
+def test_a_repeated_report_delivers_once():
+    scheduler = machine()
+    scheduler.handle(joined("a", 1))
+    req = submitted(scheduler.handle(arrived(1)))["a"][0]
+    first = scheduler.handle(report("a", complete(req, "a")))
+    again = scheduler.handle(report("a", complete(req, "a")))
+    assert len(first) == 1 and again == []
+
+
+def ticked(scheduler: Scheduler, begin_s: float, end_s: float) -> list:
+    """Tick four times a second, as often as a waking scheduler does at least."""
+    times = np.arange(begin_s, end_s + 0.125, 0.25)
+    return [order for now_s in times for order in scheduler.handle(ClockTicked(now_s=float(now_s)))]
+
+
+def abandoned(orders) -> list[tuple[str, int]]:
+    return [(o.instance, o.num_requeued) for o in orders if isinstance(o, Abandon)]
+
+
+def test_a_silent_instance_is_given_up_and_a_talking_one_is_not():
+    scheduler = machine()
+    scheduler.handle(joined("quiet", 1, now_s=0.0))
+    scheduler.handle(joined("alive", 1, now_s=0.0))
+    scheduler.handle(arrived(2))
+    assert ticked(scheduler, 0.0, 9.0) == []
+    scheduler.handle(report("alive", now_s=9.0))
+    assert ticked(scheduler, 9.0, 10.0) == []
+    assert abandoned(scheduler.handle(ClockTicked(now_s=10.5))) == [("quiet", 1)]
+    assert list(scheduler.instances()) == ["alive"]
+
+
+@pytest.mark.parametrize("slept_s", [5.0, 90.0, 3600.0])
+def test_a_scheduler_that_slept_gives_nobody_up_before_it_could_hear_them(slept_s):
+    scheduler = machine()
+    for name in ("gen-0", "gen-1"):
+        scheduler.handle(joined(name, 1, now_s=0.0))
+    scheduler.handle(arrived(2))
+    assert ticked(scheduler, 0.0, 4.0) == []
+    woken_s = 4.0 + slept_s
+    # it looks at the clock before it has read a single answer, and goes on for a while without one
+    assert ticked(scheduler, woken_s, woken_s + 3.0) == []
+    scheduler.handle(report("gen-0", now_s=woken_s + 3.0))
+    # whoever stays silent is still found out, by the time that both were awake
+    assert abandoned(ticked(scheduler, woken_s + 3.0, woken_s + 8.0)) == [("gen-1", 1)]
+
+
+def test_a_report_may_be_the_first_thing_after_the_sleep():
+    scheduler = machine()
+    for name in ("gen-0", "gen-1"):
+        scheduler.handle(joined(name, 1, now_s=0.0))
+    scheduler.handle(report("gen-0", now_s=90.0))
+    assert scheduler.handle(ClockTicked(now_s=90.1)) == [] and len(scheduler.instances()) == 2
+
+
+def test_an_instance_that_hangs_in_a_step_is_given_up_though_it_answers():
+    scheduler = machine()
+    scheduler.handle(joined("gen-0", 1, now_s=0.0))
+    scheduler.handle(arrived(1))
+    orders = []
+    for second in range(12):
+        hanging = InstanceReported(instance="gen-0", now_s=float(second), boundary=7, busy_s=float(second))
+        orders += scheduler.handle(hanging)
+    assert abandoned(orders) == [("gen-0", 1)]
+    assert "its decode step 7 has been running for 11 s" in str(orders)
+
+
+def test_a_step_that_slept_with_the_scheduler_does_not_hang():
+    scheduler = machine()
+    scheduler.handle(joined("gen-0", 1, now_s=0.0))
+    scheduler.handle(InstanceReported(instance="gen-0", now_s=1.0, boundary=7, busy_s=0.5))
+    # the whole machine was stopped for 90 s: the instance's own clock says so, and the scheduler's as well
+    stopped = InstanceReported(instance="gen-0", now_s=91.0, boundary=7, busy_s=90.5)
+    assert scheduler.handle(stopped) == [] and list(scheduler.instances()) == ["gen-0"]
+
+
+def test_the_log_holds_epoch_owner_and_number_of_tokens_at_the_last_poll():
+    scheduler = machine()
+    scheduler.handle(joined("a", 1))
+    req = submitted(scheduler.handle(arrived(1)))["a"][0]
+    scheduler.handle(InstanceReported(instance="a", now_s=1.0, progress={req.key: 2}))
+    (line,) = scheduler.open_samples()
+    assert line.owner == "a" and line.request.epoch == 0 and line.num_tokens == 2
+    scheduler.handle(InstanceGone(instance="a", reason="killed"))
+    (line,) = scheduler.open_samples()
+    assert line.owner is None and line.request.epoch == 1 and line.num_tokens == 0
+
+
+def test_a_sample_handed_over_twice_is_refused():
+    scheduler = machine()
+    scheduler.handle(arrived(1))
+    with pytest.raises(RlhfSpecError, match="twice"):
+        scheduler.handle(arrived(1))
+
+
+def test_an_instance_name_is_used_by_one_living_instance():
+    scheduler = machine()
+    scheduler.handle(joined("a"))
+    with pytest.raises(RlhfSpecError, match="joined twice"):
+        scheduler.handle(joined("a"))
+
+
+class Pool:
+    """Random instances around a scheduler: finish, die, answer late, answer twice, stay silent."""
+
+    def __init__(self, seed: int, num_samples: int) -> None:
+        self.random = random.Random(seed)
+        self.scheduler = machine()
+        self.events: list = []
+        self.delivered: dict[SampleKey, Completion] = {}
+        self.alarms: list[Alarm] = []
+        self.holds: dict[str, list[SampleRequest]] = {}
+        self.zombies: dict[str, list[SampleRequest]] = {}
+        self.reported: list[tuple[str, Completion]] = []
+        self.num_names = 0
+        self.now_s = 0.0
+        self.num_samples = num_samples
+
+    def feed(self, event) -> None:
+        self.events.append(event)
+        self.carry_out(self.scheduler.handle(event))
+
+    def carry_out(self, orders) -> None:
+        for order in orders:
+            match order:
+                case Submit():
+                    self.holds[order.instance] += order.requests
+                case Deliver():
+                    assert order.completion.key not in self.delivered
+                    self.delivered[order.completion.key] = order.completion
+                case Abandon():
+                    self.zombies[order.instance] = self.holds.pop(order.instance)
+                case Alarm():
+                    self.alarms.append(order)
+
+    def join(self) -> None:
+        name = f"gen-{self.num_names}"
+        self.num_names += 1
+        self.holds[name] = []
+        self.feed(joined(name, self.random.randint(1, 4), self.now_s))
+
+    def turn(self) -> None:
+        self.now_s += self.random.random()
+        action = self.random.random()
+        name = self.random.choice(sorted(self.holds)) if self.holds else None
+        if name is None or (action < 0.03 and len(self.holds) < 4):
+            self.join()
+        elif action < 0.06:
+            self.feed(InstanceGone(instance=name, reason="killed"))
+        elif action < 0.12:
+            self.feed(ClockTicked(now_s=self.now_s))
+        elif action < 0.20 and self.zombies:
+            late = self.random.choice(sorted(self.zombies))
+            self.feed(report(late, *[complete(r, late) for r in self.zombies[late]], now_s=self.now_s))
+        elif action < 0.25 and self.reported:
+            late, completion = self.random.choice(self.reported)
+            self.feed(report(late, completion, now_s=self.now_s))
+        else:
+            self.finish_some(name)
+
+    def finish_some(self, name: str) -> None:
+        held = self.holds[name]
+        done = [held.pop(self.random.randrange(len(held))) for _ in range(min(2, len(held)))]
+        completions = [complete(r, name) for r in done]
+        self.reported += [(name, c) for c in completions]
+        self.feed(report(name, *completions, now_s=self.now_s))
+
+    def check(self) -> None:
+        owned = self.scheduler.instances()
+        assert owned == {name: len(held) for name, held in sorted(self.holds.items())}
+        assert self.scheduler.num_open + len(self.delivered) == self.num_samples
+        assert self.scheduler.num_waiting + sum(owned.values()) == self.scheduler.num_open
+
+    def run(self) -> None:
+        self.feed(arrived(self.num_samples))
+        for _ in range(10_000):
+            if not self.scheduler.num_open:
+                return
+            self.turn()
+            self.check()
+        raise AssertionError("samples are still open after 10000 events")
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_every_sample_completes_exactly_once_under_random_faults(seed):
+    pool = Pool(seed, num_samples=60)
+    pool.run()
+    assert len(pool.delivered) == 60 and pool.alarms == []
+    for key, completion in pool.delivered.items():
+        assert completion.token_ids[0] == key.sample_index
+
+
+def test_equal_events_give_equal_orders():
+    pool = Pool(7, num_samples=40)
+    pool.run()
+    first, second = machine(), machine()
+    for event in pool.events:
+        # Completions hold arrays, so orders are compared by their text.
+        assert repr(first.handle(event)) == repr(second.handle(event))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_rebuilt_scheduler_goes_on_and_completes_every_sample_once(seed):
+    pool = Pool(seed, num_samples=50)
+    pool.join()
+    pool.feed(arrived(50))
+    for _ in range(40):
+        pool.turn()
+    pool.zombies.clear()
+    unacknowledged = []
+    snapshots = []
+    for name, held in pool.holds.items():
+        finished = held[: len(held) // 2]
+        del held[: len(held) // 2]
+        unacknowledged += finished
+        snapshots.append(
+            InstanceSnapshot(
+                instance=name,
+                num_slots=4,
+                open_epochs={r.key: r.epoch for r in held},
+                completions=tuple(complete(r, name) for r in finished),
+            )
+        )
+    pool.scheduler, orders = Scheduler.rebuild(
+        requests=[request(i) for i in range(50)],
+        delivered=list(pool.delivered.values()),
+        snapshots=snapshots,
+        heartbeat_timeout_s=10.0,
+        now_s=pool.now_s,
+    )
+    pool.carry_out(orders)
+    pool.check()
+    assert all(r.key in pool.delivered for r in unacknowledged)
+    while pool.scheduler.num_open:
+        pool.turn()
+    assert len(pool.delivered) == 50 and pool.alarms == []
+
+
+def test_a_rebuild_gives_a_doubly_held_sample_to_neither():
+    held = {request(0).key: 3}
+    snapshots = [InstanceSnapshot(instance=n, num_slots=1, open_epochs=held) for n in ("a", "b")]
+    scheduler, orders = Scheduler.rebuild(
+        requests=[request(0)], delivered=[], snapshots=snapshots, heartbeat_timeout_s=1.0, now_s=0.0
+    )
+    ((_, (again,)),) = submitted(orders).items()
+    assert again.epoch == 4 and scheduler.num_open == 1
+
+
+def test_a_rebuild_drops_what_was_finished_for_requests_delivered_long_ago():
+    old, new = complete(request(0), "a"), complete(request(1), "a")
+    snapshot = InstanceSnapshot(instance="a", num_slots=1, open_epochs={}, completions=(old, new))
+    scheduler, orders = Scheduler.rebuild(
+        requests=[request(1)], delivered=[], snapshots=[snapshot], heartbeat_timeout_s=1.0, now_s=0.0
+    )
+    (order,) = orders
+    assert isinstance(order, Deliver) and order.completion is new
+    assert scheduler.num_open == 0
