@@ -9,7 +9,7 @@ from rich.console import Console
 
 from benchmarks.adaptive.pairs import pair_workload, profile_of, with_other_draft
 from benchmarks.support.result import write_result
-from cluster.profile_picture import draw_profile
+from cluster.reporting.profile_picture import draw_profile
 from profiles.profile import save_profile
 
 BUDGET_S = {"quick": 15.0, "default": 90.0, "full": 240.0}

@@ -1,1 +1,5 @@
-"""Topology, the RL loop, weight publication, run folder and the command line."""
+"""The RL loop over Ray actors, and the command line.
+
+Lives here: the loop on one page, the system it runs on, one package for each concern around it.
+Must not live here: actors (`actors`), decisions (`policies`), maths (`learning`).
+"""

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from cluster.machine_faults import explain_os_error
-from cluster.origin import NAME, shadowed_packages, version
+from cluster.placement.origin import NAME, shadowed_packages, version
 
 _INTRO = """\
 RLHF on Ray with lossless tree speculative decoding.
@@ -63,7 +63,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         )  # a name the terminal has no letters for is no fault
     try:
         args = build_parser().parse_args(argv)
-        from cluster.quiet import quiet_libraries  # not for --version, --help: it loads the config's classes
+        from cluster.placement.quiet import (
+            quiet_libraries,  # not for --version, --help: it loads the config's classes
+        )
 
         quiet_libraries()
         code = args.run(args)

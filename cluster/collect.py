@@ -10,9 +10,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from actors.messages import Taken
-from actors.watch import OpenWait
-from cluster.report import Reporter
+from actors.actor_messages import Taken
+from actors.ray_utils.watch import OpenWait
+from cluster.reporting.console import Reporter
 from cluster.rollout_buffer import RolloutBuffer
 from cluster.system import Scored, System
 from core.records import GenerationStats, Rollout, SampleRequest

@@ -12,18 +12,18 @@ from dataclasses import dataclass
 
 import ray
 
-from cluster.checkpoints import save_checkpoint
 from cluster.collect import collect
-from cluster.figures import iteration_figures
-from cluster.inputs import Inputs
-from cluster.publish import from_trainer
+from cluster.placement.ray_session import ray_session, sigterm_exits
+from cluster.preflight.inputs import Inputs
 from cluster.recorder import Recorder
-from cluster.refit import refit_draft
-from cluster.report import Reporter
-from cluster.rollout_files import write_rollouts
-from cluster.rundir import RunDir
-from cluster.session import ray_session, sigterm_exits
+from cluster.refit_step import refit_draft
+from cluster.reporting.console import Reporter
+from cluster.reporting.iteration_metrics import iteration_figures
+from cluster.run_folder.layout import RunDir
+from cluster.run_folder.rollout_files import write_rollouts
 from cluster.system import System, running_system
+from cluster.weights.checkpoints import save_checkpoint
+from cluster.weights.publish import from_trainer
 from core.config import Config
 from core.errors import NumericsError, StorageError
 from core.metrics import MetricsLog

@@ -5,15 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 
-from actors.remote import Handle
-from actors.spans import Span
-from actors.waiting import get
+from actors.generation.trace_events import Span
+from actors.ray_utils.remote import Handle
+from actors.ray_utils.waiting import get
 from cluster.collect import Collected
-from cluster.move_figures import move_figures
-from cluster.move_log import append_moves, odd_moves
-from cluster.report import Reporter
-from cluster.rundir import RunDir
-from cluster.timeline import Timeline, build_timeline
+from cluster.reporting.console import Reporter
+from cluster.reporting.move_metrics import move_figures
+from cluster.reporting.timeline import Timeline, build_timeline
+from cluster.run_folder.layout import RunDir
+from cluster.run_folder.move_log import append_moves, odd_moves
 from core.errors import RlhfSpecError, describe_error
 
 SPANS_TIMEOUT_S = 2.0
@@ -55,8 +55,8 @@ class Recorder:
 
     def _write(self, iteration: int, timeline: Timeline) -> None:
         # matplotlib takes a while to load, and only the end of a run needs it
-        from cluster.timeline_picture import write_timeline_picture
-        from cluster.timeline_trace import write_trace
+        from cluster.reporting.timeline_picture import write_timeline_picture
+        from cluster.reporting.timeline_trace import write_trace
 
         num_moves = len(timeline.journeys)
         title = (

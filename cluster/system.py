@@ -13,21 +13,21 @@ import ray
 from ray.util.placement_group import remove_placement_group
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from actors.messages import GenerationSpec, SchedulerSettings, TrainerSpec
-from actors.node import own_raylet, watching_raylet
-from actors.remote import Handle
-from actors.reward import RewardActor, RewardPool
-from actors.scheduler import SchedulerActor
-from actors.trainer import TrainerActor
-from actors.waiting import get
-from actors.watch import watching
-from cluster.inputs import Inputs
-from cluster.pool import GenerationPool
-from cluster.publish import PublishedWeights, confirm
-from cluster.reallocation import migration_settings, reallocation_policy
-from cluster.scheduling import SchedulerClient, scheduler_name
-from cluster.session import RaySession
-from cluster.topology import Ground, Topology, actor_options, place, plan
+from actors.actor_messages import GenerationSpec, SchedulerSettings, TrainerSpec
+from actors.ray_utils.node import own_raylet, watching_raylet
+from actors.ray_utils.remote import Handle
+from actors.ray_utils.waiting import get
+from actors.ray_utils.watch import watching
+from actors.reward_actors import RewardActor, RewardPool
+from actors.scheduler_actor import SchedulerActor
+from actors.trainer_actor import TrainerActor
+from cluster.placement.ray_session import RaySession
+from cluster.placement.topology import Ground, Topology, actor_options, place, plan
+from cluster.preflight.inputs import Inputs
+from cluster.scheduling.generation_pool import GenerationPool
+from cluster.scheduling.reallocation import migration_settings, reallocation_policy
+from cluster.scheduling.scheduler_client import SchedulerClient, scheduler_name
+from cluster.weights.publish import PublishedWeights, confirm
 from core.config import Config
 from core.records import Completion, SampleRequest, SamplingParams
 from engine.weights.chunks import pack_weights

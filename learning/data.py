@@ -13,7 +13,7 @@ from core.config import DataConfig, SamplingConfig
 from core.errors import DataError
 from core.records import Completion, Prompt, SampleKey, SampleRequest, SamplingParams, Stream
 from learning.records_io import Row, read_rows
-from learning.tasks.chain import draw_problem
+from learning.tasks.chain_task import draw_problem
 
 CHAIN_PROMPTS = 4096
 """Problems the chain task draws when data.limit says nothing."""

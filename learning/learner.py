@@ -35,8 +35,6 @@ from learning.advantages import (
 from learning.batching import pack_by_length
 from learning.critic import Critic, history_features
 from learning.experience import Experience, collate
-from learning.figures import MinibatchFigures
-from learning.forward import logits_where, prepare_for_training
 from learning.losses import (
     clipped_policy_loss,
     kl_estimate,
@@ -46,6 +44,8 @@ from learning.losses import (
 )
 from learning.soft_targets import SoftTargetStore
 from learning.targets import Targets
+from learning.training_forward import logits_where, prepare_for_training
+from learning.update_metrics import MinibatchFigures
 
 
 class Learner:

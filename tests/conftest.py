@@ -45,8 +45,8 @@ def tiny_pair(tmp_path_factory: pytest.TempPathFactory) -> TinyPair:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from learning.tasks.chain import ALPHABET
-    from learning.tokenization import character_tokenizer
+    from learning.pairs.tokenization import character_tokenizer
+    from learning.tasks.chain_task import ALPHABET
 
     folder = tmp_path_factory.mktemp("tiny_pair")
     tokenizer = character_tokenizer(ALPHABET)

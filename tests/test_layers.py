@@ -110,7 +110,7 @@ def test_a_folder_imports_only_from_its_left(folder: str) -> None:
 
 
 def test_the_layer_rule_catches_planted_faults() -> None:
-    assert layer_faults("from actors.messages import Order", "policies")
+    assert layer_faults("from actors.actor_messages import Order", "policies")
     assert layer_faults("def f():\n    import ray", "learning")
     assert layer_faults("import torch.nn", "policies")
     assert not layer_faults("import json\nfrom core.records import Prompt", "policies")

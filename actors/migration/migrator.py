@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from actors.migration.arrivals import Arrivals
-from actors.migration.departures import Departures
-from actors.migration.desk import Desk
+from actors.migration.context import Desk
+from actors.migration.migration_destination import Arrivals
+from actors.migration.migration_source import Departures
 from core.records import Completion, SampleKey
 from policies.migration.move_messages import HandOver, MoveOrder, News, Prepare, Ready, Settle
 

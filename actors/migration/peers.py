@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
-from actors.remote import Handle
+from actors.ray_utils.remote import Handle
 from policies.migration.move_messages import PeerMessage
 
 

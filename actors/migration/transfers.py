@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from actors.generation.trace_events import SpanKind
 from actors.migration.settings import MigrationSettings
-from actors.spans import SpanKind
-from actors.transport.base import Sender, Ticket, Transport
+from actors.transport.channels import Sender, Ticket, Transport
 from actors.transport.frames import claimed_sequence, frame_bytes, open_frame, seal
 from actors.transport.paced import Paced
 from core.errors import TransferError

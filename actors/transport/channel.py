@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from actors.transport.base import Ticket
+from actors.transport.channels import Ticket
 from core.errors import TransferError
 
 _SOURCE_PLACE = re.compile(r"^\[[^\]]*\.(cc|cpp|h):\d+\]\s*")

@@ -24,9 +24,9 @@ import numpy as np
 import ray
 from ray.exceptions import RayError
 
-from actors.remote import Handle
-from actors.transport.base import Ticket, require_frame
+from actors.ray_utils.remote import Handle
 from actors.transport.channel import ChannelLife, new_channel_id, require_usable
+from actors.transport.channels import Ticket, require_frame
 from core.errors import TransferError
 
 IN_FLIGHT_FRAMES = 2

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from actors.transport.base import Sender
+from actors.transport.channels import Sender
 
 
 class Paced:

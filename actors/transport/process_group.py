@@ -14,8 +14,8 @@ from typing import Protocol
 
 import numpy as np
 
-from actors.transport.base import Ticket, require_frame
 from actors.transport.channel import ChannelLife, new_channel_id, reason_of, require_usable
+from actors.transport.channels import Ticket, require_frame
 from actors.transport.rendezvous import PairStore, accept, open_door, reach, shut
 from core.errors import TransferError
 

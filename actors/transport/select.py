@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
-from actors.remote import Handle
-from actors.transport.base import Transport
+from actors.ray_utils.remote import Handle
+from actors.transport.channels import Transport
 from core.errors import ConfigError
 
 TransportName = Literal["auto", "gloo", "object_store", "nccl"]

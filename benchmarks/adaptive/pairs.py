@@ -1,6 +1,6 @@
 """The pairs on which drafting is judged: the demo pair, and a target twice as deep with the same draft.
 
-`large` is the demo target grown to 16 layers that compute the same function (`learning.growth`): the same tokens
+`large` is the demo target grown to 16 layers that compute the same function (`learning.pairs.net2net`): the same tokens
 and acceptance at twice the cost, so that its draft costs under a twentieth of a target forward.
 """
 
@@ -28,8 +28,8 @@ from engine.calibration.profiler import (
 )
 from engine.engine import Engine
 from engine.weights.loading import load_causal_lm
-from learning.growth import deepen
-from learning.pairs import PairPaths
+from learning.pairs.make import PairPaths
+from learning.pairs.net2net import deepen
 from profiles.acceptance import fit_acceptance
 from profiles.profile import Profile
 from profiles.quality import acceptance_quality

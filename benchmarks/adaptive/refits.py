@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from cluster.inputs import read_inputs
 from cluster.loop import run_training
-from cluster.origin import ROOT
-from cluster.prepare import resolve_models
-from cluster.report import Reporter
-from cluster.rundir import RunDir
+from cluster.placement.origin import ROOT
+from cluster.preflight.demo_models import resolve_models
+from cluster.preflight.inputs import read_inputs
+from cluster.reporting.console import Reporter
+from cluster.run_folder.layout import RunDir
 from core.config_io import load_config
 from core.metrics import read_metrics
 

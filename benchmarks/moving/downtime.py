@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from actors.generation.trace_events import Span
 from actors.migration.settings import MigrationSettings
-from actors.spans import Span
 from benchmarks.moving.exact import count_mismatches
 from benchmarks.moving.wide_pair import wide_workload
 from benchmarks.support.actor_pool import ActorPool

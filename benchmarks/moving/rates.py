@@ -15,7 +15,7 @@ from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
-from actors.spans import Span
+from actors.generation.trace_events import Span
 from benchmarks.moving.rollouts import requests_of
 from benchmarks.support.actor_pool import ActorPool
 from benchmarks.support.workload import Workload

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from cluster.session import ray_session
+from cluster.placement.ray_session import ray_session
 from core.config import ClusterConfig, Config, DataConfig, ModelsConfig
 
 

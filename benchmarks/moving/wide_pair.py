@@ -1,6 +1,6 @@
 """A pair whose target is large enough for caches to weigh: the demo target grown to 29M parameters, with its draft.
 
-Twice as wide and ten layers deep it computes the same function (`learning.growth`), so drafts are accepted as ever.
+Twice as wide and ten layers deep it computes the same function (`net2net`), so drafts are accepted as ever.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from transformers import LlamaForCausalLM
 from benchmarks.support.workload import Workload, default_cache_dir, demo_workload
 from core.records import Prompt
 from engine.weights.loading import load_causal_lm
-from learning.growth import deepen, widen
-from learning.pairs import PairPaths
+from learning.pairs.make import PairPaths
+from learning.pairs.net2net import deepen, widen
 
 LAYERS = 10
 MAX_POSITIONS = 4096

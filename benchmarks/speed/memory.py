@@ -16,8 +16,8 @@ import torch
 from benchmarks.support.model_p import VOCAB_SIZE, model_p_folder, model_p_requests
 from benchmarks.support.rates import plain_engine
 from benchmarks.support.timing import Figures
-from cluster.check import model_shape
-from cluster.memory import plan_memory
+from cluster.placement.memory_plan import plan_memory
+from cluster.preflight.run_check import model_shape
 from core.config import Config
 from core.errors import WaitTimeout
 from engine.weights.loading import load_hf_config

@@ -9,14 +9,14 @@ from typing import Any
 
 import ray
 
-from actors.generation import GenerationActor
-from actors.messages import GenerationSpec, Rejoined, SchedulerSettings
+from actors.actor_messages import GenerationSpec, Rejoined, SchedulerSettings
+from actors.generation.generation_actor import GenerationActor
+from actors.generation.trace_events import Span
 from actors.migration.settings import MigrationSettings
-from actors.scheduler import SchedulerActor
-from actors.spans import Span
-from actors.waiting import get
+from actors.ray_utils.waiting import get
+from actors.scheduler_actor import SchedulerActor
 from benchmarks.support.workload import Workload
-from cluster.publish import PublishedWeights, publish
+from cluster.weights.publish import PublishedWeights, publish
 from core.config import EngineConfig, SpeculationConfig
 from core.errors import WaitTimeout
 from core.records import Completion, GenerationStats, SampleKey, SampleRequest

@@ -19,7 +19,7 @@ from core.config import DataConfig, RunConfig, SamplingConfig
 from core.records import Prompt, SampleKey, SampleRequest, SamplingParams, Stream
 from engine.weights.loading import load_causal_lm, load_tokenizer, num_token_ids
 from learning.data import load_prompts, sampling_params
-from learning.pairs import PairPaths, make_demo_pair, make_pair_from_text
+from learning.pairs.make import PairPaths, make_demo_pair, make_pair_from_text
 
 BENCH_SEED = 7
 

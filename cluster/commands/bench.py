@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.commands.arguments import out_folder, path_argument
-from cluster.origin import ROOT
+from cluster.placement.origin import ROOT
 
 _TEXT = """\
 Run one benchmark and write DIR/NAME.json: figures, intervals, provenance.

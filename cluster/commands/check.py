@@ -30,9 +30,9 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the report. Raises InputError at the first fault."""
-    from cluster.prepare import resolve_models
-    from cluster.report import Reporter
-    from cluster.rundir import choose_run_path
+    from cluster.preflight.demo_models import resolve_models
+    from cluster.reporting.console import Reporter
+    from cluster.run_folder.layout import choose_run_path
     from core.config_io import load_config
 
     report = Reporter()
@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
         report.stage("loading torch and transformers")
         config = resolve_models(config, report)
         report.stage("checking models, data and memory")
-        from cluster.check import check_run
+        from cluster.preflight.run_check import check_run
 
         lines = check_run(config, output_dir=path).lines()
     finally:

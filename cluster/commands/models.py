@@ -57,8 +57,8 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Make the pair. Raises DataError for files that cannot be read."""
-    from cluster.report import Reporter
-    from learning.pairs import make_pair_from_text
+    from cluster.reporting.console import Reporter
+    from learning.pairs.make import make_pair_from_text
 
     out = out_folder(args.out)
     report = Reporter()

@@ -38,11 +38,11 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure, fit, write, say how good the fit is. Raises InputError for bad input."""
-    from cluster.inputs import read_inputs
-    from cluster.prepare import resolve_models
-    from cluster.profile_picture import draw_profile
-    from cluster.profiling import describe, measure
-    from cluster.report import Reporter
+    from cluster.preflight.demo_models import resolve_models
+    from cluster.preflight.inputs import read_inputs
+    from cluster.preflight.run_profile import describe, measure
+    from cluster.reporting.console import Reporter
+    from cluster.reporting.profile_picture import draw_profile
     from core.config_io import load_config
     from profiles.profile import save_profile
 

@@ -33,10 +33,10 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print state and summary, of a damaged folder what can be read. Raises ConfigError when it is no run folder."""
-    from cluster.report import Reporter
-    from cluster.run_status import describe_status
-    from cluster.rundir import RunDir
-    from cluster.summary import summarise
+    from cluster.reporting.console import Reporter
+    from cluster.reporting.summary import summarise
+    from cluster.run_folder.layout import RunDir
+    from cluster.run_folder.run_status import describe_status
     from core.metrics import read_metrics
 
     run_dir = RunDir.open(args.run_dir)

@@ -79,7 +79,7 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Simulate, print a table, write JSON. Raises InputError for bad input."""
-    from cluster.report import PipeConsole
+    from cluster.reporting.console import PipeConsole
     from policies.simulate.compare import COMPARED, compare
 
     _check(args)
@@ -121,7 +121,7 @@ def _check(args: argparse.Namespace) -> None:
 
 def _samples(args: argparse.Namespace) -> tuple[Samples, int]:
     """The rollout's samples and the limit of a response."""
-    from cluster.recorded_lengths import read_lengths
+    from cluster.run_folder.recorded_lengths import read_lengths
     from core.errors import DataError
     from policies.simulate.workloads import drawn_lengths, samples_of
 

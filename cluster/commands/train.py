@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cluster.commands.arguments import add_config_arguments
-from cluster.origin import ROOT
+from cluster.placement.origin import ROOT
 
 if TYPE_CHECKING:
-    from cluster.inputs import Inputs
-    from cluster.report import Reporter
-    from cluster.rundir import RunDir
+    from cluster.preflight.inputs import Inputs
+    from cluster.reporting.console import Reporter
+    from cluster.run_folder.layout import RunDir
     from core.config import Config
 
 DEMO_CONFIG = ROOT / "configs" / "demo.yaml"
@@ -57,8 +57,8 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Check, then train (or only print, with --dry-run). Raises InputError for bad input."""
-    from cluster.report import Reporter
-    from cluster.rundir import choose_run_path, is_ray_working_dir
+    from cluster.reporting.console import Reporter
+    from cluster.run_folder.layout import choose_run_path, is_ray_working_dir
     from core.config_io import load_config
 
     report = Reporter()
@@ -74,21 +74,21 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run(config: Config, path: Path, report: Reporter, *, dry_run: bool) -> int:
-    from cluster.prepare import resolve_models
-    from cluster.rundir import RunDir
+    from cluster.preflight.demo_models import resolve_models
+    from cluster.run_folder.layout import RunDir
 
     report.stage("loading torch and transformers")
     config = resolve_models(config, report)
     report.stage("checking models, data and memory")
-    from cluster.check import check_run
+    from cluster.preflight.run_check import check_run
 
     checked = check_run(config, output_dir=path)
     report.stop()
     if dry_run:
         _print_plan(config, checked.lines(), report)
     else:
-        from cluster.profiling import resolve_profile
-        from cluster.sweep import sweep_run_folders
+        from cluster.preflight.run_profile import resolve_profile
+        from cluster.run_folder.leftovers import sweep_run_folders
 
         inputs = replace(checked.inputs, profile=resolve_profile(config, checked.inputs, report))
         run_dir = RunDir.create(config, path)
@@ -146,7 +146,7 @@ def _set_ending(run_dir: RunDir, error: BaseException) -> None:
 
 def _close(run_dir: RunDir, report: Reporter, *, with_files: bool = True, with_picture: bool = True) -> None:
     """Print the closing table, write it and its picture; what goes wrong is a note."""
-    from cluster.summary import summarise
+    from cluster.reporting.summary import summarise
     from core.errors import describe_error
     from core.files import write_whole
     from core.metrics import read_metrics
@@ -161,7 +161,7 @@ def _close(run_dir: RunDir, report: Reporter, *, with_files: bool = True, with_p
             write_whole(run_dir.summary_file, summary.text())
             if with_picture:
                 # matplotlib takes a while to load
-                from cluster.picture import write_picture
+                from cluster.reporting.progress_picture import write_picture
 
                 write_picture(metrics, run_dir.picture_file)
     except Exception as error:

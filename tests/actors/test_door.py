@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 import pytest
 from fake_engine import FakeEngine, FakeHost, make_request
 
-from actors.decode_loop import DecodeLoop, NewsOrder, SubmitOrder
-from actors.door import Door, TimedDoor
+from actors.generation.decode_loop import DecodeLoop, NewsOrder, SubmitOrder
+from actors.generation.migration_port import Door, TimedDoor
 from core.errors import RlhfSpecError
 from core.records import Completion, GenerationStats, InstanceLoad, SampleKey
 from policies.migration.move_messages import Landed, News

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import ray
 
-from actors.reward import RewardActor, RewardPool
+from actors.reward_actors import RewardActor, RewardPool
 from core.config import RewardConfig
 from core.errors import ConfigError, InstanceLost, RewardError, WaitTimeout
 from core.records import Prompt

@@ -9,9 +9,9 @@ import pytest
 import ray
 from fake_engine import POISON, FakeInstance, make_request, response_of
 
-from actors.messages import SchedulerSettings
-from actors.scheduler import SchedulerActor
-from actors.waiting import get
+from actors.actor_messages import SchedulerSettings
+from actors.ray_utils.waiting import get
+from actors.scheduler_actor import SchedulerActor
 from core.errors import DataError
 
 pytestmark = pytest.mark.ray

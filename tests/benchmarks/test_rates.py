@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from actors.spans import Span
+from actors.generation.trace_events import Span
 from benchmarks.moving.rates import Rates, measured_rates, stretches_of
 from core.records import GenerationStats, Prompt, SampleKey, SampleRequest, SamplingParams, Stream
 

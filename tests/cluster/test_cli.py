@@ -11,7 +11,7 @@ import pytest
 
 from cluster.cli import main
 from cluster.commands.bench import benchmark_names
-from cluster.origin import PACKAGES, ROOT, shadowed_packages
+from cluster.placement.origin import PACKAGES, ROOT, shadowed_packages
 from tests.conftest import TinyPair
 
 COMMANDS = ("demo", "train", "bench", "check", "models", "show")
@@ -99,7 +99,7 @@ def test_tokenizers_that_differ(
 ) -> None:
     from transformers import AutoModelForCausalLM
 
-    from learning.tokenization import character_tokenizer
+    from learning.pairs.tokenization import character_tokenizer
 
     AutoModelForCausalLM.from_pretrained(tiny_pair.draft).save_pretrained(tmp_path / "other")
     character_tokenizer("zyx").save_pretrained(tmp_path / "other")
@@ -234,7 +234,7 @@ def test_a_run_whose_folder_was_taken_says_where_it_writes(
 ) -> None:
     taken = tmp_path / "runs" / "r"
     taken.mkdir(parents=True)
-    monkeypatch.setattr("cluster.rundir.choose_run_path", lambda *_, **__: taken)
+    monkeypatch.setattr("cluster.run_folder.layout.choose_run_path", lambda *_, **__: taken)
     monkeypatch.setattr("cluster.loop.run_training", lambda *_: None)
     assert main(["train", "--config", str(config_file), "--set", "speculation.policy=fixed"]) == 0
     assert f"run folder {taken}-2 (another run took the first name)" in capsys.readouterr().out

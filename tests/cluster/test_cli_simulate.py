@@ -12,7 +12,7 @@ import pytest
 from hand_profile import hand_cost, hand_profile
 
 from cluster.cli import main
-from cluster.recorded_lengths import read_lengths
+from cluster.run_folder.recorded_lengths import read_lengths
 from core.errors import DataError
 from profiles.profile import save_profile
 

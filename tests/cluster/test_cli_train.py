@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import cluster.loop
 import learning.data
 from cluster.cli import main
-from cluster.rundir import RunDir
+from cluster.run_folder.layout import RunDir
 from core.checkpoint_manifest import verify_checkpoint
 from core.metrics import read_metrics
 from learning.records_io import Row

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from made_moves import move
 
-from actors.messages import LostInstance, Taken
+from actors.actor_messages import LostInstance, Taken
 from cluster.collect import collect
 from core.errors import WeightsError
 from core.records import (
@@ -21,7 +21,7 @@ from core.records import (
     SamplingParams,
     WeightSpan,
 )
-from learning.tokenization import character_tokenizer
+from learning.pairs.tokenization import character_tokenizer
 from policies.scheduling.events import Alarm
 
 LETTERS = "abcde"

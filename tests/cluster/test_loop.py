@@ -17,13 +17,13 @@ import ray
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cluster.collect import collect
-from cluster.inputs import read_inputs
 from cluster.loop import train
-from cluster.move_log import read_moves
-from cluster.report import Reporter
-from cluster.rundir import RunDir
-from cluster.session import RaySession
-from cluster.summary import STEP_PARTS
+from cluster.placement.ray_session import RaySession
+from cluster.preflight.inputs import read_inputs
+from cluster.reporting.console import Reporter
+from cluster.reporting.summary import STEP_PARTS
+from cluster.run_folder.layout import RunDir
+from cluster.run_folder.move_log import read_moves
 from cluster.system import System, running_system
 from core.config import Config
 from core.config_io import config_from_dict
@@ -35,7 +35,7 @@ from engine.weights.chunks import model_checksum, pack_weights, unpack_weights
 from engine.weights.loading import load_causal_lm, load_tokenizer
 from learning.data import PromptCursor, load_prompts, response_text, sampling_params
 from learning.learner import Learner
-from learning.tasks.base import build_reward
+from learning.tasks.reward_function import build_reward
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import pyarrow.parquet as pq
 import pytest
 
-from cluster.inputs import read_inputs
 from cluster.loop import train
-from cluster.report import Reporter
-from cluster.rundir import RunDir
-from cluster.session import RaySession
+from cluster.placement.ray_session import RaySession
+from cluster.preflight.inputs import read_inputs
+from cluster.reporting.console import Reporter
+from cluster.run_folder.layout import RunDir
 from cluster.system import running_system
 from core.config_io import config_from_dict
 from core.metrics import read_metrics

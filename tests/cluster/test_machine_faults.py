@@ -13,7 +13,7 @@ import pytest
 from cluster.cli import main
 from cluster.commands import show
 from cluster.machine_faults import explain_os_error
-from cluster.origin import ROOT
+from cluster.placement.origin import ROOT
 
 
 def raised(error: OSError) -> OSError:

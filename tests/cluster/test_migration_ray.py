@@ -16,13 +16,13 @@ import ray
 import tiny_pool
 from forced_moves import Forced
 
-from actors.generation import GenerationActor
-from actors.messages import GenerationSpec, LostInstance, SchedulerSettings
+from actors.actor_messages import GenerationSpec, LostInstance, SchedulerSettings
+from actors.generation.generation_actor import GenerationActor
 from actors.migration.settings import MigrationSettings
-from actors.scheduler import SchedulerActor
+from actors.scheduler_actor import SchedulerActor
 from actors.transport.select import TransportName
-from cluster.publish import PublishedWeights, publish
-from cluster.scheduling import SchedulerClient
+from cluster.scheduling.scheduler_client import SchedulerClient
+from cluster.weights.publish import PublishedWeights, publish
 from core.config import EngineConfig, SpeculationConfig
 from core.records import Completion, Prompt, SampleKey, SampleRequest, SamplingParams, Stream
 from engine.build import build_engine

@@ -30,14 +30,14 @@ from mutations import (
 )
 
 from cluster.cli import main
-from cluster.rundir import choose_run_path
+from cluster.run_folder.layout import choose_run_path
 from core.config import Config, DataConfig
 from core.config_io import config_from_dict, dump_config, load_config
 from core.errors import InputError
 from engine.weights.loading import load_causal_lm
 from learning.data import load_prompts
-from learning.tasks.chain import ALPHABET
-from learning.tokenization import character_tokenizer
+from learning.pairs.tokenization import character_tokenizer
+from learning.tasks.chain_task import ALPHABET
 from tests.conftest import TinyPair
 
 NOON = datetime(2026, 1, 2, 12, 0, 0)

@@ -13,10 +13,10 @@ from made_moves import move, three_moves, two_instances
 
 from cluster import recorder as recorder_module
 from cluster.collect import Collected
-from cluster.move_log import read_moves
 from cluster.recorder import Recorder
-from cluster.report import Reporter
-from cluster.rundir import RunDir
+from cluster.reporting.console import Reporter
+from cluster.run_folder.layout import RunDir
+from cluster.run_folder.move_log import read_moves
 from core.records import GenerationStats
 
 pytestmark = pytest.mark.ray

@@ -4,10 +4,10 @@ from types import SimpleNamespace
 
 import pytest
 
-import cluster.refit
-from cluster.refit import refit_draft
+import cluster.refit_step
+from cluster.refit_step import refit_draft
 from core.config_io import config_from_dict
-from learning.refit import RefitReport
+from learning.draft_refit import RefitReport
 
 PACK_AND_PUBLISH_S = 0.5
 
@@ -29,9 +29,9 @@ class Bench:
             generation=SimpleNamespace(publish=self.publish),
             ask=self.learn,
         )
-        monkeypatch.setattr(cluster.refit.time, "perf_counter", lambda: self.now_s)
+        monkeypatch.setattr(cluster.refit_step.time, "perf_counter", lambda: self.now_s)
         monkeypatch.setattr(
-            cluster.refit, "from_trainer", lambda trainer, *, timeout_s, model: f"new {model}"
+            cluster.refit_step, "from_trainer", lambda trainer, *, timeout_s, model: f"new {model}"
         )
 
     def learn(self, budget_s: float, **names: str) -> RefitReport:

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 import cluster.loop
-import cluster.picture
+import cluster.reporting.progress_picture
 from cluster.commands import train
-from cluster.report import Reporter
-from cluster.rundir import RunDir
+from cluster.reporting.console import Reporter
+from cluster.run_folder.layout import RunDir
 from core.config import Config
 from core.config_io import config_from_dict
 from core.errors import ConfigError, InstanceLost, StorageError
@@ -55,7 +55,7 @@ def break_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> None:
         raise RuntimeError("no font")
 
-    monkeypatch.setattr(cluster.picture, "write_picture", fail)
+    monkeypatch.setattr(cluster.reporting.progress_picture, "write_picture", fail)
 
 
 def test_a_finished_run_without_its_picture_is_finished_and_says_what_is_missing(run_dir, monkeypatch):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from cluster.memory import ModelShape, plan_memory
+from cluster.placement.memory_plan import ModelShape, plan_memory
 from core.config import EngineConfig, SpeculationConfig
 from core.config_io import config_from_dict
 from core.errors import ConfigError

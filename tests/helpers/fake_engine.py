@@ -8,8 +8,8 @@ import time
 import numpy as np
 import ray
 
-from actors.decode_loop import DecodeLoop, HoldOrder, SubmitOrder
-from actors.messages import LoadedWeights
+from actors.actor_messages import LoadedWeights
+from actors.generation.decode_loop import DecodeLoop, HoldOrder, SubmitOrder
 from core.errors import DataError
 from core.progress import Progress
 from core.records import (

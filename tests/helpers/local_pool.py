@@ -13,13 +13,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from actors.decode_loop import DecodeLoop, HoldOrder, NewsOrder, SubmitOrder
-from actors.messages import HeldSamples, PollReply
-from actors.migration.desk import Desk
+from actors.actor_messages import HeldSamples, PollReply
+from actors.generation.decode_loop import DecodeLoop, HoldOrder, NewsOrder, SubmitOrder
+from actors.migration.context import Desk
 from actors.migration.migrator import Migrator
 from actors.migration.settings import MigrationSettings
 from actors.migration.transfers import Transfers
-from actors.transport.memory import NO_FAULTS, FaultPlan, MemoryHub, MemoryTransport
+from actors.transport.in_process import NO_FAULTS, FaultPlan, MemoryHub, MemoryTransport
 from core.records import Completion, SampleKey, SampleRequest
 from engine.engine import Engine
 from policies.reallocation.pool_records import ReallocationPolicy
@@ -300,7 +300,7 @@ class LocalPool:
         self._wait_for_transfers()
 
     def _replace_scheduler(self) -> None:
-        """As `cluster.scheduling`: ask every instance what it holds, rebuild."""
+        """As `cluster.scheduling.scheduler_client`: ask every instance what it holds, rebuild."""
         self.term += 1
         answers = {i.name: i.loop.order(HoldOrder(term=self.term)) for i in self.alive}
         for instance in self.alive:

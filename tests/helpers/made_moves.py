@@ -1,6 +1,6 @@
 """Moves and spans made by hand: two instances, one sample shipped, one recomputed, one that never left."""
 
-from actors.spans import Span
+from actors.generation.trace_events import Span
 from core.records import SampleKey
 from policies.migration.move_messages import MoveOrder
 from policies.reallocation.pool_records import MoveMode

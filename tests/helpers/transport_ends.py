@@ -12,7 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 
-from actors.transport.memory import MemoryHub, MemoryTransport
+from actors.transport.in_process import MemoryHub, MemoryTransport
 from actors.transport.select import make_transport
 
 TIMEOUT_S = 1.2

@@ -6,13 +6,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pytest import fixture, mark, raises
 
-import learning.tokenization
+import learning.pairs.tokenization
 from core.config import DataConfig, SamplingConfig
 from core.errors import DataError
 from core.records import SamplingParams
 from learning.data import PromptCursor, load_prompts, sampling_params
-from learning.tasks.chain import ALPHABET
-from learning.tokenization import character_tokenizer, train_bpe
+from learning.pairs.tokenization import character_tokenizer, train_bpe
+from learning.tasks.chain_task import ALPHABET
 
 
 @fixture(scope="module")
@@ -57,7 +57,7 @@ def test_a_tokenizer_is_trained_on_a_million_letters_without_a_blank(text):
 def test_long_runs_change_no_other_text(monkeypatch):
     texts = ["Tom has 12 apples.\n" * 50, "x" * 1024, " " * 1024 + "y"]
     cut = train_bpe(texts, vocab_size=400).get_vocab()
-    monkeypatch.setattr(learning.tokenization, "_without_long_runs", lambda texts: texts)
+    monkeypatch.setattr(learning.pairs.tokenization, "_without_long_runs", lambda texts: texts)
     assert train_bpe(texts, vocab_size=400).get_vocab() == cut
 
 

@@ -12,8 +12,8 @@ from core.errors import ConfigError, NumericsError
 from core.records import Reward
 from engine.decoding.logprobs import token_logprobs
 from learning.experience import collate
-from learning.forward import logits_where
 from learning.learner import Learner
+from learning.training_forward import logits_where
 
 TRAINER = TrainerConfig(learning_rate=1e-2, value_learning_rate=1e-2, minibatch_size=3, epochs=2)
 PPO, GRPO = AlgorithmConfig(kind="ppo"), AlgorithmConfig(kind="grpo")

@@ -9,12 +9,12 @@ import torch
 
 from core.config import DrafterTrainingConfig
 from engine.decoding.logprobs import scaled_logits, token_logprobs
-from learning.draft_lesson import draft_lesson
+from learning.distillation_batch import draft_lesson
+from learning.draft_refit import DraftRefitter
 from learning.experience import collate
-from learning.forward import logits_where
-from learning.refit import DraftRefitter
-from learning.sampling import sample_responses
+from learning.pairs.hf_sampling import sample_responses
 from learning.soft_targets import SoftTargetStore
+from learning.training_forward import logits_where
 from tests.learning.conftest import tiny_model
 
 TOKEN_S = 0.01

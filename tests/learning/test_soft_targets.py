@@ -7,11 +7,11 @@ import torch
 
 from core.config import AlgorithmConfig, TrainerConfig
 from engine.decoding.logprobs import scaled_logits
-from learning.distill import distillation_loss
 from learning.experience import collate
-from learning.forward import logits_where
 from learning.learner import Learner
+from learning.pairs.distill import distillation_loss
 from learning.soft_targets import SoftTargetStore, soft_kl
+from learning.training_forward import logits_where
 
 
 def kept(logits: torch.Tensor, num_tokens: int):

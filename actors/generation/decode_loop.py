@@ -1,0 +1,372 @@
+"""The decode loop of one instance: engine state has one writer, and orders one logged order.
+
+Control threads put orders into a mailbox; the loop empties it between decode steps, at numbered step
+boundaries, so that the log of (boundary, order) replays what an instance did (design 3.5). Completions
+wait in an outbox until a later poll acknowledges them: an answer that is lost is given again.
+Nothing here knows Ray.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from actors.actor_messages import HeldSamples, PollReply
+from actors.generation.loop_engine import EngineHost
+from actors.generation.migration_port import Door, TimedDoor
+from actors.generation.trace_events import SpanLog
+from core.errors import RlhfSpecError
+from core.progress import Progress
+from core.records import Completion, InstanceLoad, SampleKey, SampleRequest, WeightManifest
+from policies.migration.move_messages import MoveReport, News, describe
+
+logger = logging.getLogger(__name__)
+ORDER_LOG_LENGTH = 1000
+TICK_S = 0.1
+"How often an idle loop looks after its open moves."
+GATHER_S = 0.05
+"Between two answers to polls, while samples run: an answer tells of all of them, and many samples end at once."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SubmitOrder:
+    """Take these samples, if they come from no scheduler that has been replaced."""
+
+    requests: tuple[SampleRequest, ...]
+    term: int = 0
+
+    def __str__(self) -> str:
+        names = ", ".join(f"{r.key.sample_index}@{r.epoch}" for r in self.requests)
+        return f"submit {names}" + (f" in term {self.term}" if self.term else "")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadOrder:
+    """Load this version of this model; there must be no open sample (mode drain)."""
+
+    manifest: WeightManifest
+    chunks: tuple[np.ndarray, ...]
+
+    def __str__(self) -> str:
+        return f"load {self.manifest.model} version {self.manifest.weight_version}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrainOrder:
+    """Answer when no sample is open."""
+
+    def __str__(self) -> str:
+        return "drain"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StopOrder:
+    """Leave the loop at the next boundary."""
+
+    def __str__(self) -> str:
+        return "stop"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HoldOrder:
+    """Answer what is held, and take no samples of an earlier term any more."""
+
+    term: int
+
+    def __str__(self) -> str:
+        return f"hold for term {self.term}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewsOrder:
+    """Something about a move: an order, a peer's message, news of a transfer thread, a verdict."""
+
+    news: News
+    term: int | None = None
+    "of the scheduler that says it; None: it comes from a peer or a transfer thread"
+
+    def __str__(self) -> str:
+        return describe(self.news)
+
+
+LoopOrder = SubmitOrder | LoadOrder | DrainOrder | StopOrder | HoldOrder | NewsOrder
+
+
+@dataclass(frozen=True, slots=True)
+class _Published:
+    """What polls read: written at step boundaries under the lock."""
+
+    load: InstanceLoad | None = None
+    progress: Progress = field(default_factory=Progress)
+
+
+class DecodeLoop:
+    """Runs an engine; `run` on one thread, `order` and `poll` on any other."""
+
+    def __init__(
+        self,
+        instance: str,
+        host: EngineHost,
+        *,
+        publish_interval_s: float,
+        on_publish: Callable[[InstanceLoad], None] = lambda load: None,
+        make_door: Callable[[DecodeLoop], Door] | None = None,
+    ) -> None:
+        self._instance = instance
+        self._host = host
+        self._publish_interval_s = publish_interval_s
+        self._on_publish = on_publish
+        self._mailbox: queue.SimpleQueue[tuple[LoopOrder, Future]] = queue.SimpleQueue()
+        self._drains: list[Future] = []
+        self._changed = threading.Condition()
+        self.open_epochs: dict[SampleKey, int] = {}
+        "samples taken and not finished; the door keeps it up to date for those that move"
+        self._term = 0
+        self._outbox: deque[tuple[int, Completion | MoveReport]] = deque()
+        self._sequence = 0
+        self._published = _Published()
+        self._published_at_s = 0.0
+        self._publish_s = 0.0
+        "spent on telling polls what they read"
+        self._answered_at_s = 0.0
+        self._step_began_s: float | None = None
+        self._failure: BaseException | None = None
+        self._ended: BaseException | None = None
+        self._stopping = False
+        self.boundary = 0
+        self.order_log: deque[tuple[int, str]] = deque(maxlen=ORDER_LOG_LENGTH)
+        self.spans = SpanLog()
+        self._is_stale = False
+        "a decode step was made since the last publication"
+        self._door = TimedDoor(make_door(self)) if make_door else None
+
+    def order(self, order: LoopOrder) -> Future:
+        """Put an order into the mailbox; the future answers once a boundary has carried it out."""
+        future: Future = Future()
+        with self._changed:
+            if self._ended is None:
+                self._mailbox.put((order, future))
+            else:
+                future.set_exception(self._ended)
+        return future
+
+    def poll(self, *, acknowledged: int, wait_s: float) -> PollReply:
+        """Drop completions up to `acknowledged`; return the others, waiting up to `wait_s` for one.
+
+        An idle instance answers when it gets work, too: what polls it waits long, and has to look more often now.
+        A busy one answers every GATHER_S at most. Raises what ended the loop, if it failed.
+        """
+        with self._changed:
+            while self._outbox and self._outbox[0][0] <= acknowledged:
+                self._outbox.popleft()
+            was_idle = not self.open_epochs
+            self._changed.wait_for(
+                lambda: self._outbox or self._failure or self._stopping or (was_idle and self.open_epochs),
+                timeout=wait_s,
+            )
+            if not was_idle:
+                self._changed.wait_for(
+                    lambda: self._failure or self._stopping or not self.open_epochs,
+                    timeout=max(self._answered_at_s + GATHER_S - time.monotonic(), 0.0),
+                )
+            if self._failure is not None:
+                raise self._failure
+            self._answered_at_s = time.monotonic()
+            began_s = self._step_began_s
+            return PollReply(
+                instance=self._instance,
+                boundary=self.boundary,
+                busy_s=0.0 if began_s is None else time.monotonic() - began_s,
+                load=self._published.load,
+                completions=tuple(item for _, item in self._outbox if isinstance(item, Completion)),
+                moves=tuple(item for _, item in self._outbox if isinstance(item, MoveReport)),
+                sequence=self._sequence,
+                progress=self._published.progress,
+            )
+
+    def report(self, report: MoveReport) -> None:
+        """Tell the scheduler of a move, in order with completions; given again until acknowledged."""
+        with self._changed:
+            self._sequence += 1
+            self._outbox.append((self._sequence, report))
+            self._changed.notify_all()
+
+    def run(self) -> None:
+        """Alternate between orders and decode steps until a stop order. Raises what a step raises."""
+        try:
+            while not self._stopping:
+                self.turn(wait_s=None)
+        except BaseException as error:
+            self._failure = error
+            raise
+        finally:
+            self._end(self._failure or RlhfSpecError(f"instance {self._instance} has been stopped"))
+
+    def turn(self, wait_s: float | None) -> None:
+        """One step boundary, and the decode step behind it if there is work.
+
+        Without work, wait up to `wait_s` for an order; None waits for as long as it takes.
+        """
+        self._carry_out_orders(wait_s)
+        self.boundary += 1
+        if self._has_work and not self._stopping:
+            self._step()
+
+    @property
+    def _has_work(self) -> bool:
+        return self._host.engine is not None and self._host.engine.has_work
+
+    def _carry_out_orders(self, wait_s: float | None) -> None:
+        """Empty the mailbox; without work, sleep until something arrives."""
+        moving = self._door is not None and self._door.is_busy
+        if not self._has_work:
+            if self._is_stale:
+                # its last sample has moved away: what it did for it would stay untold until there is work
+                self._publish()
+            if not (self._door and self._door.set_aside):
+                for future in self._drains:
+                    future.set_result(None)
+                self._drains.clear()
+            if moving and wait_s is None:
+                wait_s = TICK_S
+            with contextlib.suppress(queue.Empty):
+                self._carry_out(*self._mailbox.get(block=wait_s != 0.0, timeout=wait_s or None))
+        while not self._mailbox.empty():
+            self._carry_out(*self._mailbox.get())
+        if moving and self._door is not None:
+            self._door.tick()
+
+    def _carry_out(self, order: LoopOrder, future: Future) -> None:
+        self.order_log.append((self.boundary, str(order)))
+        try:
+            match order:
+                case SubmitOrder():
+                    self._submit(order)
+                    future.set_result(None)
+                case LoadOrder():
+                    future.set_result(self._host.load_weights(order.manifest, order.chunks))
+                    self._publish()
+                case DrainOrder():
+                    self._drains.append(future)
+                case NewsOrder():
+                    self._take_news(order)
+                    future.set_result(None)
+                case HoldOrder():
+                    self._term = max(self._term, order.term)
+                    if self._door is not None:
+                        self._door.hold()
+                    future.set_result(self._held())
+                case StopOrder():
+                    with self._changed:
+                        self._stopping = True
+                        self._changed.notify_all()
+                    future.set_result(None)
+        except RlhfSpecError as error:
+            future.set_exception(error)
+            if isinstance(order, NewsOrder):
+                # nobody reads that answer, and a move left half done must not be decoded on
+                raise
+        except BaseException as error:
+            future.set_exception(error)
+            raise
+
+    def _submit(self, order: SubmitOrder) -> None:
+        # Sent by a scheduler before its death, arrived after its successor asked: given out again by now.
+        if order.term < self._term:
+            return
+        if self._host.engine is None:
+            raise RlhfSpecError(
+                f"instance {self._instance} got samples before its weights; publish weights first"
+            )
+        for request in order.requests:
+            self._host.engine.submit(request)
+            self.open_epochs[request.key] = request.epoch
+        with self._changed:
+            self._changed.notify_all()
+
+    def _take_news(self, order: NewsOrder) -> None:
+        # As in `_submit`: its successor has ruled on what this one ruled on.
+        if order.term is not None and order.term < self._term:
+            return
+        if self._door is None:
+            logger.error("instance %s moves no samples, but got: %s", self._instance, order)
+            return
+        self._door.take(order.news)
+
+    def _held(self) -> HeldSamples:
+        with self._changed:
+            return HeldSamples(
+                instance=self._instance,
+                open_epochs=dict(self.open_epochs),
+                completions=tuple(item for _, item in self._outbox if isinstance(item, Completion)),
+                sequence=self._sequence,
+                set_aside=dict(self._door.set_aside) if self._door else {},
+            )
+
+    def _step(self) -> None:
+        engine = self._host.engine
+        assert engine is not None
+        if self._door is not None:
+            self._door.before_step()
+        num_samples, context_tokens = engine.num_running, engine.num_context_tokens
+        emitted_before = engine.num_emitted_tokens
+        self._step_began_s = began_s = time.monotonic()
+        finished = engine.step()
+        for completion in finished:
+            if self.open_epochs.get(completion.key) == completion.epoch:
+                self.open_epochs.pop(completion.key)
+        if finished and self._door is not None:
+            self._door.after_step(finished)
+        now_s = time.monotonic()
+        self._step_began_s, self._is_stale = None, True
+        batch, emitted = num_samples or engine.num_running, engine.num_emitted_tokens - emitted_before
+        self.spans.add(
+            "step", began_s, now_s, num_samples=batch, num_tokens=emitted, context_tokens=context_tokens
+        )
+        if not engine.has_work or now_s - self._published_at_s >= self._publish_interval_s:
+            self._publish(finished)
+        elif finished:
+            # many samples end at once: what is told of the others may be a little old
+            self._tell(self._published, finished)
+            self._publish_s += time.monotonic() - now_s
+
+    def _publish(self, finished: Sequence[Completion] = ()) -> None:
+        engine = self._host.engine
+        if engine is None:
+            return
+        self._published_at_s, self._is_stale = time.monotonic(), False
+        load = engine.load()
+        move_s = self._door.seconds if self._door is not None else 0.0
+        load = replace(load, stats=replace(load.stats, move_s=move_s, publish_s=self._publish_s))
+        self._tell(_Published(load=load, progress=engine.progress()), finished)
+        self._on_publish(load)
+        self._publish_s += time.monotonic() - self._published_at_s
+
+    def _tell(self, published: _Published, finished: Sequence[Completion]) -> None:
+        with self._changed:
+            self._published = published
+            for completion in finished:
+                self._sequence += 1
+                self._outbox.append((self._sequence, completion))
+            if finished:
+                # nobody waits for anything else here, and to wake a thread takes long
+                self._changed.notify_all()
+
+    def _end(self, reason: BaseException) -> None:
+        """Wake the pollers and refuse every order, those that wait included."""
+        with self._changed:
+            self._ended = reason
+            self._changed.notify_all()
+        while not self._mailbox.empty():
+            self._mailbox.get()[1].set_exception(reason)
+        for future in self._drains:
+            future.set_exception(reason)

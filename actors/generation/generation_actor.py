@@ -1,0 +1,173 @@
+"""Generation actor: a thin Ray shell around the decode loop of one instance.
+
+`run` occupies the default thread for the actor's life. The group `control` carries orders into the
+loop's mailbox; the group `poll` holds the scheduler's one open poll, so that a slow order never delays
+a heartbeat; `moves` carries, in order, what is said about moving samples; `transfer` takes frames that
+come through the object store. `max_restarts=0`: a restarted actor would be empty; the loop makes a replacement and the
+scheduler queues its samples again.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from typing import Any
+
+import numpy as np
+import ray
+
+from actors.actor_messages import GenerationSpec, HeldSamples, LoadedWeights, PollReply
+from actors.generation.decode_loop import (
+    DecodeLoop,
+    DrainOrder,
+    HoldOrder,
+    LoadOrder,
+    LoopOrder,
+    NewsOrder,
+    StopOrder,
+    SubmitOrder,
+)
+from actors.generation.gauges import InstanceGauges
+from actors.generation.trace_events import Span
+from actors.ray_utils.remote import Handle, remote
+from core.errors import WaitTimeout
+from core.records import SampleRequest, WeightManifest
+from policies.migration.move_messages import CallOff, MoveOrder, PeerMessage, Settle
+
+
+@remote(max_restarts=0, concurrency_groups={"control": 3, "poll": 1, "moves": 1, "transfer": 1})
+class GenerationActor:
+    """One instance. Today one actor is one instance; with tensor parallelism it is the leader."""
+
+    def __init__(self, spec: GenerationSpec) -> None:
+        # The scheduler imports this module with a handle and has no use for torch: seconds and memory.
+        from actors.generation.engine_host import ManifestHost
+        from actors.migration.ray_endpoint import RayDoor
+
+        self._spec = spec
+        self._gauges = InstanceGauges(spec.instance)
+        host = ManifestHost(spec)
+        self._door = RayDoor(spec, host) if spec.migration else None
+        self._loop = DecodeLoop(
+            spec.instance,
+            host,
+            publish_interval_s=spec.publish_interval_s,
+            on_publish=self._gauges.update,
+            make_door=self._door.open if self._door else None,
+        )
+
+    def __repr__(self) -> str:
+        return f"GenerationActor({self._spec.instance})"
+
+    def run(self) -> None:
+        """Decode until told to stop; the caller keeps the reference as a death sentinel."""
+        from engine.build import use_threads
+
+        # The number of threads is a setting of the calling thread, and this thread does the work.
+        use_threads(self._spec.engine.num_threads)
+        try:
+            self._loop.run()
+        finally:
+            self._gauges.close()
+            if self._door is not None:
+                self._door.close()
+
+    @ray.method(concurrency_group="poll")
+    def poll(self, acknowledged: int, wait_s: float) -> PollReply:
+        """Answer with what finished, at once or after `wait_s` with nothing."""
+        return self._loop.poll(acknowledged=acknowledged, wait_s=wait_s)
+
+    @ray.method(concurrency_group="control")
+    def submit(self, requests: tuple[SampleRequest, ...], timeout_s: float, term: int = 0) -> None:
+        """Take samples. Raises DataError for one that does not fit the context."""
+        self._carry_out(SubmitOrder(requests=requests, term=term), timeout_s)
+
+    @ray.method(concurrency_group="control")
+    def hold(self, term: int, timeout_s: float) -> HeldSamples:
+        """Answer what is held, and take no samples from a scheduler of an earlier term any more."""
+        return self._carry_out(HoldOrder(term=term), timeout_s)
+
+    @ray.method(concurrency_group="control")
+    def load_weights(self, timeout_s: float, manifest: WeightManifest, *chunks: np.ndarray) -> LoadedWeights:
+        """Load one version of one model between decode steps; no sample may be open.
+
+        Raises WeightsError when the chunks do not match the manifest or a sample is open.
+        """
+        return self._carry_out(LoadOrder(manifest=manifest, chunks=chunks), timeout_s)
+
+    @ray.method(concurrency_group="control")
+    def numerics(self) -> str:
+        """What is promised of tokens here, and why; to be asked once all models have weights."""
+        from engine.build import describe_numerics, resolve_device
+
+        return describe_numerics(self._spec.engine, resolve_device(self._spec.engine))
+
+    @ray.method(concurrency_group="control")
+    def drain(self, timeout_s: float) -> None:
+        """Answer when no sample is open."""
+        self._carry_out(DrainOrder(), timeout_s)
+
+    @ray.method(concurrency_group="control")
+    def stop(self, timeout_s: float) -> None:
+        """Leave the loop at the next step boundary."""
+        self._carry_out(StopOrder(), timeout_s)
+
+    @ray.method(concurrency_group="moves")
+    def move_out(self, orders: tuple[MoveOrder, ...], destinations: dict[str, Handle], term: int = 0) -> None:
+        """Move samples to other instances; what comes of it is said in the polls."""
+        if self._door is not None:
+            for name, handle in destinations.items():
+                self._door.meet(name, handle)
+        for order in orders:
+            self._loop.order(NewsOrder(news=order, term=term))
+
+    @ray.method(concurrency_group="moves")
+    def settle(self, verdicts: tuple[Settle | CallOff, ...], term: int = 0) -> None:
+        """Take the scheduler's word on moves."""
+        for verdict in verdicts:
+            self._loop.order(NewsOrder(news=verdict, term=term))
+
+    @ray.method(concurrency_group="moves")
+    def peer_messages(self, messages: tuple[PeerMessage, ...], sender: str, handle: Handle) -> None:
+        """Take what another instance says about moves."""
+        if self._door is not None:
+            self._door.meet(sender, handle)
+        for message in messages:
+            self._loop.order(NewsOrder(news=message))
+
+    @ray.method(concurrency_group="transfer")
+    def deliver_frame(self, channel: str, sequence: int, frame: np.ndarray | None) -> str:
+        """Take a frame that comes through the object store."""
+        return self._door.deliver(channel, sequence, frame) if self._door is not None else "gone"
+
+    @ray.method(concurrency_group="control")
+    def close_channels(self) -> None:
+        """Close the channels to other instances; the next move opens them anew."""
+        if self._door is not None:
+            self._door.close_channels()
+
+    @ray.method(concurrency_group="control")
+    def take_spans(self) -> list[Span]:
+        """Return what this instance did since the last call: decode steps, transfers, arrivals."""
+        return self._loop.spans.take()
+
+    @ray.method(concurrency_group="control")
+    def order_log(self) -> list[tuple[int, str]]:
+        """The last orders, each with the step boundary that carried it out."""
+        return list(self._loop.order_log)
+
+    def _carry_out(self, order: LoopOrder, timeout_s: float) -> Any:
+        future: Future = self._loop.order(order)
+        try:
+            return future.result(timeout=timeout_s)
+        except FutureTimeout:
+            if future.done():
+                raise
+            raise WaitTimeout(
+                waiter="a caller",
+                waited_for=f"the decode loop of {self._spec.instance} (boundary {self._loop.boundary})",
+                order=str(order),
+                waited_s=timeout_s,
+                advice="a decode step takes too long; lower engine.max_running_samples or raise "
+                "cluster.order_timeout_s",
+            ) from None

@@ -1,0 +1,65 @@
+"""What the decode loop needs of an engine and of what holds it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+
+from actors.actor_messages import LoadedWeights
+from core.progress import Progress
+from core.records import Completion, InstanceLoad, SampleRequest, WeightManifest
+
+
+class LoopEngine(Protocol):
+    """What the loop needs of `engine.engine.Engine`."""
+
+    @property
+    def has_work(self) -> bool:
+        """True while a sample is waiting or running."""
+        ...
+
+    @property
+    def num_running(self) -> int:
+        """Samples in slots."""
+        ...
+
+    @property
+    def num_emitted_tokens(self) -> int:
+        """Of all decode steps so far."""
+        ...
+
+    @property
+    def num_context_tokens(self) -> int:
+        """Committed tokens of the samples in slots."""
+        ...
+
+    def submit(self, request: SampleRequest) -> None:
+        """Queue a sample."""
+        ...
+
+    def step(self) -> list[Completion]:
+        """Do one decode step and return what finished."""
+        ...
+
+    def load(self) -> InstanceLoad:
+        """Return the workload."""
+        ...
+
+    def progress(self) -> Progress:
+        """Return the number of response tokens so far of every running sample."""
+        ...
+
+
+class EngineHost(Protocol):
+    """Holds the engine, which exists once all its weights have arrived."""
+
+    @property
+    def engine(self) -> LoopEngine | None:
+        """The engine, if it exists."""
+        ...
+
+    def load_weights(self, manifest: WeightManifest, chunks: Sequence[np.ndarray]) -> LoadedWeights:
+        """Load one version of one model and read it back."""
+        ...

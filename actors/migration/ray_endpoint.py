@@ -1,0 +1,74 @@
+"""Joins a migrator to Ray: handles of peers, this node's address, the transport that the config names."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import ray
+
+from actors.actor_messages import GenerationSpec
+from actors.generation.decode_loop import DecodeLoop, NewsOrder
+from actors.generation.engine_host import ManifestHost
+from actors.migration.context import Desk
+from actors.migration.migrator import Migrator
+from actors.migration.peers import Peers
+from actors.migration.transfers import Transfers
+from actors.ray_utils.remote import Handle
+from actors.transport.object_store import ObjectStoreTransport
+from actors.transport.select import make_transport
+
+
+class RayDoor:
+    """What a generation actor holds of its moves."""
+
+    def __init__(self, spec: GenerationSpec, host: ManifestHost) -> None:
+        assert spec.migration is not None
+        self._spec, self._host, self._settings = spec, host, spec.migration
+        self._transfers: Transfers | None = None
+        own_handle = ray.get_runtime_context().current_actor
+        self._peers = Peers(spec.instance, own_handle)
+        self._transport = make_transport(
+            self._settings.transport,
+            host=ray.util.get_node_ip_address(),
+            timeout_s=self._settings.timeout_s,
+            handle=own_handle,
+        )
+
+    def open(self, loop: DecodeLoop) -> Migrator:
+        """Make the migrator of a decode loop."""
+        self._transfers = Transfers(self._transport, self._settings, loop.spans.add)
+        desk = Desk(
+            instance=self._spec.instance,
+            engine_or_none=lambda: self._host.engine,
+            transfers=self._transfers,
+            settings=self._settings,
+            post=self._peers.post,
+            come_back=lambda news: loop.order(NewsOrder(news=news)),
+            report=loop.report,
+            open_epochs=loop.open_epochs,
+            note=loop.spans.add,
+            clock=time.monotonic,
+            wall_clock=time.time,
+        )
+        return Migrator(desk)
+
+    def meet(self, name: str, handle: Handle) -> None:
+        """Remember how to reach a peer."""
+        self._peers.meet(name, handle)
+
+    def deliver(self, channel: str, sequence: int, frame: np.ndarray | None) -> str:
+        """Hand a frame from the object store to its channel."""
+        if isinstance(self._transport, ObjectStoreTransport):
+            return self._transport.deliver(channel, sequence, frame)
+        return "gone"
+
+    def close_channels(self) -> None:
+        """Close what is open; the next move opens its channel anew."""
+        if self._transfers is not None:
+            self._transfers.close_channels()
+
+    def close(self) -> None:
+        """Close every channel."""
+        if self._transfers is not None:
+            self._transfers.close()

@@ -1,0 +1,349 @@
+"""Scheduler actor: the shell around the state machine in `policies.scheduling.scheduler`.
+
+One thread keeps one poll in flight to every instance and never waits for a particular one; a poll
+answers at once when a sample finishes there, else after the poll interval. Completions come with the
+poll and go out through `take`. An instance that dies, or answers no poll for the heartbeat timeout
+(Ray never notices a frozen process), is given up; the loop makes the replacement. What this process itself
+slept through counts for nobody. The loop also replaces this actor: `rebuild` takes over what a dead one knew.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import RayTaskError
+
+from actors.actor_messages import LostInstance, PollReply, Rejoined, SchedulerSettings, Taken
+from actors.move_gauges import MoveGauges
+from actors.ray_utils.deaths import DEATHS, cause_of
+from actors.ray_utils.remote import Handle, remote
+from actors.ray_utils.waiting import own_error, wait_any
+from core.errors import WaitTimeout
+from core.records import Completion, GenerationStats, SampleRequest
+from policies.migration.move_messages import CallOff, MoveOrder, Settle
+from policies.reallocation.pool_records import Move
+from policies.scheduling.events import (
+    Abandon,
+    Alarm,
+    ClockTicked,
+    Deliver,
+    Event,
+    InstanceGone,
+    InstanceJoined,
+    InstanceReported,
+    InstanceSnapshot,
+    MoveEnded,
+    MoveRecord,
+    Order,
+    SamplesArrived,
+    SendVerdict,
+    StartMove,
+    Submit,
+)
+from policies.scheduling.scheduler import Scheduler
+
+IDLE_POLL_S = 1.0
+"An instance without samples is polled for its heartbeat only."
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Link:
+    """What the shell knows of one instance."""
+
+    handle: Handle
+    acknowledged: int = 0
+    poll: Any = None
+
+
+@remote(max_restarts=0, concurrency_groups={"control": 3, "take": 1})
+class SchedulerActor:
+    """The central scheduler of one run."""
+
+    def __init__(self, settings: SchedulerSettings) -> None:
+        self._settings = settings
+        self._machine = Scheduler(**self._machine_arguments())
+        self._links: dict[str, _Link] = {}
+        self._submits: dict[Any, str] = {}
+        self._changed = threading.Condition(threading.RLock())
+        self._completions: list[Completion] = []
+        self._lost: list[LostInstance] = []
+        self._moves: list[MoveRecord] = []
+        self._move_gauges = MoveGauges()
+        self._reallocated_at_s = 0.0
+        self._planning_s = 0.0
+        self._alarms: list[Alarm] = []
+        self._drafter_alarms: dict[str, str] = {}
+        self._new_drafter_alarms: list[str] = []
+        self._stats: dict[str, GenerationStats] = {}
+        self._failure: BaseException | None = None
+        self._stopping = False
+        self._progress_mark = (0, 0)
+        self._progress_at_s = self._machine.awake_s
+
+    def _machine_arguments(self) -> dict[str, Any]:
+        settings = self._settings
+        return {
+            "heartbeat_timeout_s": settings.heartbeat_timeout_s,
+            "binding": settings.binding,
+            # arrays that came through the object store are read-only, and the policy learns
+            "reallocation": copy.deepcopy(settings.reallocation),
+            "term": settings.term,
+        }
+
+    def __repr__(self) -> str:
+        return "SchedulerActor"
+
+    def run(self) -> None:
+        """Poll until told to stop; the caller keeps the reference as a death sentinel."""
+        while not self._stopping:
+            refs = self._refs_in_flight()
+            if not refs:
+                time.sleep(self._settings.poll_interval_s)
+            for ref in wait_any(refs, timeout_s=self._settings.poll_interval_s):
+                self._take_answer(ref)
+            now_s = time.monotonic()
+            self._handle(ClockTicked(now_s=now_s))
+            if now_s - self._reallocated_at_s >= self._settings.reallocation_interval_s:
+                self._reallocate(now_s)
+            self._check_for_stall()
+
+    @ray.method(concurrency_group="control")
+    def join(self, instance: str, handle: Handle, num_slots: int) -> None:
+        """Add an instance whose weights have been confirmed."""
+        with self._changed:
+            self._links[instance] = _Link(handle=handle)
+            self._handle(InstanceJoined(instance=instance, num_slots=num_slots, now_s=time.monotonic()))
+            self._progress_at_s = self._machine.awake_s
+
+    @ray.method(concurrency_group="control")
+    def lose(self, instance: str, reason: str) -> None:
+        """Give an instance up; the loop calls it when a weight load failed there."""
+        self._handle(InstanceGone(instance=instance, reason=reason))
+
+    @ray.method(concurrency_group="control")
+    def enqueue(self, requests: tuple[SampleRequest, ...]) -> None:
+        """Take new samples; they complete through `take`."""
+        with self._changed:
+            self._progress_at_s = self._machine.awake_s
+            self._handle(SamplesArrived(requests=requests))
+
+    @ray.method(concurrency_group="control")
+    def rebuild(
+        self,
+        requests: tuple[SampleRequest, ...],
+        delivered: tuple[Completion, ...],
+        rejoined: tuple[Rejoined, ...],
+    ) -> None:
+        """Go on where a dead scheduler stopped; to be called before `run` and instead of `join`."""
+        snapshots = [
+            InstanceSnapshot(
+                instance=one.held.instance,
+                num_slots=one.num_slots,
+                open_epochs=one.held.open_epochs,
+                completions=one.held.completions,
+                set_aside=one.held.set_aside,
+            )
+            for one in rejoined
+        ]
+        with self._changed:
+            self._links = {
+                one.held.instance: _Link(handle=one.handle, acknowledged=one.held.sequence)
+                for one in rejoined
+            }
+            self._machine, orders = Scheduler.rebuild(
+                requests=requests,
+                delivered=delivered,
+                snapshots=snapshots,
+                now_s=time.monotonic(),
+                **self._machine_arguments(),
+            )
+            self._progress_at_s = self._machine.awake_s
+            self._carry_out(orders)
+
+    @ray.method(concurrency_group="control")
+    def instances(self) -> Mapping[str, int]:
+        """Living instances and the samples each owns."""
+        with self._changed:
+            return self._machine.instances()
+
+    @ray.method(concurrency_group="control")
+    def move(self, moves: tuple[Move, ...]) -> None:
+        """Order moves by hand; one that is not possible is left out."""
+        with self._changed:
+            self._carry_out(self._machine.move(moves, now_s=time.monotonic()))
+
+    @ray.method(concurrency_group="control")
+    def stop(self) -> None:
+        """End the polling."""
+        self._stopping = True
+
+    @ray.method(concurrency_group="take")
+    def take(self, wait_s: float) -> Taken:
+        """Return the news since the last call, waiting up to `wait_s` for some.
+
+        Raises what made generation impossible: an error of ours that an instance raised, or WaitTimeout.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._completions or self._lost or self._failure, timeout=wait_s)
+            if self._failure is not None:
+                raise self._failure
+            taken = Taken(
+                completions=tuple(self._completions),
+                lost=tuple(self._lost),
+                alarms=tuple(self._alarms),
+                drafter_alarms=tuple(self._new_drafter_alarms),
+                moves=tuple(self._moves),
+                planning_s=self._planning_s,
+                num_open=self._machine.num_open,
+                stats=dict(self._stats),
+            )
+            self._completions.clear()
+            self._moves.clear()
+            self._lost.clear()
+            self._alarms.clear()
+            self._new_drafter_alarms.clear()
+            return taken
+
+    def _refs_in_flight(self) -> list[Any]:
+        """Start a poll where none is in flight; return all references that may answer."""
+        with self._changed:
+            owned = self._machine.instances()
+            for name, link in self._links.items():
+                if link.poll is None:
+                    wait_s = self._settings.poll_interval_s if owned.get(name) else IDLE_POLL_S
+                    link.poll = link.handle.poll.remote(link.acknowledged, wait_s)
+            return [link.poll for link in self._links.values()] + list(self._submits)
+
+    def _take_answer(self, ref: Any) -> None:
+        with self._changed:
+            name = self._submits.pop(ref, None) or self._polled(ref)
+            if name is None:
+                return
+            try:
+                answer = ray.get(ref)
+            except DEATHS as error:
+                self._handle(InstanceGone(instance=name, reason=f"died: {cause_of(error)}"))
+            except RayTaskError as error:
+                self._fail(own_error(error))
+            else:
+                if isinstance(answer, PollReply):
+                    self._take_reply(name, answer)
+
+    def _polled(self, ref: Any) -> str | None:
+        for name, link in self._links.items():
+            if link.poll == ref:
+                link.poll = None
+                return name
+        return None
+
+    def _take_reply(self, name: str, reply: PollReply) -> None:
+        self._links[name].acknowledged = reply.sequence
+        if reply.load is not None:
+            self._stats[name] = reply.load.stats
+            alarm = reply.load.drafter_alarm
+            if alarm and alarm != self._drafter_alarms.get(name):
+                self._drafter_alarms[name] = alarm
+                self._new_drafter_alarms.append(f"{name}: {alarm}")
+        self._handle(
+            InstanceReported(
+                instance=name,
+                now_s=time.monotonic(),
+                completions=reply.completions,
+                progress=reply.progress,
+                load=reply.load,
+                moves=reply.moves,
+                boundary=reply.boundary,
+                busy_s=reply.busy_s,
+            )
+        )
+
+    def _reallocate(self, now_s: float) -> None:
+        with self._changed:
+            self._reallocated_at_s, began_s = now_s, time.monotonic()
+            self._carry_out(self._machine.reallocate(now_s))
+            self._planning_s += time.monotonic() - began_s
+
+    def _handle(self, event: Event) -> None:
+        with self._changed:
+            self._carry_out(self._machine.handle(event))
+
+    def _carry_out(self, orders: Iterable[Order]) -> None:
+        """Do what the machine says; what concerns moves goes to each instance in one call."""
+        moves: dict[str, list[MoveOrder]] = {}
+        verdicts: dict[str, list[Settle | CallOff]] = {}
+        for order in orders:
+            match order:
+                case StartMove():
+                    moves.setdefault(order.order.source, []).append(order.order)
+                case SendVerdict():
+                    verdicts.setdefault(order.instance, []).append(order.verdict)
+                case _:
+                    self._carry_out_one(order)
+        for name, words in verdicts.items():
+            if name in self._links:
+                self._links[name].handle.settle.remote(tuple(words), self._settings.term)
+        for source, started in moves.items():
+            destinations = {order.destination: self._links[order.destination].handle for order in started}
+            self._links[source].handle.move_out.remote(tuple(started), destinations, self._settings.term)
+
+    def _carry_out_one(self, order: Order) -> None:
+        match order:
+            case Submit():
+                ref = self._links[order.instance].handle.submit.remote(
+                    order.requests, self._settings.order_timeout_s, self._settings.term
+                )
+                self._submits[ref] = order.instance
+            case Deliver():
+                self._completions.append(order.completion)
+                self._changed.notify_all()
+            case Abandon():
+                self._abandon(order)
+            case MoveEnded():
+                self._moves.append(order.record)
+                self._move_gauges.count(order.record)
+            case Alarm():
+                logger.error("integrity alarm: %s", order)
+                self._alarms.append(order)
+
+    def _abandon(self, order: Abandon) -> None:
+        ray.kill(self._links.pop(order.instance).handle)
+        self._submits = {ref: name for ref, name in self._submits.items() if name != order.instance}
+        self._lost.append(
+            LostInstance(instance=order.instance, reason=order.reason, num_requeued=order.num_requeued)
+        )
+        self._changed.notify_all()
+
+    def _check_for_stall(self) -> None:
+        """Fail when samples are open and none has moved for the order timeout: nobody may hang."""
+        with self._changed:
+            now_s = self._machine.awake_s
+            emitted = sum(stats.num_emitted_tokens for stats in self._stats.values())
+            mark = (emitted, self._machine.num_delivered)
+            if mark != self._progress_mark or self._machine.num_open == 0:
+                self._progress_mark, self._progress_at_s = mark, now_s
+            waited_s = now_s - self._progress_at_s
+            if waited_s <= self._settings.order_timeout_s or self._failure is not None:
+                return
+            oldest = self._machine.open_samples()[0]
+            self._fail(
+                WaitTimeout(
+                    waiter=f"the scheduler ({self._machine.num_open} open samples)",
+                    waited_for=oldest.owner or f"a free slot on {list(self._links) or 'no instance'}",
+                    order=f"sample {oldest.request.key.sample_index}, epoch {oldest.request.epoch}",
+                    waited_s=waited_s,
+                    advice="look at the instance's log in the Ray dashboard",
+                )
+            )
+
+    def _fail(self, error: BaseException) -> None:
+        self._failure = self._failure or error
+        self._changed.notify_all()

@@ -1,0 +1,120 @@
+"""Trainer actor: a thin Ray shell around `learning.learner.Learner` and `learning.draft_refit.DraftRefitter`.
+
+It gets its first weights by manifest, as the generation actors do, so it may run on any machine. New
+weights go out as chunks that the actor returns (the caller owns them, so they outlive this actor).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+import torch
+
+from actors.actor_messages import LoadedWeights, TrainerSpec
+from actors.ray_utils.remote import remote
+from core.errors import RlhfSpecError
+from core.records import Rollout, UpdateReport, WeightManifest
+from engine.weights.chunks import load_into, model_checksum, pack_weights, unpack_weights
+from engine.weights.loading import build_causal_lm
+from learning.draft_refit import DraftRefitter, RefitReport
+from learning.learner import Learner
+from learning.soft_targets import SoftTargetStore
+
+
+@remote(max_restarts=0)
+class TrainerActor:
+    """Owns the target model being trained, and the draft model that follows it."""
+
+    def __init__(self, spec: TrainerSpec) -> None:
+        self._spec = spec
+        self._built: Learner | None = None
+        self._built_refitter: DraftRefitter | None = None
+        self._soft_targets: SoftTargetStore | None = None
+        self._packed: list[np.ndarray] = []
+
+    def __repr__(self) -> str:
+        return "TrainerActor"
+
+    def load_weights(self, manifest: WeightManifest, *chunks: np.ndarray) -> LoadedWeights:
+        """Build the learner around the published model and read its checksum back."""
+        torch.set_num_threads(self._spec.trainer.num_threads)
+        model = build_causal_lm(manifest.hf_config_json, self._spec.dtype)
+        load_into(model, unpack_weights(manifest, chunks))
+        drafter_training = self._spec.drafter_training
+        if drafter_training is not None:
+            self._soft_targets = SoftTargetStore(drafter_training.num_target_tokens)
+        self._built = Learner(
+            model,
+            algorithm=self._spec.algorithm,
+            trainer=self._spec.trainer,
+            temperature=self._spec.temperature,
+            seed=self._spec.seed,
+            pad_token_id=self._spec.pad_token_id,
+            vocab_size=self._spec.vocab_size,
+            soft_targets=self._soft_targets,
+        )
+        return _loaded(manifest, self.checksum())
+
+    def load_draft(self, manifest: WeightManifest, *chunks: np.ndarray) -> LoadedWeights:
+        """Build the refitter around the published draft model and read its checksum back."""
+        settings = self._spec.drafter_training
+        if settings is None:
+            raise RlhfSpecError("the trainer got a draft model but drafter_training.refit is off")
+        model = build_causal_lm(manifest.hf_config_json, self._spec.dtype)
+        load_into(model, unpack_weights(manifest, chunks))
+        self._built_refitter = DraftRefitter(
+            model,
+            settings=settings,
+            temperature=self._spec.temperature,
+            seed=self._spec.seed,
+            pad_token_id=self._spec.pad_token_id,
+            vocab_size=self._spec.vocab_size,
+            weight_version=manifest.weight_version,
+        )
+        return _loaded(manifest, model_checksum(model))
+
+    def update(self, rollouts: Sequence[Rollout]) -> UpdateReport:
+        """Do one update; equal rollouts in any order give bitwise equal parameters."""
+        return self._learner.update(rollouts)
+
+    def refit(self, rollouts: Sequence[Rollout], budget_s: float) -> RefitReport:
+        """Let the draft model follow the target for at most so long; the target itself is not touched."""
+        return self._refitter.refit(rollouts, budget_s=budget_s, soft_targets=self._soft_targets)
+
+    def pack(self, model: Literal["target", "draft"] = "target") -> WeightManifest:
+        """Freeze a model's current weights into chunks and describe them; `chunks` hands them out."""
+        owner = self._learner if model == "target" else self._refitter
+        manifest, self._packed = pack_weights(owner.model, name=model, weight_version=owner.weight_version)
+        return manifest
+
+    def chunks(self) -> tuple[np.ndarray, ...] | np.ndarray:
+        """The packed chunks, to be called with `num_returns` set to their number; then forgotten."""
+        packed, self._packed = self._packed, []
+        return packed[0] if len(packed) == 1 else tuple(packed)
+
+    def checksum(self) -> str:
+        """Checksum over the target's parameters."""
+        return model_checksum(self._learner.model)
+
+    @property
+    def _learner(self) -> Learner:
+        if self._built is None:
+            raise RlhfSpecError("the trainer was asked before it had weights; publish weights to it first")
+        return self._built
+
+    @property
+    def _refitter(self) -> DraftRefitter:
+        if self._built_refitter is None:
+            raise RlhfSpecError("the trainer was asked before it had a draft model; publish one to it first")
+        return self._built_refitter
+
+
+def _loaded(manifest: WeightManifest, checksum: str) -> LoadedWeights:
+    return LoadedWeights(
+        instance="trainer",
+        model=manifest.model,
+        weight_version=manifest.weight_version,
+        checksum=checksum,
+    )

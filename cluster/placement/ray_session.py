@@ -1,0 +1,326 @@
+"""Starts and ends Ray for one run: a private local cluster, or a place in a running one.
+
+A local cluster gets everything said explicitly: no authentication token (a fresh `ray.init` would write
+one into the home folder), a temporary folder of its own, an object store that fits /dev/shm, a free
+dashboard port, a namespace with the run id. Only what was started here is ended here; leaving the
+`with` block by Ctrl-C ends it within seconds. What killed runs left is swept when the next one starts.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from cluster.placement import machine
+from cluster.placement.memory_plan import OBJECT_STORE_LIMIT_BYTES
+from cluster.placement.origin import ROOT
+from cluster.run_folder.leftovers import RAY_FOLDER, claim, sweep_ray_folders
+from core.config import Config
+from core.errors import PlacementError
+
+MIN_OBJECT_STORE_BYTES = 100 << 20
+LOOPBACK = "127.0.0.1"
+CONNECT_TIMEOUT_S = 10.0
+"For a TCP connection to a running cluster: Ray itself tries for many minutes."
+_MAX_SOCKET_PATH_BYTES = 107
+"Of Linux."
+_RAY_SOCKET_BYTES = (
+    len(f"/{RAY_FOLDER}12345678/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store") + 2
+)
+JOB_MARK = "RAY_JOB_CONFIG_JSON_ENV_VAR"
+"Set by Ray in the entry point of a submitted job."
+TERMINATED = 128 + signal.SIGTERM
+"Exit code after SIGTERM, as a shell would report it."
+_ONE_SIGTERM_S = 10.0
+"Shells and `timeout` send it on: another one that soon is the same, and does not cut the clean-up short."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RaySession:
+    """What was started or joined."""
+
+    namespace: str
+    is_local: bool
+    "started here, hence ended here"
+    dashboard_url: str | None
+    swept: tuple[str, ...] = ()
+    "what dead runs had left and what was done with it, a line each"
+
+
+def is_local(config: Config) -> bool:
+    """Whether the run starts a Ray of its own on this machine."""
+    return not (config.cluster.address or os.environ.get("RAY_ADDRESS") or ray.is_initialized())
+
+
+def check_local_ray(config: Config) -> None:
+    """Require what a private Ray needs here: a port, shared memory, a short temporary folder.
+
+    Raises PlacementError for the first that is missing; nothing is started.
+    """
+    _check_object_store(config.cluster.object_store_bytes)
+    _check_temporary_folder()
+    port = config.cluster.dashboard_port
+    if config.cluster.dashboard and port is not None:
+        _check_port(port)
+
+
+def _check_object_store(wanted: int | None) -> None:
+    if wanted is None:
+        return
+    mend = "set cluster.object_store_bytes between the two, or leave it out"
+    have = machine.shared_memory_bytes()
+    if wanted < MIN_OBJECT_STORE_BYTES or (have is not None and wanted > have):
+        room = f"at most {have} (free in /dev/shm)" if have is not None else "what fits into memory"
+        raise PlacementError(
+            f"cluster.object_store_bytes {wanted} cannot be had: expected at least {MIN_OBJECT_STORE_BYTES} and "
+            f"{room}; {mend}"
+        )
+
+
+def _check_temporary_folder() -> None:
+    folder = tempfile.gettempdir()
+    longest = _MAX_SOCKET_PATH_BYTES - _RAY_SOCKET_BYTES
+    if len(os.fsencode(folder)) > longest:
+        raise PlacementError(
+            f"the temporary folder {folder} is too long for Ray's sockets: expected at most {longest} bytes, got "
+            f"{len(os.fsencode(folder))}; set TMPDIR to a shorter path, such as /tmp"
+        )
+
+
+def _check_port(port: int) -> None:
+    if not 0 < port < 1 << 16:
+        raise PlacementError(
+            f"cluster.dashboard_port must be 1 to 65535, got {port}; leave it out to take a free one"
+        )
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port that was just given up is free
+        try:
+            probe.bind((LOOPBACK, port))
+        except OSError as error:
+            raise PlacementError(
+                f"cluster.dashboard_port {port} cannot be taken on {LOOPBACK}: {error.strerror}; name another, or "
+                "leave it out to take a free one"
+            ) from error
+
+
+@contextmanager
+def ray_session(
+    config: Config, run_id: str, *, on_sigterm: Callable[[], None] = lambda: None
+) -> Iterator[RaySession]:
+    """Start or join Ray, and leave it however the block ends. SIGTERM ends the block like Ctrl-C.
+
+    `on_sigterm` is called first of all then: whoever sent it may not wait for the rest.
+    A Ray that this process has already initialised is used and left alone.
+    Raises PlacementError when Ray cannot be started here, or the cluster at `cluster.address` cannot be reached.
+    """
+    namespace = f"rlhfspec-{run_id}-{secrets.token_hex(2)}"
+    if ray.is_initialized():
+        yield RaySession(namespace=namespace, is_local=False, dashboard_url=None)
+        return
+    address = config.cluster.address or os.environ.get("RAY_ADDRESS")
+    is_up = False
+    try:
+        with _environment(_worker_environment()):
+            if address:
+                with _joined(address, namespace, on_sigterm) as session:
+                    is_up = True
+                    yield session
+            else:
+                with _local(config, namespace, on_sigterm) as session:
+                    is_up = True
+                    yield session
+    except SystemExit as error:
+        if is_up or error.code == TERMINATED:
+            raise
+        # Ray's own handler, in force until `ray.init` returns
+        on_sigterm()
+        raise SystemExit(TERMINATED) from error
+
+
+@contextmanager
+def _local(config: Config, namespace: str, on_sigterm: Callable[[], None]) -> Iterator[RaySession]:
+    check_local_ray(config)
+    swept = sweep_ray_folders(Path(tempfile.gettempdir()))
+    folder = tempfile.mkdtemp(prefix=RAY_FOLDER)
+    cluster = config.cluster
+    try:
+        claim(Path(folder))
+        with _environment({"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}):
+            try:
+                context = ray.init(
+                    address="local",
+                    namespace=namespace,
+                    num_cpus=machine.num_cores(),
+                    include_dashboard=cluster.dashboard,
+                    dashboard_host=LOOPBACK,
+                    dashboard_port=(cluster.dashboard_port or free_port()) if cluster.dashboard else None,
+                    object_store_memory=cluster.object_store_bytes or object_store_bytes(),
+                    _temp_dir=folder,
+                    log_to_driver=False,
+                    logging_level=logging.WARNING,
+                )
+            except Exception as error:  # of many kinds: sockets, processes, memory
+                raise PlacementError(
+                    f"cannot start Ray on this machine: {_one_line(error)}; look at memory, /dev/shm and the "
+                    f"temporary folder {tempfile.gettempdir()}, or join a running cluster with cluster.address"
+                ) from error
+            with sigterm_exits(on_sigterm):
+                yield RaySession(
+                    namespace=namespace,
+                    is_local=True,
+                    dashboard_url=_dashboard_url(context),
+                    swept=tuple(swept),
+                )
+    finally:
+        with _uninterrupted():
+            ray.shutdown()
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def _joined(address: str, namespace: str, on_sigterm: Callable[[], None]) -> Iterator[RaySession]:
+    _require_reachable(address)
+    in_job = JOB_MARK in os.environ
+    # A job's working directory has been uploaded by `ray job submit`; otherwise this tree is.
+    runtime_env = None if in_job else {"working_dir": str(ROOT), "excludes": ["/runs", "/.venv", "/.git"]}
+    try:
+        context = ray.init(
+            address=address,
+            namespace=namespace,
+            runtime_env=runtime_env,
+            log_to_driver=False,
+            logging_level=logging.WARNING,
+        )
+    except Exception as error:  # a refusal, a time-out, another version: of many kinds
+        raise PlacementError(
+            f"cannot join the Ray cluster at '{address}': {_one_line(error)}; start it with `ray start --head`, or "
+            "leave cluster.address and RAY_ADDRESS unset for a local one; if it asks for a token, set "
+            "RAY_AUTH_MODE=token and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH as on its head"
+        ) from error
+    try:
+        with sigterm_exits(on_sigterm):
+            yield RaySession(namespace=namespace, is_local=False, dashboard_url=_dashboard_url(context))
+    finally:
+        with _uninterrupted():
+            ray.shutdown()
+
+
+def _require_reachable(address: str) -> None:
+    """Require that something listens at `host:port` or `ray://host:port`; other addresses are left to Ray."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not host or not port.isdigit():
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_TIMEOUT_S).close()
+    except (OSError, OverflowError, UnicodeError) as error:
+        raise PlacementError(
+            f"cannot reach the Ray cluster at '{address}': {_one_line(error)} (waited at most "
+            f"{CONNECT_TIMEOUT_S:.0f} s); start it with `ray start --head`, mend cluster.address or RAY_ADDRESS, or "
+            "leave both unset for a local one"
+        ) from error
+
+
+def _one_line(error: Exception) -> str:
+    return (" ".join(str(error).split()) or type(error).__name__)[:300]
+
+
+def object_store_bytes() -> int:
+    """A quarter of what is free in /dev/shm, at most 1 GiB, at least what Ray accepts."""
+    shared = machine.shared_memory_bytes() or 0
+    return max(MIN_OBJECT_STORE_BYTES, min(OBJECT_STORE_LIMIT_BYTES, shared // 4))
+
+
+def free_port() -> int:
+    """A TCP port that is free now on the loopback interface."""
+    with socket.socket() as probe:
+        probe.bind((LOOPBACK, 0))
+        return probe.getsockname()[1]
+
+
+def _worker_environment() -> dict[str, str]:
+    """Workers import this tree, and the caller's folder for reward functions of their own."""
+    inherited = os.environ.get("PYTHONPATH", "")
+    folders = dict.fromkeys([str(ROOT), str(Path.cwd()), *filter(None, inherited.split(os.pathsep))])
+    return {"PYTHONPATH": os.pathsep.join(folders)}
+
+
+def _dashboard_url(context: Any) -> str | None:
+    url = context.dashboard_url
+    return f"http://{url}" if url else None
+
+
+@contextmanager
+def _environment(values: dict[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+@contextmanager
+def sigterm_exits(first: Callable[[], None]) -> Iterator[None]:
+    """Turn SIGTERM into `first()` and then SystemExit, so that `finally` blocks run; main thread only.
+
+    `ray.init` puts handlers of its own in the place, so this is entered again after it.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    came_s: float | None = None
+
+    def end(*_: object) -> None:
+        nonlocal came_s
+        now_s = time.monotonic()
+        if came_s is not None and now_s - came_s < _ONE_SIGTERM_S:
+            return
+        came_s = now_s
+        with suppress(Exception):
+            first()
+        sys.exit(TERMINATED)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    except SystemExit as error:
+        if came_s is not None and error.code != TERMINATED:
+            # a wait within Ray swallows the code and exits with 1
+            raise SystemExit(TERMINATED) from error
+        raise
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Let a second Ctrl-C or SIGTERM not cut the clean-up short; it takes about two seconds."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

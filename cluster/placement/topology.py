@@ -1,0 +1,203 @@
+"""From config to bundles and actor options, and their placement.
+
+Every actor has a bundle of one placement group, so a run gets all of its places or none. An actor
+holds at least a sliver of a CPU: that is what keeps its node alive under an autoscaler.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from cluster.placement.quiet import quiet_environment
+from core.config import Config
+from core.errors import ConfigError, PlacementError
+
+MIN_CPUS = 0.01
+_SLACK = 1e-6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """One actor's place: its name, its bundle, its threads."""
+
+    name: str
+    bundle: int
+    num_cpus: float
+    num_gpus: float
+    num_threads: int
+
+    def resources(self) -> dict[str, float]:
+        """The bundle in Ray's words."""
+        return {"CPU": self.num_cpus} | ({"GPU": self.num_gpus} if self.num_gpus else {})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Topology:
+    """All places of a run."""
+
+    scheduler: Place
+    trainer: Place
+    generation: tuple[Place, ...]
+    reward: tuple[Place, ...]
+    strategy: str
+    placement_timeout_s: float
+
+    @property
+    def places(self) -> tuple[Place, ...]:
+        """Every place, in the order of the bundles."""
+        return tuple(
+            sorted((self.scheduler, self.trainer, *self.generation, *self.reward), key=lambda p: p.bundle)
+        )
+
+    def wanted(self) -> dict[str, float]:
+        """Resources of all bundles together."""
+        total: Counter[str] = Counter()
+        for place in self.places:
+            total.update(place.resources())
+        return dict(total)
+
+    def describe(self) -> str:
+        """One line a pool and one for the whole, for `rlhfspec check`."""
+        pools = {
+            "generation": self.generation,
+            "reward": self.reward,
+            "trainer": (self.trainer,),
+            "scheduler": (self.scheduler,),
+        }
+        lines = [
+            f"{name:<11}{len(places)} x {_amounts(places[0].resources())}, {places[0].num_threads} thread(s)"
+            for name, places in pools.items()
+        ]
+        return "\n".join([*lines, f"{'total':<11}{_amounts(self.wanted())}, {self.strategy}"])
+
+
+def plan(config: Config) -> Topology:
+    """Lay out the pools. Raises ConfigError for what this version cannot run."""
+    cluster = config.cluster
+    if cluster.trainer.num_actors != 1:
+        raise ConfigError(
+            f"cluster.trainer.num_actors must be 1, got {cluster.trainer.num_actors}: "
+            "data-parallel training is not in this version"
+        )
+    generation = tuple(
+        _place(f"gen-{i}", i, cluster.generation.num_cpus, cluster.generation.num_gpus,
+               config.engine.num_threads)
+        for i in range(cluster.generation.num_actors)
+    )  # fmt: skip
+    first = len(generation)
+    reward = tuple(
+        _place(f"reward-{i}", first + i, cluster.reward.num_cpus, cluster.reward.num_gpus, 1)
+        for i in range(cluster.reward.num_actors)
+    )
+    first += len(reward)
+    return Topology(
+        scheduler=_place("scheduler", first, cluster.scheduler_num_cpus, 0.0, 1),
+        trainer=_place("trainer", first + 1, cluster.trainer.num_cpus, cluster.trainer.num_gpus,
+                       config.trainer.num_threads),
+        generation=generation,
+        reward=reward,
+        strategy=cluster.placement,
+        placement_timeout_s=cluster.placement_timeout_s,
+    )  # fmt: skip
+
+
+def require_machine(topology: Topology, *, num_cpus: float, num_gpus: float) -> None:
+    """Require that one machine can hold all places. Raises PlacementError naming what is missing."""
+    have = {"CPU": num_cpus, "GPU": num_gpus}
+    wanted = topology.wanted()
+    missing = _missing(wanted, have)
+    if missing:
+        raise PlacementError(
+            f"the run cannot be placed on this machine: it wants {_amounts(wanted)}, the machine has "
+            f"{_amounts(have)}; missing: {_amounts(missing)}; lower num_actors, num_cpus or num_gpus in the "
+            "section cluster, or join a larger cluster with cluster.address"
+        )
+    if topology.strategy == "STRICT_SPREAD" and len(topology.places) > 1:
+        raise PlacementError(
+            f"the run cannot be placed on this machine: cluster.placement STRICT_SPREAD wants {len(topology.places)} "
+            "machines; use PACK, or join a cluster with cluster.address"
+        )
+
+
+def place(topology: Topology, *, is_local: bool) -> PlacementGroup:
+    """Reserve all bundles.
+
+    A local cluster cannot grow, so what it lacks is said at once; elsewhere an autoscaler gets
+    `placement_timeout_s`. Raises PlacementError naming what is missing.
+    """
+    if is_local and _missing(topology.wanted(), ray.cluster_resources()):
+        raise PlacementError(_explain(topology, waited_s=0.0))
+    began_s = time.monotonic()
+    group = placement_group([p.resources() for p in topology.places], strategy=topology.strategy)
+    if not group.wait(topology.placement_timeout_s):
+        message = _explain(topology, waited_s=time.monotonic() - began_s)
+        remove_placement_group(group)
+        raise PlacementError(message)
+    return group
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ground:
+    """Where a run's actors stand: their bundles and their namespace."""
+
+    group: PlacementGroup
+    namespace: str
+
+
+def actor_options(place: Place, ground: Ground) -> dict[str, Any]:
+    """Options for `Actor.options(...)`: name, bundle, threads, silenced libraries."""
+    threads = str(place.num_threads)
+    return {
+        "name": place.name,
+        "namespace": ground.namespace,
+        "num_cpus": place.num_cpus,
+        "num_gpus": place.num_gpus,
+        "scheduling_strategy": PlacementGroupSchedulingStrategy(
+            placement_group=ground.group, placement_group_bundle_index=place.bundle
+        ),
+        "runtime_env": {
+            "env_vars": quiet_environment() | {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
+        },
+    }
+
+
+def _place(name: str, bundle: int, num_cpus: float, num_gpus: float, num_threads: int) -> Place:
+    return Place(
+        name=name,
+        bundle=bundle,
+        num_cpus=max(num_cpus, MIN_CPUS),
+        num_gpus=num_gpus,
+        num_threads=num_threads,
+    )
+
+
+def _missing(wanted: Mapping[str, float], have: Mapping[str, float]) -> dict[str, float]:
+    gaps = {name: amount - have.get(name, 0.0) for name, amount in wanted.items()}
+    return {name: gap for name, gap in gaps.items() if gap > _SLACK}
+
+
+def _explain(topology: Topology, *, waited_s: float) -> str:
+    wanted, total, free = topology.wanted(), ray.cluster_resources(), ray.available_resources()
+    missing = _missing(wanted, free)
+    gap = f"missing: {_amounts(missing)}" if missing else "enough in all, but not on the right nodes"
+    largest = max(topology.places, key=lambda p: (p.num_gpus, p.num_cpus))
+    have = {name: total.get(name, 0.0) for name in wanted}
+    idle = {name: free.get(name, 0.0) for name in wanted}
+    return (
+        f"the run cannot be placed (waited {waited_s:.0f} s): it wants {_amounts(wanted)} in "
+        f"{len(topology.places)} bundles (largest: {largest.name} with {_amounts(largest.resources())}, "
+        f"strategy {topology.strategy}), the cluster has {_amounts(have)}, of which {_amounts(idle)} free; "
+        f"{gap}; lower num_actors, num_cpus or num_gpus in the section cluster, or add nodes"
+    )
+
+
+def _amounts(resources: Mapping[str, float]) -> str:
+    return " and ".join(f"{amount:g} {name}" for name, amount in resources.items()) or "nothing"

@@ -1,0 +1,69 @@
+"""What a run reads before it starts: tokenizer and prompts; read by the check, used by the loop.
+
+Tokenising a large data set takes minutes, so it is done once.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from cluster.placement.machine import num_cores
+from core.config import Config
+from core.errors import ConfigError
+from engine.weights.loading import load_tokenizer, num_token_ids
+from learning.data import PromptDataset, load_prompts
+from profiles.profile import Profile
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inputs:
+    """All in this process; actors get prompts with the requests and never the data set."""
+
+    tokenizer: PreTrainedTokenizerBase
+    dataset: PromptDataset
+    profile: Profile | None = None
+    "what the policy `goodput` goes by"
+
+
+def read_tokenizer(config: Config) -> PreTrainedTokenizerBase:
+    """Load the run's tokenizer: the target's unless the config names another. Raises ModelError."""
+    name = config.models.tokenizer or config.models.target
+    return load_tokenizer(name, trust_remote_code=config.models.trust_remote_code)
+
+
+def require_cores(config: Config) -> None:
+    """Refuse more threads than this machine has cores, where the run's actors are to run here.
+
+    What nodes of a joined cluster have is known there only. Raises ConfigError.
+    """
+    if config.cluster.address or os.environ.get("RAY_ADDRESS"):
+        return
+    most = max(num_cores(), 2)  # 2 is a default, and slower by little on one core
+    for section in ("engine", "trainer"):
+        wanted = getattr(config, section).num_threads
+        if wanted > most:
+            raise ConfigError(
+                f"{section}.num_threads is {wanted}, but this machine has {num_cores()} cores; expected at most "
+                f"{most}: more only wait for one another"
+            )
+
+
+def read_inputs(config: Config, tokenizer: PreTrainedTokenizerBase | None = None) -> Inputs:
+    """Read and tokenise the prompts.
+
+    Raises ModelError, DataError, and ConfigError: more threads than cores, a stop token that is no token.
+    """
+    require_cores(config)
+    tokenizer = tokenizer or read_tokenizer(config)
+    num_ids = num_token_ids(tokenizer)
+    unknown = [number for number in config.sampling.stop_token_ids if number >= num_ids]
+    if unknown:
+        raise ConfigError(
+            f"sampling.stop_token_ids must be ids of the tokenizer, 0 to {num_ids - 1}, got {unknown[0]}; such a "
+            "token is never sampled, so it would stop nothing: take it out"
+        )
+    dataset = load_prompts(config.data, tokenizer, seed=config.run.seed)
+    return Inputs(tokenizer=tokenizer, dataset=dataset)

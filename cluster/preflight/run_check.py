@@ -1,0 +1,226 @@
+"""Everything that can be known to be wrong before a run starts, checked in the order a user mends it.
+
+config -> models -> tokenizers -> data -> reward -> memory and disk -> placement. Each fault raises one
+InputError with one message; `rlhfspec train` runs the same checks, so that a run fails at setup and
+not at iteration 300.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers.configuration_utils import PretrainedConfig
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from cluster.placement import machine
+from cluster.placement.memory_plan import MemoryPlan, ModelShape, gib, plan_memory
+from cluster.placement.ray_session import check_local_ray, is_local, object_store_bytes
+from cluster.placement.topology import plan as plan_topology
+from cluster.placement.topology import require_machine
+from cluster.preflight.inputs import Inputs, read_inputs, read_tokenizer
+from core.checkpoint_manifest import has_manifest, verify_checkpoint
+from core.config import Config
+from core.errors import DataError, ModelError, PlacementError
+from engine.admission import MB, require_room_for_one
+from engine.build import attention_for, describe_numerics, resolve_device, resolve_numerics
+from engine.cache.kv_pool import KVShape
+from engine.weights.loading import (
+    check_compatible,
+    load_hf_config,
+    load_tokenizer,
+    max_context_tokens,
+    meta_model,
+    num_token_ids,
+)
+from engine.weights.weight_files import check_weight_files
+from learning.data import PromptDataset
+from learning.tasks.reward_function import build_reward
+from learning.tasks.reward_model import require_one_output
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckReport:
+    """What `rlhfspec check` prints, and the inputs it has read on the way."""
+
+    inputs: Inputs
+    models: tuple[str, ...]
+    data: str
+    numerics: str
+    memory: MemoryPlan
+    available_bytes: int | None
+    free_disk_bytes: int
+    placement: str
+
+    def lines(self) -> list[str]:
+        """The report as text lines."""
+        have = gib(self.available_bytes) if self.available_bytes is not None else "an unknown amount"
+        rows = [f"  {label:<15}{amount}" for label, amount in self.memory.rows()]
+        disk = f"{gib(self.memory.disk_bytes)} of {gib(self.free_disk_bytes)} free"
+        return [
+            "models",
+            *(f"  {line}" for line in self.models),
+            "data",
+            f"  {self.data}",
+            "numerics",
+            f"  {self.numerics}",
+            f"memory, of {have} available here",
+            *rows,
+            "disk",
+            f"  {disk}",
+            "placement",
+            *(f"  {line}" for line in self.placement.splitlines()),
+        ]
+
+
+def check_run(config: Config, *, output_dir: Path) -> CheckReport:
+    """Check a config whose model names are resolved (no `demo` left).
+
+    Raises ModelError, DataError, ConfigError, RewardError or PlacementError: the first fault found.
+    """
+    numerics = "said by the GPU nodes when they start"  # what they can do is known there only
+    if config.cluster.generation.num_gpus == 0:
+        device = resolve_device(config.engine)
+        attention_for(config.engine, resolve_numerics(config.engine, device), device)
+        numerics = describe_numerics(config.engine, device)
+    topology = plan_topology(config)
+    if is_local(config):
+        require_machine(topology, num_cpus=machine.num_cores(), num_gpus=torch.cuda.device_count())
+        check_local_ray(config)
+    trust = config.models.trust_remote_code
+    _verify_own_checkpoints(config)
+    target_config = load_hf_config(config.models.target, trust_remote_code=trust)
+    tokenizer = read_tokenizer(config)
+    target = model_shape(target_config, config.models.target)
+    _check_vocabulary("target", config.models.target, target, tokenizer)
+    lines = [_describe_model("target", config.models.target, target)]
+    draft = None
+    draft_config = None
+    if config.speculation.drafter == "model" and config.models.draft is not None:
+        draft_config = load_hf_config(config.models.draft, trust_remote_code=trust)
+        check_compatible(tokenizer, load_tokenizer(config.models.draft, trust_remote_code=trust))
+        draft = model_shape(draft_config, config.models.draft)
+        _check_vocabulary("draft", config.models.draft, draft, tokenizer)
+        lines.append(_describe_model("draft", config.models.draft, draft))
+        lines.append(f"tokenizers equal, {len(tokenizer)} entries")
+    inputs = read_inputs(config, tokenizer)
+    longest = inputs.dataset.max_prompt_tokens
+    _check_lengths(config, inputs.dataset, [target_config, draft_config])
+    reward_params = _check_reward(config)
+    max_total_tokens = longest + config.sampling.max_new_tokens
+    plan = plan_memory(
+        config,
+        target=target,
+        draft=draft,
+        reward_params=reward_params,
+        max_total_tokens=max_total_tokens,
+        object_store_bytes=config.cluster.object_store_bytes or object_store_bytes(),
+    )
+    report = CheckReport(
+        inputs=inputs,
+        models=tuple(lines),
+        data=f"{len(inputs.dataset)} prompts, the longest {longest} tokens",
+        numerics=numerics,
+        memory=plan,
+        available_bytes=machine.memory_bytes(),
+        free_disk_bytes=machine.free_disk_bytes(output_dir),
+        placement=topology.describe(),
+    )
+    _require_room(config, report, output_dir)
+    if config.engine.kv_cache_mb is not None:
+        limit = int(config.engine.kv_cache_mb * MB)
+        require_room_for_one(limit, needed=plan.longest_sample_bytes, num_tokens=max_total_tokens)
+    return report
+
+
+def model_shape(config: PretrainedConfig, name: str | None = None) -> ModelShape:
+    """Sizes of the causal LM a Hugging Face config describes.
+
+    Args:
+        config: of the model.
+        name: path or hub name; where given, its weight files are checked too.
+
+    Raises:
+        ModelError: there is no such model, or its weight files are not whole or another model's.
+    """
+    text = config.get_text_config()
+    return ModelShape(
+        num_params=count_params(config, AutoModelForCausalLM, name),
+        kv=KVShape.of(config),
+        hidden_size=text.hidden_size,
+        vocab_size=text.vocab_size,
+    )
+
+
+def count_params(config: PretrainedConfig, auto_class: Any, name: str | None = None) -> int:
+    """Parameters of a model, counted on the meta device; arguments and errors as above."""
+    model = meta_model(name or config.model_type, config, auto_class)
+    if name is not None:
+        check_weight_files(name, model)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _verify_own_checkpoints(config: Config) -> None:
+    """Checkpoints that a run wrote have checksums: a damaged one would decode to nonsense."""
+    draft = config.models.draft if config.speculation.drafter == "model" else None
+    for name in (config.models.target, draft):
+        if name is not None and has_manifest(Path(name)):
+            verify_checkpoint(Path(name))
+
+
+def _check_vocabulary(role: str, name: str, shape: ModelShape, tokenizer: PreTrainedTokenizerBase) -> None:
+    needed = num_token_ids(tokenizer)
+    if shape.vocab_size < needed:
+        raise ModelError(
+            f"the {role} model {name} has {shape.vocab_size} token ids, the tokenizer {needed}: every token needs "
+            "a row of the model; take a model that was trained with this tokenizer, or set models.tokenizer"
+        )
+
+
+def _describe_model(role: str, name: str, shape: ModelShape) -> str:
+    return f"{role} {name}: {shape.num_params / 1e6:.2f}M parameters, {shape.kv.num_layers} layers"
+
+
+def _check_lengths(config: Config, dataset: PromptDataset, models: list[PretrainedConfig | None]) -> None:
+    longest = dataset.max_prompt_tokens
+    limits = [limit for model in models if model is not None and (limit := max_context_tokens(model))]
+    needed = longest + config.sampling.max_new_tokens
+    if limits and needed > min(limits):
+        raise DataError(
+            f"the longest prompt has {longest} tokens and sampling.max_new_tokens is "
+            f"{config.sampling.max_new_tokens}: {needed} together, but the models' context holds "
+            f"{min(limits)}; lower sampling.max_new_tokens or data.max_prompt_tokens "
+            "(with data.on_long_prompt=skip)"
+        )
+
+
+def _check_reward(config: Config) -> int | None:
+    """Parameters of the reward model, None for a rule."""
+    if config.reward.kind == "model" and config.reward.model is not None:
+        name = config.reward.model
+        reward_config = load_hf_config(name)
+        require_one_output(name, reward_config)
+        load_tokenizer(name)
+        return count_params(reward_config, AutoModelForSequenceClassification, name)
+    build_reward(config.reward)
+    return None
+
+
+def _require_room(config: Config, report: CheckReport, output_dir: Path) -> None:
+    needed = report.memory.total_bytes
+    here = config.cluster.address is None  # a Ray that this process has started runs here too
+    if here and report.available_bytes is not None and needed > report.available_bytes:
+        parts = ", ".join(f"{label} {amount}" for label, amount in report.memory.rows()[:-1])
+        raise PlacementError(
+            f"the run needs {gib(needed)} of memory but {gib(report.available_bytes)} are available here "
+            f"({parts}); lower engine.max_running_samples, sampling.max_new_tokens, "
+            "trainer.max_tokens_per_forward or the number of actors"
+        )
+    if report.memory.disk_bytes > report.free_disk_bytes:
+        raise PlacementError(
+            f"checkpoints and rollouts need {gib(report.memory.disk_bytes)} but {output_dir} has "
+            f"{gib(report.free_disk_bytes)} free; set run.output_dir to a larger disk"
+        )

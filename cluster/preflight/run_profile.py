@@ -1,0 +1,136 @@
+"""The profile of a run: read from a folder, found in the cache, or measured before Ray starts.
+
+Measured by the process that starts the run, on its machine. Instances on other hardware need a profile made there
+with `rlhfspec profile`; every instance compares its own hardware and refuses one that does not match.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers.modeling_utils import PreTrainedModel
+
+from cluster.preflight.inputs import Inputs
+from cluster.reporting.console import Reporter
+from core.config import Config
+from core.errors import ProfileError
+from core.records import SampleKey, SampleRequest, Stream
+from engine.build import build_engine
+from engine.calibration.engine_provenance import provenance_of
+from engine.calibration.profiler import MAX_PROFILED_NODES, MadeProfile, Placeholder, make_profile
+from engine.weights.loading import load_causal_lm, num_token_ids
+from learning.data import sampling_params
+from learning.pairs.make import require_writable
+from profiles.profile import Profile, load_profile, save_profile
+from profiles.provenance import Provenance
+
+AUTO = "auto"
+AUTO_BUDGET_S = 40.0
+MAX_PROMPTS = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfiledRun:
+    """What a profile of this run is measured with."""
+
+    target: PreTrainedModel
+    draft: PreTrainedModel
+    provenance: Provenance
+    max_total_tokens: int
+
+
+def needs_profile(config: Config) -> bool:
+    """Whether the policy goes by a profile."""
+    return config.speculation.policy == "goodput" and config.speculation.drafter == "model"
+
+
+def resolve_profile(config: Config, inputs: Inputs, report: Reporter) -> Profile | None:
+    """Return the run's profile, measuring one where `auto` finds none; None when the policy needs none.
+
+    Raises ProfileError: the named folder holds no profile, or one of something else.
+    """
+    if not needs_profile(config):
+        return None
+    described = describe(config, inputs)
+    if config.speculation.profile != AUTO:
+        folder = Path(config.speculation.profile).expanduser()
+        profile = load_profile(folder)
+        profile.provenance.require_match(described.provenance, where=f"the profile in {folder}")
+        return profile
+    folder = Path(config.run.cache_dir).expanduser() / "profiles" / described.provenance.key
+    try:
+        return load_profile(folder)
+    except ProfileError:
+        pass
+    require_writable(folder, "run.cache_dir")
+    made = measure(config, inputs, described, report, budget_s=AUTO_BUDGET_S)
+    save_profile(made.profile, folder, made.costs, made.drafts)
+    report.note(f"profile {folder} (used again while pair, machine and sampling stay)")
+    return made.profile
+
+
+def describe(config: Config, inputs: Inputs) -> ProfiledRun:
+    """Load the pair and describe it. Raises ProfileError when there is no draft model to profile."""
+    models = config.models
+    if config.speculation.drafter != "model" or models.draft is None:
+        raise ProfileError(
+            "a profile needs a target and a draft model; set models.draft and speculation.drafter=model"
+        )
+    target, draft = (
+        load_causal_lm(name, models.dtype, trust_remote_code=models.trust_remote_code)
+        for name in (models.target, models.draft)
+    )
+    max_total_tokens = inputs.dataset.max_prompt_tokens + config.sampling.max_new_tokens
+    return ProfiledRun(
+        target=target,
+        draft=draft,
+        max_total_tokens=max_total_tokens,
+        provenance=provenance_of(
+            target,
+            draft,
+            engine=config.engine,
+            dtype=models.dtype,
+            sampling=sampling_params(config.sampling, inputs.tokenizer),
+            max_total_tokens=max_total_tokens,
+        ),
+    )
+
+
+def measure(
+    config: Config, inputs: Inputs, run: ProfiledRun, report: Reporter, *, budget_s: float
+) -> MadeProfile:
+    """Measure a profile with a progress bar, on the threads an instance would have."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(config.engine.num_threads)
+    try:
+        engine = build_engine(
+            run.target,
+            run.draft,
+            engine=config.engine,
+            speculation=config.speculation,
+            policy=Placeholder(MAX_PROFILED_NODES),
+            max_total_tokens=run.max_total_tokens,
+            vocab_size=num_token_ids(inputs.tokenizer),
+        )
+        with report.job("profile of the pair on this machine") as tick:
+            return make_profile(
+                engine, _requests(config, inputs), run.provenance, budget_s=budget_s, progress=tick
+            )
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _requests(config: Config, inputs: Inputs) -> list[SampleRequest]:
+    """The first prompts of the data set, with the run's sampling and keys of their own."""
+    sampling = sampling_params(config.sampling, inputs.tokenizer)
+    count = min(len(inputs.dataset), MAX_PROMPTS)
+    return [
+        SampleRequest(
+            key=SampleKey(run_seed=config.run.seed, stream=Stream.BENCH, sample_index=index),
+            prompt=inputs.dataset.prompts[index],
+            sampling=sampling,
+        )
+        for index in range(count)
+    ]

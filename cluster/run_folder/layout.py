@@ -1,0 +1,212 @@
+"""The run folder: one absolute place for everything a run leaves behind.
+
+    RUN/config.yaml                     the resolved config, every default spelled out
+    RUN/status.json                     running | finished | interrupted | failed, why, and a heartbeat
+    RUN/metrics.jsonl                   one object an iteration (`core.metrics`)
+    RUN/rollouts/iteration_0000.parquet prompts, responses, rewards, log-probabilities
+    RUN/moves.jsonl                     one object for each move of a sample; no file where none moved
+    RUN/checkpoints/{target,draft}/     Hugging Face checkpoints, tokenizer included
+    RUN/timeline.{json,png}             what the instances did in the last iteration, as trace and as picture
+    RUN/progress.png, RUN/summary.txt   written at the end, after an interruption too
+
+A job's working directory (Ray unpacks it under its own temporary folder and deletes it) is never
+used: results would vanish with it. Names that begin with `.partial-` are of what is being written.
+"""
+
+from __future__ import annotations
+
+import errno
+import shutil
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass, field
+from datetime import datetime
+from itertools import count
+from pathlib import Path
+
+from cluster.run_folder.run_status import Status, StatusWriter, read_status
+from core.config import Config, RunConfig
+from core.config_io import dump_config
+from core.errors import ConfigError, StorageError
+from core.outside import is_file, try_folder
+
+JOB_RUNS_FOLDER = "~/rlhfspec-runs"
+"Where runs go when the caller's folder is a Ray job's temporary working directory."
+
+_RAY_WORKING_DIR_MARK = "runtime_resources"
+
+
+def is_ray_working_dir(folder: Path) -> bool:
+    """True for a folder that Ray made for a job (`.../session_x/runtime_resources/...`)."""
+    return _RAY_WORKING_DIR_MARK in folder.parts
+
+
+def choose_run_path(run: RunConfig, *, caller_dir: Path, now: datetime) -> Path:
+    """Return the absolute path of a run folder that does not exist yet. Nothing is left there.
+
+    Raises ConfigError when run.output_dir is an absolute place that Ray will delete, or no folder can be made there.
+    """
+    base = Path(run.output_dir).expanduser()
+    if not base.is_absolute():
+        in_job = is_ray_working_dir(caller_dir)
+        base = Path(JOB_RUNS_FOLDER).expanduser() if in_job else caller_dir / base
+    if is_ray_working_dir(base):
+        raise ConfigError(
+            f"run.output_dir must outlive the job, got {base}, which Ray deletes with the job; "
+            "set run.output_dir to a folder outside Ray's temporary one"
+        )
+    _require_writable(base)
+    path = base / f"{run.name}-{now:%Y%m%d-%H%M%S}"
+    return next(path for path in _with_numbers(path) if not path.exists())
+
+
+def _with_numbers(path: Path) -> Iterator[Path]:
+    """Yield `path`, then `path-2`, `path-3` ..."""
+    yield path
+    for number in count(2):
+        yield path.with_name(f"{path.name}-{number}")
+
+
+def _require_writable(base: Path) -> None:
+    """Raise ConfigError for a place where no run folder can be made."""
+    try:
+        try_folder(base)
+    except OSError as error:
+        raise _no_run_folder(base, error) from None
+
+
+def _make_own_folder(path: Path) -> Path:
+    """Make `path`, or the first of its numbered names that is free; mkdir decides between two runs."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    numbered = _with_numbers(path)
+    while True:
+        own = next(numbered)
+        try:
+            own.mkdir()
+        except FileExistsError:
+            continue
+        return own
+
+
+def _no_run_folder(base: Path, error: OSError) -> ConfigError:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        advice = "free some space there, or set run.output_dir to a larger disk"
+    else:
+        advice = "set run.output_dir to a folder you may write to"
+    return ConfigError(f"cannot make a run folder in {base}: {error.strerror}; {advice}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunDir:
+    """Names every file of a run folder."""
+
+    path: Path
+    _writer: StatusWriter = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_writer", StatusWriter(self.status_file))
+
+    @classmethod
+    def create(cls, config: Config, path: Path | None = None) -> RunDir:
+        """Make the folder, write the resolved config and the status `running`.
+
+        A folder of its own even when another run took `path` since it was chosen: the next number then.
+        Raises ConfigError when the folder cannot be made; nothing is left of it.
+        """
+        path = path or choose_run_path(config.run, caller_dir=Path.cwd(), now=datetime.now())
+        try:
+            path = _make_own_folder(path)
+        except OSError as error:
+            raise _no_run_folder(path.parent, error) from error
+        run_dir = cls(path=path)
+        try:
+            (path / "rollouts").mkdir()
+            (path / "checkpoints").mkdir()
+            dump_config(config, run_dir.config_file)
+            run_dir._writer.reserve()
+        except OSError as error:
+            shutil.rmtree(path, ignore_errors=True)
+            raise _no_run_folder(path.parent, error) from error
+        except StorageError as error:
+            shutil.rmtree(path, ignore_errors=True)
+            raise ConfigError(f"cannot begin the run: {error}") from error
+        return run_dir
+
+    @classmethod
+    def open(cls, path: str | Path) -> RunDir:
+        """Open the folder of an earlier run. Raises ConfigError when it is none."""
+        path = Path(path)
+        # a name that the system refuses is no run folder either
+        with suppress(OSError, RuntimeError, ValueError):
+            path = path.expanduser().resolve()
+        if not is_file(path / "config.yaml"):
+            raise ConfigError(
+                f"{path} is not a run folder: expected config.yaml in it, found none; "
+                "give the folder that the run printed first"
+            )
+        return cls(path=path)
+
+    @property
+    def config_file(self) -> Path:
+        """The resolved config."""
+        return self.path / "config.yaml"
+
+    @property
+    def metrics_file(self) -> Path:
+        """One JSON object an iteration."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def moves_file(self) -> Path:
+        """One JSON object for each move that ended."""
+        return self.path / "moves.jsonl"
+
+    @property
+    def timeline_file(self) -> Path:
+        """Trace of the last iteration's generation, for ui.perfetto.dev."""
+        return self.path / "timeline.json"
+
+    @property
+    def timeline_picture_file(self) -> Path:
+        """The same as a picture."""
+        return self.path / "timeline.png"
+
+    @property
+    def status_file(self) -> Path:
+        """State of the run as one JSON object."""
+        return self.path / "status.json"
+
+    @property
+    def picture_file(self) -> Path:
+        """Reward, acceptance length and step time over the iterations."""
+        return self.path / "progress.png"
+
+    @property
+    def summary_file(self) -> Path:
+        """The closing table as text."""
+        return self.path / "summary.txt"
+
+    def rollouts_file(self, iteration: int) -> Path:
+        """Parquet file of one iteration's rollouts; iterations count from 0."""
+        return self.path / "rollouts" / f"iteration_{iteration:04d}.parquet"
+
+    def checkpoint_dir(self, model: str, iteration: int | None = None) -> Path:
+        """Folder of a checkpoint of `target` or `draft`; the last one has no number."""
+        name = model if iteration is None else f"{model}_{iteration:04d}"
+        return self.path / "checkpoints" / name
+
+    def set_status(self, state: str, reason: str = "") -> None:
+        """Write state and reason into status.json. Raises StorageError."""
+        self._writer.set(state, reason)
+
+    def progress(self, iteration: int, phase: str) -> None:
+        """Note in status.json how far the run is; iterations count from 0."""
+        self._writer.progress(iteration, phase)
+
+    def heartbeat(self) -> AbstractContextManager[None]:
+        """Keep the heartbeat in status.json fresh while the block runs."""
+        return self._writer.beating()
+
+    def status(self) -> Status:
+        """Read status.json; state `unknown` and why, when there is none or it is damaged."""
+        return read_status(self.status_file)

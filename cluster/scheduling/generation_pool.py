@@ -1,0 +1,146 @@
+"""The generation pool: makes instances, gives them the current weights, replaces lost ones.
+
+The loop's process makes every actor, so instances outlive a scheduler, and the chunks of the current
+versions stay referenced here for whoever joins later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import ray
+
+from actors.actor_messages import GenerationSpec, LostInstance
+from actors.generation.generation_actor import GenerationActor
+from actors.ray_utils.remote import Handle
+from actors.ray_utils.waiting import get
+from cluster.placement.topology import Ground, Place, actor_options
+from cluster.scheduling.scheduler_client import SchedulerClient
+from cluster.weights.publish import PublishedWeights, publish
+from core.config import ClusterConfig
+from core.errors import InstanceLost
+
+
+class GenerationPool:
+    """Owns the generation actors of one run."""
+
+    def __init__(
+        self,
+        *,
+        cluster: ClusterConfig,
+        places: tuple[Place, ...],
+        ground: Ground,
+        scheduler: SchedulerClient,
+        spec_for: Callable[[str], GenerationSpec],
+        note: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        """No instances so far. `note` is told of each that is lost and replaced, one line."""
+        self._cluster = cluster
+        self._places = places
+        self._ground = ground
+        self._scheduler = scheduler
+        self._spec_for = spec_for
+        self._note = note
+        self._weights: dict[str, PublishedWeights] = {}
+        self._handles: dict[str, Handle] = {}
+        self._place_of: dict[str, Place] = {}
+        self._sentinels: dict[str, Any] = {}
+        self._num_restarts = 0
+        self._less_than_bits: list[str] = []
+
+    @property
+    def instances(self) -> Mapping[str, Handle]:
+        """Living instances by name."""
+        return dict(self._handles)
+
+    def make_all(self) -> None:
+        """Start the processes of all instances; they come up while the caller goes on."""
+        for place in self._places:
+            self._make(place.name, place)
+
+    def bring_up(self, *weights: PublishedWeights) -> None:
+        """Give all instances their first weights. Raises InstanceLost when one cannot start."""
+        self._weights = {w.manifest.model: w for w in weights}
+        self._bring_up(list(self._handles))
+
+    def publish(self, weights: PublishedWeights) -> None:
+        """Publish a new version to every instance; one that died since it was last heard of is replaced."""
+        self._weights[weights.manifest.model] = weights
+        lost = publish(weights, self._handles, timeout_s=self._cluster.order_timeout_s)
+        for name, error in lost.items():
+            self._scheduler.lose(name, str(error))
+            self.replace(LostInstance(instance=name, reason=str(error), num_requeued=0))
+
+    def replace(self, lost: LostInstance) -> str | None:
+        """Make a replacement with the current weights; its name, or None when it was replaced before.
+
+        Raises InstanceLost when `cluster.max_instance_restarts` are used up.
+        """
+        place = self._place_of.pop(lost.instance, None)
+        if place is None:
+            return None
+        self._forget(lost.instance)
+        self._num_restarts += 1
+        if self._num_restarts > self._cluster.max_instance_restarts:
+            raise InstanceLost(
+                f"instance {lost.instance} was lost ({lost.reason}) and all "
+                f"{self._cluster.max_instance_restarts} replacements of this run are used up; look at the "
+                "actors' logs in the Ray dashboard, or raise cluster.max_instance_restarts"
+            )
+        name = f"{place.name}-r{self._num_restarts}"
+        again = f"{lost.num_requeued} samples were queued again, " if lost.num_requeued else ""
+        self._note(f"instance {lost.instance} was lost ({lost.reason}); {again}{name} takes its place")
+        self._make(name, place)
+        try:
+            self._bring_up([name])
+        except InstanceLost as error:
+            return self.replace(LostInstance(instance=name, reason=str(error), num_requeued=0))
+        return name
+
+    def stop(self) -> None:
+        """Let every instance leave its loop, so that its gauges end at 0."""
+        refs: list[Any] = [handle.stop.remote(1.0) for handle in self._handles.values()]
+        ray.wait(refs, num_returns=len(refs), timeout=2.0)
+
+    def _make(self, name: str, place: Place) -> None:
+        options = actor_options(place, self._ground) | {"name": name}
+        handle = GenerationActor.options(**options).remote(self._spec_for(name))
+        self._handles[name] = handle
+        self._place_of[name] = place
+        self._sentinels[name] = handle.run.remote()
+
+    def _bring_up(self, names: list[str]) -> None:
+        """Load the first weights (module building and the probe included), then let them take samples."""
+        handles = {name: self._handles[name] for name in names}
+        for model in self._spec_for(names[0]).model_names:
+            lost = publish(self._weights[model], handles, timeout_s=self._cluster.start_timeout_s)
+            for error in lost.values():
+                raise error
+        self._ask_numerics(handles)
+        for name in names:
+            num_slots = self._spec_for(name).engine.max_running_samples
+            self._scheduler.join(name, handles[name], num_slots)
+
+    def _ask_numerics(self, handles: Mapping[str, Handle]) -> None:
+        """Note every way in which instances promise less than bits, once."""
+        for name, handle in handles.items():
+            told = get(
+                handle.numerics.remote(),
+                waiter="the loop",
+                waited_for=name,
+                order="say what its numerics promise",
+                timeout_s=self._cluster.order_timeout_s,
+            )
+            if not told.startswith("invariant") and told not in self._less_than_bits:
+                self._less_than_bits.append(told)
+                self._note(f"numerics on {name}: {told}")
+
+    @property
+    def is_invariant(self) -> bool:
+        """Whether every instance there was promises bits."""
+        return not self._less_than_bits
+
+    def _forget(self, name: str) -> None:
+        ray.kill(self._handles.pop(name))
+        del self._sentinels[name]

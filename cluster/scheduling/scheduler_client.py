@@ -1,0 +1,209 @@
+"""The loop's side of the scheduler: one method a wish, and a new scheduler when one dies.
+
+What a scheduler must know after its predecessor's death is kept here: which instances joined, what was
+asked for since nothing was open, what of it has been delivered. A wish is noted before it is sent, so a
+scheduler that is rebuilt from the notes and from what the instances hold has carried it out. What a
+dead scheduler had received and not handed on is generated again, to the same tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import ray
+
+from actors.actor_messages import HeldSamples, LostInstance, Rejoined, SchedulerSettings, Taken
+from actors.ray_utils.remote import Handle
+from actors.ray_utils.waiting import ActorDied, awake_s, get
+from core.errors import InstanceLost, SchedulerLost, WaitTimeout
+from core.records import Completion, GenerationStats, SampleKey, SampleRequest
+
+_GRACE_S = 5.0
+"The caller waits longer than the instance, so that the instance's own message arrives."
+
+
+@dataclass(frozen=True, slots=True)
+class _Member:
+    handle: Handle
+    num_slots: int
+
+
+class SchedulerClient:
+    """Owns the scheduler actor of one run; to be used from one thread."""
+
+    def __init__(
+        self,
+        make: Callable[[SchedulerSettings], Handle],
+        settings: SchedulerSettings,
+        *,
+        max_restarts: int,
+        start_timeout_s: float,
+    ) -> None:
+        """Start the first scheduler. `make` starts an actor whose name no earlier term has used."""
+        self._make = make
+        self._settings = settings
+        self._max_restarts = max_restarts
+        self._start_timeout_s = start_timeout_s
+        self._members: dict[str, _Member] = {}
+        self._asked: dict[SampleKey, SampleRequest] = {}
+        self._delivered: dict[SampleKey, Completion] = {}
+        self._lost: list[LostInstance] = []
+        self._news: list[str] = []
+        self._stats: dict[str, GenerationStats] = {}
+        self._planning_s = 0.0
+        self._planning_before_s = 0.0
+        self._handle = make(settings)
+        self._sentinel = self._handle.run.remote()
+
+    @property
+    def handle(self) -> Handle:
+        """The actor now in office."""
+        return self._handle
+
+    @property
+    def stats(self) -> GenerationStats:
+        """Sums over all instances since the run began, lost ones included, as of the last `take`."""
+        return sum(self._stats.values(), GenerationStats())
+
+    @property
+    def planning_s(self) -> float:
+        """Seconds spent on deciding moves since the run began, by all schedulers, as of the last `take`."""
+        return self._planning_before_s + self._planning_s
+
+    def join(self, instance: str, handle: Handle, num_slots: int) -> None:
+        """Add an instance whose weights have been confirmed. Raises SchedulerLost."""
+        self._members[instance] = _Member(handle, num_slots)
+        self._tell("join", instance, handle, num_slots)
+
+    def lose(self, instance: str, reason: str) -> None:
+        """Give an instance up whose weight load failed. Raises SchedulerLost."""
+        self._members.pop(instance, None)
+        self._tell("lose", instance, reason)
+
+    def enqueue(self, requests: tuple[SampleRequest, ...]) -> None:
+        """Ask for new samples; they complete through `take`. Raises SchedulerLost."""
+        if len(self._delivered) == len(self._asked):
+            self._asked.clear()
+            self._delivered.clear()
+        self._asked.update((request.key, request) for request in requests)
+        self._tell("enqueue", requests)
+
+    def take(self, wait_s: float) -> Taken:
+        """Return the news since the last call, waiting up to `wait_s` for some.
+
+        Raises what made generation impossible; SchedulerLost when no restart is left.
+        """
+        taken = self._tell("take", wait_s) or Taken()
+        self._planning_s = taken.planning_s
+        self._delivered.update((completion.key, completion) for completion in taken.completions)
+        self._stats.update(taken.stats)
+        for lost in taken.lost:
+            self._members.pop(lost.instance, None)
+        given_up, self._lost = self._lost, []
+        return replace(taken, lost=(*given_up, *taken.lost))
+
+    def instances(self) -> Mapping[str, int]:
+        """Living instances and the samples each owns. Raises SchedulerLost."""
+        return self._tell("instances") or {}
+
+    def news(self) -> list[str]:
+        """What a person should know of restarts since the last call, one line each."""
+        news, self._news = self._news, []
+        return news
+
+    def stop(self) -> None:
+        """End the polling."""
+        self._handle.stop.remote()
+
+    def _tell(self, order: str, *arguments: Any) -> Any:
+        """Send one wish and return its answer; None when a new scheduler has learnt it from the notes."""
+        try:
+            self._require_alive()
+            ref = getattr(self._handle, order).remote(*arguments)
+            return self._get(ref, order, self._settings.order_timeout_s)
+        except ActorDied as error:
+            self._restart(str(error))
+            return None
+
+    def _require_alive(self) -> None:
+        """Raise what ended the polling, if it ended: its thread may die and the actor live on."""
+        if ray.wait([self._sentinel], timeout=0)[0]:
+            self._get(self._sentinel, "poll", 0.0)
+
+    def _restart(self, reason: str) -> None:
+        """Put a new scheduler into office that knows what the dead one knew, or can find it out."""
+        while True:
+            if self._settings.term == self._max_restarts:
+                raise SchedulerLost(
+                    f"{reason}; all {self._max_restarts} restarts of this run are used up "
+                    "(cluster.max_scheduler_restarts)"
+                )
+            self._settings = replace(self._settings, term=self._settings.term + 1)
+            self._planning_before_s, self._planning_s = self.planning_s, 0.0
+            # It may be alive and out of reach only: two schedulers must not give out one sample.
+            ray.kill(self._handle)
+            held = self._ask_what_is_held()
+            self._handle = self._make(self._settings)
+            try:
+                self._rebuild(held)
+            except ActorDied as error:
+                reason = str(error)
+                continue
+            self._news.append(self._describe(reason, held))
+            return
+
+    def _ask_what_is_held(self) -> dict[str, HeldSamples]:
+        """Ask every instance; one that is dead or answers not in time is ended and reported as lost.
+
+        Raises what an instance's decode loop has failed with.
+        """
+        timeout_s = self._settings.heartbeat_timeout_s
+        refs = {
+            name: member.handle.hold.remote(self._settings.term, timeout_s)
+            for name, member in self._members.items()
+        }
+        deadline_s = awake_s() + timeout_s + _GRACE_S
+        held: dict[str, HeldSamples] = {}
+        for name, ref in refs.items():
+            try:
+                held[name] = get(
+                    ref,
+                    waiter="the loop",
+                    waited_for=name,
+                    order="say what it holds",
+                    timeout_s=max(0.0, deadline_s - awake_s()),
+                )
+            except (InstanceLost, WaitTimeout) as error:
+                ray.kill(self._members.pop(name).handle)
+                self._lost.append(LostInstance(instance=name, reason=str(error), num_requeued=0))
+        return held
+
+    def _rebuild(self, held: Mapping[str, HeldSamples]) -> None:
+        rejoined = tuple(
+            Rejoined(handle=self._members[name].handle, num_slots=self._members[name].num_slots, held=one)
+            for name, one in held.items()
+        )
+        requests, delivered = tuple(self._asked.values()), tuple(self._delivered.values())
+        ref = self._handle.rebuild.remote(requests, delivered, rejoined)
+        self._get(ref, "rebuild its state", self._start_timeout_s)
+        self._sentinel = self._handle.run.remote()
+
+    def _describe(self, reason: str, held: Mapping[str, HeldSamples]) -> str:
+        kept = {key for one in held.values() for key in one.open_epochs}
+        kept |= {completion.key for one in held.values() for completion in one.completions}
+        is_open = self._asked.keys() - self._delivered.keys()
+        return (
+            f"{reason}; {scheduler_name(self._settings.term)} takes its place: of {len(is_open)} open "
+            f"samples {len(is_open & kept)} are with {len(held)} instances, "
+            f"{len(is_open - kept)} were queued again"
+        )
+
+    def _get(self, ref: Any, order: str, timeout_s: float) -> Any:
+        return get(ref, waiter="the loop", waited_for="scheduler", order=order, timeout_s=timeout_s)
+
+
+def scheduler_name(term: int) -> str:
+    """The actor's name in one term: Ray frees a name some time after its actor's death."""
+    return f"scheduler-r{term}" if term else "scheduler"

@@ -1,0 +1,51 @@
+"""Writes published weights as a plain Hugging Face checkpoint, tokenizer included.
+
+The loop's process writes it, from the same chunks that the instances load: the run folder is on its
+machine, and what is saved is what was sampled from. The folder appears by one rename, with a manifest
+of checksums (`core.checkpoint_manifest`).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from actors.ray_utils.waiting import get
+from cluster.weights.publish import PublishedWeights
+from core.checkpoint_manifest import write_manifest
+from core.files import whole_folder
+from engine.weights.chunks import load_into, unpack_weights
+from engine.weights.loading import build_causal_lm
+
+
+def save_checkpoint(
+    weights: PublishedWeights,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    *,
+    dtype: str,
+    timeout_s: float,
+) -> None:
+    """Save model and tokenizer as `folder`, whole or not at all; an earlier one stays until then.
+
+    Raises WeightsError when a chunk does not match, StorageError when the disk is full.
+    """
+    chunks = get(
+        list(weights.chunk_refs),
+        waiter="the loop",
+        waited_for="the object store",
+        order=f"fetch {weights.manifest.model} version {weights.manifest.weight_version}",
+        timeout_s=timeout_s,
+    )
+    model = build_causal_lm(weights.manifest.hf_config_json, dtype)
+    load_into(model, unpack_weights(weights.manifest, chunks))
+    with whole_folder(folder) as partial:
+        model.save_pretrained(partial)
+        tokenizer.save_pretrained(partial)
+        write_manifest(
+            partial,
+            model=weights.manifest.model,
+            weight_version=weights.manifest.weight_version,
+            parameter_checksum=weights.manifest.checksum,
+        )

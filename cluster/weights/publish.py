@@ -1,0 +1,94 @@
+"""Publishes weights: one version of one model to every instance, confirmed by each.
+
+The chunks are put into the object store once (by whoever packed them); every node pulls them once and
+its readers map the same memory. An instance confirms with the checksum of what it has loaded, so a
+version is only called published when every instance holds those very bytes; it decodes from a copy laid out from them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import ray
+
+from actors.actor_messages import LoadedWeights
+from actors.ray_utils.remote import Handle
+from actors.ray_utils.waiting import awake_s, get
+from core.errors import InstanceLost, WaitTimeout, WeightsError
+from core.records import WeightManifest
+
+_GRACE_S = 5.0
+"The caller waits longer than the instance, so that the instance's own message arrives."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublishedWeights:
+    """A manifest with references to its chunks; they live as long as this record."""
+
+    manifest: WeightManifest
+    chunk_refs: tuple[Any, ...]
+
+
+def from_trainer(
+    trainer: Handle, *, timeout_s: float, model: Literal["target", "draft"] = "target"
+) -> PublishedWeights:
+    """Take a model's current weights; the references outlive the trainer. Raises WaitTimeout."""
+    names = {"waiter": "the loop", "waited_for": "trainer", "timeout_s": timeout_s}
+    manifest = get(trainer.pack.remote(model), order=f"pack the {model} weights", **names)
+    num_chunks = len(manifest.chunk_num_bytes)
+    returned = trainer.chunks.options(num_returns=num_chunks).remote()
+    refs: list[Any] = [returned] if num_chunks == 1 else list(returned)
+    ready, _ = ray.wait(refs, num_returns=num_chunks, timeout=timeout_s, fetch_local=False)
+    if len(ready) < num_chunks:
+        raise WaitTimeout(
+            waiter="the loop",
+            waited_for="trainer",
+            order=f"hand out {num_chunks} weight chunks",
+            waited_s=timeout_s,
+            advice="raise cluster.order_timeout_s if the trainer is only slow",
+        )
+    return PublishedWeights(manifest=manifest, chunk_refs=tuple(refs))
+
+
+def publish(
+    weights: PublishedWeights, instances: Mapping[str, Handle], *, timeout_s: float
+) -> dict[str, InstanceLost]:
+    """Load the version on every instance at once (mode drain: none may have an open sample).
+
+    Returns the instances that died meanwhile; each other one has confirmed version and checksum.
+    Raises WeightsError for a wrong confirmation, WaitTimeout for a missing one.
+    """
+    manifest = weights.manifest
+    refs = {
+        name: handle.load_weights.remote(timeout_s, manifest, *weights.chunk_refs)
+        for name, handle in instances.items()
+    }
+    deadline_s = awake_s() + timeout_s + _GRACE_S
+    lost: dict[str, InstanceLost] = {}
+    for name, ref in refs.items():
+        try:
+            answer = get(
+                ref,
+                waiter="the loop",
+                waited_for=name,
+                order=f"load {manifest.model} version {manifest.weight_version}",
+                timeout_s=max(0.0, deadline_s - awake_s()),
+            )
+        except InstanceLost as error:
+            lost[name] = error
+        else:
+            confirm(answer, manifest)
+    return lost
+
+
+def confirm(answer: LoadedWeights, manifest: WeightManifest) -> None:
+    """Require that what was loaded is what was published. Raises WeightsError."""
+    expected = (manifest.weight_version, manifest.checksum)
+    got = (answer.weight_version, answer.checksum)
+    if got != expected:
+        raise WeightsError(
+            f"{answer.instance} confirmed {answer.model} version {got[0]} with checksum {got[1]}, expected "
+            f"version {expected[0]} with {expected[1]}; the run stops rather than sample from other weights"
+        )

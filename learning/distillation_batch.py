@@ -1,0 +1,94 @@
+"""What the draft model learns from in one refit: rollouts in batches, a slice held out, the divergence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from core.records import Rollout
+from engine.decoding.logprobs import scaled_logits
+from learning.batching import pack_by_length
+from learning.experience import Experience, collate
+from learning.soft_targets import SoftTargetStore, soft_kl
+from learning.training_forward import logits_where
+
+HOLD_OUT_EVERY = 8
+"One group of samples in so many is held out."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftLesson:
+    """The rollouts of one refit. `batches` and `held_out` are rows of the experience, never the same."""
+
+    experience: Experience
+    soft_targets: SoftTargetStore | None
+    batches: list[list[int]]
+    "empty when there is only one sample"
+    held_out: list[int]
+
+    def num_padded_tokens(self, rows: Sequence[int]) -> int:
+        """Tokens of a forward over some rows, padding included."""
+        return len(rows) * max(self.experience.lengths[row] for row in rows)
+
+    def num_response_tokens(self, rows: Sequence[int]) -> int:
+        """Tokens of some rows that are learned from."""
+        return int(self.experience.mask[list(rows)].sum())
+
+    def divergence(
+        self, draft: PreTrainedModel, rows: list[int], *, temperature: float, vocab_size: int
+    ) -> Float[Tensor, " M"]:
+        """KL(target || draft) in nats at the response tokens of some rows; differentiable.
+
+        From the soft targets where all rows have them. Else log p(token) - log q(token) of the sampled
+        tokens: an estimate without bias for the distribution they were sampled from, one sample each.
+        """
+        longest = max(self.experience.lengths[row] for row in rows)
+        ids = self.experience.ids[rows, :longest].to(draft.device)
+        where = self.experience.where[rows, : longest - 1].to(draft.device)
+        logits, _ = logits_where(draft, ids, where, vocab_size)
+        logprobs = torch.log_softmax(scaled_logits(logits, temperature), dim=-1)
+        if self.soft_targets is not None:
+            targets = self.soft_targets.of([self.experience.sample_indices[row] for row in rows])
+            if targets is not None:
+                return soft_kl(logprobs, targets)
+        drafted = logprobs.gather(-1, ids[:, 1:][where][:, None]).squeeze(-1)
+        sampled = self.experience.sampling_logprobs[rows][self.experience.mask[rows]]
+        return sampled.to(draft.device) - drafted
+
+
+def draft_lesson(
+    rollouts: Sequence[Rollout],
+    *,
+    soft_targets: SoftTargetStore | None,
+    max_tokens: int,
+    pad_token_id: int,
+) -> DraftLesson:
+    """Split rollouts into a held-out slice of at most `max_tokens` padded tokens and batches of as many.
+
+    Whole groups are held out where there are several: samples of one prompt resemble each other.
+    Raises NumericsError when a rollout holds what is not finite.
+    """
+    experience = collate(rollouts, pad_token_id=pad_token_id)
+    groups = experience.group_ids.tolist()
+    if len(set(groups)) == 1:
+        groups = list(range(len(groups)))
+    chosen = set(sorted(set(groups))[::HOLD_OUT_EVERY])
+    held_out = _packed([row for row, group in enumerate(groups) if group in chosen], experience, max_tokens)
+    training = [row for row, group in enumerate(groups) if group not in chosen]
+    return DraftLesson(
+        experience=experience,
+        soft_targets=soft_targets,
+        batches=_packed(training, experience, max_tokens),
+        # packs come by length: when not all fit into one forward, those of middle length stand for all
+        held_out=held_out[len(held_out) // 2],
+    )
+
+
+def _packed(rows: list[int], experience: Experience, max_tokens: int) -> list[list[int]]:
+    packs = pack_by_length([experience.lengths[row] for row in rows], max_tokens)
+    return [[rows[i] for i in pack] for pack in packs]

@@ -1,0 +1,179 @@
+"""The trainer's duties around the learner: weights in, weights out. No Ray here: the class inside the actor."""
+
+import numpy as np
+import pytest
+
+from actors.actor_messages import TrainerSpec
+from actors.trainer_actor import TrainerActor
+from core.config import AlgorithmConfig, DrafterTrainingConfig, TrainerConfig
+from core.errors import RlhfSpecError, WeightsError
+from core.records import (
+    Completion,
+    FinishReason,
+    Prompt,
+    Reward,
+    Rollout,
+    SampleKey,
+    WeightSpan,
+)
+from engine.weights.chunks import load_into, model_checksum, pack_weights, unpack_weights
+from engine.weights.loading import build_causal_lm, load_causal_lm
+
+Trainer = TrainerActor.__ray_metadata__.modified_class
+
+
+def rollout(index: int, reward: float) -> Rollout:
+    tokens = np.array([4 + index, 5, 6])
+    logprobs = np.full(3, -2.0, dtype=np.float32)
+    return Rollout(
+        prompt=Prompt(prompt_id=index, token_ids=np.array([3, 4])),
+        completion=Completion(
+            key=SampleKey(run_seed=0, sample_index=index),
+            prompt_id=index,
+            group_id=0,
+            epoch=0,
+            token_ids=tokens,
+            policy_logprobs=logprobs,
+            sampling_logprobs=logprobs,
+            finish_reason=FinishReason.LENGTH,
+            weight_spans=(WeightSpan(weight_version=0, first_position=0),),
+            instance="gen-0",
+            num_decode_steps=3,
+            num_accepted_tokens=0,
+        ),
+        response_text="",
+        reward=Reward(value=reward),
+    )
+
+
+ROLLOUTS = [rollout(0, 0.0), rollout(1, 1.0)]
+
+
+@pytest.fixture
+def first(tiny_pair):
+    """Manifest and chunks of the first weights, in several chunks."""
+    model = load_causal_lm(str(tiny_pair.target), "float32")
+    return pack_weights(model, name="target", weight_version=0, chunk_bytes=20_000)
+
+
+@pytest.fixture
+def first_draft(tiny_pair):
+    return pack_weights(load_causal_lm(str(tiny_pair.draft), "float32"), name="draft", weight_version=4)
+
+
+@pytest.fixture
+def empty():
+    return Trainer(
+        TrainerSpec(
+            algorithm=AlgorithmConfig(kind="grpo"),
+            trainer=TrainerConfig(learning_rate=1e-2, num_threads=1),
+            drafter_training=DrafterTrainingConfig(learning_rate=1e-2, max_passes=4),
+            dtype="float32",
+            temperature=1.0,
+            seed=0,
+            pad_token_id=0,
+            vocab_size=30,
+        )
+    )
+
+
+@pytest.fixture
+def trainer(empty, first):
+    manifest, chunks = first
+    empty.load_weights(manifest, *chunks)
+    return empty
+
+
+def model_of(manifest, chunks):
+    model = build_causal_lm(manifest.hf_config_json, "float32")
+    load_into(model, unpack_weights(manifest, chunks))
+    return model
+
+
+@pytest.mark.parametrize("wish", ["pack", "checksum"])
+def test_before_it_has_weights_it_says_so(empty, wish):
+    with pytest.raises(RlhfSpecError, match="before it had weights"):
+        getattr(empty, wish)()
+    with pytest.raises(RlhfSpecError, match="before it had weights"):
+        empty.update(ROLLOUTS)
+
+
+def test_it_confirms_what_it_has_loaded(empty, first):
+    manifest, chunks = first
+    assert len(chunks) > 1
+    answer = empty.load_weights(manifest, *chunks)
+    assert (answer.instance, answer.model) == ("trainer", "target")
+    assert (answer.weight_version, answer.checksum) == (0, manifest.checksum)
+
+
+def test_a_damaged_chunk_is_refused_and_nothing_is_built_from_it(empty, first):
+    manifest, chunks = first
+    damaged = chunks[1].copy()
+    damaged[7] ^= 1
+    with pytest.raises(WeightsError, match="chunk 1 of"):
+        empty.load_weights(manifest, chunks[0], damaged, *chunks[2:])
+    with pytest.raises(RlhfSpecError, match="before it had weights"):
+        empty.checksum()
+
+
+def test_what_it_packs_are_the_weights_after_the_update(trainer, first):
+    report = trainer.update(ROLLOUTS)
+    manifest = trainer.pack()
+    assert (report.weight_version, manifest.weight_version, manifest.model) == (1, 1, "target")
+    assert manifest.checksum == trainer.checksum() != first[0].checksum
+    assert model_checksum(model_of(manifest, [trainer.chunks()])) == manifest.checksum
+
+
+def test_packed_weights_are_frozen_while_the_learner_goes_on(trainer):
+    manifest = trainer.pack()
+    trainer.update(ROLLOUTS)
+    assert trainer.checksum() != manifest.checksum
+    assert model_checksum(model_of(manifest, [trainer.chunks()])) == manifest.checksum
+
+
+def test_chunks_are_handed_out_once(trainer):
+    trainer.pack()
+    assert isinstance(trainer.chunks(), np.ndarray), "one return value for num_returns 1, no tuple of one"
+    assert trainer.chunks() == ()
+
+
+def test_new_first_weights_start_the_learner_anew(trainer, first):
+    trainer.update(ROLLOUTS)
+    manifest, chunks = first
+    assert trainer.load_weights(manifest, *chunks).checksum == manifest.checksum
+    assert trainer.pack().weight_version == 0
+
+
+def test_a_refit_gives_the_draft_a_new_version_and_leaves_the_policy_alone(trainer, first_draft):
+    manifest, chunks = first_draft
+    answer = trainer.load_draft(manifest, *chunks)
+    assert (answer.model, answer.weight_version, answer.checksum) == ("draft", 4, manifest.checksum)
+    trainer.update(ROLLOUTS)
+    policy = trainer.checksum()
+    report = trainer.refit(ROLLOUTS, 60.0)
+    assert report.outcome == "taken" and report.weight_version == 5
+    assert trainer.checksum() == policy
+    packed = trainer.pack("draft")
+    assert (packed.model, packed.weight_version) == ("draft", 5)
+    assert packed.checksum != manifest.checksum
+    assert model_checksum(model_of(packed, [trainer.chunks()])) == packed.checksum
+    assert trainer.pack().checksum == policy, "and the policy is packed by default"
+
+
+def test_the_policy_learns_the_same_with_refits_and_without(trainer, first, first_draft):
+    trainer.update(ROLLOUTS)
+    trainer.update(ROLLOUTS)
+    frozen = trainer.checksum()
+    manifest, chunks = first
+    trainer.load_weights(manifest, *chunks)
+    trainer.load_draft(first_draft[0], *first_draft[1])
+    for _ in range(2):
+        trainer.update(ROLLOUTS)
+        assert trainer.refit(ROLLOUTS, 60.0).num_steps > 0
+    assert trainer.checksum() == frozen
+
+
+def test_before_it_has_a_draft_model_it_says_so(trainer):
+    for wish in (lambda: trainer.refit(ROLLOUTS, 1.0), lambda: trainer.pack("draft")):
+        with pytest.raises(RlhfSpecError, match="before it had a draft model"):
+            wish()

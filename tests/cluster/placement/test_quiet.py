@@ -1,0 +1,79 @@
+"""Libraries draw no bars over ours: in this process, imported already or not, and in the actors."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import ray
+from ray.util.placement_group import remove_placement_group
+from transformers.utils import logging as transformers_logging
+
+from cluster.cli import main
+from cluster.placement.quiet import quiet_environment
+from cluster.placement.topology import Ground, actor_options, place, plan
+from core.config_io import config_from_dict
+from engine.weights.loading import load_causal_lm
+
+
+def test_no_bar_of_a_library_that_was_imported_before_the_command(tiny_pair, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(transformers_logging, "_tqdm_active", True)
+    load_causal_lm(str(tiny_pair.target), "float32")
+    assert "Loading weights" in capsys.readouterr().err, "without a bar to silence this test says nothing"
+    assert main(["show", str(tmp_path)]) == 2
+    capsys.readouterr()
+    load_causal_lm(str(tiny_pair.target), "float32").save_pretrained(tmp_path)
+    assert capsys.readouterr().err == ""
+
+
+def test_what_the_caller_set_goes_first(monkeypatch):
+    monkeypatch.delenv("TRANSFORMERS_VERBOSITY", raising=False)
+    monkeypatch.setenv("HF_HUB_DISABLE_PROGRESS_BARS", "0")
+    made = quiet_environment()
+    assert (made["HF_HUB_DISABLE_PROGRESS_BARS"], made["TRANSFORMERS_VERBOSITY"]) == ("0", "error")
+
+
+SAID_BY_RAYLETS = (
+    "A worker died or was killed while executing a task by an unexpected system error. To troubleshoot ...",
+    "Raylet is terminated. Termination is unexpected. Possible reasons include: (1) SIGKILL ...\n  its log",
+    "The node with node id: 12ab and address: 10.0.0.1 has been marked dead because the detector has missed ...",
+    "some other warning",
+)
+
+
+def test_ray_does_not_say_in_its_words_what_the_loop_says_in_plain_ones():
+    # in a process of its own: Ray reads the variable when it is imported
+    program = f"""
+from cluster.placement.quiet import quiet_libraries
+quiet_libraries()
+from ray._private.ray_logging import stdout_deduplicator
+batches = stdout_deduplicator.deduplicate({{"lines": list({SAID_BY_RAYLETS!r}), "pid": "raylet"}})
+print([line for batch in batches for line in batch["lines"]])
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert ended.stdout.strip() == "['some other warning']"
+
+
+@pytest.mark.ray
+def test_an_actor_is_silent_whatever_its_node_s_environment_says(local_ray, monkeypatch):
+    @ray.remote
+    class Probe:
+        def draws(self) -> bool:
+            from transformers.utils.logging import is_progress_bar_enabled
+
+            return is_progress_bar_enabled()
+
+    monkeypatch.delenv("HF_HUB_DISABLE_PROGRESS_BARS")
+    models = {"target": "demo", "draft": "demo"}
+    topology = plan(config_from_dict({"models": models, "data": {"task": "chain"}}))
+    group = place(topology, is_local=True)
+    try:
+        options = actor_options(topology.trainer, Ground(group=group, namespace="test-quiet"))
+        probe = Probe.options(**options).remote()
+        assert not ray.get(probe.draws.remote(), timeout=60)
+        noisy = options | {"name": "noisy", "runtime_env": {"env_vars": {"HF_HUB_DISABLE_PROGRESS_BARS": ""}}}
+        ray.kill(probe)
+        assert ray.get(Probe.options(**noisy).remote().draws.remote(), timeout=60)
+    finally:
+        remove_placement_group(group)

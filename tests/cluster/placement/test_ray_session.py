@@ -1,0 +1,237 @@
+"""Ray is started privately and ended whole, by Ctrl-C and SIGTERM too; a killed run is swept later."""
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+import cluster.placement.ray_session
+from cluster.placement.ray_session import (
+    MIN_OBJECT_STORE_BYTES,
+    check_local_ray,
+    free_port,
+    object_store_bytes,
+    ray_session,
+)
+from cluster.run_folder.process_identity import processes_using
+from core.config import Config
+from core.config_io import config_from_dict
+from core.errors import PlacementError
+
+ROOT = Path(__file__).resolve().parents[3]
+
+SCRIPT = """
+import os, sys, time
+from core.config_io import config_from_dict
+from cluster.placement.ray_session import ray_session
+import ray
+models = {"target": "demo", "draft": "demo"}
+config = config_from_dict({"models": models, "data": {"task": "chain"}, "cluster": {"dashboard": False}})
+with ray_session(config, "test") as session:
+    @ray.remote(num_cpus=0.1)
+    def where():
+        import core
+        return core.__file__
+    assert session.is_local and session.namespace.startswith("rlhfspec-test-")
+    print("worker", ray.get(where.remote()), flush=True)
+    print("folder", ray._private.worker._global_node.get_temp_dir_path(), flush=True)
+    time.sleep(600)
+"""
+
+
+def processes_of(folder: str) -> list[str]:
+    """Command lines of processes that name the session's folder."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            if folder in line:
+                found.append(line)
+    return found
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_ctrl_c_leaves_no_process_no_folder_and_an_untouched_home(tmp_path):
+    environment = {k: v for k, v in os.environ.items() if k not in ("RAY_AUTH_MODE", "RAY_ADDRESS")}
+    environment |= {"HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    child = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT],
+        env=environment,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=tmp_path,
+        # tests that run in a shell's background inherit that Ctrl-C is ignored
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    try:
+        assert child.stdout is not None
+        answers = dict(child.stdout.readline().split(maxsplit=1) for _ in range(2))
+        folder = answers["folder"].strip()
+        assert answers["worker"].strip() == str(ROOT / "core" / "__init__.py")
+        assert processes_of(folder)
+        child.send_signal(signal.SIGINT)
+        child.wait(timeout=60)
+    finally:
+        child.kill()
+    deadline = time.monotonic() + 60
+    while processes_of(folder):
+        assert time.monotonic() < deadline, processes_of(folder)
+        time.sleep(0.2)
+    assert not Path(folder).exists()
+    assert list(tmp_path.iterdir()) == []
+
+
+WAITING = """
+import os, sys
+from core.config_io import config_from_dict
+from cluster.placement.ray_session import ray_session
+import ray
+models = {"target": "demo", "draft": "demo"}
+config = config_from_dict({"models": models, "data": {"task": "chain"}, "cluster": {"dashboard": False}})
+def noted():
+    # nothing has been cleaned up before
+    print("noted", ray.is_initialized(), flush=True)
+with ray_session(config, "test", on_sigterm=noted) as session:
+    @ray.remote(num_cpus=0.1)
+    def forever():
+        import time
+        time.sleep(3600)
+    print("folder", ray._private.worker._global_node.get_temp_dir_path(), flush=True)
+    print("swept", *session.swept, flush=True)
+    ray.get(forever.remote())
+"""
+
+
+@contextmanager
+def waiting_session(temp: str) -> Iterator[tuple[subprocess.Popen, dict[str, str]]]:
+    """A process in a wait of Ray's, its temporary folder and what it has swept."""
+    environment = {k: v for k, v in os.environ.items() if k not in ("RAY_AUTH_MODE", "RAY_ADDRESS")}
+    child = subprocess.Popen(
+        [sys.executable, "-c", WAITING],
+        env=environment | {"PYTHONPATH": str(ROOT), "TMPDIR": temp},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert child.stdout is not None
+        lines = [child.stdout.readline().strip().partition(" ") for _ in range(2)]
+        yield child, {name: text for name, _, text in lines}
+    finally:
+        child.kill()
+        child.communicate()
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_what_a_killed_run_left_is_swept_and_sigterm_is_noted_first_and_exits_with_143():
+    # short: sockets of Ray live in it
+    temp = tempfile.mkdtemp(prefix="swept-")
+    try:
+        with waiting_session(temp) as (child, said):
+            dead = Path(said["folder"])
+            assert dead.parent == Path(temp) and said["swept"] == ""
+            child.kill()
+            child.wait()
+        deadline = time.monotonic() + 300
+        # Ray's agents notice after a minute that their driver is dead; they are this test's own
+        while left := processes_using(dead):
+            assert time.monotonic() < deadline
+            for pid in left:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.2)
+        with waiting_session(temp) as (child, said):
+            assert said["swept"].startswith(f"removed {dead}, left by process")
+            assert not dead.exists()
+            child.send_signal(signal.SIGTERM)
+            output, _ = child.communicate(timeout=120)
+        assert output == "noted True\n" and child.returncode == 143
+        assert not Path(said["folder"]).exists()
+    finally:
+        shutil.rmtree(temp, ignore_errors=True)
+
+
+def test_the_object_store_fits_shared_memory_and_ray_s_minimum():
+    assert MIN_OBJECT_STORE_BYTES <= object_store_bytes() <= 1 << 30
+
+
+def test_a_free_port_is_one():
+    assert 1024 <= free_port() <= 65535
+
+
+def config(**section) -> Config:
+    return config_from_dict({"models": {"draft": "demo"}, "data": {"task": "chain"}, "cluster": section})
+
+
+@pytest.mark.parametrize("wanted", [1, -5, 0, 1 << 60])
+def test_an_object_store_that_cannot_be_is_refused_with_the_sizes_that_can(wanted):
+    with pytest.raises(
+        PlacementError, match=rf"object_store_bytes {wanted} cannot be had: expected at least"
+    ):
+        check_local_ray(config(object_store_bytes=wanted))
+    check_local_ray(config(object_store_bytes=MIN_OBJECT_STORE_BYTES))
+
+
+@pytest.mark.parametrize("port", [99999, -1, 0])
+def test_a_port_that_is_none_is_refused(port):
+    with pytest.raises(PlacementError, match=f"dashboard_port must be 1 to 65535, got {port}"):
+        check_local_ray(config(dashboard_port=port))
+    check_local_ray(config(dashboard_port=port, dashboard=False))
+
+
+def test_a_port_in_use_is_refused_and_a_free_one_taken():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(PlacementError, match=f"dashboard_port {port} cannot be taken .*in use"):
+            check_local_ray(config(dashboard_port=port))
+    check_local_ray(config(dashboard_port=free_port()))
+
+
+def test_a_temporary_folder_too_long_for_sockets_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / ("long" * 20)))
+    with pytest.raises(PlacementError, match=r"too long for Ray's sockets.*TMPDIR"):
+        check_local_ray(config())
+
+
+@pytest.mark.parametrize("scheme", ["", "ray://"])
+def test_a_cluster_nobody_listens_at_is_said_at_once(scheme, monkeypatch):
+    monkeypatch.setattr(cluster.placement.ray_session.ray, "is_initialized", lambda: False)
+    address = f"{scheme}127.0.0.1:{free_port()}"
+    with (
+        pytest.raises(PlacementError, match=r"cannot reach the Ray cluster at .*refused"),
+        ray_session(config(address=address), "test"),
+    ):
+        pass
+
+
+def test_whatever_ray_says_at_its_start_is_one_placement_error_and_leaves_no_folder(tmp_path, monkeypatch):
+    def fail(**settings):
+        raise ValueError("no room\nfor a store")
+
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(tempfile, "tempdir", "/tmp")
+    monkeypatch.setattr(cluster.placement.ray_session.ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(cluster.placement.ray_session.ray, "init", fail)
+    monkeypatch.setattr(cluster.placement.ray_session.ray, "shutdown", lambda: None)
+    made = []
+    make = tempfile.mkdtemp
+    monkeypatch.setattr(tempfile, "mkdtemp", lambda **names: made.append(make(**names)) or made[-1])
+    with (
+        pytest.raises(PlacementError, match="cannot start Ray on this machine: no room for a store"),
+        ray_session(config(), "test"),
+    ):
+        pass
+    assert made and not Path(made[0]).exists()

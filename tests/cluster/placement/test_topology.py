@@ -1,0 +1,87 @@
+"""Places follow from the config; what cannot be placed is said with what is missing."""
+
+import time
+
+import pytest
+import ray
+from ray.util.placement_group import remove_placement_group
+
+from cluster.placement.topology import Ground, actor_options, place, plan, require_machine
+from core.config import Config
+from core.config_io import config_from_dict
+from core.errors import ConfigError, PlacementError
+
+
+def config(**cluster) -> Config:
+    models = {"target": "demo", "draft": "demo"}
+    return config_from_dict({"models": models, "data": {"task": "chain"}, "cluster": cluster})
+
+
+def test_the_defaults_fit_two_cpus_with_room_for_the_driver_of_a_job():
+    wanted = plan(config()).wanted()
+    assert set(wanted) == {"CPU"} and wanted["CPU"] <= 1.9
+
+
+def test_every_actor_has_a_bundle_of_its_own_and_holds_something():
+    topology = plan(config(generation={"num_actors": 3, "num_cpus": 0.0}, reward={"num_actors": 2}))
+    assert [p.bundle for p in topology.places] == list(range(7))
+    assert len({p.name for p in topology.places}) == 7
+    assert all(p.resources()["CPU"] > 0 for p in topology.places)
+
+
+def test_gpus_and_threads_go_where_the_config_says():
+    topology = plan(config(trainer={"num_gpus": 1}, generation={"num_gpus": 0.5, "num_cpus": 1}))
+    assert topology.wanted()["GPU"] == 2.0 and len(topology.generation) == 2
+    assert topology.generation[0].resources() == {"CPU": 1.0, "GPU": 0.5}
+    assert (topology.generation[0].num_threads, topology.trainer.num_threads) == (1, 2)
+
+
+def test_the_description_names_every_pool_and_the_total():
+    text = plan(config()).describe()
+    assert "2 x 0.5 CPU" in text and "total" in text and "1.85 CPU" in text
+
+
+def test_what_one_machine_cannot_hold_is_said_before_anything_is_started():
+    require_machine(plan(config()), num_cpus=2, num_gpus=0)
+    with pytest.raises(PlacementError, match=r"the machine has 2 CPU and 0 GPU; missing: 6\.85 CPU"):
+        require_machine(plan(config(trainer={"num_cpus": 7.5})), num_cpus=2, num_gpus=0)
+    with pytest.raises(PlacementError, match="missing: 2 GPU"):
+        require_machine(plan(config(generation={"num_gpus": 1})), num_cpus=2, num_gpus=0)
+    with pytest.raises(PlacementError, match="STRICT_SPREAD wants 5 machines"):
+        require_machine(plan(config(placement="STRICT_SPREAD")), num_cpus=2, num_gpus=0)
+
+
+def test_more_than_one_trainer_is_refused():
+    with pytest.raises(ConfigError, match="num_actors must be 1, got 2"):
+        plan(config(trainer={"num_actors": 2}))
+
+
+@pytest.mark.ray
+def test_what_cannot_be_placed_is_said_with_what_is_missing(local_ray):
+    topology = plan(config(generation={"num_actors": 2, "num_gpus": 3}, placement_timeout_s=0.5))
+    with pytest.raises(PlacementError, match="missing: 6 GPU") as at_once:
+        place(topology, is_local=True)
+    with pytest.raises(PlacementError, match="missing: 6 GPU") as after_waiting:
+        place(topology, is_local=False)
+    assert "waited 0 s" in str(at_once.value) and "cluster has 4 CPU and 0 GPU" in str(after_waiting.value)
+
+
+@pytest.mark.ray
+def test_an_actor_stands_in_its_bundle_with_its_threads_and_leaves_with_the_group(local_ray):
+    @ray.remote
+    class Probe:
+        def threads(self) -> str | None:
+            import os
+
+            return os.environ.get("OMP_NUM_THREADS")
+
+    topology = plan(config())
+    group = place(topology, is_local=True)
+    ground = Ground(group=group, namespace="test-topology")
+    actor = Probe.options(**actor_options(topology.trainer, ground)).remote()
+    assert ray.get(actor.threads.remote(), timeout=60) == "2"
+    remove_placement_group(group)
+    deadline = time.monotonic() + 30
+    while ray.available_resources().get("CPU", 0.0) < 4.0:
+        assert time.monotonic() < deadline, "the bundles were not given back"
+        time.sleep(0.1)

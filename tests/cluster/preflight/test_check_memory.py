@@ -1,0 +1,181 @@
+"""The memory plan is arithmetic: checked on hand-made sizes."""
+
+from __future__ import annotations
+
+from cluster.placement.memory_plan import (
+    MIB,
+    PLAIN_PROCESS_BYTES,
+    RAY_PROCESSES_BYTES,
+    TORCH_PROCESS_BYTES,
+    MemoryPlan,
+    ModelShape,
+    gib,
+    plan_memory,
+)
+from cluster.preflight.run_check import model_shape
+from core.config import Config
+from core.config_io import config_from_dict
+from engine.cache.kv_pool import KVShape
+from engine.weights.loading import load_hf_config
+from tests.conftest import TinyPair
+
+TARGET = ModelShape(
+    num_params=1000,
+    kv=KVShape(num_layers=3, num_kv_heads=2, num_heads=4, head_size=8),
+    hidden_size=32,
+    vocab_size=100,
+)
+DRAFT = ModelShape(
+    num_params=100,
+    kv=KVShape(num_layers=1, num_kv_heads=1, num_heads=1, head_size=8),
+    hidden_size=8,
+    vocab_size=100,
+)
+
+
+def config(**sections: dict) -> Config:
+    tree = {"data": {"task": "chain"}, "models": {"draft": "demo"}}
+    return config_from_dict(tree | sections)
+
+
+def plan(settings: Config, reward_params: int | None = None) -> MemoryPlan:
+    return plan_memory(
+        settings,
+        target=TARGET,
+        draft=DRAFT,
+        reward_params=reward_params,
+        max_total_tokens=50,
+        object_store_bytes=7,
+    )
+
+
+def test_the_kv_pool_holds_prompt_response_and_tree_of_every_slot() -> None:
+    settings = config(engine={"max_running_samples": 4}, speculation={"policy": "fixed", "num_nodes": 6})
+    # 50 tokens, 6 nodes and the root, rounded up to views of 32; keys and values of 8; float32
+    target, draft = 3 * 2 * (8 + 8) * 4, 1 * 1 * (8 + 8) * 4
+    assert plan(settings).kv_pool_bytes == 4 * 64 * (target + draft)
+
+
+def test_bfloat16_halves_the_kv_pool_on_a_gpu_only() -> None:
+    models = {"draft": "demo", "dtype": "bfloat16"}
+    assert plan(config(models=models)).kv_pool_bytes == plan(config()).kv_pool_bytes
+    full = plan(config(engine={"device": "cuda"})).kv_pool_bytes
+    half = plan(config(engine={"device": "cuda"}, models=models)).kv_pool_bytes
+    assert full == 2 * half
+
+
+def test_the_total_counts_every_actor_once() -> None:
+    settings = config(cluster={"generation": {"num_actors": 3}, "reward": {"num_actors": 2}})
+    made = plan(settings)
+    assert made.reward_bytes == PLAIN_PROCESS_BYTES
+    assert made.generation_bytes > TORCH_PROCESS_BYTES + made.kv_pool_bytes
+    assert made.ray_bytes > RAY_PROCESSES_BYTES
+    expected = 3 * made.generation_bytes + made.trainer_bytes + 2 * made.reward_bytes + 7 + made.ray_bytes
+    assert made.total_bytes == expected
+
+
+def test_a_reward_model_is_held_once_and_loaded_once_more() -> None:
+    assert plan(config(), reward_params=100).reward_bytes == TORCH_PROCESS_BYTES + 2 * 100 * 4
+
+
+def test_without_a_kl_penalty_no_reference_model_is_held() -> None:
+    with_reference = plan(config(algorithm={"kl_coef": 0.1})).trainer_bytes
+    without = plan(config(algorithm={"kl_coef": 0.0})).trainer_bytes
+    assert with_reference - without == 1000 * 4
+
+
+def test_each_kept_checkpoint_costs_disk() -> None:
+    rare = plan(config(run={"iterations": 10})).disk_bytes
+    often = plan(config(run={"iterations": 10, "checkpoint_every": 2})).disk_bytes
+    assert often - rare == 5 * (1000 + 100) * 4
+
+
+def test_shapes_are_read_from_a_hugging_face_config(tiny_pair: TinyPair) -> None:
+    shape = model_shape(load_hf_config(str(tiny_pair.target)))
+    assert shape.kv == KVShape(num_layers=2, num_kv_heads=1, num_heads=2, head_size=16)
+    assert shape.hidden_size == 32
+    weights = (tiny_pair.target / "model.safetensors").stat().st_size
+    assert abs(shape.weight_bytes("float32") - weights) < 16384
+
+
+def test_amounts_read_well() -> None:
+    assert gib(1536 * MIB) == "1.50 GiB"
+
+
+def test_an_instance_lays_its_weights_out_again_on_cpu_and_holds_the_logits_of_one_decode_step() -> None:
+    section = {"max_running_samples": 4}
+    made = plan(config(engine=section, speculation={"policy": "fixed", "num_nodes": 6}))
+    # 4 samples x (6 nodes + the root) x 100 tokens x 4 bytes, three times
+    weights, logits = (1000 + 100) * 4, 4 * 7 * 100 * 4 * 3
+    assert made.generation_bytes == TORCH_PROCESS_BYTES + made.kv_pool_bytes + weights * 5 // 2 + logits
+    on_gpu = plan(
+        config(engine=section | {"device": "cuda"}, speculation={"policy": "fixed", "num_nodes": 6})
+    )
+    assert made.generation_bytes - on_gpu.generation_bytes == weights // 2
+
+
+def test_the_trainer_holds_weights_moments_reference_activations_and_logits() -> None:
+    trainer = {"max_tokens_per_forward": 256}
+    # weights, gradient, two moments; reference; the packed copy
+    copies = 4 + 1 + 1
+    layer, logits = 256 * 32 * 4 * 24, 256 * 100 * 4 * 4
+    frozen = {"refit": False}
+    kept = plan(config(trainer=trainer, drafter_training=frozen)).trainer_bytes
+    assert kept == TORCH_PROCESS_BYTES + copies * 4000 + 3 * layer + logits
+    settings = config(trainer=trainer | {"gradient_checkpointing": True}, drafter_training=frozen)
+    thrifty = plan(settings).trainer_bytes
+    assert kept - thrifty == 2 * layer
+
+
+def test_a_trainer_that_refits_holds_the_draft_its_moments_and_the_targets_it_learns_from() -> None:
+    refit = {"max_tokens_per_step": 64, "num_target_tokens": 10}
+    sections = {"rollout": {"prompts_per_iteration": 8}, "sampling": {"max_new_tokens": 50}}
+    following = plan(config(drafter_training=refit, **sections)).trainer_bytes
+    frozen = plan(config(drafter_training={"refit": False}, **sections)).trainer_bytes
+    # weights, gradient, two moments; the weights before the refit; the packed copy
+    copies = 4 + 1 + 1
+    layer, logits = 64 * 8 * 4 * 24, 64 * 100 * 4 * 4
+    assert following - frozen == copies * 400 + layer + logits + 8 * 50 * 10 * 8
+    off = config(drafter_training=refit, speculation={"policy": "off"}, **sections)
+    assert plan(off).trainer_bytes == frozen
+
+
+def test_rollouts_cost_disk_by_their_longest_possible_response() -> None:
+    rollout = {"prompts_per_iteration": 8, "samples_per_prompt": 2}
+    made = plan(config(run={"iterations": 10}, rollout=rollout, sampling={"max_new_tokens": 50}))
+    assert made.disk_bytes == 10 * 16 * 50 * 40 + (1000 + 100) * 4
+
+
+def test_what_is_printed_adds_up_to_the_total() -> None:
+    made = MemoryPlan(
+        generation_bytes=2 << 30,
+        kv_pool_bytes=1 << 30,
+        longest_sample_bytes=1 << 20,
+        trainer_bytes=3 << 30,
+        reward_bytes=1 << 29,
+        object_store_bytes=1 << 28,
+        ray_bytes=1 << 30,
+        num_generation=2,
+        num_trainer=1,
+        num_reward=4,
+        disk_bytes=0,
+    )
+    assert dict(made.rows()) == {
+        "generation": "2 x 2.00 GiB (of which KV pool 1.00 GiB)",
+        "trainer": "1 x 3.00 GiB",
+        "reward": "4 x 0.50 GiB",
+        "object store": "0.25 GiB",
+        "ray and driver": "1.00 GiB",
+        "total": "10.25 GiB",
+    }
+
+
+def test_a_limit_on_the_caches_bounds_the_plan_and_never_enlarges_it() -> None:
+    speculation = {"policy": "fixed", "num_nodes": 6}
+    # a page of 4 KiB for each layer and head, keys and values
+    one = 4096 * 2 * (3 * 2 + 1 * 1)
+    for limit_mb, expected in ((3 * one / 1e6, 3 * one), (1000.0, 8 * one)):
+        settings = config(engine={"max_running_samples": 8, "kv_cache_mb": limit_mb}, speculation=speculation)
+        made = plan(settings)
+        assert abs(made.kv_pool_bytes - expected) <= 1
+        assert made.longest_sample_bytes == one

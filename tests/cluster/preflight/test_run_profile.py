@@ -1,0 +1,119 @@
+"""The profile of a run: measured once, cached, read from a folder, refused where it does not belong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import cluster.preflight.run_profile
+from cluster.cli import main
+from cluster.preflight.inputs import Inputs, read_inputs
+from cluster.preflight.run_profile import resolve_profile
+from cluster.reporting.console import Reporter
+from core.config import Config
+from core.config_io import load_config
+from core.errors import ProfileError
+from core.metrics import read_metrics
+from profiles.profile import load_profile
+from tests.conftest import TinyPair
+
+
+@pytest.fixture
+def config_file(tmp_path: Path, tiny_pair: TinyPair) -> Path:
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        f"""
+run: {{name: tiny, output_dir: {tmp_path / "runs"}, cache_dir: {tmp_path / "cache"}, iterations: 1}}
+models: {{target: {tiny_pair.target}, draft: {tiny_pair.draft}}}
+data: {{task: chain, limit: 16}}
+sampling: {{max_new_tokens: 40}}
+speculation: {{policy: goodput}}
+engine: {{max_running_samples: 4}}
+rollout: {{prompts_per_iteration: 8}}
+trainer: {{minibatch_size: 8, num_threads: 1, max_tokens_per_forward: 512}}
+"""
+    )
+    return file
+
+
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster.preflight.run_profile, "AUTO_BUDGET_S", 1.5)
+
+
+@pytest.fixture
+def read(config_file: Path):
+    def load(*changes: str) -> tuple[Config, Inputs]:
+        config = load_config(config_file, list(changes))
+        return config, read_inputs(config)
+
+    return load
+
+
+@pytest.mark.usefixtures("short")
+def test_auto_measures_once_and_then_reads_the_cache(read, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, inputs = read()
+    first = resolve_profile(config, inputs, Reporter())
+    assert first is not None and first.max_samples == 4
+    monkeypatch.setattr(
+        cluster.preflight.run_profile, "measure", lambda *a, **k: pytest.fail("measured again")
+    )
+    assert resolve_profile(config, inputs, Reporter()) == first
+    with pytest.raises(pytest.fail.Exception, match="measured again"):
+        resolve_profile(*read("engine.max_running_samples=3"), Reporter())
+
+
+@pytest.mark.parametrize("change", ["speculation.policy=fixed", "speculation.drafter=none"])
+def test_other_policies_need_no_profile(read, change: str) -> None:
+    assert resolve_profile(*read(change), Reporter()) is None
+
+
+def test_a_folder_without_a_profile_is_bad_input(
+    config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changes = ["--set", f"speculation.profile={tmp_path / 'nothing'}"]
+    assert main(["train", "--config", str(config_file), *changes]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: no profile at")
+    assert "rlhfspec profile --out" in error
+
+
+def test_the_command_writes_tables_models_and_pictures_and_the_profile_serves(
+    config_file: Path, tmp_path: Path, read, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "profile"
+    assert main(["profile", "--config", str(config_file), "--out", str(out), "--budget", "1.5"]) == 0
+    assert "verify_cost_median_rel_error" in capsys.readouterr().out
+    names = {path.name for path in out.iterdir()}
+    assert names == {
+        "profile.json",
+        "costs.parquet",
+        "drafts.parquet",
+        "verify_cost.png",
+        "acceptance.png",
+    }
+    config, inputs = read(f"speculation.profile={out}")
+    assert resolve_profile(config, inputs, Reporter()) == load_profile(out)
+    config, inputs = read(f"speculation.profile={out}", "engine.max_running_samples=3", "sampling.top_p=0.9")
+    with pytest.raises(ProfileError, match=r"sampling is .* num_slots is '3', measured with '4'"):
+        resolve_profile(config, inputs, Reporter())
+
+
+def test_a_budget_of_nothing_is_bad_input(config_file: Path, tmp_path: Path) -> None:
+    command = ["profile", "--config", str(config_file), "--out", str(tmp_path / "p"), "--budget", "0"]
+    assert main(command) == 2
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.usefixtures("local_ray", "short")
+def test_a_run_measures_its_profile_and_drafts_by_it(
+    config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", "--config", str(config_file)]) == 0
+    assert "profile" in capsys.readouterr().out
+    (folder,) = (tmp_path / "runs").iterdir()
+    (row,) = read_metrics(folder / "metrics.jsonl")
+    assert row["rollout/mean_acceptance_length"] >= 1.0
+    assert len(list((tmp_path / "cache" / "profiles").iterdir())) == 1

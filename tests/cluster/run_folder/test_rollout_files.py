@@ -1,0 +1,134 @@
+"""Rollout buffer, Parquet files and iteration figures, on hand-made rollouts."""
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from actors.actor_messages import LoadedWeights
+from cluster.reporting.iteration_metrics import iteration_figures
+from cluster.rollout_buffer import RolloutBuffer
+from cluster.run_folder.rollout_files import write_rollouts
+from cluster.weights.publish import confirm
+from core.errors import WeightsError
+from core.records import (
+    Completion,
+    FinishReason,
+    GenerationStats,
+    Prompt,
+    Reward,
+    Rollout,
+    SampleKey,
+    UpdateReport,
+    WeightManifest,
+    WeightSpan,
+)
+
+
+def rollout(index: int, *, reward: float = 1.0, tokens: int = 2, version: int = 3, **parts: float) -> Rollout:
+    completion = Completion(
+        key=SampleKey(run_seed=2**63 - 1, sample_index=index),
+        prompt_id=index,
+        group_id=0,
+        epoch=0,
+        token_ids=np.arange(tokens),
+        policy_logprobs=np.full(tokens, -0.5, dtype=np.float32),
+        sampling_logprobs=np.full(tokens, -0.25, dtype=np.float32),
+        finish_reason=FinishReason.LENGTH,
+        weight_spans=(WeightSpan(weight_version=version, first_position=0),),
+        instance="gen-0",
+        num_decode_steps=1,
+        num_accepted_tokens=1,
+    )
+    prompt = Prompt(prompt_id=index, token_ids=np.array([7]), text="q", reference="r")
+    return Rollout(
+        prompt=prompt,
+        completion=completion,
+        response_text="ab",
+        reward=Reward(value=reward, parts=parts),
+    )
+
+
+def test_the_buffer_gives_rollouts_out_by_sample_index_and_is_empty_then():
+    buffer = RolloutBuffer(max_staleness=0)
+    for index in (5, 1, 3):
+        buffer.add(rollout(index), weight_version=3)
+    assert [r.completion.key.sample_index for r in buffer.drain()] == [1, 3, 5]
+    assert len(buffer) == 0
+
+
+@pytest.mark.parametrize("trainer_version", [2, 4])
+def test_the_buffer_refuses_what_other_weights_have_sampled(trainer_version):
+    with pytest.raises(WeightsError, match="sample 1 holds tokens of weight version 3 from gen-0"):
+        RolloutBuffer(max_staleness=0).add(rollout(1), weight_version=trainer_version)
+
+
+def test_the_buffer_refuses_a_sample_twice():
+    buffer = RolloutBuffer(max_staleness=0)
+    buffer.add(rollout(1), weight_version=3)
+    with pytest.raises(WeightsError, match="twice"):
+        buffer.add(rollout(1), weight_version=3)
+
+
+def test_rollouts_read_back_from_parquet_as_they_were(tmp_path):
+    path = tmp_path / "iteration_0000.parquet"
+    write_rollouts(path, [rollout(1, reward=0.5, correct=1.0), rollout(2, tokens=0)])
+    table = pq.read_table(path)
+    first, second = table.to_pylist()
+    assert first["run_seed"] == 2**63 - 1 and first["response_token_ids"] == [0, 1]
+    assert first["policy_logprobs"] == [-0.5, -0.5] and first["sampling_logprobs"] == [-0.25, -0.25]
+    assert first["reward"] == 0.5 and first["reward_parts"] == [("correct", 1.0)]
+    assert first["weight_version"] == 3 and first["finish_reason"] == "length"
+    assert second["response_token_ids"] == []
+    assert table.schema.metadata[b"schema_version"] == b"1"
+    assert [p.name for p in tmp_path.iterdir()] == ["iteration_0000.parquet"]
+
+
+def test_figures_on_hand_made_numbers():
+    rollouts = [rollout(0, reward=1.0, tokens=4, correct=1.0), rollout(1, reward=0.0, tokens=2, correct=0.0)]
+    stats = GenerationStats(
+        num_sample_steps=3, num_emitted_tokens=6, num_draft_tokens=12, num_accepted_tokens=3
+    )
+    update = UpdateReport(
+        weight_version=1,
+        num_samples=2,
+        num_tokens=6,
+        num_optimizer_steps=1,
+        update_s=1.0,
+        figures={"policy_loss": -0.5},
+    )
+    seconds = {"generate": 2.0, "score": 0.5, "update": 1.0, "publish": 0.25, "iteration": 4.0}
+    figures = iteration_figures(rollouts, stats, update, seconds)
+    assert figures["reward/mean"] == 0.5 and figures["reward/std"] == 0.5
+    assert figures["reward/accuracy"] == 0.5
+    assert figures["rollout/mean_acceptance_length"] == 2.0 and figures["rollout/acceptance_rate"] == 0.25
+    assert figures["rollout/goodput_tokens_per_s"] == 3.0
+    assert figures["rollout/response_tokens_mean"] == 3.0 and figures["rollout/response_tokens_max"] == 4.0
+    assert figures["time/publish_s"] == 0.25 and figures["learner/policy_loss"] == -0.5
+
+
+def test_accuracy_is_left_out_where_the_task_has_none():
+    update = UpdateReport(
+        weight_version=1, num_samples=1, num_tokens=2, num_optimizer_steps=1, update_s=1.0, figures={}
+    )
+    assert "reward/accuracy" not in iteration_figures(
+        [rollout(0)], GenerationStats(), update, {"generate": 1.0}
+    )
+
+
+@pytest.mark.parametrize(("version", "checksum"), [(4, "aa"), (3, "bb")])
+def test_a_confirmation_of_other_weights_stops_the_run(version, checksum):
+    manifest = WeightManifest(
+        model="target",
+        weight_version=3,
+        checksum="aa",
+        num_bytes=0,
+        chunk_num_bytes=(),
+        chunk_checksums=(),
+        tensors=(),
+        hf_config_json="{}",
+    )
+    answer = LoadedWeights(instance="gen-1", model="target", weight_version=version, checksum=checksum)
+    with pytest.raises(
+        WeightsError, match=f"gen-1 confirmed target version {version} with checksum {checksum}"
+    ):
+        confirm(answer, manifest)

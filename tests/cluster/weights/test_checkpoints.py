@@ -1,0 +1,91 @@
+"""A checkpoint appears whole, with its manifest, and an earlier one stays until then."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from cluster.weights import checkpoints
+from cluster.weights.checkpoints import save_checkpoint
+from cluster.weights.publish import PublishedWeights
+from core import files
+from core.checkpoint_manifest import verify_checkpoint
+from core.errors import StorageError
+from engine.weights.chunks import model_checksum, pack_weights
+from engine.weights.loading import load_causal_lm, load_tokenizer
+from tests.conftest import TinyPair
+
+
+@pytest.fixture
+def save(tiny_pair: TinyPair, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Save the tiny target as a version; the chunks come from here instead of an object store."""
+    model, tokenizer = load_causal_lm(str(tiny_pair.target), "float32"), load_tokenizer(str(tiny_pair.target))
+    monkeypatch.setattr(checkpoints, "get", lambda refs, **_: refs)
+
+    def call(folder: Path, version: int) -> str:
+        manifest, chunks = pack_weights(model, name="target", weight_version=version)
+        weights = PublishedWeights(manifest=manifest, chunk_refs=tuple(chunks))
+        save_checkpoint(weights, tokenizer, folder, dtype="float32", timeout_s=1.0)
+        return manifest.checksum
+
+    return call
+
+
+def versions(folder: Path) -> dict[str, int]:
+    """Every checkpoint below, verified; a partial one would not pass."""
+    return {path.name: verify_checkpoint(path)["weight_version"] for path in folder.iterdir()}
+
+
+def test_a_checkpoint_loads_and_is_what_its_manifest_says(tmp_path: Path, save):
+    checksum = save(tmp_path / "target", 1)
+    assert verify_checkpoint(tmp_path / "target")["parameter_checksum"] == checksum
+    assert model_checksum(AutoModelForCausalLM.from_pretrained(tmp_path / "target")) == checksum
+    assert AutoTokenizer.from_pretrained(tmp_path / "target").eos_token_id is not None
+    save(tmp_path / "target", 2)
+    assert versions(tmp_path) == {"target": 2}
+
+
+def test_wherever_the_disk_fills_up_the_earlier_checkpoint_stays(tmp_path: Path, save, monkeypatch):
+    save(tmp_path / "target", 1)
+    really, failed = os.fsync, 0
+    for room in range(100):
+        calls = 0
+
+        def fsync(file: int, room: int = room) -> None:
+            nonlocal calls
+            calls += 1
+            if calls > room:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            really(file)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(files.os, "fsync", fsync)
+            try:
+                save(tmp_path / "target", 2)
+            except StorageError as error:
+                failed += 1
+                assert f"cannot write {tmp_path / 'target'}" in str(error)
+                assert versions(tmp_path) == {"target": 1}
+            else:
+                break
+    assert versions(tmp_path) == {"target": 2}
+    # the manifest, the model, its config, the tokenizer's files: each of them failed once
+    assert failed >= 4
+
+
+def test_what_transformers_cannot_write_leaves_nothing(tmp_path: Path, save):
+    """A limit on the size of files stands for the full disk: the library itself meets it."""
+    resource = pytest.importorskip("resource")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, before[1]))
+    try:
+        with pytest.raises(StorageError, match=r"target: expected room for it, got 'File too large'.*ulimit"):
+            save(tmp_path / "target", 1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert list(tmp_path.iterdir()) == []
