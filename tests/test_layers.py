@@ -12,6 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 LAYERS = ("core", "profiles", "policies", "engine", "learning", "actors", "cluster")
 MAX_LINES = 400
+MAX_FILES = 20
 
 _TORCH = {"torch", "transformers", "tokenizers", "safetensors", "jaxtyping", "numpy"}
 ALLOWED = {
@@ -126,3 +127,23 @@ def test_modules_are_small_and_say_what_they_are(path: Path) -> None:
     text = path.read_text()
     assert len(text.splitlines()) <= MAX_LINES
     assert ast.get_docstring(ast.parse(text)), "the module docstring is missing"
+
+
+def packages() -> list[Path]:
+    return sorted({path.parent for path in modules(*LAYERS)})
+
+
+@pytest.mark.parametrize("folder", packages(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_package_is_small_and_says_what_lives_there(folder: Path) -> None:
+    assert len(list(folder.glob("*.py"))) <= MAX_FILES
+    said = (ast.get_docstring(ast.parse((folder / "__init__.py").read_text())) or "").splitlines()
+    assert [line.split(": ")[0] for line in said[2:]] == ["Lives here", "Must not live here"]
+
+
+def test_a_file_name_tells_which_file_it_is() -> None:
+    named: dict[str, list[str]] = {}
+    for path in modules(*LAYERS):
+        # a command is named as the user types it
+        if path.name != "__init__.py" and path.parent.name != "commands":
+            named.setdefault(path.name, []).append(str(path.relative_to(ROOT)))
+    assert [paths for paths in named.values() if len(paths) > 1] == []
