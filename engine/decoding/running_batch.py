@@ -150,16 +150,18 @@ class RunningBatch:
         row, taken = np.nonzero(column < count[:, None])
         target = lengths[row] + taken
         self.tokens[row, target] = token_ids[row, taken]
-        self.policy_logprobs[row, target] = policy_logprobs[row, taken]
-        self.sampling_logprobs[row, target] = sampling_logprobs[row, taken]
+        policy, sampling = policy_logprobs[row, taken], sampling_logprobs[row, taken]
+        self.policy_logprobs[row, target] = policy
+        self.sampling_logprobs[row, target] = sampling
         self.lengths[:live] += count
         self.context_tokens += len(row)
         for counters, accepted in zip(self.counters, num_accepted.tolist(), strict=True):
             counters.num_decode_steps += 1
             counters.num_accepted_tokens += accepted
-        odd = ~(np.isfinite(policy_logprobs[row, taken]) & np.isfinite(sampling_logprobs[row, taken]))
+        # a sum is finite only where both are: log-probabilities are never +inf
+        broken = row[~np.isfinite(policy + sampling)]
         finished = np.nonzero(stopped | (self.lengths[:live] == self.limits[:live]))[0]
-        return len(row), finished, np.unique(row[odd])
+        return len(row), finished, np.unique(broken) if len(broken) else broken
 
     def _set_stop_ids(self, slot: int, stop_ids: tuple[int, ...]) -> None:
         wider = len(stop_ids) - self.stop_ids.shape[1]
