@@ -33,7 +33,7 @@ class GenerationSpec:
     "longest prompt + max_new_tokens"
     vocab_size: int
     "token ids the tokenizer knows; padded ids above it are never sampled"
-    publish_interval_s: float
+    report_interval_s: float
     migration: MigrationSettings | None = None
     "None: no sample ever moves"
     profile: Profile | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 
-from actors.generation.trace_events import Span
+from actors.generation.trace_events import TraceEvent
 from actors.ray_utils.remote import Handle
 from actors.ray_utils.waiting import get
 from cluster.collect import Collected
@@ -65,11 +65,11 @@ class Recorder:
         write_trace(timeline, self._run_dir.timeline_file, title=title)
         write_timeline_picture(timeline, self._run_dir.timeline_picture_file, title=title)
 
-    def _take_spans(self, instances: Mapping[str, Handle]) -> dict[str, list[Span]]:
+    def _take_spans(self, instances: Mapping[str, Handle]) -> dict[str, list[TraceEvent]]:
         """What each instance did since the last call; one that does not answer is left out with a note."""
         refs = {name: handle.take_spans.remote() for name, handle in instances.items()}
         deadline_s = time.monotonic() + SPANS_TIMEOUT_S
-        spans: dict[str, list[Span]] = {}
+        spans: dict[str, list[TraceEvent]] = {}
         for name, ref in refs.items():
             try:
                 spans[name] = get(

@@ -22,7 +22,7 @@ from actors.reward_actors import RewardActor, RewardPool
 from actors.scheduler_actor import SchedulerActor
 from actors.trainer_actor import TrainerActor
 from cluster.placement.ray_session import RaySession
-from cluster.placement.topology import Ground, Topology, actor_options, place, plan
+from cluster.placement.topology import PlacementContext, Topology, actor_options, place, plan
 from cluster.preflight.inputs import Inputs
 from cluster.scheduling.generation_pool import GenerationPool
 from cluster.scheduling.reallocation import migration_settings, reallocation_policy
@@ -81,9 +81,9 @@ def running_system(
     topology = plan(config)
     group = place(topology, is_local=session.is_local)
     try:
-        ground = Ground(group=group, namespace=session.namespace)
+        context = PlacementContext(group=group, namespace=session.namespace)
         with watching(note), watching_raylet(own_raylet() if session.is_local else None, note):
-            system = _make_actors(config, inputs, topology, ground, note)
+            system = _make_actors(config, inputs, topology, context, note)
             _bring_up(system)
             yield system
             system.stop()
@@ -92,18 +92,18 @@ def running_system(
 
 
 def _make_actors(
-    config: Config, inputs: Inputs, topology: Topology, ground: Ground, note: Callable[[str], None]
+    config: Config, inputs: Inputs, topology: Topology, context: PlacementContext, note: Callable[[str], None]
 ) -> System:
     """Start every process; they come up at the same time, while the models are read here."""
     cluster, tokenizer, dataset = config.cluster, inputs.tokenizer, inputs.dataset
-    scheduler = _scheduler(config, inputs, topology, ground)
+    scheduler = _scheduler(config, inputs, topology, context)
     trainer_spec = _trainer_spec(config, tokenizer)
-    trainer = TrainerActor.options(**actor_options(topology.trainer, ground)).remote(trainer_spec)
+    trainer = TrainerActor.options(**actor_options(topology.trainer, context)).remote(trainer_spec)
     max_total_tokens = dataset.max_prompt_tokens + config.sampling.max_new_tokens
     generation = GenerationPool(
         cluster=cluster,
         places=topology.generation,
-        ground=ground,
+        context=context,
         scheduler=scheduler,
         spec_for=lambda instance: _generation_spec(config, inputs, instance, max_total_tokens),
         note=note,
@@ -116,7 +116,7 @@ def _make_actors(
         sampling=sampling_params(config.sampling, tokenizer),
         scheduler=scheduler,
         generation=generation,
-        rewards=_reward_pool(config, topology, ground, note),
+        rewards=_reward_pool(config, topology, context, note),
         trainer=trainer,
         target=load_and_put(config, config.models.target, "target"),
         draft=_draft(config),
@@ -154,12 +154,12 @@ def _draft(config: Config) -> PublishedWeights | None:
 
 
 def _reward_pool(
-    config: Config, topology: Topology, ground: Ground, note: Callable[[str], None]
+    config: Config, topology: Topology, context: PlacementContext, note: Callable[[str], None]
 ) -> RewardPool[Scored]:
     def make(actor: int, number: int) -> Handle:
         where = topology.reward[actor]
         name = f"{where.name}-r{number}" if number else where.name
-        return RewardActor.options(**actor_options(where, ground) | {"name": name}).remote(
+        return RewardActor.options(**actor_options(where, context) | {"name": name}).remote(
             name, config.reward, os.getcwd()
         )
 
@@ -181,15 +181,17 @@ def _generation_spec(config: Config, inputs: Inputs, instance: str, max_total_to
         dtype=config.models.dtype,
         max_total_tokens=max_total_tokens,
         vocab_size=num_token_ids(inputs.tokenizer),
-        publish_interval_s=config.cluster.poll_interval_s,
+        report_interval_s=config.cluster.poll_interval_s,
         migration=migration_settings(config),
         profile=inputs.profile,
     )
 
 
-def _scheduler(config: Config, inputs: Inputs, topology: Topology, ground: Ground) -> SchedulerClient:
+def _scheduler(
+    config: Config, inputs: Inputs, topology: Topology, context: PlacementContext
+) -> SchedulerClient:
     cluster, has_peers = config.cluster, config.cluster.generation.num_actors > 1
-    options = actor_options(topology.scheduler, ground)
+    options = actor_options(topology.scheduler, context)
     return SchedulerClient(
         lambda settings: SchedulerActor.options(**options | {"name": scheduler_name(settings.term)}).remote(
             settings

@@ -29,7 +29,7 @@ def require_room_for_one(max_bytes: int, *, needed: int, num_tokens: int) -> Non
         )
 
 
-class CacheRoom:
+class KVAdmission:
     """The running samples' share of a number of bytes, over all caches. Without a number everything has room."""
 
     def __init__(self, batch: RunningBatch, pools: Collection[KVPool], *, max_bytes: int | None) -> None:

@@ -280,14 +280,14 @@ class Engine:
             num_waiting=len(self._waiting),
             num_free_slots=max(self.exchange.num_free_slots, 0),
             context_tokens=self._batch.context_tokens,
-            free_cache_tokens=self.exchange.cache_room.free_tokens,
+            free_cache_tokens=self.exchange.kv_admission.free_tokens,
             weight_version=self.weight_version,
             drafter_version=self.drafter_version,
             decode_step=self._tally["num_decode_steps"],
             goodput_tokens_per_s=emitted / seconds if seconds > 0 else 0.0,
             goodput_samples=sum(r.num_samples * r.step_s for r in recent) / seconds if seconds > 0 else 0.0,
             stats=self.stats,
-            num_slots=self.exchange.cache_room.num_slots,
+            num_slots=self.exchange.kv_admission.num_slots,
             drafter_alarm=self.drafter_alarm,
         )
 
@@ -328,13 +328,13 @@ class Engine:
 
     def _preempt(self) -> None:
         """Let the shortest samples wait until the others have room to go on."""
-        room = self.exchange.cache_room
+        room = self.exchange.kv_admission
         while (slot := room.one_too_many()) is not None:
             self.exchange.preempt(slot, weight_version=self.weight_version)
             self._tally.add(num_preemptions=1)
 
     def _admit(self) -> None:
-        first, room = len(self._batch), self.exchange.cache_room
+        first, room = len(self._batch), self.exchange.kv_admission
         free = self.runner.pool.num_slots - first - self.exchange.num_reserved
         while free > 0 and self._waiting and room.admits(self._waiting[0].num_committed_tokens):
             self._batch.add(self._waiting.popleft())

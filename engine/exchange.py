@@ -15,7 +15,7 @@ import numpy as np
 from core.errors import RlhfSpecError
 from core.records import SampleKey
 from core.sample_state import SampleState
-from engine.admission import CacheRoom
+from engine.admission import KVAdmission
 from engine.cache.kv_pool import KVPool
 from engine.cache.leases import Lease, Leases, as_cells
 from engine.decoding.running_batch import RunningBatch
@@ -62,7 +62,7 @@ class SampleExchange:
         if drafter is not None and drafter.cache is not None:
             self._pools[DRAFT] = drafter.cache
         self._leases = Leases(self._pools)
-        self.cache_room = CacheRoom(batch, self._pools.values(), max_bytes=max_cache_bytes)
+        self.kv_admission = KVAdmission(batch, self._pools.values(), max_bytes=max_cache_bytes)
         self.num_reserved = 0
         "slots kept free for samples on their way here"
 
@@ -74,7 +74,7 @@ class SampleExchange:
     @property
     def num_free_slots(self) -> int:
         """Slots neither taken nor reserved nor waited for, and for whose samples the caches have room."""
-        return self.cache_room.num_slots - len(self._batch) - self.num_reserved - len(self._waiting)
+        return self.kv_admission.num_slots - len(self._batch) - self.num_reserved - len(self._waiting)
 
     def holds(self, key: SampleKey) -> bool:
         """True when the sample runs or waits here."""
@@ -147,11 +147,11 @@ class SampleExchange:
                 f"sample {state.request.key.sample_index} came to an engine whose {len(self._batch)} slots "
                 "are taken; a slot must be reserved first"
             )
-        if not self.cache_room.admits(state.num_committed_tokens):
+        if not self.kv_admission.admits(state.num_committed_tokens):
             self._waiting.appendleft(state)
             return None
         slot = self._batch.add(state)
-        self.cache_room.hold()
+        self.kv_admission.hold()
         if self._drafter is not None:
             self._drafter.admit(range(slot, slot + 1), self._batch)
             self._drafter.adopt(slot, self._store(DRAFT, slot, pieces))
@@ -204,7 +204,7 @@ class SampleExchange:
                     self._drafter.move_slot(last, slot)
         if not len(self._batch):
             # an idle instance keeps nothing; a busy one gives back at its next step
-            self.cache_room.hold()
+            self.kv_admission.hold()
 
     def _piece(self, part: str, slot: int, start: int, stop: int) -> CachePiece:
         pool = self._pools[part]

@@ -22,7 +22,7 @@ HOLD_OUT_EVERY = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DraftLesson:
+class DistillationBatches:
     """The rollouts of one refit. `batches` and `held_out` are rows of the experience, never the same."""
 
     experience: Experience
@@ -67,7 +67,7 @@ def draft_lesson(
     soft_targets: SoftTargetStore | None,
     max_tokens: int,
     pad_token_id: int,
-) -> DraftLesson:
+) -> DistillationBatches:
     """Split rollouts into a held-out slice of at most `max_tokens` padded tokens and batches of as many.
 
     Whole groups are held out where there are several: samples of one prompt resemble each other.
@@ -80,7 +80,7 @@ def draft_lesson(
     chosen = set(sorted(set(groups))[::HOLD_OUT_EVERY])
     held_out = _packed([row for row, group in enumerate(groups) if group in chosen], experience, max_tokens)
     training = [row for row, group in enumerate(groups) if group not in chosen]
-    return DraftLesson(
+    return DistillationBatches(
         experience=experience,
         soft_targets=soft_targets,
         batches=_packed(training, experience, max_tokens),

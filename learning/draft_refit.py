@@ -28,7 +28,7 @@ from transformers import PreTrainedModel
 from core.config import DrafterTrainingConfig
 from core.records import Rollout
 from engine.weights.chunks import not_finite
-from learning.distillation_batch import DraftLesson, draft_lesson
+from learning.distillation_batch import DistillationBatches, draft_lesson
 from learning.sft import SupervisedTrainer
 from learning.soft_targets import SoftTargetStore
 from learning.time_budget import TimeBudget, WorkCosts
@@ -112,7 +112,7 @@ class DraftRefitter:
             return self._report("no_time", budget)
         return self._try(lesson, budget)
 
-    def _try(self, lesson: DraftLesson, budget: TimeBudget) -> RefitReport:
+    def _try(self, lesson: DistillationBatches, budget: TimeBudget) -> RefitReport:
         """Train, and keep what came of it only if the held-out divergence is no larger."""
         before = self._evaluate(lesson)
         old = [parameter.detach().clone() for parameter in self.model.parameters()]
@@ -137,7 +137,7 @@ class DraftRefitter:
             outcome, budget, num_steps=len(learned), num_tokens=num_tokens, before=before, after=after
         )
 
-    def _train(self, lesson: DraftLesson, budget: TimeBudget) -> Iterator[tuple[float, int]]:
+    def _train(self, lesson: DistillationBatches, budget: TimeBudget) -> Iterator[tuple[float, int]]:
         """Take steps while they fit; yield loss and tokens of each. A loss that is not finite is the last."""
         for rows in self._order(lesson.batches):
             if not budget.admits(self._step_s(lesson, rows) + self._evaluate_s(lesson)):
@@ -157,17 +157,17 @@ class DraftRefitter:
                 yield batches[i]
 
     @torch.no_grad()
-    def _evaluate(self, lesson: DraftLesson) -> float:
+    def _evaluate(self, lesson: DistillationBatches) -> float:
         with self._costs.timed("evaluation", lesson.num_padded_tokens(lesson.held_out)):
             return float(self._divergence(lesson, lesson.held_out).mean())
 
-    def _divergence(self, lesson: DraftLesson, rows: list[int]) -> Tensor:
+    def _divergence(self, lesson: DistillationBatches, rows: list[int]) -> Tensor:
         return lesson.divergence(self.model, rows, temperature=self._temperature, vocab_size=self._vocab_size)
 
-    def _evaluate_s(self, lesson: DraftLesson) -> float:
+    def _evaluate_s(self, lesson: DistillationBatches) -> float:
         return self._costs.expected_s("evaluation", lesson.num_padded_tokens(lesson.held_out)) or 0.0
 
-    def _step_s(self, lesson: DraftLesson, rows: list[int]) -> float:
+    def _step_s(self, lesson: DistillationBatches, rows: list[int]) -> float:
         num_padded = lesson.num_padded_tokens(rows)
         known_s = self._costs.expected_s("step", num_padded)
         if known_s is None:

@@ -22,7 +22,7 @@ import numpy as np
 
 from actors.actor_messages import HeldSamples, PollReply
 from actors.generation.loop_engine import EngineHost
-from actors.generation.migration_port import Door, TimedDoor
+from actors.generation.migration_port import MigrationPort, TimedPort
 from actors.generation.trace_events import SpanLog
 from core.errors import RlhfSpecError
 from core.progress import Progress
@@ -117,19 +117,19 @@ class DecodeLoop:
         instance: str,
         host: EngineHost,
         *,
-        publish_interval_s: float,
-        on_publish: Callable[[InstanceLoad], None] = lambda load: None,
-        make_door: Callable[[DecodeLoop], Door] | None = None,
+        report_interval_s: float,
+        on_report: Callable[[InstanceLoad], None] = lambda load: None,
+        make_port: Callable[[DecodeLoop], MigrationPort] | None = None,
     ) -> None:
         self._instance = instance
         self._host = host
-        self._publish_interval_s = publish_interval_s
-        self._on_publish = on_publish
+        self._report_interval_s = report_interval_s
+        self._on_report = on_report
         self._mailbox: queue.SimpleQueue[tuple[LoopOrder, Future]] = queue.SimpleQueue()
         self._drains: list[Future] = []
         self._changed = threading.Condition()
         self.open_epochs: dict[SampleKey, int] = {}
-        "samples taken and not finished; the door keeps it up to date for those that move"
+        "samples taken and not finished; the port keeps it up to date for those that move"
         self._term = 0
         self._outbox: deque[tuple[int, Completion | MoveReport]] = deque()
         self._sequence = 0
@@ -147,7 +147,7 @@ class DecodeLoop:
         self.spans = SpanLog()
         self._is_stale = False
         "a decode step was made since the last publication"
-        self._door = TimedDoor(make_door(self)) if make_door else None
+        self._port = TimedPort(make_port(self)) if make_port else None
 
     def order(self, order: LoopOrder) -> Future:
         """Put an order into the mailbox; the future answers once a boundary has carried it out."""
@@ -204,14 +204,14 @@ class DecodeLoop:
         """Alternate between orders and decode steps until a stop order. Raises what a step raises."""
         try:
             while not self._stopping:
-                self.turn(wait_s=None)
+                self.run_once(wait_s=None)
         except BaseException as error:
             self._failure = error
             raise
         finally:
             self._end(self._failure or RlhfSpecError(f"instance {self._instance} has been stopped"))
 
-    def turn(self, wait_s: float | None) -> None:
+    def run_once(self, wait_s: float | None) -> None:
         """One step boundary, and the decode step behind it if there is work.
 
         Without work, wait up to `wait_s` for an order; None waits for as long as it takes.
@@ -227,12 +227,12 @@ class DecodeLoop:
 
     def _carry_out_orders(self, wait_s: float | None) -> None:
         """Empty the mailbox; without work, sleep until something arrives."""
-        moving = self._door is not None and self._door.is_busy
+        moving = self._port is not None and self._port.is_busy
         if not self._has_work:
             if self._is_stale:
                 # its last sample has moved away: what it did for it would stay untold until there is work
-                self._publish()
-            if not (self._door and self._door.set_aside):
+                self._report_state()
+            if not (self._port and self._port.set_aside):
                 for future in self._drains:
                     future.set_result(None)
                 self._drains.clear()
@@ -242,8 +242,8 @@ class DecodeLoop:
                 self._carry_out(*self._mailbox.get(block=wait_s != 0.0, timeout=wait_s or None))
         while not self._mailbox.empty():
             self._carry_out(*self._mailbox.get())
-        if moving and self._door is not None:
-            self._door.tick()
+        if moving and self._port is not None:
+            self._port.tick()
 
     def _carry_out(self, order: LoopOrder, future: Future) -> None:
         self.order_log.append((self.boundary, str(order)))
@@ -254,7 +254,7 @@ class DecodeLoop:
                     future.set_result(None)
                 case LoadOrder():
                     future.set_result(self._host.load_weights(order.manifest, order.chunks))
-                    self._publish()
+                    self._report_state()
                 case DrainOrder():
                     self._drains.append(future)
                 case NewsOrder():
@@ -262,8 +262,8 @@ class DecodeLoop:
                     future.set_result(None)
                 case HoldOrder():
                     self._term = max(self._term, order.term)
-                    if self._door is not None:
-                        self._door.hold()
+                    if self._port is not None:
+                        self._port.hold()
                     future.set_result(self._held())
                 case StopOrder():
                     with self._changed:
@@ -297,10 +297,10 @@ class DecodeLoop:
         # As in `_submit`: its successor has ruled on what this one ruled on.
         if order.term is not None and order.term < self._term:
             return
-        if self._door is None:
+        if self._port is None:
             logger.error("instance %s moves no samples, but got: %s", self._instance, order)
             return
-        self._door.take(order.news)
+        self._port.take(order.news)
 
     def _held(self) -> HeldSamples:
         with self._changed:
@@ -309,14 +309,14 @@ class DecodeLoop:
                 open_epochs=dict(self.open_epochs),
                 completions=tuple(item for _, item in self._outbox if isinstance(item, Completion)),
                 sequence=self._sequence,
-                set_aside=dict(self._door.set_aside) if self._door else {},
+                set_aside=dict(self._port.set_aside) if self._port else {},
             )
 
     def _step(self) -> None:
         engine = self._host.engine
         assert engine is not None
-        if self._door is not None:
-            self._door.before_step()
+        if self._port is not None:
+            self._port.before_step()
         num_samples, context_tokens = engine.num_running, engine.num_context_tokens
         emitted_before = engine.num_emitted_tokens
         self._step_began_s = began_s = time.monotonic()
@@ -324,31 +324,31 @@ class DecodeLoop:
         for completion in finished:
             if self.open_epochs.get(completion.key) == completion.epoch:
                 self.open_epochs.pop(completion.key)
-        if finished and self._door is not None:
-            self._door.after_step(finished)
+        if finished and self._port is not None:
+            self._port.after_step(finished)
         now_s = time.monotonic()
         self._step_began_s, self._is_stale = None, True
         batch, emitted = num_samples or engine.num_running, engine.num_emitted_tokens - emitted_before
         self.spans.add(
             "step", began_s, now_s, num_samples=batch, num_tokens=emitted, context_tokens=context_tokens
         )
-        if not engine.has_work or now_s - self._published_at_s >= self._publish_interval_s:
-            self._publish(finished)
+        if not engine.has_work or now_s - self._published_at_s >= self._report_interval_s:
+            self._report_state(finished)
         elif finished:
             # many samples end at once: what is told of the others may be a little old
             self._tell(self._published, finished)
             self._publish_s += time.monotonic() - now_s
 
-    def _publish(self, finished: Sequence[Completion] = ()) -> None:
+    def _report_state(self, finished: Sequence[Completion] = ()) -> None:
         engine = self._host.engine
         if engine is None:
             return
         self._published_at_s, self._is_stale = time.monotonic(), False
         load = engine.load()
-        move_s = self._door.seconds if self._door is not None else 0.0
+        move_s = self._port.seconds if self._port is not None else 0.0
         load = replace(load, stats=replace(load.stats, move_s=move_s, publish_s=self._publish_s))
         self._tell(_Published(load=load, progress=engine.progress()), finished)
-        self._on_publish(load)
+        self._on_report(load)
         self._publish_s += time.monotonic() - self._published_at_s
 
     def _tell(self, published: _Published, finished: Sequence[Completion]) -> None:

@@ -28,7 +28,7 @@ from actors.generation.decode_loop import (
     SubmitOrder,
 )
 from actors.generation.gauges import InstanceGauges
-from actors.generation.trace_events import Span
+from actors.generation.trace_events import TraceEvent
 from actors.ray_utils.remote import Handle, remote
 from core.errors import WaitTimeout
 from core.records import SampleRequest, WeightManifest
@@ -42,18 +42,18 @@ class GenerationActor:
     def __init__(self, spec: GenerationSpec) -> None:
         # The scheduler imports this module with a handle and has no use for torch: seconds and memory.
         from actors.generation.engine_host import ManifestHost
-        from actors.migration.ray_endpoint import RayDoor
+        from actors.migration.ray_endpoint import RayMigrationEndpoint
 
         self._spec = spec
         self._gauges = InstanceGauges(spec.instance)
         host = ManifestHost(spec)
-        self._door = RayDoor(spec, host) if spec.migration else None
+        self._port = RayMigrationEndpoint(spec, host) if spec.migration else None
         self._loop = DecodeLoop(
             spec.instance,
             host,
-            publish_interval_s=spec.publish_interval_s,
-            on_publish=self._gauges.update,
-            make_door=self._door.open if self._door else None,
+            report_interval_s=spec.report_interval_s,
+            on_report=self._gauges.update,
+            make_port=self._port.open if self._port else None,
         )
 
     def __repr__(self) -> str:
@@ -69,8 +69,8 @@ class GenerationActor:
             self._loop.run()
         finally:
             self._gauges.close()
-            if self._door is not None:
-                self._door.close()
+            if self._port is not None:
+                self._port.close()
 
     @ray.method(concurrency_group="poll")
     def poll(self, acknowledged: int, wait_s: float) -> PollReply:
@@ -115,9 +115,9 @@ class GenerationActor:
     @ray.method(concurrency_group="moves")
     def move_out(self, orders: tuple[MoveOrder, ...], destinations: dict[str, Handle], term: int = 0) -> None:
         """Move samples to other instances; what comes of it is said in the polls."""
-        if self._door is not None:
+        if self._port is not None:
             for name, handle in destinations.items():
-                self._door.meet(name, handle)
+                self._port.meet(name, handle)
         for order in orders:
             self._loop.order(NewsOrder(news=order, term=term))
 
@@ -130,24 +130,24 @@ class GenerationActor:
     @ray.method(concurrency_group="moves")
     def peer_messages(self, messages: tuple[PeerMessage, ...], sender: str, handle: Handle) -> None:
         """Take what another instance says about moves."""
-        if self._door is not None:
-            self._door.meet(sender, handle)
+        if self._port is not None:
+            self._port.meet(sender, handle)
         for message in messages:
             self._loop.order(NewsOrder(news=message))
 
     @ray.method(concurrency_group="transfer")
     def deliver_frame(self, channel: str, sequence: int, frame: np.ndarray | None) -> str:
         """Take a frame that comes through the object store."""
-        return self._door.deliver(channel, sequence, frame) if self._door is not None else "gone"
+        return self._port.deliver(channel, sequence, frame) if self._port is not None else "gone"
 
     @ray.method(concurrency_group="control")
     def close_channels(self) -> None:
         """Close the channels to other instances; the next move opens them anew."""
-        if self._door is not None:
-            self._door.close_channels()
+        if self._port is not None:
+            self._port.close_channels()
 
     @ray.method(concurrency_group="control")
-    def take_spans(self) -> list[Span]:
+    def take_spans(self) -> list[TraceEvent]:
         """Return what this instance did since the last call: decode steps, transfers, arrivals."""
         return self._loop.spans.take()
 

@@ -13,7 +13,7 @@ SpanKind = Literal["step", "send", "receive", "attach"]
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class TraceEvent:
     """One stretch of time, in seconds of the wall clock: processes of one machine agree on it."""
 
     kind: SpanKind
@@ -32,7 +32,7 @@ class SpanLog:
     """The last spans of one instance."""
 
     def __init__(self) -> None:
-        self._spans: deque[Span] = deque(maxlen=MAX_SPANS)
+        self._spans: deque[TraceEvent] = deque(maxlen=MAX_SPANS)
         self._wall_offset_s = time.time() - time.monotonic()
 
     def add(
@@ -48,11 +48,11 @@ class SpanLog:
     ) -> None:
         """Note a stretch of the monotonic clock."""
         begin_s, end_s = begin_s + self._wall_offset_s, end_s + self._wall_offset_s
-        self._spans.append(Span(kind, begin_s, end_s, label, num_samples, num_tokens, context_tokens))
+        self._spans.append(TraceEvent(kind, begin_s, end_s, label, num_samples, num_tokens, context_tokens))
 
-    def take(self) -> list[Span]:
+    def take(self) -> list[TraceEvent]:
         """Return what has been noted since the last call."""
-        taken: list[Span] = []
+        taken: list[TraceEvent] = []
         while self._spans:
             taken.append(self._spans.popleft())
         return taken

@@ -13,7 +13,7 @@ from policies.migration.move_messages import Claim, MoveOrder, MoveReport, News,
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Desk:
+class MigrationContext:
     """One instance's engine, channels, peers and log."""
 
     instance: str

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from actors.migration.context import Desk, report_of
+from actors.migration.context import MigrationContext, report_of
 from core.errors import WeightsError
 from core.records import SampleKey
 from core.sample_state import SampleState
@@ -56,11 +56,11 @@ class _Leaving:
     aside: SampleState | None = None
 
 
-class Departures:
+class MigrationSource:
     """Moves of which this instance is the source."""
 
-    def __init__(self, desk: Desk) -> None:
-        self._desk = desk
+    def __init__(self, context: MigrationContext) -> None:
+        self._context = context
         self._leaving: dict[str, _Leaving] = {}
         self._ended: OrderedDict[str, tuple[str, tuple[Frame, ...]]] = OrderedDict()
         "moves that ended of late: the destination, and the frames it may still be waiting for"
@@ -82,7 +82,7 @@ class Departures:
 
     def handle(self, move_id: str, event: SourceEvent) -> None:
         """Pass an event to a move's machine and do what it says."""
-        self._carry_out(move_id, self._leaving[move_id].machine.handle(event, now_s=self._desk.clock()))
+        self._carry_out(move_id, self._leaving[move_id].machine.handle(event, now_s=self._context.clock()))
 
     def end_samples(self, keys: Iterable[SampleKey]) -> None:
         """These samples have finished here: they leave no more."""
@@ -94,7 +94,7 @@ class Departures:
     def tick(self) -> None:
         """Give up what waits for too long."""
         for move_id, leaving in list(self._leaving.items()):
-            self._carry_out(move_id, leaving.machine.tick(self._desk.clock()))
+            self._carry_out(move_id, leaving.machine.tick(self._context.clock()))
 
     def call_off_what_has_not_left(self, reason: str) -> None:
         """Keep every sample that was not handed over yet."""
@@ -106,7 +106,7 @@ class Departures:
         """Carry out the scheduler's order, if the sample is still here."""
         if order.move_id in self._leaving or order.move_id in self._ended:
             return
-        machine = SourceMove(order, now_s=self._desk.clock(), timeout_s=self._desk.settings.timeout_s)
+        machine = SourceMove(order, now_s=self._context.clock(), timeout_s=self._context.settings.timeout_s)
         self._leaving[order.move_id] = _Leaving(machine)
         refusal = self._refusal(order)
         if refusal:
@@ -119,12 +119,12 @@ class Departures:
         destination, frames = self._ended.pop(ready.move_id, ("", ()))
         if frames:
             self._ended[ready.move_id] = (destination, ())
-            self._desk.transfers.send_nothing(destination, ready.ticket, frames)
+            self._context.transfers.send_nothing(destination, ready.ticket, frames)
 
     def _refusal(self, order: MoveOrder) -> str:
-        engine = self._desk.engine_or_none()
+        engine = self._context.engine_or_none()
         is_here = engine is not None and engine.exchange.holds(order.key)
-        if not is_here or self._desk.open_epochs.get(order.key) != order.epoch:
+        if not is_here or self._context.open_epochs.get(order.key) != order.epoch:
             return f"it does not run on {order.source} under epoch {order.epoch} any more"
         for move_id, other in self._leaving.items():
             if move_id != order.move_id and other.machine.order.key == order.key and other.aside is None:
@@ -158,12 +158,12 @@ class Departures:
                 self._ended.popitem(last=False)
 
     def _ask_destination(self, leaving: _Leaving) -> None:
-        order, engine = leaving.machine.order, self._desk.engine()
+        order, engine = leaving.machine.order, self._context.engine()
         token_bytes = engine.exchange.token_bytes
         if order.mode is MoveMode.MIGRATE:
             leaving.cached_tokens = engine.exchange.cached_tokens(order.key) or {}
             leaving.frames = cut_into_frames(
-                leaving.cached_tokens, token_bytes, frame_bytes=self._desk.settings.frame_bytes
+                leaving.cached_tokens, token_bytes, frame_bytes=self._context.settings.frame_bytes
             )
             if leaving.frames:
                 leaving.lease = engine.exchange.lease(order.key)
@@ -174,43 +174,43 @@ class Departures:
             most_tokens=engine.exchange.most_tokens(order.key),
             cached_tokens=leaving.cached_tokens,
             token_bytes=token_bytes,
-            frame_bytes=self._desk.settings.frame_bytes,
-            channel=self._desk.transfers.open_channel(order.destination),
-            broken_channel=self._desk.transfers.broken_channel(order.destination),
+            frame_bytes=self._context.settings.frame_bytes,
+            channel=self._context.transfers.open_channel(order.destination),
+            broken_channel=self._context.transfers.broken_channel(order.destination),
         )
-        self._desk.post(order.destination, prepare)
+        self._context.post(order.destination, prepare)
 
     def _ship(self, leaving: _Leaving, ticket: Any) -> None:
         if leaving.lease is None:
             return
         move_id = leaving.machine.order.move_id
         leaving.shipped = True
-        self._desk.transfers.ship(
+        self._context.transfers.ship(
             leaving.machine.order.destination,
             ticket,
             move_id,
             leaving.frames,
             leaving.lease,
-            lambda error: self._desk.come_back(Shipped(move_id=move_id, error=error)),
+            lambda error: self._context.come_back(Shipped(move_id=move_id, error=error)),
         )
 
     def _let_go(self, leaving: _Leaving) -> None:
-        order, engine = leaving.machine.order, self._desk.engine()
+        order, engine = leaving.machine.order, self._context.engine()
         self._end_lease(leaving)
         shipped = leaving.cached_tokens if order.mode is MoveMode.MIGRATE else None
         drafter_version = engine.drafter_version
         left = engine.exchange.detach(order.key, weight_version=engine.weight_version, shipped=shipped)
         assert left is not None, "a sample that finishes ends its move"
         leaving.aside, tails = left
-        self._desk.open_epochs.pop(order.key, None)
-        self._desk.post(
+        self._context.open_epochs.pop(order.key, None)
+        self._context.post(
             order.destination,
             HandOver(
                 order=order,
                 state=leaving.aside,
                 drafter_version=drafter_version,
                 tails=tails,
-                left_at_s=self._desk.wall_clock(),
+                left_at_s=self._context.wall_clock(),
                 num_stage1_bytes=sum(frame.num_bytes for frame in leaving.frames),
             ),
         )
@@ -219,25 +219,25 @@ class Departures:
         self._end_lease(leaving)
         if action.tell_destination:
             order = leaving.machine.order
-            self._desk.post(order.destination, Cancel(move_id=order.move_id, reason=action.reason))
+            self._context.post(order.destination, Cancel(move_id=order.move_id, reason=action.reason))
 
     def _take_up(self, leaving: _Leaving, epoch: int) -> None:
         state, leaving.aside = leaving.aside, None
         assert state is not None
         state = replace(state, request=replace(state.request, epoch=epoch))
         try:
-            self._desk.engine().resume(state)
+            self._context.engine().resume(state)
         except WeightsError as error:
             order = replace(leaving.machine.order, epoch=epoch)
-            self._desk.report(report_of(order, Claim.LOST, str(error), epoch))
+            self._context.report(report_of(order, Claim.LOST, str(error), epoch))
         else:
-            self._desk.open_epochs[state.request.key] = epoch
+            self._context.open_epochs[state.request.key] = epoch
 
     def _end_lease(self, leaving: _Leaving) -> None:
         if leaving.lease is not None:
-            self._desk.engine().exchange.end_lease(leaving.lease)
+            self._context.engine().exchange.end_lease(leaving.lease)
             leaving.lease = None
 
     def _say(self, leaving: _Leaving, claim: Claim, reason: str) -> None:
         order = leaving.machine.order
-        self._desk.report(report_of(order, claim, reason, order.epoch))
+        self._context.report(report_of(order, claim, reason, order.epoch))

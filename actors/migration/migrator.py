@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from actors.migration.context import Desk
-from actors.migration.migration_destination import Arrivals
-from actors.migration.migration_source import Departures
+from actors.migration.context import MigrationContext
+from actors.migration.migration_destination import MigrationDestination
+from actors.migration.migration_source import MigrationSource
 from core.records import Completion, SampleKey
 from policies.migration.move_messages import HandOver, MoveOrder, News, Prepare, Ready, Settle
 
@@ -19,64 +19,64 @@ from policies.migration.move_messages import HandOver, MoveOrder, News, Prepare,
 class Migrator:
     """One instance's moves, at most one a sample."""
 
-    def __init__(self, desk: Desk) -> None:
-        self._desk = desk
-        self._departures = Departures(desk)
-        self._arrivals = Arrivals(desk)
+    def __init__(self, context: MigrationContext) -> None:
+        self._context = context
+        self._outgoing = MigrationSource(context)
+        self._incoming = MigrationDestination(context)
 
     @property
     def is_busy(self) -> bool:
         """True while a move is open here."""
-        return bool(len(self._departures) or len(self._arrivals))
+        return bool(len(self._outgoing) or len(self._incoming))
 
     @property
     def set_aside(self) -> Mapping[SampleKey, tuple[str, int]]:
         """Samples handed over and not settled: (move, epoch before it)."""
-        return self._departures.set_aside
+        return self._outgoing.set_aside
 
     def take(self, news: News) -> None:
         """Take an order, a message of a peer, news of a transfer thread, or a verdict."""
         match news:
             case MoveOrder():
-                self._departures.begin(news)
+                self._outgoing.begin(news)
             case Prepare():
-                self._arrivals.begin(news)
+                self._incoming.begin(news)
             case HandOver():
-                self._arrivals.take_hand_over(news)
+                self._incoming.take_hand_over(news)
             case _:
                 self._pass_on(news)
 
     def before_step(self) -> None:
         """A decode step begins."""
-        self._arrivals.before_step()
+        self._incoming.before_step()
 
     def after_step(self, finished: Sequence[Completion]) -> None:
         """A decode step ended, and these samples with it."""
-        self._departures.end_samples(completion.key for completion in finished)
+        self._outgoing.end_samples(completion.key for completion in finished)
 
     def tick(self) -> None:
         """Give up what waits for too long."""
-        self._departures.tick()
-        self._arrivals.tick()
+        self._outgoing.tick()
+        self._incoming.tick()
 
     def hold(self) -> None:
         """A new scheduler takes over: what has not left yet, stays; what has not come yet, does not come.
 
         It counts what is held now, so no copy may come up later by an order of its predecessor.
         """
-        self._departures.call_off_what_has_not_left("the scheduler was replaced")
-        self._arrivals.refuse_what_has_not_come("the scheduler was replaced")
+        self._outgoing.call_off_what_has_not_left("the scheduler was replaced")
+        self._incoming.refuse_what_has_not_come("the scheduler was replaced")
 
     def close(self) -> None:
         """End the transfer threads."""
-        self._desk.transfers.close()
+        self._context.transfers.close()
 
     def _pass_on(self, news: Any) -> None:
-        if news.move_id in self._departures:
-            self._departures.handle(news.move_id, news)
-        elif news.move_id in self._arrivals:
-            self._arrivals.handle(news.move_id, news)
+        if news.move_id in self._outgoing:
+            self._outgoing.handle(news.move_id, news)
+        elif news.move_id in self._incoming:
+            self._incoming.handle(news.move_id, news)
         elif isinstance(news, Settle):
-            self._arrivals.obey_late(news)
+            self._incoming.obey_late(news)
         elif isinstance(news, Ready):
-            self._departures.answer_late(news)
+            self._outgoing.answer_late(news)

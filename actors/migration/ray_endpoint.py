@@ -10,7 +10,7 @@ import ray
 from actors.actor_messages import GenerationSpec
 from actors.generation.decode_loop import DecodeLoop, NewsOrder
 from actors.generation.engine_host import ManifestHost
-from actors.migration.context import Desk
+from actors.migration.context import MigrationContext
 from actors.migration.migrator import Migrator
 from actors.migration.peers import Peers
 from actors.migration.transfers import Transfers
@@ -19,7 +19,7 @@ from actors.transport.object_store import ObjectStoreTransport
 from actors.transport.select import make_transport
 
 
-class RayDoor:
+class RayMigrationEndpoint:
     """What a generation actor holds of its moves."""
 
     def __init__(self, spec: GenerationSpec, host: ManifestHost) -> None:
@@ -38,7 +38,7 @@ class RayDoor:
     def open(self, loop: DecodeLoop) -> Migrator:
         """Make the migrator of a decode loop."""
         self._transfers = Transfers(self._transport, self._settings, loop.spans.add)
-        desk = Desk(
+        context = MigrationContext(
             instance=self._spec.instance,
             engine_or_none=lambda: self._host.engine,
             transfers=self._transfers,
@@ -51,7 +51,7 @@ class RayDoor:
             clock=time.monotonic,
             wall_clock=time.time,
         )
-        return Migrator(desk)
+        return Migrator(context)
 
     def meet(self, name: str, handle: Handle) -> None:
         """Remember how to reach a peer."""

@@ -1,6 +1,6 @@
 """Channels over a private process group of two: what the back ends gloo and nccl share.
 
-The listening side is rank 0; its door is open from `listen` on and it joins in its first `recv`. The source
+The listening side is rank 0; its listener is open from `listen` on and it joins in its first `recv`. The source
 is rank 1 and joins in `connect`.
 """
 
@@ -16,7 +16,7 @@ import numpy as np
 
 from actors.transport.channel import ChannelLife, new_channel_id, reason_of, require_usable
 from actors.transport.channels import Ticket, require_frame
-from actors.transport.rendezvous import PairStore, accept, open_door, reach, shut
+from actors.transport.rendezvous import PairStore, accept, close_listener, open_listener, reach
 from core.errors import TransferError
 
 _LEAST_WAIT_S = 0.001
@@ -111,7 +111,7 @@ class PairTransport:
         """See `Transport`."""
         channel = new_channel_id()
         try:
-            door = open_door(self._host)
+            listener = open_listener(self._host)
         except OSError as error:
             raise TransferError(
                 peer=peer,
@@ -120,15 +120,15 @@ class PairTransport:
                 got=reason_of(error),
                 advice="is it an address of this node?",
             ) from error
-        ticket = Ticket(backend=self.name, channel=channel, host=self._host, port=door.getsockname()[1])
+        ticket = Ticket(backend=self.name, channel=channel, host=self._host, port=listener.getsockname()[1])
 
         def join(timeout_s: float) -> Pair:
             ends_s = time.monotonic() + timeout_s
-            link = accept(door, channel, timeout_s)
-            shut(door)
+            link = accept(listener, channel, timeout_s)
+            close_listener(listener)
             return self._open_pair(self._store(link, ends_s), rank=0)
 
-        return self._end(join, ticket, peer, at_end=lambda: shut(door)), ticket
+        return self._end(join, ticket, peer, at_end=lambda: close_listener(listener)), ticket
 
     def connect(self, ticket: Ticket, peer: str) -> PairEnd:
         """See `Transport`."""

@@ -22,25 +22,25 @@ _MAX_ITEM_BYTES = 1 << 20
 _c10d: Any = torch.distributed
 
 
-def open_door(host: str) -> socket.socket:
+def open_listener(host: str) -> socket.socket:
     """Listen on a free port of one address of this node. Raises OSError."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     return socket.create_server((host, 0), family=family, backlog=4)
 
 
-def shut(door: socket.socket) -> None:
+def close_listener(listener: socket.socket) -> None:
     """Free the port; an `accept` under way ends at once."""
     with suppress(OSError):
-        door.shutdown(socket.SHUT_RDWR)
-    door.close()
+        listener.shutdown(socket.SHUT_RDWR)
+    listener.close()
 
 
-def accept(door: socket.socket, channel: str, timeout_s: float) -> socket.socket:
+def accept(listener: socket.socket, channel: str, timeout_s: float) -> socket.socket:
     """Wait for the source of `channel` to knock. Raises OSError."""
     ends_s = time.monotonic() + timeout_s
     while True:
-        door.settimeout(_remaining_s(ends_s))
-        link, _ = door.accept()
+        listener.settimeout(_remaining_s(ends_s))
+        link, _ = listener.accept()
         link.settimeout(_remaining_s(ends_s))
         with suppress(ConnectionError):
             if _read(link, len(channel)) == channel.encode():
@@ -50,7 +50,7 @@ def accept(door: socket.socket, channel: str, timeout_s: float) -> socket.socket
 
 
 def reach(host: str, port: int, channel: str, timeout_s: float) -> socket.socket:
-    """Knock at the destination's door. Raises OSError."""
+    """Connect to the destination's listener. Raises OSError."""
     link = socket.create_connection((host, port), timeout=timeout_s)
     link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     link.sendall(channel.encode())

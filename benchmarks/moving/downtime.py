@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from actors.generation.trace_events import Span
+from actors.generation.trace_events import TraceEvent
 from actors.migration.settings import MigrationSettings
 from benchmarks.moving.exact import count_mismatches
 from benchmarks.moving.wide_pair import wide_workload
@@ -88,18 +88,18 @@ def move_while_decoding(*, rollouts: int, plain: bool = False) -> Moved:
     return moved
 
 
-def _keep(moved: Moved, figures: dict[str, float], destination: Sequence[Span]) -> None:
+def _keep(moved: Moved, figures: dict[str, float], destination: Sequence[TraceEvent]) -> None:
     moved.downtime_s.append(figures["downtime_s"])
     moved.downtime_steps.append(figures["downtime_s"] / _median_step_s(destination))
     for name in ("context_tokens", "stage1_bytes", "stage2_bytes", "stage1_s", "attach_s"):
         getattr(moved, name).append(figures[name])
 
 
-def _median_step_s(spans: Sequence[Span]) -> float:
+def _median_step_s(spans: Sequence[TraceEvent]) -> float:
     return float(np.median([span.end_s - span.begin_s for span in spans if span.kind == "step"]))
 
 
-def _step_pairs(spans: Sequence[Span]) -> list[tuple[float, float]]:
+def _step_pairs(spans: Sequence[TraceEvent]) -> list[tuple[float, float]]:
     """Pair every step that overlaps a transfer with the nearest of as many samples that do not, before and after."""
     transfers = [(span.begin_s, span.end_s) for span in spans if span.kind in ("send", "receive")]
     steps = sorted((span for span in spans if span.kind == "step"), key=lambda span: span.begin_s)[1:]
@@ -119,5 +119,5 @@ def _step_pairs(spans: Sequence[Span]) -> list[tuple[float, float]]:
     return pairs
 
 
-def _seconds(span: Span) -> float:
+def _seconds(span: TraceEvent) -> float:
     return span.end_s - span.begin_s

@@ -15,7 +15,7 @@ from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
-from actors.generation.trace_events import Span
+from actors.generation.trace_events import TraceEvent
 from benchmarks.moving.rollouts import requests_of
 from benchmarks.support.actor_pool import ActorPool
 from benchmarks.support.workload import Workload
@@ -150,14 +150,14 @@ def _stretches(pool: ActorPool, workload: Workload, lengths: np.ndarray, *, busy
     return stretches_of([outcome.spans[name] for name in most])
 
 
-def stretches_of(instances: Sequence[Sequence[Span]]) -> Stretches:
+def stretches_of(instances: Sequence[Sequence[TraceEvent]]) -> Stretches:
     """The decode steps of instances until the first of them is done, without those that admit samples."""
     lanes = [[span for span in spans if span.kind == "step"] for spans in instances]
     until_s = min(steps[-1].end_s for steps in lanes)
     return _join([_of_lane([step for step in steps if step.end_s <= until_s]) for steps in lanes])
 
 
-def _of_lane(steps: Sequence[Span]) -> Stretches:
+def _of_lane(steps: Sequence[TraceEvent]) -> Stretches:
     admitted = int(np.argmax([step.num_samples for step in steps]))
     # from the end of the one before: what lies between two steps counts too
     ends_s = np.array([step.end_s for step in steps[admitted:]])

@@ -11,7 +11,7 @@ import ray
 
 from actors.actor_messages import GenerationSpec, Rejoined, SchedulerSettings
 from actors.generation.generation_actor import GenerationActor
-from actors.generation.trace_events import Span
+from actors.generation.trace_events import TraceEvent
 from actors.migration.settings import MigrationSettings
 from actors.ray_utils.waiting import get
 from actors.scheduler_actor import SchedulerActor
@@ -43,7 +43,7 @@ class RolloutOutcome:
     "of this rollout, by instance"
     planning_s: float
     "of the scheduler"
-    spans: dict[str, list[Span]]
+    spans: dict[str, list[TraceEvent]]
     "by instance"
     began_s: float
     "wall clock"
@@ -75,7 +75,7 @@ class ActorPool:
                     dtype=dtype,
                     max_total_tokens=workload.max_total_tokens,
                     vocab_size=workload.vocab_size,
-                    publish_interval_s=POLL_S,
+                    report_interval_s=POLL_S,
                     migration=migration,
                     profile=profile,
                 )

@@ -145,23 +145,23 @@ def place(topology: Topology, *, is_local: bool) -> PlacementGroup:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ground:
+class PlacementContext:
     """Where a run's actors stand: their bundles and their namespace."""
 
     group: PlacementGroup
     namespace: str
 
 
-def actor_options(place: Place, ground: Ground) -> dict[str, Any]:
+def actor_options(place: Place, context: PlacementContext) -> dict[str, Any]:
     """Options for `Actor.options(...)`: name, bundle, threads, silenced libraries."""
     threads = str(place.num_threads)
     return {
         "name": place.name,
-        "namespace": ground.namespace,
+        "namespace": context.namespace,
         "num_cpus": place.num_cpus,
         "num_gpus": place.num_gpus,
         "scheduling_strategy": PlacementGroupSchedulingStrategy(
-            placement_group=ground.group, placement_group_bundle_index=place.bundle
+            placement_group=context.group, placement_group_bundle_index=place.bundle
         ),
         "runtime_env": {
             "env_vars": quiet_environment() | {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}

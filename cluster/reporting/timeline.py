@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from actors.generation.trace_events import Span, SpanKind
+from actors.generation.trace_events import SpanKind, TraceEvent
 from policies.scheduling.events import MoveRecord
 
 
@@ -88,7 +88,7 @@ class Timeline:
     "wall clock"
 
 
-def build_timeline(spans: Mapping[str, Sequence[Span]], moves: Sequence[MoveRecord] = ()) -> Timeline:
+def build_timeline(spans: Mapping[str, Sequence[TraceEvent]], moves: Sequence[MoveRecord] = ()) -> Timeline:
     """Arrange what `take_spans` gave, by instance, and the moves that the scheduler reported."""
     everything = [span for some in spans.values() for span in some]
     # a transfer that failed before its first frame has no beginning of its own
@@ -128,7 +128,7 @@ def overlap_s(intervals: Sequence[Interval], others: Iterable[Interval]) -> floa
     return float(np.diff(np.interp(ends, edges, before), axis=1).sum())
 
 
-def _lane(instance: str, spans: Sequence[Span], began_s: float) -> Lane:
+def _lane(instance: str, spans: Sequence[TraceEvent], began_s: float) -> Lane:
     def of(kind: SpanKind) -> tuple[Interval, ...]:
         found = [_interval(span, began_s) for span in spans if span.kind == kind]
         return tuple(sorted(_one_after_the_other(found), key=lambda one: one.begin_s))
@@ -142,7 +142,7 @@ def _lane(instance: str, spans: Sequence[Span], began_s: float) -> Lane:
     )
 
 
-def _interval(span: Span, began_s: float) -> Interval:
+def _interval(span: TraceEvent, began_s: float) -> Interval:
     """Labels read `MOVE`, `MOVE to PEER` or `MOVE from PEER`."""
     move_id, _, rest = span.label.partition(" ")
     return Interval(

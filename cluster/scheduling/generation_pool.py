@@ -15,7 +15,7 @@ from actors.actor_messages import GenerationSpec, LostInstance
 from actors.generation.generation_actor import GenerationActor
 from actors.ray_utils.remote import Handle
 from actors.ray_utils.waiting import get
-from cluster.placement.topology import Ground, Place, actor_options
+from cluster.placement.topology import Place, PlacementContext, actor_options
 from cluster.scheduling.scheduler_client import SchedulerClient
 from cluster.weights.publish import PublishedWeights, publish
 from core.config import ClusterConfig
@@ -30,7 +30,7 @@ class GenerationPool:
         *,
         cluster: ClusterConfig,
         places: tuple[Place, ...],
-        ground: Ground,
+        context: PlacementContext,
         scheduler: SchedulerClient,
         spec_for: Callable[[str], GenerationSpec],
         note: Callable[[str], None] = lambda text: None,
@@ -38,7 +38,7 @@ class GenerationPool:
         """No instances so far. `note` is told of each that is lost and replaced, one line."""
         self._cluster = cluster
         self._places = places
-        self._ground = ground
+        self._context = context
         self._scheduler = scheduler
         self._spec_for = spec_for
         self._note = note
@@ -104,7 +104,7 @@ class GenerationPool:
         ray.wait(refs, num_returns=len(refs), timeout=2.0)
 
     def _make(self, name: str, place: Place) -> None:
-        options = actor_options(place, self._ground) | {"name": name}
+        options = actor_options(place, self._context) | {"name": name}
         handle = GenerationActor.options(**options).remote(self._spec_for(name))
         self._handles[name] = handle
         self._place_of[name] = place

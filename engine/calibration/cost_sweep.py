@@ -36,7 +36,7 @@ def sweep_costs(
     """Time decode steps with drawn plans, at batches of 1, 2, 4, .. and at short and long contexts."""
     slots = engine.runner.pool.num_slots
     sizes = sorted({1 << power for power in range(slots.bit_length())} | {slots})
-    room, longest = engine.exchange.cache_room, engine.max_total_tokens
+    room, longest = engine.exchange.kv_admission, engine.max_total_tokens
     cells = [
         (size, share)
         for size in sizes

@@ -1,6 +1,6 @@
 """Attention over cached tokens, written for one head size: keys and values stored, scores, weights, means.
 
-A span is a stretch of one sample's tokens that are computed now. All of its tokens see the `base` tokens before it;
+A segment is a stretch of one sample's tokens that are computed now. All of its tokens see the `base` tokens before it;
 behind them a chain's token sees those up to itself, a tree's the columns marked for it. Keys and values of a sample and
 KV head are read front to back, once for a block of rows.
 
@@ -15,24 +15,24 @@ from typing import Any
 
 from llvmlite import ir
 
-from engine.cpu.means import write_means
 from engine.cpu.part import Part
 from engine.cpu.scores import pack_queries, write_scores
+from engine.cpu.weighted_values import write_means
 from engine.cpu.writer import ADDRESS, FLOAT, INTEGER, MINUS_INFINITY, WIDTH, Writer
 
 SPAN_FIELDS = ("slot", "first", "count", "start", "base", "columns", "seen", "depth")
-"""Of each span, as 64-bit integers: its slot; its first packed token and their number; the position of the first;
+"""Of each segment, as 64-bit integers: its slot; its first packed token and their number; the position of the first;
 tokens that all see; columns behind them; addresses of what each token sees of the columns (bytes [count, columns];
 0: a chain) and of the columns' depth (integers; 0: a chain)."""
 BLOCK_ROWS = 32
 "Rows whose weights are kept at a time."
 
 STORE = {
-    **dict.fromkeys(("cells", "qkv", "spans"), ADDRESS),
+    **dict.fromkeys(("cells", "qkv", "segments"), ADDRESS),
     **dict.fromkeys(("num", "slots", "heads", "lanes", "capacity"), INTEGER),
 }
 ATTEND = {
-    **dict.fromkeys(("out", "qkv", "cells", "spans", "weights"), ADDRESS),
+    **dict.fromkeys(("out", "qkv", "cells", "segments", "weights"), ADDRESS),
     **dict.fromkeys(("num", "slots", "heads", "queries", "capacity", "block", "window"), INTEGER),
     **dict.fromkeys(("scale", "cap"), FLOAT),
 }
@@ -43,13 +43,13 @@ def write_store(module: ir.Module, size: int) -> None:
     w = Writer(module, "store", STORE)
     at = w.at
     with w.loop(at["num"]) as each:
-        span = _span(w, each.index)
-        with w.loop(span["count"]) as token, w.loop(at["heads"]) as head:
-            place = w.sum(w.times(w.ir.add(span["first"], token.index), at["heads"]), head.index)
+        segment = _span(w, each.index)
+        with w.loop(segment["count"]) as token, w.loop(at["heads"]) as head:
+            place = w.sum(w.times(w.ir.add(segment["first"], token.index), at["heads"]), head.index)
             source = w.address(at["qkv"], w.times(place, at["lanes"], size))
             source = w.address(source, w.times(w.ir.sub(at["lanes"], INTEGER(2)), size))
-            row = w.sum(w.times(span["slot"], at["heads"]), head.index)
-            position = w.sum(w.times(row, at["capacity"]), span["start"], token.index)
+            row = w.sum(w.times(segment["slot"], at["heads"]), head.index)
+            position = w.sum(w.times(row, at["capacity"]), segment["start"], token.index)
             target = w.address(at["cells"], w.times(position, size))
             w.copy(target, source, INTEGER(size))
             values = w.times(at["slots"], at["heads"], at["capacity"], size)
@@ -68,17 +68,17 @@ def write_attend(module: ir.Module, size: int, width: int) -> None:
     w = Writer(module, "attend", ATTEND)
     at = w.at
     most = w.times(at["block"], at["queries"])
-    packed = w.room(w.times(w.ir.add(most, INTEGER(1)), size))
-    totals = w.room(most)
+    packed = w.alloca(w.times(w.ir.add(most, INTEGER(1)), size))
+    totals = w.alloca(most)
     with w.loop(at["num"]) as each, w.loop(at["heads"]) as head:
-        span = _span(w, each.index)
-        row = w.sum(w.times(span["slot"], at["heads"]), head.index)
+        segment = _span(w, each.index)
+        row = w.sum(w.times(segment["slot"], at["heads"]), head.index)
         keys = w.address(at["cells"], w.times(row, at["capacity"], size))
         values = w.address(keys, w.times(at["slots"], at["heads"], at["capacity"], size))
-        with w.loop(span["count"], step=at["block"]) as block:
-            left = w.ir.sub(span["count"], block.index)
+        with w.loop(segment["count"], step=at["block"]) as block:
+            left = w.ir.sub(segment["count"], block.index)
             tokens = w.ir.select(w.ir.icmp_signed("<", left, at["block"]), left, at["block"])
-            part = Part(w, span, head=head.index, begin=block.index, tokens=tokens, size=size)
+            part = Part(w, segment, head=head.index, begin=block.index, tokens=tokens, size=size)
             view = _view(w, part)
             abreast = width // WIDTH
             pack_queries(part, packed, abreast=abreast)
@@ -93,18 +93,18 @@ def write_attend(module: ir.Module, size: int, width: int) -> None:
 
 
 def _span(w: Writer, index: Any) -> dict[str, Any]:
-    """Load the fields of a span."""
+    """Load the fields of a segment."""
     first = w.times(index, len(SPAN_FIELDS))
     return {
-        name: w.load(w.at["spans"], w.ir.add(first, INTEGER(number)), INTEGER, element=INTEGER)
+        name: w.load(w.at["segments"], w.ir.add(first, INTEGER(number)), INTEGER, element=INTEGER)
         for number, name in enumerate(SPAN_FIELDS)
     }
 
 
 def _view(w: Writer, part: Part) -> Any:
     """Positions that the last token of the block may see, in whole vectors."""
-    chain = w.sum(part.span["start"], part.begin, part.tokens)
-    tree = w.ir.add(part.span["base"], part.span["columns"])
+    chain = w.sum(part.segment["start"], part.begin, part.tokens)
+    tree = w.ir.add(part.segment["base"], part.segment["columns"])
     view = w.ir.select(part.is_chain, chain, tree)
     return w.ir.and_(w.ir.add(view, INTEGER(WIDTH - 1)), INTEGER(-WIDTH))
 
@@ -121,43 +121,43 @@ def _bound(w: Writer, part: Part, view: Any) -> None:
 
 def _mask(w: Writer, part: Part, view: Any) -> None:
     """Set the scores of what a token does not see to -inf."""
-    at, span = w.at, part.span
+    at, segment = w.at, part.segment
     with w.loop(part.tokens) as token:
         index = w.ir.add(part.begin, token.index)
         with w.ir.if_else(part.is_chain) as (chain, tree):
             with chain:
-                itself = w.ir.add(span["start"], index)
+                itself = w.ir.add(segment["start"], index)
                 _forget(w, part, token.index, w.ir.add(itself, INTEGER(1)), view)
                 with w.ir.if_then(w.ir.icmp_signed(">", at["window"], INTEGER(0))):
                     before = w.sum(w.ir.sub(itself, at["window"]), INTEGER(1))
                     _forget(w, part, token.index, INTEGER(0), before)
             with tree:
-                _forget(w, part, token.index, w.ir.add(span["base"], span["columns"]), view)
+                _forget(w, part, token.index, w.ir.add(segment["base"], segment["columns"]), view)
                 _mask_columns(w, part, token.index, index)
 
 
 def _mask_columns(w: Writer, part: Part, token: Any, index: Any) -> None:
     """A tree's token: the columns not marked for it, and what lies before its window."""
-    at, span, byte = w.at, part.span, ir.IntType(8)
-    seen = w.ir.inttoptr(w.ir.add(span["seen"], w.ir.mul(index, span["columns"])), ADDRESS)
+    at, segment, byte = w.at, part.segment, ir.IntType(8)
+    seen = w.ir.inttoptr(w.ir.add(segment["seen"], w.ir.mul(index, segment["columns"])), ADDRESS)
     windowed = w.ir.icmp_signed(">", at["window"], INTEGER(0))
-    depths = w.ir.inttoptr(span["depth"], ADDRESS)
-    with w.loop(span["columns"]) as column:
+    depths = w.ir.inttoptr(segment["depth"], ADDRESS)
+    with w.loop(segment["columns"]) as column:
         mark = w.ir.load(w.address(seen, column.index, byte), typ=byte, align=1)
-        place = w.ir.add(span["base"], column.index)
+        place = w.ir.add(segment["base"], column.index)
         with w.ir.if_then(w.ir.icmp_signed("==", mark, byte(0))):
             _forget(w, part, token, place, w.ir.add(place, INTEGER(1)))
     with w.ir.if_then(windowed):
-        earlier = w.ir.sub(span["start"], span["base"])
+        earlier = w.ir.sub(segment["start"], segment["base"])
         depth = w.load(depths, w.ir.add(earlier, index), INTEGER, element=INTEGER)
         # the shallowest depth that is seen; positions before the tree count down from 0
         least = w.sum(w.ir.sub(depth, at["window"]), INTEGER(1))
-        first = w.ir.add(span["base"], least)
-        before = w.ir.select(w.ir.icmp_signed("<", first, span["base"]), first, span["base"])
+        first = w.ir.add(segment["base"], least)
+        before = w.ir.select(w.ir.icmp_signed("<", first, segment["base"]), first, segment["base"])
         _forget(w, part, token, INTEGER(0), before)
-        with w.loop(span["columns"]) as column:
+        with w.loop(segment["columns"]) as column:
             other = w.load(depths, column.index, INTEGER, element=INTEGER)
-            place = w.ir.add(span["base"], column.index)
+            place = w.ir.add(segment["base"], column.index)
             with w.ir.if_then(w.ir.icmp_signed("<", other, least)):
                 _forget(w, part, token, place, w.ir.add(place, INTEGER(1)))
 

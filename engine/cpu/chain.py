@@ -12,7 +12,7 @@ from engine.cpu.forward import NativeForward
 from engine.cpu.program import Program, native_code
 from engine.cpu.sampling import leaders_name
 from engine.cpu.scoring import COEFFICIENTS
-from engine.cpu.segments import spans_of
+from engine.cpu.segments import segments_of
 from engine.cpu.writer import WIDTH
 
 LEADERS = 2
@@ -30,7 +30,7 @@ class NativeChain:
         self,
         forward: NativeForward,
         embedding: Float[Tensor, "V H"],
-        turns: Complex[Tensor, "T E2"],
+        rope: Complex[Tensor, "T E2"],
         pool: KVPool,
         *,
         vocab_size: int,
@@ -40,13 +40,13 @@ class NativeChain:
         Args:
             forward: of the model.
             embedding: float32 or bfloat16.
-            turns: every position's rotation.
+            rope: every position's rotation.
             pool: keys and values.
             vocab_size: token ids to choose from.
         """
         self._forward = forward
         self._embedding = embedding.contiguous()
-        self._table = turns.contiguous()
+        self._table = rope.contiguous()
         self._pool = pool
         self._vocab_size = vocab_size
         self._max_levels = 0
@@ -77,17 +77,17 @@ class NativeChain:
             IndexError: the slots have no room for D - 1 tokens more.
         """
         live, levels = len(lengths), noise.shape[1]
-        x, turns = self._forward.inputs(live, self._pool)
+        x, rope = self._forward.inputs(live, self._pool)
         if levels > self._max_levels or x.data_ptr() != self._x.data_ptr():
-            self._build(x, turns, max(LEAST_LEVELS, levels))
-        self._spans = spans_of(
+            self._build(x, rope, max(LEAST_LEVELS, levels))
+        self._segments = segments_of(
             self._pool,
             slots=np.arange(live),
             counts=np.full(live, max(levels - 1, 1)),
             starts=lengths,
         )
         # one token a level, at its own position; a level begins with a step forward
-        first, count, start = self._spans[:, 1:4].T
+        first, count, start = self._segments[:, 1:4].T
         first[:], count[:], start[:] = np.arange(live), 1, lengths - 1
         if coefficients is None:
             coefficients = self._no_coefficients
@@ -98,8 +98,8 @@ class NativeChain:
         self._program.set(
             tokens=live,
             head_tokens=live * self._forward.kv_heads,
-            spans=self._spans.ctypes.data,
-            num_spans=live,
+            segments=self._segments.ctypes.data,
+            num_segments=live,
             first_logits=logits.data_ptr(),
             first_stride=logits.stride(0),
             logits=self._logits.data_ptr(),
@@ -134,7 +134,7 @@ class NativeChain:
     def _first_operation(self, level: int) -> int:
         return 0 if level == 0 else CHOICE + (level - 1) * self._operations
 
-    def _build(self, x: Tensor, turns: Tensor, levels: int) -> None:
+    def _build(self, x: Tensor, rope: Tensor, levels: int) -> None:
         """Make the buffers and the program: the choice of level 0, then a forward and a choice for each level."""
         slots = self._pool.num_slots
         self._x, self._max_levels = x, levels
@@ -149,7 +149,7 @@ class NativeChain:
         self._choose(0, "first_logits", "first_stride")
         for level in range(1, levels):
             before = len(self._program)
-            self._program.add("advance", spans="spans", num="num_spans")
+            self._program.add("advance", segments="segments", num="num_segments")
             self._program.add(
                 "embed_bfloat16" if self._embedding.dtype == torch.bfloat16 else "embed",
                 out=x.data_ptr(),
@@ -161,10 +161,10 @@ class NativeChain:
             )
             self._program.add(
                 "turn",
-                out=turns.data_ptr(),
-                spans="spans",
+                out=rope.data_ptr(),
+                segments="segments",
                 table=self._table.data_ptr(),
-                num="num_spans",
+                num="num_segments",
                 size=2 * self._table.shape[1],
             )
             self._forward.add_layers(self._program, self._pool)

@@ -12,7 +12,7 @@ from torch import Tensor
 from engine.cache.kv_pool import KVPool
 from engine.cpu.products import PANEL
 from engine.cpu.program import Program, native_code
-from engine.cpu.segments import Spans, block_tokens
+from engine.cpu.segments import Segments, block_tokens
 from engine.cpu.writer import LOG2_E
 from engine.model.linears import StreamedLinear
 
@@ -76,24 +76,24 @@ class NativeForward:
         """Return where to write the tokens' embeddings and rotations before `logits` or `fill`."""
         if num_tokens > self._room or pool is not self._pool:
             self._build(max(MIN_TOKENS, 1 << (num_tokens - 1).bit_length()), pool)
-        return self._x[:num_tokens], self._turns[:num_tokens]
+        return self._x[:num_tokens], self._rope[:num_tokens]
 
-    def logits(self, num_tokens: int, spans: Spans) -> Float[Tensor, "M V"]:
+    def logits(self, num_tokens: int, segments: Segments) -> Float[Tensor, "M V"]:
         """Return every token's next-token logits; a view where V is no multiple of PANEL."""
         out = self._x.new_empty(num_tokens, self.head_columns)
-        self._run(None, num_tokens, spans, out.data_ptr())
+        self._run(None, num_tokens, segments, out.data_ptr())
         return out[:, : self._head.columns]
 
-    def fill(self, num_tokens: int, spans: Spans) -> None:
+    def fill(self, num_tokens: int, segments: Segments) -> None:
         """Compute keys and values only."""
-        self._run(self._until_stored, num_tokens, spans, 0)
+        self._run(self._until_stored, num_tokens, segments, 0)
 
-    def _run(self, num_operations: int | None, num_tokens: int, spans: Spans, logits: int) -> None:
+    def _run(self, num_operations: int | None, num_tokens: int, segments: Segments, logits: int) -> None:
         self._program.set(
             tokens=num_tokens,
             head_tokens=num_tokens * self._heads,
-            spans=spans.ctypes.data,
-            num_spans=len(spans),
+            segments=segments.ctypes.data,
+            num_segments=len(segments),
             logits=logits,
         )
         self._program.run(0, num_operations)
@@ -104,7 +104,7 @@ class NativeForward:
         hidden, inner = first.qkv.depth, first.down.depth
         attended = self._heads * self._queries * self._size
         self._x, self._normed = _floats(2, room, hidden)
-        self._turns = torch.empty(room, self._size // 2, dtype=torch.complex64)
+        self._rope = torch.empty(room, self._size // 2, dtype=torch.complex64)
         self._qkv = _floats(room, attended + 2 * self._heads * self._size)
         self._attended = _floats(room, attended)
         self._both, self._gated = _floats(room, 2 * inner), _floats(room, inner)
@@ -118,7 +118,7 @@ class NativeForward:
     def add_layers(self, program: Program, pool: KVPool) -> int:
         """Append everything between the embeddings and the head's product, over the buffers of `inputs`.
 
-        Arguments to be set: tokens, head_tokens (tokens times KV heads), spans, num_spans. Returns how many operations
+        Arguments to be set: tokens, head_tokens (tokens times KV heads), segments, num_segments. Returns how many operations
         the program has when the last layer's keys and values are stored.
         """
         stored = 0
@@ -133,7 +133,7 @@ class NativeForward:
             program.add(
                 "rotate",
                 x=qkv.data_ptr(),
-                turns=self._turns.data_ptr(),
+                rope=self._rope.data_ptr(),
                 tokens="tokens",
                 heads=self._heads,
                 turned=lanes - 1,
@@ -144,8 +144,8 @@ class NativeForward:
                 "store",
                 cells=cells,
                 qkv=qkv.data_ptr(),
-                spans="spans",
-                num="num_spans",
+                segments="segments",
+                num="num_segments",
                 slots=pool.num_slots,
                 heads=self._heads,
                 lanes=lanes,
@@ -157,9 +157,9 @@ class NativeForward:
                 out=self._attended.data_ptr(),
                 qkv=qkv.data_ptr(),
                 cells=cells,
-                spans="spans",
+                segments="segments",
                 weights=self._weights.data_ptr(),
-                num="num_spans",
+                num="num_segments",
                 slots=pool.num_slots,
                 heads=self._heads,
                 queries=self._queries,

@@ -17,7 +17,7 @@ NORMS = {
     "floor": FLOAT,
 }
 ROTATE = {
-    **dict.fromkeys(("x", "turns"), ADDRESS),
+    **dict.fromkeys(("x", "rope"), ADDRESS),
     **dict.fromkeys(("tokens", "heads", "turned", "lanes", "size"), INTEGER),
 }
 EMBED = {
@@ -25,10 +25,10 @@ EMBED = {
     **dict.fromkeys(("rows", "id_stride", "size"), INTEGER),
 }
 TURN = {
-    **dict.fromkeys(("out", "spans", "table"), ADDRESS),
+    **dict.fromkeys(("out", "segments", "table"), ADDRESS),
     **dict.fromkeys(("num", "size"), INTEGER),
 }
-ADVANCE = {"spans": ADDRESS, "num": INTEGER}
+ADVANCE = {"segments": ADDRESS, "num": INTEGER}
 GATE = {"out": ADDRESS, "both": ADDRESS, "rows": INTEGER, "size": INTEGER}
 
 
@@ -59,18 +59,18 @@ def write_norms(module: ir.Module, *, gained: bool) -> None:
 
 def write_rotate(module: ir.Module) -> None:
     """`rotate`: in x [tokens, heads, lanes, size], in place, neighbours (a, b) of the lanes turned become
-    (a cos - b sin, b cos + a sin); turns [tokens, size / 2, 2] holds each token's cosines and sines.
+    (a cos - b sin, b cos + a sin); rope [tokens, size / 2, 2] holds each token's cosines and sines.
     """
     w = Writer(module, "rotate", ROTATE)
     at, size = w.at, w.at["size"]
     minus_plus = ir.Constant(VECTOR, [-1.0, 1.0] * (WIDTH // 2))
     even, odd = [lane & ~1 for lane in range(WIDTH)], [lane | 1 for lane in range(WIDTH)]
     with w.loop(at["tokens"]) as token, w.loop(at["heads"]) as head, w.loop(at["turned"]) as lane:
-        turns = w.address(at["turns"], w.times(token.index, size))
+        rope = w.address(at["rope"], w.times(token.index, size))
         place = w.sum(w.times(token.index, at["heads"]), head.index)
         x = w.address(at["x"], w.times(w.sum(w.times(place, at["lanes"]), lane.index), size))
         with w.loop(size, step=WIDTH) as each:
-            pairs, turn = w.load(x, each.index), w.load(turns, each.index)
+            pairs, turn = w.load(x, each.index), w.load(rope, each.index)
             cosine, sine = w.shuffle(turn, turn, even), w.ir.fmul(w.shuffle(turn, turn, odd), minus_plus)
             swapped = w.shuffle(pairs, pairs, [lane ^ 1 for lane in range(WIDTH)])
             w.store(w.fma(swapped, sine, w.ir.fmul(pairs, cosine)), x, each.index)
@@ -109,22 +109,22 @@ def write_embed(module: ir.Module, *, bfloat16: bool) -> None:
 
 
 def write_turn(module: ir.Module) -> None:
-    """`turn`: the table's rows of `size` for the positions at which spans of one token start."""
+    """`turn`: the table's rows of `size` for the positions at which segments of one token start."""
     w = Writer(module, "turn", TURN)
     at, size = w.at, w.at["size"]
-    with w.loop(at["num"]) as span:
-        place = w.sum(w.times(span.index, len(SPAN_FIELDS)), INTEGER(SPAN_FIELDS.index("start")))
-        position = w.load(at["spans"], place, INTEGER, element=INTEGER)
-        out = w.address(at["out"], w.times(span.index, size))
+    with w.loop(at["num"]) as segment:
+        place = w.sum(w.times(segment.index, len(SPAN_FIELDS)), INTEGER(SPAN_FIELDS.index("start")))
+        position = w.load(at["segments"], place, INTEGER, element=INTEGER)
+        out = w.address(at["out"], w.times(segment.index, size))
         w.copy(out, w.address(at["table"], w.times(position, size)), size)
     w.finish()
 
 
 def write_advance(module: ir.Module) -> None:
-    """`advance`: spans start one position later."""
+    """`advance`: segments start one position later."""
     w = Writer(module, "advance", ADVANCE)
-    with w.loop(w.at["num"]) as span:
-        place = w.sum(w.times(span.index, len(SPAN_FIELDS)), INTEGER(SPAN_FIELDS.index("start")))
-        start = w.load(w.at["spans"], place, INTEGER, element=INTEGER)
-        w.ir.store(w.ir.add(start, INTEGER(1)), w.address(w.at["spans"], place, INTEGER), align=8)
+    with w.loop(w.at["num"]) as segment:
+        place = w.sum(w.times(segment.index, len(SPAN_FIELDS)), INTEGER(SPAN_FIELDS.index("start")))
+        start = w.load(w.at["segments"], place, INTEGER, element=INTEGER)
+        w.ir.store(w.ir.add(start, INTEGER(1)), w.address(w.at["segments"], place, INTEGER), align=8)
     w.finish()

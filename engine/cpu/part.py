@@ -1,4 +1,4 @@
-"""Part of a span at one KV head: some of its tokens, whose rows of weights are kept at a time, one for each query."""
+"""Part of a segment at one KV head: the tokens whose rows of weights are kept at a time, one row for each query."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ class Part:
     """Addresses of what belongs to each row; rows lie token by token, query by query."""
 
     def __init__(
-        self, w: Writer, span: Mapping[str, Any], *, head: Any, begin: Any, tokens: Any, size: int
+        self, w: Writer, segment: Mapping[str, Any], *, head: Any, begin: Any, tokens: Any, size: int
     ) -> None:
-        """`begin` is the first of the span's tokens that belong to the part, `tokens` their number."""
-        self.w, self.span, self.begin, self.tokens, self.size = w, span, begin, tokens, size
+        """`begin` is the first of the segment's tokens that belong to the part, `tokens` their number."""
+        self.w, self.segment, self.begin, self.tokens, self.size = w, segment, begin, tokens, size
         self.rows = w.times(tokens, w.at["queries"])
-        self.is_chain = w.ir.icmp_signed("==", span["seen"], INTEGER(0))
-        first = w.ir.add(span["first"], begin)
+        self.is_chain = w.ir.icmp_signed("==", segment["seen"], INTEGER(0))
+        first = w.ir.add(segment["first"], begin)
         self._place = w.sum(w.times(first, w.at["heads"]), head)
 
     def weights(self, row: Any) -> Any:

@@ -1,7 +1,7 @@
 """A forward as a table of operations, run by one call: no interpreter, no dispatch between them.
 
 Each row of the table is an operation's number and its arguments as 64-bit words. What differs from forward to forward
-(the number of tokens, where spans and results lie) is written over the old words; the rest is written once.
+(the number of tokens, where segments and results lie) is written over the old words; the rest is written once.
 """
 
 from __future__ import annotations

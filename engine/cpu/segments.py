@@ -10,11 +10,11 @@ from engine.cpu.attention import BLOCK_ROWS, SPAN_FIELDS
 from engine.cpu.program import native_code
 from engine.cpu.writer import LOG2_E
 
-Spans = np.ndarray
-"[spans, SPAN_FIELDS] int64, by packed token"
+Segments = np.ndarray
+"[segments, SPAN_FIELDS] int64, by packed token"
 
 
-def spans_of(
+def segments_of(
     pool: KVPool,
     *,
     slots: np.ndarray,
@@ -23,7 +23,7 @@ def spans_of(
     bases: np.ndarray | None = None,
     seen: Tensor | None = None,
     depth: Tensor | None = None,
-) -> Spans:
+) -> Segments:
     """Return the table of stretches, packed one behind the other. Its tensors must outlive it.
 
     Args:
@@ -32,8 +32,8 @@ def spans_of(
         counts: its number of tokens.
         starts: the position of its first.
         bases: positions that all tokens of a tree see; none: chains.
-        seen: what tokens see of the columns behind them, bool [spans, n, t]; rows beyond a count are not read.
-        depth: of each column, int64 [spans, t].
+        seen: what tokens see of the columns behind them, bool [segments, n, t]; rows beyond a count are not read.
+        depth: of each column, int64 [segments, t].
 
     Raises:
         IndexError: tokens outside the pool, or a stretch without any.
@@ -60,11 +60,11 @@ def spans_of(
     return table
 
 
-def attend_spans(
+def attend_segments(
     pool: KVPool,
     layer: int,
     qkv: Tensor,
-    spans: Spans,
+    segments: Segments,
     *,
     scaling: float,
     softcap: float | None,
@@ -75,13 +75,13 @@ def attend_spans(
     Args:
         pool: float32, on the CPU.
         layer: whose cells.
-        qkv: float32 [M, Hkv, queries + 2, E]; tokens behind the spans' are padding.
-        spans: from `spans_of`.
+        qkv: float32 [M, Hkv, queries + 2, E]; tokens behind the segments' are padding.
+        segments: from `segments_of`.
         scaling: of the scores.
         softcap: bounds scores by cap * tanh(score / cap); None: they are not bounded.
         sliding_window: how many tokens back a token sees, itself included; None: all.
     """
-    store_spans(pool, layer, qkv, spans)
+    store_segments(pool, layer, qkv, segments)
     _, heads, lanes, size = qkv.shape
     queries = lanes - 2
     out = qkv.new_zeros(len(qkv), heads * queries * size)
@@ -91,9 +91,9 @@ def attend_spans(
         out.data_ptr(),
         qkv.data_ptr(),
         pool.cells[layer].data_ptr(),
-        spans.ctypes.data,
+        segments.ctypes.data,
         weights.data_ptr(),
-        len(spans),
+        len(segments),
         pool.num_slots,
         heads,
         queries,
@@ -106,8 +106,8 @@ def attend_spans(
     return out
 
 
-def store_spans(pool: KVPool, layer: int, qkv: Tensor, spans: Spans) -> None:
-    """Store the tokens' keys and values; arguments as of `attend_spans`, qkv contiguous.
+def store_segments(pool: KVPool, layer: int, qkv: Tensor, segments: Segments) -> None:
+    """Store the tokens' keys and values; arguments as of `attend_segments`, qkv contiguous.
 
     Raises ModelError when they are not of the pool's shape: what is called here checks nothing.
     """
@@ -116,8 +116,8 @@ def store_spans(pool: KVPool, layer: int, qkv: Tensor, spans: Spans) -> None:
     native_code(size).operations["store"](
         pool.cells[layer].data_ptr(),
         qkv.data_ptr(),
-        spans.ctypes.data,
-        len(spans),
+        segments.ctypes.data,
+        len(segments),
         pool.num_slots,
         heads,
         lanes,

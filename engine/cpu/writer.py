@@ -107,7 +107,7 @@ class Writer:
         wide = self.ir.and_(count, INTEGER(-width))
         return [(width, INTEGER(0), wide), (WIDTH, wide, self.ir.sub(count, wide))]
 
-    def room(self, count: Any) -> Any:
+    def alloca(self, count: Any) -> Any:
         """Return the address of so many floats that last as long as the call; to be asked for outside loops."""
         # by way of an integer: a pointer to floats, which it is at first, could not hold a vector
         return self.ir.inttoptr(self.ir.ptrtoint(self.ir.alloca(FLOAT, size=count), INTEGER), ADDRESS)

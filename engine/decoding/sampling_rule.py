@@ -79,7 +79,7 @@ def perturb(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Leaders:
+class TopK:
     """The best tokens of each row by perturbed score, best first."""
 
     token_ids: Int[Tensor, "B R k"]
@@ -115,7 +115,7 @@ def leaders(
     count: int,
     *,
     perturbed: bool = False,
-) -> Leaders:
+) -> TopK:
     """Return the `count` best tokens of every row: more than one, at most V.
 
     Their log-probabilities are under softmax(logits / T), or of the softmax of the perturbed scores if `perturbed`.
@@ -125,12 +125,12 @@ def leaders(
         ids, scores, logprobs = best_tokens(
             logits, noise, levels, rows.divisor, rows.noise_factor, count=count, share=float(perturbed)
         )
-        return Leaders(token_ids=ids, scores=scores, logprobs=logprobs)
+        return TopK(token_ids=ids, scores=scores, logprobs=logprobs)
     scaled = scale(logits, rows)
     everything = perturb(scaled, _of_levels(noise, levels), rows)
     scores, ids = everything.topk(count, dim=-1)
     logprobs = torch.log_softmax(everything if perturbed else scaled, -1).gather(-1, ids)
-    return Leaders(token_ids=ids, scores=scores.cpu().numpy(), logprobs=logprobs.cpu().numpy())
+    return TopK(token_ids=ids, scores=scores.cpu().numpy(), logprobs=logprobs.cpu().numpy())
 
 
 def is_native(logits: Tensor, rows: RowSampling, count: int) -> bool:

@@ -23,7 +23,7 @@ from engine.cpu.chain import LEADERS, NativeChain
 from engine.decoding.draft_tree import DraftTree, chain, keep, root_only, select_best
 from engine.decoding.noise import HashedNoise, values_of
 from engine.decoding.running_batch import RunningBatch
-from engine.decoding.sampling_rule import Leaders, choose, is_native, leaders
+from engine.decoding.sampling_rule import TopK, choose, is_native, leaders
 from engine.decoding.verify import Verdict
 from engine.drafters.refinement import Refinement
 from engine.model.forward_plan import TreePlan
@@ -158,7 +158,7 @@ class ModelDrafter:
         lengths = batch.lengths_tensor()
         index = torch.arange(budget.depth, device=lengths.device).expand(len(batch), -1)
         tokens: list[Tensor] = []
-        unscored: list[Leaders] = []
+        unscored: list[TopK] = []
         asked_at = budget.depth if refinement is None else min(budget.depth, refinement.levels_to_draft())
         while len(tokens) < asked_at:
             if tokens:

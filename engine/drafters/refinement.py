@@ -18,7 +18,7 @@ from torch import Tensor
 from core.records import DraftLog, SampleRequest
 from engine.cpu.scoring import COEFFICIENTS, FARTHEST
 from engine.decoding.draft_tree import DraftTree
-from engine.decoding.sampling_rule import Leaders
+from engine.decoding.sampling_rule import TopK
 from engine.decoding.verify import Verdict
 from policies.drafting.draft_policy import RefiningPolicy
 from profiles.acceptance import MARGIN_FLOOR, AcceptanceModel
@@ -59,7 +59,7 @@ class Refinement:
         self.seconds += self._clock() - started
         return answer
 
-    def children(self, found: Leaders) -> tuple[Int[Tensor, "B w b"], np.ndarray]:
+    def children(self, found: TopK) -> tuple[Int[Tensor, "B w b"], np.ndarray]:
         """Return the best children of every frontier node, and their path scores, float32 [B, w * b].
 
         There is one leader more than children: by how much they lead is scored.
@@ -82,7 +82,7 @@ class Refinement:
     def chain_levels(self, scores: np.ndarray, logprobs: np.ndarray) -> None:
         """Score a chain's next levels together: calls cost more than numbers.
 
-        Both are [B, levels, 2], of the best token and the one that it leads (`engine.decoding.sampling_rule.Leaders`).
+        Both are [B, levels, 2], of the best token and the one that it leads (`engine.decoding.sampling_rule.TopK`).
         """
         started = self._clock()
         before = len(self._sizes)

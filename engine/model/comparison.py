@@ -22,7 +22,7 @@ from transformers.modeling_utils import PreTrainedModel
 from core.errors import NotFiniteError, RlhfSpecError
 from engine.attention.backends import Attention
 from engine.cache.kv_pool import KVPool
-from engine.cpu.segments import Spans
+from engine.cpu.segments import Segments
 from engine.decoding.draft_tree import DraftTree, ancestors_or_self, chain
 from engine.model.forward_plan import ForwardPlan, TreePlan
 from engine.model.prefill_plan import PrefillPiece, PrefillPlan
@@ -316,10 +316,10 @@ class _Listening:
     def attention(self) -> Attention:
         return self.plan.attention
 
-    def spans(self) -> Spans:
+    def segments(self) -> Segments:
         # our own forward asks once and attends in every layer
         self.attended.update(range(self.plan.pool.shape.num_layers))
-        return self.plan.spans()
+        return self.plan.segments()
 
     def store(self, layer: int, qkv: Tensor) -> None:
         self.plan.store(layer, qkv)

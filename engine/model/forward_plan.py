@@ -20,7 +20,7 @@ from engine.attention.packing import RaggedRows, pack_queries, unpack_queries
 from engine.attention.visibility import as_bias, chain_visibility, tree_visibility
 from engine.cache.kv_memory import round_up
 from engine.cache.kv_pool import KVPool
-from engine.cpu.segments import Spans, attend_spans, spans_of, store_spans
+from engine.cpu.segments import Segments, attend_segments, segments_of, store_segments
 
 
 @runtime_checkable
@@ -37,7 +37,7 @@ class ForwardPlan(Protocol):
         """The back end."""
         ...
 
-    def spans(self) -> Spans:
+    def segments(self) -> Segments:
         """Return the stretches of tokens, for our own code."""
         ...
 
@@ -79,7 +79,7 @@ class TreePlan:
     ragged: RaggedRows | None = None
     "some samples have fewer tokens than `num_tokens`"
     _rows_once: Tensor | None = field(init=False, default=None)
-    _spans: Spans | None = field(init=False, default=None)
+    _segments: Segments | None = field(init=False, default=None)
     _padding: Tensor = field(init=False)
     "of a fixed copy: where its padding samples write"
     _bias: dict[int | None, Tensor] = field(init=False, default_factory=dict)
@@ -94,15 +94,15 @@ class TreePlan:
             self._rows_once = self.pool.tree_rows(self.base + self.num_earlier, self.num_tokens)
         return self._rows_once
 
-    def spans(self) -> Spans:
-        """See `ForwardPlan.spans`; on the CPU."""
-        if self._spans is None:
+    def segments(self) -> Segments:
+        """See `ForwardPlan.segments`; on the CPU."""
+        if self._segments is None:
             bases = self.base.numpy()
             # the table holds their addresses
             self.seen = None if self.seen is None else self.seen.contiguous()
             self.depth = None if self.depth is None else self.depth.contiguous()
             counts = np.full(len(bases), self.num_tokens) if self.ragged is None else self.ragged.counts
-            self._spans = spans_of(
+            self._segments = segments_of(
                 self.pool,
                 slots=np.arange(len(bases)),
                 counts=counts,
@@ -111,7 +111,7 @@ class TreePlan:
                 seen=self.seen,
                 depth=self.depth,
             )
-        return self._spans
+        return self._segments
 
     def fixed_copy(self, num_samples: int) -> TreePlan:
         """Return a plan for `num_samples` samples whose tensors stay where they are; `follow` changes what they hold.
@@ -148,7 +148,7 @@ class TreePlan:
     def store(self, layer: int, qkv: Tensor) -> None:
         """See `ForwardPlan.store`."""
         if is_native(self.attention, qkv):
-            store_spans(self.pool, layer, qkv.contiguous(), self.spans())
+            store_segments(self.pool, layer, qkv.contiguous(), self.segments())
             return
         self._write(layer, qkv if self.ragged is None else self.ragged.unpack(qkv))
 
@@ -160,11 +160,11 @@ class TreePlan:
     ) -> Tensor:
         """See `ForwardPlan.attend`."""
         if is_native(self.attention, qkv):
-            return attend_spans(
+            return attend_segments(
                 self.pool,
                 layer,
                 qkv.contiguous(),
-                self.spans(),
+                self.segments(),
                 scaling=scaling,
                 softcap=softcap,
                 sliding_window=sliding_window,

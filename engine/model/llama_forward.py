@@ -83,7 +83,7 @@ class LlamaForward:
         self._scaling = self._size**-0.5
         root = (config.hidden_size * self._eps) ** 0.5
         self._norm_floor = torch.tensor(root, dtype=torch.float32, device=model.device)
-        self._turns = _rotations(model, capacity)
+        self._rope = _rotations(model, capacity)
         self._layers: list[Layer] = []
         self._native: NativeForward | None = None
         self.reload()
@@ -125,7 +125,7 @@ class LlamaForward:
         """See `engine.model.runner.Forward`."""
         if self._native is not None and plan.attention is ordered_attention:
             self._write_inputs(self._native, input_ids, position_ids, plan)
-            return self._native.logits(len(input_ids), plan.spans())
+            return self._native.logits(len(input_ids), plan.segments())
         x = self._embedded(input_ids)
         rotation = self._rotation(position_ids)
         for index, layer in enumerate(self._layers):
@@ -136,7 +136,7 @@ class LlamaForward:
         """See `engine.model.runner.Forward`."""
         if self._native is not None and plan.attention is ordered_attention:
             self._write_inputs(self._native, input_ids, position_ids, plan)
-            self._native.fill(len(input_ids), plan.spans())
+            self._native.fill(len(input_ids), plan.segments())
             return
         x = self._embedded(input_ids)
         rotation = self._rotation(position_ids)
@@ -157,14 +157,14 @@ class LlamaForward:
         """Return what drafts chains with these weights in few calls, until they are laid out anew; None: nothing."""
         if self._native is None:
             return None
-        return NativeChain(self._native, self._embedding, self._turns, pool, vocab_size=vocab_size)
+        return NativeChain(self._native, self._embedding, self._rope, pool, vocab_size=vocab_size)
 
     def _write_inputs(
         self, native: NativeForward, input_ids: Tensor, position_ids: Tensor, plan: ForwardPlan
     ) -> None:
-        x, turns = native.inputs(len(input_ids), plan.pool)
+        x, rope = native.inputs(len(input_ids), plan.pool)
         x.copy_(self._embedding.index_select(0, input_ids))
-        turns.copy_(self._turns.index_select(0, position_ids))
+        rope.copy_(self._rope.index_select(0, position_ids))
 
     def _embedded(self, input_ids: Tensor) -> Tensor:
         return F.embedding(input_ids, self._embedding).to(self._dtype)
@@ -196,7 +196,7 @@ class LlamaForward:
 
         Else [T, 1, 1, E/2]: slower, and every head is a loop of its own, whatever the batch.
         """
-        turned = self._turns[:, None, None]
+        turned = self._rope[:, None, None]
         lanes = (self._kv_heads, self._queries + 2)
         small = turned.nbytes * lanes[0] * lanes[1] <= MAX_ROTATION_BYTES
         if not small or turned.shape[-1] % WHOLE_VECTORS:

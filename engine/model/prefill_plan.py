@@ -14,7 +14,7 @@ from engine.attention.packing import pack_queries, unpack_queries
 from engine.attention.visibility import as_bias, chain_visibility
 from engine.cache.kv_memory import round_up
 from engine.cache.kv_pool import KVPool
-from engine.cpu.segments import Spans, attend_spans, spans_of, store_spans
+from engine.cpu.segments import Segments, attend_segments, segments_of, store_segments
 
 MAX_SCORES_TOGETHER = 1 << 20
 "Attention scores of prompts attended together; more would fall out of the cache."
@@ -38,7 +38,7 @@ class PrefillPlan:
     attention: Attention
     pieces: list[PrefillPiece]
     _rows_once: Tensor | None = field(init=False, default=None)
-    _spans: Spans | None = field(init=False, default=None)
+    _segments: Segments | None = field(init=False, default=None)
     _attended: dict[int | None, list[Neighbours]] = field(init=False, default_factory=dict)
 
     @property
@@ -51,17 +51,17 @@ class PrefillPlan:
             self._rows_once = self.pool.rows(slots.to(device), positions.to(device))
         return self._rows_once
 
-    def spans(self) -> Spans:
-        """See `ForwardPlan.spans`."""
-        if self._spans is None:
+    def segments(self) -> Segments:
+        """See `ForwardPlan.segments`."""
+        if self._segments is None:
             slots, starts, counts = np.array([(p.slot, p.start, p.length) for p in self.pieces]).T
-            self._spans = spans_of(self.pool, slots=slots, counts=counts, starts=starts)
-        return self._spans
+            self._segments = segments_of(self.pool, slots=slots, counts=counts, starts=starts)
+        return self._segments
 
     def store(self, layer: int, qkv: Tensor) -> None:
         """See `ForwardPlan.store`."""
         if is_native(self.attention, qkv):
-            store_spans(self.pool, layer, qkv.contiguous(), self.spans())
+            store_segments(self.pool, layer, qkv.contiguous(), self.segments())
             return
         num_tokens = sum(piece.length for piece in self.pieces)
         self.pool.write(layer, self._rows, qkv[:num_tokens, :, -2:])
@@ -71,11 +71,11 @@ class PrefillPlan:
     ) -> Tensor:
         """See `ForwardPlan.attend`; neighbouring slots attend together while that stays small."""
         if is_native(self.attention, qkv):
-            return attend_spans(
+            return attend_segments(
                 self.pool,
                 layer,
                 qkv.contiguous(),
-                self.spans(),
+                self.segments(),
                 scaling=scaling,
                 softcap=softcap,
                 sliding_window=sliding_window,

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from actors.generation.trace_events import Span
+from actors.generation.trace_events import TraceEvent
 from benchmarks.moving.rates import Rates, measured_rates, stretches_of
 from core.records import GenerationStats, Prompt, SampleKey, SampleRequest, SamplingParams, Stream
 
@@ -45,7 +45,7 @@ class PacedPool:
     def _prefill_s(self, lengths: np.ndarray, pace: float) -> float:
         return 7 * PROMPT_TOKEN_S * len(lengths) / pace
 
-    def _spans(self, lengths: np.ndarray, pace: float) -> list[Span]:
+    def _spans(self, lengths: np.ndarray, pace: float) -> list[TraceEvent]:
         """The first step prefills; a third of a step's time lies before it, as orders are taken."""
         spans, now_s = [], 100.0
         for step in range(lengths.max()):
@@ -54,7 +54,7 @@ class PacedPool:
             seconds = (STEP_S + SAMPLE_S * count + CONTEXT_TOKEN_S * context) / pace
             admission_s = self._prefill_s(lengths, pace) if step == 0 else 0.0
             end_s = now_s + seconds + admission_s
-            spans.append(Span("step", now_s + seconds / 3, end_s, "", count, count, context))
+            spans.append(TraceEvent("step", now_s + seconds / 3, end_s, "", count, count, context))
             now_s = end_s
         return spans
 
@@ -129,19 +129,19 @@ def test_what_lies_between_two_looks_is_simulated_at_their_mean() -> None:
 
 
 def test_steps_after_another_instance_is_done_do_not_count() -> None:
-    long, short = ([Span("step", t, t + 1.0, "", 2, 5) for t in range(n)] for n in (9, 4))
+    long, short = ([TraceEvent("step", t, t + 1.0, "", 2, 5) for t in range(n)] for n in (9, 4))
     made = stretches_of([long, short])
     assert len(made.seconds) == 6 and made.num_tokens.sum() == 30 and made.seconds.sum() == 6.0
 
 
 def test_an_admission_in_several_steps_does_not_count() -> None:
     sizes = (3, 6, 8, 8, 8, 5)
-    made = stretches_of([[Span("step", t, t + 1.0, "", size, size) for t, size in enumerate(sizes)]])
+    made = stretches_of([[TraceEvent("step", t, t + 1.0, "", size, size) for t, size in enumerate(sizes)]])
     assert made.num_samples.tolist() == [8, 8, 5]
 
 
 def test_short_steps_are_taken_together() -> None:
-    steps = [Span("step", 0.05 * t, 0.05 * (t + 1), "", 4 - t // 5, 8, 100 * t) for t in range(10)]
+    steps = [TraceEvent("step", 0.05 * t, 0.05 * (t + 1), "", 4 - t // 5, 8, 100 * t) for t in range(10)]
     made = stretches_of([steps])
     assert made.seconds == pytest.approx([0.2, 0.2, 0.05]) and made.num_tokens.tolist() == [32, 32, 8]
     assert made.num_samples == pytest.approx([4, 3, 3]) and made.context_tokens == pytest.approx(

@@ -64,7 +64,7 @@ class RayPool:
                     dtype="float32",
                     max_total_tokens=MAX_TOTAL_TOKENS,
                     vocab_size=tiny_pool.VOCAB_SIZE,
-                    publish_interval_s=0.01,
+                    report_interval_s=0.01,
                     migration=MigrationSettings(
                         transport=transport, timeout_s=3.0, frame_bytes=1 << 10, transfer_share=1.0
                     ),

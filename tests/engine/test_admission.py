@@ -12,7 +12,7 @@ from core.config import EngineConfig, SpeculationConfig
 from core.config_io import config_from_dict
 from core.errors import ConfigError
 from core.records import Completion, SamplingParams
-from engine.admission import MB, CacheRoom
+from engine.admission import MB, KVAdmission
 from engine.build import build_engine
 from engine.cache.cuda_memory import MappedMemory
 from engine.cache.kv_memory import PagedHostMemory
@@ -106,7 +106,7 @@ def test_pages_of_a_sample_that_moved_twice_are_given_back(make_small):
 
 def test_what_is_held_stays_within_the_limit_at_every_step(make_small, make_requests):
     engine = make_small("tree16", 1.5)
-    room, pools = engine.exchange.cache_room, [engine.runner.pool, engine.drafter.cache]
+    room, pools = engine.exchange.kv_admission, [engine.runner.pool, engine.drafter.cache]
     most = 1.5 * 2 * 2 * 2 * 2 * 448 * 16 * 4
     for request in make_requests(PROMPTS, SAMPLING):
         engine.submit(request)
@@ -181,7 +181,7 @@ def test_the_plan_of_memory_asks_for_the_room_that_the_engine_asks_for(make_smal
 
 def test_an_engine_without_a_limit_asks_for_nothing(make_small):
     engine = make_small("off", None)
-    room = engine.exchange.cache_room
+    room = engine.exchange.kv_admission
     assert (room.free_bytes, room.one_too_many(), room.num_of(10**9), room.num_more()) == (None, None, 8, 8)
     assert room.admits(10**9) and room.free_tokens == 8 * engine.runner.pool.capacity
 
@@ -252,7 +252,7 @@ def test_mapped_pages_serve_an_engine_to_the_same_bits(make_small, make_requests
 def test_room_counts_every_cache(make_small):
     engine = make_small("chain4", 2.0)
     alone = make_small("off", 2.0)
-    assert engine.exchange.cache_room.num_of(100) == alone.exchange.cache_room.num_of(100)
+    assert engine.exchange.kv_admission.num_of(100) == alone.exchange.kv_admission.num_of(100)
     batch = RunningBatch(num_slots=2, max_total_tokens=100, device=torch.device("cpu"))
     with pytest.raises(ConfigError, match=r"0\.0 MB have no room"):
-        CacheRoom(batch, [engine.runner.pool], max_bytes=10)
+        KVAdmission(batch, [engine.runner.pool], max_bytes=10)

@@ -144,7 +144,7 @@ class FakeInstance:
 
     def __init__(self, name: str, step_s: float, poisoned: bool = False) -> None:
         engine = FakeEngine(name, step_s=step_s, poisoned=poisoned)
-        self.loop = DecodeLoop(name, FakeHost(engine), publish_interval_s=0.02)
+        self.loop = DecodeLoop(name, FakeHost(engine), report_interval_s=0.02)
         threading.Thread(target=self._run, daemon=True).start()
 
     def _run(self) -> None:

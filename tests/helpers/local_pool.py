@@ -15,7 +15,7 @@ from typing import Any
 
 from actors.actor_messages import HeldSamples, PollReply
 from actors.generation.decode_loop import DecodeLoop, HoldOrder, NewsOrder, SubmitOrder
-from actors.migration.context import Desk
+from actors.migration.context import MigrationContext
 from actors.migration.migrator import Migrator
 from actors.migration.settings import MigrationSettings
 from actors.migration.transfers import Transfers
@@ -195,8 +195,8 @@ class LocalPool:
         transfers = CountedTransfers(transport, self._settings)
         made: list[Migrator] = []
 
-        def door(loop: DecodeLoop) -> Migrator:
-            desk = Desk(
+        def port(loop: DecodeLoop) -> Migrator:
+            context = MigrationContext(
                 instance=name,
                 engine_or_none=lambda: engine,
                 transfers=transfers,
@@ -209,10 +209,10 @@ class LocalPool:
                 clock=lambda: self.now_s,
                 wall_clock=lambda: self.now_s,
             )
-            made.append(Migrator(desk))
+            made.append(Migrator(context))
             return made[0]
 
-        loop = DecodeLoop(name, Host(engine), publish_interval_s=0.0, make_door=door)
+        loop = DecodeLoop(name, Host(engine), report_interval_s=0.0, make_port=port)
         return LocalInstance(name, engine, loop, made[0], transfers)
 
     def send(self, receiver: str, message: Any, *, sender: str | None = None) -> None:
@@ -271,7 +271,7 @@ class LocalPool:
         """Call when so many more turns of the instances' loops are over."""
         self._planned.append((self.num_turns + turns, call))
 
-    def turn(self) -> None:
+    def run_once(self) -> None:
         """One step boundary and decode step of every instance, then a poll of each."""
         self.now_s += self.seconds_per_turn
         self.num_turns += 1
@@ -280,7 +280,7 @@ class LocalPool:
         for _, receiver, order in due:
             self._deliver(receiver, order)
         for instance in self.alive:
-            instance.loop.turn(wait_s=0.0)
+            instance.loop.run_once(wait_s=0.0)
         for item in [item for item in self._planned if item[0] <= self.num_turns]:
             self._planned.remove(item)
             item[1]()
@@ -304,7 +304,7 @@ class LocalPool:
         self.term += 1
         answers = {i.name: i.loop.order(HoldOrder(term=self.term)) for i in self.alive}
         for instance in self.alive:
-            instance.loop.turn(wait_s=0.0)
+            instance.loop.run_once(wait_s=0.0)
         held: dict[str, HeldSamples] = {name: future.result(timeout=0) for name, future in answers.items()}
         snapshots = [
             InstanceSnapshot(
@@ -366,16 +366,16 @@ class LocalPool:
         for _ in range(max_turns):
             if len(self.outcome.completions) == len(requests):
                 return self.outcome
-            self.turn()
+            self.run_once()
         missing = len(requests) - len(self.outcome.completions)
         raise AssertionError(f"{missing} samples did not complete in {max_turns} turns")
 
     def settle(self, *, max_turns: int) -> int:
         """Turn until nothing of any move is left; return the turns it took, or fail after so many."""
-        for turn in range(max_turns):
+        for run_once in range(max_turns):
             if not self.leftovers():
-                return turn
-            self.turn()
+                return run_once
+            self.run_once()
         raise AssertionError(f"after {max_turns} more turns there is still: {self.leftovers()}")
 
     def leftovers(self) -> list[str]:

@@ -1,6 +1,6 @@
 """Moves and spans made by hand: two instances, one sample shipped, one recomputed, one that never left."""
 
-from actors.generation.trace_events import Span
+from actors.generation.trace_events import TraceEvent
 from core.records import SampleKey
 from policies.migration.move_messages import MoveOrder
 from policies.reallocation.pool_records import MoveMode
@@ -50,12 +50,12 @@ def move(
     )
 
 
-def span(kind, begin_s: float, end_s: float, label: str = "", num_samples: int = 0) -> Span:
+def span(kind, begin_s: float, end_s: float, label: str = "", num_samples: int = 0) -> TraceEvent:
     """A span; seconds count from BEGAN_S."""
-    return Span(kind, BEGAN_S + begin_s, BEGAN_S + end_s, label, num_samples)
+    return TraceEvent(kind, BEGAN_S + begin_s, BEGAN_S + end_s, label, num_samples)
 
 
-def two_instances() -> dict[str, list[Span]]:
+def two_instances() -> dict[str, list[TraceEvent]]:
     """gen-0 decodes for 8 s, gen-1 for 2 s, from 5 to 6 s and, with what came to it, up to 10 s."""
     return {
         "gen-0": [

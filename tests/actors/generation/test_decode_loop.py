@@ -15,12 +15,12 @@ from core.records import WeightManifest
 class Running:
     """A decode loop on its thread."""
 
-    def __init__(self, *, publish_interval_s: float = 0.0, **engine) -> None:
+    def __init__(self, *, report_interval_s: float = 0.0, **engine) -> None:
         self.engine = FakeEngine("gen-0", **engine)
         self.host = FakeHost(self.engine)
         self.loads = []
         self.loop = DecodeLoop(
-            "gen-0", self.host, publish_interval_s=publish_interval_s, on_publish=self.loads.append
+            "gen-0", self.host, report_interval_s=report_interval_s, on_report=self.loads.append
         )
         self.error: BaseException | None = None
         self.thread = threading.Thread(target=self._run, daemon=True)
@@ -105,12 +105,12 @@ def test_the_long_poll_of_an_idle_instance_ends_when_it_gets_work(running):
 
 def test_a_loop_whose_last_sample_has_moved_away_tells_what_it_did_for_it():
     engine = FakeEngine("gen-0")
-    loop = DecodeLoop("gen-0", FakeHost(engine), publish_interval_s=3600.0)
+    loop = DecodeLoop("gen-0", FakeHost(engine), report_interval_s=3600.0)
     loop.order(SubmitOrder(requests=(make_request(6),)))
     for _ in range(3):
-        loop.turn(wait_s=0.0)
+        loop.run_once(wait_s=0.0)
     engine.running.clear()
-    loop.turn(wait_s=0.0)
+    loop.run_once(wait_s=0.0)
     load = loop.poll(acknowledged=0, wait_s=0).load
     assert load.num_running == 0 and load.stats.num_emitted_tokens == 3
 
@@ -189,7 +189,7 @@ def test_progress_and_load_are_published_between_steps(running):
 
 
 def test_a_finished_sample_is_told_before_the_next_publication(running):
-    loop = running(step_s=0.01, publish_interval_s=3600.0)
+    loop = running(step_s=0.01, report_interval_s=3600.0)
     loop.submit(3, 11)
     first = loop.loop.poll(acknowledged=0, wait_s=10)
     assert [c.key.sample_index for c in first.completions] == [3]

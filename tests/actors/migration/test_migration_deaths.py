@@ -137,7 +137,7 @@ def test_a_take_back_ruled_by_a_scheduler_that_then_died(one_move, verdict):
 
     def impatient(pool: LocalPool, receiver: str, message):
         # the source asks for the sample in the very turn in which it hands it over, and is polled first
-        for leaving in source._departures._leaving.values():
+        for leaving in source._outgoing._leaving.values():
             leaving.machine._since_s -= 1.0
         return [message]
 

@@ -15,7 +15,7 @@ import pytest
 from transport_ends import Ends
 
 from actors.transport.gloo import GlooTransport
-from actors.transport.rendezvous import PairStore, accept, open_door, reach
+from actors.transport.rendezvous import PairStore, accept, open_listener, reach
 from actors.transport.select import make_transport
 from core.errors import ConfigError, TransferError
 
@@ -140,10 +140,10 @@ def test_nothing_listens_but_on_the_address_given(pair):
 
 
 def test_a_stranger_at_the_door_is_sent_away():
-    door = open_door(HOST)
-    port = door.getsockname()[1]
+    listener = open_listener(HOST)
+    port = listener.getsockname()[1]
     with ThreadPoolExecutor(max_workers=1) as threads:
-        accepting = threads.submit(accept, door, "abcd", 5.0)
+        accepting = threads.submit(accept, listener, "abcd", 5.0)
         socket.create_connection((HOST, port)).close()
         stranger = socket.create_connection((HOST, port))
         stranger.sendall(b"GET / HTTP/1.1\r\n")
@@ -156,7 +156,7 @@ def test_a_stranger_at_the_door_is_sent_away():
     store.close()
     with pytest.raises(ConnectionError, match="closed by the peer"):
         other.get("a/1")
-    stranger.close(), other.close(), door.close()
+    stranger.close(), other.close(), listener.close()
 
 
 FROZEN_RECEIVER = """

@@ -12,7 +12,7 @@ from transformers.utils import logging as transformers_logging
 
 from cluster.cli import main
 from cluster.placement.quiet import quiet_environment
-from cluster.placement.topology import Ground, actor_options, place, plan
+from cluster.placement.topology import PlacementContext, actor_options, place, plan
 from core.config_io import config_from_dict
 from engine.weights.loading import load_causal_lm
 
@@ -69,7 +69,7 @@ def test_an_actor_is_silent_whatever_its_node_s_environment_says(local_ray, monk
     topology = plan(config_from_dict({"models": models, "data": {"task": "chain"}}))
     group = place(topology, is_local=True)
     try:
-        options = actor_options(topology.trainer, Ground(group=group, namespace="test-quiet"))
+        options = actor_options(topology.trainer, PlacementContext(group=group, namespace="test-quiet"))
         probe = Probe.options(**options).remote()
         assert not ray.get(probe.draws.remote(), timeout=60)
         noisy = options | {"name": "noisy", "runtime_env": {"env_vars": {"HF_HUB_DISABLE_PROGRESS_BARS": ""}}}

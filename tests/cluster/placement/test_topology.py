@@ -6,7 +6,7 @@ import pytest
 import ray
 from ray.util.placement_group import remove_placement_group
 
-from cluster.placement.topology import Ground, actor_options, place, plan, require_machine
+from cluster.placement.topology import PlacementContext, actor_options, place, plan, require_machine
 from core.config import Config
 from core.config_io import config_from_dict
 from core.errors import ConfigError, PlacementError
@@ -77,8 +77,8 @@ def test_an_actor_stands_in_its_bundle_with_its_threads_and_leaves_with_the_grou
 
     topology = plan(config())
     group = place(topology, is_local=True)
-    ground = Ground(group=group, namespace="test-topology")
-    actor = Probe.options(**actor_options(topology.trainer, ground)).remote()
+    context = PlacementContext(group=group, namespace="test-topology")
+    actor = Probe.options(**actor_options(topology.trainer, context)).remote()
     assert ray.get(actor.threads.remote(), timeout=60) == "2"
     remove_placement_group(group)
     deadline = time.monotonic() + 30

@@ -39,7 +39,7 @@ class World:
         self.scheduler = Scheduler()
         actor = SimpleNamespace(options=lambda **options: SimpleNamespace(remote=self.make))
         monkeypatch.setattr(cluster.scheduling.generation_pool, "GenerationActor", actor)
-        monkeypatch.setattr(cluster.scheduling.generation_pool, "actor_options", lambda place, ground: {})
+        monkeypatch.setattr(cluster.scheduling.generation_pool, "actor_options", lambda place, context: {})
         monkeypatch.setattr(cluster.scheduling.generation_pool, "publish", self.publish)
         self.numerics = "invariant: every bit"
         monkeypatch.setattr(cluster.scheduling.generation_pool, "get", lambda ref, **wait: self.numerics)
@@ -47,7 +47,7 @@ class World:
         self.pool = GenerationPool(
             cluster=ClusterConfig(max_instance_restarts=2),
             places=tuple(SimpleNamespace(name=f"gen-{i}") for i in range(2)),
-            ground=SimpleNamespace(),
+            context=SimpleNamespace(),
             scheduler=self.scheduler,
             spec_for=lambda name: SimpleNamespace(
                 model_names=("target",), engine=SimpleNamespace(max_running_samples=4)

@@ -175,7 +175,7 @@ def test_costs_are_swept_for_the_batches_that_have_room(pairs, requests, kv_cach
     )
     made = make_profile(engine, requests, hand_provenance(), budget_s=0.5)
     most = made.costs.shape.num_samples.max()
-    assert 1 <= most <= engine.exchange.cache_room.num_of(int(0.2 * 100)) < 8
+    assert 1 <= most <= engine.exchange.kv_admission.num_of(int(0.2 * 100)) < 8
     assert most > 1 or kv_cache_mb < 0.6
 
 

@@ -10,7 +10,7 @@ from engine.attention.backends import reference_attention
 from engine.cache.kv_pool import KVPool, KVShape
 from engine.cpu.attention import BLOCK_ROWS
 from engine.cpu.program import native_code
-from engine.cpu.segments import Spans, attend_spans, block_tokens, spans_of
+from engine.cpu.segments import Segments, attend_segments, block_tokens, segments_of
 
 HEADS, QUERIES = 2, 3
 
@@ -27,9 +27,9 @@ def tokens_of(number: int, size: int, seed: int = 1) -> Tensor:
 
 
 def attend(
-    pool: KVPool, qkv: Tensor, spans: Spans, window: int | None = None, softcap: float | None = None
+    pool: KVPool, qkv: Tensor, segments: Segments, window: int | None = None, softcap: float | None = None
 ) -> Tensor:
-    out = attend_spans(pool, 1, qkv, spans, scaling=0.3, softcap=softcap, sliding_window=window)
+    out = attend_segments(pool, 1, qkv, segments, scaling=0.3, softcap=softcap, sliding_window=window)
     return out.view(len(qkv), HEADS, QUERIES, -1)
 
 
@@ -49,7 +49,7 @@ def expected(
     )
 
 
-def tree_case(size: int) -> tuple[KVPool, Tensor, Spans, Tensor, Tensor]:
+def tree_case(size: int) -> tuple[KVPool, Tensor, Segments, Tensor, Tensor]:
     """Two samples; two columns were computed before, five and three tokens are computed now."""
     pool, qkv = pool_of(size), tokens_of(8, size)
     seen = torch.rand(2, 5, 7, generator=torch.Generator().manual_seed(9)) < 0.5
@@ -58,7 +58,7 @@ def tree_case(size: int) -> tuple[KVPool, Tensor, Spans, Tensor, Tensor]:
         seen[:, token, token + 2] = True
         seen[:, token, token + 3 :] = False
     depth = torch.tensor([[0, 1, 1, 2, 2, 3, 3]] * 2)
-    spans = spans_of(
+    segments = segments_of(
         pool,
         slots=np.array([1, 2]),
         counts=np.array([5, 3]),
@@ -67,21 +67,21 @@ def tree_case(size: int) -> tuple[KVPool, Tensor, Spans, Tensor, Tensor]:
         seen=seen,
         depth=depth,
     )
-    return pool, qkv, spans, seen, depth
+    return pool, qkv, segments, seen, depth
 
 
 @pytest.mark.parametrize("softcap", [0.5, 3.0, 50.0])
 def test_scores_are_bounded(softcap: float) -> None:
     """Softly: the largest lose most; what is not seen stays unseen."""
     pool, size = pool_of(16), 16
-    spans = spans_of(pool, slots=np.array([0, 2]), counts=np.array([3, 1]), starts=np.array([40, 7]))
+    segments = segments_of(pool, slots=np.array([0, 2]), counts=np.array([3, 1]), starts=np.array([40, 7]))
     qkv = tokens_of(4, size) * 4
-    bounded, free = attend(pool, qkv, spans, softcap=softcap), attend(pool, qkv, spans)
+    bounded, free = attend(pool, qkv, segments, softcap=softcap), attend(pool, qkv, segments)
     for token, slot, length in ((0, 0, 41), (1, 0, 42), (2, 0, 43), (3, 2, 8)):
         wanted = expected(pool, qkv, token, slot, torch.arange(length), softcap)
         torch.testing.assert_close(bounded[token], wanted, rtol=1e-4, atol=2e-5)
     assert (bounded - free).abs().max() > (1e-3 if softcap > 10 else 0.1)
-    alone = spans_of(pool, slots=np.array([0]), counts=np.array([1]), starts=np.array([41]))
+    alone = segments_of(pool, slots=np.array([0]), counts=np.array([1]), starts=np.array([41]))
     assert torch.equal(attend(pool, qkv[1:2], alone, softcap=softcap)[0], bounded[1])
 
 
@@ -90,9 +90,9 @@ def test_scores_are_bounded(softcap: float) -> None:
 def test_a_chain_sees_what_came_before(size: int, window: int | None) -> None:
     pool, counts = pool_of(size), np.array([1, 40, 5])
     starts = np.array([100, 3, 0])
-    spans = spans_of(pool, slots=np.array([0, 2, 3]), counts=counts, starts=starts)
+    segments = segments_of(pool, slots=np.array([0, 2, 3]), counts=counts, starts=starts)
     qkv = tokens_of(46, size)
-    out = attend(pool, qkv, spans, window)
+    out = attend(pool, qkv, segments, window)
     token = 0
     for slot, count, start in zip((0, 2, 3), counts, starts, strict=True):
         for position in range(start, start + count):
@@ -108,8 +108,8 @@ def test_a_chain_sees_what_came_before(size: int, window: int | None) -> None:
 @pytest.mark.parametrize("size", [8, 64])
 @pytest.mark.parametrize("window", [None, 3, 20])
 def test_a_tree_sees_its_base_and_the_columns_marked(size: int, window: int | None) -> None:
-    pool, qkv, spans, seen, depth = tree_case(size)
-    out = attend(pool, qkv, spans, window)
+    pool, qkv, segments, seen, depth = tree_case(size)
+    out = attend(pool, qkv, segments, window)
     token = 0
     for sample, (slot, count, base) in enumerate(((1, 5, 30), (2, 3, 77))):
         for index in range(count):
@@ -131,23 +131,23 @@ def test_vectors_of_any_width_give_the_same_bits(size: int, window: int | None, 
     found = []
     for width in (8, 16):
         monkeypatch.setattr(engine.cpu.segments, "native_code", lambda size, w=width: native_code(size, w))
-        pool, qkv, spans, *_ = tree_case(size)
-        found.append(attend(pool, qkv, spans, window))
+        pool, qkv, segments, *_ = tree_case(size)
+        found.append(attend(pool, qkv, segments, window))
         pool, qkv = pool_of(size), tokens_of(46, size)
-        spans = spans_of(
+        segments = segments_of(
             pool, slots=np.array([0, 2, 3]), counts=np.array([1, 40, 5]), starts=np.array([100, 3, 0])
         )
-        found.append(attend(pool, qkv, spans, window))
+        found.append(attend(pool, qkv, segments, window))
     assert torch.equal(found[0], found[2]) and torch.equal(found[1], found[3])
 
 
 @pytest.mark.parametrize("size", [8, 32, 128])
 def test_cells_that_nobody_sees_need_hold_no_number(size: int) -> None:
     pool, qkv = pool_of(size), tokens_of(5, size)
-    spans = spans_of(pool, slots=np.array([2]), counts=np.array([5]), starts=np.array([41]))
-    wanted = attend(pool, qkv, spans)
+    segments = segments_of(pool, slots=np.array([2]), counts=np.array([5]), starts=np.array([41]))
+    wanted = attend(pool, qkv, segments)
     pool.cells[..., 41:, :] = torch.nan
-    assert torch.equal(attend(pool, qkv, spans), wanted)
+    assert torch.equal(attend(pool, qkv, segments), wanted)
 
 
 def test_neighbours_and_pieces_change_no_bit() -> None:
@@ -158,32 +158,34 @@ def test_neighbours_and_pieces_change_no_bit() -> None:
     together = attend(
         pool_of(64),
         torch.cat([tokens_of(7, 64, seed=2), qkv]),
-        spans_of(pool_of(64), slots=np.array([0, 3]), counts=np.array([7, count]), starts=np.array([50, 20])),
+        segments_of(
+            pool_of(64), slots=np.array([0, 3]), counts=np.array([7, count]), starts=np.array([50, 20])
+        ),
     )[7:]
     pool = pool_of(64, slots=4, capacity=96)
     pool.cells[:] = pool_of(64).cells[..., :96, :]
     for token in range(count):
-        span = spans_of(pool, slots=np.array([3]), counts=np.array([1]), starts=np.array([20 + token]))
-        assert torch.equal(attend(pool, qkv[token : token + 1], span), together[token : token + 1])
+        segment = segments_of(pool, slots=np.array([3]), counts=np.array([1]), starts=np.array([20 + token]))
+        assert torch.equal(attend(pool, qkv[token : token + 1], segment), together[token : token + 1])
 
 
 def test_a_node_behind_decoys_has_the_bits_of_its_dense_position() -> None:
-    pool, qkv, spans, seen, _ = tree_case(64)
-    last = attend(pool, qkv, spans)[4]
+    pool, qkv, segments, seen, _ = tree_case(64)
+    last = attend(pool, qkv, segments)[4]
     columns = 30 + seen[0, 4].nonzero()[:, 0]
     dense = pool_of(64)
     path = torch.cat([torch.arange(30), columns])
     dense.cells[1, :, 0, :, : len(path)] = pool.cells[1, :, 1, :, path]
     # what was there beyond the path does not matter
-    span = spans_of(dense, slots=np.array([0]), counts=np.array([1]), starts=np.array([len(path) - 1]))
-    assert torch.equal(attend(dense, qkv[4:5], span)[0], last)
+    segment = segments_of(dense, slots=np.array([0]), counts=np.array([1]), starts=np.array([len(path) - 1]))
+    assert torch.equal(attend(dense, qkv[4:5], segment)[0], last)
 
 
 def test_what_is_not_a_number_stays_so_and_infects_nobody() -> None:
     pool, qkv = pool_of(16), tokens_of(2, 16)
     qkv[0, :, 0, 3] = torch.nan
-    spans = spans_of(pool, slots=np.array([0, 1]), counts=np.array([1, 1]), starts=np.array([9, 9]))
-    out = attend(pool, qkv, spans)
+    segments = segments_of(pool, slots=np.array([0, 1]), counts=np.array([1, 1]), starts=np.array([9, 9]))
+    out = attend(pool, qkv, segments)
     assert out[0, :, 0].isnan().all()
     assert out[0, :, 1:].isfinite().all() and out[1].isfinite().all()
 
@@ -191,4 +193,4 @@ def test_what_is_not_a_number_stays_so_and_infects_nobody() -> None:
 @pytest.mark.parametrize(("slot", "start"), [(0, 159), (4, 0)])
 def test_tokens_outside_the_pool_are_refused(slot: int, start: int) -> None:
     with pytest.raises(IndexError, match="4 slots of 160"):
-        spans_of(pool_of(16), slots=np.array([slot]), counts=np.array([2]), starts=np.array([start]))
+        segments_of(pool_of(16), slots=np.array([slot]), counts=np.array([2]), starts=np.array([start]))

@@ -25,10 +25,10 @@ def test_norms_divide_by_the_length(size: int) -> None:
 def test_a_rotation_turns_neighbours_of_the_lanes_asked_for() -> None:
     random = torch.Generator().manual_seed(1)
     x = torch.randn(5, 2, 4, 16, generator=random)
-    turns = torch.randn(5, 8, dtype=torch.complex64, generator=random)
+    rope = torch.randn(5, 8, dtype=torch.complex64, generator=random)
     expected = x.clone()
-    torch.view_as_complex(expected.view(5, 2, 4, 8, 2))[:, :, :3] *= turns[:, None, None]
-    CODE.operations["rotate"](x.data_ptr(), turns.data_ptr(), 5, 2, 3, 4, 16)
+    torch.view_as_complex(expected.view(5, 2, 4, 8, 2))[:, :, :3] *= rope[:, None, None]
+    CODE.operations["rotate"](x.data_ptr(), rope.data_ptr(), 5, 2, 3, 4, 16)
     torch.testing.assert_close(x, expected, rtol=1e-6, atol=1e-6)
 
 

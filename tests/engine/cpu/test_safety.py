@@ -10,7 +10,7 @@ from core.errors import NumericsError
 from core.records import SampleKey, Stream
 from engine.attention.backends import ordered_attention
 from engine.cpu.program import native_code
-from engine.cpu.segments import spans_of
+from engine.cpu.segments import segments_of
 from engine.decoding.noise import gumbel_noise, key_words
 from engine.model.prefill_plan import PrefillPiece, PrefillPlan
 from engine.model.runner import ModelRunner
@@ -46,8 +46,8 @@ def test_a_masked_cell_that_holds_no_number_changes_nothing() -> None:
         pool = pool_of(16)
         pool.cells[:, :, 1, :, 10:] = left
         # position 9 sees 0 to 9; eight positions are computed at a time
-        span = spans_of(pool, slots=np.array([1]), counts=np.array([1]), starts=np.array([9]))
-        outs.append(attend(pool, tokens_of(1, 16), span))
+        segment = segments_of(pool, slots=np.array([1]), counts=np.array([1]), starts=np.array([9]))
+        outs.append(attend(pool, tokens_of(1, 16), segment))
     assert torch.equal(*outs)
     assert outs[0].isfinite().all()
 
@@ -57,7 +57,7 @@ def test_a_masked_cell_that_holds_no_number_changes_nothing() -> None:
 )
 def test_spans_outside_the_pool_are_refused(counts: int, starts: int, bases: int, columns: int) -> None:
     with pytest.raises(IndexError, match="4 slots of 160"):
-        spans_of(
+        segments_of(
             pool_of(16),
             slots=np.array([0]),
             counts=np.array([counts]),

@@ -12,7 +12,7 @@ from engine.attention.backends import ordered_attention
 from engine.build import build_engine
 from engine.cpu import jit as machine
 from engine.cpu.forward import NativeForward
-from engine.cpu.segments import Spans
+from engine.cpu.segments import Segments
 from engine.model import linears
 from engine.model.invariance_probe import prove_invariance
 from engine.model.linears import MatrixLinear, PrepackedLinear, StreamedLinear, compute_dtype, make_linear
@@ -118,8 +118,8 @@ def test_rows_round_alike_in_any_company(kind: type) -> None:
 class NeighbourlyForward(NativeForward):
     """Rounds with the number of rows, as a library's kernel may."""
 
-    def logits(self, num_tokens: int, spans: Spans) -> Tensor:
-        return super().logits(num_tokens, spans) * (1.0 + 2.0**-20 * num_tokens)
+    def logits(self, num_tokens: int, segments: Segments) -> Tensor:
+        return super().logits(num_tokens, segments) * (1.0 + 2.0**-20 * num_tokens)
 
 
 def test_without_invariant_prepacking_plain_matrices_serve(new_model, monkeypatch) -> None:

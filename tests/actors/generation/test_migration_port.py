@@ -1,4 +1,4 @@
-"""Seconds at the door: whatever the decode thread gives to moves is counted, and published with the load."""
+"""Seconds at the port: whatever the decode thread gives to moves is counted, and published with the load."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import pytest
 from fake_engine import FakeEngine, FakeHost, make_request
 
 from actors.generation.decode_loop import DecodeLoop, NewsOrder, SubmitOrder
-from actors.generation.migration_port import Door, TimedDoor
+from actors.generation.migration_port import MigrationPort, TimedPort
 from core.errors import RlhfSpecError
 from core.records import Completion, GenerationStats, InstanceLoad, SampleKey
 from policies.migration.move_messages import Landed, News
 
 
-class SlowDoor:
+class SlowPort:
     """Every call takes a power of two of its own, on a clock made by hand."""
 
     is_busy = True
@@ -47,10 +47,10 @@ class SlowDoor:
 
 
 def test_every_call_counts_and_nothing_between_calls() -> None:
-    door = SlowDoor()
-    timed = TimedDoor(door, door.clock)
+    port = SlowPort()
+    timed = TimedPort(port, port.clock)
     timed.take(Landed(move_id="0-0"))
-    door.now_s += 1000.0
+    port.now_s += 1000.0
     timed.before_step()
     timed.after_step(())
     timed.tick()
@@ -59,15 +59,15 @@ def test_every_call_counts_and_nothing_between_calls() -> None:
 
 
 def test_a_call_that_fails_counts_too() -> None:
-    door = SlowDoor()
-    door.fails = True
-    timed = TimedDoor(door, door.clock)
+    port = SlowPort()
+    port.fails = True
+    timed = TimedPort(port, port.clock)
     with pytest.raises(RlhfSpecError, match="planted"):
         timed.take(Landed(move_id="0-0"))
     assert timed.seconds == 1.0
 
 
-class SleepyDoor(SlowDoor):
+class SleepyDoor(SlowPort):
     """Some calls take real time."""
 
     NAP_S = 0.01
@@ -85,21 +85,21 @@ class SleepyDoor(SlowDoor):
         time.sleep(self.NAP_S)
 
 
-def published(make_door: Callable[[DecodeLoop], Door] | None) -> tuple[GenerationStats, float]:
+def published(make_port: Callable[[DecodeLoop], MigrationPort] | None) -> tuple[GenerationStats, float]:
     """What an instance publishes after a message about a move and a decode step that ends a sample; the seconds."""
     loads: list[InstanceLoad] = []
     loop = DecodeLoop(
         "gen-0",
         FakeHost(FakeEngine("gen-0")),
-        publish_interval_s=0.0,
-        on_publish=loads.append,
-        make_door=make_door,
+        report_interval_s=0.0,
+        on_report=loads.append,
+        make_port=make_port,
     )
     loop.order(SubmitOrder(requests=(make_request(0),)))
-    if make_door is not None:
+    if make_port is not None:
         loop.order(NewsOrder(news=Landed(move_id="0-0")))
     began_s = time.monotonic()
-    loop.turn(wait_s=0.0)
+    loop.run_once(wait_s=0.0)
     return loads[-1].stats, time.monotonic() - began_s
 
 
@@ -117,10 +117,10 @@ def test_an_instance_that_moves_nothing_spends_nothing() -> None:
 
 def test_a_move_that_fails_half_way_ends_the_instance_for_everybody() -> None:
     """Nobody reads the answer to a peer's message: going on would decode what is in no known state."""
-    door = SlowDoor()
-    door.fails = True
+    port = SlowPort()
+    port.fails = True
     loop = DecodeLoop(
-        "gen-0", FakeHost(FakeEngine("gen-0")), publish_interval_s=0.0, make_door=lambda loop: door
+        "gen-0", FakeHost(FakeEngine("gen-0")), report_interval_s=0.0, make_port=lambda loop: port
     )
     loop.order(NewsOrder(news=Landed(move_id="0-0")))
     with pytest.raises(RlhfSpecError, match="planted"):
@@ -130,8 +130,8 @@ def test_a_move_that_fails_half_way_ends_the_instance_for_everybody() -> None:
 
 
 def test_a_message_for_an_instance_that_moves_no_samples_is_noted_and_harms_nothing(caplog) -> None:
-    loop = DecodeLoop("gen-0", FakeHost(FakeEngine("gen-0")), publish_interval_s=0.0)
+    loop = DecodeLoop("gen-0", FakeHost(FakeEngine("gen-0")), report_interval_s=0.0)
     loop.order(NewsOrder(news=Landed(move_id="0-0")))
-    loop.turn(wait_s=0.0)
+    loop.run_once(wait_s=0.0)
     assert "moves no samples" in caplog.text
     assert loop.poll(acknowledged=0, wait_s=0.0).completions == ()

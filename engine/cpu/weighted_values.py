@@ -25,7 +25,7 @@ REGISTERS = {8: 16, 16: 32}
 def write_means(part: Part, totals: Any, values: Any, view: Any, *, width: int) -> None:
     """Sums of weighted values over sums of weights, of all rows; `totals` is room for a float of each."""
     w = part.w
-    held = w.ir.select(part.is_chain, w.ir.add(part.span["start"], part.begin), part.span["base"])
+    held = w.ir.select(part.is_chain, w.ir.add(part.segment["start"], part.begin), part.segment["base"])
     together = VECTORS_TOGETHER * width
     for begin in range(0, part.size, together):
         count = min(part.size - begin, together)
