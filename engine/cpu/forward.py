@@ -118,8 +118,8 @@ class NativeForward:
     def add_layers(self, program: Program, pool: KVPool) -> int:
         """Append everything between the embeddings and the head's product, over the buffers of `inputs`.
 
-        Arguments to be set: tokens, head_tokens (tokens times KV heads), segments, num_segments. Returns how many operations
-        the program has when the last layer's keys and values are stored.
+        Arguments to be set: tokens, head_tokens (tokens times KV heads), segments, num_segments.
+        Returns how many operations the program has when the last layer's keys and values are stored.
         """
         stored = 0
         lanes = self._queries + 2
