@@ -10,7 +10,7 @@ import itertools
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Literal
 
 import numpy as np
@@ -128,11 +128,12 @@ class Engine:
                 "it again from its prompt"
             )
 
-    def generate(self, requests: Sequence[SampleRequest]) -> list[Completion]:
+    def generate(self, requests: Iterable[SampleRequest]) -> list[Completion]:
         """Generate all responses and return them in the order of the requests.
 
         Raises as `submit` and `step`; nothing of the requests is left in the engine then.
         """
+        requests = list(requests)
         waiting = (state.request for state in self._waiting)
         keys = require_distinct(requests, (*self._batch.requests, *waiting))
         done: dict[SampleKey, Completion] = {}

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from core.errors import DataError
-from core.records import SampleKey, SampleRequest
+from core.records import SampleKey, SampleRequest, Stream
 
 
 def require_can_be_sampled(request: SampleRequest, *, vocab_size: int, max_total_tokens: int) -> None:
@@ -31,13 +31,23 @@ def require_can_be_sampled(request: SampleRequest, *, vocab_size: int, max_total
             f"prompt {number}: {len(ids)} prompt tokens and up to {request.sampling.max_new_tokens} new ones do not "
             f"fit {max_total_tokens} tokens of context; shorten the prompt or lower sampling.max_new_tokens"
         )
-    index = request.key.sample_index
-    if not isinstance(index, (int, np.integer)) or not 0 <= index < 2**64:
-        raise DataError(f"prompt {number}: expected a sample_index from 0 to 2^64 - 1, got {index!r}")
+    require_key(request.key)
+
+
+def require_key(key: SampleKey) -> None:
+    """Raise DataError unless every part of the key is one that the noise tells from all others."""
+    for name, value in (("run_seed", key.run_seed), ("sample_index", key.sample_index)):
+        whole = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+        if not whole or not 0 <= value < 2**64:
+            raise DataError(f"a sample's key: expected a {name} from 0 to 2^64 - 1, got {value!r}")
+    if not isinstance(key.stream, Stream):
+        raise DataError(f"a sample's key: expected a stream of core.records.Stream, got {key.stream!r}")
 
 
 def require_distinct(requests: Sequence[SampleRequest], others: Sequence[SampleRequest]) -> set[SampleKey]:
     """Return the requests' keys. Raises DataError when two of them, or one and one of the others, share a key."""
+    for request in requests:
+        require_key(request.key)
     count = Counter(request.key for request in (*others, *requests))
     keys = {request.key for request in requests}
     for key in keys:

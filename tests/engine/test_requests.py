@@ -1,5 +1,6 @@
 """Bad requests are refused before they touch the engine; logits that are not finite end their sample alone."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -83,6 +84,35 @@ def test_two_samples_of_one_key_are_refused_and_leave_nothing(make_engine) -> No
     with pytest.raises(DataError, match="2 requests have the key of sample 3"):
         engine.generate(twice[1:])
     assert engine.num_waiting == 1
+
+
+@pytest.mark.parametrize(
+    ("part", "value", "message"),
+    [
+        ("run_seed", 2**64, "run_seed from 0"),
+        ("run_seed", -1, "run_seed from 0"),
+        ("run_seed", 1.5, "run_seed from 0"),
+        ("run_seed", True, "run_seed from 0"),
+        ("sample_index", 2**64, "sample_index from 0"),
+        ("sample_index", [1], "sample_index from 0"),
+        ("stream", "evil", "stream of core.records.Stream"),
+    ],
+)
+def test_keys_that_the_noise_does_not_tell_apart_are_refused(make_engine, part, value, message) -> None:
+    engine, request = make_engine("off"), request_of(3, np.array([4, 5]))
+    bad = replace(request, key=replace(request.key, **{part: value}))
+    for asked in (lambda: engine.generate([bad]), lambda: engine.submit(bad)):
+        with pytest.raises(DataError, match=message):
+            asked()
+    assert not engine.has_work
+
+
+def test_numpy_integers_are_keys_and_an_iterator_is_a_batch(make_engine) -> None:
+    requests = [request_of(index, np.array([4, 5])) for index in range(2)]
+    expected = make_engine("off").generate(requests)
+    keys = [replace(r.key, run_seed=np.int64(4), sample_index=np.int8(i)) for i, r in enumerate(requests)]
+    got = make_engine("off").generate(replace(r, key=key) for r, key in zip(requests, keys, strict=True))
+    assert [bits(c) for c in got] == [bits(c) for c in expected]
 
 
 def test_one_key_with_two_prompts_gives_two_samples(make_engine) -> None:
@@ -203,3 +233,13 @@ def test_what_is_cut_behind_a_stop_token_breaks_no_sample(pairs, make_engine, pl
         assert [bits(c) for c in engine.generate(requests)] == expected
     finally:
         embedding.data[BROKEN_TOKEN] = before
+
+
+def test_narrow_numbers_of_numpy_do_not_wrap(make_engine) -> None:
+    """127 and 80 added up in eight bits would be a negative length."""
+    request = request_of(
+        0, np.arange(80) % 60, max_new_tokens=np.int8(100), stop_token_ids=iter([np.uint8(3)])
+    )
+    assert request.sampling == SamplingParams(max_new_tokens=100, stop_token_ids=(3,))
+    completion = make_engine("off").generate([request])[0]
+    assert 1 <= len(completion.token_ids) <= 100
