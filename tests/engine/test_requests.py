@@ -31,10 +31,11 @@ def bits(completion: Completion) -> tuple[bytes, bytes]:
     [
         (
             {"temperature": -1.0},
-            r"sampling\.temperature must be 0 \(greedy\) or a finite number .* got -1\.0",
+            r"sampling\.temperature must be 0 \(greedy\) or a number from .* got -1\.0",
         ),
         ({"temperature": float("nan")}, r"temperature .* got nan"),
         ({"temperature": float("inf")}, "temperature .* got inf"),
+        ({"temperature": 10**400}, "temperature .* got 1000"),
         ({"top_p": 0.0}, r"sampling\.top_p must be a number above 0 and at most 1, got 0\.0"),
         ({"top_p": float("nan")}, "top_p .* got nan"),
         ({"top_k": -1}, "top_k .* got -1"),
