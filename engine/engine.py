@@ -308,7 +308,7 @@ class Engine:
         return cancelled
 
     def load_weights(self, manifest: WeightManifest, tensors: dict[str, Tensor]) -> None:
-        """Load a published version of the target or the draft model (mode `drain`).
+        """Load a published version of the target or the draft model.
 
         Raises WeightsError when target weights come while samples are open, or there is no draft model, and
         NotFiniteError for weights that are NaN or infinite; the weights before them stay then.

@@ -55,7 +55,7 @@ def from_trainer(
 def publish(
     weights: PublishedWeights, instances: Mapping[str, Handle], *, timeout_s: float
 ) -> dict[str, InstanceLost]:
-    """Load the version on every instance at once (mode drain: none may have an open sample).
+    """Load the version on every instance at once (none may have an open sample).
 
     Returns the instances that died meanwhile; each other one has confirmed version and checksum.
     Raises WeightsError for a wrong confirmation, WaitTimeout for a missing one.
