@@ -10,7 +10,9 @@ sys.path.insert(0, str(ROOT))
 
 for package in ("torch", "ray", "transformers"):
     if find_spec(package):
-        sys.exit(f"slim imports: {package} is installed here, so this proves nothing; use a fresh environment")
+        sys.exit(
+            f"slim imports: {package} is installed here, so this proves nothing; use a fresh environment"
+        )
 modules = [
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
     for folder in ("core", "profiles", "policies")

@@ -104,11 +104,6 @@ class RewardPool(Generic[T]):
         """True when some actor has nothing to score."""
         return min(self._loads()) == 0
 
-    @property
-    def num_in_flight(self) -> int:
-        """Batches sent and not yet collected."""
-        return len(self._in_flight)
-
     def prove(self, *, timeout_s: float) -> None:
         """Let every actor build its reward function. Raises what building it raises."""
         for name, actor in zip(self._names, self._actors, strict=True):

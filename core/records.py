@@ -367,7 +367,6 @@ class UpdateReport:
     num_samples: int
     num_tokens: int
     num_optimizer_steps: int
-    update_s: float
     figures: dict[str, float]
     "policy_loss, value_loss, entropy, approx_kl, clip_fraction, grad_norm, ..."
 

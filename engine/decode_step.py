@@ -98,7 +98,7 @@ def decode_step(
         verdict.num_accepted_rank2_plus,
     )
     if drafter is not None and tree.num_nodes:
-        drafter.commit(batch, tree, verdict, None)
+        drafter.commit(batch, tree, verdict)
     draft_s, verify_s, accept_s = phases.finish()
     token_ids, policy_logprobs, sampling_logprobs, num_accepted, num_draft_tokens, rank2_plus = on_host
     return StepOutput(

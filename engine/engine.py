@@ -42,8 +42,8 @@ from engine.model.prefill import fill_committed
 from engine.model.prefill_plan import PrefillPiece
 from engine.model.runner import ModelRunner
 from engine.outcomes import completion_of, not_finite_error, where_not_finite
-from engine.requests import require_can_be_sampled, require_distinct
-from engine.weights.chunks import model_checksum
+from engine.requests import require_can_go_on, require_distinct
+from engine.weights.chunks import model_checksum, require_loadable
 from policies.drafting.draft_policy import DrafterAlarm, DraftPolicy, RefiningPolicy, WatchfulPolicy
 
 logger = logging.getLogger(__name__)
@@ -113,9 +113,7 @@ class Engine:
 
         Raises DataError for what cannot be sampled; WeightsError when other weights than ours chose its tokens.
         """
-        require_can_be_sampled(
-            state.request, vocab_size=self.runner.vocab_size, max_total_tokens=self.max_total_tokens
-        )
+        require_can_go_on(state, vocab_size=self.runner.vocab_size, max_total_tokens=self.max_total_tokens)
         self.require_version(state)
         self._waiting.append(state)
 
@@ -145,8 +143,10 @@ class Engine:
         except BaseException:
             for key in keys:
                 self.exchange.drop(key)
-            self._unclaimed = [completion for completion in self._unclaimed if completion.key not in keys]
             raise
+        finally:
+            # samples that were submitted before: the next step returns them
+            self._unclaimed = [c for c in (*self._unclaimed, *done.values()) if c.key not in keys]
         return [done[request.key] for request in requests]
 
     @property
@@ -308,10 +308,12 @@ class Engine:
         return cancelled
 
     def load_weights(self, manifest: WeightManifest, tensors: dict[str, Tensor]) -> None:
-        """Load a published version of the target or the draft model (mode `drain`).
+        """Load a published version of the target or the draft model.
 
-        Raises WeightsError when target weights come while samples are open, or there is no draft model.
+        Raises WeightsError when target weights come while samples are open, or there is no draft model, and
+        NotFiniteError for weights that are NaN or infinite; the weights before them stay then.
         """
+        require_loadable(manifest, tensors)
         if manifest.model == "draft":
             if not isinstance(self.drafter, ModelDrafter):
                 raise WeightsError(f"instance {self.instance} has no draft model to load weights into")

@@ -98,22 +98,6 @@ def group_advantages(
     return advantages, num_zero_groups
 
 
-def rloo_advantages(rewards: Float[Tensor, " B"], group_ids: Int[Tensor, " B"]) -> Float[Tensor, " B"]:
-    """Leave-one-out: each reward against the mean of the other members of its group.
-
-    A_i = r_i - (sum_{j != i} r_j) / (k - 1). A lone member has no baseline: its advantage is zero.
-    Source: Ahmadian et al. 2024, section 2.2 (RLOO); Kool et al. 2019.
-    """
-    advantages = torch.zeros_like(rewards)
-    for group in group_ids.unique().tolist():
-        members = group_ids == group
-        of_group = rewards[members]
-        size = len(of_group)
-        if size > 1 and not bool((of_group == of_group[0]).all()):
-            advantages[members] = of_group - (of_group.sum() - of_group) / (size - 1)
-    return advantages
-
-
 def spread(per_response: Float[Tensor, " B"], mask: Bool[Tensor, "B T"]) -> Float[Tensor, "B T"]:
     """Give every real token of a response that response's number."""
     return per_response[:, None] * mask.to(per_response.dtype)

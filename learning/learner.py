@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import math
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -104,7 +103,6 @@ class Learner:
         Raises NotFiniteError, naming what, when anything is not finite: no step is taken with it, and
         weights that a step made so are not given a version.
         """
-        start = time.perf_counter()
         experience = collate(rollouts, pad_token_id=self.pad_token_id)
         generator = torch.Generator().manual_seed((self.seed * 1_000_003 + self.weight_version) % 2**63)
         targets = self._targets(experience, generator)
@@ -126,7 +124,6 @@ class Learner:
             num_samples=len(experience.lengths),
             num_tokens=experience.num_tokens,
             num_optimizer_steps=self._num_optimizer_steps - steps_before,
-            update_s=time.perf_counter() - start,
             figures={**targets.figures, **figures.means()},
         )
 

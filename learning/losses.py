@@ -1,6 +1,6 @@
 """Losses of PPO and GRPO as pure functions of log-probabilities, values and advantages.
 
-All work on one token each and leave the reduction to `aggregate`, so that token mean and sequence
+All work on one token each and leave the reduction to `token_weights`, so that token mean and sequence
 mean are a choice and not a copy. Shapes are [B, T] padded on the right, or any equal shape.
 Papers: PPO (Schulman et al. 2017), KL estimators (Schulman 2020), DAPO (Yu et al. 2025, token mean),
 truncated importance sampling (Yao et al. 2025; Espeholt et al. 2018).
@@ -87,18 +87,6 @@ def truncated_importance_weight(
     return torch.exp(policy_logprobs - sampling_logprobs).clamp(max=cap).detach()
 
 
-def clip_fraction(
-    logprobs: Float[Tensor, "*S"],
-    old_logprobs: Float[Tensor, "*S"],
-    mask: Bool[Tensor, "*S"],
-    *,
-    clip_ratio: float,
-) -> float:
-    """Share of real tokens whose ratio lies outside the clip range."""
-    outside = (torch.exp(logprobs - old_logprobs) - 1.0).abs() > clip_ratio
-    return float(outside[mask].float().mean())
-
-
 def token_weights(mask: Bool[Tensor, "B T"], aggregation: Aggregation) -> Float[Tensor, "B T"]:
     """Weights whose weighted sum of per-token losses is the mean asked for; they add up to 1.
 
@@ -109,12 +97,3 @@ def token_weights(mask: Bool[Tensor, "B T"], aggregation: Aggregation) -> Float[
     if aggregation == "token_mean":
         return real / real.sum().clamp_min(1.0)
     return real / real.sum(dim=1, keepdim=True).clamp_min(1.0) / max(len(mask), 1)
-
-
-def aggregate(
-    per_token: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"], aggregation: Aggregation
-) -> Float[Tensor, ""]:
-    """Masked mean of a per-token loss; what stands on padding never matters, NaN included."""
-    return (
-        torch.where(mask, per_token, torch.zeros_like(per_token)) * token_weights(mask, aggregation)
-    ).sum()

@@ -22,7 +22,6 @@ VERIFY_HINGES = (4, 8, 16, 32, 64, 128, 256)
 BATCH_HINGES = (8, 32)
 "Of numbers of samples, beyond which their caches no longer stay in the processor's."
 DRAFT_HINGES = (4, 16, 64, 128)
-PHASES = ("draft", "verify", "rest")
 
 Values = np.ndarray | float
 

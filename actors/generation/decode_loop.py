@@ -1,7 +1,7 @@
 """The decode loop of one instance: engine state has one writer, and orders one logged order.
 
 Control threads put orders into a mailbox; the loop empties it between decode steps, at numbered step
-boundaries, so that the log of (boundary, order) replays what an instance did (design 3.5). Completions
+boundaries, so that the log of (boundary, order), at level DEBUG, says what an instance did (design 3.5). Completions
 wait in an outbox until a later poll acknowledges them: an answer that is lost is given again.
 Nothing here knows Ray.
 """
@@ -30,7 +30,6 @@ from core.records import Completion, InstanceLoad, SampleKey, SampleRequest, Wei
 from policies.migration.move_messages import MoveReport, News, describe
 
 logger = logging.getLogger(__name__)
-ORDER_LOG_LENGTH = 1000
 TICK_S = 0.1
 "How often an idle loop looks after its open moves."
 GATHER_S = 0.05
@@ -51,21 +50,13 @@ class SubmitOrder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadOrder:
-    """Load this version of this model; there must be no open sample (mode drain)."""
+    """Load this version of this model; there must be no open sample."""
 
     manifest: WeightManifest
     chunks: tuple[np.ndarray, ...]
 
     def __str__(self) -> str:
         return f"load {self.manifest.model} version {self.manifest.weight_version}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DrainOrder:
-    """Answer when no sample is open."""
-
-    def __str__(self) -> str:
-        return "drain"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +89,7 @@ class NewsOrder:
         return describe(self.news)
 
 
-LoopOrder = SubmitOrder | LoadOrder | DrainOrder | StopOrder | HoldOrder | NewsOrder
+LoopOrder = SubmitOrder | LoadOrder | StopOrder | HoldOrder | NewsOrder
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +117,6 @@ class DecodeLoop:
         self._report_interval_s = report_interval_s
         self._on_report = on_report
         self._mailbox: queue.SimpleQueue[tuple[LoopOrder, Future]] = queue.SimpleQueue()
-        self._drains: list[Future] = []
         self._changed = threading.Condition()
         self.open_epochs: dict[SampleKey, int] = {}
         "samples taken and not finished; the port keeps it up to date for those that move"
@@ -143,7 +133,6 @@ class DecodeLoop:
         self._ended: BaseException | None = None
         self._stopping = False
         self.boundary = 0
-        self.order_log: deque[tuple[int, str]] = deque(maxlen=ORDER_LOG_LENGTH)
         self.spans = SpanLog()
         self._is_stale = False
         "a decode step was made since the last publication"
@@ -232,10 +221,6 @@ class DecodeLoop:
             if self._is_stale:
                 # its last sample has moved away: what it did for it would stay untold until there is work
                 self._report_state()
-            if not (self._port and self._port.set_aside):
-                for future in self._drains:
-                    future.set_result(None)
-                self._drains.clear()
             if moving and wait_s is None:
                 wait_s = TICK_S
             with contextlib.suppress(queue.Empty):
@@ -246,7 +231,7 @@ class DecodeLoop:
             self._port.tick()
 
     def _carry_out(self, order: LoopOrder, future: Future) -> None:
-        self.order_log.append((self.boundary, str(order)))
+        logger.debug("%s, boundary %d: %s", self._instance, self.boundary, order)
         try:
             match order:
                 case SubmitOrder():
@@ -255,8 +240,6 @@ class DecodeLoop:
                 case LoadOrder():
                     future.set_result(self._host.load_weights(order.manifest, order.chunks))
                     self._report_state()
-                case DrainOrder():
-                    self._drains.append(future)
                 case NewsOrder():
                     self._take_news(order)
                     future.set_result(None)
@@ -368,5 +351,3 @@ class DecodeLoop:
             self._changed.notify_all()
         while not self._mailbox.empty():
             self._mailbox.get()[1].set_exception(reason)
-        for future in self._drains:
-            future.set_exception(reason)

@@ -19,7 +19,6 @@ import ray
 from actors.actor_messages import GenerationSpec, HeldSamples, LoadedWeights, PollReply
 from actors.generation.decode_loop import (
     DecodeLoop,
-    DrainOrder,
     HoldOrder,
     LoadOrder,
     LoopOrder,
@@ -103,11 +102,6 @@ class GenerationActor:
         return describe_numerics(self._spec.engine, resolve_device(self._spec.engine))
 
     @ray.method(concurrency_group="control")
-    def drain(self, timeout_s: float) -> None:
-        """Answer when no sample is open."""
-        self._carry_out(DrainOrder(), timeout_s)
-
-    @ray.method(concurrency_group="control")
     def stop(self, timeout_s: float) -> None:
         """Leave the loop at the next step boundary."""
         self._carry_out(StopOrder(), timeout_s)
@@ -150,11 +144,6 @@ class GenerationActor:
     def take_spans(self) -> list[TraceEvent]:
         """Return what this instance did since the last call: decode steps, transfers, arrivals."""
         return self._loop.spans.take()
-
-    @ray.method(concurrency_group="control")
-    def order_log(self) -> list[tuple[int, str]]:
-        """The last orders, each with the step boundary that carried it out."""
-        return list(self._loop.order_log)
 
     def _carry_out(self, order: LoopOrder, timeout_s: float) -> Any:
         future: Future = self._loop.order(order)

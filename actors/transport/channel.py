@@ -33,11 +33,6 @@ class ChannelLife:
         self._lock = threading.Lock()
         self._end: str | None = None
 
-    @property
-    def is_dead(self) -> bool:
-        """True after an error or `close`."""
-        return self._end is not None
-
     @contextmanager
     def waiting(self, awaited: str, *caught: type[Exception]) -> Iterator[None]:
         """Wait for `awaited` in the body; errors of the kinds `caught` kill the end.

@@ -68,7 +68,7 @@ class Transport(Protocol):
 
     @property
     def name(self) -> str:
-        """Name of the back end: "gloo", "object_store", "nccl" or "memory"."""
+        """Name of the back end: "gloo", "object_store" or "nccl"."""
         ...
 
     def listen(self, peer: str) -> tuple[Receiver, Ticket]:

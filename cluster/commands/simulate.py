@@ -221,6 +221,7 @@ def _tree(
             "num_moves": result.num_moves,
             "num_migrated": result.num_migrated,
             "num_recomputed": result.num_recomputed,
+            "num_void": result.num_void,
             "busy_share": result.busy_share,
             "busy_s": result.busy_s.tolist(),
         }

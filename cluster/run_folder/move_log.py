@@ -21,11 +21,6 @@ def append_moves(path: Path, iteration: int, moves: Sequence[MoveRecord]) -> Non
         append_whole(path, "".join(json.dumps(_line(iteration, record)) + "\n" for record in moves))
 
 
-def read_moves(path: Path) -> list[dict[str, Any]]:
-    """Read the lines back; none where no move was written."""
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
-
-
 def odd_moves(moves: Sequence[MoveRecord]) -> list[str]:
     """What a person should know: moves that were taken back or lost; no sample is lost with them."""
     odd = [record for record in moves if record.outcome in _ODD]

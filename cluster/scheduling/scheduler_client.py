@@ -104,10 +104,6 @@ class SchedulerClient:
         given_up, self._lost = self._lost, []
         return replace(taken, lost=(*given_up, *taken.lost))
 
-    def instances(self) -> Mapping[str, int]:
-        """Living instances and the samples each owns. Raises SchedulerLost."""
-        return self._tell("instances") or {}
-
     def news(self) -> list[str]:
         """What a person should know of restarts since the last call, one line each."""
         news, self._news = self._news, []

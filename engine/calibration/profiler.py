@@ -36,7 +36,6 @@ class MadeProfile:
 
     profile: Profile
     costs: CostTable
-    held_out_costs: CostTable
     drafts: list[DraftRecording]
 
 
@@ -93,7 +92,7 @@ def make_profile(
         quality=quality,
     )
     progress("profile: done", 1.0)
-    return MadeProfile(profile=profile, costs=costs, held_out_costs=sweeps[1], drafts=drafts)
+    return MadeProfile(profile=profile, costs=costs, drafts=drafts)
 
 
 def yield_curves(drafts: Sequence[DraftRecording], acceptance: AcceptanceModel) -> tuple[YieldCurve, ...]:

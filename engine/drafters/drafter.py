@@ -23,11 +23,6 @@ from engine.drafters.refinement import Refinement
 class Drafter(Protocol):
     """Proposes a draft tree for every running sample."""
 
-    @property
-    def hidden_layers(self) -> tuple[int, ...]:
-        """Target layers whose hidden states `commit` needs (EAGLE and the like); empty for none."""
-        ...
-
     def admit(self, slots: range, batch: RunningBatch) -> None:
         """New samples stand in these slots; their prompts are committed, nothing of theirs is cached."""
         ...
@@ -50,9 +45,7 @@ class Drafter(Protocol):
         """
         ...
 
-    def commit(
-        self, batch: RunningBatch, tree: DraftTree, verdict: Verdict, target_hidden: Tensor | None
-    ) -> None:
+    def commit(self, batch: RunningBatch, tree: DraftTree, verdict: Verdict) -> None:
         """The verdict's path is about to be committed: keep what the draft cache already holds of it."""
         ...
 

@@ -38,8 +38,6 @@ MAX_CATCH_UP_TOKENS = 4
 class ModelDrafter:
     """A draft model with its own KV pool, slot for slot beside the target's."""
 
-    hidden_layers: tuple[int, ...] = ()
-
     def __init__(self, runner: ModelRunner, *, max_prefill_tokens: int) -> None:
         self.runner = runner
         self._max_prefill_tokens = max_prefill_tokens
@@ -76,9 +74,7 @@ class ModelDrafter:
             return select_best(tree, budget.num_nodes)
         return keep(tree, refinement.select()) if tree.num_nodes else tree
 
-    def commit(
-        self, batch: RunningBatch, tree: DraftTree, verdict: Verdict, target_hidden: Tensor | None
-    ) -> None:
+    def commit(self, batch: RunningBatch, tree: DraftTree, verdict: Verdict) -> None:
         """Keep the accepted nodes that were expanded: move them to their dense positions."""
         if tree.is_chain:
             # they are dense

@@ -18,8 +18,6 @@ from engine.drafters.refinement import Refinement
 class NgramDrafter:
     """Copies a chain from the sample's own past; longest match first, the latest one of that length."""
 
-    hidden_layers: tuple[int, ...] = ()
-
     def __init__(self, *, ngram_max: int, ngram_min: int) -> None:
         self._sizes = range(ngram_max, ngram_min - 1, -1)
 
@@ -45,9 +43,7 @@ class NgramDrafter:
         ids = torch.from_numpy(tokens[:, :longest]).to(batch.device)
         return chain(ids, (ids != DEAD).float())
 
-    def commit(
-        self, batch: RunningBatch, tree: DraftTree, verdict: Verdict, target_hidden: Tensor | None
-    ) -> None:
+    def commit(self, batch: RunningBatch, tree: DraftTree, verdict: Verdict) -> None:
         """Nothing is cached."""
 
     def move_slot(self, source: int, target: int) -> None:

@@ -76,7 +76,7 @@ class _Simulation:
         self._events: list[tuple[float, int, int, tuple]] = []
         self._num_events = 0
         self._num_done = 0
-        self._counts = dict.fromkeys(("moves", "migrated", "recomputed", "void", "plans"), 0)
+        self._counts = dict.fromkeys(("moves", "migrated", "recomputed", "void"), 0)
         self._queues: list[deque[int]]
         if binding == "static":
             ways = range(setup.num_instances)
@@ -114,7 +114,6 @@ class _Simulation:
             num_migrated=self._counts["migrated"],
             num_recomputed=self._counts["recomputed"],
             num_void=self._counts["void"],
-            num_plans=self._counts["plans"],
         )
 
     def _share_machine(self, now_s: float, alone_line: PaceLine) -> None:
@@ -186,7 +185,6 @@ class _Simulation:
     def _poll(self, now_s: float) -> None:
         if self._progress is not None:
             self._progress(self._num_done)
-        self._counts["plans"] += 1
         moves = self._policy.plan(self._view(now_s))
         if moves:
             self._push(now_s + self._setup.order_delay_s, _Kind.ORDER, moves)

@@ -76,7 +76,6 @@ class SimulationResult:
     num_recomputed: int
     num_void: int
     "migrations whose sample was done before they were"
-    num_plans: int
 
     @property
     def busy_share(self) -> float:

@@ -16,8 +16,6 @@ TAIL_SIGMA = 0.8
 "Log-normal: the 99th percentile is 6.4 times the median."
 TAIL_MEDIAN_SHARE = 1 / 6
 "Median as a share of the limit."
-SPEED_SIGMA = 0.1
-"Log-normal spread of samples' speeds where drafts of some are accepted more often."
 
 
 def drawn_lengths(

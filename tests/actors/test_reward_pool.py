@@ -50,7 +50,7 @@ def test_items_come_back_with_their_own_rewards_from_every_actor(make_pool):
     pool.submit([2], prompts(1), ["ae--"])
     assert not pool.has_idle
     scored = []
-    while pool.num_in_flight:
+    while len(scored) < 3:
         scored += pool.collect(wait_s=5.0)
     assert {item: reward.value for item, reward in scored} == {0: 1.0, 1: 0.0, 2: 0.5}
 
@@ -73,8 +73,7 @@ def test_a_reward_function_that_leaves_the_process_is_an_error_of_its_own(make_p
     pool = make_pool("sample_rewards:leaving")
     pool.submit([0], prompts(1), ["a"])
     with pytest.raises(RewardError, match=r"sample_rewards:leaving, sample 0 .* raised SystemExit: 3"):
-        while pool.num_in_flight:
-            pool.collect(wait_s=5.0)
+        pool.collect(wait_s=60.0)
 
 
 def test_a_reward_function_that_hangs_is_named_with_what_to_do(make_pool):
@@ -83,7 +82,7 @@ def test_a_reward_function_that_hangs_is_named_with_what_to_do(make_pool):
     with pytest.raises(
         WaitTimeout, match=r"'score 1 responses with sample_rewards:hanging'.*mend the function"
     ):
-        while pool.num_in_flight:
+        for _ in range(20):
             pool.collect(wait_s=0.2)
 
 
@@ -108,7 +107,7 @@ def test_what_a_dead_actor_had_is_scored_again_by_another_and_told_in_one_line(l
     pool.submit([0, 1], prompts(2), ["aaaa", "xyzt"])
     pool.submit([2], prompts(1), ["ae--"])
     scored = []
-    while pool.num_in_flight:
+    while len(scored) < 3:
         scored += pool.collect(wait_s=5.0)
     assert {item: reward.value for item, reward in scored} == {0: 1.0, 1: 0.0, 2: 0.5} and len(scored) == 3
     assert made == [(0, 0), (0, 1)]

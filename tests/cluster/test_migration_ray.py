@@ -227,5 +227,5 @@ def test_an_instance_killed_while_samples_leave_it_and_come_to_it(over_gloo, alo
     outcome = over_gloo.run(requests, strike)
     check(outcome, alone(requests))
     assert [lost.instance for lost in outcome.lost] == [victim]
-    assert victim not in over_gloo.client.instances()
+    assert victim not in ray.get(over_gloo.client.handle.instances.remote(), timeout=60)
     assert any(victim in (r.order.source, r.order.destination) for r in outcome.moves)

@@ -7,8 +7,11 @@ import numpy as np
 import pytest
 import torch
 
+from core.config import EngineConfig, SpeculationConfig
 from core.errors import ConfigError, DataError, NotFiniteError
 from core.records import Completion, Prompt, SampleKey, SampleRequest, SamplingParams
+from core.sample_state import SampleState
+from engine.build import build_engine
 
 BROKEN_TOKEN = 63
 "Its row of the embedding is not finite."
@@ -31,10 +34,11 @@ def bits(completion: Completion) -> tuple[bytes, bytes]:
     [
         (
             {"temperature": -1.0},
-            r"sampling\.temperature must be 0 \(greedy\) or a finite number .* got -1\.0",
+            r"sampling\.temperature must be 0 \(greedy\) or a number from .* got -1\.0",
         ),
         ({"temperature": float("nan")}, r"temperature .* got nan"),
         ({"temperature": float("inf")}, "temperature .* got inf"),
+        ({"temperature": 10**400}, "temperature .* got 1000"),
         ({"top_p": 0.0}, r"sampling\.top_p must be a number above 0 and at most 1, got 0\.0"),
         ({"top_p": float("nan")}, "top_p .* got nan"),
         ({"top_k": -1}, "top_k .* got -1"),
@@ -243,3 +247,46 @@ def test_narrow_numbers_of_numpy_do_not_wrap(make_engine) -> None:
     assert request.sampling == SamplingParams(max_new_tokens=100, stop_token_ids=(3,))
     completion = make_engine("off").generate([request])[0]
     assert 1 <= len(completion.token_ids) <= 100
+
+
+def test_samples_submitted_before_a_batch_are_returned_by_the_next_step(make_engine) -> None:
+    engine, (first, second) = make_engine("off"), [request_of(index, np.array([4, 5])) for index in range(2)]
+    expected = [bits(c) for c in make_engine("off").generate([first, second])]
+    engine.submit(first)
+    assert [bits(c) for c in engine.generate([second])] == expected[1:]
+    assert engine.has_work
+    assert [bits(c) for c in engine.step()] == expected[:1]
+    assert not engine.has_work
+
+
+@pytest.mark.parametrize(
+    ("tokens", "logprobs", "message"),
+    [
+        ([4, 99], 2, "as many log-probabilities as tokens"),
+        ([4, -1], 2, "as many log-probabilities as tokens"),
+        ([4, 5, 6], 2, "as many log-probabilities as tokens"),
+        ([4, 5, 6, 7], 4, "a whole response"),
+        ([4, 3], 2, "a whole response"),
+    ],
+)
+def test_a_response_that_cannot_go_on_is_refused(make_engine, tokens, logprobs, message) -> None:
+    engine = make_engine("off")
+    request = request_of(0, np.array([4, 5]), max_new_tokens=4, stop_token_ids=(3,))
+    zeros = np.zeros(logprobs, dtype=np.float32)
+    state = replace(SampleState.fresh(request), token_ids=np.array(tokens))
+    with pytest.raises(DataError, match=message):
+        engine.resume(replace(state, policy_logprobs=zeros, sampling_logprobs=zeros))
+    assert not engine.has_work
+
+
+@pytest.mark.parametrize("vocab_size", [0, -1, 65, 10**6])
+def test_a_vocabulary_that_the_target_does_not_have_is_refused(pairs, vocab_size: int) -> None:
+    with pytest.raises(ConfigError, match="expected a vocab_size from 1 to 64"):
+        build_engine(
+            pairs["float32"].target,
+            None,
+            engine=EngineConfig(),
+            speculation=SpeculationConfig(policy="off"),
+            max_total_tokens=64,
+            vocab_size=vocab_size,
+        )

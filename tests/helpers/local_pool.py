@@ -13,13 +13,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from in_process import NO_FAULTS, FaultPlan, MemoryHub, MemoryTransport
+
 from actors.actor_messages import HeldSamples, PollReply
 from actors.generation.decode_loop import DecodeLoop, HoldOrder, NewsOrder, SubmitOrder
 from actors.migration.context import MigrationContext
 from actors.migration.migrator import Migrator
 from actors.migration.settings import MigrationSettings
 from actors.migration.transfers import Transfers
-from actors.transport.in_process import NO_FAULTS, FaultPlan, MemoryHub, MemoryTransport
 from core.records import Completion, SampleKey, SampleRequest
 from engine.engine import Engine
 from policies.reallocation.pool_records import ReallocationPolicy

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import tiny_pool
+from in_process import NO_FAULTS, FaultPlan
 from local_pool import Later, LocalPool
 
 from actors.migration.settings import MigrationSettings
-from actors.transport.in_process import NO_FAULTS, FaultPlan
 from engine.engine import Engine
 from policies.migration.move_messages import MoveOrder, Settle
 from policies.reallocation.pool_records import Move, MoveMode, PoolView

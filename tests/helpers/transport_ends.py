@@ -11,8 +11,8 @@ import time
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
+from in_process import MemoryHub, MemoryTransport
 
-from actors.transport.in_process import MemoryHub, MemoryTransport
 from actors.transport.select import make_transport
 
 TIMEOUT_S = 1.2

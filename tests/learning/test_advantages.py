@@ -9,7 +9,6 @@ from learning.advantages import (
     gae,
     group_advantages,
     place_terminal_reward,
-    rloo_advantages,
     spread,
     whiten,
 )
@@ -82,12 +81,6 @@ def test_a_group_of_equal_rewards_gives_exactly_zero_and_is_counted():
     assert advantages[:3].tolist() == [0.0, 0.0, 0.0]
     assert advantages[3] > 0 > advantages[4]
     assert zero_groups == 1
-
-
-def test_rloo_compares_with_the_others():
-    # (1, 2, 6): 1 - (2+6)/2 = -3; 2 - (1+6)/2 = -1.5; 6 - 1.5 = 4.5; a lone member gets 0
-    advantages = rloo_advantages(torch.tensor([1.0, 2.0, 6.0, 9.0]), torch.tensor([0, 0, 0, 1]))
-    assert advantages.tolist() == [-3.0, -1.5, 4.5, 0.0]
 
 
 def test_spread_repeats_over_real_tokens_only():

@@ -4,6 +4,7 @@ Each run checks the laws that hold whatever happens (`one_move.OneMove.run`); th
 come to: an end within RECOVERY_TURNS, a reason that says who waited for whom, a pair that works again.
 """
 
+import logging
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -11,6 +12,7 @@ from dataclasses import replace
 import pytest
 import tiny_pool
 import torch
+from in_process import FaultPlan
 from one_move import (
     DESTINATION,
     RECOVERY_TURNS,
@@ -22,7 +24,7 @@ from one_move import (
     echo,
 )
 
-from actors.transport.in_process import FaultPlan
+from actors.generation import decode_loop
 from core.errors import WeightsError
 from core.records import WeightManifest
 from engine.engine import Engine
@@ -168,7 +170,7 @@ def test_a_destination_whose_context_is_too_short_refuses_and_the_sample_stays(o
     assert "the context here is" in records[0].why_ended
 
 
-def test_a_second_order_for_a_sample_that_is_leaving_is_answered_and_ends_nothing(one_move):
+def test_a_second_order_for_a_sample_that_is_leaving_is_answered_and_ends_nothing(one_move, caplog):
     """Two hand-overs of one sample would be one too many for the decode loop."""
     second = []
 
@@ -177,10 +179,11 @@ def test_a_second_order_for_a_sample_that_is_leaving_is_answered_and_ends_nothin
         pool.send(SOURCE, second[0])
         return [message]
 
+    caplog.set_level(logging.DEBUG, logger=decode_loop.__name__)
     move = one_move()
     move.plants["Prepare"] = order_again
     assert [record.outcome for record in move.run()] == ["moved", "moved"]
-    assert any("of move 0-99" in line for _, line in move.pool.instances[SOURCE].loop.order_log)
+    assert any("of move 0-99" in line and line.startswith(f"{SOURCE}, ") for line in caplog.messages)
 
 
 def test_a_destination_that_waits_for_frames_of_a_move_that_is_over_hears_that_none_will_come(one_move):

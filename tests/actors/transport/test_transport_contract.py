@@ -3,9 +3,9 @@
 import time
 
 import pytest
+from in_process import MemoryHub
 from transport_ends import TIMEOUT_S, ActorEnd, LocalEnd
 
-from actors.transport.in_process import MemoryHub
 from core.errors import TransferError
 
 ANSWER_S = 30.0

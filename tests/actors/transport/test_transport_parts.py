@@ -6,10 +6,10 @@ import time
 
 import numpy as np
 import pytest
+from in_process import FaultPlan, MemoryHub, MemoryTransport
 
 from actors.transport.channels import MAX_FRAME_BYTES, Ticket, require_frame
 from actors.transport.frames import frame_bytes, open_frame, seal
-from actors.transport.in_process import FaultPlan, MemoryHub, MemoryTransport
 from actors.transport.object_store import ObjectStoreTransport, _Mailbox
 from actors.transport.paced import Paced
 from actors.transport.select import make_transport

@@ -93,7 +93,6 @@ def test_figures_on_hand_made_numbers():
         num_samples=2,
         num_tokens=6,
         num_optimizer_steps=1,
-        update_s=1.0,
         figures={"policy_loss": -0.5},
     )
     seconds = {"generate": 2.0, "score": 0.5, "update": 1.0, "publish": 0.25, "iteration": 4.0}
@@ -107,9 +106,7 @@ def test_figures_on_hand_made_numbers():
 
 
 def test_accuracy_is_left_out_where_the_task_has_none():
-    update = UpdateReport(
-        weight_version=1, num_samples=1, num_tokens=2, num_optimizer_steps=1, update_s=1.0, figures={}
-    )
+    update = UpdateReport(weight_version=1, num_samples=1, num_tokens=2, num_optimizer_steps=1, figures={})
     assert "reward/accuracy" not in iteration_figures(
         [rollout(0)], GenerationStats(), update, {"generate": 1.0}
     )

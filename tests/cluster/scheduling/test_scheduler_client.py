@@ -97,7 +97,7 @@ def test_an_instance_that_died_with_the_scheduler_is_reported_and_its_samples_go
     ray.kill(pool.instances["gen-0"])
     pool.take_until(20)
     assert pool.lost == ["gen-0"]
-    assert list(pool.client.instances()) == ["gen-1"]
+    assert list(ray.get(pool.client.handle.instances.remote(), timeout=60)) == ["gen-1"]
     assert {c.epoch for c in pool.done.values()} == {0, 1}
 
 

@@ -120,8 +120,8 @@ def _leaf_taken_for_cached(drafter: ModelDrafter) -> None:
     """Counts every accepted node, also the last level's, which the draft model never computed."""
     commit = drafter.commit
 
-    def wrong(batch, tree, verdict, target_hidden):
-        commit(batch, tree, verdict, target_hidden)
+    def wrong(batch, tree, verdict):
+        commit(batch, tree, verdict)
         drafter._cached[: len(batch)] = batch.lengths[: len(batch)] + verdict.num_accepted.numpy()
 
     drafter.commit = wrong  # type: ignore[method-assign]
