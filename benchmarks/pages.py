@@ -1,4 +1,4 @@
-"""Writes `docs/benchmarks/` and the README's figures from `benchmarks/results/MACHINE/NAME.json`: `python -m benchmarks.pages`.
+"""Writes `docs/benchmarks/` and the README's figures from `benchmarks/results/`: `python -m benchmarks.pages`.
 
 A page has one row a figure and one column a machine; the README has five rows between two marks, each with its
 command, commit and processor. A test fails where either differs from the files.
@@ -72,9 +72,9 @@ ABOUT = {
     "rollout": About(
         title="Reallocation in rollouts",
         question="What do moves win over static placement, over pull, and over the paper's rule?",
-        how="A pair with 16 layers, 256 samples of up to 900 tokens, lengths that no policy knows. `skewed`: the longest "
-        "half on one instance; `resident`: every sample has a slot. While requests are queued, freed slots refill at "
-        "once and moves rarely trigger; on these CPUs an instance with fewer than some 16 samples is no faster, so "
+        how="A pair with 16 layers, 256 samples of up to 900 tokens, lengths that no policy knows. `skewed`: the "
+        "longest half on one instance; `resident`: every sample has a slot. While requests are queued, freed slots "
+        "refill at once and moves rarely trigger; on these CPUs an instance with fewer than some 16 samples is no faster, so "
         "little can be won. Single rollouts vary by a tenth.",
     ),
     "profile": About(
@@ -99,13 +99,13 @@ def page(name: str) -> str:
     lines = [
         f"# {about.title}",
         "",
-        f"{about.question} Written by `python -m benchmarks.pages` from `benchmarks/results/`; do not edit.",
+        f"{about.question} Written by `python -m benchmarks.pages` from `benchmarks/results/`.",
         "",
         f"```\n{_command(name)}\n```",
         "",
         about.how,
         "",
-        "Ratios are named `a_over_b` and exceed 1 when `a` is better; in brackets the 95% interval, where there is one.",
+        "Ratios are named `a_over_b`, above 1 when `a` is better; in brackets the 95% interval, where there is one.",
         "",
         f"| {' | '.join(head)} |",
         f"|{'---|' * len(head)}",
@@ -126,8 +126,9 @@ def readme_rows() -> str:
 
     def row(what: str, name: str, text: str) -> str:
         provenance = load_results(name)[HEADLINE_MACHINE]["provenance"]
-        where = f"{provenance['commit']}, {provenance['cpu_model']}, {provenance['num_cores']} cores"
-        return f"| {what} | {text} | `{_command(name)}` | {where} |"
+        processor = provenance["cpu_model"].replace("(R)", "").removesuffix(" Processor")
+        where = f"{provenance['commit']}, {processor}"
+        return f"| {what} | {text} | `rlhfspec bench {name}` | {where} |"
 
     exact, engine, drafting, migration = (
         load_results(name)[HEADLINE_MACHINE]["figures"]
@@ -181,9 +182,7 @@ def draw_speedup(path: Path) -> None:
 
     figures: Mapping[str, float] = load_results("engine")[HEADLINE_MACHINE]["figures"]
     best = [figures[f"spec_over_hf_b{batch}"] for batch in BATCHES]
-    plain = [
-        figures[f"spec_over_hf_b{batch}"] / figures[f"spec_over_plain_b{batch}"] for batch in BATCHES
-    ]
+    plain = [figures[f"spec_over_hf_b{batch}"] / figures[f"spec_over_plain_b{batch}"] for batch in BATCHES]
     places = range(len(BATCHES))
     chart, axes = plt.subplots(figsize=(6, 2.6), layout="constrained")
     for shift, heights, label in ((-0.2, plain, "plain decoding"), (0.2, best, "speculation, same tokens")):

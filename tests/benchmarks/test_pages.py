@@ -16,7 +16,7 @@ def words_of(text: str) -> list[str]:
     """Words as a reader counts them: no code blocks, no markup, no link targets."""
     text = re.sub(r"```.*?```|<!--.*?-->", " ", text, flags=re.DOTALL)
     text = re.sub(r"\]\([^)]*\)", "]", text)
-    return re.findall(r"[^\s|*#`\[\]!-][^\s|*`]*", text)
+    return re.findall(r"[^\s|*#`\[\]!-][^\s|*`\]]*", text)
 
 
 @pytest.mark.parametrize("name", list(pages.ABOUT))
