@@ -13,7 +13,7 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for name in ABOUT:
         (folder / f"{name}.md").write_text(page(name))
-    draw_speedup(folder / "speedup.svg", load_results("engine")[HEADLINE_MACHINE]["figures"])
+    draw_speedup(folder / "speedup.svg", load_results("engine")[HEADLINE_MACHINE])
     readme.write_text(with_figures(readme.read_text()))
 
 

@@ -33,7 +33,8 @@ ABOUT = {
         "of 512, vocabulary 4,096, greedy, 64 prompt and 128 new tokens). `spec_over_plain` and `spec_over_hf` are "
         "the best fixed plan on the demo pair (8 layers of 256, draft 1 layer of 96, temperature 1, long-tailed "
         "lengths) over our plain decoding and over `generate`; `_weak` and `_useless` name worse drafts, `_bN` the "
-        "batch. `paged_*`: 64 long-tailed samples in the memory of 4 full slots.",
+        "batch. `break_even_batch` is the least batch where no plan wins, or twice the largest measured. "
+        "`paged_*`: 64 long-tailed samples in the memory of 4 full slots.",
     ),
     "drafting": About(
         title="Adaptive drafting",
