@@ -46,3 +46,10 @@ def test_every_design_section_named_exists() -> None:
     ]
     assert len(named) > 30
     assert [place for place in named if place[1] not in headings] == []
+
+
+@pytest.mark.parametrize(
+    "page", sorted((ROOT / "docs" / "decisions").glob("*.md")), ids=lambda page: page.name
+)
+def test_a_decision_is_one_page(page: Path) -> None:
+    assert len(page.read_text().split()) <= 600
