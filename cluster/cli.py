@@ -63,9 +63,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         )  # a name the terminal has no letters for is no fault
     try:
         args = build_parser().parse_args(argv)
-        from cluster.placement.quiet import (
-            quiet_libraries,  # not for --version, --help: it loads the config's classes
-        )
+        # not for --version, --help: it loads the config's classes
+        from cluster.placement.quiet import quiet_libraries
 
         quiet_libraries()
         code = args.run(args)

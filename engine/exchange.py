@@ -41,7 +41,7 @@ class CachePiece:
 
 
 class SampleExchange:
-    """The engine's door. To be used from the decode thread; only a lease may be read from another."""
+    """How samples enter and leave an engine. Used from the decode thread; only a lease may be read from another."""
 
     def __init__(
         self,

@@ -61,7 +61,7 @@ class DistillationBatches:
         return sampled.to(draft.device) - drafted
 
 
-def draft_lesson(
+def distillation_batches(
     rollouts: Sequence[Rollout],
     *,
     soft_targets: SoftTargetStore | None,

@@ -28,7 +28,7 @@ from transformers import PreTrainedModel
 from core.config import DrafterTrainingConfig
 from core.records import Rollout
 from engine.weights.chunks import not_finite
-from learning.distillation_batch import DistillationBatches, draft_lesson
+from learning.distillation_batch import DistillationBatches, distillation_batches
 from learning.sft import SupervisedTrainer
 from learning.soft_targets import SoftTargetStore
 from learning.time_budget import TimeBudget, WorkCosts
@@ -98,32 +98,32 @@ class DraftRefitter:
         Raises NumericsError when a rollout holds what is not finite.
         """
         budget = TimeBudget(budget_s, self._clock)
-        lesson = draft_lesson(
+        data = distillation_batches(
             rollouts,
             soft_targets=soft_targets,
             max_tokens=self._settings.max_tokens_per_step,
             pad_token_id=self._pad_token_id,
         )
-        if not lesson.batches:
+        if not data.batches:
             return self._report("one_sample", budget)
-        needed_s = 2 * self._evaluate_s(lesson) + max(self._step_s(lesson, rows) for rows in lesson.batches)
+        needed_s = 2 * self._evaluate_s(data) + max(self._step_s(data, rows) for rows in data.batches)
         if budget_s <= 0.0 or not budget.admits(needed_s):
             self._costs.relieve()
             return self._report("no_time", budget)
-        return self._try(lesson, budget)
+        return self._try(data, budget)
 
-    def _try(self, lesson: DistillationBatches, budget: TimeBudget) -> RefitReport:
+    def _try(self, data: DistillationBatches, budget: TimeBudget) -> RefitReport:
         """Train, and keep what came of it only if the held-out divergence is no larger."""
-        before = self._evaluate(lesson)
+        before = self._evaluate(data)
         old = [parameter.detach().clone() for parameter in self.model.parameters()]
-        learned = list(self._train(lesson, budget))
+        learned = list(self._train(data, budget))
         if not learned:
             return self._report("no_time", budget, before=before)
         # a weight that no held-out token reads may be infinite though the divergence is not
         finite = all(math.isfinite(loss) for loss, _ in learned) and not not_finite(
             self.model.named_parameters()
         )
-        after = self._evaluate(lesson) if finite else math.nan
+        after = self._evaluate(data) if finite else math.nan
         if after <= before:
             self.weight_version += 1
             self._rate_scale = min(1.0, self._rate_scale * RATE_AFTER_SUCCESS)
@@ -137,17 +137,17 @@ class DraftRefitter:
             outcome, budget, num_steps=len(learned), num_tokens=num_tokens, before=before, after=after
         )
 
-    def _train(self, lesson: DistillationBatches, budget: TimeBudget) -> Iterator[tuple[float, int]]:
+    def _train(self, data: DistillationBatches, budget: TimeBudget) -> Iterator[tuple[float, int]]:
         """Take steps while they fit; yield loss and tokens of each. A loss that is not finite is the last."""
-        for rows in self._order(lesson.batches):
-            if not budget.admits(self._step_s(lesson, rows) + self._evaluate_s(lesson)):
+        for rows in self._order(data.batches):
+            if not budget.admits(self._step_s(data, rows) + self._evaluate_s(data)):
                 return
-            with self._costs.timed("step", lesson.num_padded_tokens(rows)):
-                loss = self._divergence(lesson, rows).mean()
+            with self._costs.timed("step", data.num_padded_tokens(rows)):
+                loss = self._divergence(data, rows).mean()
                 value = float(loss.detach())
                 if math.isfinite(value):
                     self._trainer.apply(loss)
-            yield value, lesson.num_response_tokens(rows)
+            yield value, data.num_response_tokens(rows)
             if not math.isfinite(value):
                 return
 
@@ -157,18 +157,18 @@ class DraftRefitter:
                 yield batches[i]
 
     @torch.no_grad()
-    def _evaluate(self, lesson: DistillationBatches) -> float:
-        with self._costs.timed("evaluation", lesson.num_padded_tokens(lesson.held_out)):
-            return float(self._divergence(lesson, lesson.held_out).mean())
+    def _evaluate(self, data: DistillationBatches) -> float:
+        with self._costs.timed("evaluation", data.num_padded_tokens(data.held_out)):
+            return float(self._divergence(data, data.held_out).mean())
 
-    def _divergence(self, lesson: DistillationBatches, rows: list[int]) -> Tensor:
-        return lesson.divergence(self.model, rows, temperature=self._temperature, vocab_size=self._vocab_size)
+    def _divergence(self, data: DistillationBatches, rows: list[int]) -> Tensor:
+        return data.divergence(self.model, rows, temperature=self._temperature, vocab_size=self._vocab_size)
 
-    def _evaluate_s(self, lesson: DistillationBatches) -> float:
-        return self._costs.expected_s("evaluation", lesson.num_padded_tokens(lesson.held_out)) or 0.0
+    def _evaluate_s(self, data: DistillationBatches) -> float:
+        return self._costs.expected_s("evaluation", data.num_padded_tokens(data.held_out)) or 0.0
 
-    def _step_s(self, lesson: DistillationBatches, rows: list[int]) -> float:
-        num_padded = lesson.num_padded_tokens(rows)
+    def _step_s(self, data: DistillationBatches, rows: list[int]) -> float:
+        num_padded = data.num_padded_tokens(rows)
         known_s = self._costs.expected_s("step", num_padded)
         if known_s is None:
             known_s = LEARN_OVER_EVALUATE * (self._costs.expected_s("evaluation", num_padded) or 0.0)

@@ -24,7 +24,7 @@ import numpy as np
 from actors.actor_messages import HeldSamples, PollReply
 from actors.generation.loop_engine import EngineHost
 from actors.generation.migration_port import MigrationPort, TimedPort
-from actors.generation.trace_events import SpanLog
+from actors.generation.trace_events import TraceLog
 from core.errors import RlhfSpecError
 from core.progress import Progress
 from core.records import Completion, InstanceLoad, SampleKey, SampleRequest, WeightManifest
@@ -140,7 +140,7 @@ class DecodeLoop:
         self._ended: BaseException | None = None
         self._stopping = False
         self.boundary = 0
-        self.spans = SpanLog()
+        self.spans = TraceLog()
         self._is_stale = False
         "a decode step was made since the last publication"
         self._port = TimedPort(make_port(self)) if make_port else None

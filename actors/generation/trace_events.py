@@ -7,16 +7,16 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Literal
 
-MAX_SPANS = 50_000
+MAX_EVENTS = 50_000
 
-SpanKind = Literal["step", "send", "receive", "attach"]
+TraceKind = Literal["step", "send", "receive", "attach"]
 
 
 @dataclass(frozen=True, slots=True)
 class TraceEvent:
     """One stretch of time, in seconds of the wall clock: processes of one machine agree on it."""
 
-    kind: SpanKind
+    kind: TraceKind
     begin_s: float
     end_s: float
     label: str = ""
@@ -28,16 +28,16 @@ class TraceEvent:
     "of its samples, before it"
 
 
-class SpanLog:
+class TraceLog:
     """The last spans of one instance."""
 
     def __init__(self) -> None:
-        self._spans: deque[TraceEvent] = deque(maxlen=MAX_SPANS)
+        self._spans: deque[TraceEvent] = deque(maxlen=MAX_EVENTS)
         self._wall_offset_s = time.time() - time.monotonic()
 
     def add(
         self,
-        kind: SpanKind,
+        kind: TraceKind,
         begin_s: float,
         end_s: float,
         label: str = "",

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from actors.migration.settings import MigrationSettings
-from actors.migration.transfers import NoteSpan, Transfers
+from actors.migration.transfers import NoteEvent, Transfers
 from core.records import SampleKey
 from engine.engine import Engine
 from engine.exchange import CachePiece
@@ -30,7 +30,7 @@ class MigrationContext:
     "tells the scheduler, at least once and in order with completions"
     open_epochs: dict[SampleKey, int]
     "the loop's log of samples that are open here, kept up to date"
-    note: NoteSpan
+    note: NoteEvent
     "told of what the decode thread did for a move"
     clock: Callable[[], float]
     "seconds, for timeouts"

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from actors.generation.trace_events import SpanKind
+from actors.generation.trace_events import TraceKind
 from actors.migration.settings import MigrationSettings
 from actors.transport.channels import Sender, Ticket, Transport
 from actors.transport.frames import claimed_sequence, frame_bytes, open_frame, seal
@@ -31,7 +31,7 @@ from policies.migration.cache_frames import Frame
 
 logger = logging.getLogger(__name__)
 ABORTED = (1 << 48) - 1
-NoteSpan = Callable[[SpanKind, float, float, str], None]
+NoteEvent = Callable[[TraceKind, float, float, str], None]
 
 
 @dataclass(slots=True, eq=False)
@@ -46,7 +46,7 @@ class Transfers:
     """The transfer threads of one instance. Methods return at once; `done` callbacks run on those threads."""
 
     def __init__(
-        self, transport: Transport, settings: MigrationSettings, note: NoteSpan = lambda *span: None
+        self, transport: Transport, settings: MigrationSettings, note: NoteEvent = lambda *span: None
     ) -> None:
         """`note(kind, begin_s, end_s, label)` is told of every transfer."""
         self._transport = transport

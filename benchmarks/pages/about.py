@@ -57,9 +57,8 @@ ABOUT = {
         question="What do moves win over static placement, over pull, and over the paper's rule?",
         how="A pair with 16 layers, 256 samples of up to 900 tokens, lengths that no policy knows. `skewed`: the "
         "longest half on one instance; `resident`: every sample has a slot. While requests are queued, freed slots "
-        "refill at once and moves rarely trigger; on these CPUs an instance with fewer than some 16 "
-        "samples is no faster, so "
-        "little can be won. Single rollouts vary by a tenth.",
+        "refill at once and moves rarely trigger; on these CPUs an instance with fewer than some 16 samples is no "
+        "faster, so little can be won. Single rollouts vary by a tenth.",
     ),
     "profile": About(
         title="Profile",

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from actors.generation.trace_events import SpanKind, TraceEvent
+from actors.generation.trace_events import TraceEvent, TraceKind
 from policies.scheduling.events import MoveRecord
 
 
@@ -129,7 +129,7 @@ def overlap_s(intervals: Sequence[Interval], others: Iterable[Interval]) -> floa
 
 
 def _lane(instance: str, spans: Sequence[TraceEvent], began_s: float) -> Lane:
-    def of(kind: SpanKind) -> tuple[Interval, ...]:
+    def of(kind: TraceKind) -> tuple[Interval, ...]:
         found = [_interval(span, began_s) for span in spans if span.kind == kind]
         return tuple(sorted(_one_after_the_other(found), key=lambda one: one.begin_s))
 

@@ -20,7 +20,7 @@ from engine.cpu.scores import pack_queries, write_scores
 from engine.cpu.weighted_values import write_means
 from engine.cpu.writer import ADDRESS, FLOAT, INTEGER, MINUS_INFINITY, WIDTH, Writer
 
-SPAN_FIELDS = ("slot", "first", "count", "start", "base", "columns", "seen", "depth")
+SEGMENT_FIELDS = ("slot", "first", "count", "start", "base", "columns", "seen", "depth")
 """Of each segment, as 64-bit integers: its slot; its first packed token and their number; the position of the first;
 tokens that all see; columns behind them; addresses of what each token sees of the columns (bytes [count, columns];
 0: a chain) and of the columns' depth (integers; 0: a chain)."""
@@ -94,10 +94,10 @@ def write_attend(module: ir.Module, size: int, width: int) -> None:
 
 def _span(w: Writer, index: Any) -> dict[str, Any]:
     """Load the fields of a segment."""
-    first = w.times(index, len(SPAN_FIELDS))
+    first = w.times(index, len(SEGMENT_FIELDS))
     return {
         name: w.load(w.at["segments"], w.ir.add(first, INTEGER(number)), INTEGER, element=INTEGER)
-        for number, name in enumerate(SPAN_FIELDS)
+        for number, name in enumerate(SEGMENT_FIELDS)
     }
 
 

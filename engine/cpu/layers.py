@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from llvmlite import ir
 
-from engine.cpu.attention import SPAN_FIELDS
+from engine.cpu.attention import SEGMENT_FIELDS
 from engine.cpu.writer import ADDRESS, FLOAT, INTEGER, LOG2_E, VECTOR, WIDTH, Writer
 
 NORMS = {
@@ -113,7 +113,7 @@ def write_turn(module: ir.Module) -> None:
     w = Writer(module, "turn", TURN)
     at, size = w.at, w.at["size"]
     with w.loop(at["num"]) as segment:
-        place = w.sum(w.times(segment.index, len(SPAN_FIELDS)), INTEGER(SPAN_FIELDS.index("start")))
+        place = w.sum(w.times(segment.index, len(SEGMENT_FIELDS)), INTEGER(SEGMENT_FIELDS.index("start")))
         position = w.load(at["segments"], place, INTEGER, element=INTEGER)
         out = w.address(at["out"], w.times(segment.index, size))
         w.copy(out, w.address(at["table"], w.times(position, size)), size)
@@ -124,7 +124,7 @@ def write_advance(module: ir.Module) -> None:
     """`advance`: segments start one position later."""
     w = Writer(module, "advance", ADVANCE)
     with w.loop(w.at["num"]) as segment:
-        place = w.sum(w.times(segment.index, len(SPAN_FIELDS)), INTEGER(SPAN_FIELDS.index("start")))
+        place = w.sum(w.times(segment.index, len(SEGMENT_FIELDS)), INTEGER(SEGMENT_FIELDS.index("start")))
         start = w.load(w.at["segments"], place, INTEGER, element=INTEGER)
         w.ir.store(w.ir.add(start, INTEGER(1)), w.address(w.at["segments"], place, INTEGER), align=8)
     w.finish()

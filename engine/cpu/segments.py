@@ -6,12 +6,12 @@ import numpy as np
 from torch import Tensor
 
 from engine.cache.kv_pool import KVPool
-from engine.cpu.attention import BLOCK_ROWS, SPAN_FIELDS
+from engine.cpu.attention import BLOCK_ROWS, SEGMENT_FIELDS
 from engine.cpu.program import native_code
 from engine.cpu.writer import LOG2_E
 
 Segments = np.ndarray
-"[segments, SPAN_FIELDS] int64, by packed token"
+"[segments, SEGMENT_FIELDS] int64, by packed token"
 
 
 def segments_of(
@@ -47,7 +47,7 @@ def segments_of(
             f"tokens up to position {end} of slot {int(slots.max())} are to be written; "
             f"the pool has {pool.num_slots} slots of {pool.capacity}"
         )
-    table = np.zeros((len(slots), len(SPAN_FIELDS)), dtype=np.int64)
+    table = np.zeros((len(slots), len(SEGMENT_FIELDS)), dtype=np.int64)
     table[:, 0] = slots
     table[1:, 1] = np.cumsum(counts)[:-1]
     table[:, 2] = counts

@@ -56,7 +56,7 @@ class MatrixLinear:
         """See `Linear`."""
         rows = x.shape[0]
         if rows < MIN_ROWS:
-            return self(_with_rows(x, MIN_ROWS))[:rows]
+            return self(with_rows(x, MIN_ROWS))[:rows]
         if self._bias is None:
             return torch.mm(x, self._matrix)
         return torch.addmm(self._bias, x, self._matrix)
@@ -65,7 +65,7 @@ class MatrixLinear:
         """See `Linear`."""
         rows = x.shape[0]
         if rows < MIN_ROWS:
-            return self.add_to(_with_rows(residual, MIN_ROWS), _with_rows(x, MIN_ROWS))[:rows]
+            return self.add_to(with_rows(residual, MIN_ROWS), with_rows(x, MIN_ROWS))[:rows]
         residual.addmm_(x, self._matrix)
         return residual if self._bias is None else residual.add_(self._bias)
 
@@ -82,10 +82,10 @@ class StreamedLinear:
 
     def __init__(self, weight: Float[Tensor, "N K"], bias: Float[Tensor, " N"] | None) -> None:
         self.columns, self.depth = weight.shape
-        padded = F.pad(weight, (0, 0, 0, -self.columns % PANEL))
-        self._panels = padded.view(-1, PANEL, self.depth).transpose(1, 2).contiguous()
+        rows = self.columns + -self.columns % PANEL
+        self._panels = with_rows(weight, rows).view(-1, PANEL, self.depth).transpose(1, 2).contiguous()
         self.num_panels = self._panels.shape[0]
-        self.bias = None if bias is None else F.pad(bias.float(), (0, -self.columns % PANEL))
+        self.bias = None if bias is None else with_rows(bias.float(), rows)
         self._code = common_code()
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -105,8 +105,8 @@ class StreamedLinear:
         last = panels[whole:].reshape(-1, self.depth)
         return (
             same_bits(panels[:whole], weight[: whole * PANEL].reshape(whole, PANEL, self.depth))
-            and same_bits(last, _padded(weight[whole * PANEL :], len(last)))
-            and same_bits(self.bias, None if bias is None else _padded(bias, self.num_panels * PANEL))
+            and same_bits(last, with_rows(weight[whole * PANEL :], len(last)))
+            and same_bits(self.bias, None if bias is None else with_rows(bias, self.num_panels * PANEL))
         )
 
     def operation(self, *, added: bool) -> str:
@@ -159,12 +159,9 @@ class PrepackedLinear:
         return same_bits(self._packed.to_dense(), weight) and same_bits(self._bias, bias)
 
 
-def _with_rows(x: Tensor, rows: int) -> Tensor:
-    return F.pad(x, (0, 0, 0, rows - x.shape[0]))
-
-
-def _padded(x: Tensor, rows: int) -> Tensor:
-    return torch.cat([x, x.new_zeros(rows - len(x), *x.shape[1:])])
+def with_rows(x: Tensor, rows: int) -> Tensor:
+    """Return x [n, ...] with zeros behind it, [rows, ...]."""
+    return F.pad(x, (0, 0) * (x.dim() - 1) + (0, rows - x.shape[0]))
 
 
 def same_bits(copy: Tensor | None, of: Tensor | None) -> bool:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers.modeling_utils import PreTrainedModel
 
-from engine.model.linears import Linear, compute_dtype, make_linear, same_bits, streams
+from engine.model.linears import Linear, compute_dtype, make_linear, same_bits, streams, with_rows
 
 INNER_STEP = 32
 
@@ -133,6 +133,7 @@ class LlamaLayout:
             layer.post_attention_layernorm, [mlp.gate_proj.weight, mlp.up_proj.weight]
         )
         pad = -gate.shape[0] % INNER_STEP
+        inner = gate.shape[0] + pad
         return FusedLayer(
             attention_gain=attention_gain,
             qkv=Weights(
@@ -143,10 +144,10 @@ class LlamaLayout:
             out=Weights(attention.o_proj.weight.to(self._weight_dtype), attention.o_proj.bias),
             mlp_gain=mlp_gain,
             gate_up=Weights(
-                torch.cat([_pad_rows(gate, pad), _pad_rows(up, pad)]),
+                torch.cat([with_rows(gate, inner), with_rows(up, inner)]),
                 None
                 if mlp.gate_proj.bias is None
-                else torch.cat([_pad_rows(mlp.gate_proj.bias, pad), _pad_rows(mlp.up_proj.bias, pad)]),
+                else torch.cat([with_rows(mlp.gate_proj.bias, inner), with_rows(mlp.up_proj.bias, inner)]),
             ),
             down=Weights(F.pad(mlp.down_proj.weight, (0, pad)).to(self._weight_dtype), mlp.down_proj.bias),
         )
@@ -195,7 +196,3 @@ def _pairs_together(x: Tensor, *, dim: int) -> Tensor:
     half = x.shape[dim] // 2
     order = torch.arange(2 * half, device=x.device).view(2, half).t().reshape(-1)
     return x.index_select(dim, order)
-
-
-def _pad_rows(x: Tensor, count: int) -> Tensor:
-    return torch.cat([x, x.new_zeros(count, *x.shape[1:])])

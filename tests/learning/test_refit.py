@@ -9,7 +9,7 @@ import torch
 
 from core.config import DrafterTrainingConfig
 from engine.decoding.logprobs import scaled_logits, token_logprobs
-from learning.distillation_batch import draft_lesson
+from learning.distillation_batch import distillation_batches
 from learning.draft_refit import DraftRefitter
 from learning.experience import collate
 from learning.pairs.hf_sampling import sample_responses
@@ -136,9 +136,9 @@ def test_it_ends_within_its_budget_and_uses_what_it_can(make_refitter, make_roll
 def test_passes_are_bounded_however_large_the_budget(make_refitter, make_rollouts):
     draft = tiny_model()
     rollouts = sampled_rollouts(drifted(draft), make_rollouts, 32)
-    lesson = draft_lesson(rollouts, soft_targets=None, max_tokens=64, pad_token_id=0)
+    data = distillation_batches(rollouts, soft_targets=None, max_tokens=64, pad_token_id=0)
     report = make_refitter(draft, max_passes=2).refit(rollouts, budget_s=1e9)
-    assert report.num_steps == 2 * len(lesson.batches) > 2
+    assert report.num_steps == 2 * len(data.batches) > 2
 
 
 def test_a_budget_for_no_step_changes_nothing_and_costs_nothing(make_refitter, make_rollouts, clock):
@@ -179,7 +179,7 @@ def poisoned(make_rollouts):
     draft = tiny_model()
     target = drifted(draft)
     rollouts = sampled_rollouts(target, make_rollouts, 32)
-    held_out = draft_lesson(rollouts, soft_targets=None, max_tokens=64, pad_token_id=0).held_out
+    held_out = distillation_batches(rollouts, soft_targets=None, max_tokens=64, pad_token_id=0).held_out
     store = targets_of(target, rollouts)
     index = next(index for index in range(32) if index not in held_out)
     length = rollouts[index].completion.num_tokens
@@ -217,8 +217,8 @@ def test_the_divergence_is_taken_at_the_response_tokens_and_under_the_temperatur
     rollouts = make_rollouts(target, 4, temperature=temperature)
     store = targets_of(target, rollouts, num_tokens=19, temperature=temperature)
     for soft_targets in (None, store):
-        lesson = draft_lesson(rollouts, soft_targets=soft_targets, max_tokens=512, pad_token_id=0)
-        got = lesson.divergence(draft, [0, 1, 2, 3], temperature=temperature, vocab_size=19)
+        data = distillation_batches(rollouts, soft_targets=soft_targets, max_tokens=512, pad_token_id=0)
+        got = data.divergence(draft, [0, 1, 2, 3], temperature=temperature, vocab_size=19)
         by_hand = [
             value
             for rollout in rollouts
@@ -241,19 +241,19 @@ def divergence_by_hand(target, draft, rollout, temperature: float, soft: bool) -
 
 def test_no_group_is_both_held_out_and_learned_from(model, make_rollouts):
     rollouts = make_rollouts(model, 40, group_size=4)
-    lesson = draft_lesson(rollouts, soft_targets=None, max_tokens=40, pad_token_id=0)
-    learned = [row for rows in lesson.batches for row in rows]
+    data = distillation_batches(rollouts, soft_targets=None, max_tokens=40, pad_token_id=0)
+    learned = [row for rows in data.batches for row in rows]
     groups = [rollout.completion.group_id for rollout in rollouts]
-    assert lesson.held_out and not {groups[row] for row in lesson.held_out} & {groups[row] for row in learned}
+    assert data.held_out and not {groups[row] for row in data.held_out} & {groups[row] for row in learned}
     assert len(learned) == len(set(learned)) == 40 - 2 * 4
-    assert all(lesson.num_padded_tokens(rows) <= 40 for rows in [*lesson.batches, lesson.held_out])
+    assert all(data.num_padded_tokens(rows) <= 40 for rows in [*data.batches, data.held_out])
 
 
 def test_samples_of_a_single_group_are_split_among_themselves(model, make_rollouts):
-    lesson = draft_lesson(
+    data = distillation_batches(
         make_rollouts(model, 6, group_size=6), soft_targets=None, max_tokens=512, pad_token_id=0
     )
-    assert (lesson.held_out, sorted(lesson.batches[0])) == ([0], [1, 2, 3, 4, 5])
+    assert (data.held_out, sorted(data.batches[0])) == ([0], [1, 2, 3, 4, 5])
 
 
 def test_a_draft_whose_held_out_divergence_hides_an_infinite_weight_is_given_up(
@@ -270,7 +270,7 @@ def test_a_draft_whose_held_out_divergence_hides_an_infinite_weight_is_given_up(
             next(model.parameters())[0, 0] = math.inf
 
     monkeypatch.setattr(refitter._trainer, "apply", spoil)
-    monkeypatch.setattr(refitter, "_evaluate", lambda lesson: 0.0)
+    monkeypatch.setattr(refitter, "_evaluate", lambda data: 0.0)
     report = refitter.refit(make_rollouts(make_model()), budget_s=1e9)
     assert (report.outcome, report.weight_version) == ("not_finite", 0)
     assert all(torch.equal(new, old) for new, old in zip(model.parameters(), before, strict=True))

@@ -4,16 +4,13 @@ import random
 
 import numpy as np
 import pytest
+from move_messages import complete, request
 
 from core.errors import RlhfSpecError
 from core.records import (
     Completion,
-    FinishReason,
-    Prompt,
     SampleKey,
     SampleRequest,
-    SamplingParams,
-    WeightSpan,
 )
 from policies.scheduling.events import (
     Abandon,
@@ -28,35 +25,6 @@ from policies.scheduling.events import (
     Submit,
 )
 from policies.scheduling.scheduler import Scheduler
-
-
-def request(index: int) -> SampleRequest:
-    prompt = Prompt(prompt_id=index, token_ids=np.arange(index % 5 + 1))
-    return SampleRequest(
-        key=SampleKey(run_seed=0, sample_index=index), prompt=prompt, sampling=SamplingParams()
-    )
-
-
-def complete(req: SampleRequest, instance: str, *, token: int | None = None) -> Completion:
-    """The rollout as a pure function of the key; `token` plants a difference."""
-    tokens = np.arange(req.key.sample_index, req.key.sample_index + 3)
-    if token is not None:
-        tokens[-1] = token
-    logprobs = -np.ones(3, dtype=np.float32) * (1 + req.key.sample_index)
-    return Completion(
-        key=req.key,
-        prompt_id=req.prompt.prompt_id,
-        group_id=req.group_id,
-        epoch=req.epoch,
-        token_ids=tokens,
-        policy_logprobs=logprobs,
-        sampling_logprobs=logprobs,
-        finish_reason=FinishReason.STOP,
-        weight_spans=(WeightSpan(weight_version=0, first_position=0),),
-        instance=instance,
-        num_decode_steps=3,
-        num_accepted_tokens=0,
-    )
 
 
 def arrived(count: int) -> SamplesArrived:
