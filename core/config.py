@@ -233,6 +233,8 @@ class ReallocationConfig(Section):
     frame_bytes: int = Field(default=1 << 19, ge=1024)
     transfer_share: float = Field(default=0.15, gt=0.0, le=1.0)
     "most of its time that a transfer thread may be busy: transfers must not slow the samples that stay"
+    max_bytes_per_s: float | None = Field(default=None, gt=0.0)
+    "of each transfer, for a network that others need too; null: no limit"
 
 
 class AlgorithmConfig(Section):

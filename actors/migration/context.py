@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from actors.migration.settings import MigrationSettings
 from actors.migration.transfers import NoteSpan, Transfers
+from core.config import ReallocationConfig
 from core.records import SampleKey
 from engine.engine import Engine
 from policies.migration.move_messages import Claim, MoveOrder, MoveReport, News, PeerMessage
@@ -20,7 +20,7 @@ class MigrationContext:
     engine_or_none: Callable[[], Engine | None]
     "None until its weights have come"
     transfers: Transfers
-    settings: MigrationSettings
+    settings: ReallocationConfig
     post: Callable[[str, PeerMessage], None]
     "sends a message to a peer; must not wait"
     come_back: Callable[[News], object]
