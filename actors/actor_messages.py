@@ -38,6 +38,8 @@ class GenerationSpec:
     "None: no sample ever moves"
     profile: Profile | None = None
     "what the policy `goodput` goes by: numbers, no tables"
+    step_log: bool = False
+    "keep every decode step's record until it is taken"
 
     @property
     def model_names(self) -> tuple[str, ...]:

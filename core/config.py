@@ -82,6 +82,8 @@ class RunConfig(Section):
     "the only thing kept in the home folder: model pairs the project made itself"
     checkpoint_every: int = Field(default=0, ge=0)
     "iterations between checkpoints; 0 writes only the last"
+    step_log: bool = False
+    "true: write what every decode step saw, decided and did, for `rlhfspec replay`"
 
 
 class ModelsConfig(Section):

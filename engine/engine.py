@@ -85,6 +85,7 @@ class Engine:
         self.max_total_tokens = max_total_tokens
         self._tally = Tally()
         self.step_records: deque[StepRecord] = deque(maxlen=STEP_LOG_LENGTH)
+        self.step_log: list[StepRecord] | None = None  # all of them, for whoever puts a list here
         self._max_prefill_tokens = max_prefill_tokens
         self._clock = clock
         self._observe_s = 0.0
@@ -371,6 +372,8 @@ class Engine:
         if alarm is not None:
             self._raise_drafter_alarm(alarm)
         self.step_records.append(record)
+        if self.step_log is not None:
+            self.step_log.append(record)
         self._tally.add(
             num_decode_steps=1,
             num_sample_steps=record.num_samples,

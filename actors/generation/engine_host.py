@@ -70,6 +70,8 @@ class ManifestHost:
             drafter_version=self._versions.get("draft", 0),
             profile=self._spec.profile,
         )
+        if self._spec.step_log:
+            self._engine.step_log = []
 
     def _check_profile(self) -> None:
         """Require the profile's hardware here. Weights may have moved on. Raises ProfileError naming what differs."""

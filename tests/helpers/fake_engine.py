@@ -21,6 +21,7 @@ from core.records import (
     SampleKey,
     SampleRequest,
     SamplingParams,
+    StepRecord,
     WeightSpan,
 )
 
@@ -47,6 +48,7 @@ class FakeEngine:
         self.step_s = step_s
         self.poisoned = poisoned
         self.running: dict[SampleKey, tuple[SampleRequest, int]] = {}
+        self.step_log: list[StepRecord] | None = None
         self.num_steps = 0
         self.num_emitted_tokens = 0
 
