@@ -3,6 +3,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 SHELL := /bin/bash
+# Most of a test's time is waiting for Ray: two processes share two cores well.
+TEST_PROCESSES ?= 2
 
 .PHONY: setup demo test check bench-peers
 .DEFAULT_GOAL := demo
@@ -28,7 +30,7 @@ demo: setup
 	$(BIN)/rlhfspec demo
 
 test: setup
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses=$(TEST_PROCESSES) --dist=loadfile --no-loadscope-reorder --durations=20
 
 check: setup
 	$(BIN)/ruff check .

@@ -38,7 +38,7 @@ class TrainingResult:
     num_iterations: int
     weight_version: int
     parameter_checksum: str
-    "of the trained policy; equal runs end with equal checksums"
+    "of the trained target; equal runs end with equal checksums"
 
 
 def run_training(config: Config, inputs: Inputs, run_dir: RunDir, report: Reporter) -> TrainingResult:
@@ -137,7 +137,7 @@ def run_iteration(
 
 
 def save_checkpoints(system: System, run_dir: RunDir, *, iteration: int | None = None) -> None:
-    """Save the trained policy and the drafter as Hugging Face checkpoints."""
+    """Save the trained target and the drafter as Hugging Face checkpoints."""
     for model, weights in (("target", system.target), ("draft", system.draft)):
         if weights is not None:
             save_checkpoint(

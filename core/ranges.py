@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 
 import numpy as np
@@ -11,6 +10,8 @@ from core.errors import ConfigError
 
 LEAST_TEMPERATURE = 1e-5
 "Below it logits over T overflow; 0 is meant."
+LARGEST_TEMPERATURE = 1e30
+"Every token is as likely as any other long before; float32 holds it."
 
 
 def require_sampling_ranges(
@@ -21,8 +22,9 @@ def require_sampling_ranges(
     _require(
         "temperature",
         temperature,
-        f"0 (greedy) or a finite number of at least {LEAST_TEMPERATURE}",
-        isinstance(temperature, number) and (temperature == 0 or LEAST_TEMPERATURE <= temperature < math.inf),
+        f"0 (greedy) or a number from {LEAST_TEMPERATURE} to {LARGEST_TEMPERATURE}",
+        isinstance(temperature, number)
+        and (temperature == 0 or LEAST_TEMPERATURE <= temperature <= LARGEST_TEMPERATURE),
     )
     _require(
         "top_k",

@@ -10,6 +10,7 @@ over the running batch; `n` counts draft nodes, the root (last committed token) 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -66,13 +67,24 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = _SAMPLING.stop_token_ids
 
     def __post_init__(self) -> None:
+        stops = self.stop_token_ids
+        stops = tuple(stops) if isinstance(stops, Iterable) else stops
         require_sampling_ranges(
             temperature=self.temperature,
             top_k=self.top_k,
             top_p=self.top_p,
             max_new_tokens=self.max_new_tokens,
-            stop_token_ids=self.stop_token_ids,
+            stop_token_ids=stops,
         )
+        # numbers of numpy's narrow types would wrap where they are added up
+        for name, value in (
+            ("temperature", float(self.temperature)),
+            ("top_k", int(self.top_k)),
+            ("top_p", float(self.top_p)),
+            ("max_new_tokens", int(self.max_new_tokens)),
+            ("stop_token_ids", tuple(int(token) for token in stops)),
+        ):
+            object.__setattr__(self, name, value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -307,7 +319,6 @@ class InstanceLoad:
     num_waiting: int
     num_free_slots: int
     context_tokens: int
-    free_cache_tokens: int
     weight_version: int
     drafter_version: int
     decode_step: int

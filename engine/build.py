@@ -83,7 +83,7 @@ def build_engine(
     if device.type == "cpu":
         use_threads(engine.num_threads)
     numerics = resolve_numerics(engine, device)
-    vocab_size = vocab_size or int(target.config.get_text_config().vocab_size)
+    vocab_size = _vocab_size(target, vocab_size)
     policy = policy or build_policy(speculation, profile)
     attention = attention_for(engine, numerics, device)
     graph_bytes = engine.graph_memory_mb * 10**6
@@ -248,6 +248,13 @@ def _check_context(model: PreTrainedModel, role: str, max_total_tokens: int) -> 
             f"the longest prompt and response take {max_total_tokens} tokens, the {role} model's context is "
             f"{limit}; lower data.max_prompt_tokens or sampling.max_new_tokens"
         )
+
+
+def _vocab_size(target: PreTrainedModel, wanted: int | None) -> int:
+    have = int(target.config.get_text_config().vocab_size)
+    if wanted is not None and not 1 <= wanted <= have:
+        raise ConfigError(f"expected a vocab_size from 1 to {have}, the target's, got {wanted!r}")
+    return wanted or have
 
 
 def _check_draft_vocabulary(draft: PreTrainedModel, vocab_size: int) -> None:

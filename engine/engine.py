@@ -10,7 +10,7 @@ import itertools
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Literal
 
 import numpy as np
@@ -42,8 +42,8 @@ from engine.model.prefill import fill_committed
 from engine.model.prefill_plan import PrefillPiece
 from engine.model.runner import ModelRunner
 from engine.outcomes import completion_of, not_finite_error, where_not_finite
-from engine.requests import require_can_be_sampled, require_distinct
-from engine.weights.chunks import model_checksum
+from engine.requests import require_can_go_on, require_distinct
+from engine.weights.chunks import model_checksum, require_loadable
 from policies.drafting.draft_policy import DrafterAlarm, DraftPolicy, RefiningPolicy, WatchfulPolicy
 
 logger = logging.getLogger(__name__)
@@ -85,7 +85,8 @@ class Engine:
         self.max_total_tokens = max_total_tokens
         self._tally = Tally()
         self.step_records: deque[StepRecord] = deque(maxlen=STEP_LOG_LENGTH)
-        self.step_log: list[StepRecord] | None = None  # all of them, for whoever puts a list here
+        self.step_log: list[StepRecord] | None = None
+        "all of them, where it is set to a list; who takes them sets it to a new one"
         self._max_prefill_tokens = max_prefill_tokens
         self._clock = clock
         self._observe_s = 0.0
@@ -114,9 +115,7 @@ class Engine:
 
         Raises DataError for what cannot be sampled; WeightsError when other weights than ours chose its tokens.
         """
-        require_can_be_sampled(
-            state.request, vocab_size=self.runner.vocab_size, max_total_tokens=self.max_total_tokens
-        )
+        require_can_go_on(state, vocab_size=self.runner.vocab_size, max_total_tokens=self.max_total_tokens)
         self.require_version(state)
         self._waiting.append(state)
 
@@ -129,11 +128,12 @@ class Engine:
                 "it again from its prompt"
             )
 
-    def generate(self, requests: Sequence[SampleRequest]) -> list[Completion]:
+    def generate(self, requests: Iterable[SampleRequest]) -> list[Completion]:
         """Generate all responses and return them in the order of the requests.
 
         Raises as `submit` and `step`; nothing of the requests is left in the engine then.
         """
+        requests = list(requests)
         waiting = (state.request for state in self._waiting)
         keys = require_distinct(requests, (*self._batch.requests, *waiting))
         done: dict[SampleKey, Completion] = {}
@@ -145,8 +145,10 @@ class Engine:
         except BaseException:
             for key in keys:
                 self.exchange.drop(key)
-            self._unclaimed = [completion for completion in self._unclaimed if completion.key not in keys]
             raise
+        finally:
+            # samples that were submitted before: the next step returns them
+            self._unclaimed = [c for c in (*self._unclaimed, *done.values()) if c.key not in keys]
         return [done[request.key] for request in requests]
 
     @property
@@ -281,7 +283,6 @@ class Engine:
             num_waiting=len(self._waiting),
             num_free_slots=max(self.exchange.num_free_slots, 0),
             context_tokens=self._batch.context_tokens,
-            free_cache_tokens=self.exchange.kv_admission.free_tokens,
             weight_version=self.weight_version,
             drafter_version=self.drafter_version,
             decode_step=self._tally["num_decode_steps"],
@@ -310,8 +311,10 @@ class Engine:
     def load_weights(self, manifest: WeightManifest, tensors: dict[str, Tensor]) -> None:
         """Load a published version of the target or the draft model.
 
-        Raises WeightsError when target weights come while samples are open, or there is no draft model.
+        Raises WeightsError when target weights come while samples are open, or there is no draft model, and
+        NotFiniteError for weights that are NaN or infinite; the weights before them stay then.
         """
+        require_loadable(manifest, tensors)
         if manifest.model == "draft":
             if not isinstance(self.drafter, ModelDrafter):
                 raise WeightsError(f"instance {self.instance} has no draft model to load weights into")
@@ -374,20 +377,7 @@ class Engine:
         self.step_records.append(record)
         if self.step_log is not None:
             self.step_log.append(record)
-        self._tally.add(
-            num_decode_steps=1,
-            num_sample_steps=record.num_samples,
-            num_draft_tokens=record.num_draft_tokens,
-            num_accepted_tokens=record.num_accepted_tokens,
-            num_accepted_rank2_plus=record.num_accepted_rank2_plus,
-            num_emitted_tokens=record.num_emitted_tokens,
-            num_completions=num_completions,
-            draft_s=record.draft_s,
-            verify_s=record.verify_s,
-            accept_s=record.accept_s,
-            other_s=record.other_s,
-            select_s=record.select_s,
-        )
+        self._tally.add_step(record, num_completions)
 
     def _raise_drafter_alarm(self, alarm: DrafterAlarm) -> None:
         model = self.drafter.model if isinstance(self.drafter, ModelDrafter) else None

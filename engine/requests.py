@@ -8,13 +8,18 @@ from collections.abc import Sequence
 import numpy as np
 
 from core.errors import DataError
-from core.records import SampleKey, SampleRequest
+from core.records import SampleKey, SampleRequest, Stream
+from core.sample_state import SampleState
 
 
 def require_can_be_sampled(request: SampleRequest, *, vocab_size: int, max_total_tokens: int) -> None:
     """Raise DataError unless prompt, stop tokens and key are ones that the model knows and the cache has room for."""
-    ids, number = np.asarray(request.prompt.token_ids), request.prompt.prompt_id
-    if ids.ndim != 1 or not len(ids) or not np.issubdtype(ids.dtype, np.integer):
+    number = request.prompt.prompt_id
+    try:
+        ids = np.asarray(request.prompt.token_ids)
+    except (ValueError, TypeError, OverflowError) as error:
+        raise DataError(f"prompt {number}: expected token_ids as one row of integers: {error}") from error
+    if ids.ndim != 1 or not len(ids) or ids.dtype.kind not in "iu":
         raise DataError(
             f"prompt {number}: expected token_ids as one row of integers, at least one, got {ids.dtype} of shape "
             f"{list(ids.shape)}; tokenize the prompt without padding or a batch dimension"
@@ -31,13 +36,42 @@ def require_can_be_sampled(request: SampleRequest, *, vocab_size: int, max_total
             f"prompt {number}: {len(ids)} prompt tokens and up to {request.sampling.max_new_tokens} new ones do not "
             f"fit {max_total_tokens} tokens of context; shorten the prompt or lower sampling.max_new_tokens"
         )
-    index = request.key.sample_index
-    if not isinstance(index, (int, np.integer)) or not 0 <= index < 2**64:
-        raise DataError(f"prompt {number}: expected a sample_index from 0 to 2^64 - 1, got {index!r}")
+    require_key(request.key)
+
+
+def require_can_go_on(state: SampleState, *, vocab_size: int, max_total_tokens: int) -> None:
+    """Raise DataError unless the request can be sampled and its response so far is the model's and not at its end."""
+    require_can_be_sampled(state.request, vocab_size=vocab_size, max_total_tokens=max_total_tokens)
+    ids, sampling = state.token_ids, state.request.sampling
+    if not len(ids):
+        return
+    who = f"sample {state.request.key.sample_index}"
+    lengths = {len(ids), len(state.policy_logprobs), len(state.sampling_logprobs)}
+    if len(lengths) > 1 or ids.dtype.kind not in "iu" or not 0 <= ids.min() <= ids.max() < vocab_size:
+        raise DataError(
+            f"{who}: expected as many log-probabilities as tokens, all from 0 to {vocab_size - 1}; it cannot go on"
+        )
+    if len(ids) >= sampling.max_new_tokens or np.isin(ids, sampling.stop_token_ids).any():
+        raise DataError(
+            f"{who}: its {len(ids)} tokens are a whole response (sampling.max_new_tokens {sampling.max_new_tokens}); "
+            "there is nothing to go on with"
+        )
+
+
+def require_key(key: SampleKey) -> None:
+    """Raise DataError unless every part of the key is one that the noise tells from all others."""
+    for name, value in (("run_seed", key.run_seed), ("sample_index", key.sample_index)):
+        whole = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+        if not whole or not 0 <= value < 2**64:
+            raise DataError(f"a sample's key: expected a {name} from 0 to 2^64 - 1, got {value!r}")
+    if not isinstance(key.stream, Stream):
+        raise DataError(f"a sample's key: expected a stream of core.records.Stream, got {key.stream!r}")
 
 
 def require_distinct(requests: Sequence[SampleRequest], others: Sequence[SampleRequest]) -> set[SampleKey]:
     """Return the requests' keys. Raises DataError when two of them, or one and one of the others, share a key."""
+    for request in requests:
+        require_key(request.key)
     count = Counter(request.key for request in (*others, *requests))
     keys = {request.key for request in requests}
     for key in keys:

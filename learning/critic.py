@@ -1,7 +1,7 @@
-"""The critic of PPO: a small network on the policy's own hidden states and on how likely its tokens were.
+"""The critic of PPO: a small network on the target's own hidden states and on how likely its tokens were.
 
 It reads the trunk without sending gradients into it, so value errors, large at first, cannot disturb the
-policy, no second model is held, and the states of a batch, computed once, serve many passes.
+target, no second model is held, and the states of a batch, computed once, serve many passes.
 
 Beside the hidden state it sees the history of log-probabilities: an unlikely token is often a slip, and
 a critic that notices it puts the blame on that token instead of the whole response.
@@ -82,7 +82,7 @@ class Critic:
     ) -> float:
         """Regress on the returns; return the mean loss of the first pass.
 
-        Source: Schulman et al. 2017, equation 9 (the value term), apart from the policy's updates as in
+        Source: Schulman et al. 2017, equation 9 (the value term), apart from the target's updates as in
         Cobbe et al. 2021, 'Phasic policy gradient', section 2.
         """
         old_values = self.values(hidden, history)

@@ -1,7 +1,7 @@
 """The learner: PPO and GRPO on finished rollouts, deterministic to the last bit.
 
 PPO: Schulman et al. 2017, algorithm 1, with GAE. GRPO: Shao et al. 2024, algorithm 1.
-Old log-probabilities are the engine's; the reference is a frozen copy of the initial policy.
+Old log-probabilities are the engine's; the reference is a frozen copy of the initial target.
 Equal rollouts give bitwise equal parameters: samples are ordered by index, minibatches are drawn from
 (seed, weight version), and nothing else is random.
 """
@@ -48,7 +48,7 @@ from learning.update_metrics import MinibatchFigures
 
 
 class Learner:
-    """Holds the policy, its optimizer, for PPO a critic, and with KL control a reference."""
+    """Holds the target, its optimizer, for PPO a critic, and with KL control a reference."""
 
     def __init__(
         self,
@@ -156,7 +156,7 @@ class Learner:
         self.seed = state["seed"]
 
     def _targets(self, experience: Experience, generator: torch.Generator) -> Targets:
-        """Compute advantages and reference log-probabilities once, before any step of the policy."""
+        """Compute advantages and reference log-probabilities once, before any step of the target."""
         reference = self._reference_logprobs(experience)
         figures: dict[str, float] = {}
         if reference is not None:
@@ -195,7 +195,7 @@ class Learner:
     ) -> Tensor:
         """GAE under the critic as it is; then the critic learns from this batch, for the next one.
 
-        The critic's returns are undiluted by lambda (lambda = 1), the policy's advantages are not.
+        The critic's returns are undiluted by lambda (lambda = 1), the target's advantages are not.
         Source: Yuan et al. 2025, 'What's behind PPO's collapse in long-CoT?', section 4 (decoupled GAE).
         """
         algorithm, mask = self.algorithm, experience.mask

@@ -4,7 +4,7 @@ The update computes the logits of every response token anyway; the likeliest tok
 set aside here, so distillation needs no forward of the teacher. They are those of the last epoch, at most
 one update old. What is not among the kept tokens counts as one event, 'any other token'.
 
-Source: Hinton et al. 2015, section 2 (soft targets); co-training a drafter on the policy's training
+Source: Hinton et al. 2015, section 2 (soft targets); co-training a drafter on the target's training
 forward is what NeMo-RL does with EAGLE heads.
 """
 

@@ -13,5 +13,5 @@ class Targets:
 
     advantages: Tensor
     reference: Tensor | None
-    "the reference policy's log-probabilities, None without KL control"
+    "the reference model's log-probabilities, None without KL control"
     figures: dict[str, float]

@@ -9,9 +9,11 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+SOURCES = ("core", "profiles", "policies", "engine", "learning", "actors", "cluster", "benchmarks", "tests")
 PATH = re.compile(
     r"`((?:core|profiles|policies|engine|learning|actors|cluster|benchmarks|configs|docs)/[\w./-]*)"
 )
+SECTION = re.compile(r"\bdesign((?:,? (?:and )?\d+\.\d+)+)")
 MEMBER = re.compile(r"`([\w/]+\.py):(\w+)`")
 
 
@@ -30,3 +32,24 @@ def test_every_function_of_the_papers_map_exists() -> None:
         if not re.search(rf"^\s*(def|class) {name}\b", (ROOT / path).read_text(), re.MULTILINE)
     ]
     assert not missing
+
+
+def test_every_design_section_named_exists() -> None:
+    design = (ROOT / "docs" / "design.md").read_text()
+    headings = set(re.findall(r"^#+ (\d+\.\d+) ", design, re.MULTILINE))
+    sources = [path for folder in SOURCES for path in (ROOT / folder).rglob("*.py")]
+    named = [
+        (str(path.relative_to(ROOT)), section)
+        for path in [*sources, *PAGES]
+        for numbers in SECTION.findall(path.read_text())
+        for section in re.findall(r"\d+\.\d+", numbers)
+    ]
+    assert len(named) > 30
+    assert [place for place in named if place[1] not in headings] == []
+
+
+@pytest.mark.parametrize(
+    "page", sorted((ROOT / "docs" / "decisions").glob("*.md")), ids=lambda page: page.name
+)
+def test_a_decision_is_one_page(page: Path) -> None:
+    assert len(page.read_text().split()) <= 600

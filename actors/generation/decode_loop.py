@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -28,6 +29,10 @@ from core.errors import RlhfSpecError
 from core.progress import Progress
 from core.records import Completion, InstanceLoad, SampleKey, SampleRequest, StepRecord, WeightManifest
 from policies.migration.move_messages import MoveReport, News, describe
+
+if TYPE_CHECKING:
+    # it imports torch, which the scheduler has no use for
+    from engine.exchange import CachePiece
 
 logger = logging.getLogger(__name__)
 TICK_S = 0.1
@@ -92,6 +97,8 @@ class NewsOrder:
     news: News
     term: int | None = None
     "of the scheduler that says it; None: it comes from a peer or a transfer thread"
+    pieces: tuple[CachePiece, ...] = ()
+    "of caches, that came beside a peer's message"
 
     def __str__(self) -> str:
         return describe(self.news)
@@ -293,7 +300,7 @@ class DecodeLoop:
         if self._port is None:
             logger.error("instance %s moves no samples, but got: %s", self._instance, order)
             return
-        self._port.take(order.news)
+        self._port.take(order.news, order.pieces)
 
     def _take_step_log(self) -> list[StepRecord]:
         engine = self._host.engine

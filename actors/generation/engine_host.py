@@ -5,7 +5,7 @@ An instance never opens a model path: the first weights arrive as every later ve
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from transformers.modeling_utils import PreTrainedModel
@@ -14,6 +14,7 @@ from actors.actor_messages import GenerationSpec, LoadedWeights
 from core.records import WeightManifest
 from engine.build import build_engine
 from engine.calibration.engine_provenance import here
+from engine.drafters.model_drafter import ModelDrafter
 from engine.engine import Engine
 from engine.weights.chunks import load_into, model_checksum, unpack_weights
 from engine.weights.loading import build_causal_lm
@@ -34,13 +35,15 @@ class ManifestHost:
         return self._engine
 
     def load_weights(self, manifest: WeightManifest, chunks: Sequence[np.ndarray]) -> LoadedWeights:
-        """Load one version of one model, and read back what is now in the module.
+        """Load one version of one model, and read back what decodes from now on.
 
-        Raises WeightsError when chunks and manifest do not match, or a sample is open.
+        Raises WeightsError when chunks and manifest do not match, a sample is open, or a laid-out copy is not what was
+        loaded.
         """
         tensors = unpack_weights(manifest, chunks)
         if self._engine is not None:
             self._engine.load_weights(manifest, tensors)
+            self._require_copies_hold([manifest.model])
         else:
             model = build_causal_lm(manifest.hf_config_json, self._spec.dtype)
             load_into(model, tensors)
@@ -53,6 +56,18 @@ class ManifestHost:
             weight_version=manifest.weight_version,
             checksum=model_checksum(self._models[manifest.model]),
         )
+
+    def _require_copies_hold(self, models: Iterable[str]) -> None:
+        """Raises WeightsError when a copy that the engine decodes from is not what was loaded."""
+        if self._engine is None:
+            return
+        drafter = self._engine.drafter
+        for model in models:
+            who = f"{model} weights of {self._spec.instance}"
+            if model == "target":
+                self._engine.runner.require_copies_hold(who)
+            elif isinstance(drafter, ModelDrafter):
+                drafter.runner.require_copies_hold(who)
 
     def _build_when_complete(self) -> None:
         if set(self._models) < set(self._spec.model_names):
@@ -72,6 +87,8 @@ class ManifestHost:
         )
         if self._spec.step_log:
             self._engine.step_log = []
+        # those that arrived before were confirmed when nothing was laid out yet
+        self._require_copies_hold(self._models)
 
     def _check_profile(self) -> None:
         """Require the profile's hardware here. Weights may have moved on. Raises ProfileError naming what differs."""

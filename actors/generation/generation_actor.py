@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import ray
@@ -33,6 +33,9 @@ from actors.ray_utils.remote import Handle, remote
 from core.errors import WaitTimeout
 from core.records import SampleRequest, WeightManifest
 from policies.migration.move_messages import CallOff, MoveOrder, PeerMessage, Settle
+
+if TYPE_CHECKING:
+    from engine.exchange import CachePiece
 
 
 @remote(max_restarts=0, concurrency_groups={"control": 3, "poll": 1, "moves": 1, "transfer": 1})
@@ -123,12 +126,18 @@ class GenerationActor:
             self._loop.order(NewsOrder(news=verdict, term=term))
 
     @ray.method(concurrency_group="moves")
-    def peer_messages(self, messages: tuple[PeerMessage, ...], sender: str, handle: Handle) -> None:
-        """Take what another instance says about moves."""
+    def peer_messages(
+        self,
+        messages: tuple[PeerMessage, ...],
+        pieces: tuple[tuple[CachePiece, ...], ...],
+        sender: str,
+        handle: Handle,
+    ) -> None:
+        """Take what another instance says about moves, and the pieces of caches beside each message."""
         if self._port is not None:
             self._port.meet(sender, handle)
-        for message in messages:
-            self._loop.order(NewsOrder(news=message))
+        for message, beside in zip(messages, pieces, strict=True):
+            self._loop.order(NewsOrder(news=message, pieces=beside))
 
     @ray.method(concurrency_group="transfer")
     def deliver_frame(self, channel: str, sequence: int, frame: np.ndarray | None) -> str:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from core.records import Completion, SampleKey
 from policies.migration.move_messages import News
+
+if TYPE_CHECKING:
+    from engine.exchange import CachePiece
 
 
 class MigrationPort(Protocol):
@@ -24,8 +27,8 @@ class MigrationPort(Protocol):
         """Samples handed over and not settled: (move, epoch before it)."""
         ...
 
-    def take(self, news: News) -> None:
-        """Take what reached the mailbox."""
+    def take(self, news: News, pieces: tuple[CachePiece, ...] = ()) -> None:
+        """Take what reached the mailbox, and the pieces of caches that came beside it."""
         ...
 
     def before_step(self) -> None:
@@ -63,10 +66,10 @@ class TimedPort:
         """Samples handed over and not settled: (move, epoch before it)."""
         return self._port.set_aside
 
-    def take(self, news: News) -> None:
-        """Take what reached the mailbox."""
+    def take(self, news: News, pieces: tuple[CachePiece, ...] = ()) -> None:
+        """Take what reached the mailbox, and the pieces of caches that came beside it."""
         with self._timed():
-            self._port.take(news)
+            self._port.take(news, pieces)
 
     def before_step(self) -> None:
         """A decode step begins."""

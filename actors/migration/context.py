@@ -9,6 +9,7 @@ from actors.migration.transfers import NoteSpan, Transfers
 from core.config import ReallocationConfig
 from core.records import SampleKey
 from engine.engine import Engine
+from engine.exchange import CachePiece
 from policies.migration.move_messages import Claim, MoveOrder, MoveReport, News, PeerMessage
 
 
@@ -21,8 +22,8 @@ class MigrationContext:
     "None until its weights have come"
     transfers: Transfers
     settings: ReallocationConfig
-    post: Callable[[str, PeerMessage], None]
-    "sends a message to a peer; must not wait"
+    post: Callable[[str, PeerMessage, tuple[CachePiece, ...]], None]
+    "sends a message to a peer, and pieces of caches beside it; must not wait"
     come_back: Callable[[News], object]
     "puts news of the transfer threads into the mailbox"
     report: Callable[[MoveReport], None]

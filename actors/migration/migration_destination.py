@@ -39,6 +39,9 @@ class _Coming:
     machine: DestinationMove
     has_slot: bool = False
     pieces: tuple[CachePiece, ...] = ()
+    "of stage one"
+    tails: tuple[CachePiece, ...] = ()
+    "that came beside the hand-over"
     left_at_s: float | None = None
     "until the first decode step here: when the last one ended at the source"
     figures: dict[str, float] = field(default_factory=dict)
@@ -123,7 +126,7 @@ class MigrationDestination:
                 case FreeSlot():
                     self._free_slot(coming)
                 case Answer():
-                    self._context.post(coming.machine.order.source, action.message)
+                    self._context.post(coming.machine.order.source, action.message, ())
                 case TakeIn():
                     self._take_in(coming, action.message)
                 case Drop():
@@ -158,7 +161,7 @@ class MigrationDestination:
                 self._context.come_back(Received(move_id=order.move_id, error=error))
 
             self._context.transfers.receive(order.source, order.move_id, frames, landed)
-        self._context.post(order.source, Ready(move_id=order.move_id, ticket=ticket))
+        self._context.post(order.source, Ready(move_id=order.move_id, ticket=ticket), ())
         if expect_frames and not frames:
             self._context.come_back(Received(move_id=order.move_id))
 
@@ -168,25 +171,27 @@ class MigrationDestination:
             self._context.engine().exchange.num_reserved -= 1
         coming.pieces = ()
 
-    def take_hand_over(self, message: HandOver) -> None:
-        """Take a sample in, or say why not: the source asks for it back then."""
+    def take_hand_over(self, message: HandOver, tails: tuple[CachePiece, ...]) -> None:
+        """Take a sample in, with its caches' tails, or say why not: the source asks for it back then."""
         move_id = message.order.move_id
         coming, now_s = self._coming.get(move_id), self._context.clock()
         if coming is None:
             reason = f"{self._context.instance} does not expect it, or no more"
-            self._context.post(message.order.source, Refused(move_id=move_id, reason=reason))
+            self._context.post(message.order.source, Refused(move_id=move_id, reason=reason), ())
             return
         try:
             self._context.engine().require_version(message.state)
         except WeightsError as error:
             actions = coming.machine.refuse(str(error), now_s=now_s)
         else:
+            coming.tails = tails
             actions = coming.machine.handle(message, now_s=now_s)
         self._carry_out(move_id, actions)
 
     def _take_in(self, coming: _Coming, message: HandOver) -> None:
         engine, epoch = self._context.engine(), message.order.epoch + 1
-        pieces = (*coming.pieces, *message.tails)
+        tails, coming.tails = coming.tails, ()
+        pieces = (*coming.pieces, *tails)
         if engine.drafter_version != coming.machine.prepare.drafter_version or (
             engine.drafter_version != message.drafter_version
         ):
@@ -210,7 +215,7 @@ class MigrationDestination:
             "computed_tokens": float(computed),
             "context_tokens": float(state.num_committed_tokens),
             "stage1_bytes": float(message.num_stage1_bytes),
-            "stage2_bytes": float(sum(piece.cells.nbytes for piece in message.tails)),
+            "stage2_bytes": float(sum(piece.cells.nbytes for piece in tails)),
         }
 
     def _drop(self, coming: _Coming) -> None:

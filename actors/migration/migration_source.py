@@ -178,7 +178,7 @@ class MigrationSource:
             channel=self._context.transfers.open_channel(order.destination),
             broken_channel=self._context.transfers.broken_channel(order.destination),
         )
-        self._context.post(order.destination, prepare)
+        self._context.post(order.destination, prepare, ())
 
     def _ship(self, leaving: _Leaving, ticket: Any) -> None:
         if leaving.lease is None:
@@ -209,17 +209,17 @@ class MigrationSource:
                 order=order,
                 state=leaving.aside,
                 drafter_version=drafter_version,
-                tails=tails,
                 left_at_s=self._context.wall_clock(),
                 num_stage1_bytes=sum(frame.num_bytes for frame in leaving.frames),
             ),
+            tuple(tails),
         )
 
     def _stop_shipping(self, leaving: _Leaving, action: StopShipping) -> None:
         self._end_lease(leaving)
         if action.tell_destination:
             order = leaving.machine.order
-            self._context.post(order.destination, Cancel(move_id=order.move_id, reason=action.reason))
+            self._context.post(order.destination, Cancel(move_id=order.move_id, reason=action.reason), ())
 
     def _take_up(self, leaving: _Leaving, epoch: int) -> None:
         state, leaving.aside = leaving.aside, None

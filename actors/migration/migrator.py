@@ -13,6 +13,7 @@ from actors.migration.context import MigrationContext
 from actors.migration.migration_destination import MigrationDestination
 from actors.migration.migration_source import MigrationSource
 from core.records import Completion, SampleKey
+from engine.exchange import CachePiece
 from policies.migration.move_messages import HandOver, MoveOrder, News, Prepare, Ready, Settle
 
 
@@ -34,7 +35,7 @@ class Migrator:
         """Samples handed over and not settled: (move, epoch before it)."""
         return self._outgoing.set_aside
 
-    def take(self, news: News) -> None:
+    def take(self, news: News, pieces: tuple[CachePiece, ...] = ()) -> None:
         """Take an order, a message of a peer, news of a transfer thread, or a verdict."""
         match news:
             case MoveOrder():
@@ -42,7 +43,7 @@ class Migrator:
             case Prepare():
                 self._incoming.begin(news)
             case HandOver():
-                self._incoming.take_hand_over(news)
+                self._incoming.take_hand_over(news, pieces)
             case _:
                 self._pass_on(news)
 

@@ -6,6 +6,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 from actors.ray_utils.remote import Handle
+from engine.exchange import CachePiece
 from policies.migration.move_messages import PeerMessage
 
 
@@ -16,7 +17,7 @@ class Peers:
         self._instance = instance
         self._own_handle = own_handle
         self._handles: dict[str, Handle] = {}
-        self._unsent: dict[str, list[PeerMessage]] = {}
+        self._unsent: dict[str, list[tuple[PeerMessage, tuple[CachePiece, ...]]]] = {}
         self._lock = threading.Lock()
         # a Ray call takes a millisecond or more, which the decode thread need not give
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="post")
@@ -25,19 +26,19 @@ class Peers:
         """Remember how to reach a peer."""
         self._handles[name] = handle
 
-    def post(self, peer: str, message: PeerMessage) -> None:
-        """Send a message to a peer that was met; from the decode thread, without waiting.
+    def post(self, peer: str, message: PeerMessage, pieces: tuple[CachePiece, ...]) -> None:
+        """Send a message, and pieces of caches beside it, to a peer that was met; from the decode thread, not waiting.
 
         Messages that gather until the posting thread comes to them go together: moves are ordered many at once.
         """
         with self._lock:
             unsent = self._unsent.setdefault(peer, [])
-            unsent.append(message)
+            unsent.append((message, pieces))
             if len(unsent) > 1:
                 return
         self._thread.submit(self._send, peer)
 
     def _send(self, peer: str) -> None:
         with self._lock:
-            messages = tuple(self._unsent.pop(peer))
-        self._handles[peer].peer_messages.remote(messages, self._instance, self._own_handle)
+            messages, pieces = zip(*self._unsent.pop(peer), strict=True)
+        self._handles[peer].peer_messages.remote(messages, pieces, self._instance, self._own_handle)

@@ -9,6 +9,7 @@ import json
 import math
 import os
 import platform
+import re
 import subprocess
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -61,6 +62,12 @@ def machine_provenance() -> dict[str, Any]:
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": _commit(),
     }
+
+
+def machine_name(provenance: Mapping[str, Any]) -> str:
+    """Return the folder of `benchmarks/results/` for results with this provenance, such as `amd-epyc-2c`."""
+    words = re.sub(r"\([^)]*\)|processor|cpu|@.*", " ", str(provenance["cpu_model"]).lower())
+    return "-".join([*re.findall(r"[a-z0-9.]+", words), f"{provenance['num_cores']}c"])
 
 
 def _version(package: str) -> str | None:

@@ -36,6 +36,19 @@ POLLS = 500
 "The pool is looked at about so often in a rollout where no interval is given, at most every tenth of a second."
 PROFILE_KV_BYTES = 16384.0
 
+RANGES = {
+    "instances": (1, 10**4),
+    "slots": (1, 10**5),
+    "samples": (1, 10**7),
+    "max_new_tokens": (1, 10**7),
+    "prompt_tokens": (0, 10**7),
+    "seed": (0, 2**63),
+    "poll": (1e-3, 1e6),
+    "kv_bytes_per_token": (1.0, 1e9),
+    "speed_sigma": (0.0, 3.0),
+}
+"Least and largest value of each number: what can be simulated in a time that somebody waits."
+
 
 def add_parser(commands: Any) -> None:
     """Describe the command."""
@@ -104,17 +117,13 @@ def run(args: argparse.Namespace) -> int:
 def _check(args: argparse.Namespace) -> None:
     from core.errors import ConfigError
 
-    least = {"instances": 1, "slots": 1, "samples": 1, "max_new_tokens": 1, "prompt_tokens": 0, "seed": 0}
-    for name, lowest in least.items():
+    for name, (lowest, highest) in RANGES.items():
         value = getattr(args, name)
-        if value is not None and value < lowest:
-            raise ConfigError(f"--{name.replace('_', '-')} expects at least {lowest}, got {value}")
-    for name in ("poll", "kv_bytes_per_token"):
-        value = getattr(args, name)
-        if value is not None and not value > 0:
-            raise ConfigError(f"--{name.replace('_', '-')} expects a number above 0, got {value:g}")
-    if args.speed_sigma < 0:
-        raise ConfigError(f"--speed-sigma expects 0 or more, got {args.speed_sigma:g}")
+        # a NaN is in no range
+        if value is not None and not lowest <= value <= highest:
+            raise ConfigError(
+                f"--{name.replace('_', '-')} expects a number from {lowest:g} to {highest:g}, got {value}"
+            )
     if args.out is not None and not args.out.resolve().parent.is_dir():
         raise ConfigError(f"--out {args.out}: the folder does not exist; make it first")
 

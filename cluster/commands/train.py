@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 DEMO_CONFIG = ROOT / "configs" / "demo.yaml"
 
 _TRAIN = """\
-Run RLHF: sample responses on the generation actors, score them, update the policy, publish its weights.
+Run RLHF: sample responses on the generation actors, score them, update the target, publish its weights.
 
   rlhfspec train --config configs/gsm8k_ppo.yaml --set data.path=train.jsonl \\
       --set models.target=pair/target --set models.draft=pair/draft

@@ -55,7 +55,11 @@ def _parquet_lengths(path: Path) -> np.ndarray:
 
 def _jsonl_lengths(path: Path) -> np.ndarray:
     lengths = []
-    for number, line in enumerate(path.read_text().splitlines(), start=1):
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path} cannot be read as lengths: {error}; expected JSON lines") from error
+    for number, line in enumerate(text.splitlines(), start=1):
         if not line.strip():
             continue
         try:
@@ -70,7 +74,9 @@ def _jsonl_lengths(path: Path) -> np.ndarray:
 
 def _length(row: Any) -> int:
     if isinstance(row, dict):
+        if TOKEN_COLUMN in row and not isinstance(row[TOKEN_COLUMN], list):
+            raise ValueError(f"{TOKEN_COLUMN} is no list")
         row = len(row[TOKEN_COLUMN]) if TOKEN_COLUMN in row else row[LENGTH_COLUMN]
-    if isinstance(row, bool) or not isinstance(row, int):
+    if isinstance(row, bool) or not isinstance(row, int) or row >= 2**31:
         raise ValueError(f"got {row!r}")
     return row

@@ -1,8 +1,9 @@
 """Publishes weights: one version of one model to every instance, confirmed by each.
 
 The chunks are put into the object store once (by whoever packed them); every node pulls them once and
-its readers map the same memory. An instance confirms with the checksum of what it has loaded, so a
-version is only called published when every instance holds those very bytes; it decodes from a copy laid out from them.
+its readers map the same memory. An instance confirms with the checksum of what it has loaded, after it has unpacked
+every copy that decodes and found those bytes in it (`ModelRunner.require_copies_hold`): a version is only called
+published when every instance decodes from it.
 """
 
 from __future__ import annotations

@@ -62,8 +62,8 @@ class NativeForward:
             eps: of the norms: the sum of squares of H values has H eps added.
             scaling: of attention's scores.
         """
-        self._layers = list(layers)
-        self._final_gain = final_gain
+        self.layers = list(layers)
+        self.final_gain = final_gain
         self._head = head
         self._heads, self._queries, self._size = heads, queries, size
         self._eps = eps
@@ -100,7 +100,7 @@ class NativeForward:
 
     def _build(self, room: int, pool: KVPool) -> None:
         """Make the buffers, and the program over them."""
-        first = self._layers[0]
+        first = self.layers[0]
         hidden, inner = first.qkv.depth, first.down.depth
         attended = self._heads * self._queries * self._size
         self._x, self._normed = _floats(2, room, hidden)
@@ -124,7 +124,7 @@ class NativeForward:
         stored = 0
         lanes = self._queries + 2
         x, normed, qkv = self._x, self._normed, self._qkv
-        for index, layer in enumerate(self._layers):
+        for index, layer in enumerate(self.layers):
             cells = pool.cells[index].data_ptr()
             self._norm(program, layer.attention_gain)
             self._product(program, layer.qkv, normed, qkv)
@@ -180,7 +180,7 @@ class NativeForward:
                 size=layer.down.depth,
             )
             self._product(program, layer.down, self._gated, x, added=True)
-        self._norm(program, self._final_gain)
+        self._norm(program, self.final_gain)
         return stored
 
     def add_head(self, program: Program) -> None:

@@ -36,7 +36,7 @@ def key_words(key: SampleKey, prompt: Integer[np.ndarray, " T"]) -> np.ndarray:
     digest = hashlib.blake2b(np.ascontiguousarray(prompt, dtype="<i8").tobytes(), digest_size=8).digest()
     state = 0
     for part in (key.run_seed, STREAM_IDS[key.stream], key.sample_index, int.from_bytes(digest, "little")):
-        state = _splitmix64(state ^ (part & MASK64))
+        state = _splitmix64(state ^ (int(part) & MASK64))
     return np.array([state & 0xFFFFFFFF, state >> 32], dtype=np.uint32).view(np.int32)
 
 

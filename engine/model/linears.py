@@ -40,6 +40,10 @@ class Linear(Protocol):
         """Return residual + product; the residual may be overwritten."""
         ...
 
+    def holds(self, weight: Float[Tensor, "N K"], bias: Float[Tensor, " N"] | None) -> bool:
+        """Whether what it reads, unpacked, is bit for bit that weight and bias, and zeros where it is padded."""
+        ...
+
 
 class MatrixLinear:
     """A plain matrix product."""
@@ -65,6 +69,10 @@ class MatrixLinear:
         residual.addmm_(x, self._matrix)
         return residual if self._bias is None else residual.add_(self._bias)
 
+    def holds(self, weight: Tensor, bias: Tensor | None) -> bool:
+        """See `Linear`."""
+        return same_bits(self._matrix.t(), weight) and same_bits(self._bias, bias)
+
 
 class StreamedLinear:
     """Our own product: the weights are read once, front to back, for up to a few dozen rows.
@@ -89,6 +97,17 @@ class StreamedLinear:
         if self.columns % PANEL or residual.stride(-1) != 1 or self.bias is not None:
             return residual.add_(self(x))
         return self._run(x, residual, residual.stride(0))
+
+    def holds(self, weight: Tensor, bias: Tensor | None) -> bool:
+        """See `Linear`."""
+        whole = self.columns // PANEL
+        panels = self._panels.transpose(1, 2)
+        last = panels[whole:].reshape(-1, self.depth)
+        return (
+            same_bits(panels[:whole], weight[: whole * PANEL].reshape(whole, PANEL, self.depth))
+            and same_bits(last, _padded(weight[whole * PANEL :], len(last)))
+            and same_bits(self.bias, None if bias is None else _padded(bias, self.num_panels * PANEL))
+        )
 
     def operation(self, *, added: bool) -> str:
         """The name of the operation of a program that multiplies by this weight."""
@@ -135,9 +154,28 @@ class PrepackedLinear:
         """See `Linear`."""
         return torch.ops.mkldnn._linear_pointwise.binary(x, residual, self._packed, self._bias, "add")
 
+    def holds(self, weight: Tensor, bias: Tensor | None) -> bool:
+        """See `Linear`."""
+        return same_bits(self._packed.to_dense(), weight) and same_bits(self._bias, bias)
+
 
 def _with_rows(x: Tensor, rows: int) -> Tensor:
     return F.pad(x, (0, 0, 0, rows - x.shape[0]))
+
+
+def _padded(x: Tensor, rows: int) -> Tensor:
+    return torch.cat([x, x.new_zeros(rows - len(x), *x.shape[1:])])
+
+
+def same_bits(copy: Tensor | None, of: Tensor | None) -> bool:
+    """Whether a copy holds another tensor bit for bit, in the copy's type: 0.0 is not -0.0, and a NaN is itself."""
+    if copy is None or of is None:
+        return copy is of
+    of = of.to(copy.dtype)
+    if copy.is_complex():
+        copy, of = torch.view_as_real(copy), torch.view_as_real(of)
+    bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[copy.element_size()]
+    return torch.equal(copy.view(bits), of.view(bits))
 
 
 def make_linear(

@@ -15,7 +15,7 @@ The stock module stays the oracle: `engine.model.runner` compares the two at sta
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
 from functools import cached_property
 from typing import Any, TypeGuard
 
@@ -33,30 +33,14 @@ from engine.cpu.products import PANEL
 from engine.cpu.serving import serves
 from engine.cpu.writer import WIDTH
 from engine.model.forward_plan import ForwardPlan
-from engine.model.linears import Linear, MatrixLinear, StreamedLinear, compute_dtype, make_linear, streams
+from engine.model.linears import Linear, MatrixLinear, StreamedLinear, same_bits
+from engine.model.llama_layout import Layer, LlamaLayout, head_size
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
-INNER_STEP = 32
 MAX_ROTATION_BYTES = 8 << 20
 "A table of every position's rotation for all heads is kept up to this size; beyond, one for each pair."
 WHOLE_VECTORS = 8
 "Complex values in the widest vector register. Heads of whole vectors round alike in long loops and in short ones."
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Layer:
-    """One decoder layer's weights, laid out."""
-
-    attention_gain: Tensor | None
-    "None: multiplied into the weights"
-    qkv: Linear
-    head_gain: Tensor | None
-    "[queries + 1, E]: Qwen3's norms of queries and key"
-    out: Linear
-    mlp_gain: Tensor | None
-    gate_up: Linear
-    down: Linear
-    sliding_window: int | None
 
 
 class LlamaForward:
@@ -71,14 +55,9 @@ class LlamaForward:
     def __init__(self, model: PreTrainedModel, *, capacity: int, prepack: bool = True) -> None:
         config = model.config
         self._model = model
-        self._prepack = prepack
-        self._dtype = compute_dtype(model.dtype, model.device)
-        # our own products widen bfloat16 weights as they read them
-        own = prepack and streams(self._dtype, model.device)
-        self._weight_dtype = model.dtype if own else self._dtype
-        self._kv_heads: int = config.num_key_value_heads
-        self._queries: int = config.num_attention_heads // config.num_key_value_heads
-        self._size = _head_size(model)
+        self._layout = layout = LlamaLayout(model, prepack=prepack)
+        self._dtype = layout.dtype
+        self._kv_heads, self._queries, self._size = layout.kv_heads, layout.queries, layout.size
         self._eps: float = config.rms_norm_eps
         self._scaling = self._size**-0.5
         root = (config.hidden_size * self._eps) ** 0.5
@@ -93,13 +72,16 @@ class LlamaForward:
         # it would keep every old layer to the end
         self._native = None
         with torch.inference_mode():
-            base: Any = self._model.base_model
-            self._embedding = base.embed_tokens.weight.to(self._weight_dtype)
-            for index, layer in enumerate(base.layers):
-                self._layers[index : index + 1] = [self._layer(index, layer)]
-            self._final_gain, head = self._fold(base.norm, [self._model.lm_head.weight])
-            self._head = self._linear(head[0], None)
+            self._embedding = self._layout.embedding()
+            for index in range(self._layout.num_layers):
+                self._layers[index : index + 1] = [self._layout.layer(index)]
+            self._final_gain, self._head = self._layout.head()
             self._native = self._native_forward()
+
+    def altered_copy(self) -> str | None:
+        """See `engine.model.runner.Forward`."""
+        with torch.inference_mode():
+            return next(self._altered_copies(), None)
 
     @property
     def kv_shape(self) -> KVShape:
@@ -192,6 +174,9 @@ class LlamaForward:
 
     @cached_property
     def _rotations(self) -> Tensor:
+        return self._rotation_table()
+
+    def _rotation_table(self) -> Tensor:
         """Complex [T, Hkv, queries + 2, E/2], one for the values, where that is small and rounds alike.
 
         Else [T, 1, 1, E/2]: slower, and every head is a loop of its own, whatever the batch.
@@ -213,34 +198,27 @@ class LlamaForward:
             return F.rms_norm(x, (x.shape[-1],), gain, self._eps)
         return x / torch.hypot(torch.linalg.vector_norm(x, dim=-1, keepdim=True), self._norm_floor)
 
-    def _layer(self, index: int, layer: Any) -> Layer:
-        attention, mlp = layer.self_attn, layer.mlp
-        attention_gain, (query, key, value) = self._fold(
-            layer.input_layernorm,
-            [attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight],
-        )
-        mlp_gain, (gate, up) = self._fold(
-            layer.post_attention_layernorm, [mlp.gate_proj.weight, mlp.up_proj.weight]
-        )
-        pad = -gate.shape[0] % INNER_STEP
-        return Layer(
-            attention_gain=attention_gain,
-            qkv=self._linear(
-                self._by_head(query, key, value),
-                self._by_head(attention.q_proj.bias, attention.k_proj.bias, attention.v_proj.bias),
-            ),
-            head_gain=self._head_gain(attention),
-            out=self._linear(attention.o_proj.weight, attention.o_proj.bias),
-            mlp_gain=mlp_gain,
-            gate_up=self._linear(
-                torch.cat([_pad_rows(gate, pad), _pad_rows(up, pad)]),
-                None
-                if mlp.gate_proj.bias is None
-                else torch.cat([_pad_rows(mlp.gate_proj.bias, pad), _pad_rows(mlp.up_proj.bias, pad)]),
-            ),
-            down=self._linear(F.pad(mlp.down_proj.weight, (0, pad)), mlp.down_proj.bias),
-            sliding_window=_sliding_window(self._model.config, attention),
-        )
+    def _altered_copies(self) -> Iterator[str]:
+        if not same_bits(self._embedding, self._layout.embedding()):
+            yield "embed_tokens"
+        for index, layer in enumerate(self._layers):
+            yield from self._layout.altered_in_layer(index, layer)
+        yield from self._layout.altered_in_head(self._final_gain, self._head)
+        if self._native is not None:
+            yield from self._altered_native_gains(self._native)
+        capacity = len(self._rope)
+        if not same_bits(self._rope, _rotations(self._model, capacity)) or not same_bits(
+            self._rotations, self._rotation_table()
+        ):
+            yield "rotary_emb"
+
+    def _altered_native_gains(self, native: NativeForward) -> Iterator[str]:
+        for index, (layer, served) in enumerate(zip(self._layers, native.layers, strict=True)):
+            for name in ("attention_gain", "head_gain", "mlp_gain"):
+                if not same_bits(getattr(served, name), _scaled(getattr(layer, name))):
+                    yield f"layer {index} {name}"
+        if not same_bits(native.final_gain, _scaled(self._final_gain)):
+            yield "the last norm's gain"
 
     def _native_forward(self) -> NativeForward | None:
         """The forward in one call, where every product is our own, in whole panels."""
@@ -276,35 +254,6 @@ class LlamaForward:
             scaling=self._scaling,
         )
 
-    def _linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
-        return make_linear(weight.to(self._weight_dtype), bias, prepack=self._prepack, dtype=self._dtype)
-
-    def _fold(self, norm: Any, weights: list[Tensor]) -> tuple[Tensor | None, list[Tensor]]:
-        """Multiply a norm's gain into the weights behind it; bfloat16 would round, there it stays apart."""
-        weights = [weight.to(self._weight_dtype) for weight in weights]
-        gain = norm.weight.to(self._dtype)
-        if self._weight_dtype != torch.float32:
-            return gain, weights
-        gain = gain * gain.numel() ** 0.5
-        return None, [weight * gain for weight in weights]
-
-    def _by_head(self, query: Tensor | None, key: Tensor | None, value: Tensor | None) -> Any:
-        """Join rows [H * E, ...] of queries, keys and values KV head by KV head, rotary pairs made neighbours."""
-        if query is None or key is None or value is None:
-            return None
-        lead = (self._kv_heads, -1, self._size)
-        tail = query.shape[1:]
-        queries = _pairs_together(query.view(*lead, *tail), dim=2)
-        keys = _pairs_together(key.view(*lead, *tail), dim=2)
-        return torch.cat([queries, keys, value.view(*lead, *tail)], dim=1).reshape(-1, *tail)
-
-    def _head_gain(self, attention: Any) -> Tensor | None:
-        if self._model.config.model_type != "qwen3":
-            return None
-        query = _pairs_together(attention.q_norm.weight.float(), dim=0)
-        key = _pairs_together(attention.k_norm.weight.float(), dim=0)
-        return torch.cat([query.expand(self._queries, -1), key[None]])
-
 
 def _whole(linear: Linear, *, biased: bool = True) -> TypeGuard[StreamedLinear]:
     """Whether a program can multiply by it: our own product, whole panels, a bias only where none is added to."""
@@ -323,16 +272,11 @@ def can_serve(model: PreTrainedModel) -> bool:
     config = model.config
     return (
         config.model_type in MODEL_TYPES
-        and _head_size(model) % WIDTH == 0
+        and head_size(model) % WIDTH == 0
         and config.hidden_act == "silu"
         and isinstance(model.get_output_embeddings(), nn.Linear)
         and float((config.rope_parameters or {}).get("partial_rotary_factor", 1.0)) == 1.0
     )
-
-
-def _head_size(model: PreTrainedModel) -> int:
-    """A head's size, as the modules have it: a config may leave it out."""
-    return model.base_model.layers[0].self_attn.head_dim  # type: ignore[index,union-attr,return-value]
 
 
 def _rotations(model: PreTrainedModel, capacity: int) -> Tensor:
@@ -341,21 +285,3 @@ def _rotations(model: PreTrainedModel, capacity: int) -> Tensor:
     angles = torch.arange(capacity, device=model.device)[:, None].float() * rotary.inv_freq.float()
     scale = rotary.attention_scaling
     return torch.complex(angles.cos() * scale, angles.sin() * scale)
-
-
-def _sliding_window(config: Any, attention: Any) -> int | None:
-    """The window as the stock module takes it: Llama never, Mistral from the config, Qwen layer by layer."""
-    if config.model_type == "llama":
-        return None
-    return config.sliding_window if config.model_type == "mistral" else attention.sliding_window
-
-
-def _pairs_together(x: Tensor, *, dim: int) -> Tensor:
-    """Reorder an axis of E from (0, 1, .., E-1) to (0, E/2, 1, E/2 + 1, ..)."""
-    half = x.shape[dim] // 2
-    order = torch.arange(2 * half, device=x.device).view(2, half).t().reshape(-1)
-    return x.index_select(dim, order)
-
-
-def _pad_rows(x: Tensor, count: int) -> Tensor:
-    return torch.cat([x, x.new_zeros(count, *x.shape[1:])])

@@ -9,7 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers.modeling_utils import PreTrainedModel
 
-from core.errors import NumericsError
+from core.errors import NumericsError, WeightsError
 from engine.attention.backends import Attention, ordered_attention
 from engine.cache.kv_pool import KVPool, KVShape
 from engine.cpu.chain import NativeChain
@@ -42,6 +42,10 @@ class Forward(Protocol):
 
     def reload(self) -> None:
         """Follow the module's weights after they changed."""
+        ...
+
+    def altered_copy(self) -> str | None:
+        """Name of a copy that the arithmetic reads and that is not the module's weights bit by bit; None: none is."""
         ...
 
 
@@ -162,6 +166,19 @@ class ModelRunner:
         self._forward.reload()
         if self.graphs is not None:
             self.graphs.forget()
+
+    def require_copies_hold(self, who: str = "the model") -> None:
+        """Unpack every copy that decodes and compare it with the module's weights: their checksum covers it then.
+
+        Raises WeightsError naming `who` and a copy that differs in any bit.
+        """
+        altered = self._forward.altered_copy()
+        if altered is not None:
+            raise WeightsError(
+                f"{who}: the copy of {altered} that decodes was expected to hold the loaded weights bit by bit, and "
+                "does not; they are not confirmed: start the instance again, and test its machine's memory if this "
+                "repeats"
+            )
 
     def _require_same_threads(self) -> None:
         """Our own code serves one thread, and rounds unlike library calls: no sample may see both."""

@@ -7,6 +7,7 @@ tokens only. On one CPU thread the linears are our own products.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from transformers.modeling_utils import PreTrainedModel
 from engine.cache.kv_pool import KVShape, cell_size
 from engine.cpu.serving import serves_thread
 from engine.model.forward_plan import ForwardPlan
+from engine.model.linears import same_bits
 from engine.model.stock_linears import OwnProduct, with_own_products
 from engine.model.support import unsupported
 
@@ -30,6 +32,7 @@ class StockForward:
     min_tokens = 4
 
     def __init__(self, model: PreTrainedModel) -> None:
+        self._of = model
         self._model = with_own_products(model) if serves_thread(model.device) else model
         self._model.set_attn_implementation(ATTENTION_NAME)
 
@@ -46,6 +49,23 @@ class StockForward:
         for module in self._model.modules():
             if isinstance(module, OwnProduct):
                 module.lay_out()
+
+    def altered_copy(self) -> str | None:
+        """See `engine.model.runner.Forward`."""
+        if self._model is self._of:
+            return None
+        with torch.inference_mode():
+            return next(self._altered_copies(), None)
+
+    def _altered_copies(self) -> Iterator[str]:
+        for name, module in self._model.named_modules():
+            if isinstance(module, OwnProduct) and not module.is_current():
+                yield name
+        own = dict(self._of.state_dict(keep_vars=True))
+        for name, tensor in self._model.state_dict(keep_vars=True).items():
+            # shared with the module, and the same bits by that
+            if tensor.data_ptr() != own[name].data_ptr() and not same_bits(tensor, own[name]):
+                yield name
 
     @property
     def library_product(self) -> str | None:

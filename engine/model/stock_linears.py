@@ -31,10 +31,11 @@ class OwnProduct(nn.Module):
 
     def lay_out(self) -> None:
         """Copy the linear's present weight for products."""
-        linear = self._of[0]
-        weight = linear.weight.t() if isinstance(linear, Conv1D) else linear.weight
-        weight = weight.detach()
-        self._product = StreamedLinear(weight if weight.dtype in _READ else weight.float(), linear.bias)
+        self._product = StreamedLinear(*self._present())
+
+    def is_current(self) -> bool:
+        """Whether the copy is the linear's present weight and bias, bit for bit."""
+        return self._product.holds(*self._present())
 
     @property
     def weight(self) -> Tensor:
@@ -45,6 +46,12 @@ class OwnProduct(nn.Module):
     def bias(self) -> Tensor | None:
         """Of the linear."""
         return self._of[0].bias
+
+    def _present(self) -> tuple[Tensor, Tensor | None]:
+        linear = self._of[0]
+        weight = linear.weight.t() if isinstance(linear, Conv1D) else linear.weight
+        weight = weight.detach()
+        return weight if weight.dtype in _READ else weight.float(), linear.bias
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x W^T + b in x's type; the sum is float32."""

@@ -7,7 +7,8 @@ uint8 arrays: they travel through any object store without torch's serialisation
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from math import prod
 from typing import Literal
 
 import numpy as np
@@ -37,7 +38,10 @@ def pack_weights(
 
     Raises:
         NotFiniteError: a weight is NaN or infinite; it names the tensor.
+        WeightsError: `chunk_bytes` is less than 1.
     """
+    if chunk_bytes < 1:
+        raise WeightsError(f"expected chunks of at least 1 byte, got chunk_bytes {chunk_bytes}")
     unique = _unique_tensors(model)
     odd = not_finite(unique)
     if odd:
@@ -79,9 +83,11 @@ def pack_weights(
 
 
 def unpack_weights(manifest: WeightManifest, chunks: Sequence[np.ndarray]) -> dict[str, Tensor]:
-    """Verify every chunk and the whole, and return the named tensors (copies, writable).
+    """Verify every chunk and where each tensor lies, and return the named tensors (copies, writable).
 
-    Raises WeightsError naming the chunk that does not match.
+    The checksum of the whole is that of the loaded model (`model_checksum`), which every instance confirms.
+
+    Raises WeightsError naming the chunk or the tensor that does not match.
     """
     who = f"{manifest.model} weights version {manifest.weight_version}"
     if len(chunks) != len(manifest.chunk_checksums):
@@ -95,6 +101,13 @@ def unpack_weights(manifest: WeightManifest, chunks: Sequence[np.ndarray]) -> di
                 f"{who}: chunk {index} of {len(chunks)} has checksum {got}, expected {expected}; re-send"
             )
     stream = torch.from_numpy(np.concatenate(list(chunks)))
+    for spec in manifest.tensors:
+        needed = prod(spec.shape) * _dtype(spec.dtype).itemsize
+        if spec.num_bytes != needed or not 0 <= spec.offset_bytes <= len(stream) - needed:
+            raise WeightsError(
+                f"{who}: '{spec.name}' of shape {list(spec.shape)}, {spec.dtype}, takes {needed} bytes; the manifest "
+                f"says {spec.num_bytes} at {spec.offset_bytes} of {len(stream)}; pack the weights again"
+            )
     return {
         spec.name: stream[spec.offset_bytes : spec.offset_bytes + spec.num_bytes]
         .view(_dtype(spec.dtype))
@@ -103,21 +116,37 @@ def unpack_weights(manifest: WeightManifest, chunks: Sequence[np.ndarray]) -> di
     }
 
 
+def require_loadable(manifest: WeightManifest, tensors: Mapping[str, Tensor]) -> None:
+    """Raise WeightsError for weights of an unknown model or version, NotFiniteError for NaN or infinity."""
+    who = f"{manifest.model} weights version {manifest.weight_version}"
+    if manifest.model not in ("target", "draft") or manifest.weight_version < 0:
+        raise WeightsError(
+            f"{who} are not loaded: expected those of target or draft, of a version of at least 0"
+        )
+    if odd := not_finite(tensors.items()):
+        raise NotFiniteError(f"{who} are not loaded: {describe_not_finite(odd)}")
+
+
 def load_into(model: PreTrainedModel, tensors: dict[str, Tensor]) -> None:
     """Copy named tensors into a model in place; tied tensors follow.
 
-    Raises WeightsError when names or shapes do not fit the model.
+    Raises WeightsError when names, shapes or types do not fit the model; nothing is copied then.
     """
     own = dict(_unique_tensors(model))
     if own.keys() != tensors.keys():
         odd = sorted(own.keys() ^ tensors.keys())
         raise WeightsError(f"weights do not fit the model: {len(odd)} names differ, first '{odd[0]}'")
+    for name, tensor in tensors.items():
+        mine = own[name]
+        if mine.shape != tensor.shape:
+            raise WeightsError(
+                f"weight {name}: expected shape {tuple(mine.shape)}, got {tuple(tensor.shape)}"
+            )
+        # between float types a copy rounds as it should; into others it would cut
+        if mine.dtype != tensor.dtype and not (mine.is_floating_point() and tensor.is_floating_point()):
+            raise WeightsError(f"weight {name}: expected {mine.dtype}, got {tensor.dtype}")
     with torch.no_grad():
         for name, tensor in tensors.items():
-            if own[name].shape != tensor.shape:
-                raise WeightsError(
-                    f"weight {name}: expected shape {tuple(own[name].shape)}, got {tuple(tensor.shape)}"
-                )
             own[name].copy_(tensor)
 
 

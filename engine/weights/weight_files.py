@@ -73,6 +73,9 @@ def first_line(error: Exception) -> str:
     """The line of a library's error that says something, cut to what fits into ours."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
     text = lines[1] if lines[0].startswith("Validation error") and len(lines) > 1 else lines[0]
+    if text.endswith(":") and lines[-1] != text:
+        # what follows the colon is the reason
+        text = " ".join([text, *lines[lines.index(text) + 1 :]])
     name = type(error).__name__
     # a bare key or index says nothing without the type of the error
     spoken = len(text.split()) > 2

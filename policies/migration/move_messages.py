@@ -71,13 +71,14 @@ class Landed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HandOver:
-    """Source to destination: the sample is yours as of its last token here."""
+    """Source to destination: the sample is yours as of its last token here.
+
+    What its caches got since stage one travels beside this record.
+    """
 
     order: MoveOrder
     state: SampleState
     drafter_version: int
-    tails: Any
-    "what the caches got since stage one: `engine.exchange.CachePiece`s, the draft cache's first"
     left_at_s: float
     "wall clock at the end of the source's last decode step with it"
     num_stage1_bytes: int = 0

@@ -84,7 +84,9 @@ def test_recorded_lengths_are_those_of_the_file(tmp_path: Path) -> None:
     assert (tree["num_samples"], tree["num_tokens"], tree["max_new_tokens"]) == (3, 18, 9)
 
 
-@pytest.mark.parametrize("text", ["x", "1.5", "true", '{"length": 3}', "0", ""])
+@pytest.mark.parametrize(
+    "text", ["x", "1.5", "true", '{"length": 3}', '{"response_token_ids": "abc"}', f"{10**23}", "0", ""]
+)
 def test_lines_that_are_no_lengths_are_refused(text: str, tmp_path: Path) -> None:
     lines = tmp_path / "lengths.jsonl"
     lines.write_text(f"{text}\n")
@@ -112,3 +114,26 @@ def test_bad_arguments_are_one_error_line(tmp_path: Path, capsys: pytest.Capture
     lines = tmp_path / "lengths.jsonl"
     lines.write_text("7\n")
     assert "holds 1 lengths only" in refused(capsys, *SMALL, "--lengths", lines)
+
+
+def test_bytes_that_are_no_text_are_no_lengths(tmp_path: Path) -> None:
+    binary = tmp_path / "binary.jsonl"
+    binary.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(DataError, match="expected JSON lines"):
+        read_lengths(binary)
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        "--speed-sigma=nan",
+        "--speed-sigma=1e6",
+        "--poll=1e-9",
+        "--samples=99999999999",
+        "--slots=0",
+        "--seed=-1",
+    ],
+)
+def test_numbers_that_nothing_simulates_are_refused(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", option]) == 2
+    assert f"{option.split('=')[0]} expects a number from" in capsys.readouterr().err

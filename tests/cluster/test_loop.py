@@ -201,7 +201,9 @@ def test_every_instances_step_log_holds_every_decode_step_and_replays(trained, c
 
 def test_every_move_that_the_figures_count_is_on_disk_with_its_reasons(trained):
     rows = read_metrics(trained.run_dir.metrics_file)
-    moves = [json.loads(line) for line in trained.run_dir.moves_file.read_text().splitlines()]
+    # a slow machine may see no move that pays: then nothing is written
+    file = trained.run_dir.moves_file
+    moves = [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
     for row in rows:
         ended = [move for move in moves if move["iteration"] == row["iteration"]]
         counted = [row[f"moves/num_{name}"] for name in ("moved", "kept", "taken_back", "lost")]

@@ -1,13 +1,17 @@
 """Bad requests are refused before they touch the engine; logits that are not finite end their sample alone."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from core.config import EngineConfig, SpeculationConfig
 from core.errors import ConfigError, DataError, NotFiniteError
 from core.records import Completion, Prompt, SampleKey, SampleRequest, SamplingParams
+from core.sample_state import SampleState
+from engine.build import build_engine
 
 BROKEN_TOKEN = 63
 "Its row of the embedding is not finite."
@@ -30,10 +34,11 @@ def bits(completion: Completion) -> tuple[bytes, bytes]:
     [
         (
             {"temperature": -1.0},
-            r"sampling\.temperature must be 0 \(greedy\) or a finite number .* got -1\.0",
+            r"sampling\.temperature must be 0 \(greedy\) or a number from .* got -1\.0",
         ),
         ({"temperature": float("nan")}, r"temperature .* got nan"),
         ({"temperature": float("inf")}, "temperature .* got inf"),
+        ({"temperature": 10**400}, "temperature .* got 1000"),
         ({"top_p": 0.0}, r"sampling\.top_p must be a number above 0 and at most 1, got 0\.0"),
         ({"top_p": float("nan")}, "top_p .* got nan"),
         ({"top_k": -1}, "top_k .* got -1"),
@@ -83,6 +88,35 @@ def test_two_samples_of_one_key_are_refused_and_leave_nothing(make_engine) -> No
     with pytest.raises(DataError, match="2 requests have the key of sample 3"):
         engine.generate(twice[1:])
     assert engine.num_waiting == 1
+
+
+@pytest.mark.parametrize(
+    ("part", "value", "message"),
+    [
+        ("run_seed", 2**64, "run_seed from 0"),
+        ("run_seed", -1, "run_seed from 0"),
+        ("run_seed", 1.5, "run_seed from 0"),
+        ("run_seed", True, "run_seed from 0"),
+        ("sample_index", 2**64, "sample_index from 0"),
+        ("sample_index", [1], "sample_index from 0"),
+        ("stream", "evil", "stream of core.records.Stream"),
+    ],
+)
+def test_keys_that_the_noise_does_not_tell_apart_are_refused(make_engine, part, value, message) -> None:
+    engine, request = make_engine("off"), request_of(3, np.array([4, 5]))
+    bad = replace(request, key=replace(request.key, **{part: value}))
+    for asked in (lambda: engine.generate([bad]), lambda: engine.submit(bad)):
+        with pytest.raises(DataError, match=message):
+            asked()
+    assert not engine.has_work
+
+
+def test_numpy_integers_are_keys_and_an_iterator_is_a_batch(make_engine) -> None:
+    requests = [request_of(index, np.array([4, 5])) for index in range(2)]
+    expected = make_engine("off").generate(requests)
+    keys = [replace(r.key, run_seed=np.int64(4), sample_index=np.int8(i)) for i, r in enumerate(requests)]
+    got = make_engine("off").generate(replace(r, key=key) for r, key in zip(requests, keys, strict=True))
+    assert [bits(c) for c in got] == [bits(c) for c in expected]
 
 
 def test_one_key_with_two_prompts_gives_two_samples(make_engine) -> None:
@@ -203,3 +237,56 @@ def test_what_is_cut_behind_a_stop_token_breaks_no_sample(pairs, make_engine, pl
         assert [bits(c) for c in engine.generate(requests)] == expected
     finally:
         embedding.data[BROKEN_TOKEN] = before
+
+
+def test_narrow_numbers_of_numpy_do_not_wrap(make_engine) -> None:
+    """127 and 80 added up in eight bits would be a negative length."""
+    request = request_of(
+        0, np.arange(80) % 60, max_new_tokens=np.int8(100), stop_token_ids=iter([np.uint8(3)])
+    )
+    assert request.sampling == SamplingParams(max_new_tokens=100, stop_token_ids=(3,))
+    completion = make_engine("off").generate([request])[0]
+    assert 1 <= len(completion.token_ids) <= 100
+
+
+def test_samples_submitted_before_a_batch_are_returned_by_the_next_step(make_engine) -> None:
+    engine, (first, second) = make_engine("off"), [request_of(index, np.array([4, 5])) for index in range(2)]
+    expected = [bits(c) for c in make_engine("off").generate([first, second])]
+    engine.submit(first)
+    assert [bits(c) for c in engine.generate([second])] == expected[1:]
+    assert engine.has_work
+    assert [bits(c) for c in engine.step()] == expected[:1]
+    assert not engine.has_work
+
+
+@pytest.mark.parametrize(
+    ("tokens", "logprobs", "message"),
+    [
+        ([4, 99], 2, "as many log-probabilities as tokens"),
+        ([4, -1], 2, "as many log-probabilities as tokens"),
+        ([4, 5, 6], 2, "as many log-probabilities as tokens"),
+        ([4, 5, 6, 7], 4, "a whole response"),
+        ([4, 3], 2, "a whole response"),
+    ],
+)
+def test_a_response_that_cannot_go_on_is_refused(make_engine, tokens, logprobs, message) -> None:
+    engine = make_engine("off")
+    request = request_of(0, np.array([4, 5]), max_new_tokens=4, stop_token_ids=(3,))
+    zeros = np.zeros(logprobs, dtype=np.float32)
+    state = replace(SampleState.fresh(request), token_ids=np.array(tokens))
+    with pytest.raises(DataError, match=message):
+        engine.resume(replace(state, policy_logprobs=zeros, sampling_logprobs=zeros))
+    assert not engine.has_work
+
+
+@pytest.mark.parametrize("vocab_size", [0, -1, 65, 10**6])
+def test_a_vocabulary_that_the_target_does_not_have_is_refused(pairs, vocab_size: int) -> None:
+    with pytest.raises(ConfigError, match="expected a vocab_size from 1 to 64"):
+        build_engine(
+            pairs["float32"].target,
+            None,
+            engine=EngineConfig(),
+            speculation=SpeculationConfig(policy="off"),
+            max_total_tokens=64,
+            vocab_size=vocab_size,
+        )

@@ -112,7 +112,6 @@ class FakeEngine:
             num_waiting=0,
             num_free_slots=0,
             context_tokens=0,
-            free_cache_tokens=0,
             weight_version=0,
             drafter_version=0,
             decode_step=self.num_steps,

@@ -204,7 +204,7 @@ class LocalPool:
                 engine_or_none=lambda: engine,
                 transfers=transfers,
                 settings=self._settings,
-                post=lambda peer, message: self.send(peer, message, sender=name),
+                post=lambda peer, message, pieces: self.send(peer, message, sender=name, pieces=pieces),
                 come_back=lambda news: loop.order(NewsOrder(news=news)),
                 report=loop.report,
                 open_epochs=loop.open_epochs,
@@ -218,14 +218,14 @@ class LocalPool:
         loop = DecodeLoop(name, Host(engine), report_interval_s=0.0, make_port=port)
         return LocalInstance(name, engine, loop, made[0], transfers)
 
-    def send(self, receiver: str, message: Any, *, sender: str | None = None) -> None:
+    def send(self, receiver: str, message: Any, *, sender: str | None = None, pieces: tuple = ()) -> None:
         """Deliver a message of an instance, or of the scheduler in office, through the fault."""
         if sender is not None and not self.instances[sender].alive:
             return
         term = self.term if sender is None else None
         for arriving in self.fault(receiver, message):
             turns, news = (arriving.turns, arriving.message) if isinstance(arriving, Later) else (0, arriving)
-            order = NewsOrder(news=news, term=term)
+            order = NewsOrder(news=news, term=term, pieces=pieces)
             if turns:
                 self._later.append((self.num_turns + turns, receiver, order))
             else:

@@ -53,9 +53,7 @@ def prepare(mode: MoveMode = MoveMode.MIGRATE) -> Prepare:
 def hand_over(mode: MoveMode = MoveMode.MIGRATE) -> HandOver:
     prompt = Prompt(prompt_id=0, token_ids=np.arange(3))
     asked = SampleRequest(key=KEY, prompt=prompt, sampling=SamplingParams())
-    return HandOver(
-        order=order(mode), state=SampleState.fresh(asked), drafter_version=0, tails=(), left_at_s=0.0
-    )
+    return HandOver(order=order(mode), state=SampleState.fresh(asked), drafter_version=0, left_at_s=0.0)
 
 
 READY = Ready(move_id="0-0", ticket="ticket")

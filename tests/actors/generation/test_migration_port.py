@@ -12,6 +12,7 @@ from actors.generation.decode_loop import DecodeLoop, NewsOrder, SubmitOrder
 from actors.generation.migration_port import MigrationPort, TimedPort
 from core.errors import RlhfSpecError
 from core.records import Completion, GenerationStats, InstanceLoad, SampleKey
+from engine.exchange import CachePiece
 from policies.migration.move_messages import Landed, News
 
 
@@ -28,7 +29,7 @@ class SlowPort:
     def clock(self) -> float:
         return self.now_s
 
-    def take(self, news: News) -> None:
+    def take(self, news: News, pieces: tuple[CachePiece, ...] = ()) -> None:
         self.now_s += 1.0
         if self.fails:
             raise RlhfSpecError("planted")
@@ -72,7 +73,7 @@ class SleepyDoor(SlowPort):
 
     NAP_S = 0.01
 
-    def take(self, news: News) -> None:
+    def take(self, news: News, pieces: tuple[CachePiece, ...] = ()) -> None:
         time.sleep(self.NAP_S)
 
     def before_step(self) -> None:

@@ -8,8 +8,15 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from core.errors import ModelError, NumericsError, WeightsError
-from engine.weights.chunks import load_into, model_checksum, not_finite, pack_weights, unpack_weights
+from core.errors import ModelError, NotFiniteError, NumericsError, WeightsError
+from engine.weights.chunks import (
+    load_into,
+    model_checksum,
+    not_finite,
+    pack_weights,
+    require_loadable,
+    unpack_weights,
+)
 from engine.weights.loading import build_causal_lm
 
 CHUNK_BYTES = 10_000
@@ -129,3 +136,40 @@ def test_finite_weights_whose_sum_is_not_are_published() -> None:
     assert not_finite([("large", large), ("ids", torch.arange(3))]) == []
     both = torch.tensor([float("inf"), -float("inf")], dtype=torch.bfloat16)
     assert not_finite([("large", large), ("both", both)]) == ["both"]
+
+
+@pytest.mark.parametrize("cut", [torch.int32, torch.bool, torch.complex64])
+def test_weights_of_another_kind_of_number_are_refused_and_none_is_copied(
+    model: PreTrainedModel, cut: torch.dtype
+) -> None:
+    manifest, chunks = pack_weights(model, name="target", weight_version=1)
+    tensors = {name: tensor + 1 for name, tensor in unpack_weights(manifest, chunks).items()}
+    last = list(tensors)[-1]
+    tensors[last] = tensors[last].to(cut)
+    before = model_checksum(model)
+    with pytest.raises(WeightsError, match=r"expected torch\.\w+, got"):
+        load_into(model, tensors)
+    assert model_checksum(model) == before
+
+
+@pytest.mark.parametrize(("field", "value"), [("offset_bytes", 10**9), ("num_bytes", 3), ("shape", (1, 1))])
+def test_a_tensor_that_the_chunks_do_not_hold_is_refused(
+    model: PreTrainedModel, field: str, value: object
+) -> None:
+    manifest, chunks = pack_weights(model, name="target", weight_version=1)
+    first, *others = manifest.tensors
+    wrong = replace(manifest, tensors=(replace(first, **{field: value}), *others))
+    with pytest.raises(WeightsError, match=f"'{first.name}' of shape"):
+        unpack_weights(wrong, chunks)
+
+
+def test_weights_are_loaded_for_a_known_model_and_finite_or_not_at_all(model: PreTrainedModel) -> None:
+    manifest, chunks = pack_weights(model, name="target", weight_version=1)
+    tensors = unpack_weights(manifest, chunks)
+    require_loadable(manifest, tensors)
+    for wrong in (replace(manifest, model="foo"), replace(manifest, weight_version=-1)):
+        with pytest.raises(WeightsError, match="expected those of target or draft"):
+            require_loadable(wrong, tensors)
+    next(iter(tensors.values())).view(-1)[0] = float("nan")
+    with pytest.raises(NotFiniteError, match="are not loaded"):
+        require_loadable(manifest, tensors)

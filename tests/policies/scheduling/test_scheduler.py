@@ -344,7 +344,7 @@ class Pool:
         for _ in range(10_000):
             if not self.scheduler.num_open:
                 return
-            self.run_once()
+            self.turn()
             self.check()
         raise AssertionError("samples are still open after 10000 events")
 

@@ -1,0 +1,21 @@
+"""`python -m benchmarks.pages`: writes every page, the README's rows and the picture."""
+
+from __future__ import annotations
+
+from benchmarks.pages.about import ABOUT
+from benchmarks.pages.picture import draw_speedup
+from benchmarks.pages.tables import HEADLINE_MACHINE, ROOT, load_results, page, with_figures
+
+
+def main() -> None:
+    """Write them all."""
+    folder, readme = ROOT / "docs" / "benchmarks", ROOT / "README.md"
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in ABOUT:
+        (folder / f"{name}.md").write_text(page(name))
+    draw_speedup(folder / "speedup.svg", load_results("engine")[HEADLINE_MACHINE])
+    readme.write_text(with_figures(readme.read_text()))
+
+
+if __name__ == "__main__":
+    main()

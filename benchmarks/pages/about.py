@@ -1,0 +1,70 @@
+"""What each page says above its table: question and set-up."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class About:
+    """What a page says above its table."""
+
+    title: str
+    question: str
+    how: str
+    data: bool = False
+    "whether it takes real prompts"
+
+
+ABOUT = {
+    "exactness": About(
+        title="Exactness",
+        question="Do tokens or log-probabilities depend on what was drafted, batched or moved?",
+        how="Plain decoding alone is compared bit for bit with chains, trees, n-gram drafts and the adaptive policy, "
+        "under other batch sizes and orders of admission, in float32 and bfloat16, and on two Ray actors; then with a "
+        "teacher-forced Hugging Face forward (`reference_mismatches`, `logprob_max_abs_error`). A near tie is a place "
+        "where rounding could change the sampled token.",
+        data=True,
+    ),
+    "engine": About(
+        title="Engine",
+        question="How fast is decoding with fixed plans, beside other engines and beside plain decoding?",
+        how="One thread each, float32. `plain_over_X` is our plain decoding over engine X on a random Llama (8 layers "
+        "of 512, vocabulary 4,096, greedy, 64 prompt and 128 new tokens). `spec_over_plain` and `spec_over_hf` are "
+        "the best fixed plan on the demo pair (8 layers of 256, draft 1 layer of 96, temperature 1, long-tailed "
+        "lengths) over our plain decoding and over `generate`; `_weak` and `_useless` name worse drafts, `_bN` the "
+        "batch. `break_even_batch` is the least batch where no plan wins, or twice the largest measured. "
+        "`paged_*`: 64 long-tailed samples in the memory of 4 full slots.",
+    ),
+    "drafting": About(
+        title="Adaptive drafting",
+        question="How good is the adaptive policy beside every fixed plan, and beside an oracle?",
+        how="Constant batches and whole rollouts of 64 long-tailed samples; the demo pair, and `_large` with a target "
+        "twice as deep. The best fixed plan is found afterwards. The oracle knows each drafter state's best number of "
+        "nodes; the policy gives each sample its own number and may exceed it.",
+        data=True,
+    ),
+    "migration": About(
+        title="Migration",
+        question="What does moving a running sample cost, and does it change anything?",
+        how="Two instances on two cores. Random moves are forced on whole rollouts and their tokens compared with the "
+        "run without; then single moves of contexts of some 480 tokens are timed (a target of 29M parameters). "
+        "Downtime is counted in decode steps of the destination; `_plain` is without speculation. `gate_*`: whether "
+        "shipping or prefilling again was chosen rightly, over 24 cells of contexts, pairs and bandwidths.",
+    ),
+    "rollout": About(
+        title="Reallocation in rollouts",
+        question="What do moves win over static placement, over pull, and over the paper's rule?",
+        how="A pair with 16 layers, 256 samples of up to 900 tokens, lengths that no policy knows. `skewed`: the "
+        "longest half on one instance; `resident`: every sample has a slot. While requests are queued, freed slots "
+        "refill at once and moves rarely trigger; on these CPUs an instance with fewer than some 16 "
+        "samples is no faster, so "
+        "little can be won. Single rollouts vary by a tenth.",
+    ),
+    "profile": About(
+        title="Profile",
+        question="How good are the fitted cost and acceptance models on data they have not seen?",
+        how="Costs are fitted on timed decode steps, acceptance on recorded drafts; errors are on held-out data.",
+        data=True,
+    ),
+}

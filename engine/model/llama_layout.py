@@ -1,0 +1,201 @@
+"""Lays a Llama's weights out for `engine.model.llama_forward`, and finds copies that are not what they are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers.modeling_utils import PreTrainedModel
+
+from engine.model.linears import Linear, compute_dtype, make_linear, same_bits, streams
+
+INNER_STEP = 32
+
+
+class Weights(NamedTuple):
+    """Of one product."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FusedLayer:
+    """One decoder layer's weights as its norms and products take them: what `Layer` is made of."""
+
+    attention_gain: Tensor | None
+    "None: multiplied into the weights"
+    qkv: Weights
+    head_gain: Tensor | None
+    "[queries + 1, E]: Qwen3's norms of queries and key"
+    out: Weights
+    mlp_gain: Tensor | None
+    gate_up: Weights
+    down: Weights
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layer:
+    """One decoder layer's weights, laid out; fields as of `FusedLayer`."""
+
+    attention_gain: Tensor | None
+    qkv: Linear
+    head_gain: Tensor | None
+    out: Linear
+    mlp_gain: Tensor | None
+    gate_up: Linear
+    down: Linear
+    sliding_window: int | None
+
+
+class LlamaLayout:
+    """How the present weights of a stock module are laid out. Everything it returns is a copy, unless types agree."""
+
+    def __init__(self, model: PreTrainedModel, *, prepack: bool) -> None:
+        config = model.config
+        self._model = model
+        self._base: Any = model.base_model
+        self._prepack = prepack
+        self.dtype = compute_dtype(model.dtype, model.device)
+        "to compute in"
+        # our own products widen bfloat16 weights as they read them
+        own = prepack and streams(self.dtype, model.device)
+        self._weight_dtype = model.dtype if own else self.dtype
+        self.kv_heads: int = config.num_key_value_heads
+        self.queries: int = config.num_attention_heads // config.num_key_value_heads
+        self.size = head_size(model)
+
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers."""
+        return len(self._base.layers)
+
+    def embedding(self) -> Tensor:
+        """[V, H]; the module's own where its type serves."""
+        return self._base.embed_tokens.weight.to(self._weight_dtype)
+
+    def layer(self, index: int) -> Layer:
+        """Lay one layer out."""
+        layer = self._base.layers[index]
+        fused = self._fused(layer)
+        return Layer(
+            attention_gain=fused.attention_gain,
+            qkv=self._linear(fused.qkv),
+            head_gain=fused.head_gain,
+            out=self._linear(fused.out),
+            mlp_gain=fused.mlp_gain,
+            gate_up=self._linear(fused.gate_up),
+            down=self._linear(fused.down),
+            sliding_window=_sliding_window(self._model.config, layer.self_attn),
+        )
+
+    def head(self) -> tuple[Tensor | None, Linear]:
+        """Lay the last norm's gain and the head out."""
+        gain, head = self._fused_head()
+        return gain, self._linear(head)
+
+    def altered_in_layer(self, index: int, served: Layer) -> Iterator[str]:
+        """Names of what a laid-out layer holds otherwise than the module, in any bit."""
+        fused = self._fused(self._base.layers[index])
+        for name in ("attention_gain", "head_gain", "mlp_gain"):
+            if not same_bits(getattr(served, name), getattr(fused, name)):
+                yield f"layer {index} {name}"
+        for name in ("qkv", "out", "gate_up", "down"):
+            if not getattr(served, name).holds(*getattr(fused, name)):
+                yield f"layer {index} {name}"
+
+    def altered_in_head(self, gain: Tensor | None, head: Linear) -> Iterator[str]:
+        """As `altered_in_layer`, for what `head` returned."""
+        fused_gain, fused_head = self._fused_head()
+        if not same_bits(gain, fused_gain):
+            yield "the last norm's gain"
+        if not head.holds(*fused_head):
+            yield "lm_head"
+
+    def _linear(self, weights: Weights) -> Linear:
+        return make_linear(*weights, prepack=self._prepack, dtype=self.dtype)
+
+    def _fused_head(self) -> tuple[Tensor | None, Weights]:
+        gain, (head,) = self._fold(self._base.norm, [self._model.lm_head.weight])  # type: ignore[union-attr]
+        return gain, Weights(head, None)
+
+    def _fused(self, layer: Any) -> FusedLayer:
+        attention, mlp = layer.self_attn, layer.mlp
+        attention_gain, (query, key, value) = self._fold(
+            layer.input_layernorm,
+            [attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight],
+        )
+        mlp_gain, (gate, up) = self._fold(
+            layer.post_attention_layernorm, [mlp.gate_proj.weight, mlp.up_proj.weight]
+        )
+        pad = -gate.shape[0] % INNER_STEP
+        return FusedLayer(
+            attention_gain=attention_gain,
+            qkv=Weights(
+                self._by_head(query, key, value),
+                self._by_head(attention.q_proj.bias, attention.k_proj.bias, attention.v_proj.bias),
+            ),
+            head_gain=self._head_gain(attention),
+            out=Weights(attention.o_proj.weight.to(self._weight_dtype), attention.o_proj.bias),
+            mlp_gain=mlp_gain,
+            gate_up=Weights(
+                torch.cat([_pad_rows(gate, pad), _pad_rows(up, pad)]),
+                None
+                if mlp.gate_proj.bias is None
+                else torch.cat([_pad_rows(mlp.gate_proj.bias, pad), _pad_rows(mlp.up_proj.bias, pad)]),
+            ),
+            down=Weights(F.pad(mlp.down_proj.weight, (0, pad)).to(self._weight_dtype), mlp.down_proj.bias),
+        )
+
+    def _fold(self, norm: Any, weights: list[Tensor]) -> tuple[Tensor | None, list[Tensor]]:
+        """Multiply a norm's gain into the weights behind it; bfloat16 would round, there it stays apart."""
+        weights = [weight.to(self._weight_dtype) for weight in weights]
+        gain = norm.weight.to(self.dtype)
+        if self._weight_dtype != torch.float32:
+            return gain, weights
+        gain = gain * gain.numel() ** 0.5
+        return None, [weight * gain for weight in weights]
+
+    def _by_head(self, query: Tensor | None, key: Tensor | None, value: Tensor | None) -> Any:
+        """Join rows [H * E, ...] of queries, keys and values KV head by KV head, rotary pairs made neighbours."""
+        if query is None or key is None or value is None:
+            return None
+        lead = (self.kv_heads, -1, self.size)
+        tail = query.shape[1:]
+        queries = _pairs_together(query.view(*lead, *tail), dim=2)
+        keys = _pairs_together(key.view(*lead, *tail), dim=2)
+        return torch.cat([queries, keys, value.view(*lead, *tail)], dim=1).reshape(-1, *tail)
+
+    def _head_gain(self, attention: Any) -> Tensor | None:
+        if self._model.config.model_type != "qwen3":
+            return None
+        query = _pairs_together(attention.q_norm.weight.float(), dim=0)
+        key = _pairs_together(attention.k_norm.weight.float(), dim=0)
+        return torch.cat([query.expand(self.queries, -1), key[None]])
+
+
+def head_size(model: PreTrainedModel) -> int:
+    """A head's size, as the modules have it: a config may leave it out."""
+    return model.base_model.layers[0].self_attn.head_dim  # type: ignore[index,union-attr,return-value]
+
+
+def _sliding_window(config: Any, attention: Any) -> int | None:
+    """The window as the stock module takes it: Llama never, Mistral from the config, Qwen layer by layer."""
+    if config.model_type == "llama":
+        return None
+    return config.sliding_window if config.model_type == "mistral" else attention.sliding_window
+
+
+def _pairs_together(x: Tensor, *, dim: int) -> Tensor:
+    """Reorder an axis of E from (0, 1, .., E-1) to (0, E/2, 1, E/2 + 1, ..)."""
+    half = x.shape[dim] // 2
+    order = torch.arange(2 * half, device=x.device).view(2, half).t().reshape(-1)
+    return x.index_select(dim, order)
+
+
+def _pad_rows(x: Tensor, count: int) -> Tensor:
+    return torch.cat([x, x.new_zeros(count, *x.shape[1:])])

@@ -1,0 +1,111 @@
+"""An instance confirms what decodes: a copy laid out otherwise than it was loaded is refused, of either model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from transformers.modeling_utils import PreTrainedModel
+
+from actors.actor_messages import GenerationSpec
+from actors.generation.engine_host import ManifestHost
+from core.config import EngineConfig, SpeculationConfig
+from core.errors import WeightsError
+from core.records import WeightManifest
+from engine.drafters.model_drafter import ModelDrafter
+from engine.model.llama_forward import LlamaForward
+from engine.model.stock_forward import StockForward
+from engine.model.stock_linears import OwnProduct
+from engine.weights.chunks import pack_weights
+from tests.helpers import tiny_pool
+
+MODELS: dict[str, Callable[[], PreTrainedModel]] = {"target": tiny_pool.target, "draft": tiny_pool.draft}
+
+
+def published(name: str, version: int = 1) -> tuple[WeightManifest, list[np.ndarray]]:
+    return pack_weights(MODELS[name](), name=name, weight_version=version)  # type: ignore[arg-type]
+
+
+def new_host(forward: str) -> ManifestHost:
+    torch.set_num_threads(1)
+    return ManifestHost(
+        GenerationSpec(
+            instance="gen-0",
+            engine=EngineConfig(device="cpu", max_running_samples=2, probe=False, forward=forward),  # type: ignore[arg-type]
+            speculation=SpeculationConfig(policy="fixed", num_nodes=4, depth=2, branching=2),
+            dtype="float32",
+            max_total_tokens=64,
+            vocab_size=tiny_pool.VOCAB_SIZE,
+            report_interval_s=1.0,
+        )
+    )
+
+
+def damage(forward: LlamaForward | StockForward) -> None:
+    """Flip the lowest bit of one weight of the last product laid out."""
+    if isinstance(forward, LlamaForward):
+        linear = forward._head
+    else:
+        *_, product = (module for module in forward._model.modules() if isinstance(module, OwnProduct))
+        linear = product._product
+    linear._panels.untyped_storage()[0] ^= 1  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("forward", ["auto", "stock"])
+def test_what_decodes_is_confirmed_with_the_published_checksum(forward: str) -> None:
+    host = new_host(forward)
+    for version in (1, 2):
+        for name in MODELS:
+            manifest, chunks = published(name, version)
+            answer = host.load_weights(manifest, chunks)
+            assert (answer.weight_version, answer.checksum) == (version, manifest.checksum)
+    assert host.engine is not None and isinstance(host.engine.drafter, ModelDrafter)
+
+
+@pytest.mark.parametrize("forward", ["auto", "stock"])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_damaged_copy_of_a_later_version_is_not_confirmed(monkeypatch, name: str, forward: str) -> None:
+    host = new_host(forward)
+    for each in MODELS:
+        host.load_weights(*published(each))
+    assert host.engine is not None and isinstance(host.engine.drafter, ModelDrafter)
+    runner = host.engine.runner if name == "target" else host.engine.drafter.runner
+    served = runner._forward
+    assert isinstance(served, LlamaForward | StockForward)
+    lay_out = served.reload
+
+    def damaged() -> None:
+        lay_out()
+        damage(served)
+
+    monkeypatch.setattr(served, "reload", damaged)
+    with pytest.raises(
+        WeightsError, match=rf"^{name} weights of gen-0: the copy of lm_head .* not confirmed"
+    ):
+        host.load_weights(*published(name, 2))
+    monkeypatch.setattr(served, "reload", lay_out)
+    manifest, chunks = published(name, 3)
+    assert host.load_weights(manifest, chunks).checksum == manifest.checksum
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_damaged_copy_of_the_first_version_is_not_confirmed(monkeypatch, name: str) -> None:
+    """The engine is built with the last model's arrival: those before it are checked then, too."""
+    host, built = new_host("auto"), []
+    lay_out = LlamaForward.reload
+
+    def damaged(self: LlamaForward) -> None:
+        lay_out(self)
+        built.append(self)
+        if len(built) == 1 + list(MODELS).index(name):
+            damage(self)
+
+    monkeypatch.setattr(LlamaForward, "reload", damaged)
+    host.load_weights(*published("target"))
+    with pytest.raises(
+        WeightsError, match=rf"^{name} weights of gen-0: the copy of lm_head .* not confirmed"
+    ):
+        host.load_weights(*published("draft"))
+    assert len(built) == len(MODELS)

@@ -1,0 +1,76 @@
+"""The README and the benchmark pages say what the result files hold; the README is read to its end."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.pages import tables
+from benchmarks.pages.about import ABOUT
+from benchmarks.pages.picture import draw_speedup
+from benchmarks.support.result import machine_name
+
+PAGES = tables.ROOT / "docs" / "benchmarks"
+README = tables.ROOT / "README.md"
+MOST_WORDS = 700
+WRITE = "run: python -m benchmarks.pages"
+
+
+def engine_result() -> dict[str, Any]:
+    return tables.load_results("engine")[tables.HEADLINE_MACHINE]
+
+
+def picture_texts(path: Path) -> list[str]:
+    return re.findall(r"<text[^>]*>([^<]+)</text>", path.read_text())
+
+
+@pytest.mark.parametrize("name", list(ABOUT))
+def test_a_page_is_written_from_its_result_files(name: str) -> None:
+    assert tables.load_results(name), "no result file"
+    assert (PAGES / f"{name}.md").read_text() == tables.page(name), WRITE
+
+
+@pytest.mark.parametrize("name", list(ABOUT))
+def test_results_lie_in_the_folder_of_their_machine(name: str) -> None:
+    for folder, result in tables.load_results(name).items():
+        assert folder == machine_name(result["provenance"])
+
+
+def test_a_machine_is_named_by_processor_and_cores() -> None:
+    assert machine_name({"cpu_model": "Intel(R) Xeon(R) Processor", "num_cores": 2}) == "intel-xeon-2c"
+    assert machine_name({"cpu_model": "AMD EPYC 9B14 @ 2.6GHz", "num_cores": 8}) == "amd-epyc-9b14-8c"
+
+
+def test_the_readme_has_the_figures_of_the_result_files() -> None:
+    readme = README.read_text()
+    assert readme == tables.with_figures(readme), WRITE
+    assert tables.readme_rows().count("\n| ") == 1 + 5
+
+
+def test_a_changed_figure_changes_page_and_readme(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = {name: tables.load_results(name) for name in ABOUT}
+    loaded["exactness"][tables.HEADLINE_MACHINE]["figures"]["mismatches"] = 3.0
+    monkeypatch.setattr(tables, "load_results", lambda name: loaded[name])
+    readme = README.read_text()
+    assert "3 of 945" in tables.with_figures(readme) != readme
+    assert "| `mismatches` | 3 |" in tables.page("exactness")
+
+
+def test_the_picture_shows_the_figures_of_the_result_file(tmp_path: Path) -> None:
+    draw_speedup(tmp_path / "speedup.svg", engine_result())
+    shown = picture_texts(tmp_path / "speedup.svg")
+    assert f"{engine_result()['figures']['spec_over_plain_b1']:.2f}x" in shown
+    assert picture_texts(PAGES / "speedup.svg") == shown, WRITE
+
+
+def test_equal_figures_give_an_equal_picture(tmp_path: Path) -> None:
+    for name in ("first.svg", "second.svg"):
+        draw_speedup(tmp_path / name, engine_result())
+    assert (tmp_path / "first.svg").read_bytes() == (tmp_path / "second.svg").read_bytes()
+
+
+def test_the_readme_is_short() -> None:
+    assert len(README.read_text().split()) <= MOST_WORDS
