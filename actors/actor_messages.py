@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from actors.migration.settings import MigrationSettings
 from core.config import (
     AlgorithmConfig,
     DrafterTrainingConfig,
     EngineConfig,
+    ReallocationConfig,
     SpeculationConfig,
     TrainerConfig,
 )
@@ -34,10 +34,12 @@ class GenerationSpec:
     vocab_size: int
     "token ids the tokenizer knows; padded ids above it are never sampled"
     report_interval_s: float
-    migration: MigrationSettings | None = None
+    migration: ReallocationConfig | None = None
     "None: no sample ever moves"
     profile: Profile | None = None
     "what the policy `goodput` goes by: numbers, no tables"
+    step_log: bool = False
+    "keep every decode step's record until it is taken"
 
     @property
     def model_names(self) -> tuple[str, ...]:
@@ -72,7 +74,7 @@ class SchedulerSettings:
     binding: Literal["pull", "static"] = "pull"
     reallocation: ReallocationPolicy | None = None
     "None: no sample is moved"
-    reallocation_interval_s: float = 0.1
+    reallocation_interval_s: float
     term: int = 0
     "counts the schedulers of a run: instances take no samples from an older one than they know of"
 

@@ -18,7 +18,6 @@ import pyarrow.parquet as pq
 import torch
 from rich.console import Console
 
-from actors.migration.settings import MigrationSettings
 from benchmarks.adaptive.pairs import pair_workload, profile_of
 from benchmarks.moving.planning import plan_seconds
 from benchmarks.moving.rates import Rates, measured_rates
@@ -38,7 +37,7 @@ from benchmarks.support.actor_pool import ActorPool, RolloutOutcome
 from benchmarks.support.result import write_result
 from benchmarks.support.timing import Figures
 from benchmarks.support.workload import Workload
-from core.config import EngineConfig, SpeculationConfig
+from core.config import EngineConfig, ReallocationConfig, SpeculationConfig
 from engine.cache.kv_pool import KVShape
 from engine.weights.loading import load_causal_lm
 from policies.migration.move_messages import MoveOutcome
@@ -359,7 +358,7 @@ def _pool(
         engine=EngineConfig(max_running_samples=num_slots, probe=False),
         speculation=speculation,
         profile=profile and _for_slots(profile, num_slots),
-        migration=MigrationSettings(),
+        migration=ReallocationConfig(),
     )
 
 

@@ -74,7 +74,7 @@ def train(system: System, run_dir: RunDir, report: Reporter) -> None:
     """Run every iteration, writing metrics, rollouts, moves and checkpoints as they come; a timeline at the end."""
     run = system.config.run
     metrics = MetricsLog(run_dir.metrics_file)
-    recorder = Recorder(run_dir, report)
+    recorder = Recorder(run_dir, report, step_log=run.step_log)
     report.on_progress = run_dir.progress
     report.start(run.iterations)
     try:

@@ -1,4 +1,7 @@
-"""Keeps what instances and scheduler did: every move on disk, the last iteration's timeline as picture and trace."""
+"""Keeps what instances and scheduler did: every move on disk, the last iteration's timeline as picture and trace.
+
+And every decode step, where `run.step_log` is set: `rlhfspec replay` reads it.
+"""
 
 from __future__ import annotations
 
@@ -15,17 +18,21 @@ from cluster.reporting.timeline import Timeline, build_timeline
 from cluster.run_folder.layout import RunDir
 from cluster.run_folder.move_log import append_moves, odd_moves
 from core.errors import RlhfSpecError, describe_error
+from core.files import storage_errors, write_whole
 
 SPANS_TIMEOUT_S = 2.0
 "An instance that has not answered by then is left out: a picture is not worth a wait."
+STEPS_TIMEOUT_S = 30.0
+"A log with a gap cannot be replayed: worth a longer wait."
 
 
 class Recorder:
     """Of one run. The spans of every iteration are fetched, so that no instance's log of them runs over."""
 
-    def __init__(self, run_dir: RunDir, report: Reporter) -> None:
+    def __init__(self, run_dir: RunDir, report: Reporter, *, step_log: bool = False) -> None:
         self._run_dir = run_dir
         self._report = report
+        self._step_log = step_log
         self._last: tuple[int, Timeline] | None = None
 
     def record(
@@ -34,12 +41,38 @@ class Recorder:
         """Take what happened in one iteration's generation; return the figures of its moves."""
         timeline = build_timeline(self._take_spans(instances), collected.moves)
         self._last = (iteration, timeline)
+        if self._step_log:
+            self._write_steps(iteration, instances)
         append_moves(self._run_dir.moves_file, iteration, collected.moves)
         for line in odd_moves(collected.moves):
             self._report.note(line)
         return move_figures(
             collected.moves, stats=collected.stats, planning_s=collected.planning_s, timeline=timeline
         )
+
+    def _write_steps(self, iteration: int, instances: Mapping[str, Handle]) -> None:
+        """Write each instance's decode steps since the last call; one that does not answer is left out with a note.
+
+        Raises StorageError.
+        """
+        refs = {name: handle.take_step_log.remote(STEPS_TIMEOUT_S) for name, handle in instances.items()}
+        for name, ref in refs.items():
+            try:
+                log = get(
+                    ref,
+                    waiter="the loop",
+                    waited_for=name,
+                    order="hand over the step log",
+                    timeout_s=2 * STEPS_TIMEOUT_S,
+                )
+            except RlhfSpecError as error:
+                self._report.note(f"the step log of {name} ends before iteration {iteration + 1}: {error}")
+                continue
+            if log:
+                path = self._run_dir.steps_file(name, iteration)
+                with storage_errors(path):
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                write_whole(path, log)
 
     def write_timeline(self) -> None:
         """Write `timeline.json` and `timeline.png` of the last iteration; without any, nothing.

@@ -184,6 +184,7 @@ def _generation_spec(config: Config, inputs: Inputs, instance: str, max_total_to
         report_interval_s=config.cluster.poll_interval_s,
         migration=migration_settings(config),
         profile=inputs.profile,
+        step_log=config.run.step_log,
     )
 
 

@@ -82,6 +82,8 @@ class RunConfig(Section):
     "the only thing kept in the home folder: model pairs the project made itself"
     checkpoint_every: int = Field(default=0, ge=0)
     "iterations between checkpoints; 0 writes only the last"
+    step_log: bool = False
+    "true: write what every decode step saw, decided and did, for `rlhfspec replay`"
 
 
 class ModelsConfig(Section):
@@ -233,6 +235,8 @@ class ReallocationConfig(Section):
     frame_bytes: int = Field(default=1 << 19, ge=1024)
     transfer_share: float = Field(default=0.15, gt=0.0, le=1.0)
     "most of its time that a transfer thread may be busy: transfers must not slow the samples that stay"
+    max_bytes_per_s: float | None = Field(default=None, gt=0.0)
+    "of each transfer, for a network that others need too; null: no limit"
 
 
 class AlgorithmConfig(Section):

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from core.config import SamplingConfig
 from core.ranges import require_sampling_ranges
 
 
@@ -49,6 +50,9 @@ class SampleKey:
     "uint64, assigned once by the data cursor, never reused; group members differ."
 
 
+_SAMPLING = SamplingConfig()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How a response is sampled. temperature 0 is greedy; top_k 0 and top_p 1 keep every token.
@@ -56,11 +60,11 @@ class SamplingParams:
     Raises ConfigError for a value outside its range.
     """
 
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    max_new_tokens: int = 256
-    stop_token_ids: tuple[int, ...] = ()
+    temperature: float = _SAMPLING.temperature
+    top_k: int = _SAMPLING.top_k
+    top_p: float = _SAMPLING.top_p
+    max_new_tokens: int = _SAMPLING.max_new_tokens
+    stop_token_ids: tuple[int, ...] = _SAMPLING.stop_token_ids
 
     def __post_init__(self) -> None:
         stops = self.stop_token_ids
@@ -315,7 +319,6 @@ class InstanceLoad:
     num_waiting: int
     num_free_slots: int
     context_tokens: int
-    free_cache_tokens: int
     weight_version: int
     drafter_version: int
     decode_step: int

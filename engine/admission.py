@@ -49,14 +49,6 @@ class KVAdmission:
         return None if self._max_bytes is None else self._max_bytes - self._bytes_of(self._lengths)
 
     @property
-    def free_tokens(self) -> int:
-        """Tokens that all caches have room for beyond those of the running samples."""
-        free, target = self.free_bytes, self._pools[0]
-        if free is None:
-            return target.num_slots * target.capacity - int(self._lengths.sum())
-        return max(free, 0) // sum(pool.token_bytes for pool in self._pools)
-
-    @property
     def num_slots(self) -> int:
         """Slots that can be used now, if those who come are like those who run."""
         return min(self._pools[0].num_slots, len(self._batch) + self.num_more())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
-from core.records import GenerationStats
+from core.records import GenerationStats, StepRecord
 
 
 class Tally:
@@ -18,6 +18,23 @@ class Tally:
         """Add to some sums, by the names of GenerationStats. Raises KeyError for another name."""
         for name, value in values.items():
             self._sums[name] += value
+
+    def add_step(self, record: StepRecord, num_completions: int) -> None:
+        """Add a decode step that ended so many samples."""
+        self.add(
+            num_decode_steps=1,
+            num_sample_steps=record.num_samples,
+            num_draft_tokens=record.num_draft_tokens,
+            num_accepted_tokens=record.num_accepted_tokens,
+            num_accepted_rank2_plus=record.num_accepted_rank2_plus,
+            num_emitted_tokens=record.num_emitted_tokens,
+            num_completions=num_completions,
+            draft_s=record.draft_s,
+            verify_s=record.verify_s,
+            accept_s=record.accept_s,
+            other_s=record.other_s,
+            select_s=record.select_s,
+        )
 
     def __getitem__(self, name: str) -> Any:
         """One sum as of now."""

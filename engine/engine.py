@@ -85,6 +85,8 @@ class Engine:
         self.max_total_tokens = max_total_tokens
         self._tally = Tally()
         self.step_records: deque[StepRecord] = deque(maxlen=STEP_LOG_LENGTH)
+        self.step_log: list[StepRecord] | None = None
+        "all of them, where it is set to a list; who takes them sets it to a new one"
         self._max_prefill_tokens = max_prefill_tokens
         self._clock = clock
         self._observe_s = 0.0
@@ -281,7 +283,6 @@ class Engine:
             num_waiting=len(self._waiting),
             num_free_slots=max(self.exchange.num_free_slots, 0),
             context_tokens=self._batch.context_tokens,
-            free_cache_tokens=self.exchange.kv_admission.free_tokens,
             weight_version=self.weight_version,
             drafter_version=self.drafter_version,
             decode_step=self._tally["num_decode_steps"],
@@ -374,20 +375,9 @@ class Engine:
         if alarm is not None:
             self._raise_drafter_alarm(alarm)
         self.step_records.append(record)
-        self._tally.add(
-            num_decode_steps=1,
-            num_sample_steps=record.num_samples,
-            num_draft_tokens=record.num_draft_tokens,
-            num_accepted_tokens=record.num_accepted_tokens,
-            num_accepted_rank2_plus=record.num_accepted_rank2_plus,
-            num_emitted_tokens=record.num_emitted_tokens,
-            num_completions=num_completions,
-            draft_s=record.draft_s,
-            verify_s=record.verify_s,
-            accept_s=record.accept_s,
-            other_s=record.other_s,
-            select_s=record.select_s,
-        )
+        if self.step_log is not None:
+            self.step_log.append(record)
+        self._tally.add_step(record, num_completions)
 
     def _raise_drafter_alarm(self, alarm: DrafterAlarm) -> None:
         model = self.drafter.model if isinstance(self.drafter, ModelDrafter) else None

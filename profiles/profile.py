@@ -76,12 +76,13 @@ def load_profile(folder: Path) -> Profile:
             f"no profile at {folder}: profile.json is missing; make one with `rlhfspec profile --out {folder}`"
         )
     try:
-        return _from_tree(json.loads(path.read_text()))
+        return profile_from_tree(json.loads(path.read_text()))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ProfileError(f"{path} is not a profile this version can read: {error}; make it anew") from error
 
 
-def _from_tree(tree: dict[str, Any]) -> Profile:
+def profile_from_tree(tree: dict[str, Any]) -> Profile:
+    """Return the profile that `asdict` took apart. Raises ValueError for another version, KeyError, TypeError."""
     if tree["schema_version"] != SCHEMA_VERSION:
         raise ValueError(f"schema_version {tree['schema_version']}, expected {SCHEMA_VERSION}")
     return Profile(

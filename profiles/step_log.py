@@ -1,14 +1,17 @@
 """A step log on disk: what every decode step saw, decided and did, so that its decisions can be replayed.
 
 Parquet, one row a decode step, lossless: the nested columns `state`, `budget` and `draft` are the records of that
-name (`core.records`), `draft` is null where no refined draft was made. Scores are float32, seconds float64.
+name (`core.records`), `draft` is null where no refined draft was made. Scores are float32, seconds float64. What the
+policy was made from stands in the file's metadata, so that nothing else is needed to make it again. A run's log is a
+folder an instance, with a file an iteration.
 """
 
 from __future__ import annotations
 
-import os
+import io
+import json
 from collections.abc import Iterable
-from dataclasses import fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +19,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from core.errors import DataError
+from core.config import SpeculationConfig
+from core.errors import DataError, one_line
 from core.records import Budget, DecodeState, DraftLog, StepRecord
+from profiles.profile import Profile, profile_from_tree
 
-VERSION = b"2"
+VERSION = b"3"
 _VERSION_KEY = b"step_log_version"
+_ORIGIN_KEY = b"policy_origin"
 _PLAIN = {"int": pa.int64(), "float": pa.float64(), "bool": pa.bool_(), "str": pa.string()}
 _DRAFT = pa.struct(
     {
@@ -32,28 +38,61 @@ _DRAFT = pa.struct(
 )
 
 
-def write_step_log(path: Path, records: Iterable[StepRecord]) -> None:
-    """Write records in order; the file appears when it is whole.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyOrigin:
+    """What a draft policy is made from."""
+
+    speculation: SpeculationConfig
+    profile: Profile | None = None
+
+
+def encode_step_log(records: Iterable[StepRecord], origin: PolicyOrigin) -> bytes:
+    """Return records in order as the bytes of a file.
 
     Raises DataError when a draft's scores are not float32: they would not come back as they were.
     """
-    table = pa.Table.from_pylist([_row(record) for record in records], schema=_SCHEMA)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(path.name + ".part")
-    pq.write_table(table, part)
-    os.replace(part, path)
+    profile = None if origin.profile is None else asdict(origin.profile)
+    tree = {"speculation": origin.speculation.model_dump(mode="json"), "profile": profile}
+    schema = _SCHEMA.with_metadata({_VERSION_KEY: VERSION, _ORIGIN_KEY: json.dumps(tree).encode()})
+    file = io.BytesIO()
+    pq.write_table(pa.Table.from_pylist([_row(record) for record in records], schema=schema), file)
+    return file.getvalue()
 
 
-def read_step_log(path: Path) -> list[StepRecord]:
-    """Read records in order. Raises DataError when there is no step log of this version, or it is damaged."""
+def read_step_log(path: Path) -> tuple[list[StepRecord], PolicyOrigin]:
+    """Read a file, or a folder of them in the order of their names: records in order, and the policy's origin.
+
+    Raises DataError when there is no step log of this version, or it is damaged.
+    """
+    parts = sorted(path.glob("*.parquet")) if path.is_dir() else [path]
+    if not parts:
+        raise DataError(f"{path} holds no step log: expected .parquet files in it, found none")
+    records: list[StepRecord] = []
+    origins: list[PolicyOrigin] = []
+    for part in parts:
+        found, origin = _read_part(part)
+        records += found
+        origins.append(origin)
+    if any(origin != origins[0] for origin in origins):
+        raise DataError(
+            f"{path} holds step logs of different policies; give one instance's folder, or one file"
+        )
+    return records, origins[0]
+
+
+def _read_part(path: Path) -> tuple[list[StepRecord], PolicyOrigin]:
     try:
         table = pq.read_table(path)
-        version = (table.schema.metadata or {}).get(_VERSION_KEY)
+        metadata = table.schema.metadata or {}
+        version = metadata.get(_VERSION_KEY)
         if version != VERSION:
             raise ValueError(f"its version is {version}, expected {VERSION}")
-        return [_record(row) for row in table.to_pylist()]
-    except (pa.ArrowException, OSError, KeyError, TypeError, ValueError) as error:
-        raise DataError(f"{path} is not a step log this version can read: {error}") from error
+        tree = json.loads(metadata[_ORIGIN_KEY])
+        profile = None if tree["profile"] is None else profile_from_tree(tree["profile"])
+        origin = PolicyOrigin(speculation=SpeculationConfig(**tree["speculation"]), profile=profile)
+        return [_record(row) for row in table.to_pylist()], origin
+    except (pa.ArrowException, OSError, KeyError, TypeError, ValueError, AttributeError) as error:
+        raise DataError(f"{path} is not a step log this version can read: {one_line(str(error))}") from error
 
 
 def _row(record: StepRecord) -> dict[str, Any]:
@@ -103,5 +142,4 @@ def _struct(record: type) -> pa.StructType:
 _NESTED = {"state": _struct(DecodeState), "budget": _struct(Budget), "draft": _DRAFT}
 _SCHEMA = pa.schema(
     {field.name: _NESTED.get(field.name) or _PLAIN[str(field.type)] for field in fields(StepRecord)},
-    metadata={_VERSION_KEY: VERSION},
 )

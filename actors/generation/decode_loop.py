@@ -27,7 +27,7 @@ from actors.generation.migration_port import MigrationPort, TimedPort
 from actors.generation.trace_events import TraceLog
 from core.errors import RlhfSpecError
 from core.progress import Progress
-from core.records import Completion, InstanceLoad, SampleKey, SampleRequest, WeightManifest
+from core.records import Completion, InstanceLoad, SampleKey, SampleRequest, StepRecord, WeightManifest
 from policies.migration.move_messages import MoveReport, News, describe
 
 if TYPE_CHECKING:
@@ -83,6 +83,14 @@ class HoldOrder:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StepLogOrder:
+    """Answer with the records of decode steps since the last such order."""
+
+    def __str__(self) -> str:
+        return "hand over the step log"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NewsOrder:
     """Something about a move: an order, a peer's message, news of a transfer thread, a verdict."""
 
@@ -96,7 +104,7 @@ class NewsOrder:
         return describe(self.news)
 
 
-LoopOrder = SubmitOrder | LoadOrder | StopOrder | HoldOrder | NewsOrder
+LoopOrder = SubmitOrder | LoadOrder | StopOrder | HoldOrder | StepLogOrder | NewsOrder
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,6 +263,8 @@ class DecodeLoop:
                     if self._port is not None:
                         self._port.hold()
                     future.set_result(self._held())
+                case StepLogOrder():
+                    future.set_result(self._take_step_log())
                 case StopOrder():
                     with self._changed:
                         self._stopping = True
@@ -291,6 +301,13 @@ class DecodeLoop:
             logger.error("instance %s moves no samples, but got: %s", self._instance, order)
             return
         self._port.take(order.news, order.pieces)
+
+    def _take_step_log(self) -> list[StepRecord]:
+        engine = self._host.engine
+        if engine is None or engine.step_log is None:
+            return []
+        taken, engine.step_log = engine.step_log, []
+        return taken
 
     def _held(self) -> HeldSamples:
         with self._changed:

@@ -85,6 +85,8 @@ class ManifestHost:
             drafter_version=self._versions.get("draft", 0),
             profile=self._spec.profile,
         )
+        if self._spec.step_log:
+            self._engine.step_log = []
         # those that arrived before were confirmed when nothing was laid out yet
         self._require_copies_hold(self._models)
 

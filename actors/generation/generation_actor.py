@@ -23,6 +23,7 @@ from actors.generation.decode_loop import (
     LoadOrder,
     LoopOrder,
     NewsOrder,
+    StepLogOrder,
     StopOrder,
     SubmitOrder,
 )
@@ -153,6 +154,15 @@ class GenerationActor:
     def take_spans(self) -> list[TraceEvent]:
         """Return what this instance did since the last call: decode steps, transfers, arrivals."""
         return self._loop.spans.take()
+
+    @ray.method(concurrency_group="control")
+    def take_step_log(self, timeout_s: float) -> bytes:
+        """What every decode step since the last call saw, decided and did, as a file; empty where none was made."""
+        from profiles.step_log import PolicyOrigin, encode_step_log
+
+        records = self._carry_out(StepLogOrder(), timeout_s)
+        origin = PolicyOrigin(speculation=self._spec.speculation, profile=self._spec.profile)
+        return encode_step_log(records, origin) if records else b""
 
     def _carry_out(self, order: LoopOrder, timeout_s: float) -> Any:
         future: Future = self._loop.order(order)

@@ -9,11 +9,14 @@ import numpy as np
 
 from actors.actor_messages import LoadedWeights
 from core.progress import Progress
-from core.records import Completion, InstanceLoad, SampleRequest, WeightManifest
+from core.records import Completion, InstanceLoad, SampleRequest, StepRecord, WeightManifest
 
 
 class LoopEngine(Protocol):
     """What the loop needs of `engine.engine.Engine`."""
+
+    step_log: list[StepRecord] | None
+    "records of decode steps, where they are logged"
 
     @property
     def has_work(self) -> bool:

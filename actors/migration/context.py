@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from actors.migration.settings import MigrationSettings
 from actors.migration.transfers import NoteEvent, Transfers
+from core.config import ReallocationConfig
 from core.records import SampleKey
 from engine.engine import Engine
 from engine.exchange import CachePiece
@@ -21,7 +21,7 @@ class MigrationContext:
     engine_or_none: Callable[[], Engine | None]
     "None until its weights have come"
     transfers: Transfers
-    settings: MigrationSettings
+    settings: ReallocationConfig
     post: Callable[[str, PeerMessage, tuple[CachePiece, ...]], None]
     "sends a message to a peer, and pieces of caches beside it; must not wait"
     come_back: Callable[[News], object]

@@ -20,10 +20,10 @@ import numpy as np
 import torch
 
 from actors.generation.trace_events import TraceKind
-from actors.migration.settings import MigrationSettings
 from actors.transport.channels import Sender, Ticket, Transport
 from actors.transport.frames import claimed_sequence, frame_bytes, open_frame, seal
 from actors.transport.paced import Paced
+from core.config import ReallocationConfig
 from core.errors import TransferError
 from engine.cache.leases import Lease, LeaseEnded
 from engine.exchange import CachePiece
@@ -46,7 +46,7 @@ class Transfers:
     """The transfer threads of one instance. Methods return at once; `done` callbacks run on those threads."""
 
     def __init__(
-        self, transport: Transport, settings: MigrationSettings, note: NoteEvent = lambda *span: None
+        self, transport: Transport, settings: ReallocationConfig, note: NoteEvent = lambda *span: None
     ) -> None:
         """`note(kind, begin_s, end_s, label)` is told of every transfer."""
         self._transport = transport
@@ -187,7 +187,7 @@ class Transfers:
     def _send_all(self, sender: Sender, move_id: str, frames: Sequence[Frame], lease: Lease) -> str:
         paced = Paced(sender, share=self._settings.transfer_share)
         buffer = np.empty(frame_bytes(max((f.num_bytes for f in frames), default=0)), dtype=np.uint8)
-        began_s, sent_bytes = time.monotonic(), 0
+        began_s, sent_bytes, limit = time.monotonic(), 0, self._settings.max_bytes_per_s
         for number, frame in enumerate(frames):
             try:
                 with paced.busy():
@@ -199,7 +199,8 @@ class Transfers:
                 return str(end)
             paced.send(sealed)
             sent_bytes += len(sealed)
-            time.sleep(max(0.0, began_s + sent_bytes / self._settings.max_bytes_per_s - time.monotonic()))
+            if limit is not None:
+                time.sleep(max(0.0, began_s + sent_bytes / limit - time.monotonic()))
         return ""
 
     def _abort(self, sender: Sender, frame: Frame) -> None:

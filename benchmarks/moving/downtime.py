@@ -15,11 +15,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from actors.generation.trace_events import TraceEvent
-from actors.migration.settings import MigrationSettings
 from benchmarks.moving.exact import count_mismatches
 from benchmarks.moving.wide_pair import wide_workload
 from benchmarks.support.actor_pool import ActorPool
-from core.config import EngineConfig, SpeculationConfig
+from core.config import EngineConfig, ReallocationConfig, SpeculationConfig
 from policies.migration.move_messages import MoveOutcome
 from policies.reallocation.forced import ForcedMoves
 
@@ -66,7 +65,7 @@ def move_while_decoding(*, rollouts: int, plain: bool = False) -> Moved:
         speculation=SpeculationConfig(policy="off")
         if plain
         else SpeculationConfig(policy="fixed", num_nodes=6, depth=6),
-        migration=MigrationSettings(),
+        migration=ReallocationConfig(),
     )
     moved = Moved()
     try:

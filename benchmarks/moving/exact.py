@@ -8,10 +8,9 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from actors.migration.settings import MigrationSettings
 from benchmarks.support.actor_pool import ActorPool
 from benchmarks.support.workload import Workload
-from core.config import EngineConfig, SpeculationConfig
+from core.config import EngineConfig, ReallocationConfig, SpeculationConfig
 from core.records import Completion, SampleKey
 from policies.migration.move_messages import MoveOutcome
 from policies.reallocation.forced import ForcedMoves
@@ -44,7 +43,7 @@ def forced_moves(workload: Workload, *, at_least: int, transport: str) -> Forced
         workload,
         engine=EngineConfig(max_running_samples=32, probe=False),
         speculation=SPECULATION,
-        migration=MigrationSettings(
+        migration=ReallocationConfig(
             transport=transport,  # pyright: ignore[reportArgumentType]
             transfer_share=1.0,
         ),

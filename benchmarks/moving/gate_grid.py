@@ -15,11 +15,10 @@ from typing import Protocol
 import numpy as np
 import ray
 
-from actors.migration.settings import MigrationSettings
 from benchmarks.moving.wide_pair import wide_workload
 from benchmarks.support.actor_pool import ActorPool, ask
 from benchmarks.support.workload import Workload
-from core.config import EngineConfig, SpeculationConfig
+from core.config import EngineConfig, ReallocationConfig, SpeculationConfig
 from core.errors import WaitTimeout
 from core.records import SampleKey, Stream
 from policies.migration.move_messages import MoveOutcome
@@ -147,7 +146,7 @@ class _Mover:
             self._workload,
             engine=EngineConfig(max_running_samples=2, probe=False, max_prefill_tokens=512),
             speculation=SpeculationConfig(policy="off"),
-            migration=MigrationSettings(timeout_s=20.0, transfer_share=1.0, max_bytes_per_s=bandwidth),
+            migration=ReallocationConfig(timeout_s=20.0, transfer_share=1.0, max_bytes_per_s=bandwidth),
         )
         self._scheduler = self._pool.new_scheduler()
         self._num_samples = 0

@@ -12,12 +12,11 @@ import ray
 from actors.actor_messages import GenerationSpec, Rejoined, SchedulerSettings
 from actors.generation.generation_actor import GenerationActor
 from actors.generation.trace_events import TraceEvent
-from actors.migration.settings import MigrationSettings
 from actors.ray_utils.waiting import get
 from actors.scheduler_actor import SchedulerActor
 from benchmarks.support.workload import Workload
 from cluster.weights.publish import PublishedWeights, publish
-from core.config import EngineConfig, SpeculationConfig
+from core.config import EngineConfig, ReallocationConfig, SpeculationConfig
 from core.errors import WaitTimeout
 from core.records import Completion, GenerationStats, SampleKey, SampleRequest
 from engine.weights.chunks import pack_weights
@@ -61,7 +60,7 @@ class ActorPool:
         dtype: str = "float32",
         num_instances: int = 2,
         profile: Profile | None = None,
-        migration: MigrationSettings | None = None,
+        migration: ReallocationConfig | None = None,
     ) -> None:
         """Start the actors and load the weights. Raises WaitTimeout."""
         self._num_slots = engine.max_running_samples

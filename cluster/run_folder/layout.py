@@ -5,6 +5,7 @@
     RUN/metrics.jsonl                   one object an iteration (`core.metrics`)
     RUN/rollouts/iteration_0000.parquet prompts, responses, rewards, log-probabilities
     RUN/moves.jsonl                     one object for each move of a sample; no file where none moved
+    RUN/steps/INSTANCE/                 a step log, one Parquet file an iteration, where run.step_log is true
     RUN/checkpoints/{target,draft}/     Hugging Face checkpoints, tokenizer included
     RUN/timeline.{json,png}             what the instances did in the last iteration, as trace and as picture
     RUN/progress.png, RUN/summary.txt   written at the end, after an interruption too
@@ -189,6 +190,10 @@ class RunDir:
     def rollouts_file(self, iteration: int) -> Path:
         """Parquet file of one iteration's rollouts; iterations count from 0."""
         return self.path / "rollouts" / f"iteration_{iteration:04d}.parquet"
+
+    def steps_file(self, instance: str, iteration: int) -> Path:
+        """Parquet file of what one instance's decode steps did in one iteration."""
+        return self.path / "steps" / instance / f"iteration_{iteration:04d}.parquet"
 
     def checkpoint_dir(self, model: str, iteration: int | None = None) -> Path:
         """Folder of a checkpoint of `target` or `draft`; the last one has no number."""

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from transformers import AutoConfig
 
-from actors.migration.settings import MigrationSettings
-from core.config import Config
+from core.config import Config, ReallocationConfig
 from engine.cache.kv_pool import KVShape
 from policies.reallocation.by_name import make_reallocation_policy
 from policies.reallocation.gate import Gate
@@ -31,17 +30,12 @@ def reallocation_policy(config: Config, profile: Profile | None) -> Reallocation
     )
 
 
-def migration_settings(config: Config) -> MigrationSettings | None:
+def migration_settings(config: Config) -> ReallocationConfig | None:
     """What an instance needs to move samples; None where none ever moves."""
     wanted = config.reallocation
     if wanted.policy not in MOVING_POLICIES or config.cluster.generation.num_actors == 1:
         return None
-    return MigrationSettings(
-        transport=wanted.transport,
-        timeout_s=wanted.timeout_s,
-        frame_bytes=wanted.frame_bytes,
-        transfer_share=wanted.transfer_share,
-    )
+    return wanted
 
 
 def _curve(config: Config, profile: Profile | None) -> RateCurve:

@@ -144,6 +144,8 @@ def _splitmix64(state: int) -> int:
     return state ^ (state >> 31)
 
 
+# lowbias32 stands here for numpy and torch, in `noise_cuda` for Triton, in `engine.cpu.sampling` for LLVM: none can
+# call another's. Tests hold numpy and torch to the author's form, and the other two to torch.
 def _mix32_host(x: np.ndarray) -> np.ndarray:
     """lowbias32 on uint32."""
     x = (x ^ (x >> 16)) * 0x7FEB352D

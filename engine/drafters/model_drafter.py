@@ -9,22 +9,21 @@ else a child's share of the softmax over perturbed scores.
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 from transformers.modeling_utils import PreTrainedModel
 
 from core.records import Budget
 from engine.cache.kv_pool import KVPool
-from engine.cpu.chain import LEADERS, NativeChain
+from engine.cpu.chain import LEADERS
 from engine.decoding.draft_tree import DraftTree, chain, keep, root_only, select_best
-from engine.decoding.noise import HashedNoise, values_of
+from engine.decoding.noise import HashedNoise
 from engine.decoding.running_batch import RunningBatch
-from engine.decoding.sampling_rule import TopK, choose, is_native, leaders
+from engine.decoding.sampling_rule import is_native, leaders
 from engine.decoding.verify import Verdict
+from engine.drafters.chain_levels import ChainLevels, LibraryLevels, NativeLevels, noise_at_level
 from engine.drafters.refinement import Refinement
 from engine.model.forward_plan import TreePlan
 from engine.model.prefill import fill_committed
@@ -63,11 +62,7 @@ class ModelDrafter:
         """Catch up with the committed tokens, then expand the tree."""
         logits = self._catch_up(batch)
         if budget.branching == 1:
-            native = self.runner.native_chain
-            if native is not None and is_native(logits, batch.sampling, LEADERS):
-                tree = self._draft_chain_natively(native, batch, budget, noise, logits, refinement)
-            else:
-                tree = self._draft_chain(batch, budget, noise, logits, refinement)
+            tree = self._draft_chain(batch, budget, noise, logits, refinement)
         else:
             tree = self._expand(batch, budget, noise, logits, refinement)
         if refinement is None:
@@ -151,69 +146,20 @@ class ModelDrafter:
         refinement: Refinement | None,
     ) -> DraftTree:
         """Draft the best child of the best child: nothing to sort, so the tree carries no scores."""
-        lengths = batch.lengths_tensor()
-        index = torch.arange(budget.depth, device=lengths.device).expand(len(batch), -1)
-        tokens: list[Tensor] = []
-        unscored: list[TopK] = []
-        asked_at = budget.depth if refinement is None else min(budget.depth, refinement.levels_to_draft())
-        while len(tokens) < asked_at:
-            if tokens:
-                logits = self._forward_level(batch, tokens[-1], lengths, None, index[:, : len(tokens)])[:, 0]
-            level = _at_level(len(batch), 1, len(tokens), lengths.device)
-            if refinement is None:
-                tokens.append(choose(logits[:, None], noise, level, batch.sampling))
-                continue
-            found = leaders(logits[:, None], noise, level, batch.sampling, min(2, logits.shape[-1]))
-            tokens.append(found.token_ids[..., 0])
-            unscored.append(found)
-            if len(tokens) == asked_at:
-                refinement.chain_levels(
-                    np.concatenate([each.scores for each in unscored], 1),
-                    np.concatenate([each.logprobs for each in unscored], 1),
-                )
-                unscored = []
-                if asked_at < budget.depth:
-                    asked_at = min(budget.depth, asked_at + refinement.levels_to_draft())
-        if not tokens:
-            return root_only(len(batch), lengths.device)
-        return chain(torch.cat(tokens, dim=1))
-
-    def _draft_chain_natively(
-        self,
-        native: NativeChain,
-        batch: RunningBatch,
-        budget: Budget,
-        noise: Tensor | HashedNoise,
-        logits: Float[Tensor, "B V"],
-        refinement: Refinement | None,
-    ) -> DraftTree:
-        """Draft the same by our own code, in one call for all levels between two questions to the policy."""
-        live, sampling = len(batch), batch.sampling
-        coefficients = None if refinement is None else refinement.chain_coefficients(budget.depth)
-        native.start(
-            logits,
-            batch.lengths[:live],
-            values_of(noise),
-            sampling.divisor,
-            sampling.noise_factor,
-            coefficients,
-        )
+        native, depth = self.runner.native_chain, budget.depth
+        levels: ChainLevels
+        if native is not None and is_native(logits, batch.sampling, LEADERS):
+            levels = NativeLevels(native, batch, noise, logits, refinement, depth)
+        else:
+            levels = LibraryLevels(self._forward_level, batch, noise, logits, refinement, depth)
         drafted = 0
-        asked_at = budget.depth if refinement is None else min(budget.depth, refinement.levels_to_draft())
+        asked_at = depth if refinement is None else min(depth, refinement.levels_to_draft())
         while drafted < asked_at:
-            begin = drafted
-            scores, logprobs = native.draft(begin, asked_at)
+            levels.draft(drafted, asked_at)
             drafted = asked_at
-            if refinement is not None:
-                if coefficients is None:
-                    refinement.chain_levels(scores, logprobs)
-                else:
-                    refinement.chain_paths(native.paths(begin, drafted))
-                if drafted < budget.depth:
-                    asked_at = min(budget.depth, drafted + refinement.levels_to_draft())
-        if not drafted:
-            return root_only(live, logits.device)
-        return chain(native.token_ids(drafted))
+            if refinement is not None and drafted < depth:
+                asked_at = min(depth, drafted + refinement.levels_to_draft())
+        return chain(levels.token_ids(drafted)) if drafted else root_only(len(batch), logits.device)
 
     def _expand(
         self,
@@ -239,7 +185,7 @@ class ModelDrafter:
         if asked_at == 0:
             return root_only(live, device)
         for level in range(1, budget.depth + 1):
-            noise_level = _at_level(live, frontier_logits.shape[1], level - 1, device)
+            noise_level = noise_at_level(live, frontier_logits.shape[1], level - 1, device)
             inputs = (frontier_logits, noise, noise_level, batch.sampling)
             if refinement is None:
                 found = leaders(*inputs, budget.branching, perturbed=True)
@@ -298,12 +244,6 @@ class ModelDrafter:
         last_position = batch.tokens.shape[1] - 1
         logits = self.runner.logits(ids.reshape(-1), positions.clamp(max=last_position).reshape(-1), plan)
         return logits.view(live, n, -1)
-
-
-@lru_cache(maxsize=1024)
-def _at_level(batch: int, width: int, level: int, device: torch.device) -> Int[Tensor, "B w"]:
-    """The level of noise that a level's nodes choose by; made once."""
-    return torch.full((batch, width), level, device=device)
 
 
 def _candidates(levels: list[tuple[Tensor, ...]], branching: int) -> DraftTree:

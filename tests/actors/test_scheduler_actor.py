@@ -22,7 +22,10 @@ class Cluster:
 
     def __init__(self, heartbeat_timeout_s: float) -> None:
         settings = SchedulerSettings(
-            poll_interval_s=0.05, heartbeat_timeout_s=heartbeat_timeout_s, order_timeout_s=60.0
+            poll_interval_s=0.05,
+            heartbeat_timeout_s=heartbeat_timeout_s,
+            order_timeout_s=60.0,
+            reallocation_interval_s=0.1,
         )
         self.scheduler = SchedulerActor.options(num_cpus=0).remote(settings)
         self.sentinel = self.scheduler.run.remote()

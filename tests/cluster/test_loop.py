@@ -16,6 +16,7 @@ import pytest
 import ray
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from cluster.cli import main
 from cluster.collect import collect
 from cluster.loop import train
 from cluster.placement.ray_session import RaySession
@@ -35,6 +36,7 @@ from engine.weights.loading import load_causal_lm, load_tokenizer
 from learning.data import PromptCursor, load_prompts, response_text, sampling_params
 from learning.learner import Learner
 from learning.tasks.reward_function import build_reward
+from profiles.step_log import read_step_log
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
@@ -54,7 +56,7 @@ class Trained:
 def config(tiny_pair) -> Config:
     return config_from_dict(
         {
-            "run": {"iterations": 2, "seed": 5},
+            "run": {"iterations": 2, "seed": 5, "step_log": True},
             "models": {"target": str(tiny_pair.target), "draft": str(tiny_pair.draft)},
             "data": {"task": "chain", "limit": 64},
             "reward": {"kind": "sample_rewards:vowel_share", "batch_size": 4},
@@ -184,6 +186,17 @@ def test_the_last_iteration_leaves_a_trace_of_what_each_instance_did(trained):
     last = read_metrics(trained.run_dir.metrics_file)[-1]
     assert max(e["ts"] + e["dur"] for e in steps) / 1e6 <= last["time/iteration_s"]
     assert trained.run_dir.timeline_picture_file.read_bytes().startswith(b"\x89PNG")
+
+
+def test_every_instances_step_log_holds_every_decode_step_and_replays(trained, capsys):
+    for name in trained.system.generation.instances:
+        folder = trained.run_dir.steps_file(name, 0).parent
+        assert len(list(folder.iterdir())) == 2
+        assert main(["replay", str(folder)]) == 0
+        assert "decode steps of policy fixed: every decision comes out again" in capsys.readouterr().out
+    folders = (trained.run_dir.path / "steps").iterdir()
+    logged = sum(record.num_emitted_tokens for folder in folders for record in read_step_log(folder)[0])
+    assert logged == trained.system.scheduler.stats.num_emitted_tokens
 
 
 def test_every_move_that_the_figures_count_is_on_disk_with_its_reasons(trained):

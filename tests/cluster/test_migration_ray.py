@@ -18,12 +18,11 @@ from forced_moves import Forced
 
 from actors.actor_messages import GenerationSpec, LostInstance, SchedulerSettings
 from actors.generation.generation_actor import GenerationActor
-from actors.migration.settings import MigrationSettings
 from actors.scheduler_actor import SchedulerActor
 from actors.transport.select import TransportName
 from cluster.scheduling.scheduler_client import SchedulerClient
 from cluster.weights.publish import PublishedWeights, publish
-from core.config import EngineConfig, SpeculationConfig
+from core.config import EngineConfig, ReallocationConfig, SpeculationConfig
 from core.records import Completion, Prompt, SampleKey, SampleRequest, SamplingParams, Stream
 from engine.build import build_engine
 from engine.weights.chunks import pack_weights
@@ -65,7 +64,7 @@ class RayPool:
                     max_total_tokens=MAX_TOTAL_TOKENS,
                     vocab_size=tiny_pool.VOCAB_SIZE,
                     report_interval_s=0.01,
-                    migration=MigrationSettings(
+                    migration=ReallocationConfig(
                         transport=transport, timeout_s=3.0, frame_bytes=1 << 10, transfer_share=1.0
                     ),
                 )

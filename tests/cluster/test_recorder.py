@@ -26,14 +26,18 @@ pytestmark = pytest.mark.ray
 class Instance:
     """Has a script of spans, one list a call, and can fall silent."""
 
-    def __init__(self, *script: list) -> None:
+    def __init__(self, *script: list, log: bytes = b"") -> None:
         self.script = list(script)
+        self.log = log
         self.is_silent = False
 
     def take_spans(self) -> list:
         if self.is_silent:
             time.sleep(60.0)
         return self.script.pop(0)
+
+    def take_step_log(self, timeout_s: float) -> bytes:
+        return self.log
 
     def fall_silent(self) -> None:
         self.is_silent = True
@@ -64,7 +68,7 @@ def instances(local_ray) -> Iterator[dict[str, Any]]:
     spans = two_instances()
     first = [spans["gen-0"][0]]
     made = {
-        "gen-0": Instance.options(num_cpus=0).remote(first, spans["gen-0"]),
+        "gen-0": Instance.options(num_cpus=0).remote(first, spans["gen-0"], log=b"a log"),
         "gen-1": Instance.options(num_cpus=0).remote([], spans["gen-1"], []),
     }
     yield made
@@ -104,3 +108,14 @@ def test_moves_of_every_iteration_are_kept_and_the_timeline_of_the_last(
     assert silent.startswith("gen-1 is left out of the timeline: the loop waited 1 s for gen-1")
     recorder.write_timeline()
     assert '"traceEvents": []' in run_dir.timeline_file.read_text()
+
+
+def test_step_logs_are_written_where_they_are_asked_for_and_not_empty(instances, tmp_path: Path):
+    run_dir = RunDir(path=tmp_path)
+    Recorder(run_dir, Notes()).record(0, collected(), instances)
+    assert not list(tmp_path.glob("steps/**/*"))
+    Recorder(run_dir, Notes(), step_log=True).record(1, collected(), instances)
+    assert [path.relative_to(tmp_path) for path in tmp_path.glob("steps/*/*")] == [
+        Path("steps/gen-0/iteration_0001.parquet")
+    ]
+    assert run_dir.steps_file("gen-0", 1).read_bytes() == b"a log"

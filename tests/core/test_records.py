@@ -51,7 +51,6 @@ def test_nested_records_become_nested_dicts() -> None:
         num_waiting=0,
         num_free_slots=3,
         context_tokens=20,
-        free_cache_tokens=100,
         weight_version=2,
         drafter_version=0,
         decode_step=5,

@@ -6,6 +6,7 @@ Seconds come from a clock that ticks at random but from a seed: what the policie
 import functools
 from collections.abc import Callable
 from dataclasses import fields, replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ import torch
 
 from core.config import EngineConfig, SpeculationConfig
 from core.records import Budget, DecodeState, DraftLog, SampleRequest, SamplingParams, StepRecord
-from engine.build import build_engine
+from engine.build import build_engine, build_policy
 from engine.engine import Engine
 from policies.drafting.baselines.bandit import BanditPolicy
 from policies.drafting.baselines.batch_table import BatchTablePolicy
@@ -24,7 +25,7 @@ from profiles.acceptance import AcceptanceModel
 from profiles.cost import CostModel, Shape, draft_terms, rest_terms, verify_terms
 from profiles.profile import Profile, YieldCurve
 from profiles.provenance import Provenance
-from profiles.step_log import read_step_log, write_step_log
+from profiles.step_log import PolicyOrigin, encode_step_log, read_step_log
 
 PROMPT_LENGTHS = (3, 119, 17, 60, 1, 30, 8)
 SAMPLING = SamplingParams(max_new_tokens=48)
@@ -163,8 +164,8 @@ def logged(
             engine.weight_version += 1
             engine.drafter_version += round_number
         path = tmp_path_factory.mktemp(name) / "steps.parquet"
-        write_step_log(path, engine.step_records)
-        return read_step_log(path)
+        path.write_bytes(encode_step_log(engine.step_records, PolicyOrigin(speculation=SpeculationConfig())))
+        return read_step_log(path)[0]
 
     return make
 
@@ -181,6 +182,16 @@ def test_a_log_on_disk_reproduces_every_decision(
         assert len(shapes) >= 3
     else:
         assert len({record.budget.num_nodes for record in records}) >= 3
+
+
+def test_the_log_itself_says_how_to_make_the_policy_again(
+    logged: Callable[[str], list[StepRecord]], tmp_path: Path
+) -> None:
+    made_from = PolicyOrigin(speculation=SpeculationConfig(max_nodes=8, max_depth=8), profile=PROFILE)
+    (tmp_path / "steps.parquet").write_bytes(encode_step_log(logged("goodput"), made_from))
+    records, origin = read_step_log(tmp_path / "steps.parquet")
+    assert origin == made_from
+    assert replay(build_policy(origin.speculation, origin.profile), records) is None
 
 
 def refined_step(records: list[StepRecord], *, after: int = 20) -> int:

@@ -21,6 +21,7 @@ from core.records import (
     SampleKey,
     SampleRequest,
     SamplingParams,
+    StepRecord,
     WeightSpan,
 )
 
@@ -47,6 +48,7 @@ class FakeEngine:
         self.step_s = step_s
         self.poisoned = poisoned
         self.running: dict[SampleKey, tuple[SampleRequest, int]] = {}
+        self.step_log: list[StepRecord] | None = None
         self.num_steps = 0
         self.num_emitted_tokens = 0
 
@@ -110,7 +112,6 @@ class FakeEngine:
             num_waiting=0,
             num_free_slots=0,
             context_tokens=0,
-            free_cache_tokens=0,
             weight_version=0,
             drafter_version=0,
             decode_step=self.num_steps,

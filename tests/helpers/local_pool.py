@@ -19,8 +19,8 @@ from actors.actor_messages import HeldSamples, PollReply
 from actors.generation.decode_loop import DecodeLoop, HoldOrder, NewsOrder, SubmitOrder
 from actors.migration.context import MigrationContext
 from actors.migration.migrator import Migrator
-from actors.migration.settings import MigrationSettings
 from actors.migration.transfers import Transfers
+from core.config import ReallocationConfig
 from core.records import Completion, SampleKey, SampleRequest
 from engine.engine import Engine
 from policies.reallocation.pool_records import ReallocationPolicy
@@ -141,7 +141,7 @@ class LocalPool:
         engines: dict[str, Engine],
         *,
         reallocation: ReallocationPolicy | None = None,
-        settings: MigrationSettings | None = None,
+        settings: ReallocationConfig | None = None,
         frame_timeout_s: float | None = None,
         frame_faults: FaultPlan = NO_FAULTS,
         fault: Fault = NO_FAULT,
@@ -165,7 +165,9 @@ class LocalPool:
         self._gone: list[str] = []
         self._planned: list[tuple[int, Callable[[], object]]] = []
         self._hub = MemoryHub()
-        self._settings = settings or MigrationSettings(timeout_s=2.0, frame_bytes=1 << 12, transfer_share=1.0)
+        self._settings = settings or ReallocationConfig(
+            timeout_s=2.0, frame_bytes=1 << 12, transfer_share=1.0
+        )
         self._frame_timeout_s = frame_timeout_s or self._settings.timeout_s
         self._later: list[tuple[int, str, NewsOrder]] = []
         self.instances = {name: self._make(name, engine, frame_faults) for name, engine in engines.items()}

@@ -10,7 +10,7 @@ import tiny_pool
 from in_process import NO_FAULTS, FaultPlan
 from local_pool import Later, LocalPool
 
-from actors.migration.settings import MigrationSettings
+from core.config import ReallocationConfig
 from engine.engine import Engine
 from policies.migration.move_messages import MoveOrder, Settle
 from policies.reallocation.pool_records import Move, MoveMode, PoolView
@@ -99,7 +99,7 @@ class OneMove:
                 for number in range(2 + self.bystander)
             },
             reallocation=self.policy,
-            settings=MigrationSettings(
+            settings=ReallocationConfig(
                 timeout_s=TIMEOUT_TURNS * 0.01, frame_bytes=1 << 10, transfer_share=1.0
             ),
             frame_timeout_s=self.frame_timeout_s,

@@ -1,4 +1,4 @@
-"""A step log comes back from disk as it was, to the last bit, or not at all."""
+"""A step log comes back from disk as it was, to the last bit, or not at all; with what its policy is made from."""
 
 from dataclasses import fields, replace
 from pathlib import Path
@@ -6,10 +6,12 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+from hand_profile import hand_cost, hand_profile
 
+from core.config import SpeculationConfig
 from core.errors import DataError
 from core.records import PLAIN, Budget, DecodeState, DraftLog, StepRecord
-from profiles.step_log import read_step_log, write_step_log
+from profiles.step_log import PolicyOrigin, encode_step_log, read_step_log
 
 SCORES = np.array(
     [[0.1, 1 / 3, 0.0, -0.0, 1e-45, np.nan], [1.0, 0.7, 0.49, 0.2, 3e-39, np.inf]], dtype=np.float32
@@ -53,6 +55,14 @@ REFINED_STEP = replace(
 )
 
 
+PROFILE = hand_profile(0.7, hand_cost(knee_ms=1 / 3))
+ORIGIN = PolicyOrigin(speculation=SpeculationConfig(max_nodes=9), profile=PROFILE)
+
+
+def write_step_log(path: Path, records: list[StepRecord], origin: PolicyOrigin = ORIGIN) -> None:
+    path.write_bytes(encode_step_log(records, origin))
+
+
 def assert_equal(ours: StepRecord, theirs: StepRecord) -> None:
     """Every field, arrays by bytes and type."""
     assert replace(ours, draft=None) == replace(theirs, draft=None)
@@ -72,7 +82,8 @@ def assert_equal(ours: StepRecord, theirs: StepRecord) -> None:
 def test_records_come_back_bit_for_bit_and_in_order(tmp_path: Path) -> None:
     records = [REFINED_STEP, PLAIN_STEP, replace(REFINED_STEP, select_s=0.5), PLAIN_STEP]
     write_step_log(tmp_path / "steps.parquet", records)
-    back = read_step_log(tmp_path / "steps.parquet")
+    back, origin = read_step_log(tmp_path / "steps.parquet")
+    assert origin == ORIGIN
     assert len(back) == len(records)
     for ours, theirs in zip(back, records, strict=True):
         assert_equal(ours, theirs)
@@ -84,22 +95,27 @@ def test_views_of_larger_arrays_are_written_as_seen(tmp_path: Path) -> None:
         write_step_log(
             tmp_path / "steps.parquet", [replace(REFINED_STEP, draft=replace(DRAFT, scores=scores))]
         )
-        draft = read_step_log(tmp_path / "steps.parquet")[0].draft
+        draft = read_step_log(tmp_path / "steps.parquet")[0][0].draft
         assert draft is not None
         assert draft.scores.tolist() == scores.tolist()
 
 
 def test_a_log_of_no_step_is_a_log(tmp_path: Path) -> None:
     write_step_log(tmp_path / "steps.parquet", [])
-    assert read_step_log(tmp_path / "steps.parquet") == []
+    assert read_step_log(tmp_path / "steps.parquet") == ([], ORIGIN)
 
 
-def test_the_file_appears_whole_and_folders_are_made(tmp_path: Path) -> None:
-    path = tmp_path / "run" / "logs" / "steps.parquet"
-    write_step_log(path, [PLAIN_STEP])
-    write_step_log(path, [REFINED_STEP])
-    assert [file.name for file in path.parent.iterdir()] == ["steps.parquet"]
-    assert_equal(read_step_log(path)[0], REFINED_STEP)
+def test_a_folder_is_read_in_the_order_of_its_names(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="found none"):
+        read_step_log(tmp_path)
+    write_step_log(tmp_path / "iteration_0001.parquet", [REFINED_STEP])
+    write_step_log(tmp_path / "iteration_0000.parquet", [PLAIN_STEP])
+    records, origin = read_step_log(tmp_path)
+    assert [record.decode_step for record in records] == [7, 8] and origin == ORIGIN
+    other = PolicyOrigin(speculation=SpeculationConfig(max_nodes=8), profile=PROFILE)
+    write_step_log(tmp_path / "iteration_0002.parquet", [PLAIN_STEP], other)
+    with pytest.raises(DataError, match="different policies"):
+        read_step_log(tmp_path)
 
 
 def test_scores_that_would_not_come_back_are_refused(tmp_path: Path) -> None:
@@ -123,6 +139,10 @@ def test_what_is_no_step_log_is_refused(tmp_path: Path) -> None:
         read_step_log(path)
     pq.write_table(table.replace_schema_metadata({b"step_log_version": b"99"}), path)
     with pytest.raises(DataError, match="99"):
+        read_step_log(path)
+    metadata = {name: text for name, text in table.schema.metadata.items() if name != b"policy_origin"}
+    pq.write_table(table.replace_schema_metadata(metadata), path)
+    with pytest.raises(DataError, match="policy_origin"):
         read_step_log(path)
     pq.write_table(table.drop_columns(["budget"]), path)
     with pytest.raises(DataError, match="budget"):

@@ -53,7 +53,6 @@ def load(num_running: int, *, num_emitted_tokens: int, move_s: float = 0.0) -> I
         num_waiting=2,
         num_free_slots=1,
         context_tokens=50,
-        free_cache_tokens=10,
         weight_version=3,
         drafter_version=0,
         decode_step=7,

@@ -13,7 +13,7 @@ from forced_moves import Forced
 from local_pool import Later, LocalPool
 from one_move import DESTINATION, RECOVERY_TURNS, SOURCE, OneMove, delay, drop, duplicate, echo, name_of
 
-from actors.migration.settings import MigrationSettings
+from core.config import ReallocationConfig
 from policies.migration.move_messages import MoveOrder, Settle
 
 pytestmark = pytest.mark.slow
@@ -217,7 +217,7 @@ def test_everything_at_once_at_random(seed):
     pool = LocalPool(
         {name: tiny_pool.engine("seldom", slots=6) for name in ("a", "b", "c")},
         reallocation=Forced(share=0.3, seed=seed),
-        settings=MigrationSettings(timeout_s=0.05, frame_bytes=1 << 10, transfer_share=1.0),
+        settings=ReallocationConfig(timeout_s=0.05, frame_bytes=1 << 10, transfer_share=1.0),
         frame_timeout_s=0.1,
         fault=chaos,
     )

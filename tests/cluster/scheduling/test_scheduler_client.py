@@ -60,7 +60,9 @@ def pool(local_ray) -> Iterator[Pool]:
         made.append(SchedulerActor.options(num_cpus=0).remote(settings))
         return made[-1]
 
-    settings = SchedulerSettings(poll_interval_s=0.05, heartbeat_timeout_s=10.0, order_timeout_s=60.0)
+    settings = SchedulerSettings(
+        poll_interval_s=0.05, heartbeat_timeout_s=10.0, order_timeout_s=60.0, reallocation_interval_s=0.1
+    )
     pool = Pool(SchedulerClient(make, settings, max_restarts=MAX_RESTARTS, start_timeout_s=60.0))
     yield pool
     for handle in (*made, *pool.instances.values()):

@@ -299,7 +299,6 @@ def test_an_instance_whose_caches_are_full_gets_no_more_samples_and_no_moves():
         num_waiting=0,
         num_free_slots=1,
         context_tokens=0,
-        free_cache_tokens=0,
         weight_version=0,
         drafter_version=0,
         decode_step=1,
