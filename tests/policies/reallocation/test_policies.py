@@ -1,6 +1,6 @@
 """Laws of every reallocation policy, and of each."""
 
-import time
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -224,20 +224,23 @@ def test_a_slow_pool_teaches_the_rate_curve() -> None:
     assert curve.factor == pytest.approx(0.5, rel=0.02)
 
 
-def test_a_plan_for_1024_instances_takes_well_under_a_tenth_of_a_second_of_processor_time() -> None:
+def test_a_plan_for_1024_instances_fits_every_destination_and_leaves_the_fullest() -> None:
     random = np.random.default_rng(0)
     policy = make("finish_time")
     for length in random.integers(1, 600, 500).tolist():
         policy.note_finished(length)
-    seconds, num_moves = [], 0
-    for number in range(5):
-        lengths = [random.integers(1, 600, random.integers(1, 33)).tolist() for _ in range(1024)]
-        view = pool_view(*lengths, now_s=float(number), max_new_tokens=640)
-        began_s = time.thread_time()
-        num_moves += len(policy.plan(view))
-        seconds.append(time.thread_time() - began_s)
-    assert num_moves > 100
-    assert min(seconds) < 0.1
+    lengths = [random.integers(1, 600, random.integers(1, 33)).tolist() for _ in range(1024)]
+    view = pool_view(*lengths, max_new_tokens=640)
+    moves = policy.plan(view)
+    assert len(moves) > 20
+    assert len({move.key for move in moves}) == len(moves)
+    size = {instance.instance: len(instance.keys) for instance in view.instances}
+    come, gone = (Counter(getattr(move, end) for move in moves) for end in ("destination", "source"))
+    free = {instance.instance: instance.num_free_slots for instance in view.instances}
+    assert all(count <= free[name] for name, count in come.items())
+    assert not come.keys() & gone.keys()
+    # samples leave instances that hold more than those that they go to
+    assert np.mean([size[move.source] for move in moves]) > 2 * np.mean([size[m.destination] for m in moves])
 
 
 # the paper's rule
