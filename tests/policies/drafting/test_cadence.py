@@ -60,7 +60,7 @@ def test_the_law_and_its_cadence_are_refining_policies() -> None:
 
 @pytest.mark.parametrize("batch", [1, 8, 24])
 @pytest.mark.parametrize("truth", [0.0, 0.5, 0.85])
-def test_asking_seldom_costs_hardly_any_goodput(truth: float, batch: int) -> None:
+def test_goodput_with_cadence_is_near_that_of_the_law_asked_every_step(truth: float, batch: int) -> None:
     policies: list[RefiningPolicy] = [law_of(0.8, CHEAP), cadence_of(0.8, CHEAP)]
     rates = []
     for policy in policies:
@@ -76,7 +76,7 @@ def test_asking_seldom_costs_hardly_any_goodput(truth: float, batch: int) -> Non
 
 
 @pytest.mark.parametrize("acceptance", [0.02, 0.9], ids=["plain", "draft"])
-def test_a_large_batchs_plan_stands_until_its_next_turn(acceptance: float) -> None:
+def test_a_large_batch_reuses_its_plan_between_updates(acceptance: float) -> None:
     policy = cadence_of(acceptance, CONTEXT)
     # the context grows so fast that every new plan is another one
     states = [decode_state(step, 24, context=100 + 500 * step) for step in range(2 * UPDATE_STEPS)]
@@ -87,13 +87,13 @@ def test_a_large_batchs_plan_stands_until_its_next_turn(acceptance: float) -> No
     assert first[0].is_plain or first[0] != second[0]
 
 
-def test_a_small_batch_follows_its_context_at_every_step() -> None:
+def test_a_small_batch_replans_at_every_step() -> None:
     policy = cadence_of(0.9, CONTEXT)
     budgets = [policy.plan(decode_state(step, 4, context=100 + 500 * step)) for step in range(UPDATE_STEPS)]
     assert len({budget.reason for budget in budgets}) == UPDATE_STEPS
 
 
-def test_a_standing_plan_ends_with_another_batch_or_the_end_of_a_response() -> None:
+def test_a_changed_batch_or_an_ending_response_replans_at_once() -> None:
     policy = cadence_of(0.9, CHEAP)
     budget = policy.plan(decode_state(8, 24))
     assert "B=24" in budget.reason and budget.depth > 2
@@ -102,7 +102,7 @@ def test_a_standing_plan_ends_with_another_batch_or_the_end_of_a_response() -> N
 
 
 @pytest.mark.parametrize(("batch", "every"), [(4, 1), (LARGE_BATCH, UPDATE_STEPS)])
-def test_of_a_large_batchs_drafts_those_of_its_turn_update_the_estimators(batch: int, every: int) -> None:
+def test_a_large_batch_updates_its_estimators_every_fourth_step(batch: int, every: int) -> None:
     rejected = draft_log([[0.9]] * batch, [1] * batch, [0] * batch)
 
     def is_suspended_after(steps: list[int]) -> bool:
@@ -118,7 +118,7 @@ def test_of_a_large_batchs_drafts_those_of_its_turn_update_the_estimators(batch:
 @pytest.mark.parametrize(
     ("batch", "served"), [(LARGE_BATCH - 1, SEARCH_STEPS), (LARGE_BATCH, LARGE_BATCH_SEARCH_STEPS)]
 )
-def test_between_searches_nodes_are_verified_by_the_price_last_found(batch: int, served: int) -> None:
+def test_between_searches_nodes_are_verified_by_the_last_price(batch: int, served: int) -> None:
     random = np.random.default_rng(0)
     policy = cadence_of(0.8, hand_cost(forward_ms=10.0, token_ms=0.15, level_ms=0.2))
     price, by_price = 0.0, []
@@ -135,9 +135,7 @@ def test_between_searches_nodes_are_verified_by_the_price_last_found(batch: int,
 
 
 @pytest.mark.parametrize(("acceptance", "batch", "least"), [(0.97, 1, 8), (0.97, 4, 4), (0.5, 1, 1)])
-def test_levels_that_are_hardly_ever_stopped_are_drafted_unasked(
-    acceptance: float, batch: int, least: int
-) -> None:
+def test_levels_likely_to_be_drafted_are_not_asked_about(acceptance: float, batch: int, least: int) -> None:
     policy = cadence_of(acceptance, CHEAP)
     policy.plan(decode_state(0, batch))
     levels = policy.deepen(0, np.ones((batch, 1)))

@@ -59,13 +59,13 @@ def test_a_probe_is_due_when_a_two_hundredth_of_the_plain_time_pays_for_it() -> 
     assert steps_until_due(0.0) == pytest.approx(probe_s / (PROBE_SHARE * PLAIN_S), abs=1)
 
 
-def test_catching_up_is_paid_too_but_never_more_than_the_context() -> None:
+def test_a_probe_pays_for_catching_up_with_the_context_at_most() -> None:
     without, with_all = steps_until_due(0.0), steps_until_due(1e-4, context=100)
     assert with_all == pytest.approx((3e-3 + 100 * 1e-4) / (PROBE_SHARE * PLAIN_S), abs=1)
     assert without < steps_until_due(1e-4, context=10) < with_all
 
 
-def test_a_draft_begins_the_account_again() -> None:
+def test_a_draft_resets_the_probe_account() -> None:
     account, estimators = ProbeAccount(0.0), Estimators(PROFILE, 8)
     chosen = choose(estimators)
     for step in range(100):
@@ -75,7 +75,7 @@ def test_a_draft_begins_the_account_again() -> None:
     assert not account.is_due(1, chosen, estimators, PLANNER)
 
 
-def test_a_suspension_by_one_sample_is_asked_again_of_a_larger_batch_at_once() -> None:
+def test_a_larger_batch_probes_a_drafter_suspended_by_one_sample_at_once() -> None:
     profile = hand_profile(0.9, hand_cost(forward_ms=10.0, token_ms=0.5, level_ms=1.0))
     account, estimators = ProbeAccount(0.0), Estimators(profile, 8)
     step = 0

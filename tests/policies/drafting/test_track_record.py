@@ -53,7 +53,7 @@ def test_an_untried_shape_shares_most_of_what_drafts_deliver_there(delivered: fl
     assert 0.6 < untried / tried < 0.9
 
 
-def test_plain_decoding_stands_for_itself() -> None:
+def test_the_record_of_drafts_does_not_change_that_of_plain_decoding() -> None:
     record = TrackRecord()
     for _ in range(100):
         record.observe(1, 8, delivered=0.1, expected=1.0)
@@ -64,7 +64,7 @@ def test_plain_decoding_stands_for_itself() -> None:
     assert record.ratio(2, 16) == 1.0
 
 
-def test_a_shape_that_is_not_used_is_forgiven_in_time() -> None:
+def test_the_record_of_an_unused_shape_returns_to_one() -> None:
     record = TrackRecord()
     for _ in range(50):
         record.observe(1, 1, delivered=0.25, expected=1.0)
@@ -86,7 +86,7 @@ def test_factors_keep_within_bounds() -> None:
     assert (record.factor(1, 1), record.factor(2, 2), record.factor(2, 4)) == (*RANGE, 1.0)
 
 
-def test_plain_decoding_has_the_benefit_of_the_doubt_until_it_is_known() -> None:
+def test_untried_plain_decoding_is_overrated_by_a_tenth() -> None:
     record = TrackRecord()
     assert record.factor(0, 8) == pytest.approx(1.0 + DOUBT)
     for _ in range(300):
