@@ -123,7 +123,7 @@ def build_engine(
     elif speculation.drafter == "ngram" and policy.max_nodes > 0:
         if isinstance(policy, RefiningPolicy):
             raise ConfigError(
-                f"policy {type(policy).__name__} goes by a draft model's scores, and drafter ngram has none; "
+                "a policy that refines drafts (goodput) goes by a draft model's scores, and drafter ngram has none; "
                 "use bandit, batch_table, capacity or fixed"
             )
         drafter = NgramDrafter(ngram_max=speculation.ngram_max, ngram_min=speculation.ngram_min)

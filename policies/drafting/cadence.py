@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from core.records import Budget, DecodeState, StepRecord
+from core.records import PLAIN, Budget, DecodeState, StepRecord
 from policies.drafting.draft_policy import DrafterAlarm
 from policies.drafting.goodput import LARGE_BATCH, GoodputPolicy
 from policies.drafting.node_search import Allocation
@@ -43,10 +43,14 @@ STEADY_BATCH = 4
 
 
 class _Standing(NamedTuple):
-    """A plan that is reused."""
+    """A plan that is reused for a batch of so many samples."""
 
     num_samples: int
     budget: Budget
+
+
+NOTHING = _Standing(num_samples=0, budget=PLAIN)
+"No batch is that small: the law is asked."
 
 
 class Cadence:
@@ -56,7 +60,7 @@ class Cadence:
         self.max_nodes = law.max_nodes
         self._law = law
         self._step = 0
-        self._standing: _Standing | None = None
+        self._standing = NOTHING
         self._compared: tuple[int, int, int] | None = None
         "batch, context and period for which shapes were compared"
         self._searched = -LARGE_BATCH_SEARCH_STEPS
@@ -67,14 +71,13 @@ class Cadence:
     def plan(self, state: DecodeState) -> Budget:
         """Return the plan that stands, or the law's."""
         self._step = step = state.decode_step
-        standing = self._standing
+        num_samples, budget = self._standing
         if (
-            standing is not None
-            and state.num_samples == standing.num_samples
+            state.num_samples == num_samples
             and step % UPDATE_STEPS
-            and state.max_remaining_tokens > standing.budget.depth
+            and state.max_remaining_tokens > budget.depth
         ):
-            return standing.budget
+            return budget
         law = self._law
         if law.follow(state):
             self._compared = None
@@ -85,7 +88,7 @@ class Cadence:
         if lasts and not law.is_probing and state.max_remaining_tokens > 1:
             self._standing = _Standing(state.num_samples, budget)
         else:
-            self._standing = None
+            self._standing = NOTHING
         return budget
 
     def deepen(self, level: int, scores: np.ndarray) -> int:
@@ -109,8 +112,8 @@ class Cadence:
 
     def observe(self, record: StepRecord) -> None:
         """Update what is due."""
-        law, step, drafted = self._law, record.decode_step, record.draft is not None
-        if not drafted:
+        law, step = self._law, record.decode_step
+        if record.draft is None:
             if step % UPDATE_STEPS:
                 law.probes.decoded_plainly(record)
             else:
@@ -127,7 +130,7 @@ class Cadence:
             with_costs=step % COST_STEPS == 0,
         )
         if law.suspended:
-            self._standing = None
+            self._standing = NOTHING
 
     def take_alarm(self) -> DrafterAlarm | None:
         """Return the alarm that has been raised since the last call, once."""
