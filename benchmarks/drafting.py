@@ -25,6 +25,7 @@ from benchmarks.adaptive.rollouts import best_of, whole_rollout
 from benchmarks.support.result import write_result
 from benchmarks.support.timing import Figures, ratios
 from benchmarks.support.workload import Workload
+from policies.drafting.cadence import Cadence
 from policies.drafting.goodput import GoodputPolicy
 from profiles.profile import Profile
 from profiles.recording import DraftRecording
@@ -97,7 +98,7 @@ def _good_draft(
         shares.append(result.select_share)
         world = World(drafts, profile.acceptance, profile.cost, seed=1)
         oracle = oracle_goodput(world, batch_size, ORACLE_BATCHES)
-        policy = GoodputPolicy(profile, max_nodes=16, max_depth=16)
+        policy = Cadence(GoodputPolicy(profile, max_nodes=16, max_depth=16))
         again = World(drafts, profile.acceptance, profile.cost, seed=2)
         # choosing takes time, and the oracle's does not: it is charged as measured
         ours = policy_goodput(policy, again, batch_size, ORACLE_STEPS, result.select_s)

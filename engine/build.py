@@ -28,6 +28,7 @@ from policies.drafting.baselines.bandit import BanditPolicy
 from policies.drafting.baselines.batch_table import BatchTablePolicy
 from policies.drafting.baselines.capacity import CapacityPolicy
 from policies.drafting.baselines.fixed import FixedPolicy, OffPolicy
+from policies.drafting.cadence import Cadence
 from policies.drafting.draft_policy import DraftPolicy, RefiningPolicy
 from policies.drafting.goodput import GoodputPolicy
 from profiles.profile import Profile
@@ -122,7 +123,7 @@ def build_engine(
     elif speculation.drafter == "ngram" and policy.max_nodes > 0:
         if isinstance(policy, RefiningPolicy):
             raise ConfigError(
-                f"policy {type(policy).__name__} goes by a draft model's scores, and drafter ngram has none; "
+                "a policy that refines drafts (goodput) goes by a draft model's scores, and drafter ngram has none; "
                 "use bandit, batch_table, capacity or fixed"
             )
         drafter = NgramDrafter(ngram_max=speculation.ngram_max, ngram_min=speculation.ngram_min)
@@ -156,7 +157,9 @@ def build_policy(speculation: SpeculationConfig, profile: Profile | None = None)
                 "speculation.policy goodput needs a profile of this pair on this machine and got none; "
                 "set speculation.profile to auto or to a folder that `rlhfspec profile` made"
             )
-        return GoodputPolicy(profile, max_nodes=speculation.max_nodes, max_depth=speculation.max_depth)
+        return Cadence(
+            GoodputPolicy(profile, max_nodes=speculation.max_nodes, max_depth=speculation.max_depth)
+        )
     if speculation.policy == "batch_table":
         return BatchTablePolicy(max_nodes=speculation.max_nodes, max_depth=speculation.max_depth)
     if speculation.policy == "bandit":

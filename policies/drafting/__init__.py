@@ -1,5 +1,5 @@
 """How many draft tokens to propose and to verify at each decode step (RLHFSpec, arXiv 2512.04752, section 4).
 
-Lives here: the policy protocol, the goodput policy with its estimators, replay; simpler rules in `baselines`.
+Lives here: the policy protocol; the goodput law, its estimators, planner and cadence; replay; rules in `baselines`.
 Must not live here: drafting itself (`engine.drafters`), the measured cost and acceptance models (`profiles`).
 """

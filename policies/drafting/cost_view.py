@@ -64,6 +64,12 @@ class BatchCosts:
         )
 
 
+def step_at(seconds: np.ndarray, count: int) -> float:
+    """What one more costs at a count; the last step goes on."""
+    count = min(count, len(seconds) - 2)
+    return float(seconds[count + 1] - seconds[count])
+
+
 def _evaluate(
     cost: CostModel, num_samples: int, context_tokens: int, width: int, max_nodes: int, max_levels: int
 ) -> CostView:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from policies.drafting.cost_view import CostView
+from policies.drafting.cost_view import CostView, step_at
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +38,19 @@ def allocation_of(counts: np.ndarray, scores: np.ndarray) -> Allocation:
     price = float(scores[served, counts[served] - 1].min())
     is_capped = bool((scores[:, most:] >= price).any())
     return Allocation(price=price, most=most if is_capped else None)
+
+
+def best_nodes(scores: np.ndarray, costs: CostView, goodput: float) -> tuple[np.ndarray, Allocation]:
+    """Return the best number of nodes of each sample and what chose them. `scores` [B, C] descending in each row."""
+    batch = len(scores)
+    count, worth = best_uniform(scores, costs, goodput)
+    counts = np.full(batch, count, dtype=np.int64)
+    if batch == 1:
+        return counts, Allocation(price=goodput * step_at(costs.uniform_s, count))
+    ragged_counts, ragged_worth = best_ragged(scores, costs, goodput)
+    if ragged_worth > worth:
+        counts = ragged_counts
+    return counts, allocation_of(counts, scores)
 
 
 def best_uniform(scores: np.ndarray, costs: CostView, goodput: float) -> tuple[int, float]:

@@ -27,6 +27,11 @@ class Choice:
     tokens: float = 1.0
     "of a decode step, a sample"
 
+    @property
+    def kind(self) -> int:
+        """Branching, 0 for plain decoding: what a budget of this choice says."""
+        return self.branching if self.num_nodes else 0
+
 
 class ShapeTable:
     """The profile's yield curves, those of one width stacked: a choice is a few array operations."""

@@ -18,8 +18,9 @@ from engine.build import build_engine, build_policy
 from engine.engine import Engine
 from policies.drafting.baselines.bandit import BanditPolicy
 from policies.drafting.baselines.batch_table import BatchTablePolicy
+from policies.drafting.cadence import COST_STEPS, Cadence
 from policies.drafting.draft_policy import DraftPolicy
-from policies.drafting.goodput import OBSERVE_COST_STEPS, GoodputPolicy
+from policies.drafting.goodput import GoodputPolicy
 from policies.drafting.replay import replay
 from profiles.acceptance import AcceptanceModel
 from profiles.cost import CostModel, Shape, draft_terms, rest_terms, verify_terms
@@ -118,7 +119,7 @@ class Wide:
 
 MakePolicy = Callable[[], DraftPolicy]
 POLICIES: dict[str, MakePolicy] = {
-    "goodput": lambda: GoodputPolicy(PROFILE, max_nodes=8, max_depth=8),
+    "goodput": lambda: Cadence(GoodputPolicy(PROFILE, max_nodes=8, max_depth=8)),
     "bandit": lambda: BanditPolicy(max_nodes=8, max_depth=8, window=8),
     "batch_table": lambda: BatchTablePolicy(max_nodes=8, max_depth=8),
     "erratic": lambda: Erratic(5),
@@ -233,7 +234,7 @@ def test_changed_tokens_or_seconds_are_found_later(
 ) -> None:
     records = logged(name)
     # costs are observed in it
-    number = 3 * OBSERVE_COST_STEPS
+    number = 3 * COST_STEPS
     for change in ({"num_emitted_tokens": 400}, {"verify_s": 0.5}):
         # a policy may shrug off one odd step, but not many
         tampered = records[:number] + [replace(record, **change) for record in records[number:]]

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from core.records import Budget, DecodeState, DraftLog, StepRecord
-from policies.drafting.goodput import GoodputPolicy
+from policies.drafting.draft_policy import RefiningPolicy
 from profiles.acceptance import AcceptanceModel
 from profiles.cost import BATCH_HINGES, DRAFT_HINGES, VERIFY_HINGES, CostModel, Shape
 from profiles.profile import Profile, YieldCurve
@@ -127,7 +127,7 @@ class PaperDrafter:
     shown_others: float = 0.05
 
     def draft(
-        self, policy: GoodputPolicy, budget: Budget, batch: int, random: np.random.Generator
+        self, policy: RefiningPolicy, budget: Budget, batch: int, random: np.random.Generator
     ) -> DraftLog:
         sizes: list[int] = []
         scores: list[np.ndarray] = []
@@ -164,7 +164,7 @@ class PaperDrafter:
 class PaperRun:
     """A run of decode steps on paper; time passes as `cost` says, catching up with missing tokens included."""
 
-    policy: GoodputPolicy
+    policy: RefiningPolicy
     cost: CostModel
     random: np.random.Generator
     drafter: PaperDrafter

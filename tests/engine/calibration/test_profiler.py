@@ -25,6 +25,7 @@ from engine.decoding.draft_tree import DraftTree
 from engine.decoding.verify import Verdict
 from engine.drafters.refinement import Scorer
 from engine.engine import Engine
+from policies.drafting.cadence import Cadence
 from policies.drafting.goodput import GoodputPolicy
 
 LENGTHS = (9, 20, 30, 14, 8, 40)
@@ -150,7 +151,7 @@ def test_drafting_by_the_profile_changes_no_token(
     cost = replace(made.profile.cost, draft=(0.0,) * len(made.profile.cost.draft))
     profile = replace(made.profile, cost=cost)
     placeholder, scorer, start = engine.policy, engine.scorer, len(engine.step_records)
-    engine.policy = GoodputPolicy(profile, max_nodes=16, max_depth=12)
+    engine.policy = Cadence(GoodputPolicy(profile, max_nodes=16, max_depth=12))
     engine.scorer = Scorer(profile.acceptance)
     ours = engine.generate(requests)
     engine.policy, engine.scorer = placeholder, scorer

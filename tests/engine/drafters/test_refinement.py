@@ -8,13 +8,12 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from checked_drafter import checked
 
 from core.records import Budget, DecodeState, SampleRequest, SamplingParams, StepRecord
 from engine.attention.packing import RaggedRows
 from engine.decoding.draft_tree import chain, keep
 from engine.decoding.sampling_rule import RowSampling, leaders
-from engine.drafters.model_drafter import ModelDrafter
 from engine.drafters.refinement import Scorer
 from engine.engine import Engine
 from profiles.acceptance import AcceptanceModel, first_features, other_features
@@ -89,27 +88,12 @@ def test_no_bit_depends_on_what_the_policy_picks(
 
 
 def test_the_draft_cache_follows(
-    make_engine: Callable[..., Engine],
-    make_requests: Callable[..., list[SampleRequest]],
-    dense_logits: Callable[..., Tensor],
+    make_engine: Callable[..., Engine], make_requests: Callable[..., list[SampleRequest]]
 ) -> None:
-    engine = erratic_engine(make_engine, "float32", 5)
-    drafter = engine.drafter
-    assert isinstance(drafter, ModelDrafter)
-    errors: list[float] = []
-    catch_up = drafter._catch_up
-
-    def checked(running):
-        logits = catch_up(running)
-        for slot in range(len(running)):
-            dense = dense_logits(drafter.model, running.tokens[slot, : running.lengths[slot]])[-1]
-            errors.append((logits[slot] - dense).abs().max().item())
-        return logits
-
-    drafter._catch_up = checked  # type: ignore[method-assign]
+    engine, drafter = checked(erratic_engine(make_engine, "float32", 5))
     engine.generate(make_requests(PROMPT_LENGTHS, SamplingParams(max_new_tokens=24)))
-    assert max(errors) < 1e-4
-    assert len(errors) > 30
+    assert max(drafter.errors) < 1e-4
+    assert len(drafter.errors) > 30
 
 
 def test_the_log_says_what_was_shown_chosen_and_accepted(

@@ -136,7 +136,7 @@ def test_it_explores_as_often_as_epsilon_says() -> None:
     assert all(explored.count(arm) > 100 for arm in (0, 2, 4))
 
 
-def test_chance_depends_on_seed_and_decode_step_alone() -> None:
+def test_exploration_depends_on_seed_and_decode_step_alone() -> None:
     def explorations(seed: int, steps: range) -> list[str]:
         policy = small(epsilon=0.5, seed=seed)
         for step in range(3):

@@ -95,13 +95,13 @@ def runs_with_an_alarm(batch: int, *, acceptance: float) -> int:
 
 
 @pytest.mark.parametrize("batch", [1, 32])
-def test_a_drafter_two_thirds_as_good_as_usual_is_seldom_taken_for_broken(batch: int) -> None:
+def test_two_thirds_of_the_usual_acceptance_is_seldom_taken_for_a_collapse(batch: int) -> None:
     # at the edge of healthy t is 1: e^-5 an excursion, before the usual acceptance has followed
     assert runs_with_an_alarm(batch, acceptance=0.585) <= 4
 
 
 @pytest.mark.parametrize("batch", [1, 8])
-def test_drafts_half_as_good_are_no_steady_evidence_of_a_collapse(batch: int) -> None:
+def test_half_the_usual_acceptance_is_seldom_taken_for_a_collapse(batch: int) -> None:
     assert runs_with_an_alarm(batch, acceptance=0.45) <= 12
 
 
@@ -174,7 +174,7 @@ def test_a_new_drafter_gets_a_fresh_trial() -> None:
     assert alarm.drafter_age_steps == alarm.decode_step - 40
 
 
-def test_what_was_not_verified_counts_as_its_estimate_says() -> None:
+def test_unverified_first_nodes_count_by_their_estimate() -> None:
     trusted, doubted = CollapseDetector(healthy=0.9), CollapseDetector(healthy=0.9)
     for number in range(10):
         trusted.observe(number, draft_log([[0.95, 0.9]], [0], [0]))
@@ -183,14 +183,14 @@ def test_what_was_not_verified_counts_as_its_estimate_says() -> None:
     assert doubted.suspended
 
 
-def test_a_tree_passes_its_first_level_by_any_child() -> None:
+def test_a_tree_counts_as_accepted_if_any_first_level_child_is() -> None:
     detector = CollapseDetector(healthy=0.9)
     for number in range(30):
         detector.observe(number, draft_log([[0.5, 0.4, 0.2, 0.2]], [3], [1], level_sizes=(2, 2)))
     assert not detector.suspended
 
 
-def test_estimates_that_are_no_numbers_are_no_acceptance() -> None:
+def test_nan_estimates_count_as_rejected() -> None:
     detector = CollapseDetector(healthy=0.9)
     for number in range(10):
         detector.observe(number, draft_log([[np.nan, np.nan]], [0], [0]))
@@ -198,7 +198,7 @@ def test_estimates_that_are_no_numbers_are_no_acceptance() -> None:
     assert np.isfinite(detector.take_alarm().observed)  # type: ignore[union-attr]
 
 
-def test_a_drafter_that_never_was_good_has_nothing_to_collapse_from() -> None:
+def test_a_drafter_below_the_lowest_usual_acceptance_is_not_suspended() -> None:
     detector = CollapseDetector(healthy=LOWEST_USUAL - 0.01)
     for number in range(100):
         detector.observe(number, first_nodes(DEAD))

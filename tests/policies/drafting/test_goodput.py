@@ -9,20 +9,18 @@ from hand_profile import (
     PaperDrafter,
     PaperRun,
     decode_state,
-    draft_log,
     goodput,
     hand_cost,
     hand_profile,
     total_s,
 )
 
-from core.records import Budget, DecodeState, DraftLog, StepRecord
-from policies.drafting.collapse import CollapseDetector
-from policies.drafting.cost_view import BatchCosts, CostView
+from core.records import StepRecord
+from policies.drafting.cadence import LARGE_BATCH_SEARCH_STEPS, Cadence
+from policies.drafting.cost_view import BatchCosts
 from policies.drafting.draft_policy import RefiningPolicy
-from policies.drafting.goodput import LARGE_BATCH_SEARCH_STEPS, QUIET_STEPS, SEARCH_STEPS, GoodputPolicy
-from policies.drafting.node_search import best_ragged
-from policies.drafting.shapes import Choice, ShapeTable
+from policies.drafting.goodput import GoodputPolicy
+from policies.drafting.shapes import ShapeTable
 from policies.drafting.track_record import TrackRecord
 from profiles.cost import CostModel
 from profiles.profile import Profile, YieldCurve
@@ -36,8 +34,8 @@ KNEE = hand_cost(forward_ms=10.0, token_ms=0.02, knee_ms=0.8, level_ms=0.5, draf
 TREE = YieldCurve(branching=2, width=2, levels=4, curve=(0.0, 0.6, 0.9, 1.1, 1.25, 1.35, 1.4, 1.45, 1.5))
 
 
-def make_policy(profile: Profile, max_nodes: int = 12, max_depth: int = 12) -> GoodputPolicy:
-    return GoodputPolicy(profile, max_nodes=max_nodes, max_depth=max_depth)
+def make_policy(profile: Profile, max_nodes: int = 12, max_depth: int = 12) -> Cadence:
+    return Cadence(GoodputPolicy(profile, max_nodes=max_nodes, max_depth=max_depth))
 
 
 def run_of(
@@ -62,7 +60,7 @@ def test_it_is_a_refining_policy() -> None:
 
 
 @pytest.mark.parametrize("batch", [1, 4, 32])
-def test_plain_decoding_where_verification_is_dear_and_the_reason_says_so(batch: int) -> None:
+def test_decodes_plainly_and_says_so_where_verification_is_expensive(batch: int) -> None:
     run = run_of(0.9, DEAR)
     records = run.steps(40, batch)
     assert all(record.budget.is_plain for record in records)
@@ -70,7 +68,7 @@ def test_plain_decoding_where_verification_is_dear_and_the_reason_says_so(batch:
 
 
 @pytest.mark.parametrize(("acceptance", "most", "least"), [(0.95, 12, 8), (0.5, 4, 1)])
-def test_the_better_the_drafter_the_deeper_the_drafts(acceptance: float, most: int, least: int) -> None:
+def test_a_better_drafter_gets_deeper_drafts(acceptance: float, most: int, least: int) -> None:
     records = run_of(acceptance, CHEAP).steps(50, 1)
     assert not any(record.budget.is_plain for record in records)
     assert least <= nodes_per_sample(records) <= most
@@ -96,7 +94,7 @@ def test_fewer_nodes_at_larger_batches_behind_a_knee() -> None:
 @pytest.mark.parametrize("batch", [1, 4, 8, 16, 32])
 @pytest.mark.parametrize("acceptance", [0.02, 0.3, 0.6, 0.9])
 @pytest.mark.parametrize("cost", [CHEAP, KNEE, DEAR], ids=["cheap", "knee", "dear"])
-def test_it_never_loses_to_plain_decoding(cost: CostModel, acceptance: float, batch: int) -> None:
+def test_goodput_is_never_below_plain_decoding(cost: CostModel, acceptance: float, batch: int) -> None:
     run = run_of(acceptance, cost)
     records = run.steps(200, batch)
     plain = run_of(acceptance, cost)
@@ -115,7 +113,7 @@ def test_no_plan_goes_beyond_the_remaining_tokens(remaining: int) -> None:
     assert budget.reason
 
 
-def test_probes_keep_to_the_remaining_tokens_too() -> None:
+def test_no_probe_goes_beyond_the_remaining_tokens() -> None:
     run = run_of(0.02, CHEAP)
     records = run.steps(600, 1, remaining=2)
     probes = [record for record in records if not record.budget.is_plain]
@@ -124,9 +122,9 @@ def test_probes_keep_to_the_remaining_tokens_too() -> None:
 
 
 @pytest.mark.parametrize("max_nodes", [1, 2, 3])
-def test_the_smallest_limits_are_kept(max_nodes: int) -> None:
+def test_limits_of_one_to_three_nodes_are_kept(max_nodes: int) -> None:
     for acceptance in (0.02, 0.95):
-        policy = GoodputPolicy(hand_profile(acceptance, CHEAP), max_nodes=max_nodes, max_depth=max_nodes)
+        policy = make_policy(hand_profile(acceptance, CHEAP), max_nodes, max_nodes)
         run = PaperRun(
             policy=policy,
             cost=CHEAP,
@@ -140,61 +138,8 @@ def test_the_smallest_limits_are_kept(max_nodes: int) -> None:
         assert max(record.budget.depth for record in records) <= max_nodes
 
 
-@pytest.mark.parametrize(("batch", "served"), [(2, SEARCH_STEPS), (24, LARGE_BATCH_SEARCH_STEPS)])
-def test_a_search_serves_a_few_decode_steps(batch: int, served: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    searched: list[int] = []
-
-    def spy(scores: np.ndarray, costs: CostView, goodput: float) -> tuple[np.ndarray, float]:
-        searched.append(len(scores))
-        return best_ragged(scores, costs, goodput)
-
-    monkeypatch.setattr("policies.drafting.goodput.best_ragged", spy)
-    run = run_of(0.8, CHEAP)
-    records = run.steps(4 * served, batch)
-    assert not any(record.budget.is_plain for record in records)
-    assert len(searched) == 4
-
-
-@pytest.mark.parametrize(("batch", "every"), [(4, 1), (24, QUIET_STEPS)])
-def test_of_a_large_batch_some_decode_steps_teach(
-    batch: int, every: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    taught: list[int] = []
-    watch = CollapseDetector.observe
-
-    def spy(self: CollapseDetector, decode_step: int, draft: DraftLog) -> None:
-        taught.append(decode_step)
-        watch(self, decode_step, draft)
-
-    monkeypatch.setattr(CollapseDetector, "observe", spy)
-    records = run_of(0.8, CHEAP).steps(40, batch)
-    assert not any(record.budget.is_plain for record in records)
-    assert taught == list(range(0, 40, every))
-
-
-def test_a_large_batch_goes_on_unasked_until_its_turn_or_until_something_ends(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    policy = make_policy(hand_profile(0.9, CHEAP))
-    asked: list[int] = []
-    choose = GoodputPolicy._choose
-
-    def spy(self: GoodputPolicy, state: DecodeState) -> Choice:
-        asked.append(state.decode_step)
-        return choose(self, state)
-
-    monkeypatch.setattr(GoodputPolicy, "_choose", spy)
-    budgets = [policy.plan(decode_state(step, 24)) for step in range(2 * QUIET_STEPS)]
-    assert asked == [0, QUIET_STEPS]
-    assert all(budget is budgets[0] for budget in budgets) and budgets[0].depth > 1
-    # another number of samples, and responses that end, ask at once
-    policy.plan(decode_state(9, 23))
-    assert policy.plan(decode_state(10, 23, remaining=budgets[0].depth)).depth < budgets[0].depth
-    assert asked[2:] == [9, 10]
-
-
 @pytest.mark.parametrize("batch", [1, 3, 24])
-def test_no_sample_gets_more_nodes_than_the_caches_reserve_between_searches(batch: int) -> None:
+def test_no_sample_gets_more_than_max_nodes_between_searches(batch: int) -> None:
     policy = make_policy(hand_profile(0.9, CHEAP), max_nodes=4, max_depth=4)
     for step in range(2 * LARGE_BATCH_SEARCH_STEPS):
         policy.plan(decode_state(step, batch))
@@ -226,7 +171,7 @@ def test_a_dead_drafter_is_suspended_within_ten_steps_with_one_alarm(acceptance:
 
 
 @pytest.mark.parametrize("batch", [1, 8, 32])
-def test_probes_of_a_dead_drafter_cost_two_hundredths_of_the_time_at_most(batch: int) -> None:
+def test_probes_of_a_dead_drafter_take_two_percent_of_the_time_at_most(batch: int) -> None:
     run = run_of(0.9, CHEAP, truth=0.0)
     run.steps(20, batch)
     records = run.steps(1500, batch)
@@ -238,7 +183,7 @@ def test_probes_of_a_dead_drafter_cost_two_hundredths_of_the_time_at_most(batch:
 
 
 @pytest.mark.parametrize(("batch", "token_ms", "most"), [(1, 0.01, 100), (32, 0.01, 1000), (4, 0.2, 4000)])
-def test_a_suspension_ends_when_the_drafter_works_again_however_dear_catching_up_is(
+def test_a_recovered_drafter_is_resumed_even_where_catching_up_is_expensive(
     batch: int, token_ms: float, most: int
 ) -> None:
     run = run_of(0.9, hand_cost(token_ms=0.02, level_ms=0.5, draft_token_ms=token_ms), truth=0.0)
@@ -249,7 +194,7 @@ def test_a_suspension_ends_when_the_drafter_works_again_however_dear_catching_up
         assert run.step < most
 
 
-def test_a_drafter_that_works_again_is_used_again() -> None:
+def test_a_recovered_drafter_is_used_again() -> None:
     run = run_of(0.9, CHEAP, truth=0.0)
     run.steps(40, 1)
     run.drafter.truth = 0.9
@@ -257,7 +202,7 @@ def test_a_drafter_that_works_again_is_used_again() -> None:
     assert "tokens/s expected" in run.steps(1, 1)[0].budget.reason
 
 
-def test_one_odd_sample_suspends_no_larger_batch_for_long() -> None:
+def test_a_suspension_by_one_sample_ends_within_four_steps_of_a_larger_batch() -> None:
     run = run_of(0.9, CHEAP)
     run.steps(30, 8)
     run.drafter.truth = 0.0
@@ -270,31 +215,21 @@ def test_one_odd_sample_suspends_no_larger_batch_for_long() -> None:
 
 
 @pytest.mark.parametrize("batch", [8, 16, 32])
-def test_what_a_tail_taught_is_asked_again_of_the_next_rollouts_first_batch(batch: int) -> None:
+def test_low_acceptance_in_a_rollouts_tail_does_not_stop_drafting_in_the_next_rollout(batch: int) -> None:
     run = run_of(0.9, hand_cost(token_ms=0.5, level_ms=0.5))
     run.steps(20, 8)
     # deep in a response most drafts fail, though not all: no collapse
     run.drafter.truth = 0.45
     run.steps(60, 1)
-    high = run.policy._acceptance.hazard_ratio
     run.drafter.truth = 0.9
     records = run.steps(12, batch)
-    assert not records[0].budget.is_plain
-    assert run.policy._acceptance.hazard_ratio < 1.0 + 0.5 * (high - 1.0)
+    assert not any(record.budget.is_plain for record in records)
 
 
-def test_a_hopeless_drafter_is_not_asked_again_because_the_batch_grew() -> None:
+def test_a_larger_batch_does_not_probe_where_drafting_never_pays() -> None:
     run = run_of(0.02, DEAR)
     run.steps(2000, 1)
     assert run.steps(1, 32)[0].budget.is_plain
-
-
-def test_batches_of_nearly_one_size_share_their_costs() -> None:
-    run = run_of(0.9, CHEAP)
-    for batch in (*range(64, 56, -1), 56, 55, 7, 8, 9, 10):
-        run.steps(2, batch)
-    # at most a quarter larger: 7 and 8 have costs of their own
-    assert {batch for batch, _ in run.policy._batch_costs} == {64, 56, 7, 8, 10}
 
 
 def test_new_drafter_weights_end_the_suspension() -> None:
@@ -320,7 +255,7 @@ USELESS_TREE = replace(TREE, curve=(0.0, 0.0, 0.02, 0.02, 0.03, 0.03, 0.03, 0.03
 @pytest.mark.parametrize("batch", [1, 4, 16, 32])
 @pytest.mark.parametrize("acceptance", [0.0, 0.01])
 @pytest.mark.parametrize("trees", [(), (USELESS_TREE,)], ids=["chain", "tree"])
-def test_a_useless_drafter_is_not_used_and_probed_for_a_hundredth_of_the_time(
+def test_probes_of_a_useless_drafter_take_one_percent_of_the_time_at_most(
     trees: tuple[YieldCurve, ...], acceptance: float, batch: int
 ) -> None:
     run = run_of(acceptance, CHEAP, trees=trees)
@@ -339,7 +274,7 @@ def test_a_useless_drafter_is_not_used_and_probed_for_a_hundredth_of_the_time(
 # --- pure, and corrected by what it sees
 
 
-def mirrored(first: GoodputPolicy, second: GoodputPolicy) -> Callable[..., object]:
+def mirrored(first: Cadence, second: Cadence) -> Callable[..., object]:
     """Ask both policies everything; they must answer alike."""
 
     def ask(name: str, *arguments: object) -> object:
@@ -371,45 +306,7 @@ def test_equal_records_and_scores_give_equal_decisions(truth: float) -> None:
     assert len({record.budget.reason for record in records}) > 3
 
 
-def refused_step(policy: GoodputPolicy, step: int, batch: int, version: int = 0) -> Budget:
-    """One decode step of a policy whose drafts are scored 0.8: half fail at the first node, half at the second."""
-    state = decode_state(step, batch, weight_version=version)
-    budget = policy.plan(state)
-    scores = 0.8 ** np.arange(1, 5) * np.ones((batch, 1))
-    accepted = [1] * (batch // 2) + [0] * (batch - batch // 2)
-    draft = None if budget.is_plain else draft_log(scores, [4] * batch, accepted)
-    policy.observe(
-        StepRecord(
-            state=state,
-            budget=budget,
-            num_draft_tokens=4 * batch,
-            num_accepted_tokens=sum(accepted),
-            num_accepted_rank2_plus=0,
-            num_emitted_tokens=batch + sum(accepted),
-            draft_s=2e-3,
-            verify_s=1e-2,
-            accept_s=2e-4,
-            other_s=0.0,
-            draft=draft,
-        )
-    )
-    return budget
-
-
-def test_a_new_weight_version_widens_the_fit_once() -> None:
-    policy = make_policy(hand_profile(0.8, CHEAP))
-    for step in range(60):
-        refused_step(policy, step, 4)
-    before = policy._acceptance.hazard_ratio
-    assert before > 1.5
-    policy.plan(decode_state(60, 4, weight_version=1))
-    widened = policy._acceptance.hazard_ratio
-    assert 1.0 < widened < before - 0.1
-    policy.plan(decode_state(61, 4, weight_version=1))
-    assert policy._acceptance.hazard_ratio == widened
-
-
-def test_reasons_say_what_changed_with_the_plan() -> None:
+def test_the_reason_names_batch_shape_and_expected_goodput() -> None:
     policy = make_policy(hand_profile(0.8, KNEE))
     reasons = [policy.plan(decode_state(8 * n, batch)).reason for n, batch in enumerate((1, 4, 32))]
     assert len(set(reasons)) == 3
@@ -418,7 +315,7 @@ def test_reasons_say_what_changed_with_the_plan() -> None:
     assert "1x1" in reasons[0] and "tokens/s expected" in reasons[0]
 
 
-def test_a_tree_is_chosen_where_it_pays_and_the_chain_where_not() -> None:
+def test_a_tree_is_chosen_where_its_yield_is_higher_and_a_chain_where_not() -> None:
     wide = replace(TREE, curve=tuple(np.minimum(2.2 * np.array(TREE.curve), np.arange(9)).tolist()))
     policy = make_policy(hand_profile(0.5, CHEAP, trees=(wide,)))
     budget = policy.plan(decode_state())
@@ -426,7 +323,7 @@ def test_a_tree_is_chosen_where_it_pays_and_the_chain_where_not() -> None:
     assert make_policy(hand_profile(0.5, CHEAP, trees=(USELESS_TREE,))).plan(decode_state()).branching == 1
 
 
-def test_estimates_that_are_too_high_are_corrected_in_time() -> None:
+def test_overestimated_acceptance_is_corrected_within_800_steps() -> None:
     wanted = goodput(run_of(0.65, CHEAP).steps(300, 4))
     run = run_of(0.9, CHEAP, truth=0.65)
     run.steps(800, 4)
@@ -434,7 +331,7 @@ def test_estimates_that_are_too_high_are_corrected_in_time() -> None:
     assert goodput(records) > 0.75 * wanted
 
 
-def test_what_is_expected_comes_to_what_is_delivered() -> None:
+def test_expected_goodput_is_within_ten_percent_of_measured_goodput() -> None:
     run = run_of(0.8, CHEAP)
     run.steps(100, 8)
     records = run.steps(200, 8)

@@ -59,7 +59,7 @@ def test_uniform_finds_the_best_common_number(batch: int, nodes: int) -> None:
         assert worths[count] == pytest.approx(max(worths))
 
 
-def test_a_deep_sample_is_capped_where_width_is_dear() -> None:
+def test_a_sample_is_capped_where_the_widest_row_is_expensive() -> None:
     # a third node of the first sample would take a second and a half with it
     costs = view(2, 3, tokens_s=[0.0] * 7, widest_s=[0, 0.1, 0.2, 1.7], uniform_s=[0.0] * 4)
     scores = np.array([[0.9, 0.8, 0.7], [0.6, 0.5, 0.4]])
@@ -68,7 +68,7 @@ def test_a_deep_sample_is_capped_where_width_is_dear() -> None:
     assert worth == pytest.approx(0.9 + 0.8 + 0.6 + 0.5 - 0.2)
 
 
-def test_ragged_by_hand_gives_the_sure_sample_the_nodes() -> None:
+def test_ragged_by_hand_gives_the_likelier_sample_more_nodes() -> None:
     # every token costs 0.5: what is less likely is not worth it
     costs = view(3, 3, tokens_s=[0.5 * n for n in range(10)], widest_s=[0.0] * 4, uniform_s=[0.0] * 4)
     scores = np.array([[0.9, 0.8, 0.7], [0.6, 0.3, 0.1], [0.4, 0.4, 0.4]])
@@ -79,7 +79,7 @@ def test_ragged_by_hand_gives_the_sure_sample_the_nodes() -> None:
     assert best_ragged(scores, costs, 0.7)[0].tolist() == [3, 1, 3]
 
 
-def test_scores_of_nought_buy_nothing_even_for_nothing() -> None:
+def test_zero_scores_are_not_verified_even_at_zero_cost() -> None:
     costs = view(2, 3, tokens_s=[0.0] * 7, widest_s=[0.0] * 4, uniform_s=[0.0] * 4)
     assert best_ragged(np.zeros((2, 3)), costs, 1.0)[0].tolist() == [0, 0]
     assert best_uniform(np.zeros((2, 3)), costs, 1.0) == (0, 0.0)
@@ -119,7 +119,7 @@ def test_scores_are_sorted_in_each_row_and_a_chain_is_left_alone() -> None:
 
 
 @pytest.mark.parametrize("batch", [2, 5])
-def test_an_allocation_chooses_again_what_it_was_made_of(batch: int) -> None:
+def test_an_allocation_reproduces_its_own_counts(batch: int) -> None:
     random = np.random.default_rng(batch)
     for _ in range(60):
         costs = view(batch, 4, random)
@@ -128,25 +128,25 @@ def test_an_allocation_chooses_again_what_it_was_made_of(batch: int) -> None:
         np.testing.assert_array_equal(allocation_of(counts, scores).of(scores), counts)
 
 
-def test_an_allocation_serves_other_scores_at_its_price() -> None:
+def test_an_allocation_applies_its_price_to_other_scores() -> None:
     counts = np.array([2, 1])
     allocation = allocation_of(counts, np.array([[0.9, 0.6, 0.1], [0.7, 0.3, 0.2]]))
     assert allocation.of(np.array([[0.9, 0.59, 0.5], [0.8, 0.7, 0.6]])).tolist() == [1, 3]
 
 
-def test_an_allocation_keeps_a_cap_that_held_somebody_back() -> None:
+def test_an_allocation_keeps_a_binding_cap() -> None:
     counts = np.array([2, 1])
     allocation = allocation_of(counts, np.array([[0.9, 0.8, 0.7], [0.7, 0.3, 0.2]]))
     assert allocation.of(np.array([[0.9, 0.9, 0.9], [0.8, 0.8, 0.8]])).tolist() == [2, 2]
 
 
 @pytest.mark.parametrize("count", [0, 2])
-def test_equal_numbers_are_no_matter_of_scores(count: int) -> None:
+def test_a_uniform_allocation_ignores_scores(count: int) -> None:
     allocation = allocation_of(np.full(3, count), np.full((3, 4), 0.5))
     assert allocation.of(np.array([[0.9, 0.1, 0.0, 0.0], [0.9] * 4])).tolist() == [count, count]
 
 
-def test_of_the_costs_of_a_larger_batch_a_smaller_one_bears_its_share() -> None:
+def test_costs_of_a_larger_batch_are_scaled_to_the_actual_one() -> None:
     # four nodes take a second: two samples bear half of it
     costs = view(
         4, 2, tokens_s=[0.25 * n for n in range(9)], widest_s=[0.0, 0.4, 0.8], uniform_s=[0.0, 1.0, 2.0]

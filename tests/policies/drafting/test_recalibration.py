@@ -61,7 +61,7 @@ def test_the_hazard_ratio_of_one_step_by_hand() -> None:
 
 
 @pytest.mark.parametrize("ratio", [0.4, 1.0, 3.0, 8.0])
-def test_the_hazard_ratio_is_found(ratio: float) -> None:
+def test_the_hazard_ratio_converges_to_the_true_one(ratio: float) -> None:
     rng, model, seen = np.random.default_rng(5), AcceptanceRecalibration(PATH), []
     for _ in range(600):
         model.observe(draft_log(*chains(rng, ratio)))
@@ -69,7 +69,7 @@ def test_the_hazard_ratio_is_found(ratio: float) -> None:
     assert np.mean(seen[200:]) == pytest.approx(ratio, rel=0.15)
 
 
-def test_the_power_mends_every_level_where_a_factor_could_not() -> None:
+def test_the_hazard_ratio_corrects_every_level() -> None:
     rng, model = np.random.default_rng(6), AcceptanceRecalibration(PATH)
     for _ in range(300):
         model.observe(draft_log(*chains(rng, 4.0, whole=True)))
@@ -80,7 +80,7 @@ def test_the_power_mends_every_level_where_a_factor_could_not() -> None:
     assert by_factor[0] < 0.7 * truth[0] and by_factor[-1] > 3 * truth[-1]
 
 
-def test_of_a_tree_a_level_is_passed_where_any_verified_candidate_is() -> None:
+def test_a_tree_level_is_accepted_if_any_verified_candidate_is() -> None:
     tree, chain = AcceptanceRecalibration(PATH), AcceptanceRecalibration(PATH)
     # verified: both of the first level, two of the four of the second
     tree.observe(
@@ -90,7 +90,7 @@ def test_of_a_tree_a_level_is_passed_where_any_verified_candidate_is() -> None:
     assert tree.hazard_ratio == pytest.approx(chain.hazard_ratio, rel=1e-6)
 
 
-def test_what_lies_behind_a_samples_limit_teaches_nothing() -> None:
+def test_nodes_beyond_a_samples_limit_are_not_observed() -> None:
     cut, whole = AcceptanceRecalibration(PATH), AcceptanceRecalibration(PATH)
     cut.observe(draft_log([[0.9, 0.0, 0.0], [0.8, 0.0, 0.0], [0.0, 0.0, 0.0]], [3, 3, 3], [3, 0, 2]))
     whole.observe(draft_log([[0.9], [0.8]], [1, 1], [1, 0]))
@@ -121,7 +121,7 @@ def test_the_ratio_returns_to_one_with_agreement() -> None:
     assert ratios[-1] == pytest.approx(1.0, abs=0.05)
 
 
-def test_many_samples_teach_faster_than_few() -> None:
+def test_a_large_batch_corrects_the_ratio_faster_than_a_small_one() -> None:
     few, many = AcceptanceRecalibration(PATH), AcceptanceRecalibration(PATH)
     for model, rows in ((few, 4), (many, 64)):
         fed(model, 100, accepted=0)
@@ -142,7 +142,7 @@ def test_new_weights_make_the_past_count_less_by_hand() -> None:
     assert model.conditional[0] == pytest.approx(estimated**model.hazard_ratio)
 
 
-def test_new_weights_are_believed_faster() -> None:
+def test_after_new_weights_the_ratio_adapts_faster() -> None:
     stale, widened = AcceptanceRecalibration(PATH), AcceptanceRecalibration(PATH)
     for model in (stale, widened):
         fed(model, 50, accepted=0)
@@ -178,14 +178,14 @@ def test_levels_deeper_than_the_profile_are_passed_over() -> None:
     assert len(model.conditional) == 3
 
 
-def test_a_path_that_ends_at_nought_stays_finite() -> None:
+def test_a_score_of_zero_keeps_the_ratio_finite() -> None:
     model = AcceptanceRecalibration(np.array([0.5, 0.0, 0.0]))
     assert np.isfinite(model.conditional).all()
     assert model.path[1] < 1e-3
     assert (np.diff(model.path) <= 0).all()
 
 
-def test_estimates_that_are_no_numbers_count_as_nought_and_poison_nothing() -> None:
+def test_nan_scores_count_as_zero() -> None:
     model = AcceptanceRecalibration(PATH)
     broken = np.full((2, 2), np.nan)
     model.observe(draft_log(broken, [1, 2], [0, 0]))
@@ -211,7 +211,7 @@ def step(draft_s: float, verify_s: float, budget: Budget = DRAFTED) -> StepRecor
     )
 
 
-def test_cost_factors_move_slowly_even_when_a_step_takes_a_hundred_times_as_long() -> None:
+def test_one_outlier_moves_a_cost_factor_little() -> None:
     costs = CostRecalibration()
     costs.observe(step(1.0, 0.02), draft_s=0.01, verify_s=0.02)
     assert costs.draft == pytest.approx(np.exp(0.025))
@@ -235,14 +235,14 @@ def test_cost_factors_are_bounded() -> None:
     assert (costs.verify, costs.draft) == COST_RANGE
 
 
-def test_a_plain_step_says_nothing_of_drafting() -> None:
+def test_a_plain_step_leaves_the_draft_cost_factor() -> None:
     costs = CostRecalibration()
     costs.observe(step(1.0, 0.03, PLAIN), draft_s=0.01, verify_s=0.02)
     assert costs.draft == 1.0
     assert costs.verify > 1.0
 
 
-def test_a_prediction_of_nought_is_survived() -> None:
+def test_a_predicted_cost_of_zero_keeps_the_factors_finite() -> None:
     costs = CostRecalibration()
     costs.observe(step(1.0, 0.0), draft_s=0.0, verify_s=0.0)
     assert np.isfinite([costs.draft, costs.verify]).all()

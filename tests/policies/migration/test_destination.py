@@ -88,7 +88,7 @@ def test_every_event_at_every_stage(stage, event):
 
 @pytest.mark.parametrize("event", EVENTS)
 @pytest.mark.parametrize("stage", list(DestinationStage))
-def test_an_event_that_comes_twice_does_nothing_the_second_time(stage, event):
+def test_a_repeated_event_does_nothing(stage, event):
     move = machine(stage)
     move.handle(EVENTS[event], now_s=1.0)
     assert move.handle(EVENTS[event], now_s=1.0) == []
@@ -115,7 +115,7 @@ def test_without_caches_to_ship_the_slot_alone_is_waited_for():
         (LANDED, "b waited 5.5 s for the hand-over from a"),
     ],
 )
-def test_a_wait_that_is_too_long_frees_the_slot_and_says_who_waited_for_whom(stage, reason):
+def test_a_timeout_frees_the_slot_and_names_both_instances(stage, reason):
     move = machine(stage)
     assert move.tick(TIMEOUT_S) == []
     assert move.tick(5.5) == refuses(reason)
@@ -132,13 +132,13 @@ def test_a_destination_without_a_verdict_claims_again_every_timeout_and_goes_on_
 
 
 @pytest.mark.parametrize("stage", [RESERVED, LANDED])
-def test_what_cannot_be_taken_in_after_all_frees_the_slot_and_tells_the_source(stage):
+def test_a_failed_import_frees_the_slot_and_tells_the_source(stage):
     assert machine(stage).refuse("another weight version", now_s=1.0) == refuses("another weight version")
 
 
 @pytest.mark.parametrize("stage", list(DestinationStage))
 @pytest.mark.parametrize("order", ["there", "back"])
-def test_whatever_comes_a_reserved_slot_is_freed_once_or_used_once(stage, order):
+def test_a_reserved_slot_is_freed_or_used_exactly_once(stage, order):
     move = machine(stage)
     events = [*EVENTS.values()] if order == "there" else [*EVENTS.values()][::-1]
     done = [action for event in events for action in move.handle(event, now_s=1.0)]

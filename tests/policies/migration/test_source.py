@@ -88,7 +88,7 @@ def test_every_event_at_every_stage(stage, event):
 
 @pytest.mark.parametrize("event", EVENTS)
 @pytest.mark.parametrize("stage", list(SourceStage))
-def test_an_event_that_comes_twice_does_nothing_the_second_time_but_ask_again(stage, event):
+def test_a_repeated_event_only_repeats_the_request(stage, event):
     move = machine(stage)
     first = move.handle(EVENTS[event], now_s=1.0)
     second = move.handle(EVENTS[event], now_s=1.0)
@@ -111,7 +111,7 @@ def test_a_sample_without_caches_to_ship_is_let_go_as_soon_as_a_slot_is_kept():
         (SHIPPING, "a waited 5.5 s for b to receive the caches"),
     ],
 )
-def test_a_wait_that_is_too_long_ends_the_move_and_says_who_waited_for_whom(stage, reason):
+def test_a_timeout_ends_the_move_and_names_both_instances(stage, reason):
     move = machine(stage)
     assert move.tick(TIMEOUT_S) == []
     assert move.tick(5.5) == keeps(reason)

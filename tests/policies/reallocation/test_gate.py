@@ -30,7 +30,7 @@ def test_the_choice_flips_at_the_computed_crossing(cold: bool, wait_s: float, cr
     assert (chosen == (contexts < crossing)).all()
 
 
-def test_the_crossing_moves_with_what_moves_really_take() -> None:
+def test_observed_transfer_times_shift_the_crossing() -> None:
     made = gate()
     assert made.choose(1000) is MoveMode.MIGRATE
     for number in range(40):
@@ -44,13 +44,13 @@ def test_the_crossing_moves_with_what_moves_really_take() -> None:
     assert made.choose(1000) is MoveMode.MIGRATE
 
 
-def test_the_baselines_know_one_way_only() -> None:
+def test_each_baseline_gate_has_one_mode_only() -> None:
     for context in (16, 2048):
         assert gate("always_migrate").choose(context) is MoveMode.MIGRATE
         assert gate("always_recompute").choose(context) is MoveMode.RECOMPUTE
 
 
-def test_a_transfer_costs_bystanders_a_share_of_its_bytes_time_and_a_prefill_all_of_its_time() -> None:
+def test_a_transfer_slows_other_samples_by_a_share_of_its_time_and_a_prefill_by_all() -> None:
     costs = gate().costs(np.array([100, 200]))
     # of 30 and 40 ms, 20 are latency: waiting costs nobody
     assert costs.migrate_lost_s == pytest.approx(HANDLING_S + BYSTANDER_SHARE * np.array([0.010, 0.020]))

@@ -1,6 +1,6 @@
 """Laws of every reallocation policy, and of each."""
 
-import time
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -97,7 +97,7 @@ def test_a_balanced_pool_gives_no_moves() -> None:
         assert policy.plan(pool_view(tokens, tokens, now_s=0.1 * step)) == ()
 
 
-def test_a_skewed_pool_moves_until_nearly_balanced_and_then_rests() -> None:
+def test_a_skewed_pool_moves_until_nearly_balanced_and_then_stops() -> None:
     policy = make("finish_time")
     random = np.random.default_rng(0)
     view = pool_view([60] * 16, [50] * 2)
@@ -120,7 +120,7 @@ def test_small_differences_that_come_and_go_move_nothing() -> None:
         assert policy.plan(pool_view(*lengths, now_s=0.1 * step, max_new_tokens=1024)) == ()
 
 
-def test_a_moved_sample_rests_and_so_does_the_way_back() -> None:
+def test_a_moved_sample_and_its_reverse_route_have_a_cooldown() -> None:
     policy = FinishTimePolicy(cpu_curve(), cheap_gate(), sample_cooldown_s=5.0, pair_cooldown_s=2.0)
     first = policy.plan(pool_view([60] * 12, []))
     moved = {move.key.sample_index for move in first}
@@ -155,7 +155,7 @@ def test_nothing_moves_while_the_queue_fills_every_slot() -> None:
     assert policy.plan(pool_view([100] * 8, [5], num_slots=8, num_queued=0)) != ()
 
 
-def test_samples_on_their_way_count_where_they_will_be() -> None:
+def test_samples_in_transit_count_at_their_destination() -> None:
     assert make("finish_time").plan(pool_view([60] * 8, [], arriving=(0, 8))) == ()
     assert make("finish_time").plan(pool_view([60] * 8, [])) != ()
 
@@ -171,7 +171,7 @@ def test_a_move_that_costs_more_than_it_gains_is_left_alone() -> None:
     assert FinishTimePolicy(cpu_curve(), cheap_gate()).plan(view) != ()
 
 
-def test_it_takes_the_way_that_costs_the_pool_less() -> None:
+def test_migration_or_recompute_is_chosen_by_cost_to_the_pool() -> None:
     slow_link = Gate(
         kv_bytes_per_token=1e6,
         transfer=TransferModel(latency_s=60.0, bytes_per_s=1e6),
@@ -202,7 +202,7 @@ def test_predicted_times_are_those_of_the_rate_curve() -> None:
     assert seconds[2] == 0.0
 
 
-def test_a_slow_pool_teaches_the_rate_curve() -> None:
+def test_measured_goodput_corrects_the_rate_curve() -> None:
     curve = cpu_curve()
     policy = FinishTimePolicy(curve, cheap_gate())
     for step in range(200):
@@ -224,26 +224,29 @@ def test_a_slow_pool_teaches_the_rate_curve() -> None:
     assert curve.factor == pytest.approx(0.5, rel=0.02)
 
 
-def test_a_plan_for_1024_instances_takes_well_under_a_tenth_of_a_second_of_processor_time() -> None:
+def test_a_plan_for_1024_instances_fits_every_destination_and_leaves_the_fullest() -> None:
     random = np.random.default_rng(0)
     policy = make("finish_time")
     for length in random.integers(1, 600, 500).tolist():
         policy.note_finished(length)
-    seconds, num_moves = [], 0
-    for number in range(5):
-        lengths = [random.integers(1, 600, random.integers(1, 33)).tolist() for _ in range(1024)]
-        view = pool_view(*lengths, now_s=float(number), max_new_tokens=640)
-        began_s = time.thread_time()
-        num_moves += len(policy.plan(view))
-        seconds.append(time.thread_time() - began_s)
-    assert num_moves > 100
-    assert min(seconds) < 0.1
+    lengths = [random.integers(1, 600, random.integers(1, 33)).tolist() for _ in range(1024)]
+    view = pool_view(*lengths, max_new_tokens=640)
+    moves = policy.plan(view)
+    assert len(moves) > 20
+    assert len({move.key for move in moves}) == len(moves)
+    size = {instance.instance: len(instance.keys) for instance in view.instances}
+    come, gone = (Counter(getattr(move, end) for move in moves) for end in ("destination", "source"))
+    free = {instance.instance: instance.num_free_slots for instance in view.instances}
+    assert all(count <= free[name] for name, count in come.items())
+    assert not come.keys() & gone.keys()
+    # samples leave instances that hold more than those that they go to
+    assert np.mean([size[move.source] for move in moves]) > 2 * np.mean([size[m.destination] for m in moves])
 
 
 # the paper's rule
 
 
-def test_the_rule_moves_from_above_the_threshold_to_below_it_only() -> None:
+def test_the_papers_rule_moves_from_above_the_threshold_to_below_it_only() -> None:
     rule = PaperRule(cpu_curve(), cheap_gate())
     threshold = rule.threshold(32)
     assert 4 <= threshold <= 12
@@ -257,14 +260,14 @@ def test_the_rule_moves_from_above_the_threshold_to_below_it_only() -> None:
     assert all(size - g + c <= max(size, threshold) for size, g, c in zip(sizes, gone, come, strict=True))
 
 
-def test_the_rule_moves_nothing_where_nobody_is_above_or_nobody_below() -> None:
+def test_the_papers_rule_needs_instances_on_both_sides_of_the_threshold() -> None:
     rule = PaperRule(cpu_curve(), cheap_gate())
     threshold = rule.threshold(32)
     assert rule.plan(pool_view([30] * threshold, [])) == ()
     assert rule.plan(pool_view([30] * 20, [30] * threshold)) == ()
 
 
-def test_the_rule_sends_the_least_context_and_rests_after_a_move() -> None:
+def test_the_papers_rule_moves_the_least_context_and_has_a_cooldown() -> None:
     rule = PaperRule(cpu_curve(), cheap_gate(), cooldown_s=1.0)
     threshold = rule.threshold(32)
     lengths = list(range(100, 100 + threshold + 2))

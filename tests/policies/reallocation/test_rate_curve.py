@@ -21,7 +21,7 @@ def test_beyond_its_points_the_last_line_goes_on() -> None:
     assert curve.seconds_per_token(12) == pytest.approx(0.032 + 0.012)
 
 
-def test_one_point_is_taken_for_saturation() -> None:
+def test_a_curve_of_one_point_is_saturated_there() -> None:
     curve = RateCurve([4], [200.0])
     assert curve.seconds_per_token(2) == pytest.approx(0.020)
     assert curve.goodput(40) == pytest.approx(200)
@@ -42,7 +42,7 @@ def test_more_samples_never_deliver_less_together_nor_faster_each() -> None:
 
 
 @pytest.mark.parametrize("points", [([], []), ([1, 2], [10.0]), ([0], [10.0]), ([1], [0.0])])
-def test_what_is_no_curve_is_refused(points: tuple) -> None:
+def test_invalid_curves_are_refused(points: tuple) -> None:
     with pytest.raises(ValueError, match="above 0"):
         RateCurve(*points)
 
@@ -108,7 +108,7 @@ def test_contexts_never_explain_all_of_what_was_measured() -> None:
     assert curve.seconds_per_token(1, 100) == pytest.approx(0.010)
 
 
-def test_the_factor_knows_the_contexts_that_were_read() -> None:
+def test_the_factor_is_relative_to_the_measured_contexts() -> None:
     curve = READING.copy()
     for _ in range(100):
         curve.observe(np.array([4]), np.array([2 * 4 / 0.028]), np.array([1200]))

@@ -58,7 +58,7 @@ def test_no_response_is_longer_than_the_limit() -> None:
     assert curve.mean_remaining()[5] == pytest.approx(1.0)
 
 
-def test_lengths_of_a_time_with_a_higher_limit_end_at_this_one() -> None:
+def test_lengths_above_the_present_limit_are_cut_to_it() -> None:
     assert history(2, 9).survival(4).probability == pytest.approx([1, 1, 1 / 2, 1 / 2, 0])
 
 
