@@ -11,7 +11,6 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Literal
 
 import numpy as np
 from torch import Tensor
@@ -41,13 +40,13 @@ from engine.exchange import SampleExchange
 from engine.model.prefill import fill_committed
 from engine.model.prefill_plan import PrefillPiece
 from engine.model.runner import ModelRunner
+from engine.numerics import Numerics
 from engine.outcomes import completion_of, not_finite_error, where_not_finite
 from engine.requests import require_can_go_on, require_distinct
 from engine.weights.chunks import model_checksum, require_loadable
 from policies.drafting.draft_policy import DrafterAlarm, DraftPolicy, RefiningPolicy, WatchfulPolicy
 
 logger = logging.getLogger(__name__)
-Numerics = Literal["invariant", "fast"]
 STEP_LOG_LENGTH = 4096
 GOODPUT_WINDOW = 16
 "Decode steps over which goodput is told."
@@ -95,7 +94,10 @@ class Engine:
         self._unclaimed: list[Completion] = []
         "of a step that raised: the next one returns them"
         self._batch = RunningBatch(
-            num_slots=runner.pool.num_slots, max_total_tokens=max_total_tokens, device=runner.device
+            num_slots=runner.pool.num_slots,
+            max_total_tokens=max_total_tokens,
+            device=runner.device,
+            noise=runner.backend.noise,
         )
         self.exchange = SampleExchange(
             runner,

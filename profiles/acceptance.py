@@ -9,12 +9,32 @@ baseline. Fitting needs statsmodels and is imported only where a profile is made
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 MARGIN_FLOOR = 1e-3
 "Added to a margin before its logarithm."
+LARGEST_EXPONENT = 80.0
+"exp of more overflows float32."
+
+
+class Coefficients(NamedTuple):
+    """Of children side by side: arrays of one shape."""
+
+    intercept: np.ndarray
+    log_margin: np.ndarray
+    margin: np.ndarray
+    logprob: np.ndarray
+
+
+def acceptance(margin: np.ndarray, logprob: np.ndarray, by: Coefficients) -> np.ndarray:
+    """Return the logistic function of what children show, in the type of their arrays, times `by`; NaN stays NaN."""
+    logit = by.log_margin * np.log(margin + MARGIN_FLOOR)
+    logit += by.margin * margin
+    logit += by.logprob * logprob
+    logit += by.intercept
+    return 1.0 / (1.0 + np.exp(np.minimum(-logit, LARGEST_EXPONENT)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,9 +57,21 @@ class AcceptanceModel:
             level: 1 for children of the root.
             rank: 1 for the drafter's first choice.
         """
-        first = first_features(margin, logprob, level) @ np.asarray(self.first)
-        other = other_features(margin, logprob, level, rank) @ np.asarray(self.other)
-        return 1.0 / (1.0 + np.exp(-np.where(rank == 1, first, other)))
+        return acceptance(margin, logprob, self.coefficients(level, rank))
+
+    def coefficients(self, level: np.ndarray, rank: np.ndarray) -> Coefficients:
+        """Return what `acceptance` scores children of these levels and ranks by."""
+        (one, one_log, one_margin, one_logprob, one_level) = self.first
+        (more, more_margin, more_logprob, more_level, more_rank) = self.other
+        is_first, depth = rank == 1, np.log(level)
+        return Coefficients(
+            intercept=np.where(
+                is_first, one + one_level * depth, more + more_level * depth + more_rank * np.log(rank)
+            ),
+            log_margin=np.where(is_first, one_log, 0.0),
+            margin=np.where(is_first, one_margin, more_margin),
+            logprob=np.where(is_first, one_logprob, more_logprob),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -122,6 +122,38 @@ def test_no_module_can_reach_itself() -> None:
     assert find_cycle(import_graph()) == []
 
 
+def package_graph(graph: dict[str, set[str]], folder: str) -> dict[str, set[str]]:
+    """Each package inside a folder, the modules on top of it apart, to the packages that its modules load."""
+
+    def package(module: str) -> str:
+        return ".".join(module.split(".")[:2])
+
+    inside = {package(m) for m in graph if m.startswith(f"{folder}.") and m.count(".") > 1}
+    found: dict[str, set[str]] = {name: set() for name in inside}
+    for module, targets in graph.items():
+        if package(module) in inside:
+            found[package(module)] |= {package(t) for t in targets} & inside - {package(module)}
+    return found
+
+
+def test_no_package_inside_the_engine_can_reach_itself() -> None:
+    graph = package_graph(import_graph(), "engine")
+    assert len(graph) > 6
+    assert find_cycle(graph) == []
+
+
+def test_portable_code_imports_nothing_from_the_cpu_back_end() -> None:
+    """But for the choice of a back end, inside a function, where llvmlite is installed."""
+    reached = [
+        f"{module_name(path)} imports {name}"
+        for path in modules(*LAYERS)
+        if not module_name(path).startswith("engine.cpu")
+        for name, _ in imported_names(ast.parse(path.read_text()))
+        if name.startswith(("engine.cpu", "llvmlite"))
+    ]
+    assert {line.split()[0] for line in reached} <= {"engine.numerics"}, "\n".join(reached)
+
+
 @pytest.mark.parametrize("path", modules(*LAYERS, "benchmarks"), ids=module_name)
 def test_modules_are_small_and_say_what_they_are(path: Path) -> None:
     text = path.read_text()

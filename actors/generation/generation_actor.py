@@ -64,7 +64,7 @@ class GenerationActor:
 
     def run(self) -> None:
         """Decode until told to stop; the caller keeps the reference as a death sentinel."""
-        from engine.build import use_threads
+        from engine.numerics import use_threads
 
         # The number of threads is a setting of the calling thread, and this thread does the work.
         use_threads(self._spec.engine.num_threads)
@@ -101,7 +101,7 @@ class GenerationActor:
     @ray.method(concurrency_group="control")
     def numerics(self) -> str:
         """What is promised of tokens here, and why; to be asked once all models have weights."""
-        from engine.build import describe_numerics, resolve_device
+        from engine.numerics import describe_numerics, resolve_device
 
         return describe_numerics(self._spec.engine, resolve_device(self._spec.engine))
 

@@ -39,7 +39,7 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Replay, print one line. Raises DataError for what cannot be replayed."""
-    from engine.build import build_policy
+    from engine.draft_policies import build_policy
     from policies.drafting.replay import replay
     from profiles.step_log import read_step_log
 

@@ -17,11 +17,11 @@ import numpy as np
 
 from core.config import Config
 from engine.admission import MB
-from engine.build import most_nodes
 from engine.cache.cuda_memory import mapped_pages
 from engine.cache.kv_memory import Pages, host_pages
 from engine.cache.kv_pool import KVShape
 from engine.calibration.cost_sweep import MAX_PROFILED_NODES
+from engine.draft_policies import most_nodes
 
 GIB = 1 << 30
 GPU_PAGE_BYTES = 2 << 20

@@ -26,8 +26,9 @@ from core.checkpoint_manifest import has_manifest, verify_checkpoint
 from core.config import Config
 from core.errors import DataError, ModelError, PlacementError
 from engine.admission import MB, require_room_for_one
-from engine.build import attention_for, describe_numerics, resolve_device, resolve_numerics
 from engine.cache.kv_pool import KVShape
+from engine.model.compute_backend import ComputeBackend
+from engine.numerics import attention_for, describe_numerics, resolve_device, resolve_numerics
 from engine.weights.loading import (
     check_compatible,
     load_hf_config,
@@ -84,7 +85,7 @@ def check_run(config: Config, *, output_dir: Path) -> CheckReport:
     numerics = "said by the GPU nodes when they start"  # what they can do is known there only
     if config.cluster.generation.num_gpus == 0:
         device = resolve_device(config.engine)
-        attention_for(config.engine, resolve_numerics(config.engine, device), device)
+        attention_for(config.engine, resolve_numerics(config.engine, device), ComputeBackend(device))
         numerics = describe_numerics(config.engine, device)
     topology = plan_topology(config)
     if is_local(config):

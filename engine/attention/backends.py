@@ -6,20 +6,23 @@ behind one another, so KV heads are never repeated:
 Only the first `rows` of the R queries count; the others are padding (any finite values) and do not come back.
 
 **Ordered attention.** A token's output must not depend on its neighbours: not on decoy nodes stored between its
-ancestors, not on the view length C, not on the number of rows. On one CPU thread our own code (`engine.native`)
-computes it so; elsewhere library products are arranged to. They break it in three ways, all measured on CPU: a row's
-sum of weights runs in vector lanes, so that a decoy shifts the lanes; a matrix product splits its inner dimension by a
-rule that depends on its length (192 < C < 384); and products of fewer than MIN_ROWS rows take another path. So
+ancestors, not on the view length C, not on the number of rows. On one CPU thread code of our own computes it so
+(`engine.cpu.pool_attention`); elsewhere library products are arranged to. They break it in three ways, all measured on
+CPU: a row's sum of weights runs in vector lanes, so that a decoy shifts the lanes; a matrix product splits its inner
+dimension by a rule that depends on its length (192 < C < 384); and products of fewer than MIN_ROWS rows take another
+path. So
 - every reduction over positions runs in chunks of CHUNK positions, in order, one matrix product each;
 - the sum of weights is a product with ones, so it too runs in order of position, and masked positions add exact
   zeros;
 - weights are powers of two of the scaled scores: `exp2` has no slow path at -inf.
 What is left to respect is that a node and its canonical (dense) position lie in one chunk: `engine.decoding.draft_tree`
-drops the few nodes that do not. The start-up probe (`engine.probe`) proves the result for the machine at hand.
+drops the few nodes that do not. The start-up probe (`engine.model.invariance_probe`) proves the result for the machine
+at hand.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -27,9 +30,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional as F
 
-from engine.cpu.serving import serves
-from engine.cpu.writer import LOG2_E
-
+LOG2_E = math.log2(math.e)
 CHUNK = 128
 SUM_COLUMNS = 16
 "Columns of the ones. One would take another path; 16 cost half of what 8 do (measured)."
@@ -146,8 +147,3 @@ ATTENTION: dict[str, Attention] = {
     "sdpa": sdpa_attention,
     "reference": reference_attention,
 }
-
-
-def is_native(attention: Attention, qkv: Tensor) -> bool:
-    """Whether our own code attends in the back end's place: ordered, on one CPU thread (`engine.native`)."""
-    return attention is ordered_attention and serves(qkv.device, qkv.dtype, qkv.shape[-1])

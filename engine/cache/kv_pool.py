@@ -22,8 +22,9 @@ from engine.attention.visibility import count_up
 from engine.cache.cuda_memory import MappedMemory
 from engine.cache.cuda_pages import CudaPages
 from engine.cache.kv_memory import KVMemory, PagedHostMemory, PoolShape, WholeMemory, copy_slot, round_up
-from engine.cpu.writer import WIDTH
 
+CELL_STEP = 8
+"Floats of a head's cell are a multiple of this: whole vectors on every processor."
 LEAST_REACH = 64
 "Draft columns that every policy may count on, however short its trees."
 
@@ -74,8 +75,8 @@ class KVShape:
 
 
 def cell_size(head_size: int) -> int:
-    """Return a head's size in the cache: whole vectors, which our own code reads; what is added holds zeros."""
-    return round_up(head_size, WIDTH)
+    """Return a head's size in the cache, a multiple of CELL_STEP; what is added holds zeros."""
+    return round_up(head_size, CELL_STEP)
 
 
 class KVPool:

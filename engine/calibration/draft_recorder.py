@@ -26,10 +26,6 @@ class RecordingScorer(Scorer):
         self._rows: list[dict[str, np.ndarray]] = []
         self._level = self._rank = np.zeros(0)
 
-    def chain_coefficients(self, levels: int) -> np.ndarray | None:
-        """None: features are asked for."""
-        return None
-
     def saw(self, margin: np.ndarray, logprob: np.ndarray) -> None:
         """Take one level's features, [B, w, b]."""
         rows = len(margin)

@@ -14,8 +14,8 @@ from transformers.modeling_utils import PreTrainedModel
 
 from core.config import EngineConfig
 from core.records import SamplingParams
-from engine.build import resolve_device, resolve_numerics
 from engine.cache.kv_pool import KVShape
+from engine.numerics import resolve_device, resolve_numerics
 from engine.weights.chunks import model_checksum
 from profiles.provenance import Provenance
 

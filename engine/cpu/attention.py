@@ -15,15 +15,12 @@ from typing import Any
 
 from llvmlite import ir
 
+from engine.cache.segments import SEGMENT_FIELDS
 from engine.cpu.part import Part
 from engine.cpu.scores import pack_queries, write_scores
 from engine.cpu.weighted_values import write_means
 from engine.cpu.writer import ADDRESS, FLOAT, INTEGER, MINUS_INFINITY, WIDTH, Writer
 
-SEGMENT_FIELDS = ("slot", "first", "count", "start", "base", "columns", "seen", "depth")
-"""Of each segment, as 64-bit integers: its slot; its first packed token and their number; the position of the first;
-tokens that all see; columns behind them; addresses of what each token sees of the columns (bytes [count, columns];
-0: a chain) and of the columns' depth (integers; 0: a chain)."""
 BLOCK_ROWS = 32
 "Rows whose weights are kept at a time."
 

@@ -8,17 +8,13 @@ from jaxtyping import Complex, Float, Int
 from torch import Tensor
 
 from engine.cache.kv_pool import KVPool
+from engine.cache.segments import segments_of
 from engine.cpu.forward import NativeForward
 from engine.cpu.program import Program, native_code
 from engine.cpu.sampling import leaders_name
-from engine.cpu.scoring import COEFFICIENTS
-from engine.cpu.segments import segments_of
-from engine.cpu.writer import WIDTH
 
 LEADERS = 2
 "The next token, and the one that it leads: by how much tells how likely it is accepted."
-CHOICE = 2
-"Operations that choose a level's tokens."
 LEAST_LEVELS = 16
 "Room for fewer is not made."
 
@@ -60,7 +56,6 @@ class NativeChain:
         noise: Float[Tensor, "B D V"],
         divisors: Float[Tensor, " B"],
         factors: Float[Tensor, " B"],
-        coefficients: np.ndarray | None = None,
     ) -> None:
         """Begin behind the committed tokens of slots 0..B-1. What is passed must stay until the chain is drafted.
 
@@ -70,8 +65,6 @@ class NativeChain:
             noise: of D levels; one fewer are forwarded.
             divisors: of the logits.
             factors: of the noise.
-            coefficients: of the acceptance model at each level to be scored, float32 [levels, COEFFICIENTS]; without
-                them `paths` mean nothing.
 
         Raises:
             IndexError: the slots have no room for D - 1 tokens more.
@@ -89,9 +82,7 @@ class NativeChain:
         # one token a level, at its own position; a level begins with a step forward
         first, count, start = self._segments[:, 1:4].T
         first[:], count[:], start[:] = np.arange(live), 1, lengths - 1
-        if coefficients is None:
-            coefficients = self._no_coefficients
-        self._given = (logits, noise, divisors, factors, coefficients)
+        self._given = (logits, noise, divisors, factors)
         self._live = live
         level = np.minimum(np.arange(self._max_levels), levels - 1)
         step = noise.stride(1) * noise.element_size()
@@ -107,8 +98,6 @@ class NativeChain:
             noise_stride=noise.stride(0),
             divisors=divisors.data_ptr(),
             factors=factors.data_ptr(),
-            coefficients=coefficients.ctypes.data
-            + np.minimum(level, len(coefficients) - 1) * coefficients.strides[0],
         )
 
     def draft(self, begin: int, end: int) -> tuple[np.ndarray, np.ndarray]:
@@ -116,23 +105,19 @@ class NativeChain:
 
         Returns:
             Scores and log-probabilities of each level's two best, [B, end - begin, 2], as of
-            `engine.cpu.tokens.best_tokens`; views until the next draft.
+            `engine.decoding.sampling_rule.TopK`; views until the next draft.
         """
         first = self._first_operation(begin)
         self._program.run(first, self._first_operation(end) - first)
         scores, logprobs = self._numbers[:, begin:end, : self._live].swapaxes(1, 2)
         return scores, logprobs
 
-    def paths(self, begin: int, end: int) -> np.ndarray:
-        """Return how likely the whole way to each of these levels is accepted, float32 [B, end - begin]."""
-        return self._paths[begin + 1 : end + 1, : self._live].T.copy()
-
     def token_ids(self, levels: int) -> Int[Tensor, "B levels"]:
         """Return the chain's tokens."""
         return self._ids[:levels, : self._live, 0].t().clone(memory_format=torch.contiguous_format)
 
     def _first_operation(self, level: int) -> int:
-        return 0 if level == 0 else CHOICE + (level - 1) * self._operations
+        return 0 if level == 0 else 1 + (level - 1) * self._operations
 
     def _build(self, x: Tensor, rope: Tensor, levels: int) -> None:
         """Make the buffers and the program: the choice of level 0, then a forward and a choice for each level."""
@@ -141,10 +126,7 @@ class NativeChain:
         self._logits = torch.empty(slots, self._forward.head_columns, dtype=torch.float32)
         self._no_level = torch.zeros(slots, dtype=torch.int64)
         self._ids = torch.zeros(levels, slots, LEADERS, dtype=torch.int64)
-        rows = -(-slots // WIDTH) * WIDTH
-        self._numbers = np.zeros((2, levels, rows, LEADERS), dtype=np.float32)
-        self._paths = np.ones((levels + 1, rows), dtype=np.float32)
-        self._no_coefficients = np.zeros((levels, COEFFICIENTS), dtype=np.float32)
+        self._numbers = np.zeros((2, levels, slots, LEADERS), dtype=np.float32)
         self._program = Program(native_code(self._pool.shape.head_size))
         self._choose(0, "first_logits", "first_stride")
         for level in range(1, levels):
@@ -194,14 +176,4 @@ class NativeChain:
             noise_stride="noise_stride",
             level_stride=0,
             share=0.0,
-        )
-        before, after = self._paths[level : level + 2]
-        self._program.add(
-            "paths",
-            paths=after.ctypes.data,
-            before=before.ctypes.data,
-            best=scores.ctypes.data,
-            logprobs=logprobs.ctypes.data,
-            coefficients="coefficients",
-            samples="tokens",
         )

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeGuard
 
 import torch
 from jaxtyping import Complex, Float
 from torch import Tensor
 
+from engine.attention.backends import LOG2_E
 from engine.cache.kv_pool import KVPool
+from engine.cache.segments import Segments
+from engine.cpu.pool_attention import block_tokens
 from engine.cpu.products import PANEL
 from engine.cpu.program import Program, native_code
-from engine.cpu.segments import Segments, block_tokens
-from engine.cpu.writer import LOG2_E
-from engine.model.linears import StreamedLinear
+from engine.cpu.streamed_linear import StreamedLinear
+from engine.model.linears import Layer, Linear, same_bits
 
 MIN_TOKENS = 64
 "Room for fewer is not made."
@@ -22,9 +25,10 @@ MIN_TOKENS = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NativeLayer:
-    """One layer's weights; a gain is multiplied by sqrt(size), None where it is part of the weights behind it."""
+    """One layer's weights; a gain is multiplied by sqrt(size), since our own norms divide by the length."""
 
     attention_gain: Tensor | None
+    "None: multiplied into the weights behind it"
     qkv: StreamedLinear
     head_gain: Tensor | None
     "[queries + 1, E]: of queries and key"
@@ -33,6 +37,24 @@ class NativeLayer:
     gate_up: StreamedLinear
     down: StreamedLinear
     sliding_window: int | None
+
+    @staticmethod
+    def of(layer: Layer) -> NativeLayer | None:
+        """Return a layer as a program takes it; None where a product is not our own, in whole panels."""
+        qkv, out, gate_up, down = layer.qkv, layer.out, layer.gate_up, layer.down
+        added = _whole(out, biased=False) and _whole(down, biased=False)
+        if not (_whole(qkv) and _whole(gate_up) and added):
+            return None
+        return NativeLayer(
+            attention_gain=_scaled(layer.attention_gain),
+            qkv=qkv,
+            head_gain=_scaled(layer.head_gain),
+            out=out,  # type: ignore[arg-type]
+            mlp_gain=_scaled(layer.mlp_gain),
+            gate_up=gate_up,
+            down=down,  # type: ignore[arg-type]
+            sliding_window=layer.sliding_window,
+        )
 
 
 class NativeForward:
@@ -48,26 +70,24 @@ class NativeForward:
         queries: int,
         size: int,
         eps: float,
-        scaling: float,
     ) -> None:
         """Take over the weights.
 
         Args:
             layers: weights of each, on the CPU.
-            final_gain: of the last norm, as a layer's.
+            final_gain: of the last norm.
             head: the product that gives the logits.
             heads: KV heads.
             queries: queries that share one.
             size: E.
             eps: of the norms: the sum of squares of H values has H eps added.
-            scaling: of attention's scores.
         """
-        self.layers = list(layers)
-        self.final_gain = final_gain
+        self._layers = list(layers)
+        self._final_gain = _scaled(final_gain)
         self._head = head
         self._heads, self._queries, self._size = heads, queries, size
         self._eps = eps
-        self._scale = scaling * LOG2_E
+        self._scale = size**-0.5 * LOG2_E
         self._code = native_code(size)
         self._pool: KVPool | None = None
         self._room = 0
@@ -100,7 +120,7 @@ class NativeForward:
 
     def _build(self, room: int, pool: KVPool) -> None:
         """Make the buffers, and the program over them."""
-        first = self.layers[0]
+        first = self._layers[0]
         hidden, inner = first.qkv.depth, first.down.depth
         attended = self._heads * self._queries * self._size
         self._x, self._normed = _floats(2, room, hidden)
@@ -115,6 +135,14 @@ class NativeForward:
         self.add_head(self._program)
         self._program.close()
 
+    def altered_gain(self, layers: list[Layer], final_gain: Tensor | None) -> str | None:
+        """See `FusedForward.altered_gain`."""
+        for index, (layer, served) in enumerate(zip(layers, self._layers, strict=True)):
+            for name in ("attention_gain", "head_gain", "mlp_gain"):
+                if not same_bits(getattr(served, name), _scaled(getattr(layer, name))):
+                    return f"layer {index} {name}"
+        return None if same_bits(self._final_gain, _scaled(final_gain)) else "the last norm's gain"
+
     def add_layers(self, program: Program, pool: KVPool) -> int:
         """Append everything between the embeddings and the head's product, over the buffers of `inputs`.
 
@@ -124,7 +152,7 @@ class NativeForward:
         stored = 0
         lanes = self._queries + 2
         x, normed, qkv = self._x, self._normed, self._qkv
-        for index, layer in enumerate(self.layers):
+        for index, layer in enumerate(self._layers):
             cells = pool.cells[index].data_ptr()
             self._norm(program, layer.attention_gain)
             self._product(program, layer.qkv, normed, qkv)
@@ -180,7 +208,7 @@ class NativeForward:
                 size=layer.down.depth,
             )
             self._product(program, layer.down, self._gated, x, added=True)
-        self._norm(program, self.final_gain)
+        self._norm(program, self._final_gain)
         return stored
 
     def add_head(self, program: Program) -> None:
@@ -251,3 +279,14 @@ class NativeForward:
 def _floats(*shape: int) -> Tensor:
     """Room for float32, whatever torch's default type is at the moment."""
     return torch.empty(*shape, dtype=torch.float32, device="cpu")
+
+
+def _whole(linear: Linear, *, biased: bool = True) -> TypeGuard[StreamedLinear]:
+    """Whether a program can multiply by it: our own product, whole panels, a bias only where none is added to."""
+    return (
+        isinstance(linear, StreamedLinear) and linear.columns % PANEL == 0 and (biased or linear.bias is None)
+    )
+
+
+def _scaled(gain: Tensor | None) -> Tensor | None:
+    return None if gain is None else (gain * gain.shape[-1] ** 0.5).contiguous()

@@ -10,6 +10,7 @@ import ctypes
 import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from operator import itemgetter
 from threading import RLock
 from typing import Any
 
@@ -41,7 +42,6 @@ from engine.cpu.sampling import (
     write_gumbel,
     write_leaders,
 )
-from engine.cpu.scoring import PATHS, write_paths
 from engine.cpu.writer import ADDRESS, FLOAT, INTEGER, Writer
 
 COMMON: dict[str, Mapping[str, ir.Type]] = {
@@ -55,7 +55,6 @@ COMMON: dict[str, Mapping[str, ir.Type]] = {
     "advance": ADVANCE,
     **{product_name(added=a, bfloat16=b): PRODUCT for a in (False, True) for b in (False, True)},
     "gumbel": GUMBEL,
-    "paths": PATHS,
     **{leaders_name(count): LEADERS for count in range(1, MOST_LEADERS + 1)},
 }
 "Operations for all models."
@@ -66,12 +65,27 @@ ROW_WORDS = 1 + max(len(arguments) for arguments in OPERATIONS.values())
 _CTYPES = {ADDRESS: ctypes.c_void_p, INTEGER: ctypes.c_int64, FLOAT: ctypes.c_float}
 
 
+class Operation:
+    """One compiled function, called by the names of its arguments (OPERATIONS): addresses, counts, numbers."""
+
+    def __init__(self, name: str, arguments: Mapping[str, ir.Type], address: int) -> None:
+        self._name, self._names = name, tuple(arguments)
+        self._in_order = itemgetter(*arguments)
+        self._function = ctypes.CFUNCTYPE(None, *[_CTYPES[kind] for kind in arguments.values()])(address)
+
+    def __call__(self, **arguments: int | float) -> None:
+        """Run it. Raises TypeError for an argument too many or too few: the code itself checks nothing."""
+        if len(arguments) != len(self._names) or not all(name in arguments for name in self._names):
+            raise TypeError(f"{self._name} takes {', '.join(self._names)}, got {', '.join(arguments)}")
+        self._function(*self._in_order(arguments))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Code:
     """Compiled functions. Calls do not hold the interpreter's lock."""
 
-    operations: dict[str, Callable[..., None]]
-    "each by itself; arguments as in OPERATIONS"
+    operations: dict[str, Operation]
+    "each by itself"
     run: Callable[[int, int], None] | None = None
     "(address of a table, number of its operations); of code for a head size"
     engine: Any
@@ -113,7 +127,6 @@ def _compile_common(width: int) -> Code:
     write_turn(module)
     write_advance(module)
     write_gumbel(module)
-    write_paths(module)
     for count in range(1, MOST_LEADERS + 1):
         write_leaders(module, count)
     engine = compile_modules(products_text(width=width), str(module))
@@ -153,13 +166,9 @@ def _compile_for(head_size: int, width: int) -> Code:
     )
 
 
-def _callables(
-    engine: Any, operations: Mapping[str, Mapping[str, ir.Type]]
-) -> dict[str, Callable[..., None]]:
+def _callables(engine: Any, operations: Mapping[str, Mapping[str, ir.Type]]) -> dict[str, Operation]:
     return {
-        name: ctypes.CFUNCTYPE(None, *[_CTYPES[kind] for kind in arguments.values()])(
-            engine.get_function_address(name)
-        )
+        name: Operation(name, arguments, engine.get_function_address(name))
         for name, arguments in operations.items()
     }
 

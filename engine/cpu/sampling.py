@@ -7,11 +7,11 @@ from typing import Any
 
 from llvmlite import ir
 
+from engine.attention.backends import LOG2_E
 from engine.cpu.writer import (
     ADDRESS,
     FLOAT,
     INTEGER,
-    LOG2_E,
     MINUS_INFINITY,
     VECTOR,
     WIDTH,

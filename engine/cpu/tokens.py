@@ -1,4 +1,4 @@
-"""Noise and best tokens by our own code, for tensors."""
+"""Noise and best tokens by our own code (`engine.cpu.sampling`), for tensors."""
 
 from __future__ import annotations
 
@@ -8,7 +8,42 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from engine.cpu.program import common_code
-from engine.cpu.sampling import leaders_name
+from engine.cpu.sampling import LEAST_VOCABULARY, MOST_LEADERS, leaders_name
+from engine.decoding.noise import Noise, NoiseSource, id_words, row_words
+
+
+class CpuNoise(Noise):
+    """Noise as values, and choices by it in one pass over the logits."""
+
+    def choose(self, logits: Tensor, levels: Tensor, divisors: Tensor, factors: Tensor) -> Tensor | None:
+        """See `Noise.choose`."""
+        found = self.leaders(logits, levels, divisors, factors, count=1, share=0.0)
+        return None if found is None else found[0][..., 0]
+
+    def leaders(
+        self,
+        logits: Tensor,
+        levels: Tensor,
+        divisors: Tensor,
+        factors: Tensor,
+        *,
+        count: int,
+        share: float,
+    ) -> tuple[Tensor, np.ndarray, np.ndarray] | None:
+        """See `Noise.leaders`; more than MOST_LEADERS, or logits of another type than float32, are the library's."""
+        if count > MOST_LEADERS or logits.dtype != torch.float32 or logits.stride(-1) != 1:
+            return None
+        return best_tokens(logits, self.values, levels, divisors, factors, count=count, share=share)
+
+
+class CpuNoiseSource(NoiseSource):
+    """Makes noise in one pass."""
+
+    def __call__(self, words: np.ndarray, positions: np.ndarray, vocab_size: int) -> Noise:
+        """See `NoiseSource`."""
+        if vocab_size < LEAST_VOCABULARY:
+            return super().__call__(words, positions, vocab_size)
+        return CpuNoise(gumbel_rows(row_words(words, positions), id_words(vocab_size, self.device)))
 
 
 def gumbel_rows(words: np.ndarray, ids: Int[Tensor, " V"]) -> Float[Tensor, "B D V"]:
@@ -21,7 +56,12 @@ def gumbel_rows(words: np.ndarray, ids: Int[Tensor, " V"]) -> Float[Tensor, "B D
     first, second = np.ascontiguousarray(words)
     noise = torch.empty(*first.shape, len(ids), dtype=torch.float32)
     common_code().operations["gumbel"](
-        noise.data_ptr(), ids.data_ptr(), first.ctypes.data, second.ctypes.data, first.size, len(ids)
+        out=noise.data_ptr(),
+        ids=ids.data_ptr(),
+        first=first.ctypes.data,
+        second=second.ctypes.data,
+        rows=first.size,
+        vocabulary=len(ids),
     )
     return noise
 
@@ -45,21 +85,23 @@ def best_tokens(
     numbers, ids = np.empty((2, *shape), dtype=np.float32), torch.empty(shape, dtype=torch.int64)
     values, logprobs = numbers
     levels = levels.contiguous()
-    address = numbers.ctypes.data
+    samples, nodes, vocabulary = logits.shape
     common_code().operations[leaders_name(count)](
-        address,
-        ids.data_ptr(),
-        address + values.nbytes,
-        logits.data_ptr(),
-        noise.data_ptr(),
-        levels.data_ptr(),
-        divisors.data_ptr(),
-        factors.data_ptr(),
-        *logits.shape,
-        logits.stride(0),
-        logits.stride(1),
-        noise.stride(0),
-        noise.stride(1),
-        share,
+        best=values.ctypes.data,
+        ids=ids.data_ptr(),
+        logprobs=logprobs.ctypes.data,
+        logits=logits.data_ptr(),
+        noise=noise.data_ptr(),
+        levels=levels.data_ptr(),
+        divisors=divisors.data_ptr(),
+        factors=factors.data_ptr(),
+        samples=samples,
+        nodes=nodes,
+        vocabulary=vocabulary,
+        sample_stride=logits.stride(0),
+        node_stride=logits.stride(1),
+        noise_stride=noise.stride(0),
+        level_stride=noise.stride(1),
+        share=share,
     )
     return ids, values, logprobs

@@ -12,8 +12,11 @@ from typing import Any
 
 from llvmlite import ir
 
-WIDTH = 8
-"Floats in a vector, on every processor: the order of a sum over a row depends on it."
+from engine.attention.backends import LOG2_E
+from engine.cache.kv_pool import CELL_STEP
+
+WIDTH = CELL_STEP
+"Floats in a vector, on every processor: the order of a sum over a row depends on it. Cells are whole vectors."
 ADDRESS, INTEGER, FLOAT = ir.PointerType(), ir.IntType(64), ir.FloatType()
 VECTOR = ir.VectorType(FLOAT, WIDTH)
 WORDS = ir.VectorType(ir.IntType(32), WIDTH)
@@ -48,7 +51,6 @@ _MERGES = (
     ((0, 1, 2, 3, 8, 9, 10, 11), (4, 5, 6, 7, 12, 13, 14, 15)),
 )
 "Lanes taken of two vectors: after three merges of pairs every lane is the sum of one of eight vectors."
-LOG2_E = 1.4426950408889634
 MINUS_INFINITY = float("-inf")
 
 

@@ -13,8 +13,9 @@ when one word collides.
 from __future__ import annotations
 
 import hashlib
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from importlib.util import find_spec
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,9 +23,6 @@ from jaxtyping import Float, Int, Integer
 from torch import Tensor
 
 from core.records import SampleKey, Stream
-from engine.cpu.sampling import LEAST_VOCABULARY
-from engine.cpu.serving import serves_thread
-from engine.cpu.tokens import gumbel_rows
 
 MASK64 = (1 << 64) - 1
 STREAM_IDS = {Stream.TRAIN: 1, Stream.EVAL: 2, Stream.BENCH: 3}
@@ -40,20 +38,20 @@ def key_words(key: SampleKey, prompt: Integer[np.ndarray, " T"]) -> np.ndarray:
     return np.array([state & 0xFFFFFFFF, state >> 32], dtype=np.uint32).view(np.int32)
 
 
-class HashedNoise:
-    """Noise of a GPU's rows that lies nowhere: a choice computes what it needs of it (`fused_choice`)."""
+class Noise:
+    """Noise of the next positions of every sample, as values [B, D, V]."""
 
-    def __init__(self, words: Int[Tensor, "2 B D"], vocab_size: int) -> None:
-        """`words`: two hash words of each (sample, position), int32, on the device."""
-        self.words = words
-        self._vocab_size = vocab_size
+    def __init__(self, values: Float[Tensor, "B D V"]) -> None:
+        self._values = values
 
-    @cached_property
+    @property
     def values(self) -> Float[Tensor, "B D V"]:
-        """All of it, for who looks at more than the best token."""
-        from engine.decoding.noise_cuda import fused_gumbel
+        """All of it."""
+        return self._values
 
-        return fused_gumbel(self.words, self._vocab_size)
+    def __getitem__(self, index: Any) -> Noise:
+        """Return a part, indexed as `values`."""
+        return type(self)(self.values[index])
 
     def choose(
         self,
@@ -61,34 +59,89 @@ class HashedNoise:
         levels: Int[Tensor, "B R"],
         divisors: Float[Tensor, " B"],
         factors: Float[Tensor, " B"],
-    ) -> Int[Tensor, "B R"]:
-        """Return the argmax of logits / divisor + factor * noise of every row, by the noise of its level."""
+    ) -> Int[Tensor, "B R"] | None:
+        """Return the argmax of logits / divisor + factor * noise of every row, by the noise of its level.
+
+        None: no faster way is known than to look at all values.
+        """
+        return None
+
+    def leaders(
+        self,
+        logits: Float[Tensor, "B R V"],
+        levels: Int[Tensor, "B R"],
+        divisors: Float[Tensor, " B"],
+        factors: Float[Tensor, " B"],
+        *,
+        count: int,
+        share: float,
+    ) -> tuple[Int[Tensor, "B R k"], np.ndarray, np.ndarray] | None:
+        """Return the `count` best tokens by the same scores, their scores and their log-probabilities.
+
+        The last are under softmax(logits / divisor + share * factor * noise). None: as of `choose`.
+        """
+        return None
+
+
+class HashedNoise(Noise):
+    """Noise of a GPU's rows that lies nowhere: a choice computes what it needs of it (`fused_choice`)."""
+
+    def __init__(self, words: Int[Tensor, "2 B D"], vocab_size: int) -> None:
+        """`words`: two hash words of each (sample, position), int32, on the device."""
+        self.words = words
+        self._vocab_size = vocab_size
+        self._made: Tensor | None = None
+
+    @property
+    def values(self) -> Float[Tensor, "B D V"]:
+        """All of it, for who looks at more than the best token."""
+        from engine.decoding.noise_cuda import fused_gumbel
+
+        if self._made is None:
+            self._made = fused_gumbel(self.words, self._vocab_size)
+        return self._made
+
+    def choose(self, logits: Tensor, levels: Tensor, divisors: Tensor, factors: Tensor) -> Tensor:
+        """See `Noise.choose`."""
         from engine.decoding.noise_cuda import fused_choice
 
         return fused_choice(logits, self.words, levels, divisors, factors)
 
 
-def values_of(noise: Tensor | HashedNoise) -> Float[Tensor, "B D V"]:
-    """Return noise as values."""
-    return noise.values if isinstance(noise, HashedNoise) else noise
+class NoiseSource:
+    """Makes noise by library calls."""
+
+    ahead = True
+    "worth making for several decode steps at once"
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def __call__(self, words: np.ndarray, positions: np.ndarray, vocab_size: int) -> Noise:
+        """Return the noise of every token id at the given absolute positions; arguments as of `gumbel_noise`."""
+        return Noise(gumbel_noise(words, positions, vocab_size, self.device))
 
 
-def has_kernels(device: torch.device) -> bool:
-    """Whether one kernel computes hash, noise and choice here."""
-    return device.type == "cuda" and find_spec("triton") is not None
+class HashedNoiseSource(NoiseSource):
+    """Where one kernel computes hash, noise and choice."""
+
+    ahead = False
+
+    def __call__(self, words: np.ndarray, positions: np.ndarray, vocab_size: int) -> Noise:
+        """See `NoiseSource`; nothing is computed yet."""
+        return HashedNoise(torch.from_numpy(row_words(words, positions)).to(self.device), vocab_size)
 
 
-def hashed_noise(
-    words: np.ndarray, positions: np.ndarray, vocab_size: int, device: torch.device
-) -> HashedNoise:
-    """Return the noise of `gumbel_noise`, not computed yet, where `has_kernels`."""
-    return HashedNoise(torch.from_numpy(_row_words(words, positions)).to(device), vocab_size)
+def noise_source(device: torch.device) -> NoiseSource:
+    """Return what makes noise on a device without code of our own for it."""
+    fused = device.type == "cuda" and find_spec("triton") is not None
+    return HashedNoiseSource(device) if fused else NoiseSource(device)
 
 
 def gumbel_noise(
     words: np.ndarray, positions: np.ndarray, vocab_size: int, device: torch.device | None = None
 ) -> Float[Tensor, "B D V"]:
-    """Return the noise of every token id at the given absolute positions.
+    """Return the noise of every token id at the given absolute positions, by library calls.
 
     Args:
         words: key words of each sample, int32 [B, 2].
@@ -96,10 +149,6 @@ def gumbel_noise(
         vocab_size: V; the noise of an id does not depend on it.
         device: where to compute; the CPU by default.
     """
-    if device is not None and has_kernels(device):
-        return hashed_noise(words, positions, vocab_size, device).values
-    if vocab_size >= LEAST_VOCABULARY and serves_thread(device or torch.device("cpu")):
-        return gumbel_rows(_row_words(words, positions), _id_words(vocab_size, device))
     return gumbel_from_bits(noise_bits(words, positions, vocab_size, device))
 
 
@@ -107,8 +156,8 @@ def noise_bits(
     words: np.ndarray, positions: np.ndarray, vocab_size: int, device: torch.device | None = None
 ) -> Int[Tensor, "B D V"]:
     """Return the 32 hash bits of every (sample, position, token id), as int32."""
-    first, second = torch.from_numpy(_row_words(words, positions)).to(device)
-    bits = _id_words(vocab_size, device) + first[..., None]
+    first, second = torch.from_numpy(row_words(words, positions)).to(device)
+    bits = id_words(vocab_size, device) + first[..., None]
     bits = _mix32_(bits)
     bits ^= second[..., None]
     return _mix32_(bits)
@@ -122,7 +171,7 @@ def gumbel_from_bits(bits: Tensor) -> Tensor:
     return w.neg_().log1p_().neg_().log_().neg_()
 
 
-def _row_words(words: np.ndarray, positions: np.ndarray) -> np.ndarray:
+def row_words(words: np.ndarray, positions: np.ndarray) -> np.ndarray:
     """Two words for each (sample, position), int32 [2, B, D], hashed on the host: they are few."""
     at = positions.astype(np.uint32)
     mixed = _mix32_host(np.stack([at * 0x9E3779B9 + 0x3C6EF372, at * 0x85EBCA6B ^ 0x27D4EB2F]))
@@ -131,7 +180,7 @@ def _row_words(words: np.ndarray, positions: np.ndarray) -> np.ndarray:
 
 
 @lru_cache(maxsize=4)
-def _id_words(vocab_size: int, device: torch.device | None) -> Int[Tensor, " V"]:
+def id_words(vocab_size: int, device: torch.device | None) -> Int[Tensor, " V"]:
     """One word for each token id."""
     ids = np.arange(vocab_size, dtype=np.uint32) * 0x9E3779B1
     return torch.from_numpy(_mix32_host(ids).view(np.int32)).to(device)

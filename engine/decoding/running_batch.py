@@ -10,12 +10,11 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
 from core.records import SampleKey, SampleRequest
 from core.sample_state import SampleState
-from engine.decoding.noise import HashedNoise, gumbel_noise, has_kernels, hashed_noise, key_words
+from engine.decoding.noise import Noise, NoiseSource, key_words
 from engine.decoding.sampling_rule import RowSampling
 
 NO_STOP = -1
@@ -35,8 +34,11 @@ class SampleCounters:
 class RunningBatch:
     """Tokens, log-probabilities and limits of the running samples."""
 
-    def __init__(self, *, num_slots: int, max_total_tokens: int, device: torch.device) -> None:
+    def __init__(
+        self, *, num_slots: int, max_total_tokens: int, device: torch.device, noise: NoiseSource
+    ) -> None:
         self.device = device
+        self._make_noise = noise
         self.requests: list[SampleRequest] = []
         self.counters: list[SampleCounters] = []
         self.tokens = np.zeros((num_slots, max_total_tokens), dtype=np.int64)
@@ -53,8 +55,8 @@ class RunningBatch:
         self.stop_ids = np.full((num_slots, 1), NO_STOP, dtype=np.int64)
         "stop tokens of each sample, padded"
         self._sampling: RowSampling | None = None
-        self._noise: Tensor | None = None
-        self._noise_start = self.lengths
+        self._noise: Noise | None = None
+        self._noise_start = self._noise_end = self.lengths
 
     def __len__(self) -> int:
         return len(self.requests)
@@ -177,7 +179,7 @@ class RunningBatch:
             self._sampling = RowSampling.of([r.sampling for r in self.requests], self.device)
         return self._sampling
 
-    def noise(self, levels: int, vocab_size: int) -> Float[Tensor, "B D V"] | HashedNoise:
+    def noise(self, levels: int, vocab_size: int) -> Noise:
         """Return the noise of the next `levels` positions of every sample.
 
         Computed for a few decode steps ahead, as far as MAX_NOISE_AHEAD allows: its cost is mostly that of calling.
@@ -185,14 +187,13 @@ class RunningBatch:
         """
         live = len(self)
         lengths = self.lengths[:live]
-        if has_kernels(self.device):
-            positions = lengths[:, None] + np.arange(levels)
-            return hashed_noise(self.words[:live], positions, vocab_size, self.device)
-        if self._noise is None or (lengths + levels > self._noise_start + self._noise.shape[1]).any():
-            ahead = max(levels, MAX_NOISE_AHEAD // (live * vocab_size))
-            positions = lengths[:, None] + np.arange(min(ahead, MAX_STEPS_AHEAD * levels))
-            self._noise = gumbel_noise(self.words[:live], positions, vocab_size, self.device)
-            self._noise_start = lengths.copy()
+        if not self._make_noise.ahead:
+            return self._make_noise(self.words[:live], lengths[:, None] + np.arange(levels), vocab_size)
+        if self._noise is None or (lengths + levels > self._noise_end).any():
+            ahead = min(max(levels, MAX_NOISE_AHEAD // (live * vocab_size)), MAX_STEPS_AHEAD * levels)
+            positions = lengths[:, None] + np.arange(ahead)
+            self._noise = self._make_noise(self.words[:live], positions, vocab_size)
+            self._noise_start, self._noise_end = lengths.copy(), lengths + ahead
         offset = lengths - self._noise_start
         first = int(offset[0])
         if (offset == first).all():

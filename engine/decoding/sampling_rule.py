@@ -17,11 +17,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from core.records import SamplingParams
-from engine.cpu.sampling import LEAST_VOCABULARY, MOST_LEADERS
-from engine.cpu.serving import serves_thread
-from engine.cpu.tokens import best_tokens
 from engine.decoding.logprobs import token_logprobs
-from engine.decoding.noise import HashedNoise, values_of
+from engine.decoding.noise import Noise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,25 +88,21 @@ class TopK:
 
 def choose(
     logits: Float[Tensor, "B R V"],
-    noise: Float[Tensor, "B D V"] | HashedNoise,
+    noise: Noise,
     levels: Int[Tensor, "B R"],
     rows: RowSampling,
 ) -> Int[Tensor, "B R"]:
     """Return the rule's token of every row, whose noise is that of its level. Ties go to the smaller token id."""
-    if isinstance(noise, HashedNoise):
-        if not rows.any_filter:
-            return noise.choose(logits, levels, rows.divisor, rows.noise_factor)
-        noise = noise.values
-    if is_native(logits, rows, 1):
-        return best_tokens(logits, noise, levels, rows.divisor, rows.noise_factor, count=1, share=0.0)[0][
-            ..., 0
-        ]
+    if not rows.any_filter:
+        chosen = noise.choose(logits, levels, rows.divisor, rows.noise_factor)
+        if chosen is not None:
+            return chosen
     return perturb(scale(logits, rows), _of_levels(noise, levels), rows).argmax(-1)
 
 
 def leaders(
     logits: Float[Tensor, "B R V"],
-    noise: Float[Tensor, "B D V"] | HashedNoise,
+    noise: Noise,
     levels: Int[Tensor, "B R"],
     rows: RowSampling,
     count: int,
@@ -120,12 +113,13 @@ def leaders(
 
     Their log-probabilities are under softmax(logits / T), or of the softmax of the perturbed scores if `perturbed`.
     """
-    noise = values_of(noise)
-    if is_native(logits, rows, count):
-        ids, scores, logprobs = best_tokens(
-            logits, noise, levels, rows.divisor, rows.noise_factor, count=count, share=float(perturbed)
+    if not rows.any_filter:
+        found = noise.leaders(
+            logits, levels, rows.divisor, rows.noise_factor, count=count, share=float(perturbed)
         )
-        return TopK(token_ids=ids, scores=scores, logprobs=logprobs)
+        if found is not None:
+            ids, scores, logprobs = found
+            return TopK(token_ids=ids, scores=scores, logprobs=logprobs)
     scaled = scale(logits, rows)
     everything = perturb(scaled, _of_levels(noise, levels), rows)
     scores, ids = everything.topk(count, dim=-1)
@@ -133,20 +127,8 @@ def leaders(
     return TopK(token_ids=ids, scores=scores.cpu().numpy(), logprobs=logprobs.cpu().numpy())
 
 
-def is_native(logits: Tensor, rows: RowSampling, count: int) -> bool:
-    """Whether our own code finds the best tokens."""
-    return (
-        not rows.any_filter
-        and count <= MOST_LEADERS
-        and logits.shape[-1] >= LEAST_VOCABULARY
-        and logits.dtype == torch.float32
-        and logits.stride(-1) == 1
-        and serves_thread(logits.device)
-    )
-
-
-def _of_levels(noise: Tensor, levels: Tensor) -> Tensor:
-    return noise.gather(1, levels[..., None].expand(-1, -1, noise.shape[-1]))
+def _of_levels(noise: Noise, levels: Tensor) -> Tensor:
+    return noise.values.gather(1, levels[..., None].expand(-1, -1, noise.values.shape[-1]))
 
 
 def kept_tokens(scaled: Float[Tensor, "B R V"], rows: RowSampling) -> Bool[Tensor, "B R V"]:

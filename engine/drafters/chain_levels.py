@@ -1,4 +1,4 @@
-"""A chain's levels, drafted from one question to the policy to the next: by library calls, or by our own code."""
+"""A chain's levels, drafted from one question to the policy to the next: a forward each, or all in one call."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from engine.cpu.chain import NativeChain
-from engine.decoding.noise import HashedNoise, values_of
+from engine.decoding.noise import Noise
 from engine.decoding.running_batch import RunningBatch
 from engine.decoding.sampling_rule import TopK, choose, leaders
 from engine.drafters.refinement import Refinement
+from engine.model.compute_backend import FusedChain
 
 ForwardLevel = Callable[[RunningBatch, Tensor, Tensor, Tensor | None, Tensor], Float[Tensor, "B n V"]]
 "Batch, the level's tokens, committed lengths, what they see of earlier levels, depth of every column."
@@ -33,14 +33,14 @@ class ChainLevels(Protocol):
         ...
 
 
-class LibraryLevels:
-    """Level by level, a forward each."""
+class LevelByLevel:
+    """A forward for each level."""
 
     def __init__(
         self,
         forward: ForwardLevel,
         batch: RunningBatch,
-        noise: Tensor | HashedNoise,
+        noise: Noise,
         logits: Float[Tensor, "B V"],
         refinement: Refinement | None,
         depth: int,
@@ -83,44 +83,32 @@ class LibraryLevels:
         return found
 
 
-class NativeLevels:
-    """The same by our own code, in one call for all levels between two questions."""
+class FusedLevels:
+    """The same in one call for all levels between two questions."""
 
     def __init__(
         self,
-        native: NativeChain,
+        fused: FusedChain,
         batch: RunningBatch,
-        noise: Tensor | HashedNoise,
+        noise: Noise,
         logits: Float[Tensor, "B V"],
         refinement: Refinement | None,
-        depth: int,
     ) -> None:
-        self._native = native
+        self._fused = fused
         self._refinement = refinement
-        self._coefficients = None if refinement is None else refinement.chain_coefficients(depth)
         sampling = batch.sampling
-        native.start(
-            logits,
-            batch.lengths[: len(batch)],
-            values_of(noise),
-            sampling.divisor,
-            sampling.noise_factor,
-            self._coefficients,
-        )
+        lengths = batch.lengths[: len(batch)]
+        fused.start(logits, lengths, noise.values, sampling.divisor, sampling.noise_factor)
 
     def draft(self, begin: int, end: int) -> None:
         """See `ChainLevels`."""
-        scores, logprobs = self._native.draft(begin, end)
-        if self._refinement is None:
-            return
-        if self._coefficients is None:
+        scores, logprobs = self._fused.draft(begin, end)
+        if self._refinement is not None:
             self._refinement.chain_levels(scores, logprobs)
-        else:
-            self._refinement.chain_paths(self._native.paths(begin, end))
 
     def token_ids(self, count: int) -> Int[Tensor, "B count"]:
         """See `ChainLevels`."""
-        return self._native.token_ids(count)
+        return self._fused.token_ids(count)
 
 
 @lru_cache(maxsize=1024)

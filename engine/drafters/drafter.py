@@ -7,13 +7,10 @@ from __future__ import annotations
 
 from typing import Protocol, runtime_checkable
 
-from jaxtyping import Float
-from torch import Tensor
-
 from core.records import Budget
 from engine.cache.kv_pool import KVPool
 from engine.decoding.draft_tree import DraftTree
-from engine.decoding.noise import HashedNoise
+from engine.decoding.noise import Noise
 from engine.decoding.running_batch import RunningBatch
 from engine.decoding.verify import Verdict
 from engine.drafters.refinement import Refinement
@@ -31,7 +28,7 @@ class Drafter(Protocol):
         self,
         batch: RunningBatch,
         budget: Budget,
-        noise: Float[Tensor, "B D V"] | HashedNoise,
+        noise: Noise,
         refinement: Refinement | None = None,
     ) -> DraftTree | None:
         """Propose at most `budget.num_nodes` nodes per sample; None when there is nothing to propose.

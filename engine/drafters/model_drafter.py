@@ -17,13 +17,12 @@ from transformers.modeling_utils import PreTrainedModel
 
 from core.records import Budget
 from engine.cache.kv_pool import KVPool
-from engine.cpu.chain import LEADERS
 from engine.decoding.draft_tree import DraftTree, chain, keep, root_only, select_best
-from engine.decoding.noise import HashedNoise
+from engine.decoding.noise import Noise
 from engine.decoding.running_batch import RunningBatch
-from engine.decoding.sampling_rule import is_native, leaders
+from engine.decoding.sampling_rule import leaders
 from engine.decoding.verify import Verdict
-from engine.drafters.chain_levels import ChainLevels, LibraryLevels, NativeLevels, noise_at_level
+from engine.drafters.chain_levels import ChainLevels, FusedLevels, LevelByLevel, noise_at_level
 from engine.drafters.refinement import Refinement
 from engine.model.forward_plan import TreePlan
 from engine.model.prefill import fill_committed
@@ -56,7 +55,7 @@ class ModelDrafter:
         self,
         batch: RunningBatch,
         budget: Budget,
-        noise: Float[Tensor, "B D V"] | HashedNoise,
+        noise: Noise,
         refinement: Refinement | None = None,
     ) -> DraftTree:
         """Catch up with the committed tokens, then expand the tree."""
@@ -141,17 +140,17 @@ class ModelDrafter:
         self,
         batch: RunningBatch,
         budget: Budget,
-        noise: Tensor | HashedNoise,
+        noise: Noise,
         logits: Float[Tensor, "B V"],
         refinement: Refinement | None,
     ) -> DraftTree:
         """Draft the best child of the best child: nothing to sort, so the tree carries no scores."""
-        native, depth = self.runner.native_chain, budget.depth
+        fused, depth = self.runner.fused_chain, budget.depth
         levels: ChainLevels
-        if native is not None and is_native(logits, batch.sampling, LEADERS):
-            levels = NativeLevels(native, batch, noise, logits, refinement, depth)
+        if fused is not None and not batch.sampling.any_filter:
+            levels = FusedLevels(fused, batch, noise, logits, refinement)
         else:
-            levels = LibraryLevels(self._forward_level, batch, noise, logits, refinement, depth)
+            levels = LevelByLevel(self._forward_level, batch, noise, logits, refinement, depth)
         drafted = 0
         asked_at = depth if refinement is None else min(depth, refinement.levels_to_draft())
         while drafted < asked_at:
@@ -165,7 +164,7 @@ class ModelDrafter:
         self,
         batch: RunningBatch,
         budget: Budget,
-        noise: Tensor | HashedNoise,
+        noise: Noise,
         logits: Float[Tensor, "B V"],
         refinement: Refinement | None,
     ) -> DraftTree:

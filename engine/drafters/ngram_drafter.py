@@ -5,11 +5,10 @@ from __future__ import annotations
 import numpy as np
 import torch
 from numpy.lib.stride_tricks import sliding_window_view
-from torch import Tensor
 
 from core.records import Budget
 from engine.decoding.draft_tree import DEAD, DraftTree, chain
-from engine.decoding.noise import HashedNoise
+from engine.decoding.noise import Noise
 from engine.decoding.running_batch import RunningBatch
 from engine.decoding.verify import Verdict
 from engine.drafters.refinement import Refinement
@@ -28,7 +27,7 @@ class NgramDrafter:
         self,
         batch: RunningBatch,
         budget: Budget,
-        noise: Tensor | HashedNoise,
+        noise: Noise,
         refinement: Refinement | None = None,
     ) -> DraftTree | None:
         """Return one chain per sample, dead nodes where there is no match; None when nothing matches."""

@@ -16,15 +16,14 @@ from jaxtyping import Int
 from torch import Tensor
 
 from core.records import DraftLog, SampleRequest
-from engine.cpu.scoring import COEFFICIENTS, FARTHEST
 from engine.decoding.draft_tree import DraftTree
 from engine.decoding.sampling_rule import TopK
 from engine.decoding.verify import Verdict
 from policies.drafting.draft_policy import RefiningPolicy
-from profiles.acceptance import MARGIN_FLOOR, AcceptanceModel
+from profiles.acceptance import AcceptanceModel, Coefficients, acceptance
 
-LARGEST_EXPONENT = 80.0
-"exp of more overflows float32."
+FARTHEST = 50.0
+"Largest margin and least log-probability that the model is shown, nats."
 
 
 class Refinement:
@@ -91,25 +90,12 @@ class Refinement:
         )
         path = np.multiply.accumulate(share[..., 0], axis=1)
         path *= self._frontier
-        self._add_chain(path)
-        self.seconds += self._clock() - started
-
-    def chain_coefficients(self, levels: int) -> np.ndarray | None:
-        """Return what `engine.cpu.scoring` scores so many levels by; None where `chain_levels` must."""
-        return self._scorer.chain_coefficients(levels)
-
-    def chain_paths(self, path: np.ndarray) -> None:
-        """Take a chain's next levels, scored already: float32 [B, levels], which are written to."""
-        started = self._clock()
-        self._add_chain(path)
-        self.seconds += self._clock() - started
-
-    def _add_chain(self, path: np.ndarray) -> None:
-        before, count = len(self._sizes), path.shape[1]
+        count = path.shape[1]
         if before + count >= self._shortest:
             path[self._remaining[:, None] <= np.arange(before + 1, before + 1 + count)] = 0.0
         self._add(path, (1,) * count)
         self._last = self._frontier = path[:, -1:]
+        self.seconds += self._clock() - started
 
     def _add(self, scores: np.ndarray, sizes: tuple[int, ...]) -> None:
         self._blocks.append(scores)
@@ -154,8 +140,7 @@ class Scorer:
 
     def __init__(self, model: AcceptanceModel) -> None:
         self.model = model
-        self._weights: dict[tuple[tuple[int, ...], int], tuple[np.ndarray, ...]] = {}
-        self._of_chain = np.zeros((0, COEFFICIENTS), dtype=np.float32)
+        self._coefficients: dict[tuple[tuple[int, ...], int], Coefficients] = {}
 
     def acceptance(self, scores: np.ndarray, logprobs: np.ndarray, levels: tuple[int, ...]) -> np.ndarray:
         """Return the conditional acceptance, [B, w, b], of all leaders of a node but the last, its children.
@@ -174,16 +159,7 @@ class Scorer:
         # what a filter dropped is infinitely far
         margin, logprob = np.minimum(margin, FARTHEST), np.maximum(logprob, -FARTHEST)
         self.saw(margin, logprob)
-        intercept, of_log, of_margin, of_logprob = self._weights_of(levels, count)
-        logit = of_log * np.log(margin + MARGIN_FLOOR) + of_margin * margin + of_logprob * logprob + intercept
-        return 1.0 / (1.0 + np.exp(np.minimum(-logit, LARGEST_EXPONENT)))
-
-    def chain_coefficients(self, levels: int) -> np.ndarray | None:
-        """Return the coefficients of a chain's levels, float32 [at least `levels`, COEFFICIENTS]."""
-        if levels > len(self._of_chain):
-            by_level = self._weights_of(tuple(range(1, levels + 1)), 1)
-            self._of_chain = np.concatenate(by_level, axis=1)
-        return self._of_chain
+        return acceptance(margin, logprob, self._coefficients_of(levels, count))
 
     def saw(self, margin: np.ndarray, logprob: np.ndarray) -> None:
         """One level's features, [B, w, b]; `engine.calibration.draft_recorder` keeps them."""
@@ -191,15 +167,12 @@ class Scorer:
     def concluded(self, tree: DraftTree, verdict: Verdict, requests: Sequence[SampleRequest]) -> None:
         """What became of the draft of these samples."""
 
-    def _weights_of(self, levels: tuple[int, ...], count: int) -> tuple[np.ndarray, ...]:
-        """Coefficients by level and rank, [levels, b] each: intercept, log margin, margin, log-probability."""
-        if (levels, count) not in self._weights:
-            first, other = self.model.first, self.model.other
-            table = np.zeros((4, len(levels), count), dtype=np.float32)
-            for row, level in enumerate(levels):
-                table[:, row, 0] = (first[0] + first[4] * np.log(level), *first[1:4])
-                for rank in range(2, count + 1):
-                    intercept = other[0] + other[3] * np.log(level) + other[4] * np.log(rank)
-                    table[:, row, rank - 1] = (intercept, 0.0, other[1], other[2])
-            self._weights[levels, count] = tuple(table)
-        return self._weights[levels, count]
+    def _coefficients_of(self, levels: tuple[int, ...], count: int) -> Coefficients:
+        """By level and rank, float32 [levels, b] each; kept."""
+        if (levels, count) not in self._coefficients:
+            found = self.model.coefficients(np.array(levels)[:, None], np.arange(1, count + 1))
+            by = Coefficients(
+                *(np.broadcast_to(each, (len(levels), count)).astype(np.float32) for each in found)
+            )
+            self._coefficients[levels, count] = by
+        return self._coefficients[levels, count]

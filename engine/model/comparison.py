@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -22,8 +22,9 @@ from transformers.modeling_utils import PreTrainedModel
 from core.errors import NotFiniteError, RlhfSpecError
 from engine.attention.backends import Attention
 from engine.cache.kv_pool import KVPool
-from engine.cpu.segments import Segments
+from engine.cache.segments import Segments
 from engine.decoding.draft_tree import DraftTree, ancestors_or_self, chain
+from engine.model.compute_backend import PoolAttention
 from engine.model.forward_plan import ForwardPlan, TreePlan
 from engine.model.prefill_plan import PrefillPiece, PrefillPlan
 from engine.model.support import unsupported
@@ -60,7 +61,7 @@ class Served(Protocol):
         ...
 
     @property
-    def attention(self) -> Attention:
+    def attention(self) -> Attention | PoolAttention:
         """The back end."""
         ...
 
@@ -301,34 +302,27 @@ def _column(ids: list[Tensor]) -> Int[Tensor, "B 1"]:
     return torch.stack(ids)[:, None]
 
 
-@dataclass(slots=True)
-class _Listening:
+class _Listening(ForwardPlan):
     """A forward plan that counts which layers attend."""
 
-    plan: PrefillPlan
-    attended: Counter[int] = field(default_factory=Counter)
-
-    @property
-    def pool(self) -> KVPool:
-        return self.plan.pool
-
-    @property
-    def attention(self) -> Attention:
-        return self.plan.attention
+    def __init__(self, plan: PrefillPlan, attended: Counter[int]) -> None:
+        self.pool, self.attention = plan.pool, plan.attention
+        self._plan, self._attended = plan, attended
 
     def segments(self) -> Segments:
-        # our own forward asks once and attends in every layer
-        self.attended.update(range(self.plan.pool.shape.num_layers))
-        return self.plan.segments()
+        # a fused forward asks once and attends in every layer
+        self._attended.update(range(self.pool.shape.num_layers))
+        return self._plan.segments()
 
-    def store(self, layer: int, qkv: Tensor) -> None:
-        self.plan.store(layer, qkv)
+    def store_rows(self, layer: int, qkv: Tensor) -> None:
+        self._plan.store_rows(layer, qkv)
 
-    def attend(
-        self, layer: int, qkv: Tensor, *, scaling: float, softcap: float | None, sliding_window: int | None
-    ) -> Tensor:
-        self.attended[layer] += 1
-        return self.plan.attend(layer, qkv, scaling=scaling, softcap=softcap, sliding_window=sliding_window)
+    def attend_rows(self, attention: Attention, layer: int, qkv: Tensor, **how: Any) -> Tensor:
+        return self._plan.attend_rows(attention, layer, qkv, **how)
+
+    def attend(self, layer: int, qkv: Tensor, **how: Any) -> Tensor:
+        self._attended[layer] += 1
+        return self._plan.attend(layer, qkv, **how)
 
 
 def _state_elsewhere(served: Served, attended: Counter[int]) -> str:

@@ -15,35 +15,50 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn import functional as F
 
-from engine.attention.backends import Attention, is_native
+from engine.attention.backends import Attention
 from engine.attention.packing import RaggedRows, pack_queries, unpack_queries
 from engine.attention.visibility import as_bias, chain_visibility, tree_visibility
 from engine.cache.kv_memory import round_up
 from engine.cache.kv_pool import KVPool
-from engine.cpu.segments import Segments, attend_segments, segments_of, store_segments
+from engine.cache.segments import Segments, segments_of
+from engine.model.compute_backend import PoolAttention
 
 
 @runtime_checkable
 class ForwardPlan(Protocol):
     """One forward's view of the pool."""
 
-    @property
-    def pool(self) -> KVPool:
-        """Where keys and values are."""
-        ...
-
-    @property
-    def attention(self) -> Attention:
-        """The back end."""
-        ...
+    pool: KVPool
+    "where keys and values are"
+    attention: Attention | PoolAttention
 
     def segments(self) -> Segments:
-        """Return the stretches of tokens, for our own code."""
+        """Return the stretches of tokens, for attention that works inside the pool."""
+        ...
+
+    def store_rows(self, layer: int, qkv: Float[Tensor, "M Hkv G E"]) -> None:
+        """Write the tokens' keys and values by library calls."""
+        ...
+
+    def attend_rows(
+        self,
+        attention: Attention,
+        layer: int,
+        qkv: Float[Tensor, "M Hkv G E"],
+        *,
+        scaling: float,
+        softcap: float | None,
+        sliding_window: int | None,
+    ) -> Float[Tensor, "M HE"]:
+        """Do what `attend` does by attention over unpacked rows of queries."""
         ...
 
     def store(self, layer: int, qkv: Float[Tensor, "M Hkv G E"]) -> None:
         """Write the tokens' keys and values."""
-        ...
+        if isinstance(self.attention, PoolAttention):
+            self.attention.store(self.pool, layer, qkv, self.segments())
+        else:
+            self.store_rows(layer, qkv)
 
     def attend(
         self,
@@ -55,11 +70,14 @@ class ForwardPlan(Protocol):
         sliding_window: int | None,
     ) -> Float[Tensor, "M HE"]:
         """Store the tokens' keys and values, return what their queries attend to; zeros for padding tokens."""
-        ...
+        how = {"scaling": scaling, "softcap": softcap, "sliding_window": sliding_window}
+        if isinstance(self.attention, PoolAttention):
+            return self.attention.attend(self.pool, layer, qkv, self.segments(), **how)
+        return self.attend_rows(self.attention, layer, qkv, **how)
 
 
 @dataclass(slots=True, kw_only=True)
-class TreePlan:
+class TreePlan(ForwardPlan):
     """`num_tokens` tree tokens for each of the samples in slots 0..B-1, behind `base` cached tokens each.
 
     The tree may grow level by level: of its t = num_earlier + num_tokens columns the first were written by earlier
@@ -68,7 +86,7 @@ class TreePlan:
     """
 
     pool: KVPool
-    attention: Attention
+    attention: Attention | PoolAttention
     base: Int[Tensor, " B"]
     num_tokens: int
     num_earlier: int = 0
@@ -145,37 +163,31 @@ class TreePlan:
             seen = plan._bias_for(window)
             bias[: seen.shape[0]].copy_(seen)
 
-    def store(self, layer: int, qkv: Tensor) -> None:
-        """See `ForwardPlan.store`."""
-        if is_native(self.attention, qkv):
-            store_segments(self.pool, layer, qkv.contiguous(), self.segments())
-            return
+    def store_rows(self, layer: int, qkv: Tensor) -> None:
+        """See `ForwardPlan.store_rows`."""
         self._write(layer, qkv if self.ragged is None else self.ragged.unpack(qkv))
 
     def _write(self, layer: int, rows: Tensor) -> None:
         self.pool.write(layer, self._rows, rows[: self.base.shape[0] * self.num_tokens, :, -2:])
 
-    def attend(
-        self, layer: int, qkv: Tensor, *, scaling: float, softcap: float | None, sliding_window: int | None
+    def attend_rows(
+        self,
+        attention: Attention,
+        layer: int,
+        qkv: Tensor,
+        *,
+        scaling: float,
+        softcap: float | None,
+        sliding_window: int | None,
     ) -> Tensor:
-        """See `ForwardPlan.attend`."""
-        if is_native(self.attention, qkv):
-            return attend_segments(
-                self.pool,
-                layer,
-                qkv.contiguous(),
-                self.segments(),
-                scaling=scaling,
-                softcap=softcap,
-                sliding_window=sliding_window,
-            )
+        """See `ForwardPlan.attend_rows`."""
         batch, n = self.base.shape[0], self.num_tokens
         num_packed = qkv.shape[0]
         if self.ragged is not None:
             qkv = self.ragged.unpack(qkv)
         self._write(layer, qkv)
         keys, values = self.pool.view(layer, 0, batch, self.view_tokens)
-        out = self.attention(
+        out = attention(
             pack_queries(qkv[: batch * n], batch).to(keys.dtype),
             keys,
             values,

@@ -1,16 +1,17 @@
 """Linear layers of the inference copy: weights laid out for products with few rows.
 
-Three layouts, chosen by shape and type, so that instances on machines of one kind round alike:
-- `StreamedLinear`: our own product (`engine.cpu.products`) in float32 on one CPU thread, of float32 or bfloat16
-  weights. Every row rounds alike, alone or among many;
+Layouts are chosen by shape and type (`engine.model.compute_backend`), so that instances on machines of one kind round
+alike. `engine.cpu.streamed_linear` is a third one, for one CPU thread:
 - `PrepackedLinear`: oneDNN's blocked layout, for other types and several threads; its call costs some 30 us more than
   a plain product, so that small matrices lose;
 - `MatrixLinear`: the transposed matrix and a plain product, of MIN_ROWS rows at least: fewer round differently.
-The operators behind the second are private to torch: where they are missing, the third serves.
+The operators behind the first are private to torch: where they are missing, the second serves.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -18,11 +19,6 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional as F
 
-from engine.cpu.products import PANEL, product_name
-from engine.cpu.program import common_code
-from engine.cpu.serving import serves_thread
-
-PREPACKED_MIN_ELEMENTS = 1 << 19
 MIN_ROWS = 4
 PACKED_FOR_ROWS = 16
 "The number of rows that the blocked layout is made for; 5 to 15% over none named (measured for 1 to 16 rows)."
@@ -43,6 +39,26 @@ class Linear(Protocol):
     def holds(self, weight: Float[Tensor, "N K"], bias: Float[Tensor, " N"] | None) -> bool:
         """Whether what it reads, unpacked, is bit for bit that weight and bias, and zeros where it is padded."""
         ...
+
+
+LayOut = Callable[[Tensor, Tensor | None], Linear]
+"Weight [N, K] and bias [N] to what multiplies by them."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layer:
+    """One decoder layer's weights, laid out (`engine.model.llama_layout`)."""
+
+    attention_gain: Tensor | None
+    "None: multiplied into the weights behind it"
+    qkv: Linear
+    head_gain: Tensor | None
+    "[queries + 1, E]: Qwen3's norms of queries and key"
+    out: Linear
+    mlp_gain: Tensor | None
+    gate_up: Linear
+    down: Linear
+    sliding_window: int | None
 
 
 class MatrixLinear:
@@ -72,71 +88,6 @@ class MatrixLinear:
     def holds(self, weight: Tensor, bias: Tensor | None) -> bool:
         """See `Linear`."""
         return same_bits(self._matrix.t(), weight) and same_bits(self._bias, bias)
-
-
-class StreamedLinear:
-    """Our own product: the weights are read once, front to back, for up to a few dozen rows.
-
-    bfloat16 weights stay so and are widened as they are loaded; x and the result are float32.
-    """
-
-    def __init__(self, weight: Float[Tensor, "N K"], bias: Float[Tensor, " N"] | None) -> None:
-        self.columns, self.depth = weight.shape
-        rows = self.columns + -self.columns % PANEL
-        self._panels = with_rows(weight, rows).view(-1, PANEL, self.depth).transpose(1, 2).contiguous()
-        self.num_panels = self._panels.shape[0]
-        self.bias = None if bias is None else with_rows(bias.float(), rows)
-        self._code = common_code()
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """See `Linear`. The result is a view where N is no multiple of PANEL."""
-        return self._run(x, self.bias, 0)
-
-    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
-        """See `Linear`."""
-        if self.columns % PANEL or residual.stride(-1) != 1 or self.bias is not None:
-            return residual.add_(self(x))
-        return self._run(x, residual, residual.stride(0))
-
-    def holds(self, weight: Tensor, bias: Tensor | None) -> bool:
-        """See `Linear`."""
-        whole = self.columns // PANEL
-        panels = self._panels.transpose(1, 2)
-        last = panels[whole:].reshape(-1, self.depth)
-        return (
-            same_bits(panels[:whole], weight[: whole * PANEL].reshape(whole, PANEL, self.depth))
-            and same_bits(last, with_rows(weight[whole * PANEL :], len(last)))
-            and same_bits(self.bias, None if bias is None else with_rows(bias, self.num_panels * PANEL))
-        )
-
-    def operation(self, *, added: bool) -> str:
-        """The name of the operation of a program that multiplies by this weight."""
-        return product_name(added=added, bfloat16=self._panels.dtype == torch.bfloat16)
-
-    @property
-    def address(self) -> int:
-        """Of the weights, as the operation takes them."""
-        return self._panels.data_ptr()
-
-    def _run(self, x: Tensor, added: Tensor | None, added_stride: int) -> Tensor:
-        if x.stride(-1) != 1:
-            x = x.contiguous()
-        rows = x.shape[0]
-        out = x.new_empty(rows, self.num_panels * PANEL)
-        if rows:
-            self._code.operations[self.operation(added=added is not None)](
-                out.data_ptr(),
-                x.data_ptr(),
-                self.address,
-                None if added is None else added.data_ptr(),
-                rows,
-                self.depth,
-                self.num_panels,
-                self.num_panels * PANEL,
-                x.stride(0),
-                added_stride,
-            )
-        return out if out.shape[1] == self.columns else out[:, : self.columns]
 
 
 class PrepackedLinear:
@@ -175,28 +126,6 @@ def same_bits(copy: Tensor | None, of: Tensor | None) -> bool:
     return torch.equal(copy.view(bits), of.view(bits))
 
 
-def make_linear(
-    weight: Float[Tensor, "N K"],
-    bias: Tensor | None = None,
-    *,
-    prepack: bool,
-    dtype: torch.dtype | None = None,
-) -> Linear:
-    """Lay a weight out for products in `dtype` (its own by default); `prepack` allows other layouts than a matrix."""
-    dtype = dtype or weight.dtype
-    if prepack and weight.device.type == "cpu":
-        if streams(dtype, weight.device):
-            return StreamedLinear(weight, bias)
-        if weight.numel() >= PREPACKED_MIN_ELEMENTS and can_prepack():
-            return PrepackedLinear(weight.to(dtype), None if bias is None else bias.to(dtype))
-    return MatrixLinear(weight.to(dtype), None if bias is None else bias.to(dtype))
-
-
-def streams(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether products in `dtype` on a device are our own."""
-    return dtype == torch.float32 and serves_thread(device)
-
-
 def can_prepack() -> bool:
     """Whether this torch has oneDNN and its private operators."""
     try:
@@ -206,17 +135,6 @@ def can_prepack() -> bool:
     return torch.backends.mkldnn.is_available() and all(operators)
 
 
-def compute_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """Return the type to compute in: on a CPU, bfloat16 weights run in float32 where that is faster; it is more exact.
-
-    Our own products widen them as they are read: 1.1 to 2 times as fast as library products even where there are
-    bfloat16 instructions (measured, batches of 1 to 32). Where there are none, library products emulate bfloat16,
-    several times slower than float32.
-    """
-    if device.type != "cpu" or dtype != torch.bfloat16:
-        return dtype
-    return torch.float32 if serves_thread(device) or not _has_bfloat16() else dtype
-
-
-def _has_bfloat16() -> bool:
+def has_bfloat16() -> bool:
+    """Whether this processor has instructions for bfloat16 products."""
     return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())

@@ -9,7 +9,7 @@ Small models and small batches spend most of a stock forward in dispatch. Here
   x / hypot(|x|, sqrt(H eps)), with sqrt(H) in the gain;
 - inner sizes are padded with zero rows to a multiple of 32, where products are seen to round alike;
 - a prefill ends with the keys and values of the last layer.
-Where every product is our own, the whole forward is one call (`engine.cpu.forward`).
+Where the compute back end can, the whole forward is one call (`ComputeBackend.fuse`).
 The stock module stays the oracle: `engine.model.runner` compares the two at start-up.
 """
 
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cached_property
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -25,16 +25,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.modeling_utils import PreTrainedModel
 
-from engine.attention.backends import ordered_attention
-from engine.cache.kv_pool import KVPool, KVShape
-from engine.cpu.chain import NativeChain
-from engine.cpu.forward import NativeForward, NativeLayer
-from engine.cpu.products import PANEL
-from engine.cpu.serving import serves
-from engine.cpu.writer import WIDTH
+from engine.cache.kv_pool import KVPool, KVShape, cell_size
+from engine.model.compute_backend import ComputeBackend, FusedChain, FusedForward, PoolAttention
 from engine.model.forward_plan import ForwardPlan
-from engine.model.linears import Linear, MatrixLinear, StreamedLinear, same_bits
-from engine.model.llama_layout import Layer, LlamaLayout, head_size
+from engine.model.linears import Layer, MatrixLinear, same_bits
+from engine.model.llama_layout import LlamaLayout, head_size
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 MAX_ROTATION_BYTES = 8 << 20
@@ -52,10 +47,11 @@ class LlamaForward:
     min_tokens = 1
     "linears pad where they must"
 
-    def __init__(self, model: PreTrainedModel, *, capacity: int, prepack: bool = True) -> None:
+    def __init__(self, model: PreTrainedModel, *, capacity: int, backend: ComputeBackend) -> None:
         config = model.config
         self._model = model
-        self._layout = layout = LlamaLayout(model, prepack=prepack)
+        self._backend = backend
+        self._layout = layout = LlamaLayout(model, backend)
         self._dtype = layout.dtype
         self._kv_heads, self._queries, self._size = layout.kv_heads, layout.queries, layout.size
         self._eps: float = config.rms_norm_eps
@@ -64,19 +60,28 @@ class LlamaForward:
         self._norm_floor = torch.tensor(root, dtype=torch.float32, device=model.device)
         self._rope = _rotations(model, capacity)
         self._layers: list[Layer] = []
-        self._native: NativeForward | None = None
+        self.fused: FusedForward | None = None
+        "the whole forward in one call, where the back end has it and attention works inside the pool"
         self.reload()
 
     def reload(self) -> None:
         """Lay the module's present weights out, layer by layer: no two copies of the model at any time."""
         # it would keep every old layer to the end
-        self._native = None
+        self.fused = None
         with torch.inference_mode():
             self._embedding = self._layout.embedding()
             for index in range(self._layout.num_layers):
                 self._layers[index : index + 1] = [self._layout.layer(index)]
             self._final_gain, self._head = self._layout.head()
-            self._native = self._native_forward()
+            self.fused = self._backend.fuse(
+                self._layers,
+                self._final_gain,
+                self._head,
+                heads=self._kv_heads,
+                queries=self._queries,
+                size=self._size,
+                eps=self._eps,
+            )
 
     def altered_copy(self) -> str | None:
         """See `engine.model.runner.Forward`."""
@@ -105,9 +110,9 @@ class LlamaForward:
         self, input_ids: Int[Tensor, " M"], position_ids: Int[Tensor, " M"], plan: ForwardPlan
     ) -> Float[Tensor, "M V"]:
         """See `engine.model.runner.Forward`."""
-        if self._native is not None and plan.attention is ordered_attention:
-            self._write_inputs(self._native, input_ids, position_ids, plan)
-            return self._native.logits(len(input_ids), plan.segments())
+        if self.fused is not None and isinstance(plan.attention, PoolAttention):
+            self._write_inputs(self.fused, input_ids, position_ids, plan)
+            return self.fused.logits(len(input_ids), plan.segments())
         x = self._embedded(input_ids)
         rotation = self._rotation(position_ids)
         for index, layer in enumerate(self._layers):
@@ -116,9 +121,9 @@ class LlamaForward:
 
     def fill(self, input_ids: Tensor, position_ids: Tensor, plan: ForwardPlan) -> None:
         """See `engine.model.runner.Forward`."""
-        if self._native is not None and plan.attention is ordered_attention:
-            self._write_inputs(self._native, input_ids, position_ids, plan)
-            self._native.fill(len(input_ids), plan.segments())
+        if self.fused is not None and isinstance(plan.attention, PoolAttention):
+            self._write_inputs(self.fused, input_ids, position_ids, plan)
+            self.fused.fill(len(input_ids), plan.segments())
             return
         x = self._embedded(input_ids)
         rotation = self._rotation(position_ids)
@@ -130,21 +135,16 @@ class LlamaForward:
                 return
             x = self._after_qkv(index, layer, x, qkv, plan)
 
-    @property
-    def is_native(self) -> bool:
-        """Whether ordered attention takes the whole forward to our own code."""
-        return self._native is not None
-
-    def chain(self, pool: KVPool, *, vocab_size: int) -> NativeChain | None:
+    def chain(self, pool: KVPool, *, vocab_size: int) -> FusedChain | None:
         """Return what drafts chains with these weights in few calls, until they are laid out anew; None: nothing."""
-        if self._native is None:
+        if self.fused is None:
             return None
-        return NativeChain(self._native, self._embedding, self._rope, pool, vocab_size=vocab_size)
+        return self._backend.chain(self.fused, self._embedding, self._rope, pool, vocab_size=vocab_size)
 
     def _write_inputs(
-        self, native: NativeForward, input_ids: Tensor, position_ids: Tensor, plan: ForwardPlan
+        self, fused: FusedForward, input_ids: Tensor, position_ids: Tensor, plan: ForwardPlan
     ) -> None:
-        x, rope = native.inputs(len(input_ids), plan.pool)
+        x, rope = fused.inputs(len(input_ids), plan.pool)
         x.copy_(self._embedding.index_select(0, input_ids))
         rope.copy_(self._rope.index_select(0, position_ids))
 
@@ -204,67 +204,14 @@ class LlamaForward:
         for index, layer in enumerate(self._layers):
             yield from self._layout.altered_in_layer(index, layer)
         yield from self._layout.altered_in_head(self._final_gain, self._head)
-        if self._native is not None:
-            yield from self._altered_native_gains(self._native)
+        altered = None if self.fused is None else self.fused.altered_gain(self._layers, self._final_gain)
+        if altered is not None:
+            yield altered
         capacity = len(self._rope)
         if not same_bits(self._rope, _rotations(self._model, capacity)) or not same_bits(
             self._rotations, self._rotation_table()
         ):
             yield "rotary_emb"
-
-    def _altered_native_gains(self, native: NativeForward) -> Iterator[str]:
-        for index, (layer, served) in enumerate(zip(self._layers, native.layers, strict=True)):
-            for name in ("attention_gain", "head_gain", "mlp_gain"):
-                if not same_bits(getattr(served, name), _scaled(getattr(layer, name))):
-                    yield f"layer {index} {name}"
-        if not same_bits(native.final_gain, _scaled(self._final_gain)):
-            yield "the last norm's gain"
-
-    def _native_forward(self) -> NativeForward | None:
-        """The forward in one call, where every product is our own, in whole panels."""
-        layers = [
-            NativeLayer(
-                attention_gain=_scaled(layer.attention_gain),
-                qkv=layer.qkv,
-                head_gain=_scaled(layer.head_gain),
-                out=layer.out,
-                mlp_gain=_scaled(layer.mlp_gain),
-                gate_up=layer.gate_up,
-                down=layer.down,
-                sliding_window=layer.sliding_window,
-            )
-            for layer in self._layers
-            if _whole(layer.qkv)
-            and _whole(layer.out, biased=False)
-            and _whole(layer.gate_up)
-            and _whole(layer.down, biased=False)
-        ]
-        if len(layers) < len(self._layers) or not isinstance(self._head, StreamedLinear):
-            return None
-        if not serves(self._model.device, self._dtype, self._size):
-            return None
-        return NativeForward(
-            layers,
-            _scaled(self._final_gain),
-            self._head,
-            heads=self._kv_heads,
-            queries=self._queries,
-            size=self._size,
-            eps=self._eps,
-            scaling=self._scaling,
-        )
-
-
-def _whole(linear: Linear, *, biased: bool = True) -> TypeGuard[StreamedLinear]:
-    """Whether a program can multiply by it: our own product, whole panels, a bias only where none is added to."""
-    return (
-        isinstance(linear, StreamedLinear) and linear.columns % PANEL == 0 and (biased or linear.bias is None)
-    )
-
-
-def _scaled(gain: Tensor | None) -> Tensor | None:
-    """A norm's gain times the root of its size: our own norms divide by the length."""
-    return None if gain is None else (gain * gain.shape[-1] ** 0.5).contiguous()
 
 
 def can_serve(model: PreTrainedModel) -> bool:
@@ -272,7 +219,7 @@ def can_serve(model: PreTrainedModel) -> bool:
     config = model.config
     return (
         config.model_type in MODEL_TYPES
-        and head_size(model) % WIDTH == 0
+        and cell_size(head_size(model)) == head_size(model)
         and config.hidden_act == "silu"
         and isinstance(model.get_output_embeddings(), nn.Linear)
         and float((config.rope_parameters or {}).get("partial_rotary_factor", 1.0)) == 1.0

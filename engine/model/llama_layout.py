@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers.modeling_utils import PreTrainedModel
 
-from engine.model.linears import Linear, compute_dtype, make_linear, same_bits, streams, with_rows
+from engine.model.compute_backend import ComputeBackend
+from engine.model.linears import Layer, Linear, same_bits, with_rows
 
 INNER_STEP = 32
 
@@ -38,33 +39,17 @@ class FusedLayer:
     down: Weights
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Layer:
-    """One decoder layer's weights, laid out; fields as of `FusedLayer`."""
-
-    attention_gain: Tensor | None
-    qkv: Linear
-    head_gain: Tensor | None
-    out: Linear
-    mlp_gain: Tensor | None
-    gate_up: Linear
-    down: Linear
-    sliding_window: int | None
-
-
 class LlamaLayout:
     """How the present weights of a stock module are laid out. Everything it returns is a copy, unless types agree."""
 
-    def __init__(self, model: PreTrainedModel, *, prepack: bool) -> None:
+    def __init__(self, model: PreTrainedModel, backend: ComputeBackend) -> None:
         config = model.config
         self._model = model
         self._base: Any = model.base_model
-        self._prepack = prepack
-        self.dtype = compute_dtype(model.dtype, model.device)
+        self._backend = backend
+        self.dtype = backend.compute_dtype(model.dtype)
         "to compute in"
-        # our own products widen bfloat16 weights as they read them
-        own = prepack and streams(self.dtype, model.device)
-        self._weight_dtype = model.dtype if own else self.dtype
+        self._weight_dtype = model.dtype if backend.widens_bfloat16 else self.dtype
         self.kv_heads: int = config.num_key_value_heads
         self.queries: int = config.num_attention_heads // config.num_key_value_heads
         self.size = head_size(model)
@@ -117,7 +102,7 @@ class LlamaLayout:
             yield "lm_head"
 
     def _linear(self, weights: Weights) -> Linear:
-        return make_linear(*weights, prepack=self._prepack, dtype=self.dtype)
+        return self._backend.linear(*weights, self.dtype)
 
     def _fused_head(self) -> tuple[Tensor | None, Weights]:
         gain, (head,) = self._fold(self._base.norm, [self._model.lm_head.weight])  # type: ignore[union-attr]

@@ -9,12 +9,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.attention.backends import Attention, is_native
+from engine.attention.backends import Attention
 from engine.attention.packing import pack_queries, unpack_queries
 from engine.attention.visibility import as_bias, chain_visibility
 from engine.cache.kv_memory import round_up
 from engine.cache.kv_pool import KVPool
-from engine.cpu.segments import Segments, attend_segments, segments_of, store_segments
+from engine.cache.segments import Segments, segments_of
+from engine.model.compute_backend import PoolAttention
+from engine.model.forward_plan import ForwardPlan
 
 MAX_SCORES_TOGETHER = 1 << 20
 "Attention scores of prompts attended together; more would fall out of the cache."
@@ -31,11 +33,11 @@ class PrefillPiece:
 
 
 @dataclass(slots=True, kw_only=True)
-class PrefillPlan:
+class PrefillPlan(ForwardPlan):
     """Stretches of several samples' tokens, packed one behind the other; each is causal."""
 
     pool: KVPool
-    attention: Attention
+    attention: Attention | PoolAttention
     pieces: list[PrefillPiece]
     _rows_once: Tensor | None = field(init=False, default=None)
     _segments: Segments | None = field(init=False, default=None)
@@ -58,34 +60,28 @@ class PrefillPlan:
             self._segments = segments_of(self.pool, slots=slots, counts=counts, starts=starts)
         return self._segments
 
-    def store(self, layer: int, qkv: Tensor) -> None:
-        """See `ForwardPlan.store`."""
-        if is_native(self.attention, qkv):
-            store_segments(self.pool, layer, qkv.contiguous(), self.segments())
-            return
+    def store_rows(self, layer: int, qkv: Tensor) -> None:
+        """See `ForwardPlan.store_rows`."""
         num_tokens = sum(piece.length for piece in self.pieces)
         self.pool.write(layer, self._rows, qkv[:num_tokens, :, -2:])
 
-    def attend(
-        self, layer: int, qkv: Tensor, *, scaling: float, softcap: float | None, sliding_window: int | None
+    def attend_rows(
+        self,
+        attention: Attention,
+        layer: int,
+        qkv: Tensor,
+        *,
+        scaling: float,
+        softcap: float | None,
+        sliding_window: int | None,
     ) -> Tensor:
-        """See `ForwardPlan.attend`; neighbouring slots attend together while that stays small."""
-        if is_native(self.attention, qkv):
-            return attend_segments(
-                self.pool,
-                layer,
-                qkv.contiguous(),
-                self.segments(),
-                scaling=scaling,
-                softcap=softcap,
-                sliding_window=sliding_window,
-            )
-        self.store(layer, qkv)
+        """See `ForwardPlan.attend_rows`; neighbouring slots attend together while that stays small."""
+        self.store_rows(layer, qkv)
         queries = qkv.shape[2] - 2
         out = self.pool.cells.new_zeros(len(qkv), qkv.shape[1] * queries * qkv.shape[3])
         for part in self._neighbours_for(sliding_window, queries):
             keys, values = self.pool.view(layer, part.first_slot, part.num_slots, part.view)
-            attended = self.attention(
+            attended = attention(
                 pack_queries(qkv[part.tokens], part.num_slots).to(keys.dtype),
                 keys,
                 values,

@@ -10,11 +10,10 @@ from torch import Tensor
 from transformers.modeling_utils import PreTrainedModel
 
 from core.errors import NumericsError, WeightsError
-from engine.attention.backends import Attention, ordered_attention
+from engine.attention.backends import Attention
 from engine.cache.kv_pool import KVPool, KVShape
-from engine.cpu.chain import NativeChain
-from engine.cpu.serving import serves_thread
 from engine.model.comparison import Comparison, failing_is_refused
+from engine.model.compute_backend import ComputeBackend, FusedChain, PoolAttention
 from engine.model.cuda_graphs import ForwardGraphs, Recorder
 from engine.model.forward_plan import ForwardPlan, TreePlan
 from engine.model.llama_forward import LlamaForward, can_serve
@@ -58,8 +57,9 @@ class ModelRunner:
         *,
         num_slots: int,
         capacity: int,
-        attention: Attention,
+        backend: ComputeBackend,
         vocab_size: int,
+        attention: Attention | PoolAttention | None = None,
         reach: int | None = None,
         stock: bool = False,
         recorder: Recorder | None = None,
@@ -71,8 +71,9 @@ class ModelRunner:
             model: in eval mode; stays the owner of the weights.
             num_slots: samples at once.
             capacity: tokens of one sample, draft nodes included.
-            attention: the back end.
+            backend: what computes, chosen for the model's device in this thread.
             vocab_size: token ids to return logits for.
+            attention: instead of the back end's, which is bitwise invariant.
             reach: see `KVPool`; given: the cache's memory comes with the samples' length.
             stock: use the Hugging Face module even where a forward of ours exists.
             recorder: records decode forwards to replay them; none: every forward runs as it comes.
@@ -84,7 +85,8 @@ class ModelRunner:
         """
         refuse_unsupported(model, capacity)
         self.model = model
-        self.attention = attention
+        self.backend = backend
+        self.attention: Attention | PoolAttention = attention or backend.attention
         self.vocab_size = vocab_size
         self.device = next(model.parameters()).device
         # CPU attention runs in float32: bfloat16 products sum in pairs, which decoys would split
@@ -100,9 +102,9 @@ class ModelRunner:
         comparison = Comparison(model, self.pool, vocab_size=vocab_size)
         with failing_is_refused(model, "laying it out for decoding"):
             own = can_serve(model) and not stock
-            self._forward: Forward = self._own_forward() if own else StockForward(model)
-        self._chain: NativeChain | None = None
-        self._by_own_code = serves_thread(self.device)
+            self._forward: Forward = self._own_forward() if own else StockForward(model, backend)
+        self._chain: FusedChain | None = None
+        self._one_thread = torch.get_num_threads() == 1
         self.graphs: ForwardGraphs | None = None
         comparison.require_equal(self)
         if recorder is not None:
@@ -116,7 +118,7 @@ class ModelRunner:
     @property
     def rounds_by_chunk(self) -> bool:
         """Whether a token's place in its chunk of positions may change a bit (`draft_tree.drop_split_nodes`)."""
-        return self._native_forward is None
+        return self._fused_forward is None
 
     @property
     def library_product(self) -> str | None:
@@ -126,14 +128,15 @@ class ModelRunner:
     def stop_prepacking(self) -> None:
         """Lay the weights out for plain products."""
         if self.prepacked:
-            self._forward = LlamaForward(self.model, capacity=self.pool.capacity, prepack=False)
+            plain = ComputeBackend(self.device, prepack=False)
+            self._forward = LlamaForward(self.model, capacity=self.pool.capacity, backend=plain)
             self._chain = None
 
     @property
-    def native_chain(self) -> NativeChain | None:
-        """What drafts chains in few calls, where our own code computes the forward."""
-        if self._chain is None and self._native_forward is not None:
-            self._chain = self._native_forward.chain(self.pool, vocab_size=self.vocab_size)
+    def fused_chain(self) -> FusedChain | None:
+        """What drafts chains in few calls, where the back end has it."""
+        if self._chain is None and self._fused_forward is not None:
+            self._chain = self._fused_forward.chain(self.pool, vocab_size=self.vocab_size)
         return self._chain
 
     @torch.inference_mode()
@@ -181,26 +184,26 @@ class ModelRunner:
             )
 
     def _require_same_threads(self) -> None:
-        """Our own code serves one thread, and rounds unlike library calls: no sample may see both."""
-        if serves_thread(self.device) != self._by_own_code:
+        """Several threads round unlike one: no sample may see both."""
+        if self.device.type == "cpu" and (torch.get_num_threads() == 1) != self._one_thread:
             raise NumericsError(
-                f"this engine was built with torch.get_num_threads() {'at' if self._by_own_code else 'not at'} 1, and "
+                f"this engine was built with torch.get_num_threads() {'at' if self._one_thread else 'not at'} 1, and "
                 f"its thread now has {torch.get_num_threads()}: it would round differently from here on; call "
                 "torch.set_num_threads in the thread that decodes as it was when the engine was built"
             )
 
     @property
-    def _native_forward(self) -> LlamaForward | None:
-        """The forward, where our own code computes the whole of it."""
+    def _fused_forward(self) -> LlamaForward | None:
+        """The forward, where the back end computes the whole of it in one call."""
         forward = self._forward
-        if isinstance(forward, LlamaForward) and forward.is_native and self.attention is ordered_attention:
-            return forward
-        return None
+        if not isinstance(forward, LlamaForward) or forward.fused is None:
+            return None
+        return forward if isinstance(self.attention, PoolAttention) else None
 
     def _own_forward(self) -> Forward:
         """Our own forward, where its weights are laid out as the cache is; else the stock one."""
-        forward = LlamaForward(self.model, capacity=self.pool.capacity)
-        return forward if forward.kv_shape == self.pool.shape else StockForward(self.model)
+        forward = LlamaForward(self.model, capacity=self.pool.capacity, backend=self.backend)
+        return forward if forward.kv_shape == self.pool.shape else StockForward(self.model, self.backend)
 
     def _padded(self, input_ids: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         missing = self._forward.min_tokens - len(input_ids)

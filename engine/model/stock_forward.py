@@ -2,7 +2,7 @@
 
 An attention function registered under our name receives the forward plan as a keyword argument; no mask function
 is registered, so the model builds no mask. Tokens of all samples are packed into one row: linears see real
-tokens only. On one CPU thread the linears are our own products.
+tokens only. The linears are the compute back end's products, where it has any.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from transformers import AttentionInterface
 from transformers.modeling_utils import PreTrainedModel
 
 from engine.cache.kv_pool import KVShape, cell_size
-from engine.cpu.serving import serves_thread
+from engine.model.compute_backend import ComputeBackend
 from engine.model.forward_plan import ForwardPlan
 from engine.model.linears import same_bits
 from engine.model.stock_linears import OwnProduct, with_own_products
@@ -31,9 +31,10 @@ class StockForward:
 
     min_tokens = 4
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, backend: ComputeBackend) -> None:
         self._of = model
-        self._model = with_own_products(model) if serves_thread(model.device) else model
+        lay_out = backend.stock_linear
+        self._model = model if lay_out is None else with_own_products(model, lay_out)
         self._model.set_attn_implementation(ATTENTION_NAME)
 
     def __call__(self, input_ids: Tensor, position_ids: Tensor, plan: ForwardPlan) -> Tensor:

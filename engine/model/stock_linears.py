@@ -1,7 +1,7 @@
-"""A stock module that multiplies by our own products: a copy that shares all but the linears' weights.
+"""A stock module that multiplies by the compute back end's products: a copy that shares all but the linears' weights.
 
 Library products round by the number of rows: on AVX2 below 4 of them, on AVX-512 below 16, or by no rule at all (all
-measured). Ours do not, and are faster with few rows (`engine.cpu.products`). The module given stays as it is.
+measured). Those of `engine.cpu.products` do not, and are faster with few rows. The module given stays as it is.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers.modeling_utils import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from engine.model.linears import StreamedLinear
+from engine.model.linears import LayOut
 
 _READ = (torch.float32, torch.bfloat16)
 "Types of weights that products read."
@@ -23,15 +23,16 @@ _READ = (torch.float32, torch.bfloat16)
 class OwnProduct(nn.Module):
     """In the place of a linear or of a GPT-2 `Conv1D`, which is a linear with its weight transposed."""
 
-    def __init__(self, linear: nn.Linear | Conv1D) -> None:
+    def __init__(self, linear: nn.Linear | Conv1D, lay_out: LayOut) -> None:
         super().__init__()
         # a submodule would be copied and moved with the others
         self._of: tuple[Any] = (linear,)
-        self.lay_out()
+        self._lay_out = lay_out
+        self._product = lay_out(*self._present())
 
     def lay_out(self) -> None:
         """Copy the linear's present weight for products."""
-        self._product = StreamedLinear(*self._present())
+        self._product = self._lay_out(*self._present())
 
     def is_current(self) -> bool:
         """Whether the copy is the linear's present weight and bias, bit for bit."""
@@ -59,10 +60,14 @@ class OwnProduct(nn.Module):
         return out.reshape(*x.shape[:-1], out.shape[-1]).to(x.dtype)
 
 
-def with_own_products(model: PreTrainedModel) -> PreTrainedModel:
+def with_own_products(model: PreTrainedModel, lay_out: LayOut) -> PreTrainedModel:
     """Return the copy; parameters and buffers are the model's own."""
     shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-    linears = {id(module): OwnProduct(module) for module in model.modules() if _is_linear(module)}  # type: ignore[arg-type]
+    linears = {
+        id(module): OwnProduct(module, lay_out)  # type: ignore[arg-type]
+        for module in model.modules()
+        if _is_linear(module)
+    }
     return copy.deepcopy(model, shared | linears)
 
 

@@ -14,6 +14,7 @@ from core.config import EngineConfig, SpeculationConfig
 from core.records import Prompt, SampleKey, SampleRequest, SamplingParams, Stream
 from engine.build import build_engine
 from engine.engine import Engine
+from engine.model.compute_backend import ComputeBackend
 from engine.weights.loading import DTYPES, freeze
 
 VOCAB_SIZE = 64
@@ -91,6 +92,7 @@ def make_engine(pairs: dict[str, Pair]) -> Callable[..., Engine]:
         batch: int = 8,
         max_total_tokens: int = 192,
         pair: Pair | None = None,
+        backend: ComputeBackend | None = None,
     ) -> Engine:
         pair = pair or pairs[dtype]
         return build_engine(
@@ -99,6 +101,7 @@ def make_engine(pairs: dict[str, Pair]) -> Callable[..., Engine]:
             engine=EngineConfig(device="cpu", max_running_samples=batch, max_prefill_tokens=96, probe=False),
             speculation=PLANS[plan],
             max_total_tokens=max_total_tokens,
+            backend=backend,
         )
 
     return make

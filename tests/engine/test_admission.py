@@ -5,7 +5,6 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-import torch
 
 from cluster.placement.memory_plan import ModelShape, plan_memory
 from core.config import EngineConfig, SpeculationConfig
@@ -19,6 +18,7 @@ from engine.cache.kv_memory import PagedHostMemory
 from engine.cache.kv_pool import KVShape
 from engine.decoding.running_batch import RunningBatch
 from engine.engine import Engine
+from tests.helpers.backends import CPU, own_backend
 from tests.helpers.host_pages import HostPages
 
 PROMPTS = (5, 40, 17, 1, 33, 64, 20, 9)
@@ -252,6 +252,6 @@ def test_room_counts_every_cache(make_small):
     engine = make_small("chain4", 2.0)
     alone = make_small("off", 2.0)
     assert engine.exchange.kv_admission.num_of(100) == alone.exchange.kv_admission.num_of(100)
-    batch = RunningBatch(num_slots=2, max_total_tokens=100, device=torch.device("cpu"))
+    batch = RunningBatch(num_slots=2, max_total_tokens=100, device=CPU, noise=own_backend().noise)
     with pytest.raises(ConfigError, match=r"0\.0 MB have no room"):
         KVAdmission(batch, [engine.runner.pool], max_bytes=10)

@@ -19,9 +19,10 @@ import engine.decoding.running_batch
 from core.config import EngineConfig, SpeculationConfig
 from core.records import Prompt, SampleKey, SampleRequest, SamplingParams
 from engine.build import build_engine
-from engine.decoding.noise import gumbel_noise, key_words
+from engine.decoding.noise import key_words
 from engine.decoding.sampling_rule import RowSampling, kept_tokens
 from engine.weights.loading import freeze
+from tests.helpers.backends import own_backend
 
 VOCAB_SIZE = 8
 NUM_SAMPLES, NUM_TOKENS = 512, 50
@@ -119,10 +120,13 @@ def test_speculative_samples_follow_the_targets_distribution(models, transitions
 
 
 def _reuse_noise(patch: pytest.MonkeyPatch) -> None:
-    def reused(words, positions, vocab_size, device):
-        return gumbel_noise(words, np.zeros_like(positions), vocab_size)
+    source = type(own_backend().noise)
+    make = source.__call__
 
-    patch.setattr(engine.decoding.running_batch, "gumbel_noise", reused)
+    def reused(self, words, positions, vocab_size):
+        return make(self, words, np.zeros_like(positions), vocab_size)
+
+    patch.setattr(source, "__call__", reused)
 
 
 def _drop_group_member(patch: pytest.MonkeyPatch) -> None:

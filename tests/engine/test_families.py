@@ -6,11 +6,11 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from core.errors import ModelError
-from engine.attention.backends import ordered_attention
 from engine.model.forward_plan import TreePlan
 from engine.model.invariance_probe import prove_invariance
 from engine.model.prefill_plan import PrefillPiece, PrefillPlan
 from engine.model.runner import ModelRunner
+from tests.helpers.backends import own_backend
 
 LLAMA = {
     "vocab_size": 64,
@@ -84,9 +84,7 @@ def build(model_type: str, settings: dict) -> PreTrainedModel:
 
 
 def runner_of(model: PreTrainedModel, *, stock: bool = False) -> ModelRunner:
-    return ModelRunner(
-        model, num_slots=3, capacity=160, attention=ordered_attention, vocab_size=64, stock=stock
-    )
+    return ModelRunner(model, num_slots=3, capacity=160, backend=own_backend(), vocab_size=64, stock=stock)
 
 
 def prefill(runner: ModelRunner, ids: Tensor, slot: int) -> None:

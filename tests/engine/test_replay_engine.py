@@ -14,7 +14,8 @@ import torch
 
 from core.config import EngineConfig, SpeculationConfig
 from core.records import Budget, DecodeState, DraftLog, SampleRequest, SamplingParams, StepRecord
-from engine.build import build_engine, build_policy
+from engine.build import build_engine
+from engine.draft_policies import build_policy
 from engine.engine import Engine
 from policies.drafting.baselines.bandit import BanditPolicy
 from policies.drafting.baselines.batch_table import BatchTablePolicy

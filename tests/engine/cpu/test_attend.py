@@ -5,12 +5,11 @@ import pytest
 import torch
 from torch import Tensor
 
-import engine.cpu.segments
 from engine.attention.backends import reference_attention
 from engine.cache.kv_pool import KVPool, KVShape
+from engine.cache.segments import Segments, segments_of
 from engine.cpu.attention import BLOCK_ROWS
-from engine.cpu.program import native_code
-from engine.cpu.segments import Segments, attend_segments, block_tokens, segments_of
+from engine.cpu.pool_attention import CpuAttention, block_tokens
 
 HEADS, QUERIES = 2, 3
 
@@ -27,9 +26,15 @@ def tokens_of(number: int, size: int, seed: int = 1) -> Tensor:
 
 
 def attend(
-    pool: KVPool, qkv: Tensor, segments: Segments, window: int | None = None, softcap: float | None = None
+    pool: KVPool,
+    qkv: Tensor,
+    segments: Segments,
+    window: int | None = None,
+    softcap: float | None = None,
+    width: int | None = None,
 ) -> Tensor:
-    out = attend_segments(pool, 1, qkv, segments, scaling=0.3, softcap=softcap, sliding_window=window)
+    how = {"scaling": 0.3, "softcap": softcap, "sliding_window": window}
+    out = CpuAttention(width).attend(pool, 1, qkv, segments, **how)
     return out.view(len(qkv), HEADS, QUERIES, -1)
 
 
@@ -126,18 +131,17 @@ def test_a_tree_sees_its_base_and_the_columns_marked(size: int, window: int | No
 
 @pytest.mark.parametrize("size", [8, 24, 32, 64, 128])
 @pytest.mark.parametrize("window", [None, 9])
-def test_vectors_of_any_width_give_the_same_bits(size: int, window: int | None, monkeypatch) -> None:
+def test_vectors_of_any_width_give_the_same_bits(size: int, window: int | None) -> None:
     """Other processors sum other numbers of rows abreast."""
     found = []
     for width in (8, 16):
-        monkeypatch.setattr(engine.cpu.segments, "native_code", lambda size, w=width: native_code(size, w))
         pool, qkv, segments, *_ = tree_case(size)
-        found.append(attend(pool, qkv, segments, window))
+        found.append(attend(pool, qkv, segments, window, width=width))
         pool, qkv = pool_of(size), tokens_of(46, size)
         segments = segments_of(
             pool, slots=np.array([0, 2, 3]), counts=np.array([1, 40, 5]), starts=np.array([100, 3, 0])
         )
-        found.append(attend(pool, qkv, segments, window))
+        found.append(attend(pool, qkv, segments, window, width=width))
     assert torch.equal(found[0], found[2]) and torch.equal(found[1], found[3])
 
 

@@ -9,18 +9,28 @@ import torch
 from core.config import EngineConfig, SpeculationConfig
 from core.records import SampleRequest, SamplingParams
 from engine.build import build_engine
+from engine.cpu.backend import CpuBackend
 from engine.engine import Engine
-from engine.model.runner import ModelRunner
+from engine.model.compute_backend import ComputeBackend
 from tests.engine.conftest import Pair
+from tests.helpers.backends import CPU, own_backend
 
 
-def engine_of(pair: Pair, depth: int) -> Engine:
+class LevelByLevel(CpuBackend):
+    """Drafts by single forwards and choices."""
+
+    def chain(self, *_: object, **__: object) -> None:
+        return None
+
+
+def engine_of(pair: Pair, depth: int, backend: ComputeBackend) -> Engine:
     return build_engine(
         pair.target,
         pair.draft,
         engine=EngineConfig(device="cpu", max_running_samples=5, probe=False),
         speculation=SpeculationConfig(policy="fixed", num_nodes=depth, depth=depth),
         max_total_tokens=192,
+        backend=backend,
     )
 
 
@@ -28,16 +38,13 @@ def engine_of(pair: Pair, depth: int) -> Engine:
 def test_they_draft_what_single_forwards_draft(
     pairs: dict[str, Pair],
     make_requests: Callable[..., list[SampleRequest]],
-    monkeypatch: pytest.MonkeyPatch,
     dtype: str,
     depth: int,
 ) -> None:
     requests = make_requests((9, 30, 4, 100), SamplingParams(max_new_tokens=40))
     runs = []
-    for native in (True, False):
-        if not native:
-            monkeypatch.setattr(ModelRunner, "native_chain", None)
-        engine = engine_of(pairs[dtype], depth)
+    for backend in (own_backend(), LevelByLevel(CPU)):
+        engine = engine_of(pairs[dtype], depth, backend)
         tokens = [completion.token_ids.tolist() for completion in engine.generate(requests)]
         runs.append((tokens, [r.num_accepted_tokens for r in engine.step_records]))
     assert runs[0] == runs[1]
@@ -45,8 +52,8 @@ def test_they_draft_what_single_forwards_draft(
 
 
 def test_no_room_is_said_before_anything_is_written(pairs: dict[str, Pair]) -> None:
-    runner = engine_of(pairs["float32"], 4).runner
-    chain = runner.native_chain
+    runner = engine_of(pairs["float32"], 4, own_backend()).runner
+    chain = runner.fused_chain
     assert chain is not None
     one = torch.ones(2)
     noise, logits = torch.zeros(2, 5, runner.vocab_size), torch.zeros(2, runner.vocab_size)

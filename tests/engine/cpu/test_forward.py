@@ -4,10 +4,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.attention.backends import ordered_attention, sdpa_attention
+from engine.attention.backends import sdpa_attention
 from engine.model.llama_forward import LlamaForward
 from engine.model.prefill_plan import PrefillPiece, PrefillPlan
 from engine.model.runner import ModelRunner
+from tests.helpers.backends import own_backend
 
 VARIANTS = {
     "llama": {},
@@ -18,7 +19,7 @@ VARIANTS = {
 
 
 def runner_of(model, *, prepack: bool = True) -> ModelRunner:
-    runner = ModelRunner(model, num_slots=4, capacity=160, attention=ordered_attention, vocab_size=64)
+    runner = ModelRunner(model, num_slots=4, capacity=160, backend=own_backend(), vocab_size=64)
     if not prepack:
         runner.stop_prepacking()
     return runner
@@ -26,7 +27,7 @@ def runner_of(model, *, prepack: bool = True) -> ModelRunner:
 
 def native_of(runner: ModelRunner):
     assert isinstance(runner._forward, LlamaForward)
-    return runner._forward._native
+    return runner._forward.fused
 
 
 def logits_of(runner: ModelRunner, lengths: tuple[int, ...]) -> Tensor:
@@ -71,7 +72,9 @@ def test_a_fill_writes_what_a_forward_writes(new_model) -> None:
 
 def test_another_attention_takes_the_library_s_way(new_model) -> None:
     model = new_model(1, "float32")
-    runner = ModelRunner(model, num_slots=4, capacity=160, attention=sdpa_attention, vocab_size=64)
+    runner = ModelRunner(
+        model, num_slots=4, capacity=160, backend=own_backend(), attention=sdpa_attention, vocab_size=64
+    )
     expected = logits_of(runner_of(model), (20, 3))
     torch.testing.assert_close(logits_of(runner, (20, 3)), expected, rtol=1e-4, atol=1e-4)
 

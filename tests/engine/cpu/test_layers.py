@@ -17,7 +17,15 @@ def test_norms_divide_by_the_length(size: int) -> None:
     lengths = (x.double().square().sum(-1, keepdim=True) + 0.25).sqrt()
     for name, factor in (("norms", torch.ones(2, size)), ("norms_gained", gains)):
         CODE.operations[name](
-            out.data_ptr(), x.data_ptr(), gains.data_ptr(), 3, 2, size, 2 * size, size, 0.25
+            out=out.data_ptr(),
+            x=x.data_ptr(),
+            gains=gains.data_ptr(),
+            groups=3,
+            lanes=2,
+            size=size,
+            group_stride=2 * size,
+            lane_stride=size,
+            floor=0.25,
         )
         torch.testing.assert_close(out.double(), x.double() / lengths * factor, rtol=1e-5, atol=1e-6)
 
@@ -28,7 +36,9 @@ def test_a_rotation_turns_neighbours_of_the_lanes_asked_for() -> None:
     rope = torch.randn(5, 8, dtype=torch.complex64, generator=random)
     expected = x.clone()
     torch.view_as_complex(expected.view(5, 2, 4, 8, 2))[:, :, :3] *= rope[:, None, None]
-    CODE.operations["rotate"](x.data_ptr(), rope.data_ptr(), 5, 2, 3, 4, 16)
+    CODE.operations["rotate"](
+        x=x.data_ptr(), rope=rope.data_ptr(), tokens=5, heads=2, turned=3, lanes=4, size=16
+    )
     torch.testing.assert_close(x, expected, rtol=1e-6, atol=1e-6)
 
 
@@ -38,7 +48,7 @@ def test_a_gate_is_silu_even_far_out() -> None:
     )
     both = torch.stack([gate, torch.full_like(gate, 3.0)])
     out = torch.empty(1, len(gate))
-    CODE.operations["gate"](out.data_ptr(), both.data_ptr(), 1, len(gate))
+    CODE.operations["gate"](out=out.data_ptr(), both=both.data_ptr(), rows=1, size=len(gate))
     exact = 3.0 * torch.nn.functional.silu(gate.double())
     torch.testing.assert_close(out[0].double(), exact, rtol=1e-5, atol=1e-35, equal_nan=True)
 

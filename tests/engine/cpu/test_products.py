@@ -17,16 +17,16 @@ def run(x: Tensor, weight: Tensor, added: Tensor | None = None, width: int | Non
     packed, out = panels_of(weight), torch.full((x.shape[0], weight.shape[0]), torch.nan)
     name = product_name(added=added is not None, bfloat16=weight.dtype == torch.bfloat16)
     common_code(width).operations[name](
-        out.data_ptr(),
-        x.data_ptr(),
-        packed.data_ptr(),
-        None if added is None else added.data_ptr(),
-        x.shape[0],
-        x.shape[1],
-        len(packed),
-        out.stride(0),
-        x.stride(0),
-        0 if added is None else added.stride(0),
+        out=out.data_ptr(),
+        x=x.data_ptr(),
+        weights=packed.data_ptr(),
+        added=0 if added is None else added.data_ptr(),
+        rows=x.shape[0],
+        depth=x.shape[1],
+        panels=len(packed),
+        out_stride=out.stride(0),
+        x_stride=x.stride(0),
+        added_stride=0 if added is None else added.stride(0),
     )
     return out
 
@@ -91,7 +91,16 @@ def test_rows_may_lie_apart_and_the_result_may_replace_what_is_added() -> None:
     assert torch.equal(run(apart[:, :32], weight, added), expected)
     packed = panels_of(weight)
     common_code().operations["product_added"](
-        added.data_ptr(), x.data_ptr(), packed.data_ptr(), added.data_ptr(), 7, 32, 2, 32, 32, 32
+        out=added.data_ptr(),
+        x=x.data_ptr(),
+        weights=packed.data_ptr(),
+        added=added.data_ptr(),
+        rows=7,
+        depth=32,
+        panels=2,
+        out_stride=32,
+        x_stride=32,
+        added_stride=32,
     )
     assert torch.equal(added, expected)
 

@@ -8,13 +8,14 @@ import torch
 
 from core.errors import NumericsError
 from core.records import SampleKey, Stream
-from engine.attention.backends import ordered_attention
+from engine.cache.segments import segments_of
 from engine.cpu.program import native_code
-from engine.cpu.segments import segments_of
-from engine.decoding.noise import gumbel_noise, key_words
+from engine.cpu.tokens import CpuNoiseSource
+from engine.decoding.noise import key_words
 from engine.model.prefill_plan import PrefillPiece, PrefillPlan
 from engine.model.runner import ModelRunner
 from tests.engine.cpu.test_attend import attend, pool_of, tokens_of
+from tests.helpers.backends import own_backend
 
 
 def test_threads_that_compile_at_once_get_one_code() -> None:
@@ -26,14 +27,15 @@ def test_threads_that_compile_at_once_get_one_code() -> None:
 def test_buffers_are_float32_whatever_torch_s_default_is(new_model) -> None:
     """transformers sets it, for all threads, while a model of another type is made."""
     words = key_words(SampleKey(run_seed=1, stream=Stream.EVAL, sample_index=2), np.array([3]))[None]
-    expected = gumbel_noise(words, np.array([[3, 4]]), 50)
+    make_noise = CpuNoiseSource(torch.device("cpu"))
+    expected = make_noise(words, np.array([[3, 4]]), 50).values
     runner = ModelRunner(
-        new_model(1, "float32"), num_slots=2, capacity=64, attention=ordered_attention, vocab_size=64
+        new_model(1, "float32"), num_slots=2, capacity=64, backend=own_backend(), vocab_size=64
     )
     torch.set_default_dtype(torch.bfloat16)
     try:
-        assert torch.equal(gumbel_noise(words, np.array([[3, 4]]), 50), expected)
-        inputs, _ = runner._forward._native.inputs(100, runner.pool)
+        assert torch.equal(make_noise(words, np.array([[3, 4]]), 50).values, expected)
+        inputs, _ = runner._forward.fused.inputs(100, runner.pool)
         assert inputs.dtype == torch.float32
     finally:
         torch.set_default_dtype(torch.float32)
@@ -70,7 +72,7 @@ def test_spans_outside_the_pool_are_refused(counts: int, starts: int, bases: int
 
 def test_another_number_of_threads_is_refused(new_model, monkeypatch: pytest.MonkeyPatch) -> None:
     model = new_model(1, "float32")
-    runner = ModelRunner(model, num_slots=2, capacity=64, attention=ordered_attention, vocab_size=64)
+    runner = ModelRunner(model, num_slots=2, capacity=64, backend=own_backend(), vocab_size=64)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     with pytest.raises(NumericsError, match="its thread now has 2"):
         runner.load(dict(model.state_dict()))

@@ -8,12 +8,16 @@ import torch
 
 from core.records import SampleKey, SamplingParams, Stream
 from engine.cpu.sampling import MOST_LEADERS
-from engine.decoding import sampling_rule as rule
-from engine.decoding.noise import gumbel_from_bits, gumbel_noise, key_words, noise_bits
+from engine.cpu.tokens import CpuNoise, CpuNoiseSource
+from engine.decoding.noise import Noise, gumbel_noise, key_words, noise_bits
 from engine.decoding.sampling_rule import RowSampling, choose, leaders
 
 CPU = torch.device("cpu")
 LEVELS = torch.tensor([[0, 1, 1, 3], [2, 0, 3, 3], [1, 1, 0, 2]])
+
+
+def own_noise(words: np.ndarray, positions: np.ndarray, vocab_size: int) -> torch.Tensor:
+    return CpuNoiseSource(CPU)(words, positions, vocab_size).values
 
 
 def words() -> np.ndarray:
@@ -24,22 +28,22 @@ def words() -> np.ndarray:
 @pytest.mark.parametrize("vocab_size", [8, 13, 64, 5003])
 def test_noise_is_that_of_the_bits(vocab_size: int) -> None:
     positions = np.arange(12).reshape(3, 4) * 1000
-    noise = gumbel_noise(words(), positions, vocab_size)
-    expected = gumbel_from_bits(noise_bits(words(), positions, vocab_size))
+    noise = own_noise(words(), positions, vocab_size)
+    expected = gumbel_noise(words(), positions, vocab_size)
     torch.testing.assert_close(noise, expected, rtol=3e-7, atol=1e-6)
 
 
 def test_noise_of_an_id_depends_on_nothing_else() -> None:
     positions = np.arange(12).reshape(3, 4)
-    noise = gumbel_noise(words(), positions, 1003)
-    assert torch.equal(gumbel_noise(words(), positions, 40), noise[..., :40])
-    assert torch.equal(gumbel_noise(words()[1:2], positions[1:2, 2:3], 1003), noise[1:2, 2:3])
+    noise = own_noise(words(), positions, 1003)
+    assert torch.equal(own_noise(words(), positions, 40), noise[..., :40])
+    assert torch.equal(own_noise(words()[1:2], positions[1:2, 2:3], 1003), noise[1:2, 2:3])
 
 
 def test_noise_keeps_both_tails() -> None:
     """The hash cannot be asked for its extremes: the formula is, by the float64 logarithm."""
     positions = np.arange(60_000).reshape(3, -1)
-    noise = gumbel_noise(words(), positions, 8).flatten().double()
+    noise = own_noise(words(), positions, 8).flatten().double()
     share = ((noise_bits(words(), positions, 8).flatten().long() & 0xFFFFFFFF).double() + 0.5) / 2**32
     low = share < 1e-4
     assert low.any() and (share > 1 - 1e-4).any()
@@ -60,22 +64,20 @@ def case(vocab_size: int, temperatures: list[float]) -> tuple[torch.Tensor, torc
 
 @pytest.mark.parametrize("vocab_size", [8, 9, 100, 4096])
 @pytest.mark.parametrize("temperatures", [[1.0] * 3, [0.7, 0.0, 1.3]])
-def test_it_chooses_what_library_calls_choose(
-    monkeypatch, vocab_size: int, temperatures: list[float]
-) -> None:
-    inputs = case(vocab_size, temperatures)
-    logits, noise, rows = inputs
+def test_it_chooses_what_library_calls_choose(vocab_size: int, temperatures: list[float]) -> None:
+    logits, values, rows = case(vocab_size, temperatures)
+    noise, library_noise = CpuNoise(values), Noise(values)
+    assert noise.choose(logits, LEVELS, rows.divisor, rows.noise_factor) is not None
     chosen = choose(logits, noise, LEVELS, rows)
     found = [
         leaders(logits, noise, LEVELS, rows, count, perturbed=perturbed)
         for count in range(2, MOST_LEADERS + 1)
         for perturbed in (False, True)
     ]
-    monkeypatch.setattr(rule, "is_native", lambda *_: False)
-    assert torch.equal(chosen, choose(logits, noise, LEVELS, rows))
+    assert torch.equal(chosen, choose(logits, library_noise, LEVELS, rows))
     for number, native in enumerate(found):
         count, perturbed = number // 2 + 2, bool(number % 2)
-        library = leaders(logits, noise, LEVELS, rows, count, perturbed=perturbed)
+        library = leaders(logits, library_noise, LEVELS, rows, count, perturbed=perturbed)
         assert torch.equal(native.token_ids, library.token_ids)
         assert np.array_equal(native.scores, library.scores)
         np.testing.assert_allclose(native.logprobs, library.logprobs, rtol=1e-5, atol=2e-6)
@@ -83,7 +85,7 @@ def test_it_chooses_what_library_calls_choose(
 
 def test_of_equals_the_smallest_id_wins() -> None:
     rows = RowSampling.of([SamplingParams(max_new_tokens=2)], CPU)
-    logits, noise = torch.zeros(1, 1, 29), torch.zeros(1, 1, 29)
+    logits, noise = torch.zeros(1, 1, 29), CpuNoise(torch.zeros(1, 1, 29))
     logits[..., [5, 11, 13, 27, 28]] = 2.0
     level = torch.zeros(1, 1, dtype=torch.int64)
     assert choose(logits, noise, level, rows).item() == 5

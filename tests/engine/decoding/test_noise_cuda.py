@@ -6,6 +6,7 @@ Which calls take them, and that a rollout stays what it is, is tested everywhere
 import os
 import subprocess
 import sys
+from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -14,13 +15,13 @@ import pytest
 import torch
 
 from core.records import SamplingParams
-from engine.decoding import noise
-from engine.decoding import running_batch as batch
+from engine.decoding.noise import HashedNoise, HashedNoiseSource
+from tests.helpers.backends import CPU, own_backend
 
 SCRIPT = """
 import numpy as np, torch
 from core.records import SampleKey, Stream
-from engine.decoding.noise import _row_words, gumbel_noise, key_words
+from engine.decoding.noise import row_words, gumbel_noise, key_words
 from engine.decoding.noise_cuda import BLOCK, fused_choice, fused_gumbel
 from engine.decoding.sampling_rule import RowSampling, perturb, scale
 from core.records import SamplingParams
@@ -30,7 +31,7 @@ words = np.stack([key_words(key, np.array([9])) for key in keys])
 positions = np.array([[0, 1], [5, 6], [100_000, 100_001]])
 for vocab_size in (64, BLOCK, 5000):
     expected = gumbel_noise(words, positions, vocab_size)
-    noise = fused_gumbel(torch.from_numpy(_row_words(words, positions)), vocab_size)
+    noise = fused_gumbel(torch.from_numpy(row_words(words, positions)), vocab_size)
     torch.testing.assert_close(noise, expected, rtol=1e-5, atol=1e-6)
     assert torch.equal(noise.argmax(-1), expected.argmax(-1))
 
@@ -42,7 +43,7 @@ for vocab_size in (64, BLOCK, 5000):
         noise = gumbel_noise(words, positions, vocab_size)
         expected = noise.gather(1, levels[..., None].expand(-1, -1, vocab_size))
         expected = perturb(scale(logits, rows), expected, rows).argmax(-1)
-        hashed = torch.from_numpy(_row_words(words, positions))
+        hashed = torch.from_numpy(row_words(words, positions))
         assert torch.equal(fused_choice(logits, hashed, levels, rows.divisor, rows.noise_factor), expected)
 level = torch.zeros(3, 1, dtype=torch.int64)
 for ties in ([7, 9], [BLOCK + 3, 12], [4000, 2 * BLOCK]):
@@ -66,25 +67,33 @@ def test_kernels_equal_torch() -> None:
     assert done.stdout.strip() == "equal", done.stderr
 
 
-class ByTorch(noise.HashedNoise):
-    """The kernels' results by the torch functions that they replace."""
+class HashedByTorch(HashedNoise):
+    """The kernels' results by functions that make all values."""
 
-    chosen = looked_at = 0
-
-    def __init__(
-        self, words: np.ndarray, positions: np.ndarray, vocab_size: int, device: torch.device
-    ) -> None:
-        self._made = noise.gumbel_noise(words, positions, vocab_size)
+    def __init__(self, made: torch.Tensor, count: Counter[str]) -> None:
+        self._values_made, self._count = made, count
 
     @property
     def values(self) -> torch.Tensor:
-        ByTorch.looked_at += 1
-        return self._made
+        self._count["looked at"] += 1
+        return self._values_made
 
     def choose(self, logits, levels, divisors, factors):
-        ByTorch.chosen += 1
-        mine = self._made.gather(1, levels[..., None].expand(-1, -1, logits.shape[-1]))
+        self._count["chosen"] += 1
+        mine = self._values_made.gather(1, levels[..., None].expand(-1, -1, logits.shape[-1]))
         return (logits.float() / divisors[:, None, None] + mine * factors[:, None, None]).argmax(-1)
+
+
+class FusedSource(HashedNoiseSource):
+    """Where a GPU would hash as it chooses."""
+
+    def __init__(self) -> None:
+        super().__init__(CPU)
+        self.count: Counter[str] = Counter()
+        self._make = own_backend().noise
+
+    def __call__(self, words: np.ndarray, positions: np.ndarray, vocab_size: int) -> HashedNoise:
+        return HashedByTorch(self._make(words, positions, vocab_size).values, self.count)
 
 
 @pytest.mark.parametrize(
@@ -92,21 +101,19 @@ class ByTorch(noise.HashedNoise):
 )
 @pytest.mark.parametrize("plan", ["off", "chain4", "tree8", "ngram"])
 def test_a_rollout_that_hashes_as_it_chooses_is_the_same(
-    make_engine, make_requests, monkeypatch, plan: str, sampling: dict
+    make_engine, make_requests, plan: str, sampling: dict
 ) -> None:
     requests = make_requests((5, 40, 17), SamplingParams(max_new_tokens=24, **sampling))
     expected = make_engine("off").generate(requests)
-    monkeypatch.setattr(batch, "has_kernels", lambda device: True)
-    monkeypatch.setattr(batch, "hashed_noise", ByTorch)
-    monkeypatch.setattr(ByTorch, "chosen", 0)
-    monkeypatch.setattr(ByTorch, "looked_at", 0)
-    got = make_engine(plan).generate(requests)
+    backend = own_backend()
+    backend.noise = source = FusedSource()
+    got = make_engine(plan, backend=backend).generate(requests)
     assert [c.token_ids.tolist() for c in got] == [c.token_ids.tolist() for c in expected]
     assert [c.policy_logprobs.tobytes() for c in got] == [c.policy_logprobs.tobytes() for c in expected]
     if "top_p" in sampling:
-        assert ByTorch.looked_at and not ByTorch.chosen, "filters look at every token"
+        assert source.count["looked at"] and not source.count["chosen"], "filters look at every token"
     else:
-        assert ByTorch.chosen
-        assert bool(ByTorch.looked_at) == (plan in ("chain4", "tree8")), (
+        assert source.count["chosen"]
+        assert bool(source.count["looked at"]) == (plan in ("chain4", "tree8")), (
             "target rows are chosen without a look"
         )

@@ -9,11 +9,13 @@ import torch
 from core.records import Budget, SampleRequest, SamplingParams
 from core.sample_state import SampleState
 from engine.decoding.draft_tree import DEAD, DraftTree
+from engine.decoding.noise import Noise
 from engine.decoding.running_batch import RunningBatch
 from engine.drafters.drafter import Drafter
 from engine.drafters.model_drafter import ModelDrafter
 from engine.drafters.ngram_drafter import NgramDrafter
 from engine.engine import Engine
+from tests.helpers.backends import CPU, own_backend
 
 BUDGET = Budget(num_nodes=3, depth=3, branching=1, width=1, reason="test")
 
@@ -21,14 +23,14 @@ BUDGET = Budget(num_nodes=3, depth=3, branching=1, width=1, reason="test")
 @pytest.fixture
 def draft(make_requests: Callable[..., list[SampleRequest]]) -> Callable[..., DraftTree | None]:
     def of(*texts: list[int], ngram_max: int = 3, ngram_min: int = 2) -> DraftTree | None:
-        batch = RunningBatch(num_slots=4, max_total_tokens=32, device=torch.device("cpu"))
+        batch = RunningBatch(num_slots=4, max_total_tokens=32, device=CPU, noise=own_backend().noise)
         for request, text in zip(
             make_requests([len(t) for t in texts], SamplingParams()), texts, strict=True
         ):
             request.prompt.token_ids[:] = np.array(text)
             batch.add(SampleState.fresh(request))
         drafter = NgramDrafter(ngram_max=ngram_max, ngram_min=ngram_min)
-        return drafter.draft(batch, BUDGET, torch.empty(len(texts), 4, 64))
+        return drafter.draft(batch, BUDGET, Noise(torch.empty(len(texts), 4, 64)))
 
     return of
 

@@ -13,6 +13,7 @@ from checked_drafter import checked
 from core.records import Budget, DecodeState, SampleRequest, SamplingParams, StepRecord
 from engine.attention.packing import RaggedRows
 from engine.decoding.draft_tree import chain, keep
+from engine.decoding.noise import Noise
 from engine.decoding.sampling_rule import RowSampling, leaders
 from engine.drafters.refinement import Scorer
 from engine.engine import Engine
@@ -132,7 +133,7 @@ def test_scores_equal_the_acceptance_model_by_hand() -> None:
     scaled, noise = torch.randn(2, 3, 11), torch.randn(2, 4, 11)
     perturbed = scaled + noise[:, 1:2]
     sampling = RowSampling.of([SamplingParams(max_new_tokens=4)] * 2, torch.device("cpu"))
-    found = leaders(scaled, noise, torch.ones(2, 3, dtype=torch.int64), sampling, 4)
+    found = leaders(scaled, Noise(noise), torch.ones(2, 3, dtype=torch.int64), sampling, 4)
     ids, score = found.token_ids, Scorer(MODEL).acceptance(found.scores, found.logprobs, levels=(2,))
     logprobs = torch.log_softmax(scaled, -1)
     for b in range(2):

@@ -12,9 +12,11 @@ from core.errors import ModelError, NotFiniteError, NumericsError
 from core.records import Prompt, SampleKey, SampleRequest, SamplingParams
 from engine.build import build_engine
 from engine.cache.kv_pool import KVPool, KVShape
-from engine.cpu.segments import segments_of, store_segments
+from engine.cache.segments import segments_of
 from engine.engine import Engine
 from engine.model.comparison import is_rounding
+from engine.model.compute_backend import PoolAttention
+from tests.helpers.backends import own_backend
 
 SMALL = {
     "vocab_size": 64,
@@ -94,10 +96,12 @@ def test_what_raised_or_corrupted_memory_is_one_clear_error(model_type: str, num
 def test_cells_take_no_keys_of_another_shape() -> None:
     shape = KVShape(num_layers=1, num_kv_heads=2, num_heads=4, head_size=16)
     pool = KVPool(shape, num_slots=1, capacity=32, dtype=torch.float32, device=torch.device("cpu"))
+    attention = own_backend().attention
     segments = segments_of(pool, slots=np.array([0]), counts=np.array([3]), starts=np.array([0]))
     for wrong in (torch.ones(3, 2, 4, 32), torch.ones(3, 4, 4, 16)):
-        with pytest.raises(ModelError, match="do not fit a cache laid out for 2 heads of 16"):
-            store_segments(pool, 0, wrong, segments)
+        if isinstance(attention, PoolAttention):
+            with pytest.raises(ModelError, match="do not fit a cache laid out for 2 heads of 16"):
+                attention.store(pool, 0, wrong, segments)
         with pytest.raises(ModelError, match="do not fit a cache"):
             pool.write(0, torch.arange(3), wrong[:, :, -2:])
     assert not pool.cells.any()

@@ -6,6 +6,7 @@ and did not is stale then, as in a CUDA graph.
 
 import copy
 import logging
+from functools import partial
 
 import pytest
 import torch
@@ -20,12 +21,13 @@ from engine.model.cuda_graphs import ForwardGraphs, Recorder, Run, StepShape, sh
 from engine.model.forward_plan import TreePlan
 from tests.engine.conftest import Pair
 from tests.engine.test_losslessness import PROMPT_LENGTHS, Make, MakeRequests, assert_equal
+from tests.helpers.backends import torch_backend
 
 
-@pytest.fixture(autouse=True)
-def _library_products(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def make_engine(make_engine: Make) -> Make:
     """As on a GPU: a trace cannot see code of our own."""
-    monkeypatch.setattr("engine.cpu.serving.can_make_code", lambda: False)
+    return partial(make_engine, backend=torch_backend())
 
 
 class TraceRecorder:

@@ -15,21 +15,32 @@ from engine.attention.backends import (
     reference_attention,
     sdpa_attention,
 )
-from engine.build import attention_for, build_engine, describe_numerics, resolve_device, resolve_numerics
+from engine.build import build_engine
+from engine.model.compute_backend import PoolAttention
 from engine.model.invariance_probe import prove_invariance
 from engine.model.runner import ModelRunner
+from engine.numerics import attention_for, describe_numerics, resolve_device, resolve_numerics
+from tests.helpers.backends import own_backend, torch_backend
 
 HEADS = 2
 "KV heads of the pair's target: attention sees one row for each sample and head."
 
 
-def runner_of(pair, attention: Attention, capacity: int = 350) -> ModelRunner:
-    return ModelRunner(pair.target, num_slots=8, capacity=capacity, attention=attention, vocab_size=64)
+def runner_of(pair, attention: Attention | None = None, capacity: int = 350) -> ModelRunner:
+    return ModelRunner(
+        pair.target,
+        num_slots=8,
+        capacity=capacity,
+        backend=own_backend(),
+        attention=attention,
+        vocab_size=64,
+    )
 
 
+@pytest.mark.parametrize("attention", [None, ordered_attention], ids=["of the back end", "library"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_ordered_attention_passes_across_chunks_batches_and_trees(pairs, dtype: str) -> None:
-    passed = "; ".join(prove_invariance(runner_of(pairs[dtype], ordered_attention), max_nodes=8))
+def test_ordered_attention_passes_across_chunks_batches_and_trees(pairs, dtype: str, attention) -> None:
+    passed = "; ".join(prove_invariance(runner_of(pairs[dtype], attention), max_nodes=8))
     for case in (
         "prefill in pieces at context 5",
         "batch of 8 at context 126",
@@ -41,7 +52,7 @@ def test_ordered_attention_passes_across_chunks_batches_and_trees(pairs, dtype: 
 
 def test_a_small_pool_is_probed_as_far_as_it_goes(pairs) -> None:
     runner = ModelRunner(
-        pairs["float32"].target, num_slots=1, capacity=16, attention=ordered_attention, vocab_size=64
+        pairs["float32"].target, num_slots=1, capacity=16, backend=own_backend(), vocab_size=64
     )
     assert prove_invariance(runner, max_nodes=4)
 
@@ -75,7 +86,7 @@ def width_dependent(q: Tensor, keys: Tensor, values: Tensor, bias: Tensor, **set
 
 
 def test_the_widest_tree_of_the_policy_is_tried(pairs) -> None:
-    runner = runner_of(pairs["float32"], ordered_attention)
+    runner = runner_of(pairs["float32"])
     passed = "; ".join(prove_invariance(runner, max_nodes=64))
     assert "tree of 64 with decoys in a batch of 1 at context 5" in passed
     assert "tree of 31 with decoys in a batch of 8 at context 5" in passed
@@ -130,17 +141,19 @@ def test_the_engine_probes_when_it_promises_invariance(pairs, numerics, monkeypa
             build()
 
 
-def test_attention_back_ends_by_config(monkeypatch: pytest.MonkeyPatch) -> None:
-    cpu = torch.device("cpu")
+def test_attention_back_ends_by_config() -> None:
+    ours, library = own_backend(), torch_backend()
     for numerics in ("invariant", "fast"):
-        assert attention_for(EngineConfig(), numerics, cpu) is ordered_attention
-    monkeypatch.setattr("engine.cpu.serving.can_make_code", lambda: False)
-    assert attention_for(EngineConfig(), "invariant", cpu) is ordered_attention
-    assert attention_for(EngineConfig(), "fast", cpu) is sdpa_attention
-    assert attention_for(EngineConfig(attention="ordered"), "fast", cpu) is ordered_attention
+        assert attention_for(EngineConfig(attention="ordered"), numerics, ours) is ours.attention
+    if isinstance(ours.attention, PoolAttention):
+        assert attention_for(EngineConfig(), "fast", ours) is ours.attention
+    assert attention_for(EngineConfig(), "invariant", ours) is ours.attention
+    assert attention_for(EngineConfig(), "invariant", library) is ordered_attention
+    assert attention_for(EngineConfig(), "fast", library) is sdpa_attention
+    assert attention_for(EngineConfig(attention="ordered"), "fast", library) is ordered_attention
     for name in ("sdpa", "xformers"):
         with pytest.raises(ConfigError, match=f"{name} is not invariant"):
-            attention_for(EngineConfig(attention=name), "invariant", cpu)
+            attention_for(EngineConfig(attention=name), "invariant", ours)
 
 
 def test_numerics_by_config_and_device() -> None:

@@ -8,25 +8,21 @@ from torch import Tensor
 
 from core.config import EngineConfig, SpeculationConfig
 from core.errors import ModelError, NumericsError
-from engine.attention.backends import ordered_attention
 from engine.build import build_engine
-from engine.cpu import jit as machine
-from engine.cpu.forward import NativeForward
-from engine.cpu.segments import Segments
-from engine.model import linears
+from engine.model.compute_backend import ComputeBackend
 from engine.model.invariance_probe import prove_invariance
-from engine.model.linears import MatrixLinear, PrepackedLinear, StreamedLinear, compute_dtype, make_linear
+from engine.model.linears import MatrixLinear, PrepackedLinear
 from engine.model.llama_forward import LlamaForward, can_serve
 from engine.model.prefill_plan import PrefillPiece, PrefillPlan
 from engine.model.runner import ModelRunner
+from tests.helpers.backends import CPU, LAYOUTS, OWN_LAYOUTS, own_backend, torch_backend
 
 IDS = torch.arange(20) * 7 % 64
 
 
-def runner_of(model, **options: bool) -> ModelRunner:
-    return ModelRunner(
-        model, num_slots=4, capacity=160, attention=ordered_attention, vocab_size=64, **options
-    )
+def runner_of(model, **options) -> ModelRunner:
+    options = {"backend": own_backend()} | options
+    return ModelRunner(model, num_slots=4, capacity=160, vocab_size=64, **options)
 
 
 def causal_logits(runner: ModelRunner, ids: Tensor) -> Tensor:
@@ -67,7 +63,7 @@ def test_a_wrong_forward_is_refused(new_model, monkeypatch) -> None:
         runner_of(new_model(1, "float32"))
 
 
-@pytest.mark.parametrize("kind", [MatrixLinear, PrepackedLinear, StreamedLinear])
+@pytest.mark.parametrize("kind", LAYOUTS)
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("columns", [96, 99])
 def test_linears_equal_the_formula(kind: type, with_bias: bool, columns: int) -> None:
@@ -84,29 +80,17 @@ def test_linears_equal_the_formula(kind: type, with_bias: bool, columns: int) ->
     torch.testing.assert_close(linear.add_to(residual.clone(), x).double(), added, rtol=0, atol=1e-4)
 
 
-def test_the_layout_goes_by_type_shape_and_threads(monkeypatch) -> None:
+def test_library_layouts_go_by_type_and_shape(monkeypatch) -> None:
     weight = torch.randn(1024, 512, generator=torch.Generator().manual_seed(4))
-    assert isinstance(make_linear(weight, prepack=True), StreamedLinear)
-    assert isinstance(make_linear(weight, prepack=False), MatrixLinear)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    assert isinstance(make_linear(weight, prepack=True), PrepackedLinear)
-    assert isinstance(make_linear(weight[:32], prepack=True), MatrixLinear)
-    monkeypatch.setattr(linears, "can_prepack", lambda: False)
-    assert isinstance(make_linear(weight, prepack=True), MatrixLinear)
+    backend, plain = torch_backend(), ComputeBackend(CPU, prepack=False)
+    assert isinstance(plain.linear(weight, None, torch.float32), MatrixLinear)
+    assert isinstance(backend.linear(weight, None, torch.float32), PrepackedLinear)
+    assert isinstance(backend.linear(weight[:32], None, torch.float32), MatrixLinear)
+    monkeypatch.setattr("engine.model.compute_backend.can_prepack", lambda: False)
+    assert isinstance(backend.linear(weight, None, torch.float32), MatrixLinear)
 
 
-def test_a_process_that_cannot_compile_takes_library_products(monkeypatch, caplog) -> None:
-    def refused(*_, **__) -> None:
-        raise RuntimeError("no executable memory")
-
-    monkeypatch.setattr(machine, "compile_modules", refused)
-    machine.can_make_code.cache_clear()
-    assert isinstance(make_linear(torch.randn(1024, 512), prepack=True), PrepackedLinear)
-    assert "no executable memory" in caplog.text
-    machine.can_make_code.cache_clear()
-
-
-@pytest.mark.parametrize("kind", [PrepackedLinear, StreamedLinear])
+@pytest.mark.parametrize("kind", [PrepackedLinear, *OWN_LAYOUTS])
 def test_rows_round_alike_in_any_company(kind: type) -> None:
     weight = torch.randn(1024, 512, generator=torch.Generator().manual_seed(4))
     x = torch.randn(64, 512, generator=torch.Generator().manual_seed(5))
@@ -115,49 +99,63 @@ def test_rows_round_alike_in_any_company(kind: type) -> None:
         assert torch.equal(linear(x[:rows]), linear(x)[:rows])
 
 
-class NeighbourlyForward(NativeForward):
+class NeighbourlyLinear:
     """Rounds with the number of rows, as a library's kernel may."""
 
-    def logits(self, num_tokens: int, segments: Segments) -> Tensor:
-        return super().logits(num_tokens, segments) * (1.0 + 2.0**-20 * num_tokens)
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self._of = MatrixLinear(weight, bias)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._of(x) * (1.0 + 2.0**-20 * len(x))
+
+    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        return residual + self(x)
+
+    def holds(self, weight: Tensor, bias: Tensor | None) -> bool:
+        return self._of.holds(weight, bias)
 
 
-def test_without_invariant_prepacking_plain_matrices_serve(new_model, monkeypatch) -> None:
-    monkeypatch.setattr("engine.model.llama_forward.NativeForward", NeighbourlyForward)
+class NeighbourlyBackend(ComputeBackend):
+    """Lays weights out for such products."""
+
+    def linear(self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> NeighbourlyLinear:
+        return NeighbourlyLinear(weight.to(dtype), bias)
+
+
+def test_without_invariant_prepacking_plain_matrices_serve(new_model) -> None:
+    backend = NeighbourlyBackend(CPU)
     model = new_model(1, "float32")
     with pytest.raises(NumericsError):
-        prove_invariance(runner_of(copy.deepcopy(model)), max_nodes=8)
+        prove_invariance(runner_of(copy.deepcopy(model), backend=backend), max_nodes=8)
     engine = build_engine(
         model,
         None,
         engine=EngineConfig(device="cpu", numerics="invariant", max_running_samples=4),
         speculation=SpeculationConfig(policy="off"),
         max_total_tokens=100,
+        backend=backend,
     )
     assert not engine.runner.prepacked
 
 
-def test_bfloat16_weights_compute_in_float32_by_our_own_code_or_where_the_cpu_has_no_bfloat16(
-    monkeypatch,
-) -> None:
-    cpu, cuda = torch.device("cpu"), torch.device("cuda")
-    monkeypatch.setattr(linears, "_has_bfloat16", lambda: True)
-    assert compute_dtype(torch.bfloat16, cpu) == torch.float32
-    monkeypatch.setattr(linears, "serves_thread", lambda device: False)
+def test_bfloat16_is_computed_in_float32_where_the_processor_has_no_bfloat16(monkeypatch) -> None:
+    cuda = ComputeBackend(torch.device("cuda"))
     for has, expected in ((True, torch.bfloat16), (False, torch.float32)):
-        monkeypatch.setattr(linears, "_has_bfloat16", lambda has=has: has)
-        assert compute_dtype(torch.bfloat16, cpu) == expected
-    assert compute_dtype(torch.bfloat16, cuda) == torch.bfloat16
-    assert compute_dtype(torch.float32, cpu) == torch.float32
+        monkeypatch.setattr("engine.model.compute_backend.has_bfloat16", lambda has=has: has)
+        assert torch_backend().compute_dtype(torch.bfloat16) == expected
+        assert torch_backend().compute_dtype(torch.float32) == torch.float32
+        assert cuda.compute_dtype(torch.bfloat16) == torch.bfloat16
+        if own_backend().widens_bfloat16:
+            assert own_backend().compute_dtype(torch.bfloat16) == torch.float32
 
 
 def test_computing_in_float32_stays_close_to_the_bfloat16_module(new_model, monkeypatch) -> None:
     """Both types of computation pass the comparison and agree to bfloat16's rounding."""
     logits = []
-    monkeypatch.setattr(linears, "serves_thread", lambda device: False)
     for has in (True, False):
-        monkeypatch.setattr(linears, "_has_bfloat16", lambda has=has: has)
-        logits.append(causal_logits(runner_of(new_model(1, "bfloat16")), IDS).float().softmax(-1))
+        monkeypatch.setattr("engine.model.compute_backend.has_bfloat16", lambda has=has: has)
+        runner = runner_of(new_model(1, "bfloat16"), backend=torch_backend())
+        logits.append(causal_logits(runner, IDS).float().softmax(-1))
     distance = (logits[0] - logits[1]).abs().sum(-1).max() / 2
     assert 0 < float(distance) < 0.05
 
@@ -186,15 +184,14 @@ def test_a_window_that_the_stock_module_ignores_is_ignored(new_model) -> None:
     )
 
 
-def test_a_module_keeps_its_own_attention(new_model, monkeypatch) -> None:
+def test_a_module_keeps_its_own_attention(new_model) -> None:
     model = new_model(1, "float32")
     before = model.config._attn_implementation
     for stock in (False, True, False):
         runner_of(model, stock=stock)
         assert model.config._attn_implementation == before
-    # without products of our own the module itself serves
-    monkeypatch.setattr("engine.model.stock_forward.serves_thread", lambda device: False)
-    runner_of(model, stock=True)
+    # without products of a back end the module itself serves
+    runner_of(model, stock=True, backend=torch_backend())
     served = model.config._attn_implementation
     assert served != before
     runner_of(model)

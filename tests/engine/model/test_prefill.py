@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from core.records import SampleRequest, SamplingParams
-from engine.attention.backends import ordered_attention
 from engine.model.prefill import share_prompts
 from engine.model.prefill_plan import PrefillPiece, PrefillPlan
 from engine.model.runner import ModelRunner
+from tests.helpers.backends import own_backend
 
 
 def piece(slot: int, start: int, length: int) -> PrefillPiece:
@@ -80,7 +80,7 @@ def test_prompts_of_all_lengths_prefilled_together_equal_each_alone(new_model, s
 
     def new_runner() -> ModelRunner:
         return ModelRunner(
-            model, num_slots=8, capacity=160, attention=ordered_attention, vocab_size=64, stock=stock
+            model, num_slots=8, capacity=160, backend=own_backend(), vocab_size=64, stock=stock
         )
 
     def cells(runner: ModelRunner, slot: int, length: int) -> Tensor:
@@ -89,13 +89,13 @@ def test_prompts_of_all_lengths_prefilled_together_equal_each_alone(new_model, s
     together = new_runner()
     plan = PrefillPlan(
         pool=together.pool,
-        attention=ordered_attention,
+        attention=together.attention,
         pieces=[piece(slot, 0, length) for slot, length in enumerate(lengths)],
     )
     together.fill(torch.cat(prompts), torch.cat([torch.arange(length) for length in lengths]), plan)
     alone = new_runner()
     for slot, prompt in enumerate(prompts):
-        plan = PrefillPlan(pool=alone.pool, attention=ordered_attention, pieces=[piece(slot, 0, len(prompt))])
+        plan = PrefillPlan(pool=alone.pool, attention=alone.attention, pieces=[piece(slot, 0, len(prompt))])
         alone.fill(prompt, torch.arange(len(prompt)), plan)
     for slot, length in enumerate(lengths):
         assert torch.equal(cells(together, slot, length), cells(alone, slot, length))

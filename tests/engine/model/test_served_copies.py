@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -13,11 +14,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_utils import PreTrainedModel
 
 from core.errors import WeightsError
-from engine.attention.backends import ordered_attention
-from engine.model.linears import MatrixLinear, PrepackedLinear, StreamedLinear, same_bits
+from engine.model.linears import same_bits
 from engine.model.llama_forward import LlamaForward
 from engine.model.runner import ModelRunner
 from engine.model.stock_linears import OwnProduct
+from tests.helpers.backends import LAYOUTS, own_backend, torch_backend
 
 FAMILIES = ("llama", "qwen2", "qwen3")
 "Of the second the attention has biases, of the third the heads have gains."
@@ -36,8 +37,9 @@ def model_of(kind: str, dtype: torch.dtype = torch.float32, **settings: int) -> 
     return model
 
 
-def runner_of(model: PreTrainedModel, **options: bool) -> ModelRunner:
-    return ModelRunner(model, num_slots=2, capacity=64, attention=ordered_attention, vocab_size=60, **options)
+def runner_of(model: PreTrainedModel, **options: Any) -> ModelRunner:
+    options = {"backend": own_backend()} | options
+    return ModelRunner(model, num_slots=2, capacity=64, vocab_size=60, **options)
 
 
 def flip(tensor: Tensor, where: int) -> None:
@@ -49,6 +51,7 @@ def flip(tensor: Tensor, where: int) -> None:
 
 def copies_of(model: PreTrainedModel, forward: LlamaForward) -> dict[str, Tensor]:
     """Every tensor that a forward of ours reads and that is no memory of the module."""
+    fused = forward.fused
     found = {"embedding": forward._embedding, "rope": forward._rope, "rotations": forward._rotations}
     found |= tensors_of("head", forward._head)
     for index, layer in enumerate(forward._layers):
@@ -56,11 +59,11 @@ def copies_of(model: PreTrainedModel, forward: LlamaForward) -> dict[str, Tensor
             found |= tensors_of(f"layer {index} {name}", getattr(layer, name))
         for name in ("attention_gain", "head_gain", "mlp_gain"):
             found[f"layer {index} {name}"] = getattr(layer, name)
-            if forward._native is not None:
-                found[f"layer {index} native {name}"] = getattr(forward._native.layers[index], name)
+            if fused is not None:
+                found[f"layer {index} fused {name}"] = getattr(fused._layers[index], name)
     found["final gain"] = forward._final_gain
-    if forward._native is not None:
-        found["native final gain"] = forward._native.final_gain
+    if fused is not None:
+        found["fused final gain"] = fused._final_gain
     own = {tensor.data_ptr() for tensor in model.parameters()}
     return {
         name: tensor for name, tensor in found.items() if tensor is not None and tensor.data_ptr() not in own
@@ -71,15 +74,14 @@ def tensors_of(name: str, linear: object) -> dict[str, Tensor]:
     return {f"{name}.{field}": value for field, value in vars(linear).items() if isinstance(value, Tensor)}
 
 
-@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("backend", [own_backend, torch_backend])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", FAMILIES)
-def test_a_bit_flipped_in_a_copy_of_our_forward_is_found(monkeypatch, kind, dtype, threads) -> None:
-    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+def test_a_bit_flipped_in_a_copy_of_our_forward_is_found(kind, dtype, backend) -> None:
     model = model_of(kind, dtype)
-    runner = runner_of(model)
+    runner = runner_of(model, backend=backend())
     forward = runner._forward
-    assert isinstance(forward, LlamaForward) and forward.is_native is (threads == 1)
+    assert isinstance(forward, LlamaForward)
     runner.require_copies_hold()
     copies = copies_of(model, forward)
     assert len(copies) >= 11
@@ -131,7 +133,7 @@ def test_weights_that_were_loaded_and_not_laid_out_are_found() -> None:
         runner.require_copies_hold()
 
 
-@pytest.mark.parametrize("kind", [MatrixLinear, PrepackedLinear, StreamedLinear])
+@pytest.mark.parametrize("kind", LAYOUTS)
 @pytest.mark.parametrize("columns", [96, 99])
 def test_a_linear_holds_what_it_was_made_of_and_nothing_else(kind: Callable, columns: int) -> None:
     generator = torch.Generator().manual_seed(3)

@@ -7,8 +7,10 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from engine.model.linears import MatrixLinear
 from engine.model.stock_forward import StockForward
 from engine.model.stock_linears import OwnProduct, with_own_products
+from tests.helpers.backends import OWN_LAYOUTS, own_backend
 
 GPT2 = {"vocab_size": 64, "n_embd": 64, "n_layer": 2, "n_head": 4}
 OPT = {"vocab_size": 64, "hidden_size": 64, "ffn_dim": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -28,7 +30,7 @@ def test_the_copy_computes_the_same_and_leaves_the_model_as_it_was(kind: str, se
     names = [type(module).__name__ for module in model.modules()]
     ids = torch.randint(64, (2, 11))
     expected = model(ids).logits
-    served = with_own_products(model)
+    served = with_own_products(model, MatrixLinear)
     assert [type(module).__name__ for module in model.modules()] == names
     assert sum(isinstance(module, OwnProduct) for module in served.modules()) > 6
     assert not any(type(module) is nn.Linear for module in served.modules())
@@ -37,17 +39,18 @@ def test_the_copy_computes_the_same_and_leaves_the_model_as_it_was(kind: str, se
 
 def test_what_is_no_linear_is_shared() -> None:
     model = model_of("gpt2", GPT2)
-    served = with_own_products(model)
+    served = with_own_products(model, MatrixLinear)
     own = {parameter.data_ptr() for parameter in model.parameters()}
     assert {parameter.data_ptr() for parameter in served.parameters()} <= own
     assert served.transformer.wte.weight is model.transformer.wte.weight
     assert served.lm_head.weight is model.lm_head.weight, "a linear's weight can still be asked for"
 
 
+@pytest.mark.parametrize("lay_out", OWN_LAYOUTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rows_alone_and_together_are_the_same_bits(dtype: torch.dtype) -> None:
+def test_rows_alone_and_together_are_the_same_bits(dtype: torch.dtype, lay_out: type) -> None:
     linear = nn.Linear(96, 40).to(dtype)
-    product = OwnProduct(linear)
+    product = OwnProduct(linear, lay_out)
     x = torch.randn(33, 96).to(dtype)
     together = product(x)
     assert together.dtype == dtype and together.shape == (33, 40)
@@ -59,7 +62,7 @@ def test_rows_alone_and_together_are_the_same_bits(dtype: torch.dtype) -> None:
 
 def test_new_weights_are_followed() -> None:
     model = model_of("opt", OPT | {"word_embed_proj_dim": 64})
-    forward = StockForward(model)
+    forward = StockForward(model, own_backend())
     other = copy.deepcopy(model)
     for weight in other.parameters():
         weight.data.add_(torch.randn_like(weight) * 0.1)

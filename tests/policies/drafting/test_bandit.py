@@ -4,7 +4,7 @@ import pytest
 
 from core.config import SpeculationConfig
 from core.records import Budget, DecodeState, StepRecord
-from engine.build import build_policy
+from engine.draft_policies import build_policy
 from policies.drafting.baselines.bandit import BanditPolicy, bucket
 from policies.drafting.draft_policy import DraftPolicy
 

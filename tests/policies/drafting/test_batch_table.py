@@ -5,7 +5,7 @@ import pytest
 from core.config import SpeculationConfig
 from core.errors import ConfigError
 from core.records import Budget, DecodeState
-from engine.build import build_policy
+from engine.draft_policies import build_policy
 from policies.drafting.baselines.batch_table import DEFAULT_TABLE, BatchTablePolicy
 from policies.drafting.baselines.fixed import max_tree_nodes
 from policies.drafting.draft_policy import DraftPolicy

@@ -1,0 +1,52 @@
+"""The draft policy that a config asks for."""
+
+from __future__ import annotations
+
+from core.config import SpeculationConfig
+from core.errors import ConfigError
+from policies.drafting.baselines.bandit import BanditPolicy
+from policies.drafting.baselines.batch_table import BatchTablePolicy
+from policies.drafting.baselines.capacity import CapacityPolicy
+from policies.drafting.baselines.fixed import FixedPolicy, OffPolicy
+from policies.drafting.cadence import Cadence
+from policies.drafting.draft_policy import DraftPolicy
+from policies.drafting.goodput import GoodputPolicy
+from profiles.profile import Profile
+
+
+def build_policy(speculation: SpeculationConfig, profile: Profile | None = None) -> DraftPolicy:
+    """Return the draft policy a config asks for. Raises ConfigError for `goodput` without a profile."""
+    if speculation.policy == "off" or speculation.drafter == "none":
+        return OffPolicy()
+    if speculation.policy == "fixed":
+        return FixedPolicy(
+            num_nodes=speculation.num_nodes, depth=speculation.depth, branching=speculation.branching
+        )
+    if speculation.policy == "goodput":
+        if profile is None:
+            raise ConfigError(
+                "speculation.policy goodput needs a profile of this pair on this machine and got none; "
+                "set speculation.profile to auto or to a folder that `rlhfspec profile` made"
+            )
+        return Cadence(
+            GoodputPolicy(profile, max_nodes=speculation.max_nodes, max_depth=speculation.max_depth)
+        )
+    if speculation.policy == "batch_table":
+        return BatchTablePolicy(max_nodes=speculation.max_nodes, max_depth=speculation.max_depth)
+    if speculation.policy == "bandit":
+        return BanditPolicy(max_nodes=speculation.max_nodes, max_depth=speculation.max_depth, seed=0)
+    return CapacityPolicy(
+        capacity_tokens=speculation.capacity_tokens,
+        max_nodes=speculation.num_nodes,
+        depth=speculation.depth,
+        branching=speculation.branching,
+    )
+
+
+def most_nodes(speculation: SpeculationConfig) -> int:
+    """Return the most draft nodes per sample that a config's policy verifies: what the KV pool reserves."""
+    if speculation.policy == "off" or speculation.drafter == "none":
+        return 0
+    if speculation.policy in ("goodput", "batch_table", "bandit"):
+        return speculation.max_nodes
+    return build_policy(speculation).max_nodes

@@ -1,0 +1,111 @@
+"""Where an engine computes, by what, and what it promises of its bits: chosen once, when it is built."""
+
+from __future__ import annotations
+
+import logging
+from functools import lru_cache
+from importlib.util import find_spec
+from typing import Literal
+
+import torch
+
+from core.config import EngineConfig
+from core.errors import ConfigError
+from engine.attention.backends import ATTENTION, Attention
+from engine.attention.xformers import require_xformers, xformers_attention
+from engine.model.compute_backend import ComputeBackend, PoolAttention
+
+Numerics = Literal["invariant", "fast"]
+logger = logging.getLogger(__name__)
+
+
+def resolve_device(engine: EngineConfig) -> torch.device:
+    """Return the device to decode on. Raises ConfigError when CUDA is asked for and absent."""
+    if engine.device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if engine.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("engine.device is cuda but torch sees no CUDA device; use cpu or auto")
+    return torch.device(engine.device)
+
+
+def resolve_numerics(engine: EngineConfig, device: torch.device) -> Numerics:
+    """Return invariant or fast; `auto` is invariant on CPU with one thread, where the probe has been seen to hold.
+
+    Raises ConfigError for invariant numerics with several threads: they cut elementwise work anywhere, and a value
+    at a cut rounds as scalar code does.
+    """
+    several = device.type == "cpu" and engine.num_threads > 1
+    if engine.numerics == "auto":
+        return "invariant" if device.type == "cpu" and not several else "fast"
+    if engine.numerics == "invariant" and several:
+        raise ConfigError(
+            f"engine.numerics invariant needs engine.num_threads 1, got {engine.num_threads}: several threads round "
+            "by where they cut the work; use more generation actors, or engine.numerics fast"
+        )
+    return engine.numerics
+
+
+def use_threads(num_threads: int) -> None:
+    """Set torch's thread count for this thread: one a generation actor is the honest default on CPU."""
+    if torch.get_num_threads() != num_threads:
+        logger.info("torch threads: %d, as engine.num_threads says", num_threads)
+        torch.set_num_threads(num_threads)
+
+
+def choose_backend(device: torch.device) -> ComputeBackend:
+    """Return what computes on a device in this thread, whose number of threads is set by now."""
+    if device.type == "cpu" and torch.get_num_threads() == 1 and _has_llvm():
+        # needs the extra `cpu`
+        from engine.cpu.backend import CpuBackend
+        from engine.cpu.jit import can_make_code
+
+        if can_make_code():
+            return CpuBackend(device)
+    return ComputeBackend(device)
+
+
+@lru_cache(maxsize=1)
+def _has_llvm() -> bool:
+    """Whether llvmlite is installed; said once where it is not."""
+    if find_spec("llvmlite") is not None:
+        return True
+    logger.warning(
+        "llvmlite is not installed: torch computes, several times slower on one CPU thread; "
+        "install the extra `cpu` (pip install 'rlhfspec[cpu]')"
+    )
+    return False
+
+
+def attention_for(
+    engine: EngineConfig, numerics: Numerics, backend: ComputeBackend
+) -> Attention | PoolAttention:
+    """Return the attention. Raises ConfigError when it cannot serve these numerics or this machine."""
+    # attention inside the pool is the fastest where there is one, and ordered besides
+    ordered = numerics == "invariant" or isinstance(backend.attention, PoolAttention)
+    if engine.attention == "ordered" or (engine.attention == "auto" and ordered):
+        return backend.attention
+    if engine.attention == "auto":
+        return ATTENTION["sdpa"]
+    if numerics == "invariant" and engine.attention in ("sdpa", "xformers"):
+        raise ConfigError(
+            f"engine.attention {engine.attention} is not invariant: its row sums depend on neighbours; "
+            "use ordered (or auto), or engine.numerics fast"
+        )
+    if engine.attention == "xformers":
+        require_xformers(backend.device)
+        return xformers_attention
+    return ATTENTION[engine.attention]
+
+
+def describe_numerics(engine: EngineConfig, device: torch.device) -> str:
+    """Return in one line what is promised of tokens, and why where `auto` promises less than every bit."""
+    numerics = resolve_numerics(engine, device)
+    if numerics == "invariant":
+        return "invariant: tokens and log-probabilities are equal bit for bit, whatever is drafted, batched or moved"
+    if engine.numerics == "fast":
+        why = "engine.numerics says so"
+    elif device.type == "cpu":
+        why = f"engine.num_threads is {engine.num_threads}, and several threads round by where they cut the work"
+    else:
+        why = "on CUDA library products round by the batch"
+    return f"fast: tokens follow the model's distribution, their bits may depend on the batch ({why})"

@@ -1,0 +1,28 @@
+"""The compute back ends of this machine, for tests: the one that an engine on one CPU thread takes, and torch's."""
+
+from importlib.util import find_spec
+
+import torch
+
+from engine.model.compute_backend import ComputeBackend
+from engine.model.linears import MatrixLinear, PrepackedLinear
+from engine.numerics import choose_backend
+
+CPU = torch.device("cpu")
+OWN_LAYOUTS: list[type] = []
+if find_spec("llvmlite") is not None:
+    from engine.cpu.streamed_linear import StreamedLinear
+
+    OWN_LAYOUTS = [StreamedLinear]
+LAYOUTS: list[type] = [MatrixLinear, PrepackedLinear, *OWN_LAYOUTS]
+"Of a weight."
+
+
+def own_backend() -> ComputeBackend:
+    """What an engine on one CPU thread takes: code of our own, torch where llvmlite is missing."""
+    return choose_backend(CPU)
+
+
+def torch_backend() -> ComputeBackend:
+    """Library calls alone, as without llvmlite or with several threads."""
+    return ComputeBackend(CPU)
