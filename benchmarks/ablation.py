@@ -1,0 +1,158 @@
+"""What each operation of the CPU back end is worth: whole generations with it and with torch in its place.
+
+Contestants decode the same requests, in turn, on one thread: the whole back end, the back end without one operation,
+and torch alone. Where an operation is built on others (a whole forward on products and attention), it goes with them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+
+from benchmarks.support.model_p import NEW_TOKENS, PROMPT_TOKENS, VOCAB_SIZE, model_p_folder, model_p_requests
+from benchmarks.support.result import write_result
+from benchmarks.support.timing import Figures, Rate, interleaved, ratios
+from benchmarks.support.workload import default_cache_dir, demo_workload
+from core.config import EngineConfig, SpeculationConfig
+from core.records import SampleRequest
+from engine.attention.backends import ordered_attention
+from engine.build import build_engine
+from engine.cpu.backend import CpuBackend
+from engine.decoding.noise import Noise, NoiseSource, gumbel_noise
+from engine.model.compute_backend import ComputeBackend
+from engine.weights.loading import load_causal_lm
+
+CPU = torch.device("cpu")
+ROUNDS = {"quick": 2, "default": 6, "full": 12}
+BATCH_SIZES = (1, 8)
+CHAIN = SpeculationConfig(policy="fixed", num_nodes=4)
+PLAIN = SpeculationConfig(policy="off")
+
+
+class WithoutChain(CpuBackend):
+    """A chain's levels are drafted by a forward and a choice each."""
+
+    def chain(self, *_: Any, **__: Any) -> None:
+        """See `ComputeBackend.chain`."""
+        return None
+
+
+class WithoutForward(CpuBackend):
+    """Layers run call by call; products and attention stay our own."""
+
+    def fuse(self, *_: Any, **__: Any) -> None:
+        """See `ComputeBackend.fuse`."""
+        return None
+
+
+class WithoutAttention(WithoutForward):
+    """Attention by torch, over unpacked rows."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.attention = ordered_attention
+
+
+class WithoutProducts(WithoutForward):
+    """Products by oneDNN or a plain matrix, as torch has them."""
+
+    linear = ComputeBackend.linear
+    widens_bfloat16 = False
+
+
+class ChosenByTorch(NoiseSource):
+    """Noise of our own, and choices by torch."""
+
+    def __call__(self, words: np.ndarray, positions: np.ndarray, vocab_size: int) -> Noise:
+        """See `NoiseSource`."""
+        return Noise(CpuBackend(CPU).noise(words, positions, vocab_size).values)
+
+
+class NoiseByTorch(NoiseSource):
+    """Noise by torch, and choices of our own."""
+
+    def __call__(self, words: np.ndarray, positions: np.ndarray, vocab_size: int) -> Noise:
+        """See `NoiseSource`."""
+        from engine.cpu.tokens import CpuNoise
+
+        return CpuNoise(gumbel_noise(words, positions, vocab_size))
+
+
+def _with_noise(source: type[NoiseSource]) -> ComputeBackend:
+    backend = CpuBackend(CPU)
+    backend.noise = source(CPU)
+    return backend
+
+
+BACKENDS: Mapping[str, Callable[[], ComputeBackend]] = {
+    "all": partial(CpuBackend, CPU),
+    "chain": partial(WithoutChain, CPU),
+    "forward": partial(WithoutForward, CPU),
+    "attention": partial(WithoutAttention, CPU),
+    "products": partial(WithoutProducts, CPU),
+    "noise": partial(_with_noise, NoiseByTorch),
+    "choices": partial(_with_noise, ChosenByTorch),
+    "everything": partial(ComputeBackend, CPU),
+}
+"By what torch does instead."
+
+
+def run(*, out: Path, mode: str, data: Path | None) -> int:
+    """Run the benchmark; returns 0."""
+    torch.set_num_threads(1)
+    console, figures, rounds = Console(), Figures(), ROUNDS[mode]
+    workload = demo_workload(16)
+    folder = model_p_folder(default_cache_dir())
+    for batch_size in BATCH_SIZES:
+        demo = workload.requests()[: 2 * batch_size + 2]
+        pairs = {
+            "demo": (demo, CHAIN, workload.max_total_tokens, workload.vocab_size),
+            "p": (model_p_requests(batch_size), PLAIN, PROMPT_TOKENS + NEW_TOKENS, VOCAB_SIZE),
+        }
+        for pair, (requests, speculation, max_total_tokens, vocab_size) in pairs.items():
+            rates = {}
+            for name, backend in BACKENDS.items():
+                is_demo = pair == "demo"
+                engine = build_engine(
+                    workload.target("float32") if is_demo else load_causal_lm(str(folder), "float32"),
+                    workload.draft("float32") if is_demo else None,
+                    engine=EngineConfig(device="cpu", max_running_samples=batch_size, probe=False),
+                    speculation=speculation,
+                    max_total_tokens=max_total_tokens,
+                    vocab_size=vocab_size,
+                    backend=backend(),
+                )
+                rates[name] = _rate(engine, requests)
+            taken = interleaved(rates, rounds)
+            for name in BACKENDS:
+                if name != "all":
+                    figure = f"without_{name}_{pair}_b{batch_size}"
+                    figures.keep(figure, ratios(taken, "all", name))
+                    console.print(f"{figure}: {figures.values[figure]:.3f} {figures.intervals[figure]}")
+    write_result(
+        out,
+        "ablation",
+        figures.values,
+        figures.intervals,
+        provenance={"mode": mode, "rounds": rounds, "num_threads": 1},
+    )
+    return 0
+
+
+def _rate(engine: Any, requests: list[SampleRequest]) -> Rate:
+    """Tokens per second of this thread's processor time: other processes do not count."""
+
+    def rate() -> float:
+        before = engine.stats.num_emitted_tokens
+        started = time.thread_time()
+        engine.generate(requests)
+        return (engine.stats.num_emitted_tokens - before) / (time.thread_time() - started)
+
+    return rate

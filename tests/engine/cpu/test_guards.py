@@ -1,0 +1,42 @@
+"""Operations over raw addresses touch nothing beside their buffers, whatever the shapes, and follow their formulas."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_no_operation_touches_a_byte_beside_its_buffers(seed: int) -> None:
+    """In a process of its own: the pages beside the buffers may not be touched, and one that does so ends."""
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.helpers.guarded_operations", str(seed)],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, f"exit status {done.returncode}: {done.stderr[-2000:]}"
+    assert done.stdout.split() == ["ran", "20", "missing"], done.stdout
+
+
+def test_the_guard_ends_a_process_that_reads_one_value_too_many() -> None:
+    script = (
+        "import ctypes, numpy as np\n"
+        "from tests.helpers.guarded import guarded\n"
+        "held = guarded(np.ones(5, np.float32), at_end=True)\n"
+        "ctypes.string_at(held.ctypes.data, 20)\n"
+        "print('inside', flush=True)\n"
+        "ctypes.string_at(held.ctypes.data, 21)\n"
+        "print('beside', flush=True)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert done.stdout.split() == ["inside"] and done.returncode < 0
