@@ -138,8 +138,8 @@ def _target_logits(
     )
     ids = batch.last_tokens(1)
     if n > 1:
-        # dead nodes are computed where rows are of one length
-        ids = torch.cat([ids, tree.token_ids if ragged is not None else tree.token_ids.clamp(min=0)], dim=1)
+        # dead nodes are computed, as whatever token
+        ids = torch.cat([ids, tree.token_ids.clamp(min=0)], dim=1)
     # nodes behind a sample's limit are computed and cut off; their positions must still exist
     positions = (base[:, None] + depth).clamp_(max=batch.tokens.shape[1] - 1)
     ids, positions = ids.reshape(-1), positions.reshape(-1)

@@ -23,6 +23,15 @@ def own_backend() -> ComputeBackend:
     return choose_backend(CPU)
 
 
+def stock_products() -> ComputeBackend:
+    """The first, with products of its own for stock modules even where torch serves."""
+    backend = own_backend()
+    backend.stock_linear = backend.stock_linear or (
+        lambda weight, bias: MatrixLinear(weight.clone(), None if bias is None else bias.clone())
+    )
+    return backend
+
+
 def torch_backend() -> ComputeBackend:
     """Library calls alone, as without llvmlite or with several threads."""
     return ComputeBackend(CPU)

@@ -114,6 +114,6 @@ def test_a_rollout_that_hashes_as_it_chooses_is_the_same(
         assert source.count["looked at"] and not source.count["chosen"], "filters look at every token"
     else:
         assert source.count["chosen"]
-        assert bool(source.count["looked at"]) == (plan in ("chain4", "tree8")), (
-            "target rows are chosen without a look"
-        )
+        # a fused chain takes values
+        looks = ("tree8", "chain4") if backend.name == "cpu" else ("tree8",)
+        assert bool(source.count["looked at"]) == (plan in looks), "target rows are chosen without a look"

@@ -17,7 +17,9 @@ from engine.decoding.noise import Noise
 from engine.decoding.sampling_rule import RowSampling, leaders
 from engine.drafters.refinement import Scorer
 from engine.engine import Engine
+from engine.model.compute_backend import ComputeBackend
 from profiles.acceptance import AcceptanceModel, first_features, other_features
+from tests.helpers.backends import own_backend, torch_backend
 
 MODEL = AcceptanceModel(first=(1.0, 0.7, 0.1, 0.5, -0.2), other=(-0.5, -0.8, 0.4, -0.1, -0.3))
 PROMPT_LENGTHS = (3, 119, 17, 127, 60, 100, 1)
@@ -53,13 +55,16 @@ class Erratic:
         self.records.append(record)
 
 
-def erratic_engine(make_engine: Callable[..., Engine], dtype: str, seed: int, batch: int = 4, **kw) -> Engine:
-    engine = make_engine("tree16", dtype=dtype, batch=batch)
+def erratic_engine(
+    make_engine: Callable[..., Engine], dtype: str, seed: int, batch: int = 4, backend=None, **kw
+) -> Engine:
+    engine = make_engine("tree16", dtype=dtype, batch=batch, backend=backend)
     engine.policy = Erratic(seed, **kw)
     engine.scorer = Scorer(MODEL)
     return engine
 
 
+@pytest.mark.parametrize("backend", [own_backend, torch_backend])
 @pytest.mark.parametrize(
     ("dtype", "seed", "sampling"),
     [
@@ -75,10 +80,11 @@ def test_no_bit_depends_on_what_the_policy_picks(
     dtype: str,
     seed: int,
     sampling: SamplingParams,
+    backend: Callable[[], ComputeBackend],
 ) -> None:
     requests = make_requests(PROMPT_LENGTHS, sampling)
-    plain = make_engine("off", dtype=dtype).generate(requests)
-    engine = erratic_engine(make_engine, dtype, seed)
+    plain = make_engine("off", dtype=dtype, backend=backend()).generate(requests)
+    engine = erratic_engine(make_engine, dtype, seed, backend=backend())
     for ours, theirs in zip(engine.generate(requests), plain, strict=True):
         assert ours.token_ids.tolist() == theirs.token_ids.tolist()
         assert ours.policy_logprobs.tobytes() == theirs.policy_logprobs.tobytes()

@@ -15,7 +15,7 @@ from engine.model.linears import MatrixLinear, PrepackedLinear
 from engine.model.llama_forward import LlamaForward, can_serve
 from engine.model.prefill_plan import PrefillPiece, PrefillPlan
 from engine.model.runner import ModelRunner
-from tests.helpers.backends import CPU, LAYOUTS, OWN_LAYOUTS, own_backend, torch_backend
+from tests.helpers.backends import CPU, LAYOUTS, OWN_LAYOUTS, own_backend, stock_products, torch_backend
 
 IDS = torch.arange(20) * 7 % 64
 
@@ -188,7 +188,7 @@ def test_a_module_keeps_its_own_attention(new_model) -> None:
     model = new_model(1, "float32")
     before = model.config._attn_implementation
     for stock in (False, True, False):
-        runner_of(model, stock=stock)
+        runner_of(model, stock=stock, backend=stock_products())
         assert model.config._attn_implementation == before
     # without products of a back end the module itself serves
     runner_of(model, stock=True, backend=torch_backend())

@@ -18,7 +18,7 @@ from engine.model.linears import same_bits
 from engine.model.llama_forward import LlamaForward
 from engine.model.runner import ModelRunner
 from engine.model.stock_linears import OwnProduct
-from tests.helpers.backends import LAYOUTS, own_backend, torch_backend
+from tests.helpers.backends import LAYOUTS, own_backend, stock_products, torch_backend
 
 FAMILIES = ("llama", "qwen2", "qwen3")
 "Of the second the attention has biases, of the third the heads have gains."
@@ -96,7 +96,7 @@ def test_a_bit_flipped_in_a_copy_of_our_forward_is_found(kind, dtype, backend) -
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_a_bit_flipped_in_a_product_of_the_stock_module_is_found(kind: str) -> None:
-    runner = runner_of(model_of(kind), stock=True)
+    runner = runner_of(model_of(kind), stock=True, backend=stock_products())
     runner.require_copies_hold()
     served: Module = runner._forward._model  # type: ignore[attr-defined]
     products = {name: module for name, module in served.named_modules() if isinstance(module, OwnProduct)}
@@ -111,7 +111,7 @@ def test_a_bit_flipped_in_a_product_of_the_stock_module_is_found(kind: str) -> N
 
 
 def test_a_norm_that_the_stock_module_no_longer_shares_is_found() -> None:
-    runner = runner_of(model_of("llama"), stock=True)
+    runner = runner_of(model_of("llama"), stock=True, backend=stock_products())
     norm = runner._forward._model.model.norm  # type: ignore[attr-defined]
     norm.weight = torch.nn.Parameter(norm.weight.clone(), requires_grad=False)
     runner.require_copies_hold()
@@ -123,7 +123,7 @@ def test_a_norm_that_the_stock_module_no_longer_shares_is_found() -> None:
 def test_weights_that_were_loaded_and_not_laid_out_are_found() -> None:
     for stock in (False, True):
         model = model_of("llama")
-        runner = runner_of(model, stock=stock)
+        runner = runner_of(model, stock=stock, backend=stock_products())
         tensors = dict(copy.deepcopy(model).state_dict())
         tensors["model.layers.1.mlp.up_proj.weight"].mul_(1.5)
         model.load_state_dict(tensors)

@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from engine.model.linears import MatrixLinear
 from engine.model.stock_forward import StockForward
 from engine.model.stock_linears import OwnProduct, with_own_products
-from tests.helpers.backends import OWN_LAYOUTS, own_backend
+from tests.helpers.backends import OWN_LAYOUTS, stock_products
 
 GPT2 = {"vocab_size": 64, "n_embd": 64, "n_layer": 2, "n_head": 4}
 OPT = {"vocab_size": 64, "hidden_size": 64, "ffn_dim": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -62,7 +62,7 @@ def test_rows_alone_and_together_are_the_same_bits(dtype: torch.dtype, lay_out: 
 
 def test_new_weights_are_followed() -> None:
     model = model_of("opt", OPT | {"word_embed_proj_dim": 64})
-    forward = StockForward(model, own_backend())
+    forward = StockForward(model, stock_products())
     other = copy.deepcopy(model)
     for weight in other.parameters():
         weight.data.add_(torch.randn_like(weight) * 0.1)
