@@ -198,7 +198,7 @@ class LocalPool:
         transfers = CountedTransfers(transport, self._settings)
         made: list[Migrator] = []
 
-        def port(loop: DecodeLoop) -> Migrator:
+        def migrator(loop: DecodeLoop) -> Migrator:
             context = MigrationContext(
                 instance=name,
                 engine_or_none=lambda: engine,
@@ -215,7 +215,7 @@ class LocalPool:
             made.append(Migrator(context))
             return made[0]
 
-        loop = DecodeLoop(name, Host(engine), report_interval_s=0.0, make_port=port)
+        loop = DecodeLoop(name, Host(engine), report_interval_s=0.0, make_migrator=migrator)
         return LocalInstance(name, engine, loop, made[0], transfers)
 
     def send(self, receiver: str, message: Any, *, sender: str | None = None, pieces: tuple = ()) -> None:

@@ -133,12 +133,10 @@ def test_a_message_that_goes_wrong_while_the_scheduler_is_replaced(one_move, mes
 def test_a_take_back_ruled_by_a_scheduler_that_then_died(one_move, verdict):
     """Its verdict comes after its successor has ruled by what it found, and is void."""
     move = one_move()
-    source = move.pool.instances[SOURCE].migrator
 
     def impatient(pool: LocalPool, receiver: str, message):
         # the source asks for the sample in the very turn in which it hands it over, and is polled first
-        for leaving in source._outgoing._leaving.values():
-            leaving.machine._since_s -= 1.0
+        pool.now_s += 1.0
         return [message]
 
     def death(pool: LocalPool, receiver: str, message):
