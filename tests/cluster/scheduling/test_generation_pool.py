@@ -9,6 +9,7 @@ import cluster.scheduling.generation_pool
 from actors.actor_messages import LostInstance
 from actors.ray_utils.waiting import ActorDied
 from cluster.scheduling.generation_pool import GenerationPool
+from cluster.scheduling.instance_table import InstanceTable
 from core.config import ClusterConfig
 from core.errors import InstanceLost
 
@@ -23,7 +24,7 @@ class Scheduler:
         self.joined: list[str] = []
         self.lost: list[str] = []
 
-    def join(self, name: str, handle: Any, num_slots: int) -> None:
+    def join(self, name: str) -> None:
         self.joined.append(name)
 
     def lose(self, name: str, reason: str) -> None:
@@ -49,6 +50,7 @@ class World:
             places=tuple(SimpleNamespace(name=f"gen-{i}") for i in range(2)),
             context=SimpleNamespace(),
             scheduler=self.scheduler,
+            instances=InstanceTable(),
             spec_for=lambda name: SimpleNamespace(
                 model_names=("target",), engine=SimpleNamespace(max_running_samples=4)
             ),
