@@ -35,7 +35,7 @@ from policies.scheduling.events import (
 from policies.scheduling.ledger import Binding, Ledger, verdict_for
 from policies.scheduling.members import Member, Members
 from policies.scheduling.open_samples import OpenSample, digest
-from policies.scheduling.ownership import TAKEN_BACK_EPOCHS
+from policies.scheduling.ownership import TAKEN_BACK_EPOCHS, OpenMoves
 from policies.scheduling.pool_view import pool_view
 
 MOVE_TIMEOUT_S = 60.0
@@ -95,6 +95,11 @@ class Scheduler:
     def members(self) -> Members:
         """The table of instances; to be read."""
         return self._ledger.members
+
+    @property
+    def moves(self) -> OpenMoves:
+        """Moves that are ordered and not ended; to be read."""
+        return self._ledger.moves
 
     def instances(self) -> dict[str, int]:
         """Instances that take samples and the number that each owns."""

@@ -383,7 +383,8 @@ class LocalPool:
 
     def leftovers(self) -> list[str]:
         """What of moves is still open anywhere, in words."""
-        found = [f"the scheduler knows a move of {key}" for key in self.machine._ledger.moves._open]
+        moving = [request.key for request in self.requests if request.key in self.machine.moves]
+        found = [f"the scheduler knows a move of {key}" for key in moving]
         for instance in self.alive:
             name, exchange = instance.name, instance.engine.exchange
             found += [f"{name} has set {key} aside" for key in instance.migrator.set_aside]
