@@ -109,7 +109,7 @@ def test_an_instance_that_died_with_the_scheduler_is_reported_and_its_samples_go
     assert {c.epoch for c in pool.done.values()} == {0, 1}
 
 
-def test_a_wish_that_finds_the_scheduler_dead_is_granted_by_the_next_one(pool):
+def test_a_call_to_a_dead_scheduler_is_carried_out_by_its_successor(pool):
     ray.kill(pool.client.handle)
     pool.join("gen-0", step_s=0.0)
     ray.kill(pool.client.handle)
@@ -118,7 +118,7 @@ def test_a_wish_that_finds_the_scheduler_dead_is_granted_by_the_next_one(pool):
     assert sorted(pool.done) == [4, 5] and len(pool.client.news() + pool.news) == 2
 
 
-def test_a_dead_actor_is_told_from_an_error_it_raises(pool):
+def test_a_call_to_a_dead_actor_raises_actor_died(pool):
     names = {"waiter": "test", "waited_for": "scheduler", "timeout_s": 60.0}
     ray.kill(pool.client.handle)
     with pytest.raises(ActorDied, match="scheduler died while test waited for 'instances'"):
