@@ -164,7 +164,7 @@ class LocalPool:
         self._scheduler_is_dead = False
         self._gone: list[str] = []
         self._planned: list[tuple[int, Callable[[], object]]] = []
-        self._hub = MemoryHub()
+        self.hub = MemoryHub()
         self._settings = settings or ReallocationConfig(
             timeout_s=2.0, frame_bytes=1 << 12, transfer_share=1.0
         )
@@ -193,7 +193,7 @@ class LocalPool:
 
     def _make(self, name: str, engine: Engine, frame_faults: FaultPlan) -> LocalInstance:
         transport = MemoryTransport(
-            self._hub, timeout_s=self._frame_timeout_s, faults=frame_faults, clock=lambda: self.waited_s
+            self.hub, timeout_s=self._frame_timeout_s, faults=frame_faults, clock=lambda: self.waited_s
         )
         transfers = CountedTransfers(transport, self._settings)
         made: list[Migrator] = []

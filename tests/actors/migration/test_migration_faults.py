@@ -194,7 +194,7 @@ def test_a_destination_that_waits_for_frames_of_a_move_that_is_over_hears_that_n
     while move.pool.instances[DESTINATION].transfers.awaited:
         assert time.monotonic() < began_s + 5.0, "it waits for the frames' whole timeout"
         time.sleep(0.01)
-    (wire,) = move.pool._hub.wires.values()
+    (wire,) = move.pool.hub.wires.values()
     assert not wire.broken.is_set(), "the channel is as good as before"
 
 
@@ -216,7 +216,7 @@ def test_a_faulty_frame_keeps_the_sample_and_replaces_the_channel_once(one_move,
     records = move.run()
     check_recovery(records)
     assert records[0].outcome == "kept"
-    assert len(move.pool._hub.wires) == 2, "the broken channel is replaced, once"
+    assert len(move.pool.hub.wires) == 2, "the broken channel is replaced, once"
 
 
 def test_a_doubled_last_frame_fails_the_next_move_only(one_move):
