@@ -26,7 +26,7 @@ from actors.ray_utils.deaths import DEATHS, cause_of
 from actors.ray_utils.remote import Handle, remote
 from actors.ray_utils.waiting import own_error, wait_any
 from core.errors import WaitTimeout
-from core.records import Completion, GenerationStats, SampleRequest
+from core.records import Completion, SampleRequest
 from policies.migration.move_messages import CallOff, MoveOrder, Settle
 from policies.reallocation.pool_records import Move
 from policies.scheduling.events import (
@@ -57,7 +57,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Link:
-    """What the shell knows of one instance."""
+    """How an instance is reached; a row of the machine's table holds it."""
 
     handle: Handle
     acknowledged: int = 0
@@ -71,7 +71,6 @@ class SchedulerActor:
     def __init__(self, settings: SchedulerSettings) -> None:
         self._settings = settings
         self._machine = Scheduler(**self._machine_arguments())
-        self._links: dict[str, _Link] = {}
         self._submits: dict[Any, str] = {}
         self._changed = threading.Condition(threading.RLock())
         self._completions: list[Completion] = []
@@ -81,9 +80,7 @@ class SchedulerActor:
         self._reallocated_at_s = 0.0
         self._planning_s = 0.0
         self._alarms: list[Alarm] = []
-        self._drafter_alarms: dict[str, str] = {}
         self._new_drafter_alarms: list[str] = []
-        self._stats: dict[str, GenerationStats] = {}
         self._failure: BaseException | None = None
         self._stopping = False
         self._progress_mark = (0, 0)
@@ -119,9 +116,9 @@ class SchedulerActor:
     @ray.method(concurrency_group="control")
     def join(self, instance: str, handle: Handle, num_slots: int) -> None:
         """Add an instance whose weights have been confirmed."""
+        now_s, link = time.monotonic(), _Link(handle=handle)
         with self._changed:
-            self._links[instance] = _Link(handle=handle)
-            self._handle(InstanceJoined(instance=instance, num_slots=num_slots, now_s=time.monotonic()))
+            self._handle(InstanceJoined(instance=instance, num_slots=num_slots, now_s=now_s, link=link))
             self._progress_at_s = self._machine.awake_s
 
     @ray.method(concurrency_group="control")
@@ -151,14 +148,11 @@ class SchedulerActor:
                 open_epochs=one.held.open_epochs,
                 completions=one.held.completions,
                 set_aside=one.held.set_aside,
+                link=_Link(handle=one.handle, acknowledged=one.held.sequence),
             )
             for one in rejoined
         ]
         with self._changed:
-            self._links = {
-                one.held.instance: _Link(handle=one.handle, acknowledged=one.held.sequence)
-                for one in rejoined
-            }
             self._machine, orders = Scheduler.rebuild(
                 requests=requests,
                 delivered=delivered,
@@ -204,7 +198,7 @@ class SchedulerActor:
                 moves=tuple(self._moves),
                 planning_s=self._planning_s,
                 num_open=self._machine.num_open,
-                stats=dict(self._stats),
+                stats=self._machine.members.stats,
             )
             self._completions.clear()
             self._moves.clear()
@@ -216,12 +210,13 @@ class SchedulerActor:
     def _refs_in_flight(self) -> list[Any]:
         """Start a poll where none is in flight; return all references that may answer."""
         with self._changed:
-            owned = self._machine.instances()
-            for name, link in self._links.items():
+            members = self._machine.members.serving.values()
+            for member in members:
+                link: _Link = member.link
                 if link.poll is None:
-                    wait_s = self._settings.poll_interval_s if owned.get(name) else IDLE_POLL_S
+                    wait_s = self._settings.poll_interval_s if member.owned else IDLE_POLL_S
                     link.poll = link.handle.poll.remote(link.acknowledged, wait_s)
-            return [link.poll for link in self._links.values()] + list(self._submits)
+            return [member.link.poll for member in members] + list(self._submits)
 
     def _take_answer(self, ref: Any) -> None:
         with self._changed:
@@ -239,20 +234,18 @@ class SchedulerActor:
                     self._take_reply(name, answer)
 
     def _polled(self, ref: Any) -> str | None:
-        for name, link in self._links.items():
-            if link.poll == ref:
-                link.poll = None
+        for name, member in self._machine.members.serving.items():
+            if member.link.poll == ref:
+                member.link.poll = None
                 return name
         return None
 
     def _take_reply(self, name: str, reply: PollReply) -> None:
-        self._links[name].acknowledged = reply.sequence
-        if reply.load is not None:
-            self._stats[name] = reply.load.stats
-            alarm = reply.load.drafter_alarm
-            if alarm and alarm != self._drafter_alarms.get(name):
-                self._drafter_alarms[name] = alarm
-                self._new_drafter_alarms.append(f"{name}: {alarm}")
+        member = self._machine.members[name]
+        member.link.acknowledged = reply.sequence
+        told = member.load.drafter_alarm if member.load else ""
+        if reply.load is not None and reply.load.drafter_alarm not in ("", told):
+            self._new_drafter_alarms.append(f"{name}: {reply.load.drafter_alarm}")
         self._handle(
             InstanceReported(
                 instance=name,
@@ -289,16 +282,19 @@ class SchedulerActor:
                 case _:
                     self._carry_out_one(order)
         for name, words in verdicts.items():
-            if name in self._links:
-                self._links[name].handle.settle.remote(tuple(words), self._settings.term)
+            if name in self._machine.members.serving:
+                self._handle_of(name).settle.remote(tuple(words), self._settings.term)
         for source, started in moves.items():
-            destinations = {order.destination: self._links[order.destination].handle for order in started}
-            self._links[source].handle.move_out.remote(tuple(started), destinations, self._settings.term)
+            destinations = {order.destination: self._handle_of(order.destination) for order in started}
+            self._handle_of(source).move_out.remote(tuple(started), destinations, self._settings.term)
+
+    def _handle_of(self, instance: str) -> Handle:
+        return self._machine.members[instance].link.handle
 
     def _carry_out_one(self, order: Order) -> None:
         match order:
             case Submit():
-                ref = self._links[order.instance].handle.submit.remote(
+                ref = self._handle_of(order.instance).submit.remote(
                     order.requests, self._settings.order_timeout_s, self._settings.term
                 )
                 self._submits[ref] = order.instance
@@ -315,7 +311,7 @@ class SchedulerActor:
                 self._alarms.append(order)
 
     def _abandon(self, order: Abandon) -> None:
-        ray.kill(self._links.pop(order.instance).handle)
+        ray.kill(self._handle_of(order.instance))
         self._submits = {ref: name for ref, name in self._submits.items() if name != order.instance}
         self._lost.append(
             LostInstance(instance=order.instance, reason=order.reason, num_requeued=order.num_requeued)
@@ -326,7 +322,7 @@ class SchedulerActor:
         """Fail when samples are open and none has moved for the order timeout: nobody may hang."""
         with self._changed:
             now_s = self._machine.awake_s
-            emitted = sum(stats.num_emitted_tokens for stats in self._stats.values())
+            emitted = sum(stats.num_emitted_tokens for stats in self._machine.members.stats.values())
             mark = (emitted, self._machine.num_delivered)
             if mark != self._progress_mark or self._machine.num_open == 0:
                 self._progress_mark, self._progress_at_s = mark, now_s
@@ -337,7 +333,8 @@ class SchedulerActor:
             self._fail(
                 WaitTimeout(
                     waiter=f"the scheduler ({self._machine.num_open} open samples)",
-                    waited_for=oldest.owner or f"a free slot on {list(self._links) or 'no instance'}",
+                    waited_for=oldest.owner
+                    or f"a free slot on {list(self._machine.members.serving) or 'no instance'}",
                     order=f"sample {oldest.request.key.sample_index}, epoch {oldest.request.epoch}",
                     waited_s=waited_s,
                     advice="look at the instance's log in the Ray dashboard",

@@ -25,6 +25,7 @@ from cluster.placement.ray_session import RaySession
 from cluster.placement.topology import PlacementContext, Topology, actor_options, place, plan
 from cluster.preflight.inputs import Inputs
 from cluster.scheduling.generation_pool import GenerationPool
+from cluster.scheduling.instance_table import InstanceTable
 from cluster.scheduling.reallocation import migration_settings, reallocation_policy
 from cluster.scheduling.scheduler_client import SchedulerClient, scheduler_name
 from cluster.weights.publish import PublishedWeights, confirm
@@ -96,7 +97,8 @@ def _make_actors(
 ) -> System:
     """Start every process; they come up at the same time, while the models are read here."""
     cluster, tokenizer, dataset = config.cluster, inputs.tokenizer, inputs.dataset
-    scheduler = _scheduler(config, inputs, topology, context)
+    instances = InstanceTable()
+    scheduler = _scheduler(config, inputs, topology, context, instances)
     trainer_spec = _trainer_spec(config, tokenizer)
     trainer = TrainerActor.options(**actor_options(topology.trainer, context)).remote(trainer_spec)
     max_total_tokens = dataset.max_prompt_tokens + config.sampling.max_new_tokens
@@ -105,6 +107,7 @@ def _make_actors(
         places=topology.generation,
         context=context,
         scheduler=scheduler,
+        instances=instances,
         spec_for=lambda instance: _generation_spec(config, inputs, instance, max_total_tokens),
         note=note,
     )
@@ -189,7 +192,7 @@ def _generation_spec(config: Config, inputs: Inputs, instance: str, max_total_to
 
 
 def _scheduler(
-    config: Config, inputs: Inputs, topology: Topology, context: PlacementContext
+    config: Config, inputs: Inputs, topology: Topology, context: PlacementContext, instances: InstanceTable
 ) -> SchedulerClient:
     cluster, has_peers = config.cluster, config.cluster.generation.num_actors > 1
     options = actor_options(topology.scheduler, context)
@@ -205,6 +208,7 @@ def _scheduler(
             reallocation=reallocation_policy(config, inputs.profile) if has_peers else None,
             reallocation_interval_s=config.reallocation.interval_s,
         ),
+        instances,
         max_restarts=cluster.max_scheduler_restarts,
         start_timeout_s=cluster.start_timeout_s,
     )

@@ -14,7 +14,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -23,7 +23,6 @@ import numpy as np
 
 from actors.actor_messages import HeldSamples, PollReply
 from actors.generation.loop_engine import EngineHost
-from actors.generation.migration_port import MigrationPort, TimedPort
 from actors.generation.trace_events import TraceLog
 from core.errors import RlhfSpecError
 from core.progress import Progress
@@ -31,7 +30,8 @@ from core.records import Completion, InstanceLoad, SampleKey, SampleRequest, Ste
 from policies.migration.move_messages import MoveReport, News, describe
 
 if TYPE_CHECKING:
-    # it imports torch, which the scheduler has no use for
+    # they import torch, which the scheduler has no use for
+    from actors.migration.migrator import Migrator
     from engine.exchange import CachePiece
 
 logger = logging.getLogger(__name__)
@@ -125,16 +125,18 @@ class DecodeLoop:
         *,
         report_interval_s: float,
         on_report: Callable[[InstanceLoad], None] = lambda load: None,
-        make_port: Callable[[DecodeLoop], MigrationPort] | None = None,
+        make_migrator: Callable[[DecodeLoop], Migrator] | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._instance = instance
         self._host = host
         self._report_interval_s = report_interval_s
         self._on_report = on_report
+        self._clock = clock
         self._mailbox: queue.SimpleQueue[tuple[LoopOrder, Future]] = queue.SimpleQueue()
         self._changed = threading.Condition()
         self.open_epochs: dict[SampleKey, int] = {}
-        "samples taken and not finished; the port keeps it up to date for those that move"
+        "samples taken and not finished; the migrator keeps it up to date for those that move"
         self._term = 0
         self._outbox: deque[tuple[int, Completion | MoveReport]] = deque()
         self._sequence = 0
@@ -142,6 +144,8 @@ class DecodeLoop:
         self._published_at_s = 0.0
         self._publish_s = 0.0
         "spent on telling polls what they read"
+        self._move_s = 0.0
+        "spent on moves, prefilling again included"
         self._answered_at_s = 0.0
         self._step_began_s: float | None = None
         self._failure: BaseException | None = None
@@ -151,7 +155,7 @@ class DecodeLoop:
         self.spans = TraceLog()
         self._is_stale = False
         "a decode step was made since the last publication"
-        self._port = TimedPort(make_port(self)) if make_port else None
+        self._migrator = make_migrator(self) if make_migrator else None
 
     def order(self, order: LoopOrder) -> Future:
         """Put an order into the mailbox; the future answers once a boundary has carried it out."""
@@ -180,16 +184,16 @@ class DecodeLoop:
             if not was_idle:
                 self._changed.wait_for(
                     lambda: self._failure or self._stopping or not self.open_epochs,
-                    timeout=max(self._answered_at_s + GATHER_S - time.monotonic(), 0.0),
+                    timeout=max(self._answered_at_s + GATHER_S - self._clock(), 0.0),
                 )
             if self._failure is not None:
                 raise self._failure
-            self._answered_at_s = time.monotonic()
+            self._answered_at_s = self._clock()
             began_s = self._step_began_s
             return PollReply(
                 instance=self._instance,
                 boundary=self.boundary,
-                busy_s=0.0 if began_s is None else time.monotonic() - began_s,
+                busy_s=0.0 if began_s is None else self._clock() - began_s,
                 load=self._published.load,
                 completions=tuple(item for _, item in self._outbox if isinstance(item, Completion)),
                 moves=tuple(item for _, item in self._outbox if isinstance(item, MoveReport)),
@@ -231,7 +235,7 @@ class DecodeLoop:
 
     def _carry_out_orders(self, wait_s: float | None) -> None:
         """Empty the mailbox; without work, sleep until something arrives."""
-        moving = self._port is not None and self._port.is_busy
+        moving = self._migrator is not None and self._migrator.is_busy
         if not self._has_work:
             if self._is_stale:
                 # its last sample has moved away: what it did for it would stay untold until there is work
@@ -242,13 +246,17 @@ class DecodeLoop:
                 self._carry_out(*self._mailbox.get(block=wait_s != 0.0, timeout=wait_s or None))
         while not self._mailbox.empty():
             self._carry_out(*self._mailbox.get())
-        if moving and self._port is not None:
-            self._port.tick()
+        if moving and self._migrator is not None:
+            with self._counting_moves():
+                self._migrator.tick()
 
     def _carry_out(self, order: LoopOrder, future: Future) -> None:
         logger.debug("%s, boundary %d: %s", self._instance, self.boundary, order)
         try:
             match order:
+                case SubmitOrder() | NewsOrder() if order.term is not None and order.term < self._term:
+                    # sent by a scheduler before its death, arrived after its successor asked what is held: void
+                    future.set_result(None)
                 case SubmitOrder():
                     self._submit(order)
                     future.set_result(None)
@@ -256,12 +264,17 @@ class DecodeLoop:
                     future.set_result(self._host.load_weights(order.manifest, order.chunks))
                     self._report_state()
                 case NewsOrder():
-                    self._take_news(order)
+                    if self._migrator is None:
+                        logger.error("instance %s moves no samples, but got: %s", self._instance, order)
+                    else:
+                        with self._counting_moves():
+                            self._migrator.take(order.news, order.pieces)
                     future.set_result(None)
                 case HoldOrder():
                     self._term = max(self._term, order.term)
-                    if self._port is not None:
-                        self._port.hold()
+                    if self._migrator is not None:
+                        with self._counting_moves():
+                            self._migrator.hold()
                     future.set_result(self._held())
                 case StepLogOrder():
                     future.set_result(self._take_step_log())
@@ -280,9 +293,6 @@ class DecodeLoop:
             raise
 
     def _submit(self, order: SubmitOrder) -> None:
-        # Sent by a scheduler before its death, arrived after its successor asked: given out again by now.
-        if order.term < self._term:
-            return
         if self._host.engine is None:
             raise RlhfSpecError(
                 f"instance {self._instance} got samples before its weights; publish weights first"
@@ -293,14 +303,13 @@ class DecodeLoop:
         with self._changed:
             self._changed.notify_all()
 
-    def _take_news(self, order: NewsOrder) -> None:
-        # As in `_submit`: its successor has ruled on what this one ruled on.
-        if order.term is not None and order.term < self._term:
-            return
-        if self._port is None:
-            logger.error("instance %s moves no samples, but got: %s", self._instance, order)
-            return
-        self._port.take(order.news, order.pieces)
+    @contextlib.contextmanager
+    def _counting_moves(self) -> Iterator[None]:
+        began_s = self._clock()
+        try:
+            yield
+        finally:
+            self._move_s += self._clock() - began_s
 
     def _take_step_log(self) -> list[StepRecord]:
         engine = self._host.engine
@@ -316,24 +325,26 @@ class DecodeLoop:
                 open_epochs=dict(self.open_epochs),
                 completions=tuple(item for _, item in self._outbox if isinstance(item, Completion)),
                 sequence=self._sequence,
-                set_aside=dict(self._port.set_aside) if self._port else {},
+                set_aside=dict(self._migrator.set_aside) if self._migrator else {},
             )
 
     def _step(self) -> None:
         engine = self._host.engine
         assert engine is not None
-        if self._port is not None:
-            self._port.before_step()
+        if self._migrator is not None:
+            with self._counting_moves():
+                self._migrator.before_step()
         num_samples, context_tokens = engine.num_running, engine.num_context_tokens
         emitted_before = engine.num_emitted_tokens
-        self._step_began_s = began_s = time.monotonic()
+        self._step_began_s = began_s = self._clock()
         finished = engine.step()
         for completion in finished:
             if self.open_epochs.get(completion.key) == completion.epoch:
                 self.open_epochs.pop(completion.key)
-        if finished and self._port is not None:
-            self._port.after_step(finished)
-        now_s = time.monotonic()
+        if finished and self._migrator is not None:
+            with self._counting_moves():
+                self._migrator.after_step(finished)
+        now_s = self._clock()
         self._step_began_s, self._is_stale = None, True
         batch, emitted = num_samples or engine.num_running, engine.num_emitted_tokens - emitted_before
         self.spans.add(
@@ -344,19 +355,18 @@ class DecodeLoop:
         elif finished:
             # many samples end at once: what is told of the others may be a little old
             self._tell(self._published, finished)
-            self._publish_s += time.monotonic() - now_s
+            self._publish_s += self._clock() - now_s
 
     def _report_state(self, finished: Sequence[Completion] = ()) -> None:
         engine = self._host.engine
         if engine is None:
             return
-        self._published_at_s, self._is_stale = time.monotonic(), False
+        self._published_at_s, self._is_stale = self._clock(), False
         load = engine.load()
-        move_s = self._port.seconds if self._port is not None else 0.0
-        load = replace(load, stats=replace(load.stats, move_s=move_s, publish_s=self._publish_s))
+        load = replace(load, stats=replace(load.stats, move_s=self._move_s, publish_s=self._publish_s))
         self._tell(_Published(load=load, progress=engine.progress()), finished)
         self._on_report(load)
-        self._publish_s += time.monotonic() - self._published_at_s
+        self._publish_s += self._clock() - self._published_at_s
 
     def _tell(self, published: _Published, finished: Sequence[Completion]) -> None:
         with self._changed:

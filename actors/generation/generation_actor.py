@@ -50,13 +50,13 @@ class GenerationActor:
         self._spec = spec
         self._gauges = InstanceGauges(spec.instance)
         host = ManifestHost(spec)
-        self._port = RayMigrationEndpoint(spec, host) if spec.migration else None
+        self._endpoint = RayMigrationEndpoint(spec, host) if spec.migration else None
         self._loop = DecodeLoop(
             spec.instance,
             host,
             report_interval_s=spec.report_interval_s,
             on_report=self._gauges.update,
-            make_port=self._port.open if self._port else None,
+            make_migrator=self._endpoint.open if self._endpoint else None,
         )
 
     def __repr__(self) -> str:
@@ -72,8 +72,8 @@ class GenerationActor:
             self._loop.run()
         finally:
             self._gauges.close()
-            if self._port is not None:
-                self._port.close()
+            if self._endpoint is not None:
+                self._endpoint.close()
 
     @ray.method(concurrency_group="poll")
     def poll(self, acknowledged: int, wait_s: float) -> PollReply:
@@ -113,9 +113,9 @@ class GenerationActor:
     @ray.method(concurrency_group="moves")
     def move_out(self, orders: tuple[MoveOrder, ...], destinations: dict[str, Handle], term: int = 0) -> None:
         """Move samples to other instances; what comes of it is said in the polls."""
-        if self._port is not None:
+        if self._endpoint is not None:
             for name, handle in destinations.items():
-                self._port.meet(name, handle)
+                self._endpoint.meet(name, handle)
         for order in orders:
             self._loop.order(NewsOrder(news=order, term=term))
 
@@ -134,21 +134,21 @@ class GenerationActor:
         handle: Handle,
     ) -> None:
         """Take what another instance says about moves, and the pieces of caches beside each message."""
-        if self._port is not None:
-            self._port.meet(sender, handle)
+        if self._endpoint is not None:
+            self._endpoint.meet(sender, handle)
         for message, beside in zip(messages, pieces, strict=True):
             self._loop.order(NewsOrder(news=message, pieces=beside))
 
     @ray.method(concurrency_group="transfer")
     def deliver_frame(self, channel: str, sequence: int, frame: np.ndarray | None) -> str:
         """Take a frame that comes through the object store."""
-        return self._port.deliver(channel, sequence, frame) if self._port is not None else "gone"
+        return self._endpoint.deliver(channel, sequence, frame) if self._endpoint is not None else "gone"
 
     @ray.method(concurrency_group="control")
     def close_channels(self) -> None:
         """Close the channels to other instances; the next move opens them anew."""
-        if self._port is not None:
-            self._port.close_channels()
+        if self._endpoint is not None:
+            self._endpoint.close_channels()
 
     @ray.method(concurrency_group="control")
     def take_spans(self) -> list[TraceEvent]:

@@ -1,20 +1,40 @@
 """Moves samples out of and into one instance, between its decode steps (design 3.4).
 
 The decode thread alone calls this object: orders, messages of peers and news of the transfer threads come through
-the loop's mailbox. What the machines of `policies.migration` decide is carried out on engine, channels, peers.
+the loop's mailbox. It asks the move's state machine (`policies.migration`) what to do, and the move does it.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from actors.migration.context import MigrationContext
 from actors.migration.migration_destination import MigrationDestination
 from actors.migration.migration_source import MigrationSource
+from core.errors import WeightsError
 from core.records import Completion, SampleKey
 from engine.exchange import CachePiece
-from policies.migration.move_messages import HandOver, MoveOrder, News, Prepare, Ready, Settle
+from policies.migration.cache_frames import Frame
+from policies.migration.destination import DestinationStage
+from policies.migration.move_messages import (
+    CallOff,
+    Claim,
+    HandOver,
+    MoveOrder,
+    News,
+    Prepare,
+    Ready,
+    Refused,
+    Settle,
+    Verdict,
+)
+from policies.migration.source import SampleEnded, SourceStage
+
+Side = TypeVar("Side", MigrationSource, MigrationDestination)
+ENDED_MOVES = 256
+"So many ended moves are remembered, against messages that come late or twice."
 
 
 class Migrator:
@@ -22,62 +42,133 @@ class Migrator:
 
     def __init__(self, context: MigrationContext) -> None:
         self._context = context
-        self._outgoing = MigrationSource(context)
-        self._incoming = MigrationDestination(context)
+        self._open: dict[str, MigrationSource | MigrationDestination] = {}
+        self._ended: OrderedDict[str, tuple[str, tuple[Frame, ...]]] = OrderedDict()
+        "moves from here that ended of late: the destination, and the frames it may still be waiting for"
 
     @property
     def is_busy(self) -> bool:
         """True while a move is open here."""
-        return bool(len(self._outgoing) or len(self._incoming))
+        return bool(self._open)
 
     @property
     def set_aside(self) -> Mapping[SampleKey, tuple[str, int]]:
         """Samples handed over and not settled: (move, epoch before it)."""
-        return self._outgoing.set_aside
+        return {
+            move.machine.order.key: (move.machine.order.move_id, move.machine.order.epoch)
+            for move in self._moves(MigrationSource)
+            if move.aside is not None
+        }
 
     def take(self, news: News, pieces: tuple[CachePiece, ...] = ()) -> None:
-        """Take an order, a message of a peer, news of a transfer thread, or a verdict."""
+        """Take an order, a message of a peer and the pieces beside it, news of a transfer thread, or a verdict."""
+        move, now_s = self._open.get(news.move_id), self._context.clock()
+        actions: list[Any]
         match news:
+            case MoveOrder() | Prepare() if move is not None or news.move_id in self._ended:
+                return
             case MoveOrder():
-                self._outgoing.begin(news)
+                move = MigrationSource(self._context, news)
+                if refusal := self._refusal(news):
+                    move.say(Claim.KEPT, refusal)
+                    return
+                actions = move.machine.begin()
             case Prepare():
-                self._incoming.begin(news)
-            case HandOver():
-                self._incoming.take_hand_over(news, pieces)
+                move = MigrationDestination(self._context, news)
+                actions = move.machine.begin(refusal=move.refusal())
+            case HandOver() if isinstance(move, MigrationDestination):
+                move.tails = pieces
+                try:
+                    self._context.engine().require_version(news.state)
+                    actions = move.machine.handle(news, now_s=now_s)
+                except WeightsError as error:
+                    actions = move.machine.refuse(str(error), now_s=now_s)
             case _:
-                self._pass_on(news)
+                if move is None:
+                    self._answer_late(news)
+                    return
+                actions = move.machine.handle(news, now_s=now_s)
+        self._open[news.move_id] = move
+        move.carry_out(actions)
+        self._forget_if_over(move)
 
     def before_step(self) -> None:
-        """A decode step begins."""
-        self._incoming.before_step()
+        """A decode step begins: what came in since the last one is running now."""
+        for move in self._moves(MigrationDestination):
+            move.before_step()
 
     def after_step(self, finished: Sequence[Completion]) -> None:
-        """A decode step ended, and these samples with it."""
-        self._outgoing.end_samples(completion.key for completion in finished)
+        """A decode step ended, and these samples with it: they leave no more."""
+        ended = {completion.key for completion in finished}
+        for move in self._moves(MigrationSource):
+            if move.machine.order.key in ended:
+                move.carry_out(move.machine.handle(SampleEnded(), now_s=self._context.clock()))
+                self._forget_if_over(move)
 
     def tick(self) -> None:
         """Give up what waits for too long."""
-        self._outgoing.tick()
-        self._incoming.tick()
+        for leaving in self._moves(MigrationSource):
+            leaving.carry_out(leaving.machine.tick(self._context.clock()))
+            self._forget_if_over(leaving)
+        for coming in self._moves(MigrationDestination):
+            coming.carry_out(coming.machine.tick(self._context.clock()))
+            self._forget_if_over(coming)
 
     def hold(self) -> None:
         """A new scheduler takes over: what has not left yet, stays; what has not come yet, does not come.
 
         It counts what is held now, so no copy may come up later by an order of its predecessor.
         """
-        self._outgoing.call_off_what_has_not_left("the scheduler was replaced")
-        self._incoming.refuse_what_has_not_come("the scheduler was replaced")
+        reason, now_s = "the scheduler was replaced", self._context.clock()
+        for leaving in self._moves(MigrationSource):
+            if leaving.machine.stage is not SourceStage.HANDED_OVER:
+                call_off = CallOff(move_id=leaving.machine.order.move_id, reason=reason)
+                leaving.carry_out(leaving.machine.handle(call_off, now_s=now_s))
+                self._forget_if_over(leaving)
+        for coming in self._moves(MigrationDestination):
+            if coming.machine.stage is not DestinationStage.RUNNING:
+                coming.carry_out(coming.machine.refuse(reason, now_s=now_s))
+                self._forget_if_over(coming)
 
-    def close(self) -> None:
-        """End the transfer threads."""
-        self._context.transfers.close()
+    def _moves(self, side: type[Side]) -> list[Side]:
+        return [move for move in self._open.values() if isinstance(move, side)]
 
-    def _pass_on(self, news: Any) -> None:
-        if news.move_id in self._outgoing:
-            self._outgoing.handle(news.move_id, news)
-        elif news.move_id in self._incoming:
-            self._incoming.handle(news.move_id, news)
-        elif isinstance(news, Settle):
-            self._incoming.obey_late(news)
-        elif isinstance(news, Ready):
-            self._outgoing.answer_late(news)
+    def _refusal(self, order: MoveOrder) -> str:
+        """Why a sample cannot leave, "" when it can."""
+        engine = self._context.engine_or_none()
+        is_here = engine is not None and engine.exchange.holds(order.key)
+        if not is_here or self._context.open_epochs.get(order.key) != order.epoch:
+            return f"it does not run on {order.source} under epoch {order.epoch} any more"
+        for other in self._moves(MigrationSource):
+            if other.machine.order.key == order.key and other.aside is None:
+                return f"it is already on its way from {order.source} to {other.machine.order.destination}"
+        return ""
+
+    def _answer_late(self, news: News) -> None:
+        """What comes for a move that is over here, or was never heard of."""
+        match news:
+            case HandOver():
+                # the source asks for the sample back then
+                reason = f"{self._context.instance} does not expect it, or no more"
+                self._context.post(news.order.source, Refused(move_id=news.move_id, reason=reason), ())
+            case Settle(verdict=Verdict.RELEASE):
+                # a copy that is another's must not go on
+                if self._context.open_epochs.get(news.key, news.epoch) < news.epoch:
+                    self._context.engine().exchange.drop(news.key)
+                    self._context.open_epochs.pop(news.key, None)
+            case Ready():
+                # a destination waits for frames of a move that ended before any was shipped: none will come
+                destination, frames = self._ended.pop(news.move_id, ("", ()))
+                if frames:
+                    self._ended[news.move_id] = (destination, ())
+                    self._context.transfers.send_nothing(destination, news.ticket, frames)
+
+    def _forget_if_over(self, move: MigrationSource | MigrationDestination) -> None:
+        if not move.machine.is_done:
+            return
+        order = move.machine.order
+        del self._open[order.move_id]
+        if isinstance(move, MigrationSource):
+            self._ended[order.move_id] = (order.destination, move.unshipped)
+            if len(self._ended) > ENDED_MOVES:
+                self._ended.popitem(last=False)

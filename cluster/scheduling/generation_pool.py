@@ -16,10 +16,12 @@ from actors.generation.generation_actor import GenerationActor
 from actors.ray_utils.remote import Handle
 from actors.ray_utils.waiting import get
 from cluster.placement.topology import Place, PlacementContext, actor_options
+from cluster.scheduling.instance_table import Instance, InstanceTable
 from cluster.scheduling.scheduler_client import SchedulerClient
 from cluster.weights.publish import PublishedWeights, publish
 from core.config import ClusterConfig
 from core.errors import InstanceLost
+from policies.scheduling.members import InstanceState
 
 
 class GenerationPool:
@@ -32,27 +34,26 @@ class GenerationPool:
         places: tuple[Place, ...],
         context: PlacementContext,
         scheduler: SchedulerClient,
+        instances: InstanceTable,
         spec_for: Callable[[str], GenerationSpec],
         note: Callable[[str], None] = lambda text: None,
     ) -> None:
-        """No instances so far. `note` is told of each that is lost and replaced, one line."""
+        """None is made so far; each gets a row of `instances`. `note` is told of each replacement, in one line."""
         self._cluster = cluster
         self._places = places
         self._context = context
         self._scheduler = scheduler
+        self._instances = instances
         self._spec_for = spec_for
         self._note = note
         self._weights: dict[str, PublishedWeights] = {}
-        self._handles: dict[str, Handle] = {}
-        self._place_of: dict[str, Place] = {}
-        self._sentinels: dict[str, Any] = {}
         self._num_restarts = 0
         self._less_than_bits: list[str] = []
 
     @property
     def instances(self) -> Mapping[str, Handle]:
         """Living instances by name."""
-        return dict(self._handles)
+        return self._instances.handles
 
     def make_all(self) -> None:
         """Start the processes of all instances; they come up while the caller goes on."""
@@ -62,12 +63,12 @@ class GenerationPool:
     def bring_up(self, *weights: PublishedWeights) -> None:
         """Give all instances their first weights. Raises InstanceLost when one cannot start."""
         self._weights = {w.manifest.model: w for w in weights}
-        self._bring_up(list(self._handles))
+        self._bring_up(list(self.instances))
 
     def publish(self, weights: PublishedWeights) -> None:
         """Publish a new version to every instance; one that died since it was last heard of is replaced."""
         self._weights[weights.manifest.model] = weights
-        lost = publish(weights, self._handles, timeout_s=self._cluster.order_timeout_s)
+        lost = publish(weights, self.instances, timeout_s=self._cluster.order_timeout_s)
         for name, error in lost.items():
             self._scheduler.lose(name, str(error))
             self.replace(LostInstance(instance=name, reason=str(error), num_requeued=0))
@@ -77,10 +78,12 @@ class GenerationPool:
 
         Raises InstanceLost when `cluster.max_instance_restarts` are used up.
         """
-        place = self._place_of.pop(lost.instance, None)
+        row = self._instances[lost.instance]
+        place, row.place = row.place, None
         if place is None:
             return None
-        self._forget(lost.instance)
+        row.state = InstanceState.GONE
+        ray.kill(row.handle)
         self._num_restarts += 1
         if self._num_restarts > self._cluster.max_instance_restarts:
             raise InstanceLost(
@@ -100,27 +103,30 @@ class GenerationPool:
 
     def stop(self) -> None:
         """Let every instance leave its loop, so that its gauges end at 0."""
-        refs: list[Any] = [handle.stop.remote(1.0) for handle in self._handles.values()]
+        refs: list[Any] = [handle.stop.remote(1.0) for handle in self.instances.values()]
         ray.wait(refs, num_returns=len(refs), timeout=2.0)
 
     def _make(self, name: str, place: Place) -> None:
         options = actor_options(place, self._context) | {"name": name}
-        handle = GenerationActor.options(**options).remote(self._spec_for(name))
-        self._handles[name] = handle
-        self._place_of[name] = place
-        self._sentinels[name] = handle.run.remote()
+        spec = self._spec_for(name)
+        handle = GenerationActor.options(**options).remote(spec)
+        self._instances[name] = Instance(
+            handle=handle,
+            num_slots=spec.engine.max_running_samples,
+            place=place,
+            sentinel=handle.run.remote(),
+        )
 
     def _bring_up(self, names: list[str]) -> None:
         """Load the first weights (module building and the probe included), then let them take samples."""
-        handles = {name: self._handles[name] for name in names}
+        handles = {name: self._instances[name].handle for name in names}
         for model in self._spec_for(names[0]).model_names:
             lost = publish(self._weights[model], handles, timeout_s=self._cluster.start_timeout_s)
             for error in lost.values():
                 raise error
         self._ask_numerics(handles)
         for name in names:
-            num_slots = self._spec_for(name).engine.max_running_samples
-            self._scheduler.join(name, handles[name], num_slots)
+            self._scheduler.join(name)
 
     def _ask_numerics(self, handles: Mapping[str, Handle]) -> None:
         """Note every way in which instances promise less than bits, once."""
@@ -140,7 +146,3 @@ class GenerationPool:
     def is_invariant(self) -> bool:
         """Whether every instance there was promises bits."""
         return not self._less_than_bits
-
-    def _forget(self, name: str) -> None:
-        ray.kill(self._handles.pop(name))
-        del self._sentinels[name]

@@ -1,7 +1,7 @@
 """The loop's side of the scheduler: one method a wish, and a new scheduler when one dies.
 
-What a scheduler must know after its predecessor's death is kept here: which instances joined, what was
-asked for since nothing was open, what of it has been delivered. A wish is noted before it is sent, so a
+What a scheduler must know after its predecessor's death is kept here: what was asked for since nothing was open,
+what of it has been delivered. Which instances have joined, the table says. A wish is noted before it is sent, so a
 scheduler that is rebuilt from the notes and from what the instances hold has carried it out. What a
 dead scheduler had received and not handed on is generated again, to the same tokens.
 """
@@ -9,7 +9,7 @@ dead scheduler had received and not handed on is generated again, to the same to
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import ray
@@ -17,17 +17,13 @@ import ray
 from actors.actor_messages import HeldSamples, LostInstance, Rejoined, SchedulerSettings, Taken
 from actors.ray_utils.remote import Handle
 from actors.ray_utils.waiting import ActorDied, awake_s, get
+from cluster.scheduling.instance_table import InstanceTable
 from core.errors import InstanceLost, SchedulerLost, WaitTimeout
 from core.records import Completion, GenerationStats, SampleKey, SampleRequest
+from policies.scheduling.members import InstanceState
 
 _GRACE_S = 5.0
 "The caller waits longer than the instance, so that the instance's own message arrives."
-
-
-@dataclass(frozen=True, slots=True)
-class _Member:
-    handle: Handle
-    num_slots: int
 
 
 class SchedulerClient:
@@ -37,6 +33,7 @@ class SchedulerClient:
         self,
         make: Callable[[SchedulerSettings], Handle],
         settings: SchedulerSettings,
+        instances: InstanceTable,
         *,
         max_restarts: int,
         start_timeout_s: float,
@@ -44,14 +41,13 @@ class SchedulerClient:
         """Start the first scheduler. `make` starts an actor whose name no earlier term has used."""
         self._make = make
         self._settings = settings
+        self._instances = instances
         self._max_restarts = max_restarts
         self._start_timeout_s = start_timeout_s
-        self._members: dict[str, _Member] = {}
         self._asked: dict[SampleKey, SampleRequest] = {}
         self._delivered: dict[SampleKey, Completion] = {}
         self._lost: list[LostInstance] = []
         self._news: list[str] = []
-        self._stats: dict[str, GenerationStats] = {}
         self._planning_s = 0.0
         self._planning_before_s = 0.0
         self._handle = make(settings)
@@ -65,21 +61,22 @@ class SchedulerClient:
     @property
     def stats(self) -> GenerationStats:
         """Sums over all instances since the run began, lost ones included, as of the last `take`."""
-        return sum(self._stats.values(), GenerationStats())
+        return sum((row.stats for row in self._instances.values()), GenerationStats())
 
     @property
     def planning_s(self) -> float:
         """Seconds spent on deciding moves since the run began, by all schedulers, as of the last `take`."""
         return self._planning_before_s + self._planning_s
 
-    def join(self, instance: str, handle: Handle, num_slots: int) -> None:
-        """Add an instance whose weights have been confirmed. Raises SchedulerLost."""
-        self._members[instance] = _Member(handle, num_slots)
-        self._tell("join", instance, handle, num_slots)
+    def join(self, instance: str) -> None:
+        """Add an instance of the table whose weights have been confirmed. Raises SchedulerLost."""
+        row = self._instances[instance]
+        row.state = InstanceState.SERVING
+        self._tell("join", instance, row.handle, row.num_slots)
 
     def lose(self, instance: str, reason: str) -> None:
         """Give an instance up whose weight load failed. Raises SchedulerLost."""
-        self._members.pop(instance, None)
+        self._instances[instance].state = InstanceState.GONE
         self._tell("lose", instance, reason)
 
     def enqueue(self, requests: tuple[SampleRequest, ...]) -> None:
@@ -98,9 +95,10 @@ class SchedulerClient:
         taken = self._tell("take", wait_s) or Taken()
         self._planning_s = taken.planning_s
         self._delivered.update((completion.key, completion) for completion in taken.completions)
-        self._stats.update(taken.stats)
+        for name, stats in taken.stats.items():
+            self._instances[name].stats = stats
         for lost in taken.lost:
-            self._members.pop(lost.instance, None)
+            self._instances[lost.instance].state = InstanceState.GONE
         given_up, self._lost = self._lost, []
         return replace(taken, lost=(*given_up, *taken.lost))
 
@@ -157,8 +155,8 @@ class SchedulerClient:
         """
         timeout_s = self._settings.heartbeat_timeout_s
         refs = {
-            name: member.handle.hold.remote(self._settings.term, timeout_s)
-            for name, member in self._members.items()
+            name: row.handle.hold.remote(self._settings.term, timeout_s)
+            for name, row in self._instances.serving.items()
         }
         deadline_s = awake_s() + timeout_s + _GRACE_S
         held: dict[str, HeldSamples] = {}
@@ -172,14 +170,15 @@ class SchedulerClient:
                     timeout_s=max(0.0, deadline_s - awake_s()),
                 )
             except (InstanceLost, WaitTimeout) as error:
-                ray.kill(self._members.pop(name).handle)
+                self._instances[name].state = InstanceState.GONE
+                ray.kill(self._instances[name].handle)
                 self._lost.append(LostInstance(instance=name, reason=str(error), num_requeued=0))
         return held
 
     def _rebuild(self, held: Mapping[str, HeldSamples]) -> None:
         rejoined = tuple(
-            Rejoined(handle=self._members[name].handle, num_slots=self._members[name].num_slots, held=one)
-            for name, one in held.items()
+            Rejoined(handle=row.handle, num_slots=row.num_slots, held=held[name])
+            for name, row in self._instances.serving.items()
         )
         requests, delivered = tuple(self._asked.values()), tuple(self._delivered.values())
         ref = self._handle.rebuild.remote(requests, delivered, rejoined)

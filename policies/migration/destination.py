@@ -18,6 +18,7 @@ from policies.migration.move_messages import (
     Claim,
     HandOver,
     Landed,
+    News,
     PeerMessage,
     Prepare,
     Received,
@@ -72,9 +73,6 @@ class Drop:
 DestinationAction = KeepSlot | FreeSlot | Answer | TakeIn | Drop | Say
 
 
-DestinationEvent = Received | HandOver | Cancel | Settle
-
-
 class DestinationMove:
     """One move at its destination."""
 
@@ -100,8 +98,8 @@ class DestinationMove:
             self.stage = DestinationStage.LANDED
         return [KeepSlot(expect_frames=ships)]
 
-    def handle(self, event: DestinationEvent, *, now_s: float) -> list[DestinationAction]:
-        """Take one event. What comes too late or twice gives no action."""
+    def handle(self, event: News, *, now_s: float) -> list[DestinationAction]:
+        """Take one event. What comes too late or twice, or is no destination's business, gives no action."""
         match event:
             case Received() if self.stage is DestinationStage.RESERVED:
                 if event.error:

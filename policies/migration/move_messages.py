@@ -44,6 +44,11 @@ class Prepare:
     broken_channel: str = ""
     "the one that failed last at the source: of no use any more"
 
+    @property
+    def move_id(self) -> str:
+        """The move's name."""
+        return self.order.move_id
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ready:
@@ -82,6 +87,11 @@ class HandOver:
     left_at_s: float
     "wall clock at the end of the source's last decode step with it"
     num_stage1_bytes: int = 0
+
+    @property
+    def move_id(self) -> str:
+        """The move's name."""
+        return self.order.move_id
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,9 +195,7 @@ News = MoveOrder | PeerMessage | Shipped | Received | Settle | CallOff
 
 def describe(news: News) -> str:
     """One line for the log of orders."""
-    order = getattr(news, "order", news if isinstance(news, MoveOrder) else None)
-    move_id = order.move_id if order is not None else getattr(news, "move_id", "?")
-    parts = [type(news).__name__.lower(), "of move", str(move_id)]
+    parts = [type(news).__name__.lower(), "of move", news.move_id]
     if isinstance(news, MoveOrder):
         parts += [f"sample {news.key.sample_index}@{news.epoch}", f"to {news.destination} by {news.mode}"]
     elif isinstance(news, Settle):

@@ -20,6 +20,7 @@ from policies.migration.move_messages import (
     Claim,
     Landed,
     MoveOrder,
+    News,
     Ready,
     Refused,
     Settle,
@@ -91,9 +92,6 @@ class SampleEnded:
     """The sample finished here before it was handed over."""
 
 
-SourceEvent = Ready | Refused | Landed | Shipped | SampleEnded | Settle | CallOff
-
-
 class SourceMove:
     """One move at its source."""
 
@@ -103,12 +101,17 @@ class SourceMove:
         self._timeout_s = timeout_s
         self._since_s = now_s
 
+    @property
+    def is_done(self) -> bool:
+        """True when nothing is left to do here."""
+        return self.stage is SourceStage.DONE
+
     def begin(self) -> list[SourceAction]:
         """The first actions."""
         return [AskDestination()]
 
-    def handle(self, event: SourceEvent, *, now_s: float) -> list[SourceAction]:
-        """Take one event. What comes too late or twice gives no action."""
+    def handle(self, event: News | SampleEnded, *, now_s: float) -> list[SourceAction]:
+        """Take one event. What comes too late or twice, or is no source's business, gives no action."""
         match event:
             case Ready() if self.stage is SourceStage.PREPARING:
                 if self.order.mode is MoveMode.RECOMPUTE:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from core.records import Completion, InstanceLoad, SampleKey, SampleRequest
 from policies.migration.move_messages import CallOff, MoveOrder, MoveOutcome, MoveReport, Settle
@@ -27,6 +28,8 @@ class InstanceJoined:
     instance: str
     num_slots: int
     now_s: float
+    link: Any = None
+    "how the shell reaches it: the machine keeps it in its table and does not look at it"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,3 +155,5 @@ class InstanceSnapshot:
     "finished, not yet acknowledged"
     set_aside: Mapping[SampleKey, tuple[str, int]] = field(default_factory=dict)
     "handed over and not settled: the move and the epoch before it"
+    link: Any = None
+    "how the shell reaches it"

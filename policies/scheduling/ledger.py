@@ -1,4 +1,4 @@
-"""The scheduler's log of open samples and living instances, and who owns what.
+"""The scheduler's log of open samples and its table of instances, and who owns what.
 
 Every change of an owner happens here: binding, moves, losses. Epochs only grow.
 """
@@ -21,7 +21,8 @@ from policies.migration.move_messages import (
 )
 from policies.reallocation.pool_records import Move
 from policies.scheduling.events import Abandon, MoveEnded, Order, SendVerdict, Submit
-from policies.scheduling.open_samples import Member, OpenSample
+from policies.scheduling.members import InstanceState, Members
+from policies.scheduling.open_samples import OpenSample
 from policies.scheduling.ownership import (
     TAKEN_BACK_EPOCHS,
     OpenMoves,
@@ -36,14 +37,14 @@ AHEAD_SHARE = 4
 
 
 class Ledger:
-    """Open samples, those without an owner, living instances, open moves."""
+    """Open samples, those without an owner, instances, open moves."""
 
     def __init__(self, *, binding: Binding, prefix: str) -> None:
         """`prefix` makes the names of moves unique in a run."""
         self.samples: dict[SampleKey, OpenSample] = {}
         self.waiting: list[tuple[int, SampleKey]] = []
         "a heap by arrival"
-        self.members: dict[str, Member] = {}
+        self.members = Members()
         self.moves = OpenMoves(prefix=prefix)
         self.now_s = 0.0
         self._binding = binding
@@ -57,7 +58,7 @@ class Ledger:
 
     def can_move(self, move: Move) -> bool:
         """True when the sample is where the move says, is not being moved, and a slot is free for it."""
-        sample, target = self.samples.get(move.key), self.members.get(move.destination)
+        sample, target = self.samples.get(move.key), self.members.serving.get(move.destination)
         if sample is None or target is None or sample.owner != move.source or move.key in self.moves:
             return False
         if move.source == move.destination:
@@ -100,13 +101,13 @@ class Ledger:
         many that another instance may run dry: the fewer wait here, the fewer wait there.
         """
         given: dict[str, list[SampleRequest]] = {}
-        static = self._binding == "static"
+        members, static = self.members.serving, self._binding == "static"
         while self.waiting:
-            load = {name: len(m.owned) + self.moves.num_arriving(name) for name, m in self.members.items()}
-            spare = len(self.waiting) // (2 * max(len(self.members), 1))
+            load = {name: len(m.owned) + self.moves.num_arriving(name) for name, m in members.items()}
+            spare = len(self.waiting) // (2 * max(len(members), 1))
             free = [
                 (load[name], name)
-                for name, m in self.members.items()
+                for name, m in members.items()
                 if static or load[name] < m.num_slots + min(m.num_slots // AHEAD_SHARE, spare)
             ]
             if not free:
@@ -114,17 +115,18 @@ class Ledger:
             arrival, key = heapq.heappop(self.waiting)
             _, name = min(free)
             if static and not self.samples[key].request.epoch:
-                name = sorted(self.members)[arrival % len(self.members)]
+                name = sorted(members)[arrival % len(members)]
             self.samples[key].owner = name
-            self.members[name].owned.add(key)
+            members[name].owned.add(key)
             given.setdefault(name, []).append(self.samples[key].request)
         return [Submit(instance=name, requests=tuple(requests)) for name, requests in given.items()]
 
     def lose(self, instance: str, reason: str) -> list[Order]:
         """Give up an instance: what it owned is queued again, moves with it end."""
-        member = self.members.pop(instance, None)
+        member = self.members.serving.get(instance)
         if member is None:
             return []
+        member.state = InstanceState.GONE
         orders: list[Order] = []
         for order in self.moves.touching(instance):
             if order.source == instance:
@@ -137,9 +139,10 @@ class Ledger:
                 # the source keeps the sample, or asks for it back: it may have finished meanwhile
                 call_off = CallOff(move_id=order.move_id, reason=f"{instance} is lost: {reason}")
                 orders += self._if_alive(order.source, SendVerdict(instance=order.source, verdict=call_off))
-        for key in member.owned:
+        lost, member.owned = member.owned, set()
+        for key in lost:
             self.queue_again(key)
-        return [*orders, Abandon(instance=instance, reason=reason, num_requeued=len(member.owned))]
+        return [*orders, Abandon(instance=instance, reason=reason, num_requeued=len(lost))]
 
     def queue_again(self, key: SampleKey) -> None:
         """Let a sample start anew, under an epoch that no copy of it can have."""
@@ -154,7 +157,7 @@ class Ledger:
 
         An instance that was given up claims nothing any more: what it held is another's.
         """
-        if instance not in self.members:
+        if instance not in self.members.serving:
             return []
         sample, key = self.samples.get(report.key), report.key
         epoch, owner = (sample.request.epoch, sample.owner) if sample else (0, None)
@@ -213,7 +216,7 @@ class Ledger:
         return list(self.end_move(report.key, outcome, report.reason, report.figures))
 
     def _if_alive(self, instance: str, order: Order) -> list[Order]:
-        return [order] if instance in self.members else []
+        return [order] if instance in self.members.serving else []
 
 
 def _verdict_on(instance: str, report: MoveReport, ruling: Ruling, epoch: int) -> Order:

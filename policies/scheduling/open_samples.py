@@ -1,4 +1,4 @@
-"""What the scheduler keeps of samples and instances: enough to generate any open sample again anywhere."""
+"""What the scheduler keeps of samples: enough to generate any open one again anywhere."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from core.records import Completion, InstanceLoad, SampleKey, SampleRequest
+from core.records import Completion, SampleRequest
 
 
 @dataclass(slots=True)
@@ -31,33 +31,6 @@ class OpenSample:
     def num_context_tokens(self) -> int:
         """Tokens of prompt and response at the last poll."""
         return len(self.request.prompt.token_ids) + self.num_tokens
-
-
-@dataclass(slots=True)
-class Member:
-    """A living instance."""
-
-    most_slots: int
-    "offered when it joined"
-    last_seen_s: float
-    owned: set[SampleKey] = field(default_factory=set)
-    load: InstanceLoad | None = None
-    boundary: int = -1
-    "step boundary it last told"
-    boundary_since_s: float = 0.0
-
-    def looked_at_step(self, boundary: int, now_s: float) -> float:
-        """Return for how many seconds it has told no other step boundary than this one."""
-        if boundary != self.boundary:
-            self.boundary, self.boundary_since_s = boundary, now_s
-        return now_s - self.boundary_since_s
-
-    @property
-    def num_slots(self) -> int:
-        """Slots that can be used now: its caches may have room for fewer samples than it has slots."""
-        if self.load is None or self.load.num_slots is None:
-            return self.most_slots
-        return min(self.most_slots, self.load.num_slots)
 
 
 def digest(completion: Completion) -> str:

@@ -9,10 +9,10 @@ from policies.scheduling.ledger import Ledger
 
 
 def pool_view(ledger: Ledger, *, max_new_tokens: int) -> PoolView:
-    """Show every living instance. Samples being moved are only counted; those that have not begun have no tokens."""
+    """Show what serves. Samples being moved are only counted; those that have not begun have no tokens."""
     return PoolView(
         now_s=ledger.now_s,
-        instances=tuple(_view(name, ledger) for name in sorted(ledger.members)),
+        instances=tuple(_view(name, ledger) for name in sorted(ledger.members.serving)),
         num_queued=len(ledger.waiting),
         max_new_tokens=max_new_tokens,
         warm_pairs=ledger.moves.warm_pairs,

@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from core.awake import AwakeClock
 from core.errors import RlhfSpecError
-from core.records import Completion, InstanceLoad, SampleKey, SampleRequest
+from core.records import Completion, SampleKey, SampleRequest
 from policies.migration.move_messages import MoveOutcome
 from policies.reallocation.pool_records import Move, ReallocationPolicy
 from policies.scheduling.events import (
@@ -33,8 +33,9 @@ from policies.scheduling.events import (
     StartMove,
 )
 from policies.scheduling.ledger import Binding, Ledger, verdict_for
-from policies.scheduling.open_samples import Member, OpenSample, digest
-from policies.scheduling.ownership import TAKEN_BACK_EPOCHS
+from policies.scheduling.members import Member, Members
+from policies.scheduling.open_samples import OpenSample, digest
+from policies.scheduling.ownership import TAKEN_BACK_EPOCHS, OpenMoves
 from policies.scheduling.pool_view import pool_view
 
 MOVE_TIMEOUT_S = 60.0
@@ -90,22 +91,28 @@ class Scheduler:
         """Seconds of its clock at the last event, its own pauses left out; only differences mean something."""
         return self._ledger.now_s
 
+    @property
+    def members(self) -> Members:
+        """The table of instances; to be read."""
+        return self._ledger.members
+
+    @property
+    def moves(self) -> OpenMoves:
+        """Moves that are ordered and not ended; to be read."""
+        return self._ledger.moves
+
     def instances(self) -> dict[str, int]:
-        """Living instances and the number of samples each owns."""
-        return {name: len(member.owned) for name, member in sorted(self._ledger.members.items())}
+        """Instances that take samples and the number that each owns."""
+        return {name: len(member.owned) for name, member in sorted(self.members.serving.items())}
 
     def open_samples(self) -> tuple[OpenSample, ...]:
         """The log of open samples in order of arrival."""
         return tuple(sorted(self._ledger.samples.values(), key=lambda sample: sample.arrival))
 
-    def loads(self) -> dict[str, InstanceLoad]:
-        """The last load each living instance reported."""
-        return {name: m.load for name, m in sorted(self._ledger.members.items()) if m.load is not None}
-
     def handle(self, event: Event) -> list[Order]:
         """Take one event, return the orders it gives rise to.
 
-        Raises RlhfSpecError when a key arrives twice or an instance joins under a living one's name.
+        Raises RlhfSpecError when a key arrives twice or an instance joins under a name that another had.
         """
         self._look_at_clock(getattr(event, "now_s", None))
         match event:
@@ -176,7 +183,9 @@ class Scheduler:
         known = list(snapshots)
         for snapshot in known:
             machine._join(
-                InstanceJoined(instance=snapshot.instance, num_slots=snapshot.num_slots, now_s=now_s)
+                InstanceJoined(
+                    instance=snapshot.instance, num_slots=snapshot.num_slots, now_s=now_s, link=snapshot.link
+                )
             )
         for key, sample in machine._ledger.samples.items():
             machine._adopt(key, sample, known)
@@ -204,10 +213,10 @@ class Scheduler:
             self._max_new_tokens = max(self._max_new_tokens, request.sampling.max_new_tokens)
 
     def _join(self, event: InstanceJoined) -> None:
-        if event.instance in self._ledger.members:
+        if event.instance in self.members:
             raise RlhfSpecError(f"instance {event.instance} joined twice; a replacement needs a new name")
-        self._ledger.members[event.instance] = Member(
-            most_slots=event.num_slots, last_seen_s=self._ledger.now_s
+        self.members[event.instance] = Member(
+            most_slots=event.num_slots, last_seen_s=self._ledger.now_s, link=event.link
         )
 
     def _adopt(self, key: SampleKey, sample: OpenSample, snapshots: list[InstanceSnapshot]) -> None:
@@ -222,7 +231,7 @@ class Scheduler:
         epoch = max(newest, sample.request.epoch) + 1
         if len(holders) == 1:
             ((sample.owner, sample.taken_back),) = holders
-            self._ledger.members[sample.owner].owned.add(key)
+            self.members[sample.owner].owned.add(key)
             # the destination may hold the next one in a message that is still on its way
             epoch = newest + (TAKEN_BACK_EPOCHS if sample.taken_back else 0)
         sample.was_moved = any(move_id for _, _, move_id in held)
@@ -241,15 +250,15 @@ class Scheduler:
         return orders
 
     def _report(self, event: InstanceReported) -> list[Order]:
-        member = self._ledger.members.get(event.instance)
+        member = self.members.serving.get(event.instance)
         if member is not None:
+            member.load = event.load or member.load
             stuck_s = member.looked_at_step(event.boundary, self._ledger.now_s)
             # by both clocks: what was stopped together with the scheduler is not to blame for it
             if min(stuck_s, event.busy_s) > self._heartbeat_timeout_s:
                 reason = f"its decode step {event.boundary} has been running for {event.busy_s:.0f} s"
                 return self._ledger.lose(event.instance, reason)
             member.last_seen_s = self._ledger.now_s
-            member.load = event.load or member.load
             for key, num_tokens in event.progress.items():
                 if key in member.owned:
                     self._ledger.samples[key].num_tokens = num_tokens
@@ -293,7 +302,7 @@ class Scheduler:
         if epoch > sample.request.epoch or sample.owner != instance:
             what = f"reported under epoch {epoch}; its owner is {sample.owner}, epoch {sample.request.epoch}"
             return [Alarm(key=key, instance=instance, epoch=epoch, what=what)]
-        self._ledger.members[instance].owned.remove(key)
+        self.members[instance].owned.remove(key)
         self._accepted[key] = (epoch, digest(completion))
         if self._reallocation is not None:
             self._reallocation.note_finished(completion.num_tokens)
@@ -312,7 +321,7 @@ class Scheduler:
 
     def _give_up_silent(self) -> list[Order]:
         orders: list[Order] = []
-        for name, member in sorted(self._ledger.members.items()):
+        for name, member in sorted(self.members.serving.items()):
             silent_s = self._ledger.now_s - member.last_seen_s
             if silent_s > self._heartbeat_timeout_s:
                 orders += self._ledger.lose(name, f"silent for {silent_s:.0f} s")

@@ -63,7 +63,7 @@ def test_a_reward_that_is_not_finite_surfaces_as_itself_naming_the_sample(make_p
     assert type(caught.value) is RewardError and "\n" not in str(caught.value)
 
 
-def test_a_reward_function_that_cannot_be_imported_is_told_before_the_run(make_pool):
+def test_a_reward_function_that_cannot_be_imported_is_an_error_before_the_run(make_pool):
     with pytest.raises(ConfigError) as caught:
         make_pool("sample_rewards:no_such_function").prove(timeout_s=60.0)
     assert "no_such_function" in str(caught.value)
@@ -94,7 +94,7 @@ def killed(actor) -> None:
         ray.get(actor.score.remote([], []), timeout=60)
 
 
-def test_what_a_dead_actor_had_is_scored_again_by_another_and_told_in_one_line(local_ray):
+def test_samples_of_a_dead_reward_actor_are_scored_again_and_reported_in_one_line(local_ray):
     config, made, notes = RewardConfig(kind="sample_rewards:vowel_share"), [], []
 
     def make(actor: int, number: int):

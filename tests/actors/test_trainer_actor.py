@@ -91,14 +91,14 @@ def model_of(manifest, chunks):
 
 
 @pytest.mark.parametrize("wish", ["pack", "checksum"])
-def test_before_it_has_weights_it_says_so(empty, wish):
+def test_a_trainer_without_weights_refuses_every_order(empty, wish):
     with pytest.raises(RlhfSpecError, match="before it had weights"):
         getattr(empty, wish)()
     with pytest.raises(RlhfSpecError, match="before it had weights"):
         empty.update(ROLLOUTS)
 
 
-def test_it_confirms_what_it_has_loaded(empty, first):
+def test_loading_answers_with_version_and_checksum(empty, first):
     manifest, chunks = first
     assert len(chunks) > 1
     answer = empty.load_weights(manifest, *chunks)
@@ -116,7 +116,7 @@ def test_a_damaged_chunk_is_refused_and_nothing_is_built_from_it(empty, first):
         empty.checksum()
 
 
-def test_what_it_packs_are_the_weights_after_the_update(trainer, first):
+def test_packed_weights_are_those_after_the_update(trainer, first):
     report = trainer.update(ROLLOUTS)
     manifest = trainer.pack()
     assert (report.weight_version, manifest.weight_version, manifest.model) == (1, 1, "target")
@@ -173,7 +173,7 @@ def test_the_policy_learns_the_same_with_refits_and_without(trainer, first, firs
     assert trainer.checksum() == frozen
 
 
-def test_before_it_has_a_draft_model_it_says_so(trainer):
+def test_a_trainer_without_draft_model_refuses_to_refit_and_to_pack_it(trainer):
     for wish in (lambda: trainer.refit(ROLLOUTS, 1.0), lambda: trainer.pack("draft")):
         with pytest.raises(RlhfSpecError, match="before it had a draft model"):
             wish()

@@ -79,22 +79,24 @@ def test_a_good_config_passes_and_prints_the_plan(
     assert not (tmp_path / "runs").exists(), "nothing may be written without running"
 
 
-def test_a_missing_config_file(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_config_file_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert "nowhere.yaml does not exist" in refused(capsys, "train", "--config", "nowhere.yaml")
 
 
-def test_an_unknown_key(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_key_in_a_config_is_refused(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     message = refused(capsys, "train", "--config", config_file, "--set", "run.iteration=3")
     assert "unknown key run.iteration; did you mean 'iterations'?" in message
 
 
 @pytest.mark.parametrize("role", ["target", "draft"])
-def test_a_missing_model_path(role: str, config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_model_path_is_refused(
+    role: str, config_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     message = refused(capsys, "train", "--config", config_file, "--set", f"models.{role}=/no/such/model")
     assert "/no/such/model does not exist" in message
 
 
-def test_tokenizers_that_differ(
+def test_tokenizers_that_differ_are_refused(
     config_file: Path, tmp_path: Path, tiny_pair: TinyPair, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from transformers import AutoModelForCausalLM
@@ -116,28 +118,32 @@ def test_malformed_jsonl_names_file_and_line(
     assert "bad.jsonl" in message and "line 2" in message.replace(":2", " line 2")
 
 
-def test_an_empty_data_set(config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_empty_data_set_is_refused(
+    config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     empty = tmp_path / "empty.jsonl"
     empty.write_text("")
     message = refused(capsys, "train", "--config", config_file, "--set", f"data.path={empty}")
     assert "empty.jsonl" in message
 
 
-def test_a_prompt_that_does_not_fit_the_context(
+def test_a_prompt_that_does_not_fit_the_context_is_refused(
     config_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     message = refused(capsys, "train", "--config", config_file, "--set", "sampling.max_new_tokens=122")
     assert "context holds 128" in message and "7 tokens" in message
 
 
-def test_a_memory_plan_that_does_not_fit(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_memory_plan_that_does_not_fit_is_refused(
+    config_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     message = refused(
         capsys, "train", "--config", config_file, "--set", "engine.max_running_samples=100000000"
     )
     assert "GiB of memory but" in message and "engine.max_running_samples" in message
 
 
-def test_a_reward_function_that_is_not_there(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_reward_function_is_refused(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     message = refused(capsys, "train", "--config", config_file, "--set", "reward.kind=no_such_module:score")
     assert "no_such_module" in message
 
@@ -242,16 +248,18 @@ def test_a_run_whose_folder_was_taken_says_where_it_writes(
     assert (taken.with_name("r-2") / "config.yaml").is_file()
 
 
-def test_half_a_demo_pair(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_demo_model_without_its_partner_is_refused(
+    config_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     message = refused(capsys, "check", "--config", config_file, "--set", "models.target=demo")
     assert "expected both or none to be 'demo'" in message
 
 
-def test_a_folder_that_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_refuses_a_folder_that_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "is not a run folder" in refused(capsys, "show", tmp_path)
 
 
-def test_an_unknown_benchmark(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_benchmark_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "no benchmark 'nope'" in refused(capsys, "bench", "nope", "--out", tmp_path)
 
 

@@ -37,7 +37,7 @@ def test_the_machines_faults_are_told_with_place_and_advice(number: int, advice:
 @pytest.mark.parametrize(
     "error", [FileNotFoundError(errno.ENOENT, "x"), FileExistsError(errno.EEXIST, "x"), OSError()]
 )
-def test_what_may_be_a_bug_is_not_explained_away(error: OSError) -> None:
+def test_errors_that_may_be_bugs_are_not_explained(error: OSError) -> None:
     assert explain_os_error(raised(error)) is None
 
 

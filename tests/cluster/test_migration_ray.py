@@ -20,6 +20,7 @@ from actors.actor_messages import GenerationSpec, LostInstance, SchedulerSetting
 from actors.generation.generation_actor import GenerationActor
 from actors.scheduler_actor import SchedulerActor
 from actors.transport.select import TransportName
+from cluster.scheduling.instance_table import Instance, InstanceTable
 from cluster.scheduling.scheduler_client import SchedulerClient
 from cluster.weights.publish import PublishedWeights, publish
 from core.config import EngineConfig, ReallocationConfig, SpeculationConfig
@@ -93,11 +94,17 @@ class RayPool:
                 reallocation=Forced(share=0.5),
                 reallocation_interval_s=0.02,
             ),
+            InstanceTable(
+                {
+                    name: Instance(handle=handle, num_slots=ENGINE.max_running_samples)
+                    for name, handle in self.handles.items()
+                }
+            ),
             max_restarts=2,
             start_timeout_s=TIMEOUT_S,
         )
-        for name, handle in self.handles.items():
-            self.client.join(name, handle, ENGINE.max_running_samples)
+        for name in self.handles:
+            self.client.join(name)
 
     def run(
         self,

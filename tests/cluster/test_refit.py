@@ -66,7 +66,7 @@ def test_learning_and_publication_together_stay_within_the_share(monkeypatch):
     assert bench.now_s - began_s == pytest.approx(2.0)
 
 
-def test_what_was_taken_is_published_and_kept_for_the_checkpoint(monkeypatch):
+def test_a_refit_that_is_taken_is_published_and_checkpointed(monkeypatch):
     bench = Bench(monkeypatch)
     figures = bench.refit()
     assert bench.published == ["new draft"] and bench.system.draft == "new draft"
@@ -75,7 +75,7 @@ def test_what_was_taken_is_published_and_kept_for_the_checkpoint(monkeypatch):
 
 
 @pytest.mark.parametrize("outcome", ["worse", "not_finite", "no_time", "one_sample"])
-def test_what_was_not_taken_is_not_published(monkeypatch, outcome):
+def test_a_refit_that_is_not_taken_is_not_published(monkeypatch, outcome):
     bench = Bench(monkeypatch)
     bench.outcome = outcome
     figures = bench.refit()
@@ -97,7 +97,7 @@ def test_a_publication_dearer_than_the_share_makes_refits_rare_but_does_not_end_
     [{"drafter_training": {"refit": False}}, {"speculation": {"policy": "off"}}],
     ids=["refits off", "nothing drafted"],
 )
-def test_where_nothing_is_to_follow_nothing_is_asked(monkeypatch, sections):
+def test_no_refit_is_requested_where_refits_or_drafting_are_off(monkeypatch, sections):
     bench = Bench(monkeypatch, **sections)
     assert bench.refit() == {} and bench.budgets_s == []
 

@@ -82,7 +82,9 @@ def test_damaged_metrics_do_not_turn_a_finished_run_into_a_failure(run_dir, monk
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else None,
 )
-def test_what_ended_the_run_is_told_though_the_picture_fails_too(run_dir, monkeypatch, error, state, reason):
+def test_the_reason_a_run_ended_is_printed_though_the_picture_fails_too(
+    run_dir, monkeypatch, error, state, reason
+):
     break_pictures(monkeypatch)
     with pytest.raises(type(error)) as caught:
         end(run_dir, monkeypatch, error)
@@ -90,7 +92,7 @@ def test_what_ended_the_run_is_told_though_the_picture_fails_too(run_dir, monkey
     assert (run_dir.status()["state"], run_dir.status()["reason"]) == (state, reason)
 
 
-def test_what_ended_the_run_is_told_though_the_status_cannot_be_written(run_dir, monkeypatch):
+def test_the_reason_a_run_ended_is_printed_though_the_status_cannot_be_written(run_dir, monkeypatch):
     def fail(*_: Any) -> None:
         raise StorageError("no status")
 

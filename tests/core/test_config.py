@@ -210,7 +210,7 @@ def test_the_promised_configs_are_shipped() -> None:
     assert {"demo", "gsm8k_ppo"} <= {file.stem for file in CONFIGS.glob("*.yaml")}
 
 
-def test_off_is_a_word_and_false_a_truth_value(tmp_path):
+def test_off_in_yaml_is_a_string_and_false_a_boolean(tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text("data: {task: chain}\nmodels: {draft: demo}\nspeculation: {policy: off}\n")
     assert load_config(path).speculation.policy == "off"

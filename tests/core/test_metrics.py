@@ -41,7 +41,7 @@ def test_what_was_written_is_read_back_in_order(tmp_path: Path) -> None:
         b"\0" * 100,
     ],
 )
-def test_a_cut_or_damaged_line_is_left_out_and_said(tmp_path: Path, damage: bytes) -> None:
+def test_a_cut_or_damaged_line_is_skipped_and_reported(tmp_path: Path, damage: bytes) -> None:
     file = tmp_path / "metrics.jsonl"
     MetricsLog(file).write(0, {"reward/mean": 0.25})
     with file.open("ab") as stream:

@@ -21,14 +21,14 @@ def progress_of(told: dict[SampleKey, int]) -> Progress:
 
 @pytest.mark.parametrize("pickler", [pickle, cloudpickle])
 @pytest.mark.parametrize("told", [TOLD, {}])
-def test_the_same_keys_and_counts_arrive(pickler, told) -> None:
+def test_progress_survives_pickling(pickler, told) -> None:
     progress = progress_of(told)
     arrived = pickler.loads(pickler.dumps(progress, protocol=5))
     assert list(arrived.items()) == list(told.items()) == list(progress.items())
     assert isinstance(arrived, dict) and len(progress) == len(told)
 
 
-def test_it_travels_as_few_objects() -> None:
+def test_progress_pickles_to_few_bytes_a_sample() -> None:
     """A key of its own was hundreds of bytes for each sample."""
     told = progress_of({SampleKey(run_seed=1, sample_index=i): 300 for i in range(128)})
     assert len(pickle.dumps(told, protocol=5)) < 16 * 128

@@ -164,7 +164,7 @@ class LocalPool:
         self._scheduler_is_dead = False
         self._gone: list[str] = []
         self._planned: list[tuple[int, Callable[[], object]]] = []
-        self._hub = MemoryHub()
+        self.hub = MemoryHub()
         self._settings = settings or ReallocationConfig(
             timeout_s=2.0, frame_bytes=1 << 12, transfer_share=1.0
         )
@@ -193,12 +193,12 @@ class LocalPool:
 
     def _make(self, name: str, engine: Engine, frame_faults: FaultPlan) -> LocalInstance:
         transport = MemoryTransport(
-            self._hub, timeout_s=self._frame_timeout_s, faults=frame_faults, clock=lambda: self.waited_s
+            self.hub, timeout_s=self._frame_timeout_s, faults=frame_faults, clock=lambda: self.waited_s
         )
         transfers = CountedTransfers(transport, self._settings)
         made: list[Migrator] = []
 
-        def port(loop: DecodeLoop) -> Migrator:
+        def migrator(loop: DecodeLoop) -> Migrator:
             context = MigrationContext(
                 instance=name,
                 engine_or_none=lambda: engine,
@@ -215,7 +215,7 @@ class LocalPool:
             made.append(Migrator(context))
             return made[0]
 
-        loop = DecodeLoop(name, Host(engine), report_interval_s=0.0, make_port=port)
+        loop = DecodeLoop(name, Host(engine), report_interval_s=0.0, make_migrator=migrator)
         return LocalInstance(name, engine, loop, made[0], transfers)
 
     def send(self, receiver: str, message: Any, *, sender: str | None = None, pieces: tuple = ()) -> None:
@@ -383,7 +383,8 @@ class LocalPool:
 
     def leftovers(self) -> list[str]:
         """What of moves is still open anywhere, in words."""
-        found = [f"the scheduler knows a move of {key}" for key in self.machine._ledger.moves._open]
+        moving = [request.key for request in self.requests if request.key in self.machine.moves]
+        found = [f"the scheduler knows a move of {key}" for key in moving]
         for instance in self.alive:
             name, exchange = instance.name, instance.engine.exchange
             found += [f"{name} has set {key} aside" for key in instance.migrator.set_aside]

@@ -12,7 +12,7 @@ from local_pool import Later, LocalPool
 
 from core.config import ReallocationConfig
 from engine.engine import Engine
-from policies.migration.move_messages import MoveOrder, Settle
+from policies.migration.move_messages import Settle
 from policies.reallocation.pool_records import Move, MoveMode, PoolView
 from policies.scheduling.events import MoveRecord
 
@@ -110,10 +110,8 @@ class OneMove:
 
     def _fault(self, receiver: str, message: Any) -> list[Any]:
         name = name_of(receiver, message)
-        order = getattr(message, "order", message if isinstance(message, MoveOrder) else None)
-        move_id = order.move_id if order is not None else message.move_id
         plant = self.plants.get(name)
-        if plant is None or name in self.met or move_id != "0-0":
+        if plant is None or name in self.met or message.move_id != "0-0":
             return [message]
         self.met.append(name)
         return plant(self.pool, receiver, message)

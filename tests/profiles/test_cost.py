@@ -115,7 +115,7 @@ def test_a_fit_finds_synthetic_costs_again() -> None:
         assert np.quantile(error, 0.95) < 0.06
 
 
-def test_the_knee_shows_in_a_fit() -> None:
+def test_a_fit_reproduces_the_knee_in_verification_cost() -> None:
     model = fit_costs(noisy_table(4))
     tokens = np.array([1.0, 8, 16, 64, 128, 256]) - 1
     one = Shape(num_samples=1.0, context_tokens=200.0, num_nodes=tokens, widest=tokens, levels=1.0, width=1.0)
@@ -126,7 +126,7 @@ def test_the_knee_shows_in_a_fit() -> None:
     assert slope[-1] == pytest.approx(3.4e-4, rel=0.25)
 
 
-def test_steps_that_were_interrupted_do_not_pull_the_fit() -> None:
+def test_slow_outlier_steps_do_not_bias_the_fit() -> None:
     clean = noisy_table(5, noise=0.02)
     random = np.random.default_rng(6)
     hit = random.random(len(clean)) < 0.05

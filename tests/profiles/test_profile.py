@@ -28,7 +28,7 @@ def awkward_profile() -> Profile:
     )
 
 
-def test_what_is_saved_is_loaded_bit_for_bit(tmp_path: Path) -> None:
+def test_a_saved_profile_is_loaded_bit_for_bit(tmp_path: Path) -> None:
     profile = awkward_profile()
     save_profile(profile, tmp_path / "a" / "b")
     assert load_profile(tmp_path / "a" / "b") == profile

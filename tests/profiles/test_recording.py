@@ -80,7 +80,7 @@ def test_yield_curves_rise_to_all_that_was_accepted_and_more_levels_hold_more(se
     assert ends == sorted(ends)
 
 
-def test_joined_tables_stand_behind_one_another() -> None:
+def test_joined_tables_are_concatenated_in_order() -> None:
     one, two = two_drafts().nodes(), grown(0).nodes()
     both = join_nodes([one, two])
     assert len(both) == len(one) + len(two)

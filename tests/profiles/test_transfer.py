@@ -47,7 +47,7 @@ def test_one_observation_already_helps_when_the_guess_was_far_off() -> None:
     assert model.seconds(10_000_000) > 3 * before
 
 
-def test_a_hiccup_moves_a_learnt_line_little() -> None:
+def test_one_outlier_changes_a_learnt_line_little() -> None:
     model = TransferModel()
     for number in range(60):
         num_bytes = 1_000_000 * (1 + number % 10)
@@ -78,7 +78,7 @@ def test_coefficients_are_never_negative_and_nonsense_is_passed_over() -> None:
     assert (line.coefficients == before).all()
 
 
-def test_what_is_never_observed_stays_as_it_was() -> None:
+def test_the_cost_of_opening_stays_as_given_without_cold_transfers() -> None:
     model = TransferModel(open_s=0.3)
     for number in range(2000):
         num_bytes = 1_000_000 * (1 + number % 10)

@@ -77,7 +77,7 @@ def manifest(version: int) -> WeightManifest:
     )
 
 
-def test_submitted_samples_come_out_of_the_poll(running):
+def test_submitted_samples_are_returned_by_polls(running):
     loop = running()
     loop.submit(3, 11, 6)
     done = loop.collect(3)
@@ -105,7 +105,7 @@ def test_the_long_poll_of_an_idle_instance_ends_when_it_gets_work(running):
         assert poll.result(timeout=30).completions == ()
 
 
-def test_a_loop_whose_last_sample_has_moved_away_tells_what_it_did_for_it():
+def test_statistics_are_reported_when_the_last_sample_has_moved_away():
     engine = FakeEngine("gen-0")
     loop = DecodeLoop("gen-0", FakeHost(engine), report_interval_s=3600.0)
     loop.order(SubmitOrder(requests=(make_request(6),)))
@@ -129,7 +129,7 @@ def test_orders_are_logged_in_one_order_at_growing_boundaries(running, caplog):
     assert loop.host.loaded == [4]
 
 
-def test_an_idle_loop_takes_no_turns(running):
+def test_an_idle_loop_passes_no_step_boundaries(running):
     loop = running()
     loop.submit(0)
     loop.collect(1)
@@ -183,7 +183,7 @@ def test_progress_and_load_are_published_between_steps(running):
     assert loop.loads[-1].stats.num_emitted_tokens == 7
 
 
-def test_a_finished_sample_is_told_before_the_next_publication(running):
+def test_a_completion_is_reported_before_the_next_report_of_the_state(running):
     loop = running(step_s=0.01, report_interval_s=3600.0)
     loop.submit(3, 11)
     first = loop.loop.poll(acknowledged=0, wait_s=10)
@@ -195,7 +195,7 @@ def test_a_finished_sample_is_told_before_the_next_publication(running):
     assert loop.loads[-1].num_running == 0 and loop.loads[-1].stats.publish_s > 0.0
 
 
-def test_what_is_held_is_what_is_open_and_what_nobody_has_acknowledged(running):
+def test_held_are_open_samples_and_completions_not_yet_acknowledged(running):
     loop = running()
     loop.submit(0, 1)
     loop.collect(2)

@@ -54,7 +54,7 @@ def damage(forward: LlamaForward | StockForward) -> None:
 
 
 @pytest.mark.parametrize("forward", ["auto", "stock"])
-def test_what_decodes_is_confirmed_with_the_published_checksum(forward: str) -> None:
+def test_loaded_weights_are_confirmed_with_the_published_checksum(forward: str) -> None:
     host = new_host(forward)
     for version in (1, 2):
         for name in MODELS:

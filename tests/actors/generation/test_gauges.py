@@ -61,7 +61,7 @@ def load(num_running: int, *, num_emitted_tokens: int, move_s: float = 0.0) -> I
     )
 
 
-def test_while_samples_run_the_port_is_refreshed_once_a_while(notebook: Notebook) -> None:
+def test_gauges_are_refreshed_at_most_once_an_interval_while_samples_run(notebook: Notebook) -> None:
     gauges = InstanceGauges("rollout-0", clock=lambda: notebook.now_s)
     gauges.update(load(4, num_emitted_tokens=10))
     assert notebook.values["running_samples"] == 4.0 and notebook.values["emitted_tokens"] == 10.0
@@ -75,14 +75,14 @@ def test_while_samples_run_the_port_is_refreshed_once_a_while(notebook: Notebook
     assert notebook.values["move_seconds"] == 0.5
 
 
-def test_an_instance_that_runs_out_of_work_says_so_at_once(notebook: Notebook) -> None:
+def test_gauges_are_updated_at_once_when_an_instance_becomes_idle(notebook: Notebook) -> None:
     gauges = InstanceGauges("rollout-0", clock=lambda: notebook.now_s)
     gauges.update(load(4, num_emitted_tokens=10))
     gauges.update(load(0, num_emitted_tokens=11))
     assert notebook.values["running_samples"] == 0.0 and notebook.values["emitted_tokens"] == 11.0
 
 
-def test_an_instance_that_stops_leaves_zeros(notebook: Notebook) -> None:
+def test_gauges_are_zero_after_an_instance_has_stopped(notebook: Notebook) -> None:
     gauges = InstanceGauges("rollout-0", clock=lambda: notebook.now_s)
     gauges.update(load(4, num_emitted_tokens=10))
     assert notebook.values["waiting_samples"] == 2.0 and notebook.values["weight_version"] == 3.0

@@ -70,7 +70,7 @@ def check_recovery(records: list[MoveRecord]) -> None:
     assert last is not first and last.outcome == "moved", last.why_ended
 
 
-def test_without_a_fault_both_moves_go_well(one_move):
+def test_moves_without_faults_succeed_within_six_turns(one_move):
     records = one_move().run()
     assert [record.outcome for record in records] == ["moved", "moved"]
     assert max(turns_of(record) for record in records) <= 6
@@ -78,7 +78,7 @@ def test_without_a_fault_both_moves_go_well(one_move):
 
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("message", MESSAGES)
-def test_a_message_that_goes_wrong(one_move, message, fault):
+def test_a_move_recovers_in_time_from_any_lost_doubled_or_late_message(one_move, message, fault):
     # without Ready the destination waits for frames on a channel that the moves under way meanwhile share, and lose
     move = one_move(count=4 if message == "Ready" else 2)
     move.plants[message] = fault
@@ -108,7 +108,7 @@ def test_the_reason_of_a_failed_move_says_who_waited_for_whom(one_move, message,
 
 @pytest.mark.parametrize("fault", [drop, echo])
 @pytest.mark.parametrize("message", ["Prepare", "Ready", "HandOver"])
-def test_a_message_that_goes_wrong_when_caches_are_recomputed(one_move, message, fault):
+def test_a_recompute_move_recovers_in_time_from_any_faulty_message(one_move, message, fault):
     move = one_move(mode=MoveMode.RECOMPUTE)
     move.plants[message] = fault
     check_recovery(move.run())
@@ -124,7 +124,7 @@ def test_a_message_that_goes_wrong_when_caches_are_recomputed(one_move, message,
         ("HandOver", RELEASE_TO_DESTINATION),
     ],
 )
-def test_a_second_fault_on_the_way_out_of_the_first(one_move, provoked_by, message, fault):
+def test_a_second_fault_during_recovery_is_recovered_from_in_time(one_move, provoked_by, message, fault):
     move = one_move()
     move.plants[provoked_by] = drop
     move.plants[message] = fault
@@ -194,7 +194,7 @@ def test_a_destination_that_waits_for_frames_of_a_move_that_is_over_hears_that_n
     while move.pool.instances[DESTINATION].transfers.awaited:
         assert time.monotonic() < began_s + 5.0, "it waits for the frames' whole timeout"
         time.sleep(0.01)
-    (wire,) = move.pool._hub.wires.values()
+    (wire,) = move.pool.hub.wires.values()
     assert not wire.broken.is_set(), "the channel is as good as before"
 
 
@@ -210,16 +210,16 @@ FRAME_FAULTS = {
 @pytest.mark.parametrize(
     ("what", "number"), [(what, n) for what in FRAME_FAULTS for n in (0, 1) if (what, n) != ("doubled", 1)]
 )
-def test_a_frame_that_goes_wrong(one_move, what, number):
+def test_a_faulty_frame_keeps_the_sample_and_replaces_the_channel_once(one_move, what, number):
     """Frame 0 is the draft cache's, frame 1 the target cache's and the last."""
     move = one_move(frame_faults=FRAME_FAULTS[what](number))
     records = move.run()
     check_recovery(records)
     assert records[0].outcome == "kept"
-    assert len(move.pool._hub.wires) == 2, "the broken channel is replaced, once"
+    assert len(move.pool.hub.wires) == 2, "the broken channel is replaced, once"
 
 
-def test_a_last_frame_that_comes_twice_harms_the_next_move_and_no_further(one_move):
+def test_a_doubled_last_frame_fails_the_next_move_only(one_move):
     move = one_move(frame_faults=FRAME_FAULTS["doubled"](1), count=3)
     records = move.run()
     assert [record.outcome for record in records] == ["moved", "kept", "moved"]
@@ -234,7 +234,7 @@ def refit(engine: Engine, version: int) -> None:
 
 @pytest.mark.parametrize("who", [(SOURCE,), (DESTINATION,), (SOURCE, DESTINATION)])
 @pytest.mark.parametrize("message", ["Prepare", "Ready", "Landed", "HandOver"])
-def test_a_refit_of_the_draft_model_in_mid_move(one_move, message, who):
+def test_a_draft_refit_during_a_move_discards_the_shipped_draft_cache(one_move, message, who):
     def load(pool, receiver, arriving):
         for name in who:
             pool.after(0, lambda name=name: refit(pool.instances[name].engine, 1))

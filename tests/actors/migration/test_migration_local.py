@@ -123,7 +123,7 @@ def test_a_channel_outlives_samples_that_finish_while_they_are_shipped(make_pool
     assert ended["kept", "finished before it left"] >= 5 and moved(pool)["migrate"] >= 5
     cold = [r.figures["was_cold"] for r in pool.outcome.moves if "was_cold" in r.figures]
     # a channel in each direction is opened once; moves prepared before it was known share its ticket
-    assert len(pool._hub.wires) == 2, ended
+    assert len(pool.hub.wires) == 2, ended
     assert 0.0 in cold
     check(pool, asked)
 

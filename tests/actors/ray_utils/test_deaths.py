@@ -40,7 +40,7 @@ def death_of(ref) -> str:
 
 
 @pytest.mark.ray
-def test_a_death_is_told_in_one_line_by_its_own_cause(local_ray):
+def test_a_death_is_reported_in_one_line_with_its_cause(local_ray):
     mortals = [Mortal.remote() for _ in range(4)]
     refs = [
         mortals[0].exit.remote(),
@@ -78,14 +78,14 @@ def raising(error: Exception):
     return fail
 
 
-def test_memory_is_blamed_where_ray_does(monkeypatch, local_ray):
+def test_an_out_of_memory_death_names_memory(monkeypatch, local_ray):
     monkeypatch.setattr(actors.ray_utils.waiting.ray, "wait", answered)
     monkeypatch.setattr(actors.ray_utils.waiting.ray, "get", raising(OutOfMemoryError(OUT_OF_MEMORY)))
     assert death_of(None).endswith("Ray ended it because the memory of its machine ran out")
     assert cause_of(ray.exceptions.RayActorError(error_msg=OUT_OF_MEMORY)) == cause_of(OutOfMemoryError("x"))
 
 
-def test_an_actor_that_went_down_with_this_node_is_not_the_culprit(monkeypatch, local_ray):
+def test_an_actor_that_died_with_its_node_is_reported_as_the_nodes_death(monkeypatch, local_ray):
     said = (
         "The actor is dead because its owner has died. Worker exit detail: Owner's node has crashed.",
         "The actor is dead because its worker process has died.",

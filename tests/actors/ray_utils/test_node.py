@@ -19,7 +19,7 @@ def child():
         process.kill()
 
 
-def test_a_raylet_s_death_is_said_at_once_and_ends_every_wait(child):
+def test_a_raylets_death_is_reported_at_once_and_ends_every_wait(child):
     notes, said = [], threading.Event()
 
     def note(text: str) -> None:
@@ -40,7 +40,7 @@ def test_a_raylet_s_death_is_said_at_once_and_ends_every_wait(child):
     require_raylet()
 
 
-def test_a_raylet_that_lives_on_and_none_at_all_are_not_mentioned(child):
+def test_a_living_raylet_and_a_missing_one_are_not_reported(child):
     notes = []
     for pid in (child.pid, None):
         with watching_raylet(pid, notes.append):

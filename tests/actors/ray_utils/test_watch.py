@@ -34,7 +34,7 @@ def told() -> Told:
     return Told()
 
 
-def test_a_first_answer_is_missed_late_and_its_notes_grow_rare(told):
+def test_a_first_answer_is_overdue_after_a_minute_and_notes_double_their_interval(told):
     wait = told.begin()
     told.pass_s(wait, FIRST_S - 1)
     assert told.notes == []
@@ -45,7 +45,7 @@ def test_a_first_answer_is_missed_late_and_its_notes_grow_rare(told):
     )
 
 
-def test_an_answer_that_was_missed_is_told_and_another_one_is_not(told):
+def test_an_overdue_answer_is_reported_when_it_comes_and_others_are_not(told):
     wait = told.begin()
     told.pass_s(wait, FIRST_S + 5)
     wait.answered()
@@ -55,7 +55,7 @@ def test_an_answer_that_was_missed_is_told_and_another_one_is_not(told):
 
 
 @pytest.mark.parametrize(("last_s", "missed_after_s"), [(1, LEAST_S), (5, LEAST_S), (20, 60), (80, 240)])
-def test_what_is_usual_decides_when_an_answer_is_missed(told, last_s, missed_after_s):
+def test_the_usual_answer_time_decides_when_an_answer_is_overdue(told, last_s, missed_after_s):
     told.answer_after(last_s, order="load target version 1")
     told.notes.clear()
     wait = told.begin(order="load target version 2")
@@ -65,7 +65,7 @@ def test_what_is_usual_decides_when_an_answer_is_missed(told, last_s, missed_aft
     assert f"({last_s} s last time)" in told.notes[0]
 
 
-def test_a_pause_of_ones_own_is_no_wait(told):
+def test_a_pause_of_the_own_process_does_not_count_as_waiting(told):
     told.answer_after(1)
     wait = told.begin()
     told.pass_s(wait, 3)
@@ -84,7 +84,7 @@ def test_a_wait_that_begins_anew_counts_from_there(told):
     assert told.notes == [] and wait.waited_s == 50.0
 
 
-def test_waits_of_a_block_tell_the_one_who_watches_it_and_others_nobody():
+def test_waits_inside_a_watched_block_are_reported_and_others_are_not():
     notes: list[str] = []
     names = {"waiter": "the loop", "waited_for": "trainer", "order": "update", "timeout_s": 300.0}
     with watching(notes.append):

@@ -1,5 +1,6 @@
 """What every transport promises, one set of tests over all back ends."""
 
+import re
 import time
 
 import pytest
@@ -88,12 +89,17 @@ def answer(future):
     return future.result(timeout=ANSWER_S)
 
 
-def failure(future) -> tuple[TransferError, float]:
-    """The error that a call ends with, and how long that took."""
-    began_s = time.monotonic()
+def failure(future) -> TransferError:
+    """The error that a call ends with."""
     with pytest.raises(TransferError) as caught:
         answer(future)
-    return getattr(caught.value, "cause", caught.value), time.monotonic() - began_s
+    return getattr(caught.value, "cause", caught.value)
+
+
+def ran_out(error: TransferError) -> bool:
+    """True when the error says that a wait took its whole limit."""
+    told = re.search(r" for ([\d.]+) s, got ", str(error))
+    return told is not None and float(told[1]) >= TIMEOUT_S
 
 
 def test_frames_arrive_unchanged_and_in_order(bench):
@@ -117,8 +123,8 @@ def test_what_was_sent_before_the_sender_closed_is_received(bench):
     answer(sending)
     answer(bench["a"].call("close_channel", ticket))
     assert answer(receiving) == [True] * 4
-    error, took_s = failure(bench["b"].call("recv", ticket, [(9, 10)]))
-    assert took_s < TIMEOUT_S and "a" in error.peer
+    error = failure(bench["b"].call("recv", ticket, [(9, 10)]))
+    assert not ran_out(error) and error.peer == "a"
 
 
 def test_opposite_directions_at_once_do_not_deadlock(bench):
@@ -132,7 +138,7 @@ def test_opposite_directions_at_once_do_not_deadlock(bench):
     assert [answer(f) for f in sent] == [None] * 2
 
 
-def test_several_pairs_at_once(bench):
+def test_all_pairs_of_three_instances_can_transfer_at_once(bench):
     names = ["a", "b", "c"]
     pairs = [(s, d) for s in names for d in names if s != d]
     frames = {pair: [(10 * i + j, 200_000) for j in range(3)] for i, pair in enumerate(pairs)}
@@ -147,8 +153,8 @@ def test_several_pairs_at_once(bench):
 
 def test_a_source_that_never_connects_is_named_at_the_timeout(bench):
     ticket = answer(bench["b"].call("listen", "a"))
-    error, took_s = failure(bench["b"].call("recv", ticket, [(0, 64)]))
-    assert TIMEOUT_S * 0.9 < took_s < TIMEOUT_S + 1.0
+    error = failure(bench["b"].call("recv", ticket, [(0, 64)]))
+    assert ran_out(error)
     assert error.peer == "a" and error.channel == ticket.channel
     assert "64 bytes from a" in str(error) and f"{TIMEOUT_S:.1f} s" in str(error)
 
@@ -156,20 +162,19 @@ def test_a_source_that_never_connects_is_named_at_the_timeout(bench):
 def test_a_silent_source_is_named_at_the_timeout_and_its_channel_stays_dead(bench):
     ticket, receiving, sending = bench.transfer("a", "b", [(0, 64)])
     answer(receiving), answer(sending)
-    error, took_s = failure(bench["b"].call("recv", ticket, [(1, 64)]))
-    assert TIMEOUT_S * 0.9 < took_s < TIMEOUT_S + 1.0 and error.peer == "a"
-    error, took_s = failure(bench["b"].call("recv", ticket, [(1, 64)]))
-    assert took_s < TIMEOUT_S / 3 and "dead channel" in str(error)
+    error = failure(bench["b"].call("recv", ticket, [(1, 64)]))
+    assert ran_out(error) and error.peer == "a"
+    error = failure(bench["b"].call("recv", ticket, [(1, 64)]))
+    assert not ran_out(error) and "dead channel" in str(error)
 
 
 def test_a_destination_that_reads_nothing_is_named_at_the_timeout(bench):
     ticket, receiving, sending = bench.transfer("a", "b", [(0, 64)])
     answer(receiving), answer(sending)
-    error, took_s = failure(bench["a"].call("send", ticket, [(1, 64)] * 40))
-    assert TIMEOUT_S * 0.9 < took_s < TIMEOUT_S + 1.5
-    assert error.peer == "b" and "b to take 64 bytes" in str(error)
-    error, took_s = failure(bench["a"].call("send", ticket, [(1, 64)]))
-    assert took_s < TIMEOUT_S / 3 and "dead channel" in str(error)
+    error = failure(bench["a"].call("send", ticket, [(1, 64)] * 40))
+    assert ran_out(error) and error.peer == "b" and "b to take 64 bytes" in str(error)
+    error = failure(bench["a"].call("send", ticket, [(1, 64)]))
+    assert not ran_out(error) and "dead channel" in str(error)
 
 
 def test_a_frame_of_another_length_is_refused(bench):
@@ -178,7 +183,7 @@ def test_a_frame_of_another_length_is_refused(bench):
         receiving = bench["b"].call("recv", ticket, [(0, expected)])
         answer(connecting)
         bench["a"].call("send", ticket, [(0, sent)])
-        error, _ = failure(receiving)
+        error = failure(receiving)
         assert f"{expected} bytes from a" in str(error)
 
 
@@ -190,8 +195,7 @@ def test_a_killed_destination_raises_and_harms_no_other_channel(bench):
     stuck = bench["a"].call("send", doomed, [(i, 1 << 20) for i in range(40)], 0.05)
     time.sleep(0.2)
     bench.kill("doomed")
-    error, took_s = failure(stuck)
-    assert error.peer == "doomed" and took_s < TIMEOUT_S + 1.5
+    assert failure(stuck).peer == "doomed"
     _, receiving, sending = bench.transfer("a", "b", [(1, 500_000)], ticket=kept)
     assert answer(receiving) == [True] and answer(sending) is None
     _, receiving, sending = bench.transfer("a", "doomed", [(2, 500_000)])
@@ -206,10 +210,9 @@ def test_a_killed_source_raises_and_harms_no_other_channel(bench):
     stuck = bench["b"].call("recv", doomed, [(1, 1000)])
     time.sleep(0.2)
     bench.kill("doomed")
-    error, took_s = failure(stuck)
+    error = failure(stuck)
     # Gloo and memory see it at once; in the object store nothing of the source connects to here.
-    assert error.peer == "doomed"
-    assert took_s < (TIMEOUT_S + 1.0 if bench.backend == "object_store" else TIMEOUT_S)
+    assert error.peer == "doomed" and ran_out(error) == (bench.backend == "object_store")
     _, receiving, sending = bench.transfer("a", "b", [(1, 500_000)], ticket=kept)
     assert answer(receiving) == [True] and answer(sending) is None
 
@@ -219,9 +222,9 @@ def test_close_is_idempotent_and_final(bench):
     answer(receiving), answer(sending)
     for name in ("a", "b", "a", "b"):
         answer(bench[name].call("close_channel", ticket))
-    error, took_s = failure(bench["a"].call("send", ticket, [(0, 64)]))
-    assert took_s < TIMEOUT_S / 3 and "closed on this side" in str(error)
-    error, _ = failure(bench["b"].call("recv", ticket, [(0, 64)]))
+    error = failure(bench["a"].call("send", ticket, [(0, 64)]))
+    assert "closed on this side" in str(error)
+    error = failure(bench["b"].call("recv", ticket, [(0, 64)]))
     assert "closed on this side" in str(error)
 
 
@@ -231,8 +234,8 @@ def test_a_closed_transport_opens_nothing_and_ends_its_channels(bench):
     waiting = bench["b"].call("recv", ticket, [(0, 64)])
     answer(bench["c"].call("close"))
     answer(bench["c"].call("close"))
-    error, took_s = failure(waiting)
-    assert error.peer == "c" and took_s < TIMEOUT_S / 2
+    error = failure(waiting)
+    assert error.peer == "c" and not ran_out(error)
     failure(bench["c"].call("send", ticket, [(0, 64)]))
     late = answer(bench["b"].call("listen", "c"))
     failure(bench["c"].call("connect", late, "b"))

@@ -85,7 +85,7 @@ def test_a_dropped_or_repeated_frame_is_named():
     assert "frame 4" in message and "frame 5" in message
 
 
-def test_a_frame_says_its_number_before_it_is_opened():
+def test_the_sequence_number_can_be_read_before_a_frame_is_opened():
     assert claimed_sequence(sealed(100, sequence=(1 << 48) - 1)) == (1 << 48) - 1
 
 
@@ -97,7 +97,7 @@ def test_a_truncated_or_joined_frame_is_caught():
     refuses(frame[: TRAILER_BYTES - 1])
 
 
-def test_zeros_are_no_frame_and_a_frame_of_zeros_is_one():
+def test_an_unsealed_buffer_of_zeros_is_refused_and_a_sealed_one_opens():
     zeros = np.zeros(frame_bytes(1000), dtype=np.uint8)
     refuses(zeros, sequence=0)
     seal(zeros, 0)

@@ -5,7 +5,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -101,27 +100,20 @@ def test_closing_while_another_thread_waits_ends_the_wait_at_its_timeout():
     source.close(), destination.close()
 
 
-def test_waiting_for_a_source_leaves_the_interpreter_to_other_threads_and_ends_with_close(pair):
-    _, destination, threads = pair
-    counts, stop = [0], threading.Event()
-
-    def count() -> None:
-        while not stop.is_set():
-            counts[0] += 1
-
-    waiting, _ = destination.listen("nobody")
-    opening = threads.submit(waiting.recv, np.zeros(10, dtype=np.uint8))
-    counter = threading.Thread(target=count)
-    counter.start()
-    time.sleep(0.3)
-    stop.set()
-    counter.join()
-    assert counts[0] > 10_000 and not opening.done()
-    began_s = time.monotonic()
-    waiting.close()
-    with pytest.raises(TransferError, match="nobody"):
-        opening.result(timeout=10)
-    assert time.monotonic() - began_s < 2.0
+def test_waiting_for_a_source_releases_the_interpreter_and_ends_with_close():
+    destination = GlooTransport(host=HOST, timeout_s=60.0)
+    with ThreadPoolExecutor(max_workers=1) as threads:
+        waiting, _ = destination.listen("nobody")
+        opening = threads.submit(waiting.recv, np.zeros(10, dtype=np.uint8))
+        count = 0
+        while count < 1_000_000:
+            count += 1
+        assert not opening.done(), "this thread stood still until the wait had run out"
+        waiting.close()
+        with pytest.raises(TransferError, match="nobody") as caught:
+            opening.result(timeout=120)
+        assert "timed out" not in str(caught.value).lower(), "it ended with its own limit, not with close"
+    destination.close()
 
 
 def test_an_address_of_another_node_is_refused():
@@ -131,7 +123,7 @@ def test_an_address_of_another_node_is_refused():
         make_transport("auto", host="203.0.113.7")
 
 
-def test_nothing_listens_but_on_the_address_given(pair):
+def test_a_listener_is_bound_to_the_given_address_only(pair):
     _, destination, _ = pair
     _, ticket = destination.listen("source")
     with pytest.raises(OSError):
@@ -139,7 +131,7 @@ def test_nothing_listens_but_on_the_address_given(pair):
     socket.create_connection((HOST, ticket.port), timeout=1.0).close()
 
 
-def test_a_stranger_at_the_door_is_sent_away():
+def test_a_connection_without_the_channels_token_is_rejected():
     listener = open_listener(HOST)
     port = listener.getsockname()[1]
     with ThreadPoolExecutor(max_workers=1) as threads:
@@ -189,11 +181,10 @@ def test_a_frozen_destination_raises_at_the_timeout():
         frame = np.zeros(1 << 20, dtype=np.uint8)
         sender.send(frame)
         process.send_signal(signal.SIGSTOP)
-        began_s = time.monotonic()
-        with pytest.raises(TransferError, match="frozen") as caught:
+        with pytest.raises(TransferError, match=r"Timed out waiting \d+ms for send") as caught:
             for _ in range(20):
                 sender.send(frame)
-        assert 0.9 < time.monotonic() - began_s < 6.0 and caught.value.peer == "frozen"
+        assert caught.value.peer == "frozen"
         with pytest.raises(TransferError, match="dead channel"):
             sender.send(frame)
     finally:

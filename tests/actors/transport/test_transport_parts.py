@@ -135,7 +135,7 @@ def test_a_paced_sender_that_has_waited_long_enough_does_not_sleep():
     assert recorder.slept == []
 
 
-def test_a_full_share_never_sleeps_and_no_share_is_refused():
+def test_a_share_of_one_never_sleeps_and_a_share_of_zero_is_refused():
     recorder = Recorder()
     paced = paced_over(recorder, 1.0)
     paced.send(np.array([3], dtype=np.uint8))
@@ -156,7 +156,7 @@ def test_a_full_share_never_sleeps_and_no_share_is_refused():
     ],
     ids=["float32", "matrix", "strided", "empty", "too long"],
 )
-def test_what_is_no_frame_is_refused(frame):
+def test_a_buffer_that_cannot_hold_a_frame_is_refused(frame):
     with pytest.raises(ValueError, match="a frame"):
         require_frame(frame, writable=False)
 

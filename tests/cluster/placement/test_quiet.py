@@ -17,7 +17,9 @@ from core.config_io import config_from_dict
 from engine.weights.loading import load_causal_lm
 
 
-def test_no_bar_of_a_library_that_was_imported_before_the_command(tiny_pair, tmp_path, capsys, monkeypatch):
+def test_progress_bars_are_off_in_libraries_imported_before_the_command(
+    tiny_pair, tmp_path, capsys, monkeypatch
+):
     monkeypatch.setattr(transformers_logging, "_tqdm_active", True)
     load_causal_lm(str(tiny_pair.target), "float32")
     assert "Loading weights" in capsys.readouterr().err, "without a bar to silence this test says nothing"
@@ -27,7 +29,7 @@ def test_no_bar_of_a_library_that_was_imported_before_the_command(tiny_pair, tmp
     assert capsys.readouterr().err == ""
 
 
-def test_what_the_caller_set_goes_first(monkeypatch):
+def test_environment_variables_of_the_caller_take_precedence(monkeypatch):
     monkeypatch.delenv("TRANSFORMERS_VERBOSITY", raising=False)
     monkeypatch.setenv("HF_HUB_DISABLE_PROGRESS_BARS", "0")
     made = quiet_environment()
@@ -42,7 +44,7 @@ SAID_BY_RAYLETS = (
 )
 
 
-def test_ray_does_not_say_in_its_words_what_the_loop_says_in_plain_ones():
+def test_ray_log_lines_that_the_loop_reports_itself_are_suppressed():
     # in a process of its own: Ray reads the variable when it is imported
     program = f"""
 from cluster.placement.quiet import quiet_libraries
@@ -56,7 +58,7 @@ print([line for batch in batches for line in batch["lines"]])
 
 
 @pytest.mark.ray
-def test_an_actor_is_silent_whatever_its_node_s_environment_says(local_ray, monkeypatch):
+def test_an_actor_prints_no_progress_bars_whatever_its_nodes_environment(local_ray, monkeypatch):
     @ray.remote
     class Probe:
         def draws(self) -> bool:

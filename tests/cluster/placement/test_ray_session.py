@@ -136,7 +136,7 @@ def waiting_session(temp: str) -> Iterator[tuple[subprocess.Popen, dict[str, str
 
 @pytest.mark.ray
 @pytest.mark.slow
-def test_what_a_killed_run_left_is_swept_and_sigterm_is_noted_first_and_exits_with_143():
+def test_leftovers_of_a_killed_run_are_swept_and_sigterm_is_noted_and_exits_with_143():
     # short: sockets of Ray live in it
     temp = tempfile.mkdtemp(prefix="swept-")
     try:
@@ -168,7 +168,7 @@ def test_the_object_store_fits_shared_memory_and_ray_s_minimum():
     assert MIN_OBJECT_STORE_BYTES <= object_store_bytes() <= 1 << 30
 
 
-def test_a_free_port_is_one():
+def test_a_free_port_is_in_the_unprivileged_range():
     assert 1024 <= free_port() <= 65535
 
 
@@ -186,7 +186,7 @@ def test_an_object_store_that_cannot_be_is_refused_with_the_sizes_that_can(wante
 
 
 @pytest.mark.parametrize("port", [99999, -1, 0])
-def test_a_port_that_is_none_is_refused(port):
+def test_an_invalid_port_is_refused(port):
     with pytest.raises(PlacementError, match=f"dashboard_port must be 1 to 65535, got {port}"):
         check_local_ray(config(dashboard_port=port))
     check_local_ray(config(dashboard_port=port, dashboard=False))
@@ -207,7 +207,7 @@ def test_a_temporary_folder_too_long_for_sockets_is_refused(tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize("scheme", ["", "ray://"])
-def test_a_cluster_nobody_listens_at_is_said_at_once(scheme, monkeypatch):
+def test_an_unreachable_cluster_address_is_refused_at_once(scheme, monkeypatch):
     monkeypatch.setattr(cluster.placement.ray_session.ray, "is_initialized", lambda: False)
     address = f"{scheme}127.0.0.1:{free_port()}"
     with (
@@ -217,7 +217,7 @@ def test_a_cluster_nobody_listens_at_is_said_at_once(scheme, monkeypatch):
         pass
 
 
-def test_whatever_ray_says_at_its_start_is_one_placement_error_and_leaves_no_folder(tmp_path, monkeypatch):
+def test_a_failed_start_of_ray_is_one_placement_error_and_leaves_no_folder(tmp_path, monkeypatch):
     def fail(**settings):
         raise ValueError("no room\nfor a store")
 

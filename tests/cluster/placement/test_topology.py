@@ -41,7 +41,7 @@ def test_the_description_names_every_pool_and_the_total():
     assert "2 x 0.5 CPU" in text and "total" in text and "1.85 CPU" in text
 
 
-def test_what_one_machine_cannot_hold_is_said_before_anything_is_started():
+def test_a_plan_too_large_for_one_machine_is_refused_before_the_start():
     require_machine(plan(config()), num_cpus=2, num_gpus=0)
     with pytest.raises(PlacementError, match=r"the machine has 2 CPU and 0 GPU; missing: 6\.85 CPU"):
         require_machine(plan(config(trainer={"num_cpus": 7.5})), num_cpus=2, num_gpus=0)
@@ -57,7 +57,7 @@ def test_more_than_one_trainer_is_refused():
 
 
 @pytest.mark.ray
-def test_what_cannot_be_placed_is_said_with_what_is_missing(local_ray):
+def test_a_placement_error_names_the_missing_resources(local_ray):
     topology = plan(config(generation={"num_actors": 2, "num_gpus": 3}, placement_timeout_s=0.5))
     with pytest.raises(PlacementError, match="missing: 6 GPU") as at_once:
         place(topology, is_local=True)

@@ -88,7 +88,7 @@ def test_a_run_without_accuracy_has_no_accuracy_row() -> None:
     assert not any("accuracy" in label for label, _ in summary.rows())
 
 
-def test_the_picture_is_a_picture(tmp_path: Path) -> None:
+def test_the_progress_picture_is_a_png(tmp_path: Path) -> None:
     write_picture(TEN, tmp_path / "p.png")
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
 
@@ -122,7 +122,7 @@ def test_on_a_terminal_the_bar_shows_reward_acceptance_and_goodput() -> None:
         assert part in text.getvalue()
 
 
-def test_a_job_without_a_terminal_speaks_at_every_stage_and_every_ten_seconds() -> None:
+def test_without_a_terminal_progress_is_printed_at_every_stage_and_every_ten_seconds() -> None:
     report, text = text_reporter(terminal=False)
     now_s = itertools.count(100.0, 3.0)
     report.clock = lambda: next(now_s)
@@ -197,7 +197,7 @@ def test_a_place_one_may_not_write_to_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("rows", [TEN, []], ids=["ten", "none"])
-def test_show_tells_the_story_of_a_folder(
+def test_show_prints_state_and_gain_in_reward_of_a_run_folder(
     rows: list[dict[str, float]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run_dir = RunDir.create(CONFIG, tmp_path / "run")

@@ -16,7 +16,7 @@ from core.records import GenerationStats
 STATS = GenerationStats(prefill_s=1.0, draft_s=2.0, verify_s=9.0, accept_s=1.0, other_s=1.0, move_s=2.0)
 
 
-def test_figures_of_three_moves() -> None:
+def test_move_metrics_of_three_hand_made_moves() -> None:
     moves = three_moves()
     timeline = build_timeline(two_instances(), moves)
     assert move_figures(moves, stats=STATS, planning_s=0.4, timeline=timeline) == pytest.approx(
@@ -58,7 +58,7 @@ def test_without_moves_there_are_counts_and_costs_and_nothing_made_up() -> None:
     }
 
 
-def test_what_was_shipped_for_moves_that_came_to_nothing_is_not_counted_as_moved() -> None:
+def test_bytes_shipped_for_failed_moves_are_not_counted_as_moved() -> None:
     moves = [move("0-1", "taken back"), move("0-2", "lost"), move("0-3", "kept"), move("0-4", "kept")]
     figures = move_figures(moves, stats=STATS, planning_s=0.0, timeline=build_timeline({}))
     found = {
@@ -67,7 +67,7 @@ def test_what_was_shipped_for_moves_that_came_to_nothing_is_not_counted_as_moved
     assert found == {"moved": 0, "kept": 2, "taken_back": 1, "lost": 1, "migrate": 0}
 
 
-def test_no_generation_has_no_overhead() -> None:
+def test_the_overhead_share_is_zero_without_generation() -> None:
     assert overhead_share(GenerationStats(), planning_s=0.0) == 0.0
 
 
@@ -99,7 +99,7 @@ def test_every_move_is_a_line_that_says_why(tmp_path: Path) -> None:
     assert (third["outcome"], third["why_ended"]) == ("kept", "finished before it left")
 
 
-def test_only_what_is_odd_is_said() -> None:
+def test_only_moves_taken_back_or_lost_are_reported() -> None:
     odd = [
         move("0-1", "taken back", why_ended="gen-0 waited 5.1 s for the scheduler's verdict"),
         move("0-2", "lost", why_ended=""),
@@ -110,6 +110,6 @@ def test_only_what_is_odd_is_said() -> None:
     ]
 
 
-def test_many_odd_moves_are_said_in_four_lines() -> None:
+def test_many_failed_moves_are_reported_in_four_lines() -> None:
     lines = odd_moves([move(f"0-{n}", "lost", why_ended="gen-1: died") for n in range(10)])
     assert len(lines) == 4 and lines[-1] == "7 more moves were taken back or lost; see moves.jsonl"

@@ -72,7 +72,7 @@ def test_a_pool_that_did_nothing_has_an_empty_timeline() -> None:
     assert timeline.length_s == 0.0 and timeline.journeys == () and timeline.lanes[0].busy_s == 0.0
 
 
-def test_what_touches_or_overlaps_is_covered_once() -> None:
+def test_touching_and_overlapping_intervals_are_merged() -> None:
     parts = [stretch(3, 4), stretch(0, 1), stretch(1, 2), stretch(0.5, 1.5), stretch(4.25, 5)]
     assert merge(parts) == [(0, 2), (3, 4), (4.25, 5)]
     assert merge(parts, gap_s=0.25) == [(0, 2), (3, 5)]
@@ -96,6 +96,6 @@ def test_overlap_with_one_second_and_two_seconds(begin_s: float, end_s: float, s
     assert overlap_s([stretch(begin_s, end_s)], others) == pytest.approx(seconds)
 
 
-def test_each_interval_overlaps_by_itself_and_nothing_overlaps_nothing() -> None:
+def test_overlaps_add_up_over_intervals_and_are_zero_with_none() -> None:
     assert overlap_s([stretch(0, 2), stretch(1, 3)], [stretch(0, 4)]) == pytest.approx(4.0)
     assert overlap_s([stretch(0, 2)], []) == overlap_s([], [stretch(0, 2)]) == 0.0

@@ -34,7 +34,7 @@ def started(path: Path) -> StatusWriter:
     return writer
 
 
-def test_the_file_says_who_does_what_and_when(path: Path):
+def test_the_status_has_state_pid_host_iteration_phase_and_heartbeat(path: Path):
     writer = started(path)
     writer.progress(3, "generate")
     status = read_status(path)
@@ -60,7 +60,7 @@ def test_the_file_keeps_its_size_whatever_the_reason(path: Path, reason: str):
     assert reason.startswith(kept) and len(kept) >= min(len(reason), 250)
 
 
-def test_a_disk_without_room_for_new_bytes_takes_the_last_word(path: Path, monkeypatch):
+def test_the_final_state_is_written_on_a_full_disk(path: Path, monkeypatch):
     """Only calls that need new room fail: the file is neither made anew nor made longer."""
     writer = started(path)
     really = os.pwrite
@@ -191,7 +191,7 @@ def test_running_stale_and_stopped_are_told_apart():
 
 
 @pytest.mark.parametrize("change", [{"host": "elsewhere"}, {"pid_namespace": "pid:[1]"}], ids=str)
-def test_of_a_process_that_cannot_be_seen_from_here_the_heartbeat_tells(change: dict[str, str]):
+def test_a_process_of_another_host_or_namespace_is_judged_by_its_heartbeat(change: dict[str, str]):
     away = ProcessIdentity(**ProcessIdentity.of_this().as_tree() | {"pid": 2**22 + 1} | change)
     assert not away.is_gone
     assert describe_status(running(away, age_s=30), now=NOW)[0].startswith("state running")
@@ -201,7 +201,7 @@ def test_of_a_process_that_cannot_be_seen_from_here_the_heartbeat_tells(change: 
 
 
 @pytest.mark.parametrize("heartbeat", ["", "yesterday", None, 3, "2026-01-02T12:00:00"])
-def test_a_heartbeat_that_is_no_time_is_no_traceback(heartbeat: object):
+def test_an_invalid_heartbeat_is_no_traceback(heartbeat: object):
     status = running(ProcessIdentity.of_this(), age_s=0) | {"heartbeat": heartbeat}
     assert describe_status(status, now=NOW)[0] == "state running"  # type: ignore[arg-type]
 

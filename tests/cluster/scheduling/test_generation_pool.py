@@ -9,6 +9,7 @@ import cluster.scheduling.generation_pool
 from actors.actor_messages import LostInstance
 from actors.ray_utils.waiting import ActorDied
 from cluster.scheduling.generation_pool import GenerationPool
+from cluster.scheduling.instance_table import InstanceTable
 from core.config import ClusterConfig
 from core.errors import InstanceLost
 
@@ -23,7 +24,7 @@ class Scheduler:
         self.joined: list[str] = []
         self.lost: list[str] = []
 
-    def join(self, name: str, handle: Any, num_slots: int) -> None:
+    def join(self, name: str) -> None:
         self.joined.append(name)
 
     def lose(self, name: str, reason: str) -> None:
@@ -49,6 +50,7 @@ class World:
             places=tuple(SimpleNamespace(name=f"gen-{i}") for i in range(2)),
             context=SimpleNamespace(),
             scheduler=self.scheduler,
+            instances=InstanceTable(),
             spec_for=lambda name: SimpleNamespace(
                 model_names=("target",), engine=SimpleNamespace(max_running_samples=4)
             ),
@@ -70,7 +72,7 @@ def world(monkeypatch) -> World:
     return World(monkeypatch)
 
 
-def test_an_instance_that_died_outside_of_a_rollout_is_told_and_replaced_at_the_publication(world):
+def test_an_instance_that_died_between_rollouts_is_reported_and_replaced_at_the_publication(world):
     world.dead = {"gen-0"}
     world.pool.publish(world.weights)
     assert world.notes == ["instance gen-0 was lost (gen-0 died: SIGKILL); gen-0-r1 takes its place"]
@@ -78,7 +80,7 @@ def test_an_instance_that_died_outside_of_a_rollout_is_told_and_replaced_at_the_
     assert world.scheduler.joined == ["gen-0", "gen-1", "gen-0-r1"]
 
 
-def test_numerics_that_promise_less_than_bits_are_told_once(world):
+def test_numerics_that_promise_less_than_bits_are_reported_once(world):
     assert world.pool.is_invariant
     world.numerics = "fast: the distribution (engine.num_threads is 2)"
     for name in ("gen-0", "gen-1"):
@@ -88,7 +90,7 @@ def test_numerics_that_promise_less_than_bits_are_told_once(world):
     assert told == ["numerics on gen-0-r1: fast: the distribution (engine.num_threads is 2)"]
 
 
-def test_an_instance_that_was_replaced_is_told_once_with_what_was_queued_again(world):
+def test_a_replacement_is_reported_once_with_the_number_of_requeued_samples(world):
     lost = LostInstance(instance="gen-1", reason="silent for 61 s", num_requeued=3)
     assert world.pool.replace(lost) == "gen-1-r1" and world.pool.replace(lost) is None
     assert world.notes == [
@@ -96,7 +98,7 @@ def test_an_instance_that_was_replaced_is_told_once_with_what_was_queued_again(w
     ]
 
 
-def test_a_replacement_that_dies_is_told_and_replaced_until_none_is_left(world):
+def test_a_replacement_that_dies_is_replaced_until_the_restarts_are_used_up(world):
     world.dead = {"gen-0-r1", "gen-0-r2"}
     with pytest.raises(InstanceLost, match="all 2 replacements of this run are used up") as caught:
         world.pool.replace(LostInstance(instance="gen-0", reason="died", num_requeued=0))

@@ -11,6 +11,7 @@ from fake_engine import FakeInstance, make_request, response_of
 from actors.actor_messages import SchedulerSettings
 from actors.ray_utils.waiting import ActorDied, get
 from actors.scheduler_actor import SchedulerActor
+from cluster.scheduling.instance_table import Instance, InstanceTable
 from cluster.scheduling.scheduler_client import SchedulerClient
 from core.errors import SchedulerLost
 from core.records import Completion
@@ -23,6 +24,7 @@ MAX_RESTARTS = 2
 @dataclass
 class Pool:
     client: SchedulerClient
+    table: InstanceTable
     instances: dict = field(default_factory=dict)
     done: dict[int, Completion] = field(default_factory=dict)
     lost: list[str] = field(default_factory=list)
@@ -31,7 +33,8 @@ class Pool:
 
     def join(self, name: str, *, step_s: float) -> None:
         self.instances[name] = FakeInstance.options(num_cpus=0).remote(name, step_s)
-        self.client.join(name, self.instances[name], 3)
+        self.table[name] = Instance(handle=self.instances[name], num_slots=3)
+        self.client.join(name)
 
     def ask(self, *indices: int) -> None:
         self.client.enqueue(tuple(make_request(i) for i in indices))
@@ -63,7 +66,10 @@ def pool(local_ray) -> Iterator[Pool]:
     settings = SchedulerSettings(
         poll_interval_s=0.05, heartbeat_timeout_s=10.0, order_timeout_s=60.0, reallocation_interval_s=0.1
     )
-    pool = Pool(SchedulerClient(make, settings, max_restarts=MAX_RESTARTS, start_timeout_s=60.0))
+    table = InstanceTable()
+    pool = Pool(
+        SchedulerClient(make, settings, table, max_restarts=MAX_RESTARTS, start_timeout_s=60.0), table
+    )
     yield pool
     for handle in (*made, *pool.instances.values()):
         ray.kill(handle)
@@ -103,7 +109,7 @@ def test_an_instance_that_died_with_the_scheduler_is_reported_and_its_samples_go
     assert {c.epoch for c in pool.done.values()} == {0, 1}
 
 
-def test_a_wish_that_finds_the_scheduler_dead_is_granted_by_the_next_one(pool):
+def test_a_call_to_a_dead_scheduler_is_carried_out_by_its_successor(pool):
     ray.kill(pool.client.handle)
     pool.join("gen-0", step_s=0.0)
     ray.kill(pool.client.handle)
@@ -112,7 +118,7 @@ def test_a_wish_that_finds_the_scheduler_dead_is_granted_by_the_next_one(pool):
     assert sorted(pool.done) == [4, 5] and len(pool.client.news() + pool.news) == 2
 
 
-def test_a_dead_actor_is_told_from_an_error_it_raises(pool):
+def test_a_call_to_a_dead_actor_raises_actor_died(pool):
     names = {"waiter": "test", "waited_for": "scheduler", "timeout_s": 60.0}
     ray.kill(pool.client.handle)
     with pytest.raises(ActorDied, match="scheduler died while test waited for 'instances'"):

@@ -1,48 +1,23 @@
-"""Publication: everyone gets the version, the dead are named, a wrong confirmation ends the run. No Ray."""
+"""Publication: everyone gets the version, the dead are named, a wrong confirmation ends the run. Real Ray, no torch."""
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
+import ray
 
 import cluster.weights.publish
 from actors.actor_messages import LoadedWeights
-from actors.ray_utils.waiting import ActorDied
 from cluster.weights.publish import PublishedWeights, from_trainer, publish
 from core.errors import WaitTimeout, WeightsError
 from core.records import WeightManifest
 
+pytestmark = pytest.mark.ray
 
-class Method:
-    """Stands for an actor's method: `remote` returns the call itself, which `get` carries out."""
-
-    def __init__(self, act: Callable[..., Any]) -> None:
-        self.act = act
-        self.num_returns = 1
-
-    def options(self, *, num_returns: int) -> "Method":
-        self.num_returns = num_returns
-        return self
-
-    def remote(self, *arguments: Any) -> Any:
-        if self.num_returns > 1:
-            return [f"ref {i}" for i in range(self.num_returns)]
-        return lambda: self.act(*arguments)
-
-
-class Instance:
-    def __init__(self, name: str, *, checksum: str = "good", version: int = 3, dies: bool = False) -> None:
-        self.name = name
-        self.answer = LoadedWeights(instance=name, model="target", weight_version=version, checksum=checksum)
-        self.dies = dies
-        self.got: list[tuple] = []
-        self.load_weights = Method(self.load)
-
-    def load(self, *arguments: Any) -> LoadedWeights:
-        self.got.append(arguments)
-        if self.dies:
-            raise ActorDied(f"{self.name} died")
-        return self.answer
+TIMEOUT_S = 60.0
+CHUNKS = (np.arange(3), np.arange(5))
 
 
 def manifest(num_chunks: int = 2) -> WeightManifest:
@@ -58,93 +33,109 @@ def manifest(num_chunks: int = 2) -> WeightManifest:
     )
 
 
-WEIGHTS = PublishedWeights(manifest=manifest(), chunk_refs=("first chunk", "second chunk"))
+@ray.remote(num_cpus=0, max_restarts=0)
+class Instance:
+    """Confirms what it was told to confirm."""
+
+    def __init__(self, name: str, version: int = 3, checksum: str = "good") -> None:
+        self.answer = LoadedWeights(instance=name, model="target", weight_version=version, checksum=checksum)
+        self.got: list[tuple] = []
+
+    def load_weights(self, timeout_s: float, told: WeightManifest, *chunks: np.ndarray) -> LoadedWeights:
+        self.got.append((timeout_s, told, [chunk.tolist() for chunk in chunks]))
+        return self.answer
+
+    def take(self) -> list[tuple]:
+        return self.got
 
 
-class Waits:
-    """Replaces `get`: carries out the call after `takes_s` seconds of a clock made by hand."""
+@ray.remote(num_cpus=0, max_restarts=0)
+class Trainer:
+    """Hands out so many chunks, or hangs instead."""
 
-    def __init__(self, takes_s: float) -> None:
-        self.now_s = 100.0
-        self.takes_s = takes_s
-        self.allowed_s: list[float] = []
+    def __init__(self, num_chunks: int, hangs: bool = False) -> None:
+        self.num_chunks = num_chunks
+        self.hangs = hangs
 
-    def monotonic(self) -> float:
-        return self.now_s
+    def pack(self, model: str) -> WeightManifest:
+        return manifest(self.num_chunks)
 
-    def get(self, ref: Callable[[], Any], *, timeout_s: float, **names: str) -> Any:
-        self.allowed_s.append(timeout_s)
-        self.now_s += self.takes_s
-        return ref()
+    def chunks(self) -> Any:
+        while self.hangs:
+            time.sleep(1.0)
+        made = tuple(np.full(4, i) for i in range(self.num_chunks))
+        return made[0] if len(made) == 1 else made
 
 
 @pytest.fixture
-def waits(monkeypatch) -> Waits:
-    waits = Waits(takes_s=2.0)
-    monkeypatch.setattr(cluster.weights.publish, "get", waits.get)
-    monkeypatch.setattr(cluster.weights.publish, "awake_s", waits.monotonic)
-    return waits
+def weights(local_ray) -> PublishedWeights:
+    return PublishedWeights(manifest=manifest(), chunk_refs=tuple(ray.put(chunk) for chunk in CHUNKS))
 
 
-def test_every_instance_gets_manifest_and_chunks(waits):
-    instances = {name: Instance(name) for name in ("gen-0", "gen-1")}
-    assert publish(WEIGHTS, instances, timeout_s=10.0) == {}
+@pytest.fixture
+def start(local_ray) -> Iterator[Callable]:
+    """Start an actor that ends with the test."""
+    made = []
+
+    def make(kind: Any, *arguments: Any, **options: Any) -> Any:
+        made.append(kind.remote(*arguments, **options))
+        return made[-1]
+
+    yield make
+    for actor in made:
+        ray.kill(actor)
+
+
+def test_every_instance_gets_manifest_and_chunks(start, weights):
+    instances = {name: start(Instance, name) for name in ("gen-0", "gen-1")}
+    assert publish(weights, instances, timeout_s=TIMEOUT_S) == {}
     for instance in instances.values():
-        assert instance.got == [(10.0, WEIGHTS.manifest, "first chunk", "second chunk")]
+        got = ray.get(instance.take.remote(), timeout=TIMEOUT_S)
+        assert got == [(TIMEOUT_S, weights.manifest, [chunk.tolist() for chunk in CHUNKS])]
 
 
-def test_instances_share_one_deadline(waits):
-    publish(WEIGHTS, {str(i): Instance(str(i)) for i in range(9)}, timeout_s=10.0)
-    # five seconds of grace over the 10, two seconds a wait, and never less than none
-    assert waits.allowed_s == [15.0, 13.0, 11.0, 9.0, 7.0, 5.0, 3.0, 1.0, 0.0]
-
-
-def test_a_dead_instance_is_named_and_the_others_are_still_confirmed(waits):
-    instances = {"gen-0": Instance("gen-0", dies=True), "gen-1": Instance("gen-1")}
-    lost = publish(WEIGHTS, instances, timeout_s=10.0)
-    assert list(lost) == ["gen-0"] and str(lost["gen-0"]) == "gen-0 died"
-    wrong = {"gen-0": Instance("gen-0", dies=True), "gen-1": Instance("gen-1", checksum="bad")}
+def test_a_dead_instance_is_named_and_the_others_are_still_confirmed(start, weights):
+    instances = {"gen-0": start(Instance, "gen-0"), "gen-1": start(Instance, "gen-1")}
+    ray.kill(instances["gen-0"])
+    lost = publish(weights, instances, timeout_s=TIMEOUT_S)
+    assert list(lost) == ["gen-0"] and "gen-0 died while the loop waited" in str(lost["gen-0"])
+    instances["gen-1"] = start(Instance, "gen-1", checksum="bad")
     with pytest.raises(WeightsError, match="gen-1 confirmed target version 3 with checksum bad"):
-        publish(WEIGHTS, wrong, timeout_s=10.0)
+        publish(weights, instances, timeout_s=TIMEOUT_S)
 
 
-def test_an_older_version_is_no_confirmation_though_its_checksum_is_equal(waits):
+def test_an_older_version_is_no_confirmation_though_its_checksum_is_equal(start, weights):
     with pytest.raises(WeightsError, match="expected version 3"):
-        publish(WEIGHTS, {"gen-0": Instance("gen-0", version=2)}, timeout_s=10.0)
+        publish(weights, {"gen-0": start(Instance, "gen-0", version=2)}, timeout_s=TIMEOUT_S)
 
 
-class FakeTrainer:
-    def __init__(self, num_chunks: int) -> None:
-        self.pack = Method(lambda model: manifest(num_chunks))
-        self.chunks = Method(lambda: None)
+@pytest.mark.parametrize("num_chunks", [1, 3])
+def test_the_trainers_chunks_are_as_many_as_its_manifest_says(start, num_chunks):
+    taken = from_trainer(start(Trainer, num_chunks), timeout_s=TIMEOUT_S)
+    assert taken.manifest.weight_version == 3
+    fetched = ray.get(list(taken.chunk_refs), timeout=TIMEOUT_S)
+    assert [chunk.tolist() for chunk in fetched] == [[i] * 4 for i in range(num_chunks)]
 
 
-@pytest.fixture
-def num_ready(monkeypatch) -> Callable[[int], None]:
-    """Let so many of the trainer's chunks become ready."""
-
-    def make(number: int) -> None:
-        monkeypatch.setattr(
-            cluster.weights.publish.ray, "wait", lambda refs, **settings: (refs[:number], refs[number:])
-        )
-
-    return make
+def test_chunks_that_do_not_come_end_the_wait(start):
+    trainer = start(Trainer, 3, hangs=True)
+    ray.get(trainer.pack.remote("target"), timeout=TIMEOUT_S)
+    with pytest.raises(WaitTimeout, match="the loop waited 5 s for trainer to answer 'hand out 3 weight"):
+        from_trainer(trainer, timeout_s=5.0)
 
 
-def test_the_trainer_s_chunks_are_as_many_as_its_manifest_says(waits, num_ready):
-    num_ready(3)
-    taken = from_trainer(FakeTrainer(3), timeout_s=10.0)
-    assert taken.manifest.weight_version == 3 and taken.chunk_refs == ("ref 0", "ref 1", "ref 2")
+def test_instances_share_one_deadline(start, weights, monkeypatch):
+    """By a clock made by hand: every answer takes two seconds of it."""
+    now_s, allowed_s = [100.0], []
 
+    def answer(ref: Any, *, timeout_s: float, **names: str) -> Any:
+        allowed_s.append(timeout_s)
+        now_s[0] += 2.0
+        return ray.get(ref, timeout=TIMEOUT_S)
 
-def test_one_chunk_is_one_reference(waits, num_ready):
-    num_ready(1)
-    trainer = FakeTrainer(1)
-    (ref,) = from_trainer(trainer, timeout_s=10.0).chunk_refs
-    assert callable(ref), "the reference itself, not its characters or members"
-
-
-def test_chunks_that_do_not_come_end_the_wait(waits, num_ready):
-    num_ready(2)
-    with pytest.raises(WaitTimeout, match="the loop waited 10 s for trainer to answer 'hand out 3 weight"):
-        from_trainer(FakeTrainer(3), timeout_s=10.0)
+    monkeypatch.setattr(cluster.weights.publish, "get", answer)
+    monkeypatch.setattr(cluster.weights.publish, "awake_s", lambda: now_s[0])
+    instance = start(Instance, "gen-0")
+    publish(weights, {f"gen-{i}": instance for i in range(9)}, timeout_s=10.0)
+    # five seconds of grace over the 10, two seconds a wait, and never less than none
+    assert allowed_s == [15.0, 13.0, 11.0, 9.0, 7.0, 5.0, 3.0, 1.0, 0.0]

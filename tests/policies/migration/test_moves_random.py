@@ -249,12 +249,11 @@ class World:
 
     def check(self) -> None:
         owned = self.scheduler.instances()
-        arriving = self.scheduler._ledger.moves.num_arriving
         for name, count in owned.items():
             slots = self.players[name].slots
             # a fourth of its slots in line, while the scheduler's own line is long
             most = slots + slots // 4 + self.excess.get(name, 0)
-            assert count + arriving(name) <= most, "overbooked"
+            assert count + self.scheduler.moves.num_arriving(name) <= most, "overbooked"
         assert self.scheduler.num_open + len(self.delivered) == self.count
         assert self.scheduler.num_waiting + sum(owned.values()) == self.scheduler.num_open
         for sample in self.scheduler.open_samples():

@@ -270,5 +270,5 @@ def test_rulings_do_not_depend_on_anything_but_owner_epoch_and_move():
 def test_an_order_carries_the_owners_epoch_and_a_name_of_its_own():
     orders = [o.order for o in moving().move([move(KEY)], now_s=0.0) if isinstance(o, StartMove)]
     assert orders == [], "a sample is moved by one order at a time"
-    order = moving()._ledger.moves.of(KEY)
+    order = moving().moves.of(KEY)
     assert isinstance(order, MoveOrder) and (order.source, order.destination, order.epoch) == ("a", "b", 0)

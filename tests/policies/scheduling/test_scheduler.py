@@ -9,6 +9,8 @@ from move_messages import complete, request
 from core.errors import RlhfSpecError
 from core.records import (
     Completion,
+    GenerationStats,
+    InstanceLoad,
     SampleKey,
     SampleRequest,
 )
@@ -24,6 +26,7 @@ from policies.scheduling.events import (
     SamplesArrived,
     Submit,
 )
+from policies.scheduling.members import InstanceState
 from policies.scheduling.scheduler import Scheduler
 
 
@@ -77,6 +80,31 @@ def test_lost_samples_go_to_the_front_under_a_higher_epoch():
     assert orders == [Abandon(instance="a", reason="killed", num_requeued=2)]
     again = submitted(scheduler.handle(joined("a2", 3)))["a2"]
     assert [(r.key.sample_index, r.epoch) for r in again] == [(0, 1), (1, 1), (2, 0)]
+
+
+def test_a_lost_instance_is_no_longer_among_those_that_serve_and_its_statistics_stay():
+    scheduler = machine()
+    for name in ("a", "b"):
+        scheduler.handle(joined(name))
+    load = InstanceLoad(
+        instance="a",
+        num_running=1,
+        num_waiting=0,
+        num_free_slots=1,
+        context_tokens=3,
+        weight_version=0,
+        drafter_version=0,
+        decode_step=4,
+        goodput_tokens_per_s=0.0,
+        stats=GenerationStats(num_emitted_tokens=40),
+    )
+    scheduler.handle(InstanceReported(instance="a", now_s=0.0, load=load))
+    scheduler.handle(InstanceGone(instance="a", reason="killed"))
+    assert list(scheduler.instances()) == list(scheduler.members.serving) == ["b"]
+    assert scheduler.members["a"].state is InstanceState.GONE and not scheduler.members["a"].owned
+    assert scheduler.members.stats == {"a": load.stats}
+    with pytest.raises(RlhfSpecError, match="a replacement needs a new name"):
+        scheduler.handle(joined("a"))
 
 
 def test_losing_an_unknown_or_already_lost_instance_changes_nothing():

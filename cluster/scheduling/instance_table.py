@@ -1,0 +1,45 @@
+"""The loop's table of instances: which were made, where each stands, how to reach it, what it has done.
+
+The generation pool makes rows and ends them; the scheduler client marks what has joined and what is lost; publication
+and the recorder read. A scheduler fills a table of its own (`policies.scheduling.members`) from this one, when
+instances join and when it takes over from a dead one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from actors.ray_utils.remote import Handle
+from cluster.placement.topology import Place
+from core.records import GenerationStats
+from policies.scheduling.members import InstanceState
+
+
+@dataclass(slots=True, kw_only=True)
+class Instance:
+    """One row."""
+
+    handle: Handle
+    num_slots: int
+    place: Place | None = None
+    "where it runs; None once a replacement runs there"
+    sentinel: Any = None
+    "reference to the end of its decode loop"
+    state: InstanceState = InstanceState.JOINING
+    stats: GenerationStats = field(default_factory=GenerationStats)
+    "as the scheduler told last"
+
+
+class InstanceTable(dict[str, Instance]):
+    """Every instance of the run by name, those that are gone included."""
+
+    @property
+    def serving(self) -> dict[str, Instance]:
+        """Those that have joined and are not lost."""
+        return {name: row for name, row in self.items() if row.state is InstanceState.SERVING}
+
+    @property
+    def handles(self) -> dict[str, Handle]:
+        """How to reach those that are not lost."""
+        return {name: row.handle for name, row in self.items() if row.state is not InstanceState.GONE}

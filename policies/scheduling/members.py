@@ -1,0 +1,68 @@
+"""The scheduler's table of instances: one row each from joining on; whatever else knows instances is a view of it.
+
+States in order; a row never goes back, and its name is not used again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from core.records import GenerationStats, InstanceLoad, SampleKey
+
+
+class InstanceState(StrEnum):
+    """Where an instance stands between its start and its end."""
+
+    JOINING = "joining"
+    "made, its first weights are on their way; the scheduler has not heard of it"
+    SERVING = "serving"
+    "takes samples"
+    GONE = "gone"
+    "died, or was given up"
+
+
+@dataclass(slots=True)
+class Member:
+    """An instance that has joined."""
+
+    most_slots: int
+    "offered when it joined"
+    last_seen_s: float
+    link: Any = None
+    "how the shell reaches it: kept here, not looked at"
+    state: InstanceState = InstanceState.SERVING
+    owned: set[SampleKey] = field(default_factory=set)
+    load: InstanceLoad | None = None
+    "as told last"
+    boundary: int = -1
+    "step boundary it last told"
+    boundary_since_s: float = 0.0
+
+    def looked_at_step(self, boundary: int, now_s: float) -> float:
+        """Return for how many seconds it has told no other step boundary than this one."""
+        if boundary != self.boundary:
+            self.boundary, self.boundary_since_s = boundary, now_s
+        return now_s - self.boundary_since_s
+
+    @property
+    def num_slots(self) -> int:
+        """Slots that can be used now: its caches may have room for fewer samples than it has slots."""
+        if self.load is None or self.load.num_slots is None:
+            return self.most_slots
+        return min(self.most_slots, self.load.num_slots)
+
+
+class Members(dict[str, Member]):
+    """Every instance that ever joined, by name."""
+
+    @property
+    def serving(self) -> dict[str, Member]:
+        """Those that take samples."""
+        return {name: member for name, member in self.items() if member.state is InstanceState.SERVING}
+
+    @property
+    def stats(self) -> dict[str, GenerationStats]:
+        """What each has done, as told last; those that are gone included."""
+        return {name: member.load.stats for name, member in self.items() if member.load is not None}
