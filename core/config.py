@@ -289,6 +289,11 @@ class Config(Section):
             raise ValueError(
                 "algorithm.kind grpo compares samples of one prompt: rollout.samples_per_prompt >= 2"
             )
+        if self.trainer.device == "cuda" and self.cluster.trainer.num_gpus == 0:
+            raise ValueError(
+                "trainer.device is cuda but cluster.trainer.num_gpus is 0, which is a CPU whatever the machine has; "
+                "set it to 1, or trainer.device to auto"
+            )
         if self.reward.kind == "model" and self.reward.model is None:
             raise ValueError("reward.kind is 'model' but reward.model names none")
         return self

@@ -32,8 +32,10 @@ class AlgorithmConfig(Section):
 
 
 class TrainerConfig(Section):
-    """The learner."""
+    """The learner. Its weights are float32 whatever `models.dtype` is; that is what it publishes in."""
 
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    "auto: the GPU that Ray assigned (cluster.trainer.num_gpus), else the CPU"
     learning_rate: float = Field(default=1e-5, gt=0.0, le=1e6)
     value_learning_rate: float = Field(default=1e-4, gt=0.0, le=1e6)
     value_epochs: int = Field(default=4, ge=1)

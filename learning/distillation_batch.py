@@ -40,7 +40,13 @@ class DistillationBatches:
         return int(self.experience.mask[list(rows)].sum())
 
     def divergence(
-        self, draft: PreTrainedModel, rows: list[int], *, temperature: float, vocab_size: int
+        self,
+        draft: PreTrainedModel,
+        rows: list[int],
+        *,
+        temperature: float,
+        vocab_size: int,
+        compute_dtype: torch.dtype = torch.float32,
     ) -> Float[Tensor, " M"]:
         """KL(target || draft) in nats at the response tokens of some rows; differentiable.
 
@@ -50,7 +56,7 @@ class DistillationBatches:
         longest = max(self.experience.lengths[row] for row in rows)
         ids = self.experience.ids[rows, :longest].to(draft.device)
         where = self.experience.where[rows, : longest - 1].to(draft.device)
-        logits, _ = logits_where(draft, ids, where, vocab_size)
+        logits, _ = logits_where(draft, ids, where, vocab_size, compute_dtype=compute_dtype)
         logprobs = torch.log_softmax(scaled_logits(logits, temperature), dim=-1)
         if self.soft_targets is not None:
             targets = self.soft_targets.of([self.experience.sample_indices[row] for row in rows])

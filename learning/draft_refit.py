@@ -73,6 +73,7 @@ class DraftRefitter:
         pad_token_id: int,
         vocab_size: int,
         weight_version: int = 0,
+        compute_dtype: torch.dtype = torch.float32,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.model = model
@@ -81,6 +82,7 @@ class DraftRefitter:
         self._temperature = temperature
         self._pad_token_id = pad_token_id
         self._vocab_size = vocab_size
+        self._compute_dtype = compute_dtype
         self._clock = clock
         self._costs = WorkCosts(clock)
         self._rng = np.random.default_rng([seed, 0xD4AF])
@@ -162,7 +164,13 @@ class DraftRefitter:
             return float(self._divergence(data, data.held_out).mean())
 
     def _divergence(self, data: DistillationBatches, rows: list[int]) -> Tensor:
-        return data.divergence(self.model, rows, temperature=self._temperature, vocab_size=self._vocab_size)
+        return data.divergence(
+            self.model,
+            rows,
+            temperature=self._temperature,
+            vocab_size=self._vocab_size,
+            compute_dtype=self._compute_dtype,
+        )
 
     def _evaluate_s(self, data: DistillationBatches) -> float:
         return self._costs.expected_s("evaluation", data.num_padded_tokens(data.held_out)) or 0.0

@@ -41,6 +41,7 @@ from learning.losses import (
     token_weights,
     truncated_importance_weight,
 )
+from learning.precision import hold_linears_in, require_master_weights
 from learning.soft_targets import SoftTargetStore
 from learning.targets import Targets
 from learning.training_forward import logits_where, prepare_for_training
@@ -61,8 +62,14 @@ class Learner:
         pad_token_id: int,
         vocab_size: int | None = None,
         soft_targets: SoftTargetStore | None = None,
+        compute_dtype: torch.dtype = torch.float32,
     ) -> None:
-        """`soft_targets` is filled at every update, for the draft model; it changes nothing here."""
+        """A learner around a model of float32 weights, on the device it is to learn on.
+
+        `soft_targets` is filled at every update, for the draft model; it changes nothing here. `compute_dtype` is
+        what matrix products are computed in (`learning.precision`).
+        Raises ConfigError: settings that do not go together, or weights that the optimizer cannot step.
+        """
         if temperature <= 0.0:
             raise ConfigError(
                 f"cannot train at temperature {temperature}: greedy sampling has no log-probability; use 1.0"
@@ -79,10 +86,13 @@ class Learner:
         self.vocab_size = vocab_size or int(model.config.get_text_config().vocab_size)
         self.weight_version = 0
         self.soft_targets = soft_targets
+        self.compute_dtype = compute_dtype
         self.reference: PreTrainedModel | None = None
         if algorithm.kl_coef > 0.0:
             self.reference = copy.deepcopy(model).eval().requires_grad_(False)
+            hold_linears_in(self.reference, compute_dtype)
         prepare_for_training(model, gradient_checkpointing=trainer.gradient_checkpointing)
+        require_master_weights(model)
         self.critic: Critic | None = None
         if algorithm.kind == "ppo":
             self.critic = Critic(
@@ -180,7 +190,7 @@ class Learner:
         out = torch.zeros(experience.mask.shape)
         for rows in self._packs(range(len(out)), experience):
             ids, where = self._inputs(experience, rows)
-            logits, _ = logits_where(self.reference, ids, where, self.vocab_size)
+            logits, _ = self._forward(self.reference, ids, where)
             flat = token_logprobs(logits, ids[:, 1:][where], self.temperature).float().cpu()
             out[rows] = _padded(flat, experience.mask[rows])
         return out
@@ -227,7 +237,7 @@ class Learner:
         place[experience.mask] = torch.arange(experience.num_tokens)
         out: Tensor | None = None
         for rows in self._packs(range(len(place)), experience):
-            _, hidden = logits_where(self.model, *self._inputs(experience, rows), self.vocab_size)
+            _, hidden = self._forward(self.model, *self._inputs(experience, rows))
             if out is None:
                 out = hidden.new_zeros((experience.num_tokens, hidden.shape[1]))
             out[place[rows][experience.mask[rows]].to(out.device)] = hidden
@@ -267,7 +277,7 @@ class Learner:
             return padded[rows][mask].to(device)
 
         ids, where = self._inputs(experience, rows)
-        logits, _ = logits_where(self.model, ids, where, self.vocab_size)
+        logits, _ = self._forward(self.model, ids, where)
         logprobs = token_logprobs(logits, ids[:, 1:][where], self.temperature)
         if self.soft_targets is not None:
             self.soft_targets.keep(
@@ -292,6 +302,9 @@ class Learner:
         out.add("entropy", entropy, weight)
         out.add_ratio(logprobs, old, weight, clip_ratio=algorithm.clip_ratio)
         return (total * weight).sum()
+
+    def _forward(self, model: PreTrainedModel, ids: Tensor, where: Tensor) -> tuple[Tensor, Tensor]:
+        return logits_where(model, ids, where, self.vocab_size, compute_dtype=self.compute_dtype)
 
     def _step(self, figures: MinibatchFigures) -> None:
         self._num_optimizer_steps += 1

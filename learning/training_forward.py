@@ -9,20 +9,28 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from core.errors import ModelError
+from learning.precision import autocast
 
 
 def logits_where(
-    model: PreTrainedModel, ids: Int[Tensor, "B T"], where: Bool[Tensor, "B S"], vocab_size: int
+    model: PreTrainedModel,
+    ids: Int[Tensor, "B T"],
+    where: Bool[Tensor, "B S"],
+    vocab_size: int,
+    *,
+    compute_dtype: torch.dtype = torch.float32,
 ) -> tuple[Float[Tensor, "M V"], Float[Tensor, "M H"]]:
     """Return logits and hidden states that predict ids[:, 1:][where], in row-major order.
 
     `ids` is padded on the right, so causal attention needs no mask. `where` is [B, T - 1]. Logits are those of
-    the first `vocab_size` ids, as in the engine: padded ids take no part.
+    the first `vocab_size` ids, as in the engine: padded ids take no part. Products are computed in
+    `compute_dtype`.
     Raises ModelError when the model has no output head to be asked.
     """
     head = model.get_output_embeddings()
@@ -36,7 +44,8 @@ def logits_where(
 
     handle = head.register_forward_pre_hook(keep_rows)
     try:
-        logits = model(input_ids=ids, use_cache=False).logits
+        with autocast(model.device, compute_dtype):
+            logits = model(input_ids=ids, use_cache=False).logits
     finally:
         handle.remove()
     return logits[0, :, :vocab_size], kept[0]

@@ -4,8 +4,8 @@ Plain arithmetic on the models' configs; no tensor is made. The fixed costs of a
 ones (Linux, CPU torch 2.13, Ray 2.60), the rest follows from the sizes:
 
     generation  weights and their inference copy + KV pool + one step's logits
-    trainer     weights, reference, gradients, two Adam moments + one forward's activations;
-                with refits the draft model's likewise, and the targets kept for it
+    trainer     weights, gradients and two Adam moments in float32, reference, the packed copy + one forward's
+                activations; with refits the draft model's likewise, and the targets kept for it
     reward      the interpreter alone, or the reward model's weights
 """
 
@@ -37,8 +37,10 @@ RAY_PROCESSES_BYTES = 900 * MIB
 OBJECT_STORE_LIMIT_BYTES = 1 * GIB
 
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+_MASTER_BYTES = _DTYPE_BYTES["float32"]
+"The optimizer steps float32 weights, whatever they are published in."
 _ADAM_COPIES = 3
-"Gradient and two moments, in the parameters' dtype."
+"Gradient and two moments of each weight, float32."
 _ACTIVATIONS_PER_LAYER = 24
 "Values a transformer block keeps for the backward pass, per token, in units of the hidden size."
 _REFIT_COPIES = 2 + _ADAM_COPIES
@@ -182,13 +184,14 @@ def _engine_bytes(config: Config, target: ModelShape, draft: ModelShape | None) 
 
 
 def _learner_bytes(config: Config, target: ModelShape) -> int:
-    weights = target.weight_bytes(config.models.dtype)
+    published = target.weight_bytes(config.models.dtype)
+    weights = target.num_params * _MASTER_BYTES
+    # on a CPU that computes in float32 the reference is held in it too
     reference = weights if config.algorithm.kl_coef > 0 else 0
     tokens = config.trainer.max_tokens_per_forward
     kept_layers = 1 if config.trainer.gradient_checkpointing else target.kv.num_layers
     activations = tokens * target.hidden_size * 4 * _ACTIVATIONS_PER_LAYER * kept_layers
     logits = tokens * target.vocab_size * 4 * _LOGIT_COPIES
-    published = weights
     return weights * (1 + _ADAM_COPIES) + reference + published + activations + logits
 
 
@@ -197,13 +200,14 @@ def _refit_bytes(config: Config, draft: ModelShape | None) -> int:
     if draft is None or not config.refits_draft:
         return 0
     settings, rollout = config.drafter_training, config.rollout
-    weights = draft.weight_bytes(config.models.dtype)
+    published = draft.weight_bytes(config.models.dtype)
+    weights = draft.num_params * _MASTER_BYTES
     layers = draft.hidden_size * 4 * _ACTIVATIONS_PER_LAYER * draft.kv.num_layers
     logits = draft.vocab_size * 4 * _LOGIT_COPIES
     samples = rollout.prompts_per_iteration * rollout.samples_per_prompt
     kept = min(settings.num_target_tokens, draft.vocab_size) * _SOFT_TARGET_BYTES
     targets = samples * config.sampling.max_new_tokens * kept
-    return weights * (1 + _REFIT_COPIES) + settings.max_tokens_per_step * (layers + logits) + targets
+    return weights * _REFIT_COPIES + published + settings.max_tokens_per_step * (layers + logits) + targets
 
 
 def _reward_bytes(reward_params: int | None) -> int:

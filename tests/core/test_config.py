@@ -54,6 +54,7 @@ def test_a_malformed_override_is_refused(tmp_path: Path, override: str) -> None:
         ("speculation", {"ngram_min": 5}, "ngram_min must not exceed"),
         ("reward", {"kind": "model"}, "reward.model names none"),
         ("run", {"iterations": 0}, "run.iterations"),
+        ("trainer", {"device": "cuda"}, "cluster.trainer.num_gpus is 0"),
         ("speculation", {"policy": "fixed", "num_nodes": 64, "depth": 0}, "64 nodes at depth 0"),
         ("speculation", {"policy": "capacity", "depth": 0}, "nodes at depth 0"),
         ("data", {"path": "a.jsonl", "prompt_template": "x"}, r"must hold \{prompt\}"),

@@ -127,6 +127,15 @@ def test_the_trainer_holds_weights_moments_reference_activations_and_logits() ->
     assert kept - thrifty == 2 * layer
 
 
+def test_the_optimizer_steps_float32_weights_whatever_is_published() -> None:
+    models = {"draft": "demo", "dtype": "bfloat16"}
+    frozen = {"refit": False}
+    full = plan(config(drafter_training=frozen)).trainer_bytes
+    half = plan(config(models=models, drafter_training=frozen)).trainer_bytes
+    # the packed copy alone is smaller
+    assert full - half == 1000 * 2
+
+
 def test_a_trainer_that_refits_holds_the_draft_its_moments_and_the_targets_it_learns_from() -> None:
     refit = {"max_tokens_per_step": 64, "num_target_tokens": 10}
     sections = {"rollout": {"prompts_per_iteration": 8}, "sampling": {"max_new_tokens": 50}}
