@@ -23,6 +23,7 @@ from engine.weights.chunks import load_into, unpack_weights
 from engine.weights.loading import DTYPES, build_causal_lm
 from learning.draft_refit import DraftRefitter, RefitReport
 from learning.learner import Learner
+from learning.precision import hold_linears_in
 from learning.published_form import PublishedForm
 from learning.soft_targets import SoftTargetStore
 
@@ -78,7 +79,7 @@ class TrainerActor:
             weight_version=manifest.weight_version,
             compute_dtype=self._compute_dtype,
         )
-        return _loaded(manifest, self._forms["draft"].checksum(model))
+        return _loaded(manifest, self._forms["draft"].checksum(self._refitter.weights()))
 
     def update(self, rollouts: Sequence[Rollout]) -> UpdateReport:
         """Do one update; equal rollouts in any order give bitwise equal parameters."""
@@ -92,7 +93,7 @@ class TrainerActor:
         """Freeze a model's current weights into chunks and describe them; `chunks` hands them out."""
         owner = self._learner if model == "target" else self._refitter
         manifest, self._packed = self._forms[model].pack(
-            owner.model, name=model, weight_version=owner.weight_version
+            owner.weights(), name=model, weight_version=owner.weight_version
         )
         return manifest
 
@@ -103,13 +104,21 @@ class TrainerActor:
 
     def checksum(self) -> str:
         """Checksum over the target's parameters as they are published."""
-        model = self._learner.model
-        return self._forms["target"].checksum(model)
+        weights = self._learner.weights()
+        return self._forms["target"].checksum(weights)
+
+    def adapter_files(self) -> dict[str, bytes]:
+        """The LoRA adapter as a folder that peft loads: name and content of each file. Needs `trainer.lora`."""
+        if self._learner.adapter is None:
+            raise RlhfSpecError("the trainer was asked for an adapter but trainer.lora is null")
+        return self._learner.adapter.files(base_model=self._spec.base_model)
 
     def _build(self, manifest: WeightManifest, chunks: Sequence[np.ndarray]) -> PreTrainedModel:
-        """The published model in float32, which the optimizer needs, on this actor's device."""
+        """The published model on this actor's device, in float32 where an optimizer steps its weights."""
         model = build_causal_lm(manifest.hf_config_json, "float32")
         load_into(model, unpack_weights(manifest, chunks))
+        if manifest.model == "target" and self._spec.trainer.lora is not None:
+            hold_linears_in(model, self._compute_dtype)
         self._forms[manifest.model] = PublishedForm(manifest)
         return model.to(self._device)  # type: ignore[arg-type]
 

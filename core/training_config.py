@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
-from core.config_section import MAX_THREADS, Section
+from core.config_section import MAX_THREADS, Name, Section
 
 
 class AlgorithmConfig(Section):
@@ -31,11 +31,42 @@ class AlgorithmConfig(Section):
     "cap of the truncated importance weight policy/sampling; 0 is off"
 
 
+class LoraConfig(Section):
+    """Low-rank adapters (Hu et al. 2022): they learn, the model's own weights stay. Needs the extra `lora`."""
+
+    rank: int = Field(default=16, ge=1)
+    alpha: float = Field(default=32.0, gt=0.0)
+    "the adapters' product counts alpha / rank"
+    targets: Literal["all-linear"] | tuple[Name, ...] = "all-linear"
+    "last parts of module names, such as q_proj; all-linear: every linear but the output head"
+    dropout: float = 0.0
+    "0, the only choice"
+
+    @field_validator("dropout")
+    @classmethod
+    def _no_dropout(cls, dropout: float) -> float:
+        if dropout != 0.0:
+            raise ValueError(
+                f"expected 0, got {dropout}: what is dropped in training was not dropped in sampling, and the policy "
+                "ratio would compare two different models; take it out"
+            )
+        return dropout
+
+    @field_validator("targets")
+    @classmethod
+    def _some_targets(cls, targets: str | tuple[str, ...]) -> str | tuple[str, ...]:
+        if not targets:
+            raise ValueError("expected at least one module name, or all-linear; got an empty list")
+        return targets
+
+
 class TrainerConfig(Section):
     """The learner. Its weights are float32 whatever `models.dtype` is; that is what it publishes in."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     "auto: the GPU that Ray assigned (cluster.trainer.num_gpus), else the CPU"
+    lora: LoraConfig | None = None
+    "null: every weight learns"
     learning_rate: float = Field(default=1e-5, gt=0.0, le=1e6)
     value_learning_rate: float = Field(default=1e-4, gt=0.0, le=1e6)
     value_epochs: int = Field(default=4, ge=1)

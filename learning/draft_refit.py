@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 
 from core.config import DrafterTrainingConfig
 from core.records import Rollout
-from engine.weights.chunks import not_finite
+from engine.weights.chunks import not_finite, unique_tensors
 from learning.distillation_batch import DistillationBatches, distillation_batches
 from learning.sft import SupervisedTrainer
 from learning.soft_targets import SoftTargetStore
@@ -113,6 +113,10 @@ class DraftRefitter:
             self._costs.relieve()
             return self._report("no_time", budget)
         return self._try(data, budget)
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The draft model's weights to be published, in name order."""
+        yield from unique_tensors(self.model)
 
     def _try(self, data: DistillationBatches, budget: TimeBudget) -> RefitReport:
         """Train, and keep what came of it only if the held-out divergence is no larger."""

@@ -11,17 +11,19 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from core.config import AlgorithmConfig, TrainerConfig
 from core.errors import ConfigError, NotFiniteError
 from core.records import Rollout, UpdateReport
 from engine.decoding.logprobs import scaled_logits, token_logprobs
-from engine.weights.chunks import describe_not_finite, not_finite
+from engine.weights.chunks import describe_not_finite, not_finite, unique_tensors
+from learning.adapter import Adapter
 from learning.advantages import (
     discounted_returns,
     explained_variance,
@@ -49,7 +51,10 @@ from learning.update_metrics import MinibatchFigures
 
 
 class Learner:
-    """Holds the target, its optimizer, for PPO a critic, and with KL control a reference."""
+    """Holds the target, its optimizer, for PPO a critic, and with KL control a reference.
+
+    With `trainer.lora` only adapters learn, and the reference is the target with them switched off.
+    """
 
     def __init__(
         self,
@@ -87,12 +92,13 @@ class Learner:
         self.weight_version = 0
         self.soft_targets = soft_targets
         self.compute_dtype = compute_dtype
+        prepare_for_training(model, gradient_checkpointing=trainer.gradient_checkpointing)
+        self.adapter = None if trainer.lora is None else Adapter(model, trainer.lora, seed=seed)
+        require_master_weights(model)
         self.reference: PreTrainedModel | None = None
-        if algorithm.kl_coef > 0.0:
+        if algorithm.kl_coef > 0.0 and self.adapter is None:
             self.reference = copy.deepcopy(model).eval().requires_grad_(False)
             hold_linears_in(self.reference, compute_dtype)
-        prepare_for_training(model, gradient_checkpointing=trainer.gradient_checkpointing)
-        require_master_weights(model)
         self.critic: Critic | None = None
         if algorithm.kind == "ppo":
             self.critic = Critic(
@@ -103,7 +109,7 @@ class Learner:
                 device=model.device,
             )
         self.optimizer = torch.optim.AdamW(
-            model.parameters(), lr=trainer.learning_rate, weight_decay=trainer.weight_decay, betas=(0.9, 0.95)
+            self._learned(), lr=trainer.learning_rate, weight_decay=trainer.weight_decay, betas=(0.9, 0.95)
         )
         self._num_optimizer_steps = 0
 
@@ -136,6 +142,10 @@ class Learner:
             num_optimizer_steps=self._num_optimizer_steps - steps_before,
             figures={**targets.figures, **figures.means()},
         )
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The policy's weights to be published, in name order; adapters merged into them."""
+        yield from unique_tensors(self.model) if self.adapter is None else self.adapter.merged_tensors()
 
     def state_dict(self) -> dict[str, Any]:
         """Everything an interrupted run needs to go on: weights, optimizer, reference, counters."""
@@ -185,12 +195,17 @@ class Learner:
 
     @torch.no_grad()
     def _reference_logprobs(self, experience: Experience) -> Tensor | None:
-        if self.reference is None:
+        if self.algorithm.kl_coef == 0.0:
             return None
+        with nullcontext() if self.adapter is None else self.adapter.switched_off():
+            return self._logprobs(self.reference or self.model, experience)
+
+    def _logprobs(self, model: PreTrainedModel, experience: Experience) -> Tensor:
+        """Log-probabilities of all response tokens, [B, R] padded, on the CPU."""
         out = torch.zeros(experience.mask.shape)
         for rows in self._packs(range(len(out)), experience):
             ids, where = self._inputs(experience, rows)
-            logits, _ = self._forward(self.reference, ids, where)
+            logits, _ = self._forward(model, ids, where)
             flat = token_logprobs(logits, ids[:, 1:][where], self.temperature).float().cpu()
             out[rows] = _padded(flat, experience.mask[rows])
         return out
@@ -306,12 +321,15 @@ class Learner:
     def _forward(self, model: PreTrainedModel, ids: Tensor, where: Tensor) -> tuple[Tensor, Tensor]:
         return logits_where(model, ids, where, self.vocab_size, compute_dtype=self.compute_dtype)
 
+    def _learned(self) -> list[nn.Parameter]:
+        return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+
     def _step(self, figures: MinibatchFigures) -> None:
         self._num_optimizer_steps += 1
         warmup = min(1.0, self._num_optimizer_steps / max(self.trainer.warmup_updates, 1))
         for group in self.optimizer.param_groups:
             group["lr"] = self.trainer.learning_rate * warmup
-        norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.trainer.max_grad_norm))
+        norm = float(torch.nn.utils.clip_grad_norm_(self._learned(), self.trainer.max_grad_norm))
         if not math.isfinite(norm):
             raise NotFiniteError(
                 f"the gradient norm at weight version {self.weight_version} is {norm}; expected a finite "

@@ -1,17 +1,17 @@
-"""How a learned model's weights go out: under the names, in the types and with the config they came with."""
+"""How a learned model's weights go out: in the types and with the config they came with."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from core.records import WeightManifest
-from engine.weights.chunks import checksum_of, pack_tensors, unique_tensors
+from engine.weights.chunks import checksum_of, pack_tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,22 +20,22 @@ class PublishedForm:
 
     first: WeightManifest
 
-    def tensors(self, model: PreTrainedModel) -> list[tuple[str, Tensor]]:
-        """The model's weights as they are published: name order, tied ones once, rounded to nearest."""
+    def tensors(self, weights: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+        """A model's weights as they are published, rounded to nearest."""
         dtypes = {spec.name: torch.__dict__[spec.dtype] for spec in self.first.tensors}
-        return [(name, tensor.to(dtypes[name])) for name, tensor in unique_tensors(model)]
+        return [(name, tensor.to(dtypes[name])) for name, tensor in weights]
 
     def pack(
-        self, model: PreTrainedModel, *, name: Literal["target", "draft"], weight_version: int
+        self, weights: Iterable[tuple[str, Tensor]], *, name: Literal["target", "draft"], weight_version: int
     ) -> tuple[WeightManifest, list[np.ndarray]]:
         """Freeze the weights into chunks. Raises NotFiniteError."""
         return pack_tensors(
-            self.tensors(model),
+            self.tensors(weights),
             hf_config_json=self.first.hf_config_json,
             name=name,
             weight_version=weight_version,
         )
 
-    def checksum(self, model: PreTrainedModel) -> str:
+    def checksum(self, weights: Iterable[tuple[str, Tensor]]) -> str:
         """The checksum that the published weights have."""
-        return checksum_of(tensor for _, tensor in self.tensors(model))
+        return checksum_of(tensor for _, tensor in self.tensors(weights))

@@ -4,8 +4,8 @@ Plain arithmetic on the models' configs; no tensor is made. The fixed costs of a
 ones (Linux, CPU torch 2.13, Ray 2.60), the rest follows from the sizes:
 
     generation  weights and their inference copy + KV pool + one step's logits
-    trainer     weights, gradients and two Adam moments in float32, reference, the packed copy + one forward's
-                activations; with refits the draft model's likewise, and the targets kept for it
+    trainer     weights, gradients and two Adam moments in float32 (LoRA: the adapters', and the weights below),
+                reference, the packed copy + one forward's activations; with refits the draft's, and its targets
     reward      the interpreter alone, or the reward model's weights
 """
 
@@ -65,6 +65,8 @@ class ModelShape:
     kv: KVShape
     hidden_size: int
     vocab_size: int
+    num_adapter_params: int | None = None
+    "that learn where the others stay (LoRA); None: all learn"
 
     def weight_bytes(self, dtype: str) -> int:
         """Bytes of the parameters."""
@@ -186,13 +188,19 @@ def _engine_bytes(config: Config, target: ModelShape, draft: ModelShape | None) 
 def _learner_bytes(config: Config, target: ModelShape) -> int:
     published = target.weight_bytes(config.models.dtype)
     weights = target.num_params * _MASTER_BYTES
-    # on a CPU that computes in float32 the reference is held in it too
-    reference = weights if config.algorithm.kl_coef > 0 else 0
+    if target.num_adapter_params is not None:
+        # the weights below stay, and serve as the reference too
+        kept = published if config.cluster.trainer.num_gpus else weights
+        learned, reference = target.num_adapter_params * _MASTER_BYTES * (1 + _ADAM_COPIES), 0
+    else:
+        # on a CPU that computes in float32 the reference is held in it too
+        kept, learned = 0, weights * (1 + _ADAM_COPIES)
+        reference = weights if config.algorithm.kl_coef > 0 else 0
     tokens = config.trainer.max_tokens_per_forward
     kept_layers = 1 if config.trainer.gradient_checkpointing else target.kv.num_layers
     activations = tokens * target.hidden_size * 4 * _ACTIVATIONS_PER_LAYER * kept_layers
     logits = tokens * target.vocab_size * 4 * _LOGIT_COPIES
-    return weights * (1 + _ADAM_COPIES) + reference + published + activations + logits
+    return kept + learned + reference + published + activations + logits
 
 
 def _refit_bytes(config: Config, draft: ModelShape | None) -> int:

@@ -60,7 +60,7 @@ def test_small_steps_move_the_float32_weights_and_add_up_in_the_published_bfloat
     rollouts = make_rollouts(learner.model, group_size=6)
 
     def published():
-        return [tensor for _, tensor in form.tensors(learner.model)]
+        return [tensor for _, tensor in form.tensors(learner.weights())]
 
     def masters():
         return [parameter.detach().clone() for parameter in learner.model.parameters()]
@@ -121,8 +121,8 @@ def test_linears_held_in_bfloat16_give_the_bits_that_autocast_gives(tied):
 
 
 def test_a_model_is_published_as_it_came(form):
-    model = demo_size_model()
-    manifest, chunks = form.pack(model, name="target", weight_version=3)
-    assert manifest.checksum == form.first.checksum == form.checksum(model)
+    weights = list(learner_of(demo_size_model()).weights())
+    manifest, chunks = form.pack(weights, name="target", weight_version=3)
+    assert manifest.checksum == form.first.checksum == form.checksum(weights)
     assert (manifest.weight_version, manifest.hf_config_json) == (3, form.first.hf_config_json)
     assert {tensor.dtype for tensor in unpack_weights(manifest, chunks).values()} == {torch.bfloat16}
