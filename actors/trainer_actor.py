@@ -22,8 +22,8 @@ from engine.model.linears import compute_dtype
 from engine.weights.chunks import load_into, unpack_weights
 from engine.weights.loading import DTYPES, build_causal_lm
 from learning.draft_refit import DraftRefitter, RefitReport
+from learning.forward.precision import hold_linears_in
 from learning.learner import Learner
-from learning.precision import hold_linears_in
 from learning.published_form import PublishedForm
 from learning.soft_targets import SoftTargetStore
 

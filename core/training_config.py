@@ -18,6 +18,8 @@ class AlgorithmConfig(Section):
     clip_ratio: float = Field(default=0.2, gt=0.0)
     clip_value: float = Field(default=0.2, gt=0.0)
     entropy_coef: float = Field(default=0.0, ge=0.0)
+    report_entropy: bool = True
+    "false: where the coefficient is 0 the entropy is not computed either"
     kl_coef: float = Field(default=0.01, ge=0.0)
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     "Schulman 2020, 'Approximating KL divergence'"
@@ -76,7 +78,7 @@ class TrainerConfig(Section):
     minibatch_size: int = Field(default=32, ge=1)
     "responses per optimizer step"
     max_tokens_per_forward: int = Field(default=4096, ge=16)
-    "padded tokens in one forward; more are accumulated"
+    "in one forward, packed without padding; more are accumulated"
     max_grad_norm: float = Field(default=1.0, gt=0.0)
     weight_decay: float = Field(default=0.0, ge=0.0)
     gradient_checkpointing: bool = False

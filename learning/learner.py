@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from core.config import AlgorithmConfig, TrainerConfig
 from core.errors import ConfigError, NotFiniteError
 from core.records import Rollout, UpdateReport
-from engine.decoding.logprobs import scaled_logits, token_logprobs
+from engine.decoding.logprobs import scaled_logits
 from engine.weights.chunks import describe_not_finite, not_finite, unique_tensors
 from learning.adapter import Adapter
 from learning.advantages import (
@@ -33,20 +33,20 @@ from learning.advantages import (
     spread,
     whiten,
 )
-from learning.batching import pack_by_length
 from learning.critic import Critic, history_features
 from learning.experience import Experience, collate
+from learning.forward.policy_forward import PolicyForward, padded
+from learning.forward.precision import hold_linears_in, require_master_weights
+from learning.forward.token_statistics import token_statistics
+from learning.forward.training_forward import prepare_for_training
 from learning.losses import (
     clipped_policy_loss,
     kl_estimate,
-    token_entropy,
     token_weights,
     truncated_importance_weight,
 )
-from learning.precision import hold_linears_in, require_master_weights
 from learning.soft_targets import SoftTargetStore
 from learning.targets import Targets
-from learning.training_forward import logits_where, prepare_for_training
 from learning.update_metrics import MinibatchFigures
 
 
@@ -72,7 +72,7 @@ class Learner:
         """A learner around a model of float32 weights, on the device it is to learn on.
 
         `soft_targets` is filled at every update, for the draft model; it changes nothing here. `compute_dtype` is
-        what matrix products are computed in (`learning.precision`).
+        what matrix products are computed in (`learning.forward.precision`).
         Raises ConfigError: settings that do not go together, or weights that the optimizer cannot step.
         """
         if temperature <= 0.0:
@@ -84,14 +84,17 @@ class Learner:
         self.model = model
         self.algorithm = algorithm
         self.trainer = trainer
-        self.temperature = temperature
         self.seed = seed
         self.pad_token_id = pad_token_id
-        # padded ids are cut off here as in the engine, or the two would not normalise over the same tokens
-        self.vocab_size = vocab_size or int(model.config.get_text_config().vocab_size)
         self.weight_version = 0
         self.soft_targets = soft_targets
-        self.compute_dtype = compute_dtype
+        self._forward = PolicyForward(
+            # padded ids are cut off here as in the engine, or the two would not normalise over the same tokens
+            vocab_size=vocab_size or int(model.config.get_text_config().vocab_size),
+            temperature=temperature,
+            max_tokens=trainer.max_tokens_per_forward,
+            compute_dtype=compute_dtype,
+        )
         prepare_for_training(model, gradient_checkpointing=trainer.gradient_checkpointing)
         self.adapter = None if trainer.lora is None else Adapter(model, trainer.lora, seed=seed)
         require_master_weights(model)
@@ -191,24 +194,21 @@ class Learner:
             figures["num_groups"] = float(len(experience.group_ids.unique()))
             figures["num_zero_advantage_groups"] = float(num_zero)
             advantages = spread(per_response, experience.mask)
-        return Targets(advantages=advantages, reference=reference, figures=figures)
+        targets = Targets(
+            advantages=advantages,
+            reference=reference,
+            has_kl_loss=reference is not None and self.algorithm.kl_placement == "loss",
+            figures=figures,
+        )
+        rows = list(range(len(advantages)))
+        figures["num_skipped_samples"] = float(len(rows) - len(self._with_gradient(rows, targets)))
+        return targets
 
-    @torch.no_grad()
     def _reference_logprobs(self, experience: Experience) -> Tensor | None:
         if self.algorithm.kl_coef == 0.0:
             return None
         with nullcontext() if self.adapter is None else self.adapter.switched_off():
-            return self._logprobs(self.reference or self.model, experience)
-
-    def _logprobs(self, model: PreTrainedModel, experience: Experience) -> Tensor:
-        """Log-probabilities of all response tokens, [B, R] padded, on the CPU."""
-        out = torch.zeros(experience.mask.shape)
-        for rows in self._packs(range(len(out)), experience):
-            ids, where = self._inputs(experience, rows)
-            logits, _ = self._forward(model, ids, where)
-            flat = token_logprobs(logits, ids[:, 1:][where], self.temperature).float().cpu()
-            out[rows] = _padded(flat, experience.mask[rows])
-        return out
+            return self._forward.logprobs(self.reference or self.model, experience)
 
     def _ppo_advantages(
         self,
@@ -224,9 +224,9 @@ class Learner:
         Source: Yuan et al. 2025, 'What's behind PPO's collapse in long-CoT?', section 4 (decoupled GAE).
         """
         algorithm, mask = self.algorithm, experience.mask
-        hidden = self._hidden_states(experience)
+        hidden = self._forward.hidden_states(self.model, experience)
         history = history_features(experience.old_logprobs, mask)[mask].to(hidden.device)
-        values = _padded(critic.values(hidden, history).cpu(), mask)
+        values = padded(critic.values(hidden, history).cpu(), mask)
         rewards = place_terminal_reward(experience.rewards, mask)
         if reference is not None and algorithm.kl_placement == "reward":
             kl = kl_estimate(experience.old_logprobs, reference, algorithm.kl_estimator)
@@ -245,20 +245,6 @@ class Learner:
         )
         return whiten(advantages, mask) if algorithm.whiten_advantages else advantages
 
-    @torch.no_grad()
-    def _hidden_states(self, experience: Experience) -> Tensor:
-        """Last hidden states that predict each response token, [num_tokens, H] in row-major order."""
-        place = torch.full(experience.mask.shape, -1)
-        place[experience.mask] = torch.arange(experience.num_tokens)
-        out: Tensor | None = None
-        for rows in self._packs(range(len(place)), experience):
-            _, hidden = self._forward(self.model, *self._inputs(experience, rows))
-            if out is None:
-                out = hidden.new_zeros((experience.num_tokens, hidden.shape[1]))
-            out[place[rows][experience.mask[rows]].to(out.device)] = hidden
-        assert out is not None, "collate refuses an empty batch"
-        return out
-
     def _learn(
         self, experience: Experience, targets: Targets, rows: list[int], figures: MinibatchFigures
     ) -> None:
@@ -266,7 +252,12 @@ class Learner:
         weights = token_weights(experience.mask[rows], self.algorithm.loss_aggregation)
         weight_of = torch.zeros(experience.mask.shape)
         weight_of[rows] = weights
-        for micro in self._packs(rows, experience):
+        learned = self._with_gradient(rows, targets)
+        if not learned:
+            # Adam's moments move the weights on, as where gradients are computed to be zero
+            for parameter in self._learned():
+                parameter.grad = torch.zeros_like(parameter)
+        for micro in self._forward.packs(learned, experience):
             loss = self._loss(experience, targets, micro, weight_of[micro], figures)
             if not bool(torch.isfinite(loss)):
                 samples = [experience.sample_indices[row] for row in micro]
@@ -276,6 +267,12 @@ class Learner:
                 )
             loss.backward()
         self._step(figures)
+
+    def _with_gradient(self, rows: list[int], targets: Targets) -> list[int]:
+        """Rows whose loss has a gradient: of the others (equal rewards in a group) no forward is computed."""
+        if self.algorithm.entropy_coef > 0.0 or targets.has_kl_loss:
+            return rows
+        return [row for row in rows if bool(targets.advantages[row].any())]
 
     def _loss(
         self,
@@ -288,17 +285,20 @@ class Learner:
         """Loss of some rows, weighted so that a minibatch's parts add up to its mean."""
         algorithm, mask, device = self.algorithm, experience.mask[rows], self.model.device
 
-        def flat(padded: Tensor) -> Tensor:
-            return padded[rows][mask].to(device)
+        def flat(per_token: Tensor) -> Tensor:
+            return per_token[rows][mask].to(device)
 
-        ids, where = self._inputs(experience, rows)
-        logits, _ = self._forward(self.model, ids, where)
-        logprobs = token_logprobs(logits, ids[:, 1:][where], self.temperature)
+        packed = experience.packed(rows)
+        logits, _ = self._forward.logits(self.model, packed)
+        has_entropy = algorithm.entropy_coef > 0.0 or algorithm.report_entropy
+        logprobs, entropy = token_statistics(
+            logits, packed.targets.to(device), self._forward.temperature, entropy=has_entropy
+        )
         if self.soft_targets is not None:
             self.soft_targets.keep(
                 [experience.sample_indices[row] for row in rows],
                 mask.sum(dim=1).tolist(),
-                scaled_logits(logits.detach(), self.temperature),
+                scaled_logits(logits.detach(), self._forward.temperature),
             )
         old = flat(experience.old_logprobs)
         weight = weights[mask].to(device)
@@ -307,19 +307,17 @@ class Learner:
             policy = policy * truncated_importance_weight(
                 old, flat(experience.sampling_logprobs), cap=algorithm.truncated_is_cap
             )
-        with torch.set_grad_enabled(algorithm.entropy_coef > 0.0):
-            entropy = token_entropy(scaled_logits(logits, self.temperature))
-        total = policy - algorithm.entropy_coef * entropy
-        if targets.reference is not None and algorithm.kl_placement == "loss":
+        total = policy
+        if entropy is not None:
+            out.add("entropy", entropy, weight)
+            if algorithm.entropy_coef > 0.0:
+                total = total - algorithm.entropy_coef * entropy
+        if targets.reference is not None and targets.has_kl_loss:
             kl = kl_estimate(logprobs, flat(targets.reference), algorithm.kl_estimator)
             total = total + algorithm.kl_coef * kl
         out.add("policy_loss", policy, weight)
-        out.add("entropy", entropy, weight)
         out.add_ratio(logprobs, old, weight, clip_ratio=algorithm.clip_ratio)
         return (total * weight).sum()
-
-    def _forward(self, model: PreTrainedModel, ids: Tensor, where: Tensor) -> tuple[Tensor, Tensor]:
-        return logits_where(model, ids, where, self.vocab_size, compute_dtype=self.compute_dtype)
 
     def _learned(self) -> list[nn.Parameter]:
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
@@ -344,22 +342,3 @@ class Learner:
             order = torch.randperm(num_samples, generator=generator).tolist()
             for start in range(0, num_samples, self.trainer.minibatch_size):
                 yield sorted(order[start : start + self.trainer.minibatch_size])
-
-    def _packs(self, rows: Sequence[int], experience: Experience) -> list[list[int]]:
-        rows = list(rows)
-        packs = pack_by_length([experience.lengths[row] for row in rows], self.trainer.max_tokens_per_forward)
-        return [[rows[i] for i in pack] for pack in packs]
-
-    def _inputs(self, experience: Experience, rows: list[int]) -> tuple[Tensor, Tensor]:
-        longest = max(experience.lengths[row] for row in rows)
-        device = self.model.device
-        return (
-            experience.ids[rows, :longest].to(device),
-            experience.where[rows, : longest - 1].to(device),
-        )
-
-
-def _padded(flat: Tensor, mask: Tensor) -> Tensor:
-    out = torch.zeros(mask.shape)
-    out[mask] = flat
-    return out

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from learning.batching import pack_by_length, pad_right
-from learning.precision import require_master_weights
+from learning.forward.batching import pack_by_length, pad_right
+from learning.forward.precision import require_master_weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

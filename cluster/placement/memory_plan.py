@@ -47,8 +47,10 @@ _REFIT_COPIES = 2 + _ADAM_COPIES
 "The draft model and what it was before the refit, with gradient and moments."
 _SOFT_TARGET_BYTES = 8
 "Id and log-probability of one likely token."
-_LOGIT_COPIES = 4
-"Logits, their log-softmax and both gradients, float32."
+_LOGIT_COPIES = 2
+"Logits and their gradient, float32."
+_REFIT_LOGIT_COPIES = 4
+"Logits, their log-softmax and both gradients."
 _INFERENCE_COPY = 1.5
 "On CPU the weights' copy lies beside the module, in float32 at most; half as much again to lay it out (measured)."
 _STEP_COPIES = 3
@@ -211,7 +213,7 @@ def _refit_bytes(config: Config, draft: ModelShape | None) -> int:
     published = draft.weight_bytes(config.models.dtype)
     weights = draft.num_params * _MASTER_BYTES
     layers = draft.hidden_size * 4 * _ACTIVATIONS_PER_LAYER * draft.kv.num_layers
-    logits = draft.vocab_size * 4 * _LOGIT_COPIES
+    logits = draft.vocab_size * 4 * _REFIT_LOGIT_COPIES
     samples = rollout.prompts_per_iteration * rollout.samples_per_prompt
     kept = min(settings.num_target_tokens, draft.vocab_size) * _SOFT_TARGET_BYTES
     targets = samples * config.sampling.max_new_tokens * kept

@@ -12,8 +12,8 @@ from core.errors import ConfigError, NumericsError
 from core.records import Reward
 from engine.decoding.logprobs import token_logprobs
 from learning.experience import collate
+from learning.forward.training_forward import response_logits
 from learning.learner import Learner
-from learning.training_forward import logits_where
 
 TRAINER = TrainerConfig(learning_rate=1e-2, value_learning_rate=1e-2, minibatch_size=3, epochs=2)
 PPO, GRPO = AlgorithmConfig(kind="ppo"), AlgorithmConfig(kind="grpo")
@@ -54,14 +54,6 @@ def test_collate_refuses_a_sample_that_comes_twice(model, make_rollouts):
     rollouts = make_rollouts(model)
     with raises(ValueError, match="same sample index"):
         collate([*rollouts, rollouts[0]], pad_token_id=0)
-
-
-def test_logits_at_chosen_positions_equal_the_dense_forward(model):
-    ids = torch.randint(2, 19, (3, 7))
-    where = torch.rand(3, 6) > 0.5
-    logits, hidden = logits_where(model, ids, where, 19)
-    assert torch.allclose(logits, model(ids).logits[:, :-1][where], atol=1e-6)
-    assert hidden.shape == (int(where.sum()), 32)
 
 
 @mark.parametrize("algorithm", [PPO, GRPO])
@@ -127,7 +119,7 @@ def test_rewarded_tokens_become_likelier(make_learner, make_rollouts, algorithm)
     before = collate(rollouts, pad_token_id=0)
     assert 0 < float(before.rewards.sum()) < 6
     learner.update(rollouts)
-    logits, _ = logits_where(learner.model, before.ids, before.where, 19)
+    logits, _ = response_logits(learner.model, before.packed(range(len(before.lengths))), 19)
     now = torch.zeros_like(before.old_logprobs)
     now[before.mask] = token_logprobs(logits, before.ids[:, 1:][before.where], 1.0).detach()
     change = (now - before.old_logprobs).sum(dim=1)
@@ -171,6 +163,7 @@ def test_every_figure_is_reported_and_finite(make_learner, make_rollouts):
         "grad_norm",
         "reference_kl",
         "ratio_at_first_minibatch",
+        "num_skipped_samples",
     }
     for algorithm, own in (
         (PPO, {"value_loss", "explained_variance"}),

@@ -10,8 +10,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from core.config import AlgorithmConfig, TrainerConfig
 from core.errors import ConfigError
 from engine.weights.chunks import pack_weights, unpack_weights
+from learning.forward.precision import autocast, hold_linears_in, require_master_weights
 from learning.learner import Learner
-from learning.precision import autocast, hold_linears_in, require_master_weights
 from learning.published_form import PublishedForm
 
 GRPO = AlgorithmConfig(kind="grpo", kl_coef=0.0)
