@@ -70,8 +70,8 @@ class TrainerConfig(Section):
     lora: LoraConfig | None = None
     "null: every weight learns"
     learning_rate: float = Field(default=1e-5, gt=0.0, le=1e6)
-    value_learning_rate: float = Field(default=1e-4, gt=0.0, le=1e6)
-    value_epochs: int = Field(default=4, ge=1)
+    value_learning_rate: float = Field(default=1e-3, gt=0.0, le=1e6)
+    value_epochs: int = Field(default=8, ge=1)
     "ppo: passes of the value head over a batch's states; cheap, since the trunk is run once for all"
     warmup_updates: int = Field(default=0, ge=0)
     epochs: int = Field(default=1, ge=1)

@@ -63,10 +63,21 @@ def prepare_for_training(model: PreTrainedModel, *, gradient_checkpointing: bool
     model.set_attn_implementation(ATTENTION_NAME)
     model.requires_grad_(True)
     model.eval()
+    _switch_dropout_off(model)
     if gradient_checkpointing:
-        for module in model.modules():
-            if isinstance(module, nn.Dropout):
-                module.p = 0.0
         # transformers checkpoints in training mode only
         model.train()
         model.gradient_checkpointing_enable({"use_reentrant": False})
+
+
+def _switch_dropout_off(model: PreTrainedModel) -> None:
+    """Set every dropout of the model to 0: modules, what modules hand to functions, and the config's fields.
+
+    Evaluation mode is not enough: checkpointed layers run in training mode.
+    """
+    for holder in (model.config, model.config.get_text_config(), *model.modules()):
+        if isinstance(holder, nn.Dropout):
+            holder.p = 0.0
+        for name, value in vars(holder).items():
+            if "drop" in name and isinstance(value, float):
+                setattr(holder, name, 0.0)

@@ -6,6 +6,7 @@ import math
 import numpy as np
 import torch
 from pytest import approx, fixture, mark, raises
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from core.config import AlgorithmConfig, TrainerConfig
 from core.errors import ConfigError, NumericsError
@@ -233,6 +234,37 @@ def test_weights_that_the_last_step_makes_infinite_get_no_version(make_learner, 
     with raises(NumericsError, match=r"target model to weight version 1 failed: .* NaN or infinity"):
         learner.update(make_rollouts(learner.model))
     assert learner.weight_version == 0
+
+
+DROPPING = {
+    "llama": {"attention_dropout": 0.3},
+    "gpt2": {"attn_pdrop": 0.3, "resid_pdrop": 0.3, "embd_pdrop": 0.3},
+    "opt": {
+        "dropout": 0.3,
+        "attention_dropout": 0.3,
+        "layerdrop": 0.5,
+        "word_embed_proj_dim": 32,
+        "ffn_dim": 48,
+    },
+}
+
+
+@mark.parametrize("family", DROPPING)
+@mark.parametrize("checkpointing", [False, True])
+def test_dropout_stays_off_whatever_the_model_was_pretrained_with(
+    make_learner, make_rollouts, family, checkpointing
+):
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 19, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = CONFIG_MAPPING[family](**sizes, max_position_embeddings=64, pad_token_id=0, **DROPPING[family])
+    model = AutoModelForCausalLM.from_config(config).eval()
+    trainer = TRAINER.model_copy(update={"gradient_checkpointing": checkpointing, "learning_rate": 1e-8})
+    rollouts = make_rollouts(model)
+    learner = make_learner(model, trainer=trainer)
+    figures = learner.update(rollouts).figures
+    assert figures["ratio_at_first_minibatch"] == approx(1.0, abs=1e-4)
+    assert figures["approx_kl"] == approx(0.0, abs=1e-6)
+    assert figures["reference_kl"] == approx(0.0, abs=1e-6)
 
 
 def test_gradient_checkpointing_gives_the_same_update(make_learner, make_rollouts):
