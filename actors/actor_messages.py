@@ -62,6 +62,8 @@ class TrainerSpec:
     pad_token_id: int
     vocab_size: int
     "token ids the tokenizer knows, as for the instances"
+    base_model: str = ""
+    "path or hub name of the first weights, for the adapter that LoRA saves"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

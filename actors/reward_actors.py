@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+from actors.ray_utils.assigned_device import assigned_gpus, resolve_device
 from actors.ray_utils.remote import Handle, remote
 from actors.ray_utils.waiting import ActorDied, get, wait_any
 from actors.ray_utils.watch import OpenWait
@@ -45,7 +46,7 @@ class RewardActor:
         """
         # Built here and not in the constructor, so that its error arrives as itself and after a restart.
         if self._reward is None:
-            self._reward = build_reward(self._config)
+            self._reward = build_reward(self._config, device=_own_device())
         rewards = self._reward.score(prompts, responses) if responses else []
         if len(rewards) != len(responses):
             raise RewardError(
@@ -53,6 +54,14 @@ class RewardActor:
                 f"returned {len(rewards)} rewards; it must return one for each"
             )
         return rewards
+
+
+def _own_device() -> str:
+    """The GPU that Ray assigned (cluster.reward.num_gpus), else the CPU. Raises ConfigError."""
+    gpus = assigned_gpus()
+    if not gpus:
+        return "cpu"
+    return str(resolve_device("auto", assigned=gpus, key="reward.kind", pool="cluster.reward"))
 
 
 @dataclass(frozen=True, slots=True)

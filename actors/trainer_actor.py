@@ -11,15 +11,20 @@ from typing import Literal
 
 import numpy as np
 import torch
+from transformers import PreTrainedModel
 
 from actors.actor_messages import LoadedWeights, TrainerSpec
+from actors.ray_utils.assigned_device import assigned_gpus, resolve_device
 from actors.ray_utils.remote import remote
 from core.errors import RlhfSpecError
 from core.records import Rollout, UpdateReport, WeightManifest
-from engine.weights.chunks import load_into, model_checksum, pack_weights, unpack_weights
-from engine.weights.loading import build_causal_lm
+from engine.model.linears import compute_dtype
+from engine.weights.chunks import load_into, unpack_weights
+from engine.weights.loading import DTYPES, build_causal_lm
 from learning.draft_refit import DraftRefitter, RefitReport
+from learning.forward.precision import hold_linears_in
 from learning.learner import Learner
+from learning.published_form import PublishedForm
 from learning.soft_targets import SoftTargetStore
 
 
@@ -32,6 +37,7 @@ class TrainerActor:
         self._built: Learner | None = None
         self._built_refitter: DraftRefitter | None = None
         self._soft_targets: SoftTargetStore | None = None
+        self._forms: dict[str, PublishedForm] = {}
         self._packed: list[np.ndarray] = []
 
     def __repr__(self) -> str:
@@ -40,8 +46,7 @@ class TrainerActor:
     def load_weights(self, manifest: WeightManifest, *chunks: np.ndarray) -> LoadedWeights:
         """Build the learner around the published model and read its checksum back."""
         torch.set_num_threads(self._spec.trainer.num_threads)
-        model = build_causal_lm(manifest.hf_config_json, self._spec.dtype)
-        load_into(model, unpack_weights(manifest, chunks))
+        model = self._build(manifest, chunks)
         drafter_training = self._spec.drafter_training
         if drafter_training is not None:
             self._soft_targets = SoftTargetStore(drafter_training.num_target_tokens)
@@ -54,6 +59,7 @@ class TrainerActor:
             pad_token_id=self._spec.pad_token_id,
             vocab_size=self._spec.vocab_size,
             soft_targets=self._soft_targets,
+            compute_dtype=self._compute_dtype,
         )
         return _loaded(manifest, self.checksum())
 
@@ -62,8 +68,7 @@ class TrainerActor:
         settings = self._spec.drafter_training
         if settings is None:
             raise RlhfSpecError("the trainer got a draft model but drafter_training.refit is off")
-        model = build_causal_lm(manifest.hf_config_json, self._spec.dtype)
-        load_into(model, unpack_weights(manifest, chunks))
+        model = self._build(manifest, chunks)
         self._built_refitter = DraftRefitter(
             model,
             settings=settings,
@@ -72,8 +77,9 @@ class TrainerActor:
             pad_token_id=self._spec.pad_token_id,
             vocab_size=self._spec.vocab_size,
             weight_version=manifest.weight_version,
+            compute_dtype=self._compute_dtype,
         )
-        return _loaded(manifest, model_checksum(model))
+        return _loaded(manifest, self._forms["draft"].checksum(self._refitter.weights()))
 
     def update(self, rollouts: Sequence[Rollout]) -> UpdateReport:
         """Do one update; equal rollouts in any order give bitwise equal parameters."""
@@ -86,7 +92,9 @@ class TrainerActor:
     def pack(self, model: Literal["target", "draft"] = "target") -> WeightManifest:
         """Freeze a model's current weights into chunks and describe them; `chunks` hands them out."""
         owner = self._learner if model == "target" else self._refitter
-        manifest, self._packed = pack_weights(owner.model, name=model, weight_version=owner.weight_version)
+        manifest, self._packed = self._forms[model].pack(
+            owner.weights(), name=model, weight_version=owner.weight_version
+        )
         return manifest
 
     def chunks(self) -> tuple[np.ndarray, ...] | np.ndarray:
@@ -95,8 +103,35 @@ class TrainerActor:
         return packed[0] if len(packed) == 1 else tuple(packed)
 
     def checksum(self) -> str:
-        """Checksum over the target's parameters."""
-        return model_checksum(self._learner.model)
+        """Checksum over the target's parameters as they are published."""
+        weights = self._learner.weights()
+        return self._forms["target"].checksum(weights)
+
+    def adapter_files(self) -> dict[str, bytes]:
+        """The LoRA adapter as a folder that peft loads: name and content of each file. Needs `trainer.lora`."""
+        if self._learner.adapter is None:
+            raise RlhfSpecError("the trainer was asked for an adapter but trainer.lora is null")
+        return self._learner.adapter.files(base_model=self._spec.base_model)
+
+    def _build(self, manifest: WeightManifest, chunks: Sequence[np.ndarray]) -> PreTrainedModel:
+        """The published model on this actor's device, in float32 where an optimizer steps its weights."""
+        model = build_causal_lm(manifest.hf_config_json, "float32")
+        load_into(model, unpack_weights(manifest, chunks))
+        if manifest.model == "target" and self._spec.trainer.lora is not None:
+            hold_linears_in(model, self._compute_dtype)
+        self._forms[manifest.model] = PublishedForm(manifest)
+        return model.to(self._device)  # type: ignore[arg-type]
+
+    @property
+    def _device(self) -> torch.device:
+        # not kept: what Ray assigns to an actor stays
+        return resolve_device(
+            self._spec.trainer.device, assigned=assigned_gpus(), key="trainer.device", pool="cluster.trainer"
+        )
+
+    @property
+    def _compute_dtype(self) -> torch.dtype:
+        return compute_dtype(DTYPES[self._spec.dtype], self._device)
 
     @property
     def _learner(self) -> Learner:

@@ -22,7 +22,7 @@ from cluster.reporting.iteration_metrics import iteration_figures
 from cluster.run_folder.layout import RunDir
 from cluster.run_folder.rollout_files import write_rollouts
 from cluster.system import System, running_system
-from cluster.weights.checkpoints import save_checkpoint
+from cluster.weights.checkpoints import save_adapter, save_checkpoint
 from cluster.weights.publish import from_trainer
 from core.config import Config
 from core.errors import NumericsError, StorageError
@@ -137,7 +137,7 @@ def run_iteration(
 
 
 def save_checkpoints(system: System, run_dir: RunDir, *, iteration: int | None = None) -> None:
-    """Save the trained target and the drafter as Hugging Face checkpoints."""
+    """Save the trained target and the drafter as Hugging Face checkpoints, an adapter beside its merged target."""
     for model, weights in (("target", system.target), ("draft", system.draft)):
         if weights is not None:
             save_checkpoint(
@@ -147,3 +147,8 @@ def save_checkpoints(system: System, run_dir: RunDir, *, iteration: int | None =
                 dtype=system.config.models.dtype,
                 timeout_s=system.config.cluster.order_timeout_s,
             )
+    if system.config.trainer.lora is not None:
+        files = system.ask(
+            system.trainer.adapter_files.remote(), waited_for="trainer", order="pack the adapter"
+        )
+        save_adapter(files, run_dir.checkpoint_dir("adapter", iteration), merged=system.target.manifest)

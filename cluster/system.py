@@ -225,4 +225,5 @@ def _trainer_spec(config: Config, tokenizer: PreTrainedTokenizerBase) -> Trainer
         seed=config.run.seed,
         pad_token_id=pad if isinstance(pad, int) else 0,
         vocab_size=num_token_ids(tokenizer),
+        base_model=config.models.target,
     )

@@ -1,4 +1,6 @@
-"""Every setting of a run, its default, and its meaning. The only place where a default stands.
+"""Every setting of a run, its default, and its meaning: the only place where a default stands.
+
+How the models learn stands in `core.training_config`; both are one tree.
 
 Files are YAML, one mapping per section; unknown keys fail (see `core.config_io`). No config object
 is mutated after it is loaded.
@@ -6,73 +8,22 @@ is mutated after it is loaded.
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
+from core.config_section import MAX_THREADS, Name, Seconds, Section, UserPath, folder_name
 from core.ranges import LEAST_TEMPERATURE
+from core.training_config import AlgorithmConfig, DrafterTrainingConfig, TrainerConfig
 
-MAX_THREADS = 1024
 MAX_ACTORS = 4096
 MAX_DRAWN_PROBLEMS = 1_000_000
-_MAX_NAME_BYTES = 100
-
-
-class Section(BaseModel):
-    """Base of all sections: frozen, unknown keys refused, numbers finite and of 64 bits, words without NUL."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
-    @model_validator(mode="after")
-    def _plain_values(self) -> Self:
-        for name, value in self:
-            if isinstance(value, str) and "\0" in value:
-                raise ValueError(f"{name} holds a NUL character, which no name or path may; take it out")
-            if isinstance(value, int) and not -(2**63) <= value < 2**63:
-                raise ValueError(f"{name} must fit in 64 bits; got {value.bit_length()} bits")
-        return self
-
-
-def _folder_name(name: str) -> str:
-    """Refuse what would leave `output_dir`, or what a shell or a file system takes for something else."""
-    size = len(name.encode())
-    if (
-        not name
-        or size > _MAX_NAME_BYTES
-        or name[0] in ".-"
-        or set("/\\") & set(name)
-        or not name.isprintable()
-    ):
-        shown = repr(name) if size <= _MAX_NAME_BYTES else f"{name[:20]!r}... of {size} bytes"
-        raise ValueError(
-            f"expected a name for one folder (at most {_MAX_NAME_BYTES} bytes, no '/', '\\' or control character, "
-            f"not beginning with '.' or '-'), got {shown}; run.output_dir says where run folders are made"
-        )
-    return name
-
-
-def _known_home(path: str) -> str:
-    """Refuse `~name` when there is no such user: nothing could be read or written there."""
-    try:
-        Path(path).expanduser()
-    except RuntimeError:
-        raise ValueError(
-            f"the home folder that '{path}' begins with is not known; give the whole path"
-        ) from None
-    return path
-
-
-Name = Annotated[str, Field(min_length=1)]
-UserPath = Annotated[Name, AfterValidator(_known_home)]
-Seconds = Annotated[float, Field(gt=0.0, le=7 * 86_400.0)]
-"at most a week: what waits longer has failed"
 
 
 class RunConfig(Section):
     """What the run is called, how long it is, where it writes."""
 
-    name: Annotated[str, AfterValidator(_folder_name)] = "run"
+    name: Annotated[str, AfterValidator(folder_name)] = "run"
     "run folders are called NAME-DATE-TIME"
     seed: int = Field(default=0, ge=0, lt=2**63)
     iterations: int = Field(default=20, ge=1)
@@ -239,62 +190,6 @@ class ReallocationConfig(Section):
     "of each transfer, for a network that others need too; null: no limit"
 
 
-class AlgorithmConfig(Section):
-    """PPO (Schulman et al. 2017) or GRPO (Shao et al. 2024)."""
-
-    kind: Literal["ppo", "grpo"] = "ppo"
-    gamma: float = Field(default=1.0, gt=0.0, le=1.0)
-    gae_lambda: float = Field(default=0.95, ge=0.0, le=1.0)
-    clip_ratio: float = Field(default=0.2, gt=0.0)
-    clip_value: float = Field(default=0.2, gt=0.0)
-    entropy_coef: float = Field(default=0.0, ge=0.0)
-    kl_coef: float = Field(default=0.01, ge=0.0)
-    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    "Schulman 2020, 'Approximating KL divergence'"
-    kl_placement: Literal["loss", "reward"] = "loss"
-    "where the reference KL counts: a loss term, or (ppo only) a penalty on each token's reward"
-    whiten_advantages: bool = True
-    group_std: bool = True
-    "grpo: divide by the group's standard deviation (false: Dr. GRPO)"
-    loss_aggregation: Literal["token_mean", "sequence_mean"] = "token_mean"
-    truncated_is_cap: float = Field(default=0.0, ge=0.0)
-    "cap of the truncated importance weight policy/sampling; 0 is off"
-
-
-class TrainerConfig(Section):
-    """The learner."""
-
-    learning_rate: float = Field(default=1e-5, gt=0.0, le=1e6)
-    value_learning_rate: float = Field(default=1e-4, gt=0.0, le=1e6)
-    value_epochs: int = Field(default=4, ge=1)
-    "ppo: passes of the value head over a batch's states; cheap, since the trunk is run once for all"
-    warmup_updates: int = Field(default=0, ge=0)
-    epochs: int = Field(default=1, ge=1)
-    minibatch_size: int = Field(default=32, ge=1)
-    "responses per optimizer step"
-    max_tokens_per_forward: int = Field(default=4096, ge=16)
-    "padded tokens in one forward; more are accumulated"
-    max_grad_norm: float = Field(default=1.0, gt=0.0)
-    weight_decay: float = Field(default=0.0, ge=0.0)
-    gradient_checkpointing: bool = False
-    num_threads: int = Field(default=2, ge=1, le=MAX_THREADS)
-
-
-class DrafterTrainingConfig(Section):
-    """How the draft model follows the target: a refit after every update. Idle without a draft model."""
-
-    refit: bool = True
-    budget_share: float = Field(default=0.05, gt=0.0, le=1.0)
-    "most seconds of a refit, publication included, over those that the iteration took before it"
-    learning_rate: float = Field(default=5e-5, gt=0.0, le=1e6)
-    max_tokens_per_step: int = Field(default=1024, ge=16)
-    "padded tokens in one optimizer step, and in the held-out slice"
-    max_passes: int = Field(default=8, ge=1)
-    "over one iteration's rollouts, when the budget allows so many"
-    num_target_tokens: int = Field(default=32, ge=0)
-    "likeliest tokens a position whose probabilities the update keeps to learn from; 0: sampled tokens only"
-
-
 class PoolConfig(Section):
     """One actor pool: how many actors, and what each takes. Fractions of a CPU are allowed."""
 
@@ -393,6 +288,11 @@ class Config(Section):
         if self.algorithm.kind == "grpo" and self.rollout.samples_per_prompt < 2:
             raise ValueError(
                 "algorithm.kind grpo compares samples of one prompt: rollout.samples_per_prompt >= 2"
+            )
+        if self.trainer.device == "cuda" and self.cluster.trainer.num_gpus == 0:
+            raise ValueError(
+                "trainer.device is cuda but cluster.trainer.num_gpus is 0, which is a CPU whatever the machine has; "
+                "set it to 1, or trainer.device to auto"
             )
         if self.reward.kind == "model" and self.reward.model is None:
             raise ValueError("reward.kind is 'model' but reward.model names none")

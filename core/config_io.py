@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -104,5 +104,11 @@ def _explain(item: Any) -> str:
 def _known_keys(path: list[str]) -> list[str]:
     model: Any = Config
     for part in path:
-        model = model.model_fields[part].annotation
-    return list(model.model_fields) if isinstance(model, type) and issubclass(model, BaseModel) else []
+        kind = model.model_fields[part].annotation
+        # of `Section | None` the section
+        model = next((one for one in get_args(kind) if _is_section(one)), kind)
+    return list(model.model_fields) if _is_section(model) else []
+
+
+def _is_section(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, BaseModel)

@@ -12,10 +12,10 @@ from transformers import PreTrainedModel
 
 from core.records import Rollout
 from engine.decoding.logprobs import scaled_logits
-from learning.batching import pack_by_length
 from learning.experience import Experience, collate
+from learning.forward.batching import pack_by_length
+from learning.forward.training_forward import response_logits
 from learning.soft_targets import SoftTargetStore, soft_kl
-from learning.training_forward import logits_where
 
 HOLD_OUT_EVERY = 8
 "One group of samples in so many is held out."
@@ -31,32 +31,36 @@ class DistillationBatches:
     "empty when there is only one sample"
     held_out: list[int]
 
-    def num_padded_tokens(self, rows: Sequence[int]) -> int:
-        """Tokens of a forward over some rows, padding included."""
-        return len(rows) * max(self.experience.lengths[row] for row in rows)
+    def num_tokens(self, rows: Sequence[int]) -> int:
+        """Tokens of a forward over some rows."""
+        return sum(self.experience.lengths[row] for row in rows)
 
     def num_response_tokens(self, rows: Sequence[int]) -> int:
         """Tokens of some rows that are learned from."""
         return int(self.experience.mask[list(rows)].sum())
 
     def divergence(
-        self, draft: PreTrainedModel, rows: list[int], *, temperature: float, vocab_size: int
+        self,
+        draft: PreTrainedModel,
+        rows: list[int],
+        *,
+        temperature: float,
+        vocab_size: int,
+        compute_dtype: torch.dtype = torch.float32,
     ) -> Float[Tensor, " M"]:
         """KL(target || draft) in nats at the response tokens of some rows; differentiable.
 
         From the soft targets where all rows have them. Else log p(token) - log q(token) of the sampled
         tokens: an estimate without bias for the distribution they were sampled from, one sample each.
         """
-        longest = max(self.experience.lengths[row] for row in rows)
-        ids = self.experience.ids[rows, :longest].to(draft.device)
-        where = self.experience.where[rows, : longest - 1].to(draft.device)
-        logits, _ = logits_where(draft, ids, where, vocab_size)
+        packed = self.experience.packed(rows)
+        logits, _ = response_logits(draft, packed, vocab_size, compute_dtype=compute_dtype)
         logprobs = torch.log_softmax(scaled_logits(logits, temperature), dim=-1)
         if self.soft_targets is not None:
             targets = self.soft_targets.of([self.experience.sample_indices[row] for row in rows])
             if targets is not None:
                 return soft_kl(logprobs, targets)
-        drafted = logprobs.gather(-1, ids[:, 1:][where][:, None]).squeeze(-1)
+        drafted = logprobs.gather(-1, packed.targets.to(draft.device)[:, None]).squeeze(-1)
         sampled = self.experience.sampling_logprobs[rows][self.experience.mask[rows]]
         return sampled.to(draft.device) - drafted
 
@@ -70,16 +74,18 @@ def distillation_batches(
 ) -> DistillationBatches:
     """Split rollouts into a held-out slice of at most `max_tokens` padded tokens and batches of as many.
 
-    Whole groups are held out where there are several: samples of one prompt resemble each other.
+    Whole groups are held out where there are several: samples of one prompt resemble each other. Samples that the
+    update has left out, and so has no targets of, are left out here too.
     Raises NumericsError when a rollout holds what is not finite.
     """
     experience = collate(rollouts, pad_token_id=pad_token_id)
-    groups = experience.group_ids.tolist()
-    if len(set(groups)) == 1:
-        groups = list(range(len(groups)))
-    chosen = set(sorted(set(groups))[::HOLD_OUT_EVERY])
-    held_out = _packed([row for row, group in enumerate(groups) if group in chosen], experience, max_tokens)
-    training = [row for row, group in enumerate(groups) if group not in chosen]
+    rows = _rows_with_targets(experience, soft_targets)
+    groups = dict(zip(rows, experience.group_ids[rows].tolist(), strict=True))
+    if len(set(groups.values())) == 1:
+        groups = {row: row for row in rows}
+    chosen = set(sorted(set(groups.values()))[::HOLD_OUT_EVERY])
+    held_out = _packed([row for row, group in groups.items() if group in chosen], experience, max_tokens)
+    training = [row for row, group in groups.items() if group not in chosen]
     return DistillationBatches(
         experience=experience,
         soft_targets=soft_targets,
@@ -87,6 +93,15 @@ def distillation_batches(
         # packs come by length: when not all fit into one forward, those of middle length stand for all
         held_out=held_out[len(held_out) // 2],
     )
+
+
+def _rows_with_targets(experience: Experience, soft_targets: SoftTargetStore | None) -> list[int]:
+    """Rows that the update has set targets aside for; all rows where these are too few to learn from."""
+    rows = list(range(len(experience.lengths)))
+    if soft_targets is None:
+        return rows
+    kept = [row for row in rows if soft_targets.of([experience.sample_indices[row]]) is not None]
+    return kept if len(kept) > 1 else rows
 
 
 def _packed(rows: list[int], experience: Experience, max_tokens: int) -> list[list[int]]:

@@ -27,12 +27,12 @@ from transformers import PreTrainedModel
 
 from core.config import DrafterTrainingConfig
 from core.records import Rollout
-from engine.weights.chunks import not_finite
+from engine.weights.chunks import not_finite, unique_tensors
 from learning.distillation_batch import DistillationBatches, distillation_batches
+from learning.forward.training_forward import prepare_for_training
 from learning.sft import SupervisedTrainer
 from learning.soft_targets import SoftTargetStore
 from learning.time_budget import TimeBudget, WorkCosts
-from learning.training_forward import prepare_for_training
 
 WARMUP_STEPS = 10
 RATE_AFTER_FAILURE = 0.5
@@ -73,6 +73,7 @@ class DraftRefitter:
         pad_token_id: int,
         vocab_size: int,
         weight_version: int = 0,
+        compute_dtype: torch.dtype = torch.float32,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.model = model
@@ -81,6 +82,7 @@ class DraftRefitter:
         self._temperature = temperature
         self._pad_token_id = pad_token_id
         self._vocab_size = vocab_size
+        self._compute_dtype = compute_dtype
         self._clock = clock
         self._costs = WorkCosts(clock)
         self._rng = np.random.default_rng([seed, 0xD4AF])
@@ -112,6 +114,10 @@ class DraftRefitter:
             return self._report("no_time", budget)
         return self._try(data, budget)
 
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The draft model's weights to be published, in name order."""
+        yield from unique_tensors(self.model)
+
     def _try(self, data: DistillationBatches, budget: TimeBudget) -> RefitReport:
         """Train, and keep what came of it only if the held-out divergence is no larger."""
         before = self._evaluate(data)
@@ -142,7 +148,7 @@ class DraftRefitter:
         for rows in self._order(data.batches):
             if not budget.admits(self._step_s(data, rows) + self._evaluate_s(data)):
                 return
-            with self._costs.timed("step", data.num_padded_tokens(rows)):
+            with self._costs.timed("step", data.num_tokens(rows)):
                 loss = self._divergence(data, rows).mean()
                 value = float(loss.detach())
                 if math.isfinite(value):
@@ -158,20 +164,26 @@ class DraftRefitter:
 
     @torch.no_grad()
     def _evaluate(self, data: DistillationBatches) -> float:
-        with self._costs.timed("evaluation", data.num_padded_tokens(data.held_out)):
+        with self._costs.timed("evaluation", data.num_tokens(data.held_out)):
             return float(self._divergence(data, data.held_out).mean())
 
     def _divergence(self, data: DistillationBatches, rows: list[int]) -> Tensor:
-        return data.divergence(self.model, rows, temperature=self._temperature, vocab_size=self._vocab_size)
+        return data.divergence(
+            self.model,
+            rows,
+            temperature=self._temperature,
+            vocab_size=self._vocab_size,
+            compute_dtype=self._compute_dtype,
+        )
 
     def _evaluate_s(self, data: DistillationBatches) -> float:
-        return self._costs.expected_s("evaluation", data.num_padded_tokens(data.held_out)) or 0.0
+        return self._costs.expected_s("evaluation", data.num_tokens(data.held_out)) or 0.0
 
     def _step_s(self, data: DistillationBatches, rows: list[int]) -> float:
-        num_padded = data.num_padded_tokens(rows)
-        known_s = self._costs.expected_s("step", num_padded)
+        num_tokens = data.num_tokens(rows)
+        known_s = self._costs.expected_s("step", num_tokens)
         if known_s is None:
-            known_s = LEARN_OVER_EVALUATE * (self._costs.expected_s("evaluation", num_padded) or 0.0)
+            known_s = LEARN_OVER_EVALUATE * (self._costs.expected_s("evaluation", num_tokens) or 0.0)
         return known_s
 
     def _give_up(self, old: list[Tensor]) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from core.errors import NumericsError
 from core.records import Rollout
-from learning.batching import pad_right
+from learning.forward.batching import PackedSequences, pad_right
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +32,20 @@ class Experience:
     sampling_logprobs: Float[Tensor, "B R"]
     rewards: Float[Tensor, " B"]
     group_ids: Int[Tensor, " B"]
+
+    def packed(self, rows: Sequence[int]) -> PackedSequences:
+        """Some samples without padding, in this order; their response tokens are to be predicted."""
+        lengths = tuple(self.lengths[row] for row in rows)
+        before = [
+            torch.nn.functional.pad(self.where[row, : length - 1], (0, 1))
+            for row, length in zip(rows, lengths, strict=True)
+        ]
+        return PackedSequences(
+            ids=torch.cat([self.ids[row, :length] for row, length in zip(rows, lengths, strict=True)]),
+            position_ids=torch.cat([torch.arange(length) for length in lengths]),
+            lengths=lengths,
+            before_targets=torch.cat(before).nonzero().squeeze(-1),
+        )
 
     @property
     def num_tokens(self) -> int:

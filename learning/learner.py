@@ -11,17 +11,19 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from core.config import AlgorithmConfig, TrainerConfig
 from core.errors import ConfigError, NotFiniteError
 from core.records import Rollout, UpdateReport
-from engine.decoding.logprobs import scaled_logits, token_logprobs
-from engine.weights.chunks import describe_not_finite, not_finite
+from engine.decoding.logprobs import scaled_logits
+from engine.weights.chunks import describe_not_finite, not_finite, unique_tensors
+from learning.adapter import Adapter
 from learning.advantages import (
     discounted_returns,
     explained_variance,
@@ -31,24 +33,28 @@ from learning.advantages import (
     spread,
     whiten,
 )
-from learning.batching import pack_by_length
 from learning.critic import Critic, history_features
 from learning.experience import Experience, collate
+from learning.forward.policy_forward import PolicyForward, padded
+from learning.forward.precision import hold_linears_in, require_master_weights
+from learning.forward.token_statistics import token_statistics
+from learning.forward.training_forward import prepare_for_training
 from learning.losses import (
     clipped_policy_loss,
     kl_estimate,
-    token_entropy,
     token_weights,
     truncated_importance_weight,
 )
 from learning.soft_targets import SoftTargetStore
 from learning.targets import Targets
-from learning.training_forward import logits_where, prepare_for_training
 from learning.update_metrics import MinibatchFigures
 
 
 class Learner:
-    """Holds the target, its optimizer, for PPO a critic, and with KL control a reference."""
+    """Holds the target, its optimizer, for PPO a critic, and with KL control a reference.
+
+    With `trainer.lora` only adapters learn, and the reference is the target with them switched off.
+    """
 
     def __init__(
         self,
@@ -61,8 +67,14 @@ class Learner:
         pad_token_id: int,
         vocab_size: int | None = None,
         soft_targets: SoftTargetStore | None = None,
+        compute_dtype: torch.dtype = torch.float32,
     ) -> None:
-        """`soft_targets` is filled at every update, for the draft model; it changes nothing here."""
+        """A learner around a model of float32 weights, on the device it is to learn on.
+
+        `soft_targets` is filled at every update, for the draft model; it changes nothing here. `compute_dtype` is
+        what matrix products are computed in (`learning.forward.precision`).
+        Raises ConfigError: settings that do not go together, or weights that the optimizer cannot step.
+        """
         if temperature <= 0.0:
             raise ConfigError(
                 f"cannot train at temperature {temperature}: greedy sampling has no log-probability; use 1.0"
@@ -72,17 +84,24 @@ class Learner:
         self.model = model
         self.algorithm = algorithm
         self.trainer = trainer
-        self.temperature = temperature
         self.seed = seed
         self.pad_token_id = pad_token_id
-        # padded ids are cut off here as in the engine, or the two would not normalise over the same tokens
-        self.vocab_size = vocab_size or int(model.config.get_text_config().vocab_size)
         self.weight_version = 0
         self.soft_targets = soft_targets
-        self.reference: PreTrainedModel | None = None
-        if algorithm.kl_coef > 0.0:
-            self.reference = copy.deepcopy(model).eval().requires_grad_(False)
+        self._forward = PolicyForward(
+            # padded ids are cut off here as in the engine, or the two would not normalise over the same tokens
+            vocab_size=vocab_size or int(model.config.get_text_config().vocab_size),
+            temperature=temperature,
+            max_tokens=trainer.max_tokens_per_forward,
+            compute_dtype=compute_dtype,
+        )
         prepare_for_training(model, gradient_checkpointing=trainer.gradient_checkpointing)
+        self.adapter = None if trainer.lora is None else Adapter(model, trainer.lora, seed=seed)
+        require_master_weights(model)
+        self.reference: PreTrainedModel | None = None
+        if algorithm.kl_coef > 0.0 and self.adapter is None:
+            self.reference = copy.deepcopy(model).eval().requires_grad_(False)
+            hold_linears_in(self.reference, compute_dtype)
         self.critic: Critic | None = None
         if algorithm.kind == "ppo":
             self.critic = Critic(
@@ -93,7 +112,7 @@ class Learner:
                 device=model.device,
             )
         self.optimizer = torch.optim.AdamW(
-            model.parameters(), lr=trainer.learning_rate, weight_decay=trainer.weight_decay, betas=(0.9, 0.95)
+            self._learned(), lr=trainer.learning_rate, weight_decay=trainer.weight_decay, betas=(0.9, 0.95)
         )
         self._num_optimizer_steps = 0
 
@@ -126,6 +145,10 @@ class Learner:
             num_optimizer_steps=self._num_optimizer_steps - steps_before,
             figures={**targets.figures, **figures.means()},
         )
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The policy's weights to be published, in name order; adapters merged into them."""
+        yield from unique_tensors(self.model) if self.adapter is None else self.adapter.merged_tensors()
 
     def state_dict(self) -> dict[str, Any]:
         """Everything an interrupted run needs to go on: weights, optimizer, reference, counters."""
@@ -171,19 +194,21 @@ class Learner:
             figures["num_groups"] = float(len(experience.group_ids.unique()))
             figures["num_zero_advantage_groups"] = float(num_zero)
             advantages = spread(per_response, experience.mask)
-        return Targets(advantages=advantages, reference=reference, figures=figures)
+        targets = Targets(
+            advantages=advantages,
+            reference=reference,
+            has_kl_loss=reference is not None and self.algorithm.kl_placement == "loss",
+            figures=figures,
+        )
+        rows = list(range(len(advantages)))
+        figures["num_skipped_samples"] = float(len(rows) - len(self._with_gradient(rows, targets)))
+        return targets
 
-    @torch.no_grad()
     def _reference_logprobs(self, experience: Experience) -> Tensor | None:
-        if self.reference is None:
+        if self.algorithm.kl_coef == 0.0:
             return None
-        out = torch.zeros(experience.mask.shape)
-        for rows in self._packs(range(len(out)), experience):
-            ids, where = self._inputs(experience, rows)
-            logits, _ = logits_where(self.reference, ids, where, self.vocab_size)
-            flat = token_logprobs(logits, ids[:, 1:][where], self.temperature).float().cpu()
-            out[rows] = _padded(flat, experience.mask[rows])
-        return out
+        with nullcontext() if self.adapter is None else self.adapter.switched_off():
+            return self._forward.logprobs(self.reference or self.model, experience)
 
     def _ppo_advantages(
         self,
@@ -199,9 +224,9 @@ class Learner:
         Source: Yuan et al. 2025, 'What's behind PPO's collapse in long-CoT?', section 4 (decoupled GAE).
         """
         algorithm, mask = self.algorithm, experience.mask
-        hidden = self._hidden_states(experience)
+        hidden = self._forward.hidden_states(self.model, experience)
         history = history_features(experience.old_logprobs, mask)[mask].to(hidden.device)
-        values = _padded(critic.values(hidden, history).cpu(), mask)
+        values = padded(critic.values(hidden, history).cpu(), mask)
         rewards = place_terminal_reward(experience.rewards, mask)
         if reference is not None and algorithm.kl_placement == "reward":
             kl = kl_estimate(experience.old_logprobs, reference, algorithm.kl_estimator)
@@ -220,20 +245,6 @@ class Learner:
         )
         return whiten(advantages, mask) if algorithm.whiten_advantages else advantages
 
-    @torch.no_grad()
-    def _hidden_states(self, experience: Experience) -> Tensor:
-        """Last hidden states that predict each response token, [num_tokens, H] in row-major order."""
-        place = torch.full(experience.mask.shape, -1)
-        place[experience.mask] = torch.arange(experience.num_tokens)
-        out: Tensor | None = None
-        for rows in self._packs(range(len(place)), experience):
-            _, hidden = logits_where(self.model, *self._inputs(experience, rows), self.vocab_size)
-            if out is None:
-                out = hidden.new_zeros((experience.num_tokens, hidden.shape[1]))
-            out[place[rows][experience.mask[rows]].to(out.device)] = hidden
-        assert out is not None, "collate refuses an empty batch"
-        return out
-
     def _learn(
         self, experience: Experience, targets: Targets, rows: list[int], figures: MinibatchFigures
     ) -> None:
@@ -241,7 +252,12 @@ class Learner:
         weights = token_weights(experience.mask[rows], self.algorithm.loss_aggregation)
         weight_of = torch.zeros(experience.mask.shape)
         weight_of[rows] = weights
-        for micro in self._packs(rows, experience):
+        learned = self._with_gradient(rows, targets)
+        if not learned:
+            # Adam's moments move the weights on, as where gradients are computed to be zero
+            for parameter in self._learned():
+                parameter.grad = torch.zeros_like(parameter)
+        for micro in self._forward.packs(learned, experience):
             loss = self._loss(experience, targets, micro, weight_of[micro], figures)
             if not bool(torch.isfinite(loss)):
                 samples = [experience.sample_indices[row] for row in micro]
@@ -251,6 +267,12 @@ class Learner:
                 )
             loss.backward()
         self._step(figures)
+
+    def _with_gradient(self, rows: list[int], targets: Targets) -> list[int]:
+        """Rows whose loss has a gradient: of the others (equal rewards in a group) no forward is computed."""
+        if self.algorithm.entropy_coef > 0.0 or targets.has_kl_loss:
+            return rows
+        return [row for row in rows if bool(targets.advantages[row].any())]
 
     def _loss(
         self,
@@ -263,17 +285,20 @@ class Learner:
         """Loss of some rows, weighted so that a minibatch's parts add up to its mean."""
         algorithm, mask, device = self.algorithm, experience.mask[rows], self.model.device
 
-        def flat(padded: Tensor) -> Tensor:
-            return padded[rows][mask].to(device)
+        def flat(per_token: Tensor) -> Tensor:
+            return per_token[rows][mask].to(device)
 
-        ids, where = self._inputs(experience, rows)
-        logits, _ = logits_where(self.model, ids, where, self.vocab_size)
-        logprobs = token_logprobs(logits, ids[:, 1:][where], self.temperature)
+        packed = experience.packed(rows)
+        logits, _ = self._forward.logits(self.model, packed)
+        has_entropy = algorithm.entropy_coef > 0.0 or algorithm.report_entropy
+        logprobs, entropy = token_statistics(
+            logits, packed.targets.to(device), self._forward.temperature, entropy=has_entropy
+        )
         if self.soft_targets is not None:
             self.soft_targets.keep(
                 [experience.sample_indices[row] for row in rows],
                 mask.sum(dim=1).tolist(),
-                scaled_logits(logits.detach(), self.temperature),
+                scaled_logits(logits.detach(), self._forward.temperature),
             )
         old = flat(experience.old_logprobs)
         weight = weights[mask].to(device)
@@ -282,23 +307,27 @@ class Learner:
             policy = policy * truncated_importance_weight(
                 old, flat(experience.sampling_logprobs), cap=algorithm.truncated_is_cap
             )
-        with torch.set_grad_enabled(algorithm.entropy_coef > 0.0):
-            entropy = token_entropy(scaled_logits(logits, self.temperature))
-        total = policy - algorithm.entropy_coef * entropy
-        if targets.reference is not None and algorithm.kl_placement == "loss":
+        total = policy
+        if entropy is not None:
+            out.add("entropy", entropy, weight)
+            if algorithm.entropy_coef > 0.0:
+                total = total - algorithm.entropy_coef * entropy
+        if targets.reference is not None and targets.has_kl_loss:
             kl = kl_estimate(logprobs, flat(targets.reference), algorithm.kl_estimator)
             total = total + algorithm.kl_coef * kl
         out.add("policy_loss", policy, weight)
-        out.add("entropy", entropy, weight)
         out.add_ratio(logprobs, old, weight, clip_ratio=algorithm.clip_ratio)
         return (total * weight).sum()
+
+    def _learned(self) -> list[nn.Parameter]:
+        return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
 
     def _step(self, figures: MinibatchFigures) -> None:
         self._num_optimizer_steps += 1
         warmup = min(1.0, self._num_optimizer_steps / max(self.trainer.warmup_updates, 1))
         for group in self.optimizer.param_groups:
             group["lr"] = self.trainer.learning_rate * warmup
-        norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.trainer.max_grad_norm))
+        norm = float(torch.nn.utils.clip_grad_norm_(self._learned(), self.trainer.max_grad_norm))
         if not math.isfinite(norm):
             raise NotFiniteError(
                 f"the gradient norm at weight version {self.weight_version} is {norm}; expected a finite "
@@ -313,22 +342,3 @@ class Learner:
             order = torch.randperm(num_samples, generator=generator).tolist()
             for start in range(0, num_samples, self.trainer.minibatch_size):
                 yield sorted(order[start : start + self.trainer.minibatch_size])
-
-    def _packs(self, rows: Sequence[int], experience: Experience) -> list[list[int]]:
-        rows = list(rows)
-        packs = pack_by_length([experience.lengths[row] for row in rows], self.trainer.max_tokens_per_forward)
-        return [[rows[i] for i in pack] for pack in packs]
-
-    def _inputs(self, experience: Experience, rows: list[int]) -> tuple[Tensor, Tensor]:
-        longest = max(experience.lengths[row] for row in rows)
-        device = self.model.device
-        return (
-            experience.ids[rows, :longest].to(device),
-            experience.where[rows, : longest - 1].to(device),
-        )
-
-
-def _padded(flat: Tensor, mask: Tensor) -> Tensor:
-    out = torch.zeros(mask.shape)
-    out[mask] = flat
-    return out

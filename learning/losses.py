@@ -50,16 +50,6 @@ def clipped_value_loss(
     return 0.5 * torch.maximum((values - returns) ** 2, (clipped - returns) ** 2)
 
 
-def token_entropy(logits: Float[Tensor, "*S V"]) -> Float[Tensor, "*S"]:
-    """Entropy in nats of softmax(logits); give it the logits already divided by the temperature.
-
-    Source: Schulman et al. 2017, equation 9 (the bonus S).
-    """
-    logprobs = torch.log_softmax(logits.float(), dim=-1)
-    # a masked-out token has logit -inf and adds nothing: 0 * -inf would be NaN
-    return -(logprobs.exp() * logprobs.clamp_min(torch.finfo(torch.float32).min)).sum(dim=-1)
-
-
 def kl_estimate(
     logprobs: Float[Tensor, "*S"], other_logprobs: Float[Tensor, "*S"], estimator: KLEstimator
 ) -> Float[Tensor, "*S"]:

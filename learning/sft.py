@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from learning.batching import pack_by_length, pad_right
+from learning.forward.batching import pack_by_length, pad_right
+from learning.forward.precision import require_master_weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +57,7 @@ class SupervisedTrainer:
 
     def __init__(self, model: PreTrainedModel, *, learning_rate: float, warmup_steps: int = 50) -> None:
         self.model = model.train().requires_grad_(True)
+        require_master_weights(model)
         self.learning_rate = learning_rate
         self._warmup_steps = warmup_steps
         self._num_steps = 0

@@ -14,4 +14,6 @@ class Targets:
     advantages: Tensor
     reference: Tensor | None
     "the reference model's log-probabilities, None without KL control"
+    has_kl_loss: bool
+    "whether the reference counts as a term of the loss"
     figures: dict[str, float]

@@ -91,6 +91,8 @@ def _run(config: Config, path: Path, report: Reporter, *, dry_run: bool) -> int:
         from cluster.run_folder.leftovers import sweep_run_folders
 
         inputs = replace(checked.inputs, profile=resolve_profile(config, checked.inputs, report))
+        if checked.adapter is not None:
+            report.note(checked.adapter)
         run_dir = RunDir.create(config, path)
         if run_dir.path != path:
             report.note(f"run folder {run_dir.path} (another run took the first name)")

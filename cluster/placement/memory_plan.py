@@ -4,8 +4,8 @@ Plain arithmetic on the models' configs; no tensor is made. The fixed costs of a
 ones (Linux, CPU torch 2.13, Ray 2.60), the rest follows from the sizes:
 
     generation  weights and their inference copy + KV pool + one step's logits
-    trainer     weights, reference, gradients, two Adam moments + one forward's activations;
-                with refits the draft model's likewise, and the targets kept for it
+    trainer     weights, gradients and two Adam moments in float32 (LoRA: the adapters', and the weights below),
+                reference, the packed copy + one forward's activations; with refits the draft's, and its targets
     reward      the interpreter alone, or the reward model's weights
 """
 
@@ -37,16 +37,20 @@ RAY_PROCESSES_BYTES = 900 * MIB
 OBJECT_STORE_LIMIT_BYTES = 1 * GIB
 
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+_MASTER_BYTES = _DTYPE_BYTES["float32"]
+"The optimizer steps float32 weights, whatever they are published in."
 _ADAM_COPIES = 3
-"Gradient and two moments, in the parameters' dtype."
+"Gradient and two moments of each weight, float32."
 _ACTIVATIONS_PER_LAYER = 24
 "Values a transformer block keeps for the backward pass, per token, in units of the hidden size."
 _REFIT_COPIES = 2 + _ADAM_COPIES
 "The draft model and what it was before the refit, with gradient and moments."
 _SOFT_TARGET_BYTES = 8
 "Id and log-probability of one likely token."
-_LOGIT_COPIES = 4
-"Logits, their log-softmax and both gradients, float32."
+_LOGIT_COPIES = 2
+"Logits and their gradient, float32."
+_REFIT_LOGIT_COPIES = 4
+"Logits, their log-softmax and both gradients."
 _INFERENCE_COPY = 1.5
 "On CPU the weights' copy lies beside the module, in float32 at most; half as much again to lay it out (measured)."
 _STEP_COPIES = 3
@@ -63,6 +67,8 @@ class ModelShape:
     kv: KVShape
     hidden_size: int
     vocab_size: int
+    num_adapter_params: int | None = None
+    "that learn where the others stay (LoRA); None: all learn"
 
     def weight_bytes(self, dtype: str) -> int:
         """Bytes of the parameters."""
@@ -182,14 +188,21 @@ def _engine_bytes(config: Config, target: ModelShape, draft: ModelShape | None) 
 
 
 def _learner_bytes(config: Config, target: ModelShape) -> int:
-    weights = target.weight_bytes(config.models.dtype)
-    reference = weights if config.algorithm.kl_coef > 0 else 0
+    published = target.weight_bytes(config.models.dtype)
+    weights = target.num_params * _MASTER_BYTES
+    if target.num_adapter_params is not None:
+        # the weights below stay, and serve as the reference too
+        kept = published if config.cluster.trainer.num_gpus else weights
+        learned, reference = target.num_adapter_params * _MASTER_BYTES * (1 + _ADAM_COPIES), 0
+    else:
+        # on a CPU that computes in float32 the reference is held in it too
+        kept, learned = 0, weights * (1 + _ADAM_COPIES)
+        reference = weights if config.algorithm.kl_coef > 0 else 0
     tokens = config.trainer.max_tokens_per_forward
     kept_layers = 1 if config.trainer.gradient_checkpointing else target.kv.num_layers
     activations = tokens * target.hidden_size * 4 * _ACTIVATIONS_PER_LAYER * kept_layers
     logits = tokens * target.vocab_size * 4 * _LOGIT_COPIES
-    published = weights
-    return weights * (1 + _ADAM_COPIES) + reference + published + activations + logits
+    return kept + learned + reference + published + activations + logits
 
 
 def _refit_bytes(config: Config, draft: ModelShape | None) -> int:
@@ -197,13 +210,14 @@ def _refit_bytes(config: Config, draft: ModelShape | None) -> int:
     if draft is None or not config.refits_draft:
         return 0
     settings, rollout = config.drafter_training, config.rollout
-    weights = draft.weight_bytes(config.models.dtype)
+    published = draft.weight_bytes(config.models.dtype)
+    weights = draft.num_params * _MASTER_BYTES
     layers = draft.hidden_size * 4 * _ACTIVATIONS_PER_LAYER * draft.kv.num_layers
-    logits = draft.vocab_size * 4 * _LOGIT_COPIES
+    logits = draft.vocab_size * 4 * _REFIT_LOGIT_COPIES
     samples = rollout.prompts_per_iteration * rollout.samples_per_prompt
     kept = min(settings.num_target_tokens, draft.vocab_size) * _SOFT_TARGET_BYTES
     targets = samples * config.sampling.max_new_tokens * kept
-    return weights * (1 + _REFIT_COPIES) + settings.max_tokens_per_step * (layers + logits) + targets
+    return weights * _REFIT_COPIES + published + settings.max_tokens_per_step * (layers + logits) + targets
 
 
 def _reward_bytes(reward_params: int | None) -> int:

@@ -7,7 +7,7 @@ not at iteration 300.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,7 @@ from engine.weights.loading import (
     num_token_ids,
 )
 from engine.weights.weight_files import check_weight_files
+from learning.adapter import count_adapter_params
 from learning.data import PromptDataset
 from learning.tasks.reward_function import build_reward
 from learning.tasks.reward_model import require_one_output
@@ -49,6 +50,8 @@ class CheckReport:
 
     inputs: Inputs
     models: tuple[str, ...]
+    adapter: str | None
+    "what learns where not all does; a run says it at its start"
     data: str
     numerics: str
     memory: MemoryPlan
@@ -63,7 +66,7 @@ class CheckReport:
         disk = f"{gib(self.memory.disk_bytes)} of {gib(self.free_disk_bytes)} free"
         return [
             "models",
-            *(f"  {line}" for line in self.models),
+            *(f"  {line}" for line in (*self.models, self.adapter) if line is not None),
             "data",
             f"  {self.data}",
             "numerics",
@@ -96,6 +99,8 @@ def check_run(config: Config, *, output_dir: Path) -> CheckReport:
     target_config = load_hf_config(config.models.target, trust_remote_code=trust)
     tokenizer = read_tokenizer(config)
     target = model_shape(target_config, config.models.target)
+    if config.trainer.lora is not None:
+        target = replace(target, num_adapter_params=_count_adapter_params(config, target_config))
     _check_vocabulary("target", config.models.target, target, tokenizer)
     lines = [_describe_model("target", config.models.target, target)]
     draft = None
@@ -123,6 +128,7 @@ def check_run(config: Config, *, output_dir: Path) -> CheckReport:
     report = CheckReport(
         inputs=inputs,
         models=tuple(lines),
+        adapter=_describe_adapter(target, plan),
         data=f"{len(inputs.dataset)} prompts, the longest {longest} tokens",
         numerics=numerics,
         memory=plan,
@@ -183,6 +189,23 @@ def _check_vocabulary(role: str, name: str, shape: ModelShape, tokenizer: PreTra
 
 def _describe_model(role: str, name: str, shape: ModelShape) -> str:
     return f"{role} {name}: {shape.num_params / 1e6:.2f}M parameters, {shape.kv.num_layers} layers"
+
+
+def _count_adapter_params(config: Config, target: PretrainedConfig) -> int:
+    """Parameters of the target's adapters, counted on the meta device. Raises ConfigError: no such targets, no peft."""
+    assert config.trainer.lora is not None
+    return count_adapter_params(meta_model(config.models.target, target), config.trainer.lora)
+
+
+def _describe_adapter(target: ModelShape, memory: MemoryPlan) -> str | None:
+    adapter = target.num_adapter_params
+    if adapter is None:
+        return None
+    share = adapter / (target.num_params + adapter)
+    return (
+        f"LoRA: {adapter / 1e6:.2f}M of {(target.num_params + adapter) / 1e6:.2f}M parameters learn ({share:.2%}); "
+        f"trainer {gib(memory.trainer_bytes)}"
+    )
 
 
 def _check_lengths(config: Config, dataset: PromptDataset, models: list[PretrainedConfig | None]) -> None:

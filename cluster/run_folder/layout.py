@@ -7,6 +7,7 @@
     RUN/moves.jsonl                     one object for each move of a sample; no file where none moved
     RUN/steps/INSTANCE/                 a step log, one Parquet file an iteration, where run.step_log is true
     RUN/checkpoints/{target,draft}/     Hugging Face checkpoints, tokenizer included
+    RUN/checkpoints/adapter/            a PEFT adapter, where trainer.lora is set
     RUN/timeline.{json,png}             what the instances did in the last iteration, as trace and as picture
     RUN/progress.png, RUN/summary.txt   written at the end, after an interruption too
 
@@ -196,7 +197,7 @@ class RunDir:
         return self.path / "steps" / instance / f"iteration_{iteration:04d}.parquet"
 
     def checkpoint_dir(self, model: str, iteration: int | None = None) -> Path:
-        """Folder of a checkpoint of `target` or `draft`; the last one has no number."""
+        """Folder of a checkpoint of `target`, `draft` or `adapter`; the last one has no number."""
         name = model if iteration is None else f"{model}_{iteration:04d}"
         return self.path / "checkpoints" / name
 

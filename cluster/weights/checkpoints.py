@@ -7,6 +7,7 @@ of checksums (`core.checkpoint_manifest`).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
@@ -15,6 +16,7 @@ from actors.ray_utils.waiting import get
 from cluster.weights.publish import PublishedWeights
 from core.checkpoint_manifest import write_manifest
 from core.files import whole_folder
+from core.records import WeightManifest
 from engine.weights.chunks import load_into, unpack_weights
 from engine.weights.loading import build_causal_lm
 
@@ -48,4 +50,23 @@ def save_checkpoint(
             model=weights.manifest.model,
             weight_version=weights.manifest.weight_version,
             parameter_checksum=weights.manifest.checksum,
+        )
+
+
+def save_adapter(files: Mapping[str, bytes], folder: Path, *, merged: WeightManifest) -> None:
+    """Write an adapter's files as `folder`, whole or not at all.
+
+    Args:
+        files: name and content of each, as peft wrote them.
+        folder: where `peft.PeftModel.from_pretrained` will find them.
+        merged: the published weights that the adapter is merged into; its version and checksum are noted.
+
+    Raises:
+        StorageError: the disk is full.
+    """
+    with whole_folder(folder) as partial:
+        for name, content in files.items():
+            (partial / name).write_bytes(content)
+        write_manifest(
+            partial, model="adapter", weight_version=merged.weight_version, parameter_checksum=merged.checksum
         )

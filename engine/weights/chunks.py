@@ -29,7 +29,25 @@ def pack_weights(
     weight_version: int,
     chunk_bytes: int = 64 << 20,
 ) -> tuple[WeightManifest, list[np.ndarray]]:
-    """Copy the weights into chunks of `chunk_bytes` and describe them.
+    """Copy a model's weights, in the types they have, into chunks; see `pack_tensors`."""
+    return pack_tensors(
+        unique_tensors(model),
+        hf_config_json=model.config.to_json_string(use_diff=False),
+        name=name,
+        weight_version=weight_version,
+        chunk_bytes=chunk_bytes,
+    )
+
+
+def pack_tensors(
+    tensors: Sequence[tuple[str, Tensor]],
+    *,
+    hf_config_json: str,
+    name: Literal["target", "draft"],
+    weight_version: int,
+    chunk_bytes: int = 64 << 20,
+) -> tuple[WeightManifest, list[np.ndarray]]:
+    """Copy named tensors into chunks of `chunk_bytes` and describe them.
 
     All that is published or saved is packed here, so nothing that is not finite gets further.
 
@@ -42,8 +60,7 @@ def pack_weights(
     """
     if chunk_bytes < 1:
         raise WeightsError(f"expected chunks of at least 1 byte, got chunk_bytes {chunk_bytes}")
-    unique = _unique_tensors(model)
-    odd = not_finite(unique)
+    odd = not_finite(tensors)
     if odd:
         raise NotFiniteError(
             f"the {name} weights of version {weight_version} are not published: "
@@ -52,7 +69,7 @@ def pack_weights(
     specs: list[TensorSpec] = []
     parts: list[np.ndarray] = []
     offset = 0
-    for tensor_name, tensor in unique:
+    for tensor_name, tensor in tensors:
         raw = _to_bytes(tensor)
         pad = -len(raw) % ALIGNMENT_BYTES
         dtype = str(tensor.dtype).removeprefix("torch.")
@@ -77,7 +94,7 @@ def pack_weights(
         chunk_num_bytes=tuple(len(chunk) for chunk in chunks),
         chunk_checksums=tuple(_digest(chunk) for chunk in chunks),
         tensors=tuple(specs),
-        hf_config_json=model.config.to_json_string(use_diff=False),
+        hf_config_json=hf_config_json,
     )
     return manifest, chunks
 
@@ -132,7 +149,7 @@ def load_into(model: PreTrainedModel, tensors: dict[str, Tensor]) -> None:
 
     Raises WeightsError when names, shapes or types do not fit the model; nothing is copied then.
     """
-    own = dict(_unique_tensors(model))
+    own = dict(unique_tensors(model))
     if own.keys() != tensors.keys():
         odd = sorted(own.keys() ^ tensors.keys())
         raise WeightsError(f"weights do not fit the model: {len(odd)} names differ, first '{odd[0]}'")
@@ -172,15 +189,20 @@ def describe_not_finite(names: Sequence[str]) -> str:
 
 def model_checksum(model: PreTrainedModel) -> str:
     """Return the checksum that `pack_weights` would put into the manifest."""
+    return checksum_of(tensor for _, tensor in unique_tensors(model))
+
+
+def checksum_of(tensors: Iterable[Tensor]) -> str:
+    """Return the checksum that `pack_tensors` would put into the manifest."""
     digest = hashlib.blake2b(digest_size=16)
-    for _, tensor in _unique_tensors(model):
+    for tensor in tensors:
         raw = _to_bytes(tensor)
         digest.update(raw.tobytes())
         digest.update(bytes(-len(raw) % ALIGNMENT_BYTES))
     return digest.hexdigest()
 
 
-def _unique_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
+def unique_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
     """Parameters and persistent buffers in name order, each storage once."""
     seen: set[int] = set()
     unique = []

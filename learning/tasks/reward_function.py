@@ -22,8 +22,8 @@ class RewardFunction(Protocol):
         ...
 
 
-def build_reward(config: RewardConfig) -> RewardFunction:
-    """Build the reward function that `reward.kind` names.
+def build_reward(config: RewardConfig, *, device: str = "cpu") -> RewardFunction:
+    """Build the reward function that `reward.kind` names; a model works on `device`, as torch names it.
 
     Raises ConfigError for an unknown kind or a function that cannot be imported, ModelError for a
     reward model that cannot be loaded.
@@ -42,7 +42,7 @@ def build_reward(config: RewardConfig) -> RewardFunction:
 
         if config.model is None:
             raise ConfigError("reward.kind is 'model' but reward.model names none; give a path or hub name")
-        return ModelReward(config.model, batch_size=config.batch_size)
+        return ModelReward(config.model, batch_size=config.batch_size, device=device)
     if ":" in config.kind:
         from learning.tasks.user_function import UserReward
 

@@ -20,12 +20,12 @@ from engine.weights.loading import load_model, load_tokenizer
 class ModelReward:
     """Scores prompt + response text in batches, padded to the longest."""
 
-    def __init__(self, model: str, *, batch_size: int) -> None:
+    def __init__(self, model: str, *, batch_size: int, device: str = "cpu") -> None:
         self.name = model
         self.batch_size = batch_size
         try:
             self._tokenizer = load_tokenizer(model)
-            self._model = load_model(AutoModelForSequenceClassification, model)
+            self._model = load_model(AutoModelForSequenceClassification, model).to(device)  # type: ignore[arg-type]
         except ModelError as error:
             raise ModelError(f"cannot load reward.model: {error}") from error
         require_one_output(model, self._model.config)
@@ -44,7 +44,7 @@ class ModelReward:
                 texts[start : start + self.batch_size], return_tensors="pt", padding=True, truncation=True
             )
             batch.pop("token_type_ids", None)
-            scores = self._model(**batch).logits[:, 0].float().tolist()
+            scores = self._model(**batch.to(self._model.device)).logits[:, 0].float().tolist()
             for offset, score in enumerate(scores):
                 if not math.isfinite(score):
                     prompt = prompts[start + offset]

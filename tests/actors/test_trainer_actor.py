@@ -61,14 +61,13 @@ def first_draft(tiny_pair):
     return pack_weights(load_causal_lm(str(tiny_pair.draft), "float32"), name="draft", weight_version=4)
 
 
-@pytest.fixture
-def empty():
+def new_trainer(dtype: str = "float32", **trainer):
     return Trainer(
         TrainerSpec(
             algorithm=AlgorithmConfig(kind="grpo"),
-            trainer=TrainerConfig(learning_rate=1e-2, num_threads=1),
+            trainer=TrainerConfig(**({"learning_rate": 1e-2, "num_threads": 1} | trainer)),
             drafter_training=DrafterTrainingConfig(learning_rate=1e-2, max_passes=4),
-            dtype="float32",
+            dtype=dtype,
             temperature=1.0,
             seed=0,
             pad_token_id=0,
@@ -78,14 +77,19 @@ def empty():
 
 
 @pytest.fixture
+def empty():
+    return new_trainer()
+
+
+@pytest.fixture
 def trainer(empty, first):
     manifest, chunks = first
     empty.load_weights(manifest, *chunks)
     return empty
 
 
-def model_of(manifest, chunks):
-    model = build_causal_lm(manifest.hf_config_json, "float32")
+def model_of(manifest, chunks, dtype="float32"):
+    model = build_causal_lm(manifest.hf_config_json, dtype)
     load_into(model, unpack_weights(manifest, chunks))
     return model
 
@@ -171,6 +175,36 @@ def test_the_policy_learns_the_same_with_refits_and_without(trainer, first, firs
         trainer.update(ROLLOUTS)
         assert trainer.refit(ROLLOUTS, 60.0).num_steps > 0
     assert trainer.checksum() == frozen
+
+
+def test_a_bfloat16_run_publishes_bfloat16_and_learns_what_is_too_small_for_it(tiny_pair):
+    first, chunks = pack_weights(
+        load_causal_lm(str(tiny_pair.target), "bfloat16"), name="target", weight_version=0
+    )
+    trainer = new_trainer("bfloat16", learning_rate=1e-6)
+    assert trainer.load_weights(first, *chunks).checksum == first.checksum
+    packed = []
+    for _ in range(2):
+        trainer.update(ROLLOUTS)
+        packed.append((trainer.pack(), trainer.chunks()))
+    for manifest, chunk in packed:
+        assert {spec.dtype for spec in manifest.tensors} == {"bfloat16"}
+        assert manifest.hf_config_json == first.hf_config_json
+        assert model_checksum(model_of(manifest, [chunk], "bfloat16")) == manifest.checksum
+    assert len({first.checksum, *(manifest.checksum for manifest, _ in packed)}) == 3
+
+
+def test_a_bfloat16_draft_model_is_refit_and_published_in_bfloat16(tiny_pair, first):
+    draft, chunks = pack_weights(
+        load_causal_lm(str(tiny_pair.draft), "bfloat16"), name="draft", weight_version=0
+    )
+    trainer = new_trainer("bfloat16")
+    trainer.load_weights(first[0], *first[1])
+    assert trainer.load_draft(draft, *chunks).checksum == draft.checksum
+    assert trainer.refit(ROLLOUTS, 60.0).outcome == "taken"
+    manifest = trainer.pack("draft")
+    assert {spec.dtype for spec in manifest.tensors} == {"bfloat16"}
+    assert manifest.checksum != draft.checksum
 
 
 def test_a_trainer_without_draft_model_refuses_to_refit_and_to_pack_it(trainer):

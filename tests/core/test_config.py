@@ -54,6 +54,10 @@ def test_a_malformed_override_is_refused(tmp_path: Path, override: str) -> None:
         ("speculation", {"ngram_min": 5}, "ngram_min must not exceed"),
         ("reward", {"kind": "model"}, "reward.model names none"),
         ("run", {"iterations": 0}, "run.iterations"),
+        ("trainer", {"lora": {"dropout": 0.1}}, r"trainer\.lora\.dropout: expected 0, got 0.1"),
+        ("trainer", {"lora": {"targets": []}}, "at least one module name"),
+        ("trainer", {"lora": {"rnk": 8}}, r"unknown key trainer\.lora\.rnk; did you mean 'rank'"),
+        ("trainer", {"device": "cuda"}, "cluster.trainer.num_gpus is 0"),
         ("speculation", {"policy": "fixed", "num_nodes": 64, "depth": 0}, "64 nodes at depth 0"),
         ("speculation", {"policy": "capacity", "depth": 0}, "nodes at depth 0"),
         ("data", {"path": "a.jsonl", "prompt_template": "x"}, r"must hold \{prompt\}"),
@@ -79,6 +83,7 @@ def every_float() -> list[tuple[str, ...]]:
     def below(model: type[BaseModel], path: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
         for name, field in model.model_fields.items():
             kind = field.annotation
+            kind = next((one for one in get_args(kind) if hasattr(one, "model_fields")), kind)
             if isinstance(kind, type) and issubclass(kind, BaseModel):
                 yield from below(kind, (*path, name))
             elif kind is float or float in get_args(kind):

@@ -3,8 +3,9 @@
 import math
 
 import torch
-from pytest import approx
+from pytest import approx, mark
 
+from core.config import AlgorithmConfig, TrainerConfig
 from learning.critic import Critic, history_features
 
 
@@ -38,6 +39,43 @@ def test_a_value_starts_at_zero_and_is_fitted_without_touching_the_trunk():
     ]
     assert losses[-1] < 0.2 * losses[0]
     assert hidden.grad is None
+
+
+@mark.parametrize("hidden_size", [128, 576])
+def test_the_default_settings_learn_within_a_few_iterations(hidden_size):
+    trainer, algorithm = TrainerConfig(), AlgorithmConfig()
+    generator = torch.Generator().manual_seed(0)
+    critics = [
+        Critic(
+            hidden_size,
+            seed=0,
+            learning_rate=trainer.value_learning_rate,
+            max_grad_norm=trainer.max_grad_norm,
+            device=torch.device("cpu"),
+        )
+        for _ in range(2)
+    ]
+    direction = torch.randn(hidden_size, generator=generator) / hidden_size**0.5
+    for _ in range(6):
+        # 64 responses of 30 tokens; the mean of hidden states is far from zero, as a trunk's is
+        hidden, history = (
+            2.0 + torch.randn(1920, hidden_size, generator=generator),
+            torch.rand(1920, 3, generator=generator),
+        )
+        half = ((hidden - 2.0) @ direction > 0.0).float()
+        for critic, returns in zip(critics, (torch.ones(1920), half), strict=True):
+            explained = returns - critic.values(hidden, history)
+            critic.fit(
+                hidden,
+                history,
+                returns,
+                epochs=trainer.value_epochs,
+                num_minibatches=2,
+                clip_value=algorithm.clip_value,
+                generator=generator,
+            )
+    assert critics[0].values(hidden, history).mean() == approx(1.0, abs=0.1)
+    assert 1.0 - explained.var() / half.var() > 0.3, "of states that it had not been fitted to"
 
 
 def test_the_clip_bounds_one_fit():

@@ -6,14 +6,15 @@ import math
 import numpy as np
 import torch
 from pytest import approx, fixture, mark, raises
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from core.config import AlgorithmConfig, TrainerConfig
 from core.errors import ConfigError, NumericsError
 from core.records import Reward
 from engine.decoding.logprobs import token_logprobs
 from learning.experience import collate
+from learning.forward.training_forward import response_logits
 from learning.learner import Learner
-from learning.training_forward import logits_where
 
 TRAINER = TrainerConfig(learning_rate=1e-2, value_learning_rate=1e-2, minibatch_size=3, epochs=2)
 PPO, GRPO = AlgorithmConfig(kind="ppo"), AlgorithmConfig(kind="grpo")
@@ -54,14 +55,6 @@ def test_collate_refuses_a_sample_that_comes_twice(model, make_rollouts):
     rollouts = make_rollouts(model)
     with raises(ValueError, match="same sample index"):
         collate([*rollouts, rollouts[0]], pad_token_id=0)
-
-
-def test_logits_at_chosen_positions_equal_the_dense_forward(model):
-    ids = torch.randint(2, 19, (3, 7))
-    where = torch.rand(3, 6) > 0.5
-    logits, hidden = logits_where(model, ids, where, 19)
-    assert torch.allclose(logits, model(ids).logits[:, :-1][where], atol=1e-6)
-    assert hidden.shape == (int(where.sum()), 32)
 
 
 @mark.parametrize("algorithm", [PPO, GRPO])
@@ -127,7 +120,7 @@ def test_rewarded_tokens_become_likelier(make_learner, make_rollouts, algorithm)
     before = collate(rollouts, pad_token_id=0)
     assert 0 < float(before.rewards.sum()) < 6
     learner.update(rollouts)
-    logits, _ = logits_where(learner.model, before.ids, before.where, 19)
+    logits, _ = response_logits(learner.model, before.packed(range(len(before.lengths))), 19)
     now = torch.zeros_like(before.old_logprobs)
     now[before.mask] = token_logprobs(logits, before.ids[:, 1:][before.where], 1.0).detach()
     change = (now - before.old_logprobs).sum(dim=1)
@@ -171,6 +164,7 @@ def test_every_figure_is_reported_and_finite(make_learner, make_rollouts):
         "grad_norm",
         "reference_kl",
         "ratio_at_first_minibatch",
+        "num_skipped_samples",
     }
     for algorithm, own in (
         (PPO, {"value_loss", "explained_variance"}),
@@ -240,6 +234,37 @@ def test_weights_that_the_last_step_makes_infinite_get_no_version(make_learner, 
     with raises(NumericsError, match=r"target model to weight version 1 failed: .* NaN or infinity"):
         learner.update(make_rollouts(learner.model))
     assert learner.weight_version == 0
+
+
+DROPPING = {
+    "llama": {"attention_dropout": 0.3},
+    "gpt2": {"attn_pdrop": 0.3, "resid_pdrop": 0.3, "embd_pdrop": 0.3},
+    "opt": {
+        "dropout": 0.3,
+        "attention_dropout": 0.3,
+        "layerdrop": 0.5,
+        "word_embed_proj_dim": 32,
+        "ffn_dim": 48,
+    },
+}
+
+
+@mark.parametrize("family", DROPPING)
+@mark.parametrize("checkpointing", [False, True])
+def test_dropout_stays_off_whatever_the_model_was_pretrained_with(
+    make_learner, make_rollouts, family, checkpointing
+):
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 19, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = CONFIG_MAPPING[family](**sizes, max_position_embeddings=64, pad_token_id=0, **DROPPING[family])
+    model = AutoModelForCausalLM.from_config(config).eval()
+    trainer = TRAINER.model_copy(update={"gradient_checkpointing": checkpointing, "learning_rate": 1e-8})
+    rollouts = make_rollouts(model)
+    learner = make_learner(model, trainer=trainer)
+    figures = learner.update(rollouts).figures
+    assert figures["ratio_at_first_minibatch"] == approx(1.0, abs=1e-4)
+    assert figures["approx_kl"] == approx(0.0, abs=1e-6)
+    assert figures["reference_kl"] == approx(0.0, abs=1e-6)
 
 
 def test_gradient_checkpointing_gives_the_same_update(make_learner, make_rollouts):

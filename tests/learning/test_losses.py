@@ -9,7 +9,6 @@ from learning.losses import (
     clipped_policy_loss,
     clipped_value_loss,
     kl_estimate,
-    token_entropy,
     token_weights,
     truncated_importance_weight,
 )
@@ -40,13 +39,6 @@ def test_the_value_loss_takes_the_larger_error():
         torch.tensor([2.0, -1.0]), torch.zeros(2), torch.tensor([3.0, 1.0]), clip_value=0.5
     )
     assert loss.tolist() == approx([3.125, 2.0])
-
-
-def test_entropy_of_known_distributions():
-    logits = torch.tensor([[0.0, 0.0, 0.0, 0.0], [0.0, math.log(3.0), -math.inf, -math.inf]])
-    # uniform over 4: ln 4; (1/4, 3/4): ln 4 - 0.75 ln 3
-    expected = [math.log(4), math.log(4) - 0.75 * math.log(3)]
-    assert token_entropy(logits).tolist() == approx(expected)
 
 
 def test_kl_estimators_on_one_token():

@@ -12,9 +12,9 @@ from engine.decoding.logprobs import scaled_logits, token_logprobs
 from learning.distillation_batch import distillation_batches
 from learning.draft_refit import DraftRefitter
 from learning.experience import collate
+from learning.forward.training_forward import response_logits
 from learning.pairs.hf_sampling import sample_responses
 from learning.soft_targets import SoftTargetStore
-from learning.training_forward import logits_where
 from tests.learning.conftest import tiny_model
 
 TOKEN_S = 0.01
@@ -78,7 +78,7 @@ def sampled_rollouts(model, make_rollouts, num: int, *, seed: int = 0):
 
 def targets_of(model, rollouts, *, num_tokens: int = 8, temperature: float = 1.0) -> SoftTargetStore:
     experience = collate(rollouts, pad_token_id=0)
-    logits, _ = logits_where(model, experience.ids, experience.where, 19)
+    logits, _ = response_logits(model, experience.packed(range(len(experience.lengths))), 19)
     store = SoftTargetStore(num_tokens)
     lengths = experience.mask.sum(1).tolist()
     store.keep(experience.sample_indices, lengths, scaled_logits(logits.detach(), temperature))
@@ -90,7 +90,9 @@ def kl_and_overlap(target, draft, rollouts) -> tuple[float, float]:
     """Mean KL(target || draft) and mean sum of min(p, q), which is speculative sampling's acceptance rate."""
     experience = collate(rollouts, pad_token_id=0)
     p, q = (
-        torch.log_softmax(logits_where(model, experience.ids, experience.where, 19)[0], dim=-1)
+        torch.log_softmax(
+            response_logits(model, experience.packed(range(len(experience.lengths))), 19)[0], dim=-1
+        )
         for model in (target, draft)
     )
     return float((p.exp() * (p - q)).sum(-1).mean()), float(torch.minimum(p, q).exp().sum(-1).mean())
@@ -246,7 +248,17 @@ def test_no_group_is_both_held_out_and_learned_from(model, make_rollouts):
     groups = [rollout.completion.group_id for rollout in rollouts]
     assert data.held_out and not {groups[row] for row in data.held_out} & {groups[row] for row in learned}
     assert len(learned) == len(set(learned)) == 40 - 2 * 4
-    assert all(data.num_padded_tokens(rows) <= 40 for rows in [*data.batches, data.held_out])
+    assert all(data.num_tokens(rows) <= 40 for rows in [*data.batches, data.held_out])
+
+
+def test_samples_that_the_update_left_out_are_left_out_here_too(model, make_rollouts):
+    rollouts = make_rollouts(model, 12, group_size=2)
+    store = targets_of(model, [rollouts[i] for i in (0, 1, 4, 5, 8, 9)])
+    data = distillation_batches(rollouts, soft_targets=store, max_tokens=64, pad_token_id=0)
+    assert sorted([*data.held_out, *(row for rows in data.batches for row in rows)]) == [0, 1, 4, 5, 8, 9]
+    too_few = targets_of(model, rollouts[:1])
+    data = distillation_batches(rollouts, soft_targets=too_few, max_tokens=64, pad_token_id=0)
+    assert len(data.held_out) + sum(map(len, data.batches)) == 12
 
 
 def test_samples_of_a_single_group_are_split_among_themselves(model, make_rollouts):

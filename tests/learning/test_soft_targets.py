@@ -8,10 +8,10 @@ import torch
 from core.config import AlgorithmConfig, TrainerConfig
 from engine.decoding.logprobs import scaled_logits
 from learning.experience import collate
+from learning.forward.training_forward import response_logits
 from learning.learner import Learner
 from learning.pairs.distill import distillation_loss
 from learning.soft_targets import SoftTargetStore, soft_kl
-from learning.training_forward import logits_where
 
 
 def kept(logits: torch.Tensor, num_tokens: int):
@@ -93,7 +93,7 @@ def test_keeping_soft_targets_changes_no_parameter_of_the_learner(make_model, ma
     assert all(torch.equal(a, b) for a, b in pairs)
     # two minibatches: the targets of the first one are the initial policy's
     experience = collate(rollouts, pad_token_id=0)
-    logits, _ = logits_where(make_model(), experience.ids, experience.where, 19)
+    logits, _ = response_logits(make_model(), experience.packed(range(len(experience.lengths))), 19)
     targets = store.of(experience.sample_indices)
     assert targets is not None and targets.logprobs.shape == (experience.num_tokens, 19)
     expected = torch.log_softmax(scaled_logits(logits, 0.7), dim=-1).gather(-1, targets.token_ids.long())

@@ -118,13 +118,22 @@ def test_the_trainer_holds_weights_moments_reference_activations_and_logits() ->
     trainer = {"max_tokens_per_forward": 256}
     # weights, gradient, two moments; reference; the packed copy
     copies = 4 + 1 + 1
-    layer, logits = 256 * 32 * 4 * 24, 256 * 100 * 4 * 4
+    layer, logits = 256 * 32 * 4 * 24, 256 * 100 * 4 * 2
     frozen = {"refit": False}
     kept = plan(config(trainer=trainer, drafter_training=frozen)).trainer_bytes
     assert kept == TORCH_PROCESS_BYTES + copies * 4000 + 3 * layer + logits
     settings = config(trainer=trainer | {"gradient_checkpointing": True}, drafter_training=frozen)
     thrifty = plan(settings).trainer_bytes
     assert kept - thrifty == 2 * layer
+
+
+def test_the_optimizer_steps_float32_weights_whatever_is_published() -> None:
+    models = {"draft": "demo", "dtype": "bfloat16"}
+    frozen = {"refit": False}
+    full = plan(config(drafter_training=frozen)).trainer_bytes
+    half = plan(config(models=models, drafter_training=frozen)).trainer_bytes
+    # the packed copy alone is smaller
+    assert full - half == 1000 * 2
 
 
 def test_a_trainer_that_refits_holds_the_draft_its_moments_and_the_targets_it_learns_from() -> None:

@@ -3,7 +3,7 @@
 import numpy as np
 from pytest import mark
 
-from learning.batching import pack_by_length, pad_right
+from learning.forward.batching import pack_by_length, pack_tokens, pad_right
 
 
 @mark.parametrize("max_tokens", [1, 10, 64])
@@ -13,6 +13,21 @@ def test_packs_hold_every_index_once_within_the_limit(max_tokens):
     assert sorted(i for pack in packs for i in pack) == list(range(50))
     for pack in packs:
         assert len(pack) == 1 or len(pack) * max(lengths[i] for i in pack) <= max_tokens
+
+
+@mark.parametrize("max_tokens", [1, 30, 100])
+def test_packs_without_padding_hold_every_index_once_within_the_limit_and_are_few(max_tokens):
+    lengths = np.random.default_rng(0).integers(1, 30, size=50).tolist()
+    packs = pack_tokens(lengths, max_tokens)
+    assert sorted(i for pack in packs for i in pack) == list(range(50))
+    sizes = [sum(lengths[i] for i in pack) for pack in packs]
+    assert all(size <= max_tokens or len(pack) == 1 for size, pack in zip(sizes, packs, strict=True))
+    if max_tokens >= max(lengths):
+        assert len(packs) <= 11 / 9 * -(-sum(lengths) // max_tokens) + 1
+
+
+def test_the_longest_are_packed_first_and_gaps_are_filled():
+    assert pack_tokens([4, 9, 6, 1, 12], 10) == [[4], [1, 3], [2, 0]]
 
 
 def test_short_ones_go_together():

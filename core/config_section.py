@@ -1,0 +1,61 @@
+"""What all sections of the config are made of: their base class and the kinds of values they share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Self
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+
+MAX_THREADS = 1024
+_MAX_NAME_BYTES = 100
+
+
+class Section(BaseModel):
+    """Base of all sections: frozen, unknown keys refused, numbers finite and of 64 bits, words without NUL."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    @model_validator(mode="after")
+    def _plain_values(self) -> Self:
+        for name, value in self:
+            if isinstance(value, str) and "\0" in value:
+                raise ValueError(f"{name} holds a NUL character, which no name or path may; take it out")
+            if isinstance(value, int) and not -(2**63) <= value < 2**63:
+                raise ValueError(f"{name} must fit in 64 bits; got {value.bit_length()} bits")
+        return self
+
+
+def folder_name(name: str) -> str:
+    """Refuse what would leave `output_dir`, or what a shell or a file system takes for something else."""
+    size = len(name.encode())
+    if (
+        not name
+        or size > _MAX_NAME_BYTES
+        or name[0] in ".-"
+        or set("/\\") & set(name)
+        or not name.isprintable()
+    ):
+        shown = repr(name) if size <= _MAX_NAME_BYTES else f"{name[:20]!r}... of {size} bytes"
+        raise ValueError(
+            f"expected a name for one folder (at most {_MAX_NAME_BYTES} bytes, no '/', '\\' or control character, "
+            f"not beginning with '.' or '-'), got {shown}; run.output_dir says where run folders are made"
+        )
+    return name
+
+
+def _known_home(path: str) -> str:
+    """Refuse `~name` when there is no such user: nothing could be read or written there."""
+    try:
+        Path(path).expanduser()
+    except RuntimeError:
+        raise ValueError(
+            f"the home folder that '{path}' begins with is not known; give the whole path"
+        ) from None
+    return path
+
+
+Name = Annotated[str, Field(min_length=1)]
+UserPath = Annotated[Name, AfterValidator(_known_home)]
+Seconds = Annotated[float, Field(gt=0.0, le=7 * 86_400.0)]
+"at most a week: what waits longer has failed"

@@ -1,0 +1,100 @@
+"""The sections of the config that say how the models learn: algorithm, trainer, draft model's refit."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, field_validator
+
+from core.config_section import MAX_THREADS, Name, Section
+
+
+class AlgorithmConfig(Section):
+    """PPO (Schulman et al. 2017) or GRPO (Shao et al. 2024)."""
+
+    kind: Literal["ppo", "grpo"] = "ppo"
+    gamma: float = Field(default=1.0, gt=0.0, le=1.0)
+    gae_lambda: float = Field(default=0.95, ge=0.0, le=1.0)
+    clip_ratio: float = Field(default=0.2, gt=0.0)
+    clip_value: float = Field(default=0.2, gt=0.0)
+    entropy_coef: float = Field(default=0.0, ge=0.0)
+    report_entropy: bool = True
+    "false: where the coefficient is 0 the entropy is not computed either"
+    kl_coef: float = Field(default=0.01, ge=0.0)
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    "Schulman 2020, 'Approximating KL divergence'"
+    kl_placement: Literal["loss", "reward"] = "loss"
+    "where the reference KL counts: a loss term, or (ppo only) a penalty on each token's reward"
+    whiten_advantages: bool = True
+    group_std: bool = True
+    "grpo: divide by the group's standard deviation (false: Dr. GRPO)"
+    loss_aggregation: Literal["token_mean", "sequence_mean"] = "token_mean"
+    truncated_is_cap: float = Field(default=0.0, ge=0.0)
+    "cap of the truncated importance weight policy/sampling; 0 is off"
+
+
+class LoraConfig(Section):
+    """Low-rank adapters (Hu et al. 2022): they learn, the model's own weights stay. Needs the extra `lora`."""
+
+    rank: int = Field(default=16, ge=1)
+    alpha: float = Field(default=32.0, gt=0.0)
+    "the adapters' product counts alpha / rank"
+    targets: Literal["all-linear"] | tuple[Name, ...] = "all-linear"
+    "last parts of module names, such as q_proj; all-linear: every linear but the output head"
+    dropout: float = 0.0
+    "0, the only choice"
+
+    @field_validator("dropout")
+    @classmethod
+    def _no_dropout(cls, dropout: float) -> float:
+        if dropout != 0.0:
+            raise ValueError(
+                f"expected 0, got {dropout}: what is dropped in training was not dropped in sampling, and the policy "
+                "ratio would compare two different models; take it out"
+            )
+        return dropout
+
+    @field_validator("targets")
+    @classmethod
+    def _some_targets(cls, targets: str | tuple[str, ...]) -> str | tuple[str, ...]:
+        if not targets:
+            raise ValueError("expected at least one module name, or all-linear; got an empty list")
+        return targets
+
+
+class TrainerConfig(Section):
+    """The learner. Its weights are float32 whatever `models.dtype` is; that is what it publishes in."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    "auto: the GPU that Ray assigned (cluster.trainer.num_gpus), else the CPU"
+    lora: LoraConfig | None = None
+    "null: every weight learns"
+    learning_rate: float = Field(default=1e-5, gt=0.0, le=1e6)
+    value_learning_rate: float = Field(default=1e-3, gt=0.0, le=1e6)
+    value_epochs: int = Field(default=8, ge=1)
+    "ppo: passes of the value head over a batch's states; cheap, since the trunk is run once for all"
+    warmup_updates: int = Field(default=0, ge=0)
+    epochs: int = Field(default=1, ge=1)
+    minibatch_size: int = Field(default=32, ge=1)
+    "responses per optimizer step"
+    max_tokens_per_forward: int = Field(default=4096, ge=16)
+    "in one forward, packed without padding; more are accumulated"
+    max_grad_norm: float = Field(default=1.0, gt=0.0)
+    weight_decay: float = Field(default=0.0, ge=0.0)
+    gradient_checkpointing: bool = False
+    num_threads: int = Field(default=2, ge=1, le=MAX_THREADS)
+
+
+class DrafterTrainingConfig(Section):
+    """How the draft model follows the target: a refit after every update. Idle without a draft model."""
+
+    refit: bool = True
+    budget_share: float = Field(default=0.05, gt=0.0, le=1.0)
+    "most seconds of a refit, publication included, over those that the iteration took before it"
+    learning_rate: float = Field(default=5e-5, gt=0.0, le=1e6)
+    max_tokens_per_step: int = Field(default=1024, ge=16)
+    "padded tokens in one optimizer step, and in the held-out slice"
+    max_passes: int = Field(default=8, ge=1)
+    "over one iteration's rollouts, when the budget allows so many"
+    num_target_tokens: int = Field(default=32, ge=0)
+    "likeliest tokens a position whose probabilities the update keeps to learn from; 0: sampled tokens only"

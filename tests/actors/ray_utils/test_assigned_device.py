@@ -1,0 +1,52 @@
+"""An actor's device is what Ray assigned to it. The GPUs here are on paper: Ray is told of them."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from actors.ray_utils.assigned_device import assigned_gpus, resolve_device
+from core.errors import ConfigError
+
+NAMES = {"key": "trainer.device", "pool": "cluster.trainer"}
+SCRIPT = """
+import json, ray
+from actors.ray_utils.assigned_device import assigned_gpus
+ray.init(address="local", num_cpus=2, num_gpus=4, include_dashboard=False, log_to_driver=False)
+ask = ray.remote(assigned_gpus)
+with_one = ray.get([ask.options(num_gpus=1).remote() for _ in range(2)], timeout=60)
+print(json.dumps([ray.get(ask.options(num_gpus=0).remote(), timeout=60), *with_one]))
+"""
+
+
+def test_without_a_gpu_of_its_own_it_is_a_cpu():
+    assert resolve_device("auto", assigned=(), **NAMES) == torch.device("cpu")
+    assert resolve_device("cpu", assigned=("0",), **NAMES) == torch.device("cpu")
+    assert assigned_gpus() == ()
+
+
+def test_cuda_without_an_assigned_gpu_is_refused():
+    with pytest.raises(ConfigError, match=r"trainer\.device is cuda but Ray assigned no GPU"):
+        resolve_device("cuda", assigned=(), **NAMES)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a torch without a CUDA device")
+def test_a_gpu_that_torch_cannot_use_is_refused():
+    with pytest.raises(ConfigError, match=r"Ray assigned GPU 2, but torch .* sees no CUDA device"):
+        resolve_device("auto", assigned=("2",), **NAMES)
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_ray_says_which_gpus_an_actor_has():
+    root = Path(__file__).resolve().parents[3]
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT], cwd=root, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    none, *one = json.loads(done.stdout.splitlines()[-1])
+    assert none == []
+    assert all(len(ids) == 1 and ids[0] in "0123" for ids in one)
