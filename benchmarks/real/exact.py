@@ -26,8 +26,8 @@ from policies.migration.move_messages import MoveOutcome
 from policies.reallocation.forced import ForcedMoves
 
 SAMPLINGS: tuple[dict[str, float], ...] = ({"temperature": 1.0}, {"temperature": 0.7, "top_p": 0.9})
-MAX_NEW_TOKENS = 128
-NUM_PROMPTS = {"quick": 8, "default": 120, "full": 240}
+MAX_NEW_TOKENS = {"quick": 64, "default": 128, "full": 128}
+NUM_PROMPTS = {"quick": 4, "default": 120, "full": 240}
 SLOTS = 16
 AT_ONCE = 48
 "Requests of one rollout."
@@ -63,7 +63,9 @@ class RealTally:
 
 def run_exactness(*, out: Path, mode: str, data: Path | None, console: Console) -> int:
     """Write OUT/exactness_real.json; returns 1 when anything differed, 0 also when there is no model."""
-    workload = real_workload(NUM_PROMPTS[mode], data=data, max_new_tokens=MAX_NEW_TOKENS, console=console)
+    workload = real_workload(
+        NUM_PROMPTS[mode], data=data, max_new_tokens=MAX_NEW_TOKENS[mode], console=console
+    )
     if workload is None:
         return 0
     tally = RealTally()
