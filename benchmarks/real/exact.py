@@ -31,6 +31,8 @@ NUM_PROMPTS = {"quick": 4, "default": 120, "full": 240}
 SLOTS = 16
 AT_ONCE = 48
 "Requests of one rollout."
+INTERVAL_S = 0.5
+"Between forced moves: a decode step takes a tenth of a second, and samples are to decode in between."
 REFERENCE_ONE_IN = {"quick": 2, "default": 4, "full": 4}
 REFERENCE_TOLERANCE = 1e-4
 PLAIN = SpeculationConfig(policy="off")
@@ -135,7 +137,7 @@ def _move(
         for first in range(0, len(requests), AT_ONCE):
             some = requests[first : first + AT_ONCE]
             moves = ForcedMoves(rate=0.3, seed=first, recompute_share=0.1)
-            outcome = pool.rollout(some, reallocation=moves, interval_s=0.05)
+            outcome = pool.rollout(some, reallocation=moves, interval_s=INTERVAL_S)
             done = outcome.completions
             moved = [move for move in outcome.moves if move.outcome == MoveOutcome.MOVED]
             tally.migrations += sum(move.order.mode == "migrate" for move in moved)
