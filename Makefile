@@ -1,4 +1,4 @@
-# make setup | demo | test | check | bench-peers. The first makes .venv; the others call it.
+# make setup | demo | demo-real | test | check | bench-peers. The first makes .venv; the others call it.
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
@@ -6,7 +6,7 @@ SHELL := /bin/bash
 # Most of a test's time is waiting for Ray: two processes share two cores well.
 TEST_PROCESSES ?= 2
 
-.PHONY: setup demo test check bench-peers
+.PHONY: setup demo demo-real test check bench-peers
 .DEFAULT_GOAL := demo
 
 setup: $(STAMP)
@@ -28,6 +28,11 @@ $(STAMP): pyproject.toml constraints.txt
 
 demo: setup
 	$(BIN)/rlhfspec demo
+
+# A real chat model: gets it (98 MB) on the first run, then trains it.
+demo-real: setup
+	$(BIN)/rlhfspec models get smollm2-135m-instruct
+	$(BIN)/rlhfspec train --config configs/smollm2_grpo.yaml
 
 test: setup
 	$(BIN)/python -m pytest --numprocesses=$(TEST_PROCESSES) --dist=loadfile --no-loadscope-reorder --durations=20

@@ -22,6 +22,7 @@ from benchmarks.adaptive.pairs import pair_workload, profile_of, with_other_draf
 from benchmarks.adaptive.recorded import World, oracle_goodput, policy_goodput
 from benchmarks.adaptive.refits import acceptance_by_iteration
 from benchmarks.adaptive.rollouts import best_of, whole_rollout
+from benchmarks.real.speed import run_drafting
 from benchmarks.support.result import write_result
 from benchmarks.support.timing import Figures, ratios
 from benchmarks.support.workload import Workload
@@ -39,10 +40,12 @@ ORACLE_STEPS = 600
 REFIT_ITERATIONS = 15
 
 
-def run(*, out: Path, mode: str, data: Path | None) -> int:
-    """Run the benchmark; returns 0."""
+def run(*, out: Path, mode: str, data: Path | None, real: bool = False) -> int:
+    """Run the benchmark, with `real` on the real model; returns 0."""
     torch.set_num_threads(1)
     console, figures = Console(), Figures()
+    if real:
+        return run_drafting(out=out, mode=mode, data=data, console=console)
     rows: list[dict[str, Any]] = []
     names = ("demo",) if mode == "quick" else ("demo", "large")
     for name in (*names, "gsm8k") if data is not None else names:

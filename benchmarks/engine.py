@@ -16,6 +16,7 @@ import torch
 from rich.console import Console
 
 from benchmarks.peers.client import available_peers
+from benchmarks.real.speed import run_engine
 from benchmarks.speed.breakdown import step_breakdown
 from benchmarks.speed.memory import memory
 from benchmarks.speed.paging import paging
@@ -31,10 +32,12 @@ ROLLOUT_PROMPTS = 32
 ROUNDS = {"quick": 1, "default": 2, "full": 5}
 
 
-def run(*, out: Path, mode: str, data: Path | None, profile: bool = False) -> int:
-    """Run the benchmark, or with `profile` only the breakdown of a decode step; returns 0."""
+def run(*, out: Path, mode: str, data: Path | None, profile: bool = False, real: bool = False) -> int:
+    """Run the benchmark; with `profile` only the breakdown of a decode step, with `real` the real model; returns 0."""
     torch.set_num_threads(1)
     console, figures, cache_dir = Console(), Figures(), default_cache_dir()
+    if real:
+        return run_engine(out=out, mode=mode, data=data, console=console)
     if profile:
         pq.write_table(pa.Table.from_pylist(step_breakdown(cache_dir, console)), out / "breakdown.parquet")
         return 0

@@ -20,6 +20,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.real.exact import run_exactness
 from benchmarks.support.reference import compare_with_reference
 from benchmarks.support.result import write_result
 from benchmarks.support.two_actors import generate_on_two_actors
@@ -90,12 +91,14 @@ class Tally:
     logprob_max_abs_error: float = 0.0
 
 
-def run(*, out: Path, mode: str, data: Path | None) -> int:
-    """Run the benchmark; returns 1 when anything differed."""
+def run(*, out: Path, mode: str, data: Path | None, real: bool = False) -> int:
+    """Run the benchmark, with `real` on the real model; returns 1 when anything differed."""
     torch.set_num_threads(1)
+    console = Console()
+    if real:
+        return run_exactness(out=out, mode=mode, data=data, console=console)
     num_prompts = {"quick": 6, "default": 24, "full": 128}[mode]
     workloads = [demo_workload(num_prompts)]
-    console = Console()
     if data is not None:
         workloads.append(gsm8k_workload(data, num_prompts // 2))
     else:

@@ -33,6 +33,7 @@ from benchmarks.moving.rollouts import (
     requests_of,
 )
 from benchmarks.moving.session import bench_ray
+from benchmarks.real.rollouts import run_rollout
 from benchmarks.support.actor_pool import ActorPool, RolloutOutcome
 from benchmarks.support.result import write_result
 from benchmarks.support.timing import Figures
@@ -105,10 +106,12 @@ class Played:
         return [(1.0 - ours_s / static_s) / share for static_s, ours_s, share in rounds]
 
 
-def run(*, out: Path, mode: str, data: Path | None) -> int:
-    """Run the benchmark; returns 0."""
+def run(*, out: Path, mode: str, data: Path | None, real: bool = False) -> int:
+    """Run the benchmark, with `real` on the real model; returns 0."""
     torch.set_num_threads(1)
     console, figures = Console(), Figures()
+    if real:
+        return run_rollout(out=out, mode=mode, data=data, console=console)
     rows: list[dict[str, Any]] = []
     workload = _long(pair_workload("large", SAMPLES, data))
     kv_bytes = _kv_bytes_per_token(workload)

@@ -30,7 +30,7 @@ class RunConfig(Section):
     output_dir: UserPath = "runs"
     "run folders are made under it; made absolute against the caller's folder"
     cache_dir: UserPath = "~/.cache/rlhfspec"
-    "the only thing kept in the home folder: model pairs the project made itself"
+    "the only thing kept in the home folder: model pairs the project made itself, models it got by name, profiles"
     checkpoint_every: int = Field(default=0, ge=0)
     "iterations between checkpoints; 0 writes only the last"
     step_log: bool = False
@@ -38,10 +38,10 @@ class RunConfig(Section):
 
 
 class ModelsConfig(Section):
-    """The pair. `demo` makes the embedded pair (and caches it)."""
+    """The pair. `demo` makes the embedded pair (and caches it); a known real model is fetched by its name."""
 
     target: Name = "demo"
-    "path or hub name of a Hugging Face causal LM, or `demo`"
+    "path or hub name of a Hugging Face causal LM, `demo`, or a name that `rlhfspec models get` knows"
     draft: Name | None = None
     "a smaller causal LM with an equal tokenizer; null with drafter ngram or none; `demo` with `demo`"
     tokenizer: Name | None = None
@@ -53,8 +53,8 @@ class ModelsConfig(Section):
 class DataConfig(Section):
     """Where prompts come from: a task that makes them, or a data set of real ones."""
 
-    task: Literal["chain"] | None = None
-    "a generated task; excludes `path`"
+    task: Literal["chain", "one_sentence"] | None = None
+    "a generated task, letter chains or questions for a chat model; excludes `path`"
     path: UserPath | None = None
     "a .jsonl or .parquet file, or the name of a `datasets` data set"
     split: str = "train"
@@ -92,7 +92,7 @@ class RewardConfig(Section):
     """How a response is scored."""
 
     kind: str = "chain"
-    "`chain`, `gsm8k`, `model`, or a Python function as `package.module:function`"
+    "`chain`, `one_sentence`, `gsm8k`, `model`, or a Python function as `package.module:function`"
     model: Name | None = None
     "kind model: path or hub name of a sequence-classification model"
     batch_size: int = Field(default=32, ge=1)

@@ -14,9 +14,10 @@ from core.errors import DataError
 from core.records import Completion, Prompt, SampleKey, SampleRequest, SamplingParams, Stream
 from learning.records_io import Row, read_rows
 from learning.tasks.chain_task import draw_problem
+from learning.tasks.one_sentence import draw_prompts
 
-CHAIN_PROMPTS = 4096
-"""Problems the chain task draws when data.limit says nothing."""
+DRAWN_PROMPTS = 4096
+"""Prompts a generated task draws when data.limit says nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +44,7 @@ def load_prompts(data: DataConfig, tokenizer: PreTrainedTokenizerBase, *, seed: 
     Raises DataError naming file and line (or row): missing file, malformed record, missing field,
     empty data set, prompt longer than `max_prompt_tokens`.
     """
-    rows = _chain_rows(data, seed) if data.task == "chain" else read_rows(data)
+    rows = _drawn_rows(data, seed) if data.task else read_rows(data)
     max_chars = data.max_prompt_tokens * _longest_token(tokenizer)
     prompts: list[Prompt] = []
     num_skipped = 0
@@ -190,16 +191,21 @@ class PromptCursor:
         return np.random.default_rng([self.run_seed, self._epoch]).permutation(len(self.dataset))
 
 
-def _chain_rows(data: DataConfig, seed: int) -> Sequence[Row]:
+def _drawn_rows(data: DataConfig, seed: int) -> Sequence[Row]:
     rng = np.random.default_rng([seed, 0xC4A1])
-    problems = [draw_problem(rng) for _ in range(data.limit or CHAIN_PROMPTS)]
+    count = data.limit or DRAWN_PROMPTS
+    if data.task == "chain":
+        drawn = [(problem.prompt, problem.answer) for problem in (draw_problem(rng) for _ in range(count))]
+    else:
+        drawn = draw_prompts(count, rng)
     return [
-        Row(prompt=p.prompt, reference=p.answer, origin=f"chain problem {i}") for i, p in enumerate(problems)
+        Row(prompt=prompt, reference=reference, origin=f"{data.task} problem {index}")
+        for index, (prompt, reference) in enumerate(drawn)
     ]
 
 
 def _encode(row: Row, data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    if data.task is not None:
+    if data.task is not None and not data.chat:
         return tokenizer.encode(row.prompt, add_special_tokens=False)
     if not data.chat:
         return tokenizer.encode(data.prompt_template.replace("{prompt}", row.prompt))

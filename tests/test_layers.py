@@ -20,7 +20,7 @@ ALLOWED = {
     "profiles": {"numpy", "pyarrow", "statsmodels"},
     "policies": {"numpy"},
     "engine": _TORCH | {"xformers", "triton", "llvmlite"},
-    "learning": _TORCH | {"pyarrow", "datasets", "peft"},
+    "learning": _TORCH | {"pyarrow", "datasets", "peft", "huggingface_hub", "filelock", "gguf"},
     "actors": _TORCH | {"ray"},
     "cluster": _TORCH | {"ray", "pyarrow", "rich", "matplotlib", "yaml"},
 }

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from cluster.loop import run_training
 from cluster.placement.origin import ROOT
-from cluster.preflight.demo_models import resolve_models
 from cluster.preflight.inputs import read_inputs
+from cluster.preflight.named_models import resolve_models
 from cluster.reporting.console import Reporter
 from cluster.run_folder.layout import RunDir
 from core.config_io import load_config

@@ -22,8 +22,11 @@ Run one benchmark and write DIR/NAME.json: figures, intervals, provenance.
   rlhfspec bench engine --out bench --quick      speed of plain decoding and what invariance costs
   rlhfspec bench engine --out bench --profile    the phases of a decode step
   rlhfspec bench drafting --out bench            the adaptive policy beside every other choice
+  rlhfspec bench exactness --out bench --real    the same on SmolLM2-135M-Instruct, instances, moves
   rlhfspec bench models --out bench              which model families run: the page docs/models.md
 """
+
+WITH_REAL_MODEL = ("engine", "drafting", "rollout", "exactness")
 
 
 def add_parser(commands: Any) -> None:
@@ -47,6 +50,11 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--profile", action="store_true", help="engine: only where a decode step's time goes, phase by phase"
     )
+    parser.add_argument(
+        "--real",
+        action="store_true",
+        help=f"{', '.join(WITH_REAL_MODEL)}: SmolLM2-135M-Instruct instead; writes NAME_real.json",
+    )
     parser.set_defaults(run=run)
 
 
@@ -65,8 +73,14 @@ def run(args: argparse.Namespace) -> int:
         raise DataError(f"--data expects a file, {args.data} does not exist")
     if args.profile and args.name != "engine":
         raise ConfigError(f"--profile shows the phases of a decode step: bench engine does, not {args.name}")
+    if args.real and args.name not in WITH_REAL_MODEL:
+        raise ConfigError(
+            f"--real takes a real model: {', '.join(WITH_REAL_MODEL)} can; bench {args.name} has none"
+        )
+    if args.real and args.profile:
+        raise ConfigError("--profile shows the decode step of a made model; leave out --real or --profile")
     out = out_folder(args.out)
     out.mkdir(parents=True, exist_ok=True)
     mode = "quick" if args.quick else "full" if args.full else "default"
-    more = {"profile": True} if args.profile else {}
+    more = {name: True for name in ("profile", "real") if getattr(args, name)}
     return importlib.import_module(f"benchmarks.{args.name}").run(out=out, mode=mode, data=args.data, **more)

@@ -30,7 +30,7 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the report. Raises InputError at the first fault."""
-    from cluster.preflight.demo_models import resolve_models
+    from cluster.preflight.named_models import resolve_models
     from cluster.reporting.console import Reporter
     from cluster.run_folder.layout import choose_run_path
     from core.config_io import load_config

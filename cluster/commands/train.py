@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run(config: Config, path: Path, report: Reporter, *, dry_run: bool) -> int:
-    from cluster.preflight.demo_models import resolve_models
+    from cluster.preflight.named_models import resolve_models
     from cluster.run_folder.layout import RunDir
 
     report.stage("loading torch and transformers")

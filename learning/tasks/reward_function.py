@@ -33,6 +33,10 @@ def build_reward(config: RewardConfig, *, device: str = "cpu") -> RewardFunction
         from learning.tasks.chain_task import ChainReward
 
         return ChainReward()
+    if config.kind == "one_sentence":
+        from learning.tasks.one_sentence import OneSentenceReward
+
+        return OneSentenceReward()
     if config.kind == "gsm8k":
         from learning.tasks.gsm8k import Gsm8kReward
 
@@ -48,5 +52,5 @@ def build_reward(config: RewardConfig, *, device: str = "cpu") -> RewardFunction
 
         return UserReward(config.kind)
     raise ConfigError(
-        f"unknown reward.kind '{config.kind}': expected chain, gsm8k, model or package.module:function"
+        f"unknown reward.kind '{config.kind}': expected chain, one_sentence, gsm8k, model or package.module:function"
     )

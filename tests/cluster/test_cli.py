@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from cluster.cli import main
-from cluster.commands.bench import benchmark_names
+from cluster.commands.bench import WITH_REAL_MODEL, benchmark_names
 from cluster.placement.origin import PACKAGES, ROOT, shadowed_packages
 from tests.conftest import TinyPair
 
@@ -281,3 +282,48 @@ def test_a_shadowing_package_is_named_with_its_path(tmp_path: Path) -> None:
     assert answer.returncode == 1
     assert f"package 'core' was expected in {ROOT}, got {tmp_path / 'core'}" in answer.stderr
     assert set(PACKAGES) >= {"core", "cluster"}
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (("bench", "migration", "--real"), "bench migration has none"),
+        (("bench", "engine", "--real", "--profile"), "leave out --real or --profile"),
+    ],
+)
+def test_a_benchmark_without_a_real_model_says_so(
+    argv: tuple[str, ...], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert said in refused(capsys, *argv, "--out", tmp_path / "bench")
+    assert not (tmp_path / "bench").exists()
+
+
+@pytest.mark.parametrize("name", WITH_REAL_MODEL)
+def test_a_real_benchmark_without_the_model_is_skipped_and_says_why(name: str, tmp_path: Path) -> None:
+    # a home without a cache, no hub and an index without packages: as on a machine behind a firewall
+    away = {
+        "HOME": str(tmp_path),
+        "HF_HUB_OFFLINE": "1",
+        "PIP_NO_INDEX": "1",
+        "PIP_FIND_LINKS": str(tmp_path),
+    }
+    answer = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "cluster.cli",
+            "bench",
+            name,
+            "--real",
+            "--quick",
+            "--out",
+            tmp_path / "bench",
+        ],
+        cwd=ROOT,
+        env=os.environ | away,
+        capture_output=True,
+        text=True,
+    )
+    assert answer.returncode == 0, answer.stderr
+    assert "skipped: smollm2-135m-instruct cannot be had" in answer.stdout
+    assert not list((tmp_path / "bench").iterdir())

@@ -1,0 +1,1 @@
+"""The benchmarks `engine`, `drafting`, `rollout` and `exactness` on a real chat model: `rlhfspec bench NAME --real`."""

@@ -1,0 +1,57 @@
+"""Turns names in a config into paths: `demo`, the embedded pair, and real models that are known by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from cluster.reporting.console import Reporter
+from core.config import Config
+from core.errors import ConfigError
+from learning.known_models.catalog import KNOWN_MODELS, KnownModel
+
+DEMO = "demo"
+
+
+def resolve_models(
+    config: Config, report: Reporter, known: Mapping[str, KnownModel] = KNOWN_MODELS
+) -> Config:
+    """Return the config with model paths for names. What a name stands for is made or fetched once and cached.
+
+    A folder that is called like a known model is taken for the folder. Raises ConfigError when only one of the
+    two models is `demo`, and what `get_model` raises.
+    """
+    models = config.models
+    if DEMO in (models.target, models.draft):
+        return _with_demo_pair(config, report)
+    fields = {"target": models.target, "draft": models.draft, "tokenizer": models.tokenizer}
+    names = {field: name for field, name in fields.items() if name in known and not Path(name).is_dir()}
+    if not names:
+        return config
+    from learning.known_models.get import get_model
+
+    cache = Path(config.run.cache_dir)
+    paths = {}
+    for name in sorted(set(names.values())):
+        with report.job(f"getting {name}") as tick:
+            model = get_model(name, cache, progress=tick, known=known)
+        report.note(f"{name}: {model.path} (from the {model.source})")
+        paths[name] = str(model.path)
+    changes = {field: paths[name] for field, name in names.items()}
+    return config.model_copy(update={"models": models.model_copy(update=changes)})
+
+
+def _with_demo_pair(config: Config, report: Reporter) -> Config:
+    models = config.models
+    if models.target != DEMO or models.draft not in (DEMO, None):
+        raise ConfigError(
+            "models.target and models.draft belong together: expected both or none to be 'demo', got "
+            f"target '{models.target}' and draft '{models.draft}'"
+        )
+    from learning.pairs.make import make_demo_pair
+
+    cache = Path(config.run.cache_dir).expanduser()
+    with report.job("making the demo pair") as tick:
+        pair = make_demo_pair(cache, progress=tick)
+    paths = {"target": str(pair.target), "draft": str(pair.draft) if models.draft else None}
+    return config.model_copy(update={"models": models.model_copy(update=paths)})

