@@ -18,7 +18,7 @@ from actors.ray_utils.assigned_device import assigned_gpus, resolve_device
 from actors.ray_utils.remote import remote
 from core.errors import RlhfSpecError
 from core.records import Rollout, UpdateReport, WeightManifest
-from engine.model.linears import compute_dtype
+from engine.model.compute_backend import ComputeBackend
 from engine.weights.chunks import load_into, unpack_weights
 from engine.weights.loading import DTYPES, build_causal_lm
 from learning.draft_refit import DraftRefitter, RefitReport
@@ -131,7 +131,7 @@ class TrainerActor:
 
     @property
     def _compute_dtype(self) -> torch.dtype:
-        return compute_dtype(DTYPES[self._spec.dtype], self._device)
+        return ComputeBackend(self._device).compute_dtype(DTYPES[self._spec.dtype])
 
     @property
     def _learner(self) -> Learner:
