@@ -5,19 +5,21 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from functools import partial
 
 from transformers.modeling_utils import PreTrainedModel
 
 from core.config import EngineConfig, SpeculationConfig
 from core.errors import ConfigError, ModelError, NumericsError
 from engine.admission import MB
+from engine.attention.backends import Attention
 from engine.draft_policies import build_policy
 from engine.drafters.drafter import Drafter
 from engine.drafters.model_drafter import ModelDrafter
 from engine.drafters.ngram_drafter import NgramDrafter
 from engine.drafters.refinement import Scorer
 from engine.engine import Engine
-from engine.model.compute_backend import ComputeBackend
+from engine.model.compute_backend import ComputeBackend, PoolAttention
 from engine.model.cuda_graphs import CudaRecorder
 from engine.model.invariance_probe import prove_invariance
 from engine.model.runner import ModelRunner
@@ -82,23 +84,15 @@ def build_engine(
     vocab_size = _vocab_size(target, vocab_size)
     policy = policy or build_policy(speculation, profile)
     backend = backend or choose_backend(device)
-    attention = attention_for(engine, numerics, backend)
-    graph_bytes = engine.graph_memory_mb * 10**6
-
-    def runner_of(model: PreTrainedModel) -> ModelRunner:
-        return ModelRunner(
-            model.to(device),  # type: ignore[arg-type]
-            num_slots=engine.max_running_samples,
-            capacity=max_total_tokens + policy.max_nodes + 1,
-            backend=backend,
-            vocab_size=vocab_size,
-            attention=attention,
-            reach=None if engine.kv_cache_mb is None else policy.max_nodes + 1,
-            stock=engine.forward == "stock",
-            recorder=CudaRecorder(device) if device.type == "cuda" and graph_bytes else None,
-            graph_bytes=graph_bytes,
-        )
-
+    runner_of = partial(
+        _runner,
+        engine=engine,
+        backend=backend,
+        attention=attention_for(engine, numerics, backend),
+        max_total_tokens=max_total_tokens,
+        max_nodes=policy.max_nodes,
+        vocab_size=vocab_size,
+    )
     runner = runner_of(target)
     if numerics == "invariant" and engine.probe:
         _prove(runner, policy.max_nodes)
@@ -116,6 +110,31 @@ def build_engine(
         scorer=Scorer(profile.acceptance) if profile is not None else None,
         max_cache_bytes=None if engine.kv_cache_mb is None else int(engine.kv_cache_mb * MB),
         numerics=numerics,
+    )
+
+
+def _runner(
+    model: PreTrainedModel,
+    *,
+    engine: EngineConfig,
+    backend: ComputeBackend,
+    attention: Attention | PoolAttention,
+    max_total_tokens: int,
+    max_nodes: int,
+    vocab_size: int,
+) -> ModelRunner:
+    device, graph_bytes = backend.device, engine.graph_memory_mb * 10**6
+    return ModelRunner(
+        model.to(device),  # type: ignore[arg-type]
+        num_slots=engine.max_running_samples,
+        capacity=max_total_tokens + max_nodes + 1,
+        backend=backend,
+        vocab_size=vocab_size,
+        attention=attention,
+        reach=None if engine.kv_cache_mb is None else max_nodes + 1,
+        stock=engine.forward == "stock",
+        recorder=CudaRecorder(device) if device.type == "cuda" and graph_bytes else None,
+        graph_bytes=graph_bytes,
     )
 
 
