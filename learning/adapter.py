@@ -129,7 +129,9 @@ def require_peft() -> Any:
 def _merged(layer: nn.Module, weight: Tensor) -> Tensor:
     """W + scaling B A of one adapted layer, in float32 and in a tensor of its own."""
     with torch.no_grad():
-        return weight.float() + layer.get_delta_weight(_NAME).float()  # type: ignore[operator]
+        delta = layer.get_delta_weight(_NAME).float()  # type: ignore[operator]
+        # -0.0 + 0.0 is 0.0: a weight that did not move keeps its bits, which the checksum covers
+        return torch.where(delta == 0.0, weight.float(), weight.float() + delta)
 
 
 def _adapted_kinds() -> tuple[type, ...]:
