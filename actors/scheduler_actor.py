@@ -62,6 +62,8 @@ class _Link:
     handle: Handle
     acknowledged: int = 0
     poll: Any = None
+    drafter_alarm: str = ""
+    "told last; it is not told again after silence"
 
 
 @remote(max_restarts=0, concurrency_groups={"control": 3, "take": 1})
@@ -241,11 +243,11 @@ class SchedulerActor:
         return None
 
     def _take_reply(self, name: str, reply: PollReply) -> None:
-        member = self._machine.members[name]
-        member.link.acknowledged = reply.sequence
-        told = member.load.drafter_alarm if member.load else ""
-        if reply.load is not None and reply.load.drafter_alarm not in ("", told):
-            self._new_drafter_alarms.append(f"{name}: {reply.load.drafter_alarm}")
+        link: _Link = self._machine.members[name].link
+        link.acknowledged = reply.sequence
+        if reply.load is not None and reply.load.drafter_alarm not in ("", link.drafter_alarm):
+            link.drafter_alarm = reply.load.drafter_alarm
+            self._new_drafter_alarms.append(f"{name}: {link.drafter_alarm}")
         self._handle(
             InstanceReported(
                 instance=name,

@@ -17,15 +17,16 @@ import torch
 from rich.console import Console
 
 from benchmarks.support.model_p import NEW_TOKENS, PROMPT_TOKENS, VOCAB_SIZE, model_p_folder, model_p_requests
+from benchmarks.support.rates import engine_rate
 from benchmarks.support.result import write_result
-from benchmarks.support.timing import Figures, Rate, interleaved, ratios
+from benchmarks.support.timing import Figures, interleaved, ratios
 from benchmarks.support.workload import default_cache_dir, demo_workload
 from core.config import EngineConfig, SpeculationConfig
-from core.records import SampleRequest
 from engine.attention.backends import ordered_attention
 from engine.build import build_engine
 from engine.cpu.backend import CpuBackend
-from engine.decoding.noise import Noise, NoiseSource, gumbel_noise
+from engine.cpu.tokens import CpuNoise, CpuNoiseSource
+from engine.decoding.noise import Noise, NoiseSource
 from engine.model.compute_backend import ComputeBackend
 from engine.weights.loading import load_causal_lm
 
@@ -67,12 +68,12 @@ class WithoutProducts(WithoutForward):
     widens_bfloat16 = False
 
 
-class ChosenByTorch(NoiseSource):
+class ChosenByTorch(CpuNoiseSource):
     """Noise of our own, and choices by torch."""
 
     def __call__(self, words: np.ndarray, positions: np.ndarray, vocab_size: int) -> Noise:
         """See `NoiseSource`."""
-        return Noise(CpuBackend(CPU).noise(words, positions, vocab_size).values)
+        return Noise(super().__call__(words, positions, vocab_size).values)
 
 
 class NoiseByTorch(NoiseSource):
@@ -80,9 +81,7 @@ class NoiseByTorch(NoiseSource):
 
     def __call__(self, words: np.ndarray, positions: np.ndarray, vocab_size: int) -> Noise:
         """See `NoiseSource`."""
-        from engine.cpu.tokens import CpuNoise
-
-        return CpuNoise(gumbel_noise(words, positions, vocab_size))
+        return CpuNoise(super().__call__(words, positions, vocab_size).values)
 
 
 def _with_noise(source: type[NoiseSource]) -> ComputeBackend:
@@ -129,7 +128,8 @@ def run(*, out: Path, mode: str, data: Path | None) -> int:
                     vocab_size=vocab_size,
                     backend=backend(),
                 )
-                rates[name] = _rate(engine, requests)
+                # processor time: other processes do not count
+                rates[name] = engine_rate(engine, requests, time.thread_time)
             taken = interleaved(rates, rounds)
             for name in BACKENDS:
                 if name != "all":
@@ -144,15 +144,3 @@ def run(*, out: Path, mode: str, data: Path | None) -> int:
         provenance={"mode": mode, "rounds": rounds, "num_threads": 1},
     )
     return 0
-
-
-def _rate(engine: Any, requests: list[SampleRequest]) -> Rate:
-    """Tokens per second of this thread's processor time: other processes do not count."""
-
-    def rate() -> float:
-        before = engine.stats.num_emitted_tokens
-        started = time.thread_time()
-        engine.generate(requests)
-        return (engine.stats.num_emitted_tokens - before) / (time.thread_time() - started)
-
-    return rate

@@ -18,9 +18,9 @@ Every family of models for text generation that transformers {version} has, trie
 {counts}.
 Find your model's `model_type` (it stands in its `config.json`) in the table.
 
-- **exact**: it runs, and by default (CPU, one thread an instance) every token and log-probability is the same bit for
-  bit, whatever is drafted, batched or moved. With several threads, on a GPU, or with `engine.numerics: fast`, it
-  runs as those of the next kind do.
+- **exact**: it runs, and by default (CPU, one thread an instance, the extra `cpu`, which `make setup` installs) every
+  token and log-probability is the same bit for bit, whatever is drafted, batched or moved. With several threads, on a
+  GPU, or with `engine.numerics: fast`, it runs as those of the next kind do. Without the extra a start-up probe tells.
 - **fast only**: it runs with `engine.numerics: fast`. Tokens follow the model's own distribution, but what is computed
   beside a sample may change a logit's last bits, and so, rarely, a token. By default an error says this.
 - **refused**: it does not run. A clear error ends the start, and nothing is sampled.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,14 +65,16 @@ def plain_engine(
     )
 
 
-def engine_rate(engine: Engine, requests: Sequence[SampleRequest]) -> Rate:
-    """Generate all requests; tokens emitted per second."""
+def engine_rate(
+    engine: Engine, requests: Sequence[SampleRequest], clock: Callable[[], float] = time.perf_counter
+) -> Rate:
+    """Generate all requests; tokens emitted per second of the clock."""
 
     def rate() -> float:
         before = engine.stats.num_emitted_tokens
-        started = time.perf_counter()
+        started = clock()
         engine.generate(requests)
-        return (engine.stats.num_emitted_tokens - before) / (time.perf_counter() - started)
+        return (engine.stats.num_emitted_tokens - before) / (clock() - started)
 
     return rate
 

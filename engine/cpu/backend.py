@@ -16,7 +16,7 @@ from engine.cpu.sampling import LEAST_VOCABULARY
 from engine.cpu.streamed_linear import StreamedLinear
 from engine.cpu.tokens import CpuNoiseSource
 from engine.model.compute_backend import ComputeBackend, FusedForward
-from engine.model.linears import Layer, Linear
+from engine.model.linears import Decoder, Linear
 
 
 class CpuBackend(ComputeBackend):
@@ -43,22 +43,12 @@ class CpuBackend(ComputeBackend):
         """See `ComputeBackend.linear`."""
         return StreamedLinear(weight, bias) if dtype == torch.float32 else super().linear(weight, bias, dtype)
 
-    def fuse(
-        self,
-        layers: list[Layer],
-        final_gain: Tensor | None,
-        head: Linear,
-        *,
-        heads: int,
-        queries: int,
-        size: int,
-        eps: float,
-    ) -> NativeForward | None:
+    def fuse(self, decoder: Decoder) -> NativeForward | None:
         """See `ComputeBackend.fuse`; every product must be our own, in whole panels."""
-        served = [fused for layer in layers if (fused := NativeLayer.of(layer)) is not None]
-        if len(served) < len(layers) or not isinstance(head, StreamedLinear):
+        layers = [fused for layer in decoder.layers if (fused := NativeLayer.of(layer)) is not None]
+        if len(layers) < len(decoder.layers) or not isinstance(decoder.head, StreamedLinear):
             return None
-        return NativeForward(served, final_gain, head, heads=heads, queries=queries, size=size, eps=eps)
+        return NativeForward(layers, decoder.head, decoder)
 
     def chain(
         self, forward: FusedForward, embedding: Tensor, rope: Tensor, pool: KVPool, *, vocab_size: int

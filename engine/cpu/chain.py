@@ -20,7 +20,10 @@ LEAST_LEVELS = 16
 
 
 class NativeChain:
-    """One model's chains over one pool. Level 0 is chosen by logits that are known, each other one by a forward."""
+    """See `engine.model.compute_backend.FusedChain`: one model's chains over one pool.
+
+    Level 0 is chosen by logits that are known, each other one by a forward.
+    """
 
     def __init__(
         self,
@@ -57,18 +60,7 @@ class NativeChain:
         divisors: Float[Tensor, " B"],
         factors: Float[Tensor, " B"],
     ) -> None:
-        """Begin behind the committed tokens of slots 0..B-1. What is passed must stay until the chain is drafted.
-
-        Args:
-            logits: behind the last committed token.
-            lengths: committed tokens, int64 [B].
-            noise: of D levels; one fewer are forwarded.
-            divisors: of the logits.
-            factors: of the noise.
-
-        Raises:
-            IndexError: the slots have no room for D - 1 tokens more.
-        """
+        """See `FusedChain.start`."""
         live, levels = len(lengths), noise.shape[1]
         x, rope = self._forward.inputs(live, self._pool)
         if levels > self._max_levels or x.data_ptr() != self._x.data_ptr():
@@ -101,19 +93,14 @@ class NativeChain:
         )
 
     def draft(self, begin: int, end: int) -> tuple[np.ndarray, np.ndarray]:
-        """Draft levels from `begin`, where the last call ended, to before `end`.
-
-        Returns:
-            Scores and log-probabilities of each level's two best, [B, end - begin, 2], as of
-            `engine.decoding.sampling_rule.TopK`; views until the next draft.
-        """
+        """See `FusedChain.draft`."""
         first = self._first_operation(begin)
         self._program.run(first, self._first_operation(end) - first)
         scores, logprobs = self._numbers[:, begin:end, : self._live].swapaxes(1, 2)
         return scores, logprobs
 
     def token_ids(self, levels: int) -> Int[Tensor, "B levels"]:
-        """Return the chain's tokens."""
+        """See `FusedChain.token_ids`."""
         return self._ids[:levels, : self._live, 0].t().clone(memory_format=torch.contiguous_format)
 
     def _first_operation(self, level: int) -> int:

@@ -17,7 +17,7 @@ from engine.cpu.pool_attention import block_tokens
 from engine.cpu.products import PANEL
 from engine.cpu.program import Program, native_code
 from engine.cpu.streamed_linear import StreamedLinear
-from engine.model.linears import Layer, Linear, same_bits
+from engine.model.linears import Decoder, Layer, Linear, same_bits
 
 MIN_TOKENS = 64
 "Room for fewer is not made."
@@ -60,35 +60,15 @@ class NativeLayer:
 class NativeForward:
     """Layers and head as one program over buffers that stay where they are."""
 
-    def __init__(
-        self,
-        layers: Sequence[NativeLayer],
-        final_gain: Tensor | None,
-        head: StreamedLinear,
-        *,
-        heads: int,
-        queries: int,
-        size: int,
-        eps: float,
-    ) -> None:
-        """Take over the weights.
-
-        Args:
-            layers: weights of each, on the CPU.
-            final_gain: of the last norm.
-            head: the product that gives the logits.
-            heads: KV heads.
-            queries: queries that share one.
-            size: E.
-            eps: of the norms: the sum of squares of H values has H eps added.
-        """
+    def __init__(self, layers: Sequence[NativeLayer], head: StreamedLinear, decoder: Decoder) -> None:
+        """Take over the weights: layers and head as a program takes them, the rest from the decoder."""
         self._layers = list(layers)
-        self._final_gain = _scaled(final_gain)
+        self._final_gain = _scaled(decoder.final_gain)
         self._head = head
-        self._heads, self._queries, self._size = heads, queries, size
-        self._eps = eps
-        self._scale = size**-0.5 * LOG2_E
-        self._code = native_code(size)
+        self._heads, self._queries, self._size = decoder.heads, decoder.queries, decoder.size
+        self._eps = decoder.eps
+        self._scale = decoder.size**-0.5 * LOG2_E
+        self._code = native_code(decoder.size)
         self._pool: KVPool | None = None
         self._room = 0
 
@@ -135,13 +115,13 @@ class NativeForward:
         self.add_head(self._program)
         self._program.close()
 
-    def altered_gain(self, layers: list[Layer], final_gain: Tensor | None) -> str | None:
+    def altered_gain(self, decoder: Decoder) -> str | None:
         """See `FusedForward.altered_gain`."""
-        for index, (layer, served) in enumerate(zip(layers, self._layers, strict=True)):
+        for index, (layer, served) in enumerate(zip(decoder.layers, self._layers, strict=True)):
             for name in ("attention_gain", "head_gain", "mlp_gain"):
                 if not same_bits(getattr(served, name), _scaled(getattr(layer, name))):
                     return f"layer {index} {name}"
-        return None if same_bits(self._final_gain, _scaled(final_gain)) else "the last norm's gain"
+        return None if same_bits(self._final_gain, _scaled(decoder.final_gain)) else "the last norm's gain"
 
     def add_layers(self, program: Program, pool: KVPool) -> int:
         """Append everything between the embeddings and the head's product, over the buffers of `inputs`.

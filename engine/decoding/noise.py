@@ -101,6 +101,10 @@ class HashedNoise(Noise):
             self._made = fused_gumbel(self.words, self._vocab_size)
         return self._made
 
+    def __getitem__(self, index: Any) -> Noise:
+        """See `Noise`."""
+        return Noise(self.values[index])
+
     def choose(self, logits: Tensor, levels: Tensor, divisors: Tensor, factors: Tensor) -> Tensor:
         """See `Noise.choose`."""
         from engine.decoding.noise_cuda import fused_choice

@@ -18,7 +18,7 @@ from engine.cache.kv_pool import KVPool
 from engine.cache.segments import Segments
 from engine.decoding.noise import NoiseSource, noise_source
 from engine.model.linears import (
-    Layer,
+    Decoder,
     LayOut,
     Linear,
     MatrixLinear,
@@ -118,8 +118,8 @@ class FusedForward(Protocol):
         """Compute keys and values only."""
         ...
 
-    def altered_gain(self, layers: list[Layer], final_gain: Tensor | None) -> str | None:
-        """Name a gain of these layers that is not held bit for bit; None: all are."""
+    def altered_gain(self, decoder: Decoder) -> str | None:
+        """Name a gain of the decoder that is not held bit for bit; None: all are."""
         ...
 
 
@@ -159,28 +159,8 @@ class ComputeBackend:
             return PrepackedLinear(weight.to(dtype), bias)
         return MatrixLinear(weight.to(dtype), bias)
 
-    def fuse(
-        self,
-        layers: list[Layer],
-        final_gain: Tensor | None,
-        head: Linear,
-        *,
-        heads: int,
-        queries: int,
-        size: int,
-        eps: float,
-    ) -> FusedForward | None:
-        """Return a forward of these layers in one call; None: they run call by call.
-
-        Args:
-            layers: weights of each, laid out by `linear`.
-            final_gain: of the last norm.
-            head: the product that gives the logits.
-            heads: KV heads.
-            queries: queries that share one.
-            size: of a head.
-            eps: of the norms.
-        """
+    def fuse(self, decoder: Decoder) -> FusedForward | None:
+        """Return a forward in one call, of layers laid out by `linear`; None: they run call by call."""
         return None
 
     def chain(

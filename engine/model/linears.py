@@ -61,6 +61,24 @@ class Layer:
     sliding_window: int | None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decoder:
+    """A decoder's layers and head, laid out, with its sizes: what a whole forward is made of."""
+
+    layers: list[Layer]
+    final_gain: Tensor | None
+    "of the last norm; None: multiplied into the head"
+    head: Linear
+    heads: int
+    "KV heads"
+    queries: int
+    "that share one"
+    size: int
+    "of a head"
+    eps: float
+    "of the norms"
+
+
 class MatrixLinear:
     """A plain matrix product."""
 

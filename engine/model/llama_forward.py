@@ -28,7 +28,7 @@ from transformers.modeling_utils import PreTrainedModel
 from engine.cache.kv_pool import KVPool, KVShape, cell_size
 from engine.model.compute_backend import ComputeBackend, FusedChain, FusedForward, PoolAttention
 from engine.model.forward_plan import ForwardPlan
-from engine.model.linears import Layer, MatrixLinear, same_bits
+from engine.model.linears import Decoder, Layer, MatrixLinear, same_bits
 from engine.model.llama_layout import LlamaLayout, head_size
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
@@ -73,15 +73,19 @@ class LlamaForward:
             for index in range(self._layout.num_layers):
                 self._layers[index : index + 1] = [self._layout.layer(index)]
             self._final_gain, self._head = self._layout.head()
-            self.fused = self._backend.fuse(
-                self._layers,
-                self._final_gain,
-                self._head,
-                heads=self._kv_heads,
-                queries=self._queries,
-                size=self._size,
-                eps=self._eps,
-            )
+            self.fused = self._backend.fuse(self._decoder)
+
+    @property
+    def _decoder(self) -> Decoder:
+        return Decoder(
+            layers=self._layers,
+            final_gain=self._final_gain,
+            head=self._head,
+            heads=self._kv_heads,
+            queries=self._queries,
+            size=self._size,
+            eps=self._eps,
+        )
 
     def altered_copy(self) -> str | None:
         """See `engine.model.runner.Forward`."""
@@ -204,7 +208,7 @@ class LlamaForward:
         for index, layer in enumerate(self._layers):
             yield from self._layout.altered_in_layer(index, layer)
         yield from self._layout.altered_in_head(self._final_gain, self._head)
-        altered = None if self.fused is None else self.fused.altered_gain(self._layers, self._final_gain)
+        altered = None if self.fused is None else self.fused.altered_gain(self._decoder)
         if altered is not None:
             yield altered
         capacity = len(self._rope)

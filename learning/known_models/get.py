@@ -116,7 +116,8 @@ def _fetch(model: KnownModel, folder: Path, progress: Progress) -> ModelFolder:
         shutil.rmtree(scratch)
         (partial / PROVENANCE_FILE).write_text(json.dumps(notes, indent=2) + "\n", encoding="utf-8")
         for path in partial.iterdir():
-            path.chmod(0o644)
+            if path.is_file():
+                path.chmod(0o644)
     return ModelFolder(path=folder, was_there=False, source=str(notes["source"]))
 
 
