@@ -74,6 +74,15 @@ def test_adapters_start_as_the_model_itself(make_model, make_rollouts):
     assert learner.update(rollouts).figures["ratio_at_first_minibatch"] == pytest.approx(1.0, abs=1e-4)
 
 
+def test_before_the_first_step_merged_weights_are_the_models_bit_for_bit(make_model):
+    """-0.0 too, which a sum with 0.0 would not keep: the first checksum covers it."""
+    model = make_model()
+    model.model.layers[0].self_attn.q_proj.weight.data[0, :3] = -0.0
+    before = copied(unique_tensors(model))
+    for name, tensor in learner_of(model).weights():
+        assert torch.equal(tensor.view(torch.int32), before[name].view(torch.int32)), name
+
+
 def test_the_reference_is_the_model_without_its_adapters(make_model, make_rollouts):
     model = make_model()
     rollouts = make_rollouts(model, group_size=6)

@@ -117,3 +117,9 @@ def test_a_rollout_that_hashes_as_it_chooses_is_the_same(
         # a fused chain takes values
         looks = ("tree8", "chain4") if backend.name == "cpu" else ("tree8",)
         assert bool(source.count["looked at"]) == (plan in looks), "target rows are chosen without a look"
+
+
+def test_a_part_of_hashed_noise_is_the_part_of_its_values() -> None:
+    values = torch.randn(3, 4, 9)
+    part = HashedByTorch(values, Counter())[:, 1:3]
+    assert torch.equal(part.values, values[:, 1:3])
