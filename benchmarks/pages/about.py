@@ -36,6 +36,16 @@ ABOUT = {
         "batch. `break_even_batch` is the least batch where no plan wins, or twice the largest measured. "
         "`paged_*`: 64 long-tailed samples in the memory of 4 full slots.",
     ),
+    "ablation": About(
+        title="Ablation of the CPU back end",
+        question="What is each operation of our own worth, beside torch in its place?",
+        how="Whole generations on one thread, in processor time, so 1.10 says that the back end without the operation "
+        "takes 1.10 times as long. `_demo`: chains of 4 on the demo pair; `_p`: plain decoding of a random Llama (8 "
+        "layers of 512, vocabulary 4,096); `_bN`: the batch. `without_chain` runs a level's forward and choice as "
+        "calls of their own (in plain decoding nothing changes: that row shows the noise), `without_forward` every "
+        "layer's operations, `without_attention` and `without_products` that and torch's attention or products, "
+        "`without_noise` and `without_choices` torch's noise or choices, `without_everything` torch alone.",
+    ),
     "drafting": About(
         title="Adaptive drafting",
         question="How good is the adaptive policy beside every fixed plan, and beside an oracle?",
