@@ -26,6 +26,17 @@ def _private_home(tmp_path_factory: pytest.TempPathFactory) -> None:
         os.environ[name] = str(home / name.lower())
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _shapes_are_checked_where_they_are_made(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Shape checks take half the time of a decode step: tests of what only uses the engine go without."""
+    from jaxtyping import config
+
+    folder = request.path.relative_to(Path(__file__).parent).parts[0]
+    config.update("jaxtyping_disable", folder not in ("engine", "learning"))
+    yield
+    config.update("jaxtyping_disable", False)
+
+
 def pytest_make_parametrize_id(val: object) -> str | None:
     """Name a long value by its length: pytest hands a test's name on in the environment, which has a limit."""
     return f"{type(val).__name__} of {len(val)}" if isinstance(val, str | bytes) and len(val) > 120 else None

@@ -215,7 +215,9 @@ class LocalPool:
             made.append(Migrator(context))
             return made[0]
 
-        loop = DecodeLoop(name, Host(engine), report_interval_s=0.0, make_migrator=migrator)
+        # a clock that a poll never waits for: every reading is a second later
+        ticks = itertools.count().__next__
+        loop = DecodeLoop(name, Host(engine), report_interval_s=0.0, clock=ticks, make_migrator=migrator)
         return LocalInstance(name, engine, loop, made[0], transfers)
 
     def send(self, receiver: str, message: Any, *, sender: str | None = None, pieces: tuple = ()) -> None:
