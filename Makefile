@@ -12,6 +12,7 @@ TEST_PROCESSES ?= 2
 setup: $(STAMP)
 
 # Keyed on the content of the dependency lists: a second run, or a fresh date on a file, installs nothing.
+# --no-compile: of thousands of modules a small part is ever imported, and compiled then.
 $(STAMP): pyproject.toml constraints.txt
 	@set -e -o pipefail; \
 	key="$$(cat pyproject.toml constraints.txt | cksum)"; \
@@ -19,7 +20,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; v = sys.version.split()[0]; sys.exit(f"setup needs Python 3.11 or later, got {v}; run: make setup PYTHON=/path/to/python3.11" if sys.version_info < (3, 11) else 0)'; \
 	[ -x $(BIN)/python ] || { echo "setup: making .venv with $(PYTHON)"; $(PYTHON) -m venv .venv; }; \
 	echo "setup: installing pinned dependencies into .venv (minutes the first time; log: .venv/install.log)"; \
-	$(BIN)/python -m pip install --disable-pip-version-check --progress-bar off -c constraints.txt -e '.[dev]' 2>&1 \
+	$(BIN)/python -m pip install --disable-pip-version-check --progress-bar off --no-compile -c constraints.txt -e '.[dev]' 2>&1 \
 	  | tee .venv/install.log \
 	  | awk '/^Collecting/ {n++} /Downloading .*MB\)/ {print "  " n " packages: " $$2, $$3, $$4} /^Installing collected/ {print "  installing"} {fflush()}' \
 	  || { tail -n 20 .venv/install.log; echo "setup: installation failed; see .venv/install.log"; exit 1; }; \

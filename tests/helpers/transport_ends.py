@@ -16,6 +16,9 @@ from in_process import MemoryHub, MemoryTransport
 from actors.transport.select import make_transport
 
 TIMEOUT_S = 1.2
+"Of an instance that waits for what does not come."
+PATIENT_S = 30.0
+"Of the others: a busy machine is slow, not dead."
 
 
 def frame_of(seed: int, size: int) -> np.ndarray:
@@ -78,14 +81,14 @@ class Ends:
 class LocalEnd:
     """An instance in this process."""
 
-    def __init__(self, backend: str, hub: MemoryHub) -> None:
+    def __init__(self, backend: str, hub: MemoryHub, timeout_s: float) -> None:
         if backend == "memory":
-            self._ends = Ends(MemoryTransport(hub, timeout_s=TIMEOUT_S))
+            self._ends = Ends(MemoryTransport(hub, timeout_s=timeout_s))
         else:
             import ray
 
             host = ray.util.get_node_ip_address()
-            self._ends = Ends(make_transport(backend, host=host, timeout_s=TIMEOUT_S))
+            self._ends = Ends(make_transport(backend, host=host, timeout_s=timeout_s))
         self._threads = ThreadPoolExecutor(max_workers=16)
 
     def call(self, method: str, *args) -> Future:
@@ -99,11 +102,11 @@ class LocalEnd:
 class ActorEnd:
     """An instance in a Ray actor of its own."""
 
-    def __init__(self, backend: str) -> None:
+    def __init__(self, backend: str, timeout_s: float) -> None:
         import ray
 
         self._ray = ray
-        self._actor = _actor_class().options(num_cpus=0).remote(backend)
+        self._actor = _actor_class().options(num_cpus=0).remote(backend, timeout_s)
 
     def call(self, method: str, *args) -> Future:
         return self._actor.call.remote(method, *args).future()
@@ -117,10 +120,10 @@ def _actor_class():
 
     @ray.remote(max_restarts=0, concurrency_groups={"transfer": 4, "calls": 16})
     class EndActor:
-        def __init__(self, backend: str) -> None:
+        def __init__(self, backend: str, timeout_s: float) -> None:
             me = ray.get_runtime_context().current_actor
             host = ray.util.get_node_ip_address()
-            self.ends = Ends(make_transport(backend, host=host, timeout_s=TIMEOUT_S, handle=me))
+            self.ends = Ends(make_transport(backend, host=host, timeout_s=timeout_s, handle=me))
 
         @ray.method(concurrency_group="calls")
         def call(self, method: str, *args):

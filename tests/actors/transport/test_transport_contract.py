@@ -5,11 +5,11 @@ import time
 
 import pytest
 from in_process import MemoryHub
-from transport_ends import TIMEOUT_S, ActorEnd, LocalEnd
+from transport_ends import PATIENT_S, TIMEOUT_S, ActorEnd, LocalEnd
 
 from core.errors import TransferError
 
-ANSWER_S = 30.0
+ANSWER_S = 60.0
 "Longest wait of a test for a call; far above every timeout of the transports."
 
 
@@ -44,8 +44,13 @@ class Bench:
         """Start instances; with torch that takes longer than the timeouts of those who would wait for them."""
         for name in names:
             # An actor that loads torch costs seconds; two processes are enough for gloo.
-            is_local = self.backend == "memory" or (self.backend == "gloo" and name in ("a", "c"))
-            self._ends[name] = LocalEnd(self.backend, self._hub) if is_local else ActorEnd(self.backend)
+            is_local = self.backend == "memory" or (self.backend == "gloo" and name in ("a", "c", "hasty"))
+            timeout_s = TIMEOUT_S if name == "hasty" else PATIENT_S
+            self._ends[name] = (
+                LocalEnd(self.backend, self._hub, timeout_s)
+                if is_local
+                else ActorEnd(self.backend, timeout_s)
+            )
         for started in [self._ends[name].call("footprint") for name in names]:
             answer(started)
 
@@ -80,7 +85,7 @@ def bench(request):
     if request.param != "memory":
         request.getfixturevalue("local_ray")
     made = Bench(request.param)
-    made.start("a", "b", "c")
+    made.start("a", "b", "c", "hasty")
     yield made
     made.close()
 
@@ -152,35 +157,35 @@ def test_all_pairs_of_three_instances_can_transfer_at_once(bench):
 
 
 def test_a_source_that_never_connects_is_named_at_the_timeout(bench):
-    ticket = answer(bench["b"].call("listen", "a"))
-    error = failure(bench["b"].call("recv", ticket, [(0, 64)]))
+    ticket = answer(bench["hasty"].call("listen", "a"))
+    error = failure(bench["hasty"].call("recv", ticket, [(0, 64)]))
     assert ran_out(error)
     assert error.peer == "a" and error.channel == ticket.channel
     assert "64 bytes from a" in str(error) and f"{TIMEOUT_S:.1f} s" in str(error)
 
 
 def test_a_silent_source_is_named_at_the_timeout_and_its_channel_stays_dead(bench):
-    ticket, receiving, sending = bench.transfer("a", "b", [(0, 64)])
+    ticket, receiving, sending = bench.transfer("a", "hasty", [(0, 64)])
     answer(receiving), answer(sending)
-    error = failure(bench["b"].call("recv", ticket, [(1, 64)]))
+    error = failure(bench["hasty"].call("recv", ticket, [(1, 64)]))
     assert ran_out(error) and error.peer == "a"
-    error = failure(bench["b"].call("recv", ticket, [(1, 64)]))
+    error = failure(bench["hasty"].call("recv", ticket, [(1, 64)]))
     assert not ran_out(error) and "dead channel" in str(error)
 
 
 def test_a_destination_that_reads_nothing_is_named_at_the_timeout(bench):
-    ticket, receiving, sending = bench.transfer("a", "b", [(0, 64)])
+    ticket, receiving, sending = bench.transfer("hasty", "b", [(0, 64)])
     answer(receiving), answer(sending)
-    error = failure(bench["a"].call("send", ticket, [(1, 64)] * 40))
+    error = failure(bench["hasty"].call("send", ticket, [(1, 64)] * 40))
     assert ran_out(error) and error.peer == "b" and "b to take 64 bytes" in str(error)
-    error = failure(bench["a"].call("send", ticket, [(1, 64)]))
+    error = failure(bench["hasty"].call("send", ticket, [(1, 64)]))
     assert not ran_out(error) and "dead channel" in str(error)
 
 
 def test_a_frame_of_another_length_is_refused(bench):
     for sent, expected in ((100, 200), (200, 100)):
-        ticket, connecting = bench.open("a", "b")
-        receiving = bench["b"].call("recv", ticket, [(0, expected)])
+        ticket, connecting = bench.open("a", "hasty")
+        receiving = bench["hasty"].call("recv", ticket, [(0, expected)])
         answer(connecting)
         bench["a"].call("send", ticket, [(0, sent)])
         error = failure(receiving)
@@ -203,17 +208,17 @@ def test_a_killed_destination_raises_and_harms_no_other_channel(bench):
 
 
 def test_a_killed_source_raises_and_harms_no_other_channel(bench):
-    kept, receiving, sending = bench.transfer("a", "b", [(0, 1000)])
+    kept, receiving, sending = bench.transfer("a", "hasty", [(0, 1000)])
     answer(receiving), answer(sending)
-    doomed, receiving, sending = bench.transfer("doomed", "b", [(0, 1000)])
+    doomed, receiving, sending = bench.transfer("doomed", "hasty", [(0, 1000)])
     answer(receiving), answer(sending)
-    stuck = bench["b"].call("recv", doomed, [(1, 1000)])
+    stuck = bench["hasty"].call("recv", doomed, [(1, 1000)])
     time.sleep(0.2)
     bench.kill("doomed")
     error = failure(stuck)
     # Gloo and memory see it at once; in the object store nothing of the source connects to here.
     assert error.peer == "doomed" and ran_out(error) == (bench.backend == "object_store")
-    _, receiving, sending = bench.transfer("a", "b", [(1, 500_000)], ticket=kept)
+    _, receiving, sending = bench.transfer("a", "hasty", [(1, 500_000)], ticket=kept)
     assert answer(receiving) == [True] and answer(sending) is None
 
 
