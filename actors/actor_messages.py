@@ -22,6 +22,16 @@ from profiles.profile import Profile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class InstanceNumerics:
+    """What an instance promises of its tokens' bits."""
+
+    promise: str
+    "in one line, with the reason; begins with invariant or fast"
+    rounds_by: str
+    "code and processor: instances that say the same round alike"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationSpec:
     """What an instance is told when it is made; its weights come by manifest."""
 

@@ -89,6 +89,10 @@ class NumericsError(RlhfSpecError):
     """The invariance probe failed, or an exactness check found a difference."""
 
 
+class NotInvariantError(NumericsError):
+    """Logits depend on the company that a token is computed in, by rounding: fast numerics would be right."""
+
+
 class NotFiniteError(NumericsError):
     """Weights or logits are NaN or infinite; the message names the tensor or the sample."""
 

@@ -10,7 +10,7 @@ from functools import partial
 from transformers.modeling_utils import PreTrainedModel
 
 from core.config import EngineConfig, SpeculationConfig
-from core.errors import ConfigError, ModelError, NumericsError
+from core.errors import ConfigError, ModelError, NotInvariantError, NumericsError
 from engine.admission import MB
 from engine.attention.backends import Attention
 from engine.draft_policies import build_policy
@@ -23,7 +23,14 @@ from engine.model.compute_backend import ComputeBackend, PoolAttention
 from engine.model.cuda_graphs import CudaRecorder
 from engine.model.invariance_probe import prove_invariance
 from engine.model.runner import ModelRunner
-from engine.numerics import attention_for, choose_backend, resolve_device, resolve_numerics, use_threads
+from engine.numerics import (
+    attention_for,
+    choose_backend,
+    describe_numerics,
+    resolve_device,
+    resolve_numerics,
+    use_threads,
+)
 from engine.weights.loading import max_context_tokens
 from policies.drafting.draft_policy import DraftPolicy, RefiningPolicy
 from profiles.profile import Profile
@@ -94,8 +101,19 @@ def build_engine(
         vocab_size=vocab_size,
     )
     runner = runner_of(target)
+    refused = ""
     if numerics == "invariant" and engine.probe:
-        _prove(runner, policy.max_nodes)
+        try:
+            _prove(runner, policy.max_nodes)
+        except NotInvariantError as error:
+            # library products round by their company on some processors: no reason for `auto` to give up
+            if engine.numerics != "auto" or backend.name != ComputeBackend.name:
+                raise
+            refused = str(error)
+            logger.warning("numerics: fast instead of invariant: %s", refused)
+            numerics = "fast"
+            runner_of.keywords["attention"] = attention_for(engine, numerics, backend)
+            runner = runner_of(target)
     drafter = _drafter(speculation, engine, policy, draft, runner_of, vocab_size)
     return Engine(
         runner,
@@ -110,6 +128,7 @@ def build_engine(
         scorer=Scorer(profile.acceptance) if profile is not None else None,
         max_cache_bytes=None if engine.kv_cache_mb is None else int(engine.kv_cache_mb * MB),
         numerics=numerics,
+        promise=describe_numerics(engine, device, refused=refused),
     )
 
 

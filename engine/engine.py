@@ -70,10 +70,12 @@ class Engine:
         scorer: Scorer | None = None,
         max_cache_bytes: int | None = None,
         numerics: Numerics = "fast",
+        promise: str = "",
     ) -> None:
         self.runner = runner
         self.numerics = numerics
-        "what is promised of tokens"
+        self.promise = promise
+        "what `numerics` promises of tokens, and why, in one line"
         self.drafter = drafter
         self.policy = policy
         self.scorer = scorer

@@ -52,9 +52,9 @@ def use_threads(num_threads: int) -> None:
         torch.set_num_threads(num_threads)
 
 
-def choose_backend(device: torch.device) -> ComputeBackend:
-    """Return what computes on a device in this thread, whose number of threads is set by now."""
-    if device.type == "cpu" and torch.get_num_threads() == 1 and _has_llvm():
+def choose_backend(device: torch.device, *, num_threads: int | None = None) -> ComputeBackend:
+    """Return what computes on a device: with torch's number of threads here, unless another is given."""
+    if device.type == "cpu" and (num_threads or torch.get_num_threads()) == 1 and _has_llvm():
         # needs the extra `cpu`
         from engine.cpu.backend import CpuBackend
         from engine.cpu.jit import can_make_code
@@ -97,12 +97,17 @@ def attention_for(
     return ATTENTION[engine.attention]
 
 
-def describe_numerics(engine: EngineConfig, device: torch.device) -> str:
-    """Return in one line what is promised of tokens, and why where `auto` promises less than every bit."""
+def describe_numerics(engine: EngineConfig, device: torch.device, *, refused: str = "") -> str:
+    """Return in one line what is promised of tokens, and why where `auto` promises less than every bit.
+
+    `refused`: what the start-up probe found, where `auto` has fallen back to fast numerics.
+    """
     numerics = resolve_numerics(engine, device)
-    if numerics == "invariant":
+    if numerics == "invariant" and not refused:
         return "invariant: tokens and log-probabilities are equal bit for bit, whatever is drafted, batched or moved"
-    if engine.numerics == "fast":
+    if refused:
+        why = refused
+    elif engine.numerics == "fast":
         why = "engine.numerics says so"
     elif device.type == "cpu":
         why = f"engine.num_threads is {engine.num_threads}, and several threads round by where they cut the work"

@@ -8,14 +8,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import numpy as np
+import torch
 from transformers.modeling_utils import PreTrainedModel
 
-from actors.actor_messages import GenerationSpec, LoadedWeights
+from actors.actor_messages import GenerationSpec, InstanceNumerics, LoadedWeights
+from core.errors import RlhfSpecError
 from core.records import WeightManifest
 from engine.build import build_engine
-from engine.calibration.engine_provenance import here
+from engine.calibration.engine_provenance import device_name, here
 from engine.drafters.model_drafter import ModelDrafter
 from engine.engine import Engine
+from engine.model.compute_backend import ComputeBackend
 from engine.weights.chunks import load_into, model_checksum, unpack_weights
 from engine.weights.loading import build_causal_lm
 
@@ -56,6 +59,22 @@ class ManifestHost:
             weight_version=manifest.weight_version,
             checksum=model_checksum(self._models[manifest.model]),
         )
+
+    def numerics(self) -> InstanceNumerics:
+        """What the engine promises of tokens, and by what it rounds. Raises RlhfSpecError before it has weights."""
+        if self._engine is None:
+            raise RlhfSpecError(
+                f"{self._spec.instance} was asked for its numerics before it had weights; publish weights to it first"
+            )
+        runner = self._engine.runner
+        if runner.backend.name == ComputeBackend.name:
+            layout = ", prepacked weights" if runner.prepacked else ""
+            # a library chooses its products by the processor
+            rounds_by = f"torch {torch.__version__} on {device_name(runner.device)}{layout}"
+        else:
+            # products of our own round alike on every processor (docs/decisions/0009-own-code.md)
+            rounds_by = f"code of our own ({runner.backend.name})"
+        return InstanceNumerics(promise=self._engine.promise, rounds_by=rounds_by)
 
     def _require_copies_hold(self, models: Iterable[str]) -> None:
         """Raises WeightsError when a copy that the engine decodes from is not what was loaded."""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import ray
 
-from actors.actor_messages import GenerationSpec, HeldSamples, LoadedWeights, PollReply
+from actors.actor_messages import GenerationSpec, HeldSamples, InstanceNumerics, LoadedWeights, PollReply
 from actors.generation.decode_loop import (
     DecodeLoop,
     HoldOrder,
@@ -49,7 +49,7 @@ class GenerationActor:
 
         self._spec = spec
         self._gauges = InstanceGauges(spec.instance)
-        host = ManifestHost(spec)
+        self._host = host = ManifestHost(spec)
         self._endpoint = RayMigrationEndpoint(spec, host) if spec.migration else None
         self._loop = DecodeLoop(
             spec.instance,
@@ -99,11 +99,9 @@ class GenerationActor:
         return self._carry_out(LoadOrder(manifest=manifest, chunks=chunks), timeout_s)
 
     @ray.method(concurrency_group="control")
-    def numerics(self) -> str:
+    def numerics(self) -> InstanceNumerics:
         """What is promised of tokens here, and why; to be asked once all models have weights."""
-        from engine.numerics import describe_numerics, resolve_device
-
-        return describe_numerics(self._spec.engine, resolve_device(self._spec.engine))
+        return self._host.numerics()
 
     @ray.method(concurrency_group="control")
     def stop(self, timeout_s: float) -> None:

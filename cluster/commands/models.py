@@ -81,6 +81,12 @@ def add_parser(commands: Any) -> None:
     get.add_argument(
         "--out", type=path_argument, metavar="DIR", help="the model's folder (default: one in the cache)"
     )
+    get.add_argument(
+        "--cache",
+        type=path_argument,
+        metavar="DIR",
+        help="the cache, as run.cache_dir of a config that names it",
+    )
     get.set_defaults(run=get_known_model)
 
 
@@ -97,7 +103,7 @@ def get_known_model(args: argparse.Namespace) -> int:
 
     report = Reporter()
     with report.job(f"getting {args.name}") as tick:
-        model = get_model(args.name, Path(RunConfig().cache_dir), out=out, progress=tick)
+        model = get_model(args.name, args.cache or Path(RunConfig().cache_dir), out=out, progress=tick)
     report.note(f"{model.path}\n{'found; it came' if model.was_there else 'fetched'} from the {model.source}")
     return 0
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import ray
 
-from actors.actor_messages import GenerationSpec, LostInstance
+from actors.actor_messages import GenerationSpec, InstanceNumerics, LostInstance
 from actors.generation.generation_actor import GenerationActor
 from actors.ray_utils.remote import Handle
 from actors.ray_utils.waiting import get
@@ -49,6 +49,7 @@ class GenerationPool:
         self._weights: dict[str, PublishedWeights] = {}
         self._num_restarts = 0
         self._less_than_bits: list[str] = []
+        self._rounds_by = ""
 
     @property
     def instances(self) -> Mapping[str, Handle]:
@@ -129,18 +130,29 @@ class GenerationPool:
             self._scheduler.join(name)
 
     def _ask_numerics(self, handles: Mapping[str, Handle]) -> None:
-        """Note every way in which instances promise less than bits, once."""
+        """Note every way in which instances promise less than bits, once.
+
+        Instances that round by unlike code give the same distribution, but not the same bits.
+        """
         for name, handle in handles.items():
-            told = get(
+            told: InstanceNumerics = get(
                 handle.numerics.remote(),
                 waiter="the loop",
                 waited_for=name,
                 order="say what its numerics promise",
                 timeout_s=self._cluster.order_timeout_s,
             )
-            if not told.startswith("invariant") and told not in self._less_than_bits:
-                self._less_than_bits.append(told)
-                self._note(f"numerics on {name}: {told}")
+            self._rounds_by = self._rounds_by or told.rounds_by
+            less = [] if told.promise.startswith("invariant") else [told.promise]
+            if told.rounds_by != self._rounds_by:
+                less.append(
+                    f"it rounds by {told.rounds_by}, the first instance by {self._rounds_by}: tokens of a sample may "
+                    "depend on its instance; install the same packages on nodes of one kind"
+                )
+            for reason in less:
+                if reason not in self._less_than_bits:
+                    self._less_than_bits.append(reason)
+                    self._note(f"numerics on {name}: {reason}")
 
     @property
     def is_invariant(self) -> bool:

@@ -15,7 +15,7 @@ from transformers.modeling_utils import PreTrainedModel
 from core.config import EngineConfig
 from core.records import SamplingParams
 from engine.cache.kv_pool import KVShape
-from engine.numerics import resolve_device, resolve_numerics
+from engine.numerics import choose_backend, resolve_device, resolve_numerics
 from engine.weights.chunks import model_checksum
 from profiles.provenance import Provenance
 
@@ -62,6 +62,7 @@ def _instance_facts(
 ) -> dict[str, Any]:
     """What an instance knows by itself: hardware, numerics, architectures, slots."""
     device = resolve_device(engine)
+    backend = choose_backend(device, num_threads=engine.num_threads)
     return {
         "device": device_name(device),
         "num_threads": engine.num_threads,
@@ -72,7 +73,7 @@ def _instance_facts(
         "num_slots": engine.max_running_samples,
         "kv_cache": "full lengths" if engine.kv_cache_mb is None else f"{engine.kv_cache_mb:g} MB",
         "torch_version": torch.__version__,
-        "engine_code": ENGINE_CODE,
+        "engine_code": ENGINE_CODE if backend.name == "cpu" else f"{ENGINE_CODE}, by {backend.name}",
     }
 
 

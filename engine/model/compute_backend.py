@@ -140,6 +140,10 @@ class ComputeBackend:
         "lays a stock module's weights out for float32 products; None: the module multiplies by itself"
         self._prepack = prepack
 
+    def plain(self) -> ComputeBackend:
+        """Return the back end that lays every weight out as a plain matrix: where other layouts round otherwise."""
+        return ComputeBackend(self.device, prepack=False)
+
     def compute_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Return the type to compute in for weights of one.
 

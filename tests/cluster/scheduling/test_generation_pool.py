@@ -1,12 +1,13 @@
 """The generation pool tells of every instance that is lost and replaced, in or outside of a rollout. No Ray."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import cluster.scheduling.generation_pool
-from actors.actor_messages import LostInstance
+from actors.actor_messages import InstanceNumerics, LostInstance
 from actors.ray_utils.waiting import ActorDied
 from cluster.scheduling.generation_pool import GenerationPool
 from cluster.scheduling.instance_table import InstanceTable
@@ -42,7 +43,7 @@ class World:
         monkeypatch.setattr(cluster.scheduling.generation_pool, "GenerationActor", actor)
         monkeypatch.setattr(cluster.scheduling.generation_pool, "actor_options", lambda place, context: {})
         monkeypatch.setattr(cluster.scheduling.generation_pool, "publish", self.publish)
-        self.numerics = "invariant: every bit"
+        self.numerics = InstanceNumerics(promise="invariant: every bit", rounds_by="code of our own (cpu)")
         monkeypatch.setattr(cluster.scheduling.generation_pool, "get", lambda ref, **wait: self.numerics)
         monkeypatch.setattr(cluster.scheduling.generation_pool.ray, "kill", lambda handle: None)
         self.pool = GenerationPool(
@@ -82,12 +83,22 @@ def test_an_instance_that_died_between_rollouts_is_reported_and_replaced_at_the_
 
 def test_numerics_that_promise_less_than_bits_are_reported_once(world):
     assert world.pool.is_invariant
-    world.numerics = "fast: the distribution (engine.num_threads is 2)"
+    world.numerics = replace(world.numerics, promise="fast: the distribution (engine.num_threads is 2)")
     for name in ("gen-0", "gen-1"):
         world.pool.replace(LostInstance(instance=name, reason="silent", num_requeued=0))
     assert not world.pool.is_invariant
     told = [note for note in world.notes if "numerics" in note]
     assert told == ["numerics on gen-0-r1: fast: the distribution (engine.num_threads is 2)"]
+
+
+def test_an_instance_that_rounds_by_other_code_is_named_and_bits_are_promised_no_more(world):
+    world.numerics = replace(world.numerics, rounds_by="torch 2.13.0 on a processor")
+    world.pool.replace(LostInstance(instance="gen-1", reason="silent", num_requeued=0))
+    assert not world.pool.is_invariant
+    (told,) = [note for note in world.notes if "numerics" in note]
+    assert told.startswith(
+        "numerics on gen-1-r1: it rounds by torch 2.13.0 on a processor, the first instance by "
+    )
 
 
 def test_a_replacement_is_reported_once_with_the_number_of_requeued_samples(world):

@@ -1,6 +1,6 @@
 """The start-up probe passes where numerics are invariant and names the case where they are not."""
 
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -16,7 +16,8 @@ from engine.attention.backends import (
     sdpa_attention,
 )
 from engine.build import build_engine
-from engine.model.compute_backend import PoolAttention
+from engine.engine import Engine
+from engine.model.compute_backend import ComputeBackend, PoolAttention
 from engine.model.invariance_probe import prove_invariance
 from engine.model.runner import ModelRunner
 from engine.numerics import attention_for, describe_numerics, resolve_device, resolve_numerics
@@ -174,6 +175,28 @@ def test_a_fall_to_fast_numerics_says_why() -> None:
     assert "(engine.num_threads is 3, and" in describe_numerics(EngineConfig(num_threads=3), cpu)
     assert "(engine.numerics says so)" in describe_numerics(EngineConfig(numerics="fast"), cpu)
     assert "(on CUDA" in describe_numerics(EngineConfig(), cuda)
+
+
+def engine_of(pairs, backend: ComputeBackend, numerics: Literal["auto", "invariant"]) -> Engine:
+    return build_engine(
+        pairs["float32"].target,
+        None,
+        engine=EngineConfig(device="cpu", numerics=numerics, max_running_samples=4),
+        speculation=SpeculationConfig(policy="off"),
+        max_total_tokens=300,
+        backend=backend,
+    )
+
+
+def test_auto_falls_to_fast_numerics_where_library_code_rounds_by_its_company_and_says_why(pairs) -> None:
+    backend = torch_backend()
+    assert engine_of(pairs, backend, "auto").promise.startswith("invariant: ")
+    backend.attention = sdpa_attention
+    engine = engine_of(pairs, backend, "auto")
+    assert engine.numerics == "fast" and engine.promise.startswith("fast: ")
+    assert "(invariant numerics do not hold here: " in engine.promise
+    with pytest.raises(NumericsError, match=r"engine\.numerics=fast"):
+        engine_of(pairs, backend, "invariant")
 
 
 @pytest.mark.parametrize("num_threads", [1, 2])

@@ -7,7 +7,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -97,6 +99,49 @@ def test_without_a_source_the_error_names_both_and_says_what_to_do(
     ):
         assert part in message
     assert _left(tmp_path / "cache") == set()
+
+
+class HubThatBreaksOff(BaseHTTPRequestHandler):
+    """Knows the model, and has no file of it."""
+
+    def do_GET(self) -> None:
+        if "/api/models/" not in self.path:
+            return self.send_error(500)
+        files = [{"rfilename": name} for name in ("config.json", "model.safetensors")]
+        body = json.dumps({"id": "some/tiny", "sha": "0" * 40, "siblings": files}).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    do_HEAD = do_GET
+
+    def log_message(self, *_: object) -> None: ...
+
+
+def test_a_download_that_breaks_off_does_not_become_other_weights(
+    index: dict[str, KnownModel], tmp_path: Path
+) -> None:
+    hub = ThreadingHTTPServer(("127.0.0.1", 0), HubThatBreaksOff)
+    threading.Thread(target=hub.serve_forever, daemon=True).start()
+    code = (
+        "from dataclasses import replace\nfrom pathlib import Path\n"
+        "from learning.known_models.catalog import KnownModel\n"
+        "from learning.known_models.get import get_model\n"
+        f"model = {index['tiny']!r}\n"
+        f"get_model('tiny', Path({str(tmp_path)!r}), known={{'tiny': replace(model, hub='some/tiny')}})"
+    )
+    environment = os.environ | {"HF_HUB_OFFLINE": "0", "PYTHONPATH": str(ROOT), "NO_PROXY": "127.0.0.1"}
+    environment["HF_ENDPOINT"] = f"http://127.0.0.1:{hub.server_port}"
+    try:
+        ended = subprocess.run(
+            [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300
+        )
+    finally:
+        hub.shutdown()
+    assert "ModelError: the download of some/tiny from the hub broke off (" in ended.stderr, ended.stderr
+    assert "HF_HUB_OFFLINE=1" in ended.stderr and not (tmp_path / "models" / "tiny").exists()
 
 
 def test_a_wrong_name_lists_the_known_ones(tmp_path: Path) -> None:
