@@ -93,7 +93,7 @@ class DrafterTrainingConfig(Section):
     "most seconds of a refit, publication included, over those that the iteration took before it"
     learning_rate: float = Field(default=5e-5, gt=0.0, le=1e6)
     max_tokens_per_step: int = Field(default=1024, ge=16)
-    "padded tokens in one optimizer step, and in the held-out slice"
+    "tokens, padding included, in one optimizer step of the draft and in the held-out slice"
     max_passes: int = Field(default=8, ge=1)
     "over one iteration's rollouts, when the budget allows so many"
     num_target_tokens: int = Field(default=32, ge=0)

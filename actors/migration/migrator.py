@@ -158,7 +158,7 @@ class Migrator:
                     self._context.open_epochs.pop(news.key, None)
             case Ready():
                 # a destination waits for frames of a move that ended before any was shipped: none will come
-                destination, frames = self._ended.pop(news.move_id, ("", ()))
+                destination, frames = self._ended.get(news.move_id, ("", ()))
                 if frames:
                     self._ended[news.move_id] = (destination, ())
                     self._context.transfers.send_nothing(destination, news.ticket, frames)

@@ -23,7 +23,8 @@ def resolve_models(
     """
     models = config.models
     if DEMO in (models.target, models.draft):
-        return _with_demo_pair(config, report)
+        config = _with_demo_pair(config, report)
+        models = config.models
     fields = {"target": models.target, "draft": models.draft, "tokenizer": models.tokenizer}
     names = {field: name for field, name in fields.items() if name in known and not Path(name).is_dir()}
     if not names:
