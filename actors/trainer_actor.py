@@ -6,7 +6,7 @@ weights go out as chunks that the actor returns (the caller owns them, so they o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 import numpy as np
@@ -19,7 +19,7 @@ from actors.ray_utils.remote import remote
 from core.errors import RlhfSpecError
 from core.records import Rollout, UpdateReport, WeightManifest
 from engine.model.compute_backend import ComputeBackend
-from engine.weights.chunks import load_into, unpack_weights
+from engine.weights.chunks import load_into, weight_views
 from engine.weights.loading import DTYPES, build_causal_lm
 from learning.draft_refit import DraftRefitter, RefitReport
 from learning.forward.precision import hold_linears_in
@@ -38,7 +38,6 @@ class TrainerActor:
         self._built_refitter: DraftRefitter | None = None
         self._soft_targets: SoftTargetStore | None = None
         self._forms: dict[str, PublishedForm] = {}
-        self._packed: list[np.ndarray] = []
 
     def __repr__(self) -> str:
         return "TrainerActor"
@@ -89,18 +88,15 @@ class TrainerActor:
         """Let the draft model follow the target for at most so long; the target itself is not touched."""
         return self._refitter.refit(rollouts, budget_s=budget_s, soft_targets=self._soft_targets)
 
-    def pack(self, model: Literal["target", "draft"] = "target") -> WeightManifest:
-        """Freeze a model's current weights into chunks and describe them; `chunks` hands them out."""
-        owner = self._learner if model == "target" else self._refitter
-        manifest, self._packed = self._forms[model].pack(
-            owner.weights(), name=model, weight_version=owner.weight_version
-        )
-        return manifest
+    def packed(self, model: Literal["target", "draft"] = "target") -> Iterator[np.ndarray | WeightManifest]:
+        """Pack a model's current weights: every chunk when it is full, in a buffer of its own use, then the manifest.
 
-    def chunks(self) -> tuple[np.ndarray, ...] | np.ndarray:
-        """The packed chunks, to be called with `num_returns` set to their number; then forgotten."""
-        packed, self._packed = self._packed, []
-        return packed[0] if len(packed) == 1 else tuple(packed)
+        To be called with `num_returns="streaming"`: each chunk is in the object store before the next is packed.
+        """
+        owner = self._learner if model == "target" else self._refitter
+        packer = self._forms[model].packer(name=model, weight_version=owner.weight_version)
+        yield from packer.chunks(owner.weights())
+        yield packer.manifest()
 
     def checksum(self) -> str:
         """Checksum over the target's parameters as they are published."""
@@ -116,7 +112,7 @@ class TrainerActor:
     def _build(self, manifest: WeightManifest, chunks: Sequence[np.ndarray]) -> PreTrainedModel:
         """The published model on this actor's device, in float32 where an optimizer steps its weights."""
         model = build_causal_lm(manifest.hf_config_json, "float32")
-        load_into(model, unpack_weights(manifest, chunks))
+        load_into(model, weight_views(manifest, chunks))
         if manifest.model == "target" and self._spec.trainer.lora is not None:
             hold_linears_in(model, self._compute_dtype)
         self._forms[manifest.model] = PublishedForm(manifest)

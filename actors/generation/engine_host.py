@@ -16,7 +16,7 @@ from engine.build import build_engine
 from engine.calibration.engine_provenance import here
 from engine.drafters.model_drafter import ModelDrafter
 from engine.engine import Engine
-from engine.weights.chunks import load_into, model_checksum, unpack_weights
+from engine.weights.chunks import load_into, model_checksum, weight_views
 from engine.weights.loading import build_causal_lm
 
 
@@ -40,7 +40,7 @@ class ManifestHost:
         Raises WeightsError when chunks and manifest do not match, a sample is open, or a laid-out copy is not what was
         loaded.
         """
-        tensors = unpack_weights(manifest, chunks)
+        tensors = weight_views(manifest, chunks)
         if self._engine is not None:
             self._engine.load_weights(manifest, tensors)
             self._require_copies_hold([manifest.model])

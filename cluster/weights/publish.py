@@ -35,21 +35,36 @@ class PublishedWeights:
 def from_trainer(
     trainer: Handle, *, timeout_s: float, model: Literal["target", "draft"] = "target"
 ) -> PublishedWeights:
-    """Take a model's current weights; the references outlive the trainer. Raises WaitTimeout."""
-    names = {"waiter": "the loop", "waited_for": "trainer", "timeout_s": timeout_s}
-    manifest = get(trainer.pack.remote(model), order=f"pack the {model} weights", **names)
-    num_chunks = len(manifest.chunk_num_bytes)
-    returned = trainer.chunks.options(num_returns=num_chunks).remote()
-    refs: list[Any] = [returned] if num_chunks == 1 else list(returned)
-    ready, _ = ray.wait(refs, num_returns=num_chunks, timeout=timeout_s, fetch_local=False)
-    if len(ready) < num_chunks:
-        raise WaitTimeout(
-            waiter="the loop",
-            waited_for="trainer",
-            order=f"hand out {num_chunks} weight chunks",
-            waited_s=timeout_s,
-            advice="raise cluster.order_timeout_s if the trainer is only slow",
-        )
+    """Take a model's current weights, chunk by chunk into the object store; the references outlive the trainer.
+
+    Raises WaitTimeout, and what the trainer raised.
+    """
+    chunks = trainer.packed.options(num_returns="streaming").remote(model)
+    ends_s = awake_s() + timeout_s
+    refs: list[Any] = []
+    while True:
+        left_s = ends_s - awake_s()
+        ready, _ = ray.wait([chunks], timeout=max(left_s, 0.0), fetch_local=False)
+        if not ready:
+            raise WaitTimeout(
+                waiter="the loop",
+                waited_for="trainer",
+                order=f"pack the {model} weights (chunk {len(refs)})",
+                waited_s=timeout_s,
+                advice="raise cluster.order_timeout_s if the trainer is only slow",
+            )
+        try:
+            refs.append(next(chunks))
+        except StopIteration:
+            break
+    # the last one is the manifest, or what went wrong
+    manifest = get(
+        refs.pop(),
+        waiter="the loop",
+        waited_for="trainer",
+        order=f"pack the {model} weights",
+        timeout_s=timeout_s,
+    )
     return PublishedWeights(manifest=manifest, chunk_refs=tuple(refs))
 
 
