@@ -53,7 +53,9 @@ def run_training(config: Config, inputs: Inputs, run_dir: RunDir, report: Report
     with (
         run_dir.heartbeat(),
         sigterm_exits(interrupted),
-        ray_session(config, run_dir.path.name, on_sigterm=interrupted) as session,
+        ray_session(
+            config, run_dir.path.name, on_sigterm=interrupted, store_bytes=inputs.object_store_bytes
+        ) as session,
     ):
         for line in session.swept:
             report.note(line)

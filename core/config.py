@@ -219,7 +219,7 @@ class ClusterConfig(Section):
     dashboard_port: int | None = None
     "null: a free one"
     object_store_bytes: int | None = None
-    "null: a quarter of /dev/shm, at most 1 GiB (local cluster only)"
+    "null: what the run needs, two versions of its weights among it (local cluster only)"
     placement: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = "PACK"
     generation: GenerationPoolConfig = GenerationPoolConfig()
     reward: RewardPoolConfig = RewardPoolConfig()
