@@ -188,6 +188,7 @@ def _generation_spec(config: Config, inputs: Inputs, instance: str, max_total_to
         migration=migration_settings(config),
         profile=inputs.profile,
         step_log=config.run.step_log,
+        cache_dir=config.run.cache_dir,
     )
 
 

@@ -6,6 +6,7 @@ An instance never opens a model path: the first weights arrive as every later ve
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 import numpy as np
 from transformers.modeling_utils import PreTrainedModel
@@ -16,6 +17,7 @@ from engine.build import build_engine
 from engine.calibration.engine_provenance import here
 from engine.drafters.model_drafter import ModelDrafter
 from engine.engine import Engine
+from engine.model.kept_verdicts import KeptVerdicts
 from engine.weights.chunks import load_into, model_checksum, weight_views
 from engine.weights.loading import build_causal_lm
 
@@ -84,11 +86,16 @@ class ManifestHost:
             weight_version=self._versions["target"],
             drafter_version=self._versions.get("draft", 0),
             profile=self._spec.profile,
+            verdicts=self._verdicts(),
         )
         if self._spec.step_log:
             self._engine.step_log = []
         # those that arrived before were confirmed when nothing was laid out yet
         self._require_copies_hold(self._models)
+
+    def _verdicts(self) -> KeptVerdicts | None:
+        cache = self._spec.cache_dir
+        return None if cache is None else KeptVerdicts(Path(cache).expanduser() / "probes")
 
     def _check_profile(self) -> None:
         """Require the profile's hardware here. Weights may have moved on. Raises ProfileError naming what differs."""
