@@ -10,13 +10,15 @@ from collections.abc import Iterator, Sequence
 from typing import Literal
 
 import numpy as np
+import ray
 import torch
 from transformers import PreTrainedModel
 
 from actors.actor_messages import LoadedWeights, TrainerSpec
 from actors.ray_utils.assigned_device import assigned_gpus, resolve_device
 from actors.ray_utils.remote import remote
-from core.errors import RlhfSpecError
+from actors.transport.broadcast import BroadcastGroup, BroadcastHost, BroadcastTicket
+from core.errors import RlhfSpecError, WeightsError
 from core.records import Rollout, UpdateReport, WeightManifest
 from engine.model.compute_backend import ComputeBackend
 from engine.weights.chunks import load_into, weight_views
@@ -38,6 +40,8 @@ class TrainerActor:
         self._built_refitter: DraftRefitter | None = None
         self._soft_targets: SoftTargetStore | None = None
         self._forms: dict[str, PublishedForm] = {}
+        self._broadcast_host: BroadcastHost | None = None
+        self._broadcast: BroadcastGroup | None = None
 
     def __repr__(self) -> str:
         return "TrainerActor"
@@ -97,6 +101,44 @@ class TrainerActor:
         packer = self._forms[model].packer(name=model, weight_version=owner.weight_version)
         yield from packer.chunks(owner.weights())
         yield packer.manifest()
+
+    def open_broadcast(self, members: tuple[str, ...]) -> BroadcastTicket:
+        """Listen for instances that shall join a broadcast group; `join_broadcast` waits for them."""
+        self.close_broadcast()
+        self._broadcast_host = BroadcastHost(host=ray.util.get_node_ip_address(), members=members)
+        return self._broadcast_host.ticket
+
+    def join_broadcast(self, timeout_s: float) -> None:
+        """Wait for all members. Raises WaitTimeout naming who did not come."""
+        if self._broadcast_host is not None:
+            self._broadcast = self._broadcast_host.join(timeout_s)
+
+    def broadcast(self, layout: WeightManifest) -> WeightManifest:
+        """Send the target's weights, each bucket while the next is packed; what was sent.
+
+        Raises WeightsError when the buckets are not laid out as `layout` says, WaitTimeout when a member fails.
+        """
+        if self._broadcast is None:
+            raise WeightsError(
+                "the trainer is in no broadcast group; the object store carries the weights instead"
+            )
+        version = self._learner.weight_version
+        # one on its way, one that is packed, and that before is being handed on still
+        packer = self._forms["target"].packer(name="target", weight_version=version, rooms=2)
+        for index, chunk in enumerate(packer.chunks(self._learner.weights())):
+            if index >= len(layout.chunk_num_bytes) or len(chunk) != layout.chunk_num_bytes[index]:
+                raise WeightsError(
+                    f"chunk {index} of target version {version} is not of the size that was agreed"
+                )
+            self._broadcast.send(chunk, packer.last_digest, f"chunk {index} of target version {version}")
+        self._broadcast.settle()
+        return packer.manifest()
+
+    def close_broadcast(self) -> None:
+        """Leave the group, if there is one."""
+        if self._broadcast is not None:
+            self._broadcast.close()
+        self._broadcast = self._broadcast_host = None
 
     def checksum(self) -> str:
         """Checksum over the target's parameters as they are published."""

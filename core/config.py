@@ -210,6 +210,13 @@ class RewardPoolConfig(PoolConfig):
     num_cpus: float = Field(default=0.25, ge=0.0)
 
 
+class PublicationConfig(Section):
+    """How new weights of the target travel from the trainer to the instances."""
+
+    transport: Literal["auto", "broadcast", "object_store"] = "auto"
+    "broadcast: a process group (Gloo); auto: that where the cluster has several nodes, else the object store"
+
+
 class ClusterConfig(Section):
     """Ray: where, what each pool takes, and how long anything may take to answer."""
 
@@ -224,6 +231,7 @@ class ClusterConfig(Section):
     generation: GenerationPoolConfig = GenerationPoolConfig()
     reward: RewardPoolConfig = RewardPoolConfig()
     trainer: PoolConfig = PoolConfig()
+    publication: PublicationConfig = PublicationConfig()
     scheduler_num_cpus: float = Field(default=0.1, ge=0.0)
     placement_timeout_s: Seconds = 30.0
     start_timeout_s: Seconds = 300.0

@@ -24,14 +24,16 @@ class PublishedForm:
         """The type that each tensor is rounded to."""
         return {spec.name: torch.__dict__[spec.dtype] for spec in self.first.tensors}
 
-    def packer(self, *, name: Literal["target", "draft"], weight_version: int) -> WeightPacker:
-        """What packs a version chunk by chunk, each written over the one before."""
+    def packer(
+        self, *, name: Literal["target", "draft"], weight_version: int, rooms: int = 1
+    ) -> WeightPacker:
+        """What packs a version chunk by chunk, each written over the one that is `rooms` before."""
         return WeightPacker(
             name=name,
             weight_version=weight_version,
             hf_config_json=self.first.hf_config_json,
             dtypes=self.dtypes,
-            reuse=True,
+            rooms=rooms,
         )
 
     def checksum(self, weights: Iterable[tuple[str, Tensor]]) -> str:

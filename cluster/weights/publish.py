@@ -8,7 +8,7 @@ published when every instance decodes from it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -24,12 +24,27 @@ _GRACE_S = 5.0
 "The caller waits longer than the instance, so that the instance's own message arrives."
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class PublishedWeights:
     """A manifest with references to its chunks; they live as long as this record."""
 
     manifest: WeightManifest
     chunk_refs: tuple[Any, ...]
+    fetch: Callable[[], PublishedWeights] | None = None
+    "for a version that was broadcast: brings its chunks into the object store when they are first asked for"
+
+    def refs(self) -> tuple[Any, ...]:
+        """The chunks, from whoever has them. Raises WeightsError when that one has another version by now."""
+        if self.fetch is not None:
+            brought = self.fetch()
+            if brought.manifest != self.manifest:
+                raise WeightsError(
+                    f"expected the trainer to hold {self.manifest.model} version {self.manifest.weight_version} with "
+                    f"checksum {self.manifest.checksum}, got version {brought.manifest.weight_version} with "
+                    f"{brought.manifest.checksum}; only the trainer's present version can be brought again"
+                )
+            self.chunk_refs, self.fetch = brought.chunk_refs, None
+        return self.chunk_refs
 
 
 def from_trainer(
@@ -77,9 +92,9 @@ def publish(
     Raises WeightsError for a wrong confirmation, WaitTimeout for a missing one.
     """
     manifest = weights.manifest
+    chunks = weights.refs()
     refs = {
-        name: handle.load_weights.remote(timeout_s, manifest, *weights.chunk_refs)
-        for name, handle in instances.items()
+        name: handle.load_weights.remote(timeout_s, manifest, *chunks) for name, handle in instances.items()
     }
     deadline_s = awake_s() + timeout_s + _GRACE_S
     lost: dict[str, InstanceLost] = {}

@@ -43,7 +43,7 @@ class WeightPacker:
         hf_config_json: str,
         dtypes: Mapping[str, torch.dtype] | None = None,
         chunk_bytes: int = CHUNK_BYTES,
-        reuse: bool = False,
+        rooms: int = 0,
     ) -> None:
         """Prepare for one version of one model.
 
@@ -53,7 +53,8 @@ class WeightPacker:
             hf_config_json: from which the module can be built.
             dtypes: types to round to, by tensor; others keep theirs.
             chunk_bytes: a chunk is closed before it would grow larger.
-            reuse: each chunk is written over the one before; whoever takes it copies it before asking for the next.
+            rooms: buffers to write chunks into in turn, so that whoever takes one has done with it before `rooms`
+                more are asked for; 0: each chunk has a buffer of its own.
 
         Raises:
             WeightsError: `chunk_bytes` is less than 1.
@@ -62,7 +63,8 @@ class WeightPacker:
             raise WeightsError(f"expected chunks of at least 1 byte, got chunk_bytes {chunk_bytes}")
         self._name, self._version, self._config = name, weight_version, hf_config_json
         self._dtypes = dtypes or {}
-        self._chunk_bytes, self._reuse = chunk_bytes, reuse
+        self._chunk_bytes = chunk_bytes
+        self._rooms = [np.empty(0, np.uint8) for _ in range(rooms)]
         self._specs: list[TensorSpec] = []
         self._sizes: list[int] = []
         self._digests: list[str] = []
@@ -81,8 +83,8 @@ class WeightPacker:
             if used and used + padded > self._chunk_bytes:
                 yield self._closed(room[:used], views)
                 used, views = 0, []
-            if not used and (not self._reuse or len(room) < padded):
-                room = np.empty(max(self._chunk_bytes, padded), np.uint8)
+            if not used:
+                room = self._room(padded)
             place = torch.from_numpy(room[used : used + size]).view(dtype).view(tensor.shape)
             place.copy_(tensor.detach())
             room[used + size : used + padded] = 0
@@ -112,6 +114,21 @@ class WeightPacker:
             tensors=tuple(self._specs),
             hf_config_json=self._config,
         )
+
+    def _room(self, least: int) -> np.ndarray:
+        """Where the next chunk is written: in turn, larger where one tensor needs it."""
+        turn = len(self._sizes) % max(len(self._rooms), 1)
+        if self._rooms and len(self._rooms[turn]) >= least:
+            return self._rooms[turn]
+        room = np.empty(max(self._chunk_bytes, least), np.uint8)
+        if self._rooms:
+            self._rooms[turn] = room
+        return room
+
+    @property
+    def last_digest(self) -> str:
+        """Of the chunk that was yielded last."""
+        return self._digests[-1]
 
     def _closed(self, chunk: np.ndarray, views: Sequence[tuple[str, Tensor]]) -> np.ndarray:
         if odd := not_finite(views):
@@ -250,9 +267,18 @@ def load_into(model: PreTrainedModel, tensors: dict[str, Tensor]) -> None:
     Raises WeightsError when names, shapes or types do not fit the model; nothing is copied then.
     """
     own = dict(unique_tensors(model))
-    if own.keys() != tensors.keys():
-        odd = sorted(own.keys() ^ tensors.keys())
+    require_names(own, tensors)
+    copy_over(own, tensors)
+
+
+def require_names(own: Mapping[str, Tensor], names: Iterable[str]) -> None:
+    """Raise WeightsError unless these are a model's tensors, all of them."""
+    if odd := sorted(own.keys() ^ set(names)):
         raise WeightsError(f"weights do not fit the model: {len(odd)} names differ, first '{odd[0]}'")
+
+
+def copy_over(own: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
+    """Copy some of a model's tensors in place. Raises WeightsError before any is copied when one does not fit."""
     for name, tensor in tensors.items():
         mine = own[name]
         if mine.shape != tensor.shape:

@@ -104,7 +104,10 @@ def test_the_packed_bytes_are_those_that_earlier_versions_packed() -> None:
     assert old == "2b60151004d8cb9987a306250537bb0c"
 
 
-def test_a_chunk_written_over_the_one_before_is_packed_and_rounded_alike(model: PreTrainedModel) -> None:
+@pytest.mark.parametrize("rooms", [1, 2])
+def test_chunks_written_over_earlier_ones_are_packed_and_rounded_alike(
+    model: PreTrainedModel, rooms: int
+) -> None:
     tensors = [(name, tensor.double()) for name, tensor in unique_tensors(model)]
     want, chunks = pack_weights(model, name="target", weight_version=1, chunk_bytes=CHUNK_BYTES)
     packer = WeightPacker(
@@ -113,7 +116,7 @@ def test_a_chunk_written_over_the_one_before_is_packed_and_rounded_alike(model: 
         hf_config_json=want.hf_config_json,
         dtypes={name: tensor.dtype for name, tensor in unique_tensors(model)},
         chunk_bytes=CHUNK_BYTES,
-        reuse=True,
+        rooms=rooms,
     )
     taken = [(chunk.ctypes.data, chunk.tobytes()) for chunk in packer.chunks(tensors)]
     assert [data for _, data in taken] == [chunk.tobytes() for chunk in chunks]
