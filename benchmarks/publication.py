@@ -47,6 +47,10 @@ def run(*, out: Path, mode: str, data: Path | None) -> int:
     figures.keep("publish_s_real", published.seconds)
     figures.keep("publish_over_memcpy_real", published.over_memcpy)
     figures.values["publish_extra_models_real"] = max(published.extra_models)
+    broadcast = _measure(target, rounds, num_bytes=600_000_000, broadcast=True)
+    figures.keep("broadcast_s_real", broadcast.seconds)
+    figures.keep("broadcast_over_memcpy_real", broadcast.over_memcpy)
+    figures.values["broadcast_extra_models_real"] = max(broadcast.extra_models)
     console.print(figures.values)
     if mode != "quick":
         _starts(target, figures)
@@ -58,14 +62,14 @@ def run(*, out: Path, mode: str, data: Path | None) -> int:
     return 0
 
 
-def _measure(folder: Path, rounds: int, *, num_bytes: int) -> Publications:
+def _measure(folder: Path, rounds: int, *, num_bytes: int, broadcast: bool = False) -> Publications:
     config = Config(
         data=DataConfig(task="chain"),
         models=ModelsConfig(draft="demo"),
         cluster=ClusterConfig(dashboard=False),
     )
     with ray_session(config, "bench-publication", store_bytes=2 * num_bytes + (256 << 20)):
-        return measure(folder, rounds=rounds)
+        return measure(folder, rounds=rounds, broadcast=broadcast)
 
 
 def _starts(target: Path, figures: Figures) -> None:

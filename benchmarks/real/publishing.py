@@ -18,8 +18,10 @@ from actors.actor_messages import GenerationSpec, TrainerSpec
 from actors.generation.generation_actor import GenerationActor
 from actors.trainer_actor import TrainerActor
 from benchmarks.support.actor_pool import ask
+from cluster.weights.group_publication import Broadcast
 from cluster.weights.publish import PublishedWeights, from_trainer, publish
-from core.config import EngineConfig, SpeculationConfig
+from core.config import ClusterConfig, EngineConfig, PublicationConfig, SpeculationConfig
+from core.errors import RlhfSpecError
 from core.training_config import AlgorithmConfig, TrainerConfig
 from engine.weights.chunks import pack_weights
 from engine.weights.loading import load_causal_lm
@@ -47,14 +49,19 @@ def measure(folder: Path, *, rounds: int, broadcast: bool = False) -> Publicatio
     """Publish a model `rounds` times to two running instances, after one time to warm up. Ray must be running."""
     with _running(folder) as (trainer, instances, weights):
         num_bytes = weights.manifest.num_bytes
+        cluster = ClusterConfig(publication=PublicationConfig(transport="broadcast"))
+        group = Broadcast(cluster, trainer, print) if broadcast else None
         source, copy = np.ones(num_bytes, np.uint8), np.zeros(num_bytes, np.uint8)
         seconds, ratios, extra = [], [], []
         for number in range(1 + rounds):
             memcpy_s = min(_timed_copy(copy, source) for _ in range(WARM_COPIES))
             with _peak_memory() as peak:
                 began_s = time.perf_counter()
-                weights = from_trainer(trainer, timeout_s=TIMEOUT_S)
-                publish(weights, instances, timeout_s=TIMEOUT_S)
+                if group is None:
+                    weights = from_trainer(trainer, timeout_s=TIMEOUT_S)
+                    publish(weights, instances, timeout_s=TIMEOUT_S)
+                elif group.publish(weights, 0, instances) is None:
+                    raise RlhfSpecError("the broadcast did not serve; the line before says why")
                 took_s = time.perf_counter() - began_s
             extra.append(peak.bytes / num_bytes)
             if number:
