@@ -96,7 +96,7 @@ def _linearity(rounds: int, figures: Figures, console: Console) -> None:
         )
         with torch.device("meta"):
             num_bytes = 4 * sum(weight.numel() for weight in LlamaForCausalLM(config).parameters())
-        if num_bytes * PROCESSES > machine.memory_bytes():
+        if num_bytes * PROCESSES > (machine.memory_bytes() or 0):
             console.print(f"{label} left out: it needs {num_bytes * PROCESSES / 1e9:.0f} GB of memory")
             continue
         with tempfile.TemporaryDirectory() as folder:

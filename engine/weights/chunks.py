@@ -138,7 +138,7 @@ class WeightPacker:
             )
         self._sizes.append(len(chunk))
         self._digests.append(digest(chunk))
-        self._whole.update(chunk)
+        self._whole.update(chunk.data)
         return chunk
 
 
@@ -323,7 +323,7 @@ def checksum_of(tensors: Iterable[Tensor]) -> str:
     whole = xxhash.xxh3_128()
     for tensor in tensors:
         raw = _to_bytes(tensor)
-        whole.update(raw)
+        whole.update(raw.data)
         whole.update(bytes(-len(raw) % ALIGNMENT_BYTES))
     return whole.hexdigest()
 
@@ -350,7 +350,7 @@ def _dtype(name: str) -> torch.dtype:
 
 def digest(data: np.ndarray) -> str:
     """The checksum of a chunk."""
-    return xxhash.xxh3_128_hexdigest(data)
+    return xxhash.xxh3_128_hexdigest(data.data)
 
 
 def _as_tensor(chunk: np.ndarray) -> Tensor:
