@@ -50,6 +50,8 @@ class GenerationSpec:
     "what the policy `goodput` goes by: numbers, no tables"
     step_log: bool = False
     "keep every decode step's record until it is taken"
+    cache_dir: str | None = None
+    "a folder of the instance's node where the probe's verdicts are kept; None: the probe runs at every start"
 
     @property
     def model_names(self) -> tuple[str, ...]:

@@ -6,20 +6,22 @@ weights go out as chunks that the actor returns (the caller owns them, so they o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 import numpy as np
+import ray
 import torch
 from transformers import PreTrainedModel
 
 from actors.actor_messages import LoadedWeights, TrainerSpec
 from actors.ray_utils.assigned_device import assigned_gpus, resolve_device
 from actors.ray_utils.remote import remote
-from core.errors import RlhfSpecError
+from actors.transport.broadcast import BroadcastGroup, BroadcastHost, BroadcastTicket
+from core.errors import RlhfSpecError, WeightsError
 from core.records import Rollout, UpdateReport, WeightManifest
 from engine.model.compute_backend import ComputeBackend
-from engine.weights.chunks import load_into, unpack_weights
+from engine.weights.chunks import load_into, weight_views
 from engine.weights.loading import DTYPES, build_causal_lm
 from learning.draft_refit import DraftRefitter, RefitReport
 from learning.forward.precision import hold_linears_in
@@ -38,7 +40,8 @@ class TrainerActor:
         self._built_refitter: DraftRefitter | None = None
         self._soft_targets: SoftTargetStore | None = None
         self._forms: dict[str, PublishedForm] = {}
-        self._packed: list[np.ndarray] = []
+        self._broadcast_host: BroadcastHost | None = None
+        self._broadcast: BroadcastGroup | None = None
 
     def __repr__(self) -> str:
         return "TrainerActor"
@@ -89,18 +92,53 @@ class TrainerActor:
         """Let the draft model follow the target for at most so long; the target itself is not touched."""
         return self._refitter.refit(rollouts, budget_s=budget_s, soft_targets=self._soft_targets)
 
-    def pack(self, model: Literal["target", "draft"] = "target") -> WeightManifest:
-        """Freeze a model's current weights into chunks and describe them; `chunks` hands them out."""
-        owner = self._learner if model == "target" else self._refitter
-        manifest, self._packed = self._forms[model].pack(
-            owner.weights(), name=model, weight_version=owner.weight_version
-        )
-        return manifest
+    def packed(self, model: Literal["target", "draft"] = "target") -> Iterator[np.ndarray | WeightManifest]:
+        """Pack a model's current weights: every chunk when it is full, in a buffer of its own use, then the manifest.
 
-    def chunks(self) -> tuple[np.ndarray, ...] | np.ndarray:
-        """The packed chunks, to be called with `num_returns` set to their number; then forgotten."""
-        packed, self._packed = self._packed, []
-        return packed[0] if len(packed) == 1 else tuple(packed)
+        To be called with `num_returns="streaming"`: each chunk is in the object store before the next is packed.
+        """
+        owner = self._learner if model == "target" else self._refitter
+        packer = self._forms[model].packer(name=model, weight_version=owner.weight_version)
+        yield from packer.chunks(owner.weights())
+        yield packer.manifest()
+
+    def open_broadcast(self, members: tuple[str, ...]) -> BroadcastTicket:
+        """Listen for instances that shall join a broadcast group; `join_broadcast` waits for them."""
+        self.close_broadcast()
+        self._broadcast_host = BroadcastHost(host=ray.util.get_node_ip_address(), members=members)
+        return self._broadcast_host.ticket
+
+    def join_broadcast(self, timeout_s: float) -> None:
+        """Wait for all members. Raises WaitTimeout naming who did not come."""
+        if self._broadcast_host is not None:
+            self._broadcast = self._broadcast_host.join(timeout_s)
+
+    def broadcast(self, layout: WeightManifest) -> WeightManifest:
+        """Send the target's weights, each bucket while the next is packed; what was sent.
+
+        Raises WeightsError when the buckets are not laid out as `layout` says, WaitTimeout when a member fails.
+        """
+        if self._broadcast is None:
+            raise WeightsError(
+                "the trainer is in no broadcast group; the object store carries the weights instead"
+            )
+        version = self._learner.weight_version
+        # one on its way, one that is packed, and that before is being handed on still
+        packer = self._forms["target"].packer(name="target", weight_version=version, rooms=2)
+        for index, chunk in enumerate(packer.chunks(self._learner.weights())):
+            if index >= len(layout.chunk_num_bytes) or len(chunk) != layout.chunk_num_bytes[index]:
+                raise WeightsError(
+                    f"chunk {index} of target version {version} is not of the size that was agreed"
+                )
+            self._broadcast.send(chunk, packer.last_digest, f"chunk {index} of target version {version}")
+        self._broadcast.settle()
+        return packer.manifest()
+
+    def close_broadcast(self) -> None:
+        """Leave the group, if there is one."""
+        if self._broadcast is not None:
+            self._broadcast.close()
+        self._broadcast = self._broadcast_host = None
 
     def checksum(self) -> str:
         """Checksum over the target's parameters as they are published."""
@@ -116,7 +154,7 @@ class TrainerActor:
     def _build(self, manifest: WeightManifest, chunks: Sequence[np.ndarray]) -> PreTrainedModel:
         """The published model on this actor's device, in float32 where an optimizer steps its weights."""
         model = build_causal_lm(manifest.hf_config_json, "float32")
-        load_into(model, unpack_weights(manifest, chunks))
+        load_into(model, weight_views(manifest, chunks))
         if manifest.model == "target" and self._spec.trainer.lora is not None:
             hold_linears_in(model, self._compute_dtype)
         self._forms[manifest.model] = PublishedForm(manifest)

@@ -53,7 +53,9 @@ def run_training(config: Config, inputs: Inputs, run_dir: RunDir, report: Report
     with (
         run_dir.heartbeat(),
         sigterm_exits(interrupted),
-        ray_session(config, run_dir.path.name, on_sigterm=interrupted) as session,
+        ray_session(
+            config, run_dir.path.name, on_sigterm=interrupted, store_bytes=inputs.object_store_bytes
+        ) as session,
     ):
         for line in session.swept:
             report.note(line)
@@ -117,8 +119,10 @@ def run_iteration(
     update = system.ask(system.trainer.update.remote(rollouts), waited_for="trainer", order="update")
     publish_began_s = time.perf_counter()
     report.progress("publish", 0, 1)
-    system.target = from_trainer(system.trainer, timeout_s=timeout_s)
-    system.generation.publish(system.target)
+    instances = system.generation.instances
+    broadcast = system.broadcast.publish(system.target, update.weight_version, instances)
+    system.target = broadcast or from_trainer(system.trainer, timeout_s=timeout_s)
+    (system.generation.keep if broadcast else system.generation.publish)(system.target)
     refit_began_s = time.perf_counter()
     report.progress("refit", 0, 1)
     draft_figures = refit_draft(system, rollouts, iteration_s=refit_began_s - began_s, report=report)

@@ -28,6 +28,7 @@ from cluster.scheduling.generation_pool import GenerationPool
 from cluster.scheduling.instance_table import InstanceTable
 from cluster.scheduling.reallocation import migration_settings, reallocation_policy
 from cluster.scheduling.scheduler_client import SchedulerClient, scheduler_name
+from cluster.weights.group_publication import Broadcast
 from cluster.weights.publish import PublishedWeights, confirm
 from core.config import Config
 from core.records import Completion, SampleRequest, SamplingParams
@@ -55,6 +56,7 @@ class System:
     trainer: Handle
     target: PublishedWeights
     draft: PublishedWeights | None
+    broadcast: Broadcast
     refit_overhead_s: float = 0.0
     "what the last refit of the draft model took beside the learning: packing, publishing, confirming"
 
@@ -123,6 +125,7 @@ def _make_actors(
         trainer=trainer,
         target=load_and_put(config, config.models.target, "target"),
         draft=_draft(config),
+        broadcast=Broadcast(cluster, trainer, note),
     )
 
 
@@ -188,6 +191,7 @@ def _generation_spec(config: Config, inputs: Inputs, instance: str, max_total_to
         migration=migration_settings(config),
         profile=inputs.profile,
         step_log=config.run.step_log,
+        cache_dir=config.run.cache_dir,
     )
 
 

@@ -210,6 +210,13 @@ class RewardPoolConfig(PoolConfig):
     num_cpus: float = Field(default=0.25, ge=0.0)
 
 
+class PublicationConfig(Section):
+    """How new weights of the target travel from the trainer to the instances."""
+
+    transport: Literal["auto", "broadcast", "object_store"] = "auto"
+    "broadcast: a process group (Gloo); auto: that where the cluster has several nodes, else the object store"
+
+
 class ClusterConfig(Section):
     """Ray: where, what each pool takes, and how long anything may take to answer."""
 
@@ -219,11 +226,12 @@ class ClusterConfig(Section):
     dashboard_port: int | None = None
     "null: a free one"
     object_store_bytes: int | None = None
-    "null: a quarter of /dev/shm, at most 1 GiB (local cluster only)"
+    "null: what the run needs, two versions of its weights among it (local cluster only)"
     placement: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = "PACK"
     generation: GenerationPoolConfig = GenerationPoolConfig()
     reward: RewardPoolConfig = RewardPoolConfig()
     trainer: PoolConfig = PoolConfig()
+    publication: PublicationConfig = PublicationConfig()
     scheduler_num_cpus: float = Field(default=0.1, ge=0.0)
     placement_timeout_s: Seconds = 30.0
     start_timeout_s: Seconds = 300.0

@@ -22,6 +22,7 @@ from engine.engine import Engine
 from engine.model.compute_backend import ComputeBackend, PoolAttention
 from engine.model.cuda_graphs import CudaRecorder
 from engine.model.invariance_probe import prove_invariance
+from engine.model.kept_verdicts import KeptVerdicts, Verdict, facts_of
 from engine.model.runner import ModelRunner
 from engine.numerics import (
     attention_for,
@@ -53,6 +54,7 @@ def build_engine(
     policy: DraftPolicy | None = None,
     profile: Profile | None = None,
     backend: ComputeBackend | None = None,
+    verdicts: KeptVerdicts | None = None,
 ) -> Engine:
     """Build an engine.
 
@@ -73,6 +75,7 @@ def build_engine(
         policy: instead of the one that `speculation` describes.
         profile: what the policy `goodput` and every refined budget go by.
         backend: what computes, instead of the one that device and threads ask for.
+        verdicts: where the probe's verdict is looked for and kept; None: the probe runs at every start.
 
     Raises:
         ModelError: the architecture is not served, the context is longer than a model's positions, or the draft's
@@ -104,7 +107,7 @@ def build_engine(
     refused = ""
     if numerics == "invariant" and engine.probe:
         try:
-            _prove(runner, policy.max_nodes)
+            _prove(runner, policy.max_nodes, verdicts)
         except NotInvariantError as error:
             # library products round by their company on some processors: no reason for `auto` to give up
             if engine.numerics != "auto" or backend.name != ComputeBackend.name:
@@ -157,16 +160,30 @@ def _runner(
     )
 
 
-def _prove(runner: ModelRunner, max_nodes: int) -> None:
+def _prove(runner: ModelRunner, max_nodes: int, verdicts: KeptVerdicts | None) -> None:
     """Prove that tokens round alike in any company, with plain products where prepacked ones do not."""
+    if verdicts is None:
+        _probe(runner, max_nodes)
+        return
+    facts = facts_of(runner, max_nodes=max_nodes)
+    verdict = verdicts.read(facts)
+    if verdict is None:
+        verdicts.keep(facts, _probe(runner, max_nodes))
+    elif verdict == "holds_unpacked":
+        runner.stop_prepacking()
+
+
+def _probe(runner: ModelRunner, max_nodes: int) -> Verdict:
     try:
         prove_invariance(runner, max_nodes=max_nodes)
+        return "holds"
     except NumericsError:
         if not runner.prepacked:
             raise
         logger.warning("prepacked weights do not round alike on this machine: plain products serve instead")
         runner.stop_prepacking()
         prove_invariance(runner, max_nodes=max_nodes)
+        return "holds_unpacked"
 
 
 def _drafter(

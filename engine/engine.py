@@ -74,8 +74,7 @@ class Engine:
     ) -> None:
         self.runner = runner
         self.numerics = numerics
-        self.promise = promise
-        "what `numerics` promises of tokens, and why, in one line"
+        self.promise = promise  # of tokens, in one line
         self.drafter = drafter
         self.policy = policy
         self.scorer = scorer
@@ -326,12 +325,19 @@ class Engine:
             self.drafter.drop()
             self.drafter_version = manifest.weight_version
             return
+        self.load_parts(manifest, [tensors])
+
+    def load_parts(self, manifest: WeightManifest, parts: Iterable[dict[str, Tensor]]) -> None:
+        """Load a version of the target part by part as it comes, see `ModelRunner.load_parts`.
+
+        Raises WeightsError, before the first part is asked for, when samples are open.
+        """
         if self.has_work:
             raise WeightsError(
                 f"instance {self.instance} got target weights version {manifest.weight_version} with "
                 f"{len(self._batch)} running and {len(self._waiting)} waiting samples; drain it first"
             )
-        self.runner.load(tensors)
+        self.runner.load_parts([spec.name for spec in manifest.tensors], parts)
         self.weight_version = manifest.weight_version
 
     def _preempt(self) -> None:

@@ -6,12 +6,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from core.records import WeightManifest
-from engine.weights.chunks import checksum_of, pack_tensors
+from engine.weights.chunks import WeightPacker, checksum_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,22 +19,24 @@ class PublishedForm:
 
     first: WeightManifest
 
-    def tensors(self, weights: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
-        """A model's weights as they are published, rounded to nearest."""
-        dtypes = {spec.name: torch.__dict__[spec.dtype] for spec in self.first.tensors}
-        return [(name, tensor.to(dtypes[name])) for name, tensor in weights]
+    @property
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """The type that each tensor is rounded to."""
+        return {spec.name: torch.__dict__[spec.dtype] for spec in self.first.tensors}
 
-    def pack(
-        self, weights: Iterable[tuple[str, Tensor]], *, name: Literal["target", "draft"], weight_version: int
-    ) -> tuple[WeightManifest, list[np.ndarray]]:
-        """Freeze the weights into chunks. Raises NotFiniteError."""
-        return pack_tensors(
-            self.tensors(weights),
-            hf_config_json=self.first.hf_config_json,
+    def packer(
+        self, *, name: Literal["target", "draft"], weight_version: int, rooms: int = 1
+    ) -> WeightPacker:
+        """What packs a version chunk by chunk, each written over the one that is `rooms` before."""
+        return WeightPacker(
             name=name,
             weight_version=weight_version,
+            hf_config_json=self.first.hf_config_json,
+            dtypes=self.dtypes,
+            rooms=rooms,
         )
 
     def checksum(self, weights: Iterable[tuple[str, Tensor]]) -> str:
-        """The checksum that the published weights have."""
-        return checksum_of(tensor for _, tensor in self.tensors(weights))
+        """The checksum that the published weights have; one tensor at a time is rounded."""
+        dtypes = self.dtypes
+        return checksum_of(tensor.detach().to(dtypes[name]) for name, tensor in weights)

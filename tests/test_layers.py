@@ -19,7 +19,7 @@ ALLOWED = {
     "core": {"pydantic", "yaml", "numpy"},
     "profiles": {"numpy", "pyarrow", "statsmodels"},
     "policies": {"numpy"},
-    "engine": _TORCH | {"xformers", "triton", "llvmlite"},
+    "engine": _TORCH | {"xxhash", "xformers", "triton", "llvmlite"},
     "learning": _TORCH | {"pyarrow", "datasets", "peft", "huggingface_hub", "filelock", "gguf"},
     "actors": _TORCH | {"ray"},
     "cluster": _TORCH | {"ray", "pyarrow", "rich", "matplotlib", "yaml"},

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from actors.actor_messages import HeldSamples, PollReply
-from actors.generation.loop_engine import EngineHost
+from actors.generation.loop_engine import BucketSource, EngineHost
 from actors.generation.trace_events import TraceLog
 from core.errors import RlhfSpecError
 from core.progress import Progress
@@ -59,6 +59,8 @@ class LoadOrder:
 
     manifest: WeightManifest
     chunks: tuple[np.ndarray, ...]
+    group: BucketSource | None = None
+    "where the chunks come from instead; of the manifest only version, names and places hold then"
 
     def __str__(self) -> str:
         return f"load {self.manifest.model} version {self.manifest.weight_version}"
@@ -261,7 +263,11 @@ class DecodeLoop:
                     self._submit(order)
                     future.set_result(None)
                 case LoadOrder():
-                    future.set_result(self._host.load_weights(order.manifest, order.chunks))
+                    future.set_result(
+                        self._host.load_weights(order.manifest, order.chunks)
+                        if order.group is None
+                        else self._host.receive_weights(order.manifest, order.group)
+                    )
                     self._report_state()
                 case NewsOrder():
                     if self._migrator is None:

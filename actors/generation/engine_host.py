@@ -5,21 +5,33 @@ An instance never opens a model path: the first weights arrive as every later ve
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor
 from transformers.modeling_utils import PreTrainedModel
 
 from actors.actor_messages import GenerationSpec, InstanceNumerics, LoadedWeights
-from core.errors import RlhfSpecError
-from core.records import WeightManifest
+from actors.generation.loop_engine import BucketSource
+from core.errors import RlhfSpecError, WeightsError
+from core.records import TensorSpec, WeightManifest
 from engine.build import build_engine
 from engine.calibration.engine_provenance import device_name, here
 from engine.drafters.model_drafter import ModelDrafter
 from engine.engine import Engine
 from engine.model.compute_backend import ComputeBackend
-from engine.weights.chunks import load_into, model_checksum, unpack_weights
+from engine.model.kept_verdicts import KeptVerdicts
+from engine.weights.chunks import (
+    chunk_of,
+    chunk_starts,
+    digest,
+    load_into,
+    model_checksum,
+    view_of,
+    weight_views,
+)
 from engine.weights.loading import build_causal_lm
 
 
@@ -31,11 +43,12 @@ class ManifestHost:
         self._models: dict[str, PreTrainedModel] = {}
         self._versions: dict[str, int] = {}
         self._engine: Engine | None = None
+        self._is_torn = False
 
     @property
     def engine(self) -> Engine | None:
-        """The engine; None until the first version of every model has been loaded."""
-        return self._engine
+        """The engine; None until the first version of every model has been loaded, and while it has two versions."""
+        return None if self._is_torn else self._engine
 
     def load_weights(self, manifest: WeightManifest, chunks: Sequence[np.ndarray]) -> LoadedWeights:
         """Load one version of one model, and read back what decodes from now on.
@@ -43,10 +56,11 @@ class ManifestHost:
         Raises WeightsError when chunks and manifest do not match, a sample is open, or a laid-out copy is not what was
         loaded.
         """
-        tensors = unpack_weights(manifest, chunks)
+        tensors = weight_views(manifest, chunks)
         if self._engine is not None:
             self._engine.load_weights(manifest, tensors)
             self._require_copies_hold([manifest.model])
+            self._is_torn = self._is_torn and manifest.model != "target"
         else:
             model = build_causal_lm(manifest.hf_config_json, self._spec.dtype)
             load_into(model, tensors)
@@ -76,6 +90,44 @@ class ManifestHost:
             rounds_by = f"code of our own ({runner.backend.name})"
         return InstanceNumerics(promise=self._engine.promise, rounds_by=rounds_by)
 
+    def receive_weights(self, layout: WeightManifest, group: BucketSource) -> LoadedWeights:
+        """Load the target's next version bucket by bucket, as it comes; nothing decodes until one version is whole.
+
+        Raises WeightsError, naming the bucket that does not match, and what the group raises.
+        """
+        if self._engine is None:
+            raise WeightsError(
+                f"{self._spec.instance} has no engine yet: its first weights come by the object store"
+            )
+        self._engine.load_parts(layout, self._received(layout, group))
+        self._require_copies_hold([layout.model])
+        self._is_torn = False
+        return LoadedWeights(
+            instance=self._spec.instance,
+            model=layout.model,
+            weight_version=layout.weight_version,
+            checksum=model_checksum(self._models[layout.model]),
+        )
+
+    def _received(self, layout: WeightManifest, group: BucketSource) -> Iterator[dict[str, Tensor]]:
+        """The tensors of one bucket after the other, checked; views of one buffer."""
+        starts, count = chunk_starts(layout), len(layout.chunk_num_bytes)
+        room = np.empty(max(layout.chunk_num_bytes), np.uint8)
+        specs: list[list[TensorSpec]] = [[] for _ in range(count)]
+        for spec in layout.tensors:
+            specs[chunk_of(spec, starts)].append(spec)
+        for index, size in enumerate(layout.chunk_num_bytes):
+            chunk = room[:size]
+            what = f"chunk {index} of {count} of {layout.model} version {layout.weight_version}"
+            told = group.receive(chunk, what)
+            if (got := digest(chunk)) != told:
+                raise WeightsError(
+                    f"{self._spec.instance}: {what} has checksum {got}, expected {told}; re-send"
+                )
+            self._is_torn = True
+            flat = torch.from_numpy(chunk)
+            yield {spec.name: view_of(spec, flat, starts[index]) for spec in specs[index]}
+
     def _require_copies_hold(self, models: Iterable[str]) -> None:
         """Raises WeightsError when a copy that the engine decodes from is not what was loaded."""
         if self._engine is None:
@@ -103,11 +155,16 @@ class ManifestHost:
             weight_version=self._versions["target"],
             drafter_version=self._versions.get("draft", 0),
             profile=self._spec.profile,
+            verdicts=self._verdicts(),
         )
         if self._spec.step_log:
             self._engine.step_log = []
         # those that arrived before were confirmed when nothing was laid out yet
         self._require_copies_hold(self._models)
+
+    def _verdicts(self) -> KeptVerdicts | None:
+        cache = self._spec.cache_dir
+        return None if cache is None else KeptVerdicts(Path(cache).expanduser() / "probes")
 
     def _check_profile(self) -> None:
         """Require the profile's hardware here. Weights may have moved on. Raises ProfileError naming what differs."""

@@ -30,11 +30,12 @@ from actors.generation.decode_loop import (
 from actors.generation.gauges import InstanceGauges
 from actors.generation.trace_events import TraceEvent
 from actors.ray_utils.remote import Handle, remote
-from core.errors import WaitTimeout
+from core.errors import WaitTimeout, WeightsError
 from core.records import SampleRequest, WeightManifest
 from policies.migration.move_messages import CallOff, MoveOrder, PeerMessage, Settle
 
 if TYPE_CHECKING:
+    from actors.transport.broadcast import BroadcastGroup, BroadcastTicket
     from engine.exchange import CachePiece
 
 
@@ -49,6 +50,7 @@ class GenerationActor:
 
         self._spec = spec
         self._gauges = InstanceGauges(spec.instance)
+        self._group: BroadcastGroup | None = None
         self._host = host = ManifestHost(spec)
         self._endpoint = RayMigrationEndpoint(spec, host) if spec.migration else None
         self._loop = DecodeLoop(
@@ -97,6 +99,29 @@ class GenerationActor:
         Raises WeightsError when the chunks do not match the manifest or a sample is open.
         """
         return self._carry_out(LoadOrder(manifest=manifest, chunks=chunks), timeout_s)
+
+    @ray.method(concurrency_group="control")
+    def join_broadcast(self, ticket: BroadcastTicket, rank: int, timeout_s: float) -> None:
+        """Join the trainer's broadcast group. Raises WaitTimeout."""
+        from actors.transport.broadcast import join_broadcast
+
+        self._group = join_broadcast(
+            ticket,
+            rank=rank,
+            me=self._spec.instance,
+            host=ray.util.get_node_ip_address(),
+            timeout_s=timeout_s,
+        )
+
+    @ray.method(concurrency_group="control")
+    def receive_weights(self, timeout_s: float, layout: WeightManifest) -> LoadedWeights:
+        """Load the target's next version from the broadcast group between decode steps; no sample may be open.
+
+        `layout` is an earlier manifest with the new version: names, shapes and sizes.
+        """
+        if self._group is None:
+            raise WeightsError(f"{self._spec.instance} is in no broadcast group")
+        return self._carry_out(LoadOrder(manifest=layout, chunks=(), group=self._group), timeout_s)
 
     @ray.method(concurrency_group="control")
     def numerics(self) -> InstanceNumerics:

@@ -55,6 +55,14 @@ class LoopEngine(Protocol):
         ...
 
 
+class BucketSource(Protocol):
+    """What the loop needs of `actors.transport.broadcast.BroadcastGroup`."""
+
+    def receive(self, into: np.ndarray, what: str) -> str:
+        """Fill `into`, uint8 [n], and return its digest as told."""
+        ...
+
+
 class EngineHost(Protocol):
     """Holds the engine, which exists once all its weights have arrived."""
 
@@ -65,4 +73,8 @@ class EngineHost(Protocol):
 
     def load_weights(self, manifest: WeightManifest, chunks: Sequence[np.ndarray]) -> LoadedWeights:
         """Load one version of one model and read it back."""
+        ...
+
+    def receive_weights(self, layout: WeightManifest, group: BucketSource) -> LoadedWeights:
+        """Load the next version of a model from a broadcast group and read it back."""
         ...

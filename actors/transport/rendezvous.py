@@ -17,8 +17,8 @@ from typing import Any
 
 import torch.distributed
 
-_LENGTHS = struct.Struct("<II")
-_MAX_ITEM_BYTES = 1 << 20
+LENGTHS = struct.Struct("<II")
+MAX_ITEM_BYTES = 1 << 20
 _c10d: Any = torch.distributed
 
 
@@ -39,11 +39,11 @@ def accept(listener: socket.socket, channel: str, timeout_s: float) -> socket.so
     """Wait for the source of `channel` to knock. Raises OSError."""
     ends_s = time.monotonic() + timeout_s
     while True:
-        listener.settimeout(_remaining_s(ends_s))
+        listener.settimeout(remaining_s(ends_s))
         link, _ = listener.accept()
-        link.settimeout(_remaining_s(ends_s))
+        link.settimeout(remaining_s(ends_s))
         with suppress(ConnectionError):
-            if _read(link, len(channel)) == channel.encode():
+            if read_exactly(link, len(channel)) == channel.encode():
                 return link
         # Somebody else found the port.
         link.close()
@@ -74,7 +74,7 @@ class PairStore(_c10d.Store):
         name, data = key.encode(), value.encode() if isinstance(value, str) else bytes(value)
         self._values[key] = data
         self._link.settimeout(self._timeout_s)
-        self._link.sendall(_LENGTHS.pack(len(name), len(data)) + name + data)
+        self._link.sendall(LENGTHS.pack(len(name), len(data)) + name + data)
 
     def get(self, key: str) -> bytes:
         """Return a value, waiting for it. Raises OSError."""
@@ -89,19 +89,20 @@ class PairStore(_c10d.Store):
         """Wait until the values are here. Raises OSError, TimeoutError among them."""
         ends_s = time.monotonic() + (self._timeout_s if timeout is None else timeout.total_seconds())
         while not self.check(keys):
-            self._link.settimeout(_remaining_s(ends_s))
-            name_length, data_length = _LENGTHS.unpack(_read(self._link, _LENGTHS.size))
-            if name_length + data_length > _MAX_ITEM_BYTES:
+            self._link.settimeout(remaining_s(ends_s))
+            name_length, data_length = LENGTHS.unpack(read_exactly(self._link, LENGTHS.size))
+            if name_length + data_length > MAX_ITEM_BYTES:
                 raise ConnectionError("a peer that speaks another protocol")
-            name = _read(self._link, name_length)
-            self._values[name.decode()] = _read(self._link, data_length)
+            name = read_exactly(self._link, name_length)
+            self._values[name.decode()] = read_exactly(self._link, data_length)
 
     def close(self) -> None:
         """Close the connection."""
         self._link.close()
 
 
-def _read(link: socket.socket, length: int) -> bytes:
+def read_exactly(link: socket.socket, length: int) -> bytes:
+    """Read so many bytes. Raises OSError."""
     data = bytearray()
     while len(data) < length:
         part = link.recv(length - len(data))
@@ -111,7 +112,8 @@ def _read(link: socket.socket, length: int) -> bytes:
     return bytes(data)
 
 
-def _remaining_s(ends_s: float) -> float:
+def remaining_s(ends_s: float) -> float:
+    """Seconds until a moment of the monotonic clock. Raises TimeoutError when it is over."""
     remaining_s = ends_s - time.monotonic()
     if remaining_s <= 0.0:
         raise TimeoutError("nobody in time")

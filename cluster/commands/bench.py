@@ -23,6 +23,7 @@ Run one benchmark and write DIR/NAME.json: figures, intervals, provenance.
   rlhfspec bench engine --out bench --profile    the phases of a decode step
   rlhfspec bench drafting --out bench            the adaptive policy beside every other choice
   rlhfspec bench exactness --out bench --real    the same on SmolLM2-135M-Instruct, instances, moves
+  rlhfspec bench publication --out bench         weights of a real size to two instances; a second start
   rlhfspec bench models --out bench              which model families run: the page docs/models.md
 """
 

@@ -34,7 +34,11 @@ PLAIN_PROCESS_BYTES = 130 * MIB
 "A Ray actor with neither."
 RAY_PROCESSES_BYTES = 900 * MIB
 "Head processes, agents and dashboard of a local cluster."
-OBJECT_STORE_LIMIT_BYTES = 1 * GIB
+OBJECT_STORE_USUAL_BYTES = 1 * GIB
+_STORE_SLACK_BYTES = 256 * MIB
+"Of the object store: requests, logs, frames of moving caches, and what fragments cannot hold."
+_PUBLISHED_VERSIONS = 2
+"In the object store: the one that decodes, for replacements and checkpoints, and the next on its way."
 
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 _MASTER_BYTES = _DTYPE_BYTES["float32"]
@@ -151,6 +155,17 @@ def plan_memory(
         num_reward=config.cluster.reward.num_actors,
         disk_bytes=_disk_bytes(config, target, draft),
     )
+
+
+def object_store_need(config: Config, target: ModelShape, draft: ModelShape | None) -> int:
+    """Bytes of the object store that hold two versions of every published model, and an iteration's rollouts."""
+    dtype, rollout = config.models.dtype, config.rollout
+    weights = target.weight_bytes(dtype) + (draft.weight_bytes(dtype) if draft else 0)
+    samples = rollout.prompts_per_iteration * rollout.samples_per_prompt
+    rollouts = (
+        samples * (config.data.max_prompt_tokens + config.sampling.max_new_tokens) * _ROLLOUT_BYTES_PER_TOKEN
+    )
+    return _PUBLISHED_VERSIONS * weights + rollouts + _STORE_SLACK_BYTES
 
 
 def _sample_bytes(config: Config, target: ModelShape, draft: ModelShape | None, max_total_tokens: int) -> int:

@@ -27,7 +27,7 @@ from typing import Any
 import ray
 
 from cluster.placement import machine
-from cluster.placement.memory_plan import OBJECT_STORE_LIMIT_BYTES
+from cluster.placement.memory_plan import OBJECT_STORE_USUAL_BYTES
 from cluster.placement.origin import ROOT
 from cluster.run_folder.leftovers import RAY_FOLDER, claim, sweep_ray_folders
 from core.config import Config
@@ -120,11 +120,16 @@ def _check_port(port: int) -> None:
 
 @contextmanager
 def ray_session(
-    config: Config, run_id: str, *, on_sigterm: Callable[[], None] = lambda: None
+    config: Config,
+    run_id: str,
+    *,
+    on_sigterm: Callable[[], None] = lambda: None,
+    store_bytes: int | None = None,
 ) -> Iterator[RaySession]:
     """Start or join Ray, and leave it however the block ends. SIGTERM ends the block like Ctrl-C.
 
-    `on_sigterm` is called first of all then: whoever sent it may not wait for the rest.
+    `on_sigterm` is called first of all then: whoever sent it may not wait for the rest. `store_bytes` is the size of
+    a local cluster's object store where the config names none.
     A Ray that this process has already initialised is used and left alone.
     Raises PlacementError when Ray cannot be started here, or the cluster at `cluster.address` cannot be reached.
     """
@@ -141,7 +146,7 @@ def ray_session(
                     is_up = True
                     yield session
             else:
-                with _local(config, namespace, on_sigterm) as session:
+                with _local(config, namespace, on_sigterm, store_bytes or object_store_bytes()) as session:
                     is_up = True
                     yield session
     except SystemExit as error:
@@ -153,7 +158,9 @@ def ray_session(
 
 
 @contextmanager
-def _local(config: Config, namespace: str, on_sigterm: Callable[[], None]) -> Iterator[RaySession]:
+def _local(
+    config: Config, namespace: str, on_sigterm: Callable[[], None], store_bytes: int
+) -> Iterator[RaySession]:
     check_local_ray(config)
     swept = sweep_ray_folders(Path(tempfile.gettempdir()))
     folder = tempfile.mkdtemp(prefix=RAY_FOLDER)
@@ -169,7 +176,7 @@ def _local(config: Config, namespace: str, on_sigterm: Callable[[], None]) -> It
                     include_dashboard=cluster.dashboard,
                     dashboard_host=LOOPBACK,
                     dashboard_port=(cluster.dashboard_port or free_port()) if cluster.dashboard else None,
-                    object_store_memory=cluster.object_store_bytes or object_store_bytes(),
+                    object_store_memory=cluster.object_store_bytes or store_bytes,
                     _temp_dir=folder,
                     log_to_driver=False,
                     logging_level=logging.WARNING,
@@ -239,10 +246,14 @@ def _one_line(error: Exception) -> str:
     return (" ".join(str(error).split()) or type(error).__name__)[:300]
 
 
-def object_store_bytes() -> int:
-    """A quarter of what is free in /dev/shm, at most 1 GiB, at least what Ray accepts."""
+def object_store_bytes(needed: int = 0) -> int:
+    """What a run needs, but at most nine tenths of what is free in /dev/shm; beyond, Ray spills to disk.
+
+    At least a quarter of /dev/shm up to 1 GiB, and at least what Ray accepts.
+    """
     shared = machine.shared_memory_bytes() or 0
-    return max(MIN_OBJECT_STORE_BYTES, min(OBJECT_STORE_LIMIT_BYTES, shared // 4))
+    usual = min(OBJECT_STORE_USUAL_BYTES, shared // 4)
+    return max(MIN_OBJECT_STORE_BYTES, usual, min(needed, shared * 9 // 10))
 
 
 def free_port() -> int:

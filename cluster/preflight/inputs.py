@@ -26,6 +26,8 @@ class Inputs:
     dataset: PromptDataset
     profile: Profile | None = None
     "what the policy `goodput` goes by"
+    object_store_bytes: int | None = None
+    "of a local cluster, where the check has reckoned it"
 
 
 def read_tokenizer(config: Config) -> PreTrainedTokenizerBase:

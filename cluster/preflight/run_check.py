@@ -17,7 +17,7 @@ from transformers.configuration_utils import PretrainedConfig
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from cluster.placement import machine
-from cluster.placement.memory_plan import MemoryPlan, ModelShape, gib, plan_memory
+from cluster.placement.memory_plan import MemoryPlan, ModelShape, gib, object_store_need, plan_memory
 from cluster.placement.ray_session import check_local_ray, is_local, object_store_bytes
 from cluster.placement.topology import plan as plan_topology
 from cluster.placement.topology import require_machine
@@ -123,10 +123,11 @@ def check_run(config: Config, *, output_dir: Path) -> CheckReport:
         draft=draft,
         reward_params=reward_params,
         max_total_tokens=max_total_tokens,
-        object_store_bytes=config.cluster.object_store_bytes or object_store_bytes(),
+        object_store_bytes=config.cluster.object_store_bytes
+        or object_store_bytes(object_store_need(config, target, draft)),
     )
     report = CheckReport(
-        inputs=inputs,
+        inputs=replace(inputs, object_store_bytes=plan.object_store_bytes),
         models=tuple(lines),
         adapter=_describe_adapter(target, plan),
         data=f"{len(inputs.dataset)} prompts, the longest {longest} tokens",

@@ -66,6 +66,10 @@ class GenerationPool:
         self._weights = {w.manifest.model: w for w in weights}
         self._bring_up(list(self.instances))
 
+    def keep(self, weights: PublishedWeights) -> None:
+        """Take note of a version that every instance has got by another way: replacements get it."""
+        self._weights[weights.manifest.model] = weights
+
     def publish(self, weights: PublishedWeights) -> None:
         """Publish a new version to every instance; one that died since it was last heard of is replaced."""
         self._weights[weights.manifest.model] = weights

@@ -17,7 +17,7 @@ from cluster.weights.publish import PublishedWeights
 from core.checkpoint_manifest import write_manifest
 from core.files import whole_folder
 from core.records import WeightManifest
-from engine.weights.chunks import load_into, unpack_weights
+from engine.weights.chunks import load_into, weight_views
 from engine.weights.loading import build_causal_lm
 
 
@@ -34,14 +34,14 @@ def save_checkpoint(
     Raises WeightsError when a chunk does not match, StorageError when the disk is full.
     """
     chunks = get(
-        list(weights.chunk_refs),
+        list(weights.refs()),
         waiter="the loop",
         waited_for="the object store",
         order=f"fetch {weights.manifest.model} version {weights.manifest.weight_version}",
         timeout_s=timeout_s,
     )
     model = build_causal_lm(weights.manifest.hf_config_json, dtype)
-    load_into(model, unpack_weights(weights.manifest, chunks))
+    load_into(model, weight_views(weights.manifest, chunks))
     with whole_folder(folder) as partial:
         model.save_pretrained(partial)
         tokenizer.save_pretrained(partial)

@@ -8,7 +8,7 @@ published when every instance decodes from it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -24,32 +24,62 @@ _GRACE_S = 5.0
 "The caller waits longer than the instance, so that the instance's own message arrives."
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class PublishedWeights:
     """A manifest with references to its chunks; they live as long as this record."""
 
     manifest: WeightManifest
     chunk_refs: tuple[Any, ...]
+    fetch: Callable[[], PublishedWeights] | None = None
+    "for a version that was broadcast: brings its chunks into the object store when they are first asked for"
+
+    def refs(self) -> tuple[Any, ...]:
+        """The chunks, from whoever has them. Raises WeightsError when that one has another version by now."""
+        if self.fetch is not None:
+            brought = self.fetch()
+            if brought.manifest != self.manifest:
+                raise WeightsError(
+                    f"expected the trainer to hold {self.manifest.model} version {self.manifest.weight_version} with "
+                    f"checksum {self.manifest.checksum}, got version {brought.manifest.weight_version} with "
+                    f"{brought.manifest.checksum}; only the trainer's present version can be brought again"
+                )
+            self.chunk_refs, self.fetch = brought.chunk_refs, None
+        return self.chunk_refs
 
 
 def from_trainer(
     trainer: Handle, *, timeout_s: float, model: Literal["target", "draft"] = "target"
 ) -> PublishedWeights:
-    """Take a model's current weights; the references outlive the trainer. Raises WaitTimeout."""
-    names = {"waiter": "the loop", "waited_for": "trainer", "timeout_s": timeout_s}
-    manifest = get(trainer.pack.remote(model), order=f"pack the {model} weights", **names)
-    num_chunks = len(manifest.chunk_num_bytes)
-    returned = trainer.chunks.options(num_returns=num_chunks).remote()
-    refs: list[Any] = [returned] if num_chunks == 1 else list(returned)
-    ready, _ = ray.wait(refs, num_returns=num_chunks, timeout=timeout_s, fetch_local=False)
-    if len(ready) < num_chunks:
-        raise WaitTimeout(
-            waiter="the loop",
-            waited_for="trainer",
-            order=f"hand out {num_chunks} weight chunks",
-            waited_s=timeout_s,
-            advice="raise cluster.order_timeout_s if the trainer is only slow",
-        )
+    """Take a model's current weights, chunk by chunk into the object store; the references outlive the trainer.
+
+    Raises WaitTimeout, and what the trainer raised.
+    """
+    chunks = trainer.packed.options(num_returns="streaming").remote(model)
+    ends_s = awake_s() + timeout_s
+    refs: list[Any] = []
+    while True:
+        left_s = ends_s - awake_s()
+        ready, _ = ray.wait([chunks], timeout=max(left_s, 0.0), fetch_local=False)
+        if not ready:
+            raise WaitTimeout(
+                waiter="the loop",
+                waited_for="trainer",
+                order=f"pack the {model} weights (chunk {len(refs)})",
+                waited_s=timeout_s,
+                advice="raise cluster.order_timeout_s if the trainer is only slow",
+            )
+        try:
+            refs.append(next(chunks))
+        except StopIteration:
+            break
+    # the last one is the manifest, or what went wrong
+    manifest = get(
+        refs.pop(),
+        waiter="the loop",
+        waited_for="trainer",
+        order=f"pack the {model} weights",
+        timeout_s=timeout_s,
+    )
     return PublishedWeights(manifest=manifest, chunk_refs=tuple(refs))
 
 
@@ -62,9 +92,9 @@ def publish(
     Raises WeightsError for a wrong confirmation, WaitTimeout for a missing one.
     """
     manifest = weights.manifest
+    chunks = weights.refs()
     refs = {
-        name: handle.load_weights.remote(timeout_s, manifest, *weights.chunk_refs)
-        for name, handle in instances.items()
+        name: handle.load_weights.remote(timeout_s, manifest, *chunks) for name, handle in instances.items()
     }
     deadline_s = awake_s() + timeout_s + _GRACE_S
     lost: dict[str, InstanceLost] = {}

@@ -35,16 +35,37 @@ class StreamedLinear:
             return residual.add_(self(x))
         return self._run(x, residual, residual.stride(0))
 
+    def take(self, weight: Tensor, bias: Tensor | None) -> None:
+        """See `Linear`."""
+        self.take_rows(0, weight)
+        if self.bias is not None and bias is not None:
+            self.bias[: self.columns].copy_(bias)
+
     def holds(self, weight: Tensor, bias: Tensor | None) -> bool:
         """See `Linear`."""
-        whole = self.columns // PANEL
-        panels = self._panels.transpose(1, 2)
-        last = panels[whole:].reshape(-1, self.depth)
-        return (
-            same_bits(panels[:whole], weight[: whole * PANEL].reshape(whole, PANEL, self.depth))
-            and same_bits(last, with_rows(weight[whole * PANEL :], len(last)))
-            and same_bits(self.bias, None if bias is None else with_rows(bias, self.num_panels * PANEL))
+        return self.holds_rows(0, weight) and same_bits(
+            self.bias, None if bias is None else with_rows(bias.float(), self.num_panels * PANEL)
         )
+
+    def take_rows(self, start: int, rows: Tensor) -> None:
+        """See `ByRows`."""
+        whole, panels = self._panels_at(start, rows)
+        panels[: len(whole)].copy_(whole)
+        if len(last := rows[len(whole) * PANEL :]):
+            panels[len(whole)].copy_(with_rows(last, PANEL))
+
+    def holds_rows(self, start: int, rows: Tensor) -> bool:
+        """See `ByRows`."""
+        whole, panels = self._panels_at(start, rows)
+        last = rows[len(whole) * PANEL :]
+        return same_bits(panels[: len(whole)], whole) and (
+            not len(last) or same_bits(panels[len(whole)], with_rows(last, PANEL))
+        )
+
+    def _panels_at(self, start: int, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows in whole panels [p, PANEL, K], and the panels from theirs on, turned as the rows are."""
+        whole, first = len(rows) // PANEL, start // PANEL
+        return rows[: whole * PANEL].reshape(whole, PANEL, self.depth), self._panels[first:].transpose(1, 2)
 
     def operation(self, *, added: bool) -> str:
         """The name of the operation of a program that multiplies by this weight."""

@@ -20,6 +20,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 MIN_ROWS = 4
+ROW_BLOCK = 4096
+"Rows of a weight that are written or compared at once: a few MB, which stay in the processor's cache."
 PACKED_FOR_ROWS = 16
 "The number of rows that the blocked layout is made for; 5 to 15% over none named (measured for 1 to 16 rows)."
 
@@ -36,8 +38,25 @@ class Linear(Protocol):
         """Return residual + product; the residual may be overwritten."""
         ...
 
+    def take(self, weight: Float[Tensor, "N K"], bias: Float[Tensor, " N"] | None) -> None:
+        """Hold another weight and bias of the same shape, in the same memory where the layout is this module's own."""
+        ...
+
     def holds(self, weight: Float[Tensor, "N K"], bias: Float[Tensor, " N"] | None) -> bool:
         """Whether what it reads, unpacked, is bit for bit that weight and bias, and zeros where it is padded."""
+        ...
+
+
+@runtime_checkable
+class ByRows(Protocol):
+    """A layout that can be written and compared in blocks of rows: a vocabulary's matrix is never there twice."""
+
+    def take_rows(self, start: int, rows: Float[Tensor, "n K"]) -> None:
+        """Hold other rows from `start` on, a multiple of ROW_BLOCK."""
+        ...
+
+    def holds_rows(self, start: int, rows: Float[Tensor, "n K"]) -> bool:
+        """Whether the rows from `start` on are bit for bit these."""
         ...
 
 
@@ -103,6 +122,19 @@ class MatrixLinear:
         residual.addmm_(x, self._matrix)
         return residual if self._bias is None else residual.add_(self._bias)
 
+    def take(self, weight: Tensor, bias: Tensor | None) -> None:
+        """See `Linear`."""
+        self.take_rows(0, weight)
+        self._bias = taken(self._bias, bias)
+
+    def take_rows(self, start: int, rows: Tensor) -> None:
+        """See `ByRows`."""
+        self._matrix[:, start : start + len(rows)].copy_(rows.t())
+
+    def holds_rows(self, start: int, rows: Tensor) -> bool:
+        """See `ByRows`."""
+        return same_bits(self._matrix[:, start : start + len(rows)].t(), rows)
+
     def holds(self, weight: Tensor, bias: Tensor | None) -> bool:
         """See `Linear`."""
         return same_bits(self._matrix.t(), weight) and same_bits(self._bias, bias)
@@ -123,6 +155,13 @@ class PrepackedLinear:
         """See `Linear`."""
         return torch.ops.mkldnn._linear_pointwise.binary(x, residual, self._packed, self._bias, "add")
 
+    def take(self, weight: Tensor, bias: Tensor | None) -> None:
+        """See `Linear`; oneDNN's layout is made anew."""
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(
+            weight.to(self._packed.dtype).contiguous(), PACKED_FOR_ROWS
+        )
+        self._bias = taken(self._bias, bias)
+
     def holds(self, weight: Tensor, bias: Tensor | None) -> bool:
         """See `Linear`."""
         return same_bits(self._packed.to_dense(), weight) and same_bits(self._bias, bias)
@@ -131,6 +170,15 @@ class PrepackedLinear:
 def with_rows(x: Tensor, rows: int) -> Tensor:
     """Return x [n, ...] with zeros behind it, [rows, ...]."""
     return F.pad(x, (0, 0) * (x.dim() - 1) + (0, rows - x.shape[0]))
+
+
+def taken(into: Tensor | None, value: Tensor | None) -> Tensor | None:
+    """Copy a value over an earlier one of its shape, in its memory; where either is missing, the value itself."""
+    if into is None or value is None or into.shape != value.shape:
+        return value
+    if into.data_ptr() != value.data_ptr():
+        into.copy_(value)
+    return into
 
 
 def same_bits(copy: Tensor | None, of: Tensor | None) -> bool:

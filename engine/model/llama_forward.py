@@ -28,7 +28,7 @@ from transformers.modeling_utils import PreTrainedModel
 from engine.cache.kv_pool import KVPool, KVShape, cell_size
 from engine.model.compute_backend import ComputeBackend, FusedChain, FusedForward, PoolAttention
 from engine.model.forward_plan import ForwardPlan
-from engine.model.linears import Decoder, Layer, MatrixLinear, same_bits
+from engine.model.linears import Decoder, Layer, MatrixLinear, same_bits, taken
 from engine.model.llama_layout import LlamaLayout, head_size
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
@@ -65,14 +65,20 @@ class LlamaForward:
         self.reload()
 
     def reload(self) -> None:
-        """Lay the module's present weights out, layer by layer: no two copies of the model at any time."""
-        # it would keep every old layer to the end
-        self.fused = None
+        """Lay the module's present weights out in the memory of those before, layer by layer.
+
+        No two copies of the model at any time, and what was recorded over their addresses (CUDA graphs) stays right.
+        """
+        layout, first = self._layout, not self._layers
         with torch.inference_mode():
-            self._embedding = self._layout.embedding()
-            for index in range(self._layout.num_layers):
-                self._layers[index : index + 1] = [self._layout.layer(index)]
-            self._final_gain, self._head = self._layout.head()
+            if first:
+                self._embedding = layout.embedding()
+                self._layers = [layout.layer(index) for index in range(layout.num_layers)]
+                self._final_gain, self._head = layout.head()
+            else:
+                taken(self._embedding, layout.embedding())
+                self._layers = [layout.refresh(index, layer) for index, layer in enumerate(self._layers)]
+                self._final_gain = layout.refresh_head(self._final_gain, self._head)
             self.fused = self._backend.fuse(self._decoder)
 
     @property

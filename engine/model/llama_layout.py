@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from transformers.modeling_utils import PreTrainedModel
 
 from engine.model.compute_backend import ComputeBackend
-from engine.model.linears import Layer, Linear, same_bits, with_rows
+from engine.model.linears import ROW_BLOCK, ByRows, Layer, Linear, same_bits, taken, with_rows
 
 INNER_STEP = 32
 
@@ -22,6 +22,13 @@ class Weights(NamedTuple):
 
     weight: Tensor
     bias: Tensor | None
+
+
+class HeadBlock(NamedTuple):
+    """Some rows of the head, and the last norm's gain where it is not multiplied into them."""
+
+    gain: Tensor | None
+    weight: Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +85,28 @@ class LlamaLayout:
             sliding_window=_sliding_window(self._model.config, layer.self_attn),
         )
 
+    def refresh(self, index: int, served: Layer) -> Layer:
+        """Lay the layer's present weights out where the earlier ones lie."""
+        fused = self._fused(self._base.layers[index])
+        for name in ("qkv", "out", "gate_up", "down"):
+            getattr(served, name).take(*getattr(fused, name))
+        gains = {
+            name: taken(getattr(served, name), getattr(fused, name))
+            for name in ("attention_gain", "head_gain", "mlp_gain")
+        }
+        return replace(served, **gains)
+
+    def refresh_head(self, gain: Tensor | None, head: Linear) -> Tensor | None:
+        """As `refresh`, for what `head` returned; the gain."""
+        if not isinstance(head, ByRows):
+            fused_gain, fused_head = self._fused_head()
+            head.take(*fused_head)
+            return taken(gain, fused_gain)
+        for start, block in self._head_blocks():
+            head.take_rows(start, block.weight)
+            gain = taken(gain, block.gain)
+        return gain
+
     def head(self) -> tuple[Tensor | None, Linear]:
         """Lay the last norm's gain and the head out."""
         gain, head = self._fused_head()
@@ -95,14 +124,28 @@ class LlamaLayout:
 
     def altered_in_head(self, gain: Tensor | None, head: Linear) -> Iterator[str]:
         """As `altered_in_layer`, for what `head` returned."""
-        fused_gain, fused_head = self._fused_head()
-        if not same_bits(gain, fused_gain):
-            yield "the last norm's gain"
-        if not head.holds(*fused_head):
-            yield "lm_head"
+        if not isinstance(head, ByRows):
+            fused_gain, fused_head = self._fused_head()
+            if not same_bits(gain, fused_gain):
+                yield "the last norm's gain"
+            if not head.holds(*fused_head):
+                yield "lm_head"
+            return
+        for start, block in self._head_blocks():
+            if not same_bits(gain, block.gain):
+                yield "the last norm's gain"
+            if not head.holds_rows(start, block.weight):
+                yield "lm_head"
 
     def _linear(self, weights: Weights) -> Linear:
         return self._backend.linear(*weights, self.dtype)
+
+    def _head_blocks(self) -> Iterator[tuple[int, HeadBlock]]:
+        """What `_fused_head` returns, so many rows at a time, each with the row that it starts at."""
+        weight: Tensor = self._model.lm_head.weight  # type: ignore[assignment,union-attr]
+        for start in range(0, len(weight), ROW_BLOCK):
+            gain, (block,) = self._fold(self._base.norm, [weight[start : start + ROW_BLOCK]])
+            yield start, HeadBlock(gain, block)
 
     def _fused_head(self) -> tuple[Tensor | None, Weights]:
         gain, (head,) = self._fold(self._base.norm, [self._model.lm_head.weight])  # type: ignore[union-attr]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -19,7 +20,7 @@ from engine.model.forward_plan import ForwardPlan, TreePlan
 from engine.model.llama_forward import LlamaForward, can_serve
 from engine.model.stock_forward import StockForward
 from engine.model.support import refuse_unsupported
-from engine.weights.chunks import load_into
+from engine.weights.chunks import copy_over, require_names, unique_tensors
 
 
 @runtime_checkable
@@ -163,12 +164,21 @@ class ModelRunner:
 
     def load(self, tensors: dict[str, Tensor]) -> None:
         """Load named weights into the model and its inference copy. Raises WeightsError when they do not fit."""
+        self.load_parts(tensors, [tensors])
+
+    def load_parts(self, names: Iterable[str], parts: Iterable[dict[str, Tensor]]) -> None:
+        """Load named weights part by part, as they come; the inference copy follows behind the last.
+
+        All is written in place: recorded graphs stay right. What raises on the way leaves weights of two versions,
+        which the caller must not decode from. Raises WeightsError when names or a part do not fit.
+        """
         self._require_same_threads()
-        load_into(self.model, tensors)
+        own = dict(unique_tensors(self.model))
+        require_names(own, names)
+        for part in parts:
+            copy_over(own, part)
         self._chain = None
         self._forward.reload()
-        if self.graphs is not None:
-            self.graphs.forget()
 
     def require_copies_hold(self, who: str = "the model") -> None:
         """Unpack every copy that decodes and compare it with the module's weights: their checksum covers it then.

@@ -32,7 +32,7 @@ class OwnProduct(nn.Module):
 
     def lay_out(self) -> None:
         """Copy the linear's present weight for products."""
-        self._product = self._lay_out(*self._present())
+        self._product.take(*self._present())
 
     def is_current(self) -> bool:
         """Whether the copy is the linear's present weight and bias, bit for bit."""

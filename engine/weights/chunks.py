@@ -1,18 +1,23 @@
 """Packs a model's weights into checksummed chunks and back (design 3.5, weights by manifest).
 
-The byte stream holds the tensors of `state_dict` in name order, tied tensors once. Chunks are plain
-uint8 arrays: they travel through any object store without torch's serialisation.
+The byte stream holds the tensors of `state_dict` in name order, tied tensors once. A chunk is a flat bucket of whole
+tensors, a plain uint8 array: it travels through any object store without torch's serialisation, and tensors are
+views of it on the other side. Checksums are XXH3 of 128 bits, one a chunk and one of the whole: they tell damage on
+the way, at the speed of memory, and are no defence against forgery.
 """
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+import warnings
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from math import prod
 from typing import Literal
 
 import numpy as np
 import torch
+import xxhash
 from torch import Tensor, nn
 from transformers.modeling_utils import PreTrainedModel
 
@@ -20,6 +25,121 @@ from core.errors import NotFiniteError, WeightsError
 from core.records import TensorSpec, WeightManifest
 
 ALIGNMENT_BYTES = 16
+CHUNK_BYTES = 32 << 20
+"A tensor that is larger is a chunk of its own."
+
+
+class WeightPacker:
+    """Packs named tensors, as they come, into chunks of whole tensors; describes them when all are packed.
+
+    All that is published or saved is packed here, so nothing that is not finite gets further.
+    """
+
+    def __init__(
+        self,
+        *,
+        name: Literal["target", "draft"],
+        weight_version: int,
+        hf_config_json: str,
+        dtypes: Mapping[str, torch.dtype] | None = None,
+        chunk_bytes: int = CHUNK_BYTES,
+        rooms: int = 0,
+    ) -> None:
+        """Prepare for one version of one model.
+
+        Args:
+            name: which model.
+            weight_version: its version.
+            hf_config_json: from which the module can be built.
+            dtypes: types to round to, by tensor; others keep theirs.
+            chunk_bytes: a chunk is closed before it would grow larger.
+            rooms: buffers to write chunks into in turn, so that whoever takes one has done with it before `rooms`
+                more are asked for; 0: each chunk has a buffer of its own.
+
+        Raises:
+            WeightsError: `chunk_bytes` is less than 1.
+        """
+        if chunk_bytes < 1:
+            raise WeightsError(f"expected chunks of at least 1 byte, got chunk_bytes {chunk_bytes}")
+        self._name, self._version, self._config = name, weight_version, hf_config_json
+        self._dtypes = dtypes or {}
+        self._chunk_bytes = chunk_bytes
+        self._rooms = [np.empty(0, np.uint8) for _ in range(rooms)]
+        self._specs: list[TensorSpec] = []
+        self._sizes: list[int] = []
+        self._digests: list[str] = []
+        self._whole = xxhash.xxh3_128()
+
+    def chunks(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[np.ndarray]:
+        """Copy the tensors one by one, rounding to nearest, and yield each chunk, uint8 [n], when it is full.
+
+        Raises NotFiniteError before a chunk with a NaN or an infinity gets out; it names the tensor.
+        """
+        room, used, views = np.empty(0, np.uint8), 0, []
+        for name, tensor in tensors:
+            dtype = self._dtypes.get(name, tensor.dtype)
+            size = tensor.numel() * dtype.itemsize
+            padded = size + -size % ALIGNMENT_BYTES
+            if used and used + padded > self._chunk_bytes:
+                yield self._closed(room[:used], views)
+                used, views = 0, []
+            if not used:
+                room = self._room(padded)
+            place = torch.from_numpy(room[used : used + size]).view(dtype).view(tensor.shape)
+            place.copy_(tensor.detach())
+            room[used + size : used + padded] = 0
+            self._specs.append(
+                TensorSpec(
+                    name=name,
+                    dtype=str(dtype).removeprefix("torch."),
+                    shape=tuple(tensor.shape),
+                    offset_bytes=sum(self._sizes) + used,
+                    num_bytes=size,
+                )
+            )
+            views.append((name, place))
+            used += padded
+        if used:
+            yield self._closed(room[:used], views)
+
+    def manifest(self) -> WeightManifest:
+        """Describe what has been packed."""
+        return WeightManifest(
+            model=self._name,
+            weight_version=self._version,
+            checksum=self._whole.hexdigest(),
+            num_bytes=sum(self._sizes),
+            chunk_num_bytes=tuple(self._sizes),
+            chunk_checksums=tuple(self._digests),
+            tensors=tuple(self._specs),
+            hf_config_json=self._config,
+        )
+
+    def _room(self, least: int) -> np.ndarray:
+        """Where the next chunk is written: in turn, larger where one tensor needs it."""
+        turn = len(self._sizes) % max(len(self._rooms), 1)
+        if self._rooms and len(self._rooms[turn]) >= least:
+            return self._rooms[turn]
+        room = np.empty(max(self._chunk_bytes, least), np.uint8)
+        if self._rooms:
+            self._rooms[turn] = room
+        return room
+
+    @property
+    def last_digest(self) -> str:
+        """Of the chunk that was yielded last."""
+        return self._digests[-1]
+
+    def _closed(self, chunk: np.ndarray, views: Sequence[tuple[str, Tensor]]) -> np.ndarray:
+        if odd := not_finite(views):
+            raise NotFiniteError(
+                f"the {self._name} weights of version {self._version} are not published: "
+                f"{describe_not_finite(odd)}; lower the learning rate"
+            )
+        self._sizes.append(len(chunk))
+        self._digests.append(digest(chunk))
+        self._whole.update(chunk.data)
+        return chunk
 
 
 def pack_weights(
@@ -27,7 +147,7 @@ def pack_weights(
     *,
     name: Literal["target", "draft"],
     weight_version: int,
-    chunk_bytes: int = 64 << 20,
+    chunk_bytes: int = CHUNK_BYTES,
 ) -> tuple[WeightManifest, list[np.ndarray]]:
     """Copy a model's weights, in the types they have, into chunks; see `pack_tensors`."""
     return pack_tensors(
@@ -40,69 +160,39 @@ def pack_weights(
 
 
 def pack_tensors(
-    tensors: Sequence[tuple[str, Tensor]],
+    tensors: Iterable[tuple[str, Tensor]],
     *,
     hf_config_json: str,
     name: Literal["target", "draft"],
     weight_version: int,
-    chunk_bytes: int = 64 << 20,
+    chunk_bytes: int = CHUNK_BYTES,
 ) -> tuple[WeightManifest, list[np.ndarray]]:
-    """Copy named tensors into chunks of `chunk_bytes` and describe them.
-
-    All that is published or saved is packed here, so nothing that is not finite gets further.
+    """Copy named tensors into chunks and describe them; a whole copy of the model, where `WeightPacker` streams.
 
     Returns:
-        The manifest and the chunks, uint8 [chunk_bytes], the last one shorter.
+        The manifest and the chunks, uint8 [n] each.
 
     Raises:
         NotFiniteError: a weight is NaN or infinite; it names the tensor.
         WeightsError: `chunk_bytes` is less than 1.
     """
-    if chunk_bytes < 1:
-        raise WeightsError(f"expected chunks of at least 1 byte, got chunk_bytes {chunk_bytes}")
-    odd = not_finite(tensors)
-    if odd:
-        raise NotFiniteError(
-            f"the {name} weights of version {weight_version} are not published: "
-            f"{describe_not_finite(odd)}; lower the learning rate"
-        )
-    specs: list[TensorSpec] = []
-    parts: list[np.ndarray] = []
-    offset = 0
-    for tensor_name, tensor in tensors:
-        raw = _to_bytes(tensor)
-        pad = -len(raw) % ALIGNMENT_BYTES
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        specs.append(
-            TensorSpec(
-                name=tensor_name,
-                dtype=dtype,
-                shape=tuple(tensor.shape),
-                offset_bytes=offset,
-                num_bytes=len(raw),
-            )
-        )
-        parts += [raw, np.zeros(pad, np.uint8)]
-        offset += len(raw) + pad
-    stream = np.concatenate(parts)
-    chunks = [stream[start : start + chunk_bytes].copy() for start in range(0, len(stream), chunk_bytes)]
-    manifest = WeightManifest(
-        model=name,
-        weight_version=weight_version,
-        checksum=_digest(stream),
-        num_bytes=len(stream),
-        chunk_num_bytes=tuple(len(chunk) for chunk in chunks),
-        chunk_checksums=tuple(_digest(chunk) for chunk in chunks),
-        tensors=tuple(specs),
-        hf_config_json=hf_config_json,
+    packer = WeightPacker(
+        name=name, weight_version=weight_version, hf_config_json=hf_config_json, chunk_bytes=chunk_bytes
     )
-    return manifest, chunks
+    chunks = list(packer.chunks(tensors))
+    return packer.manifest(), chunks
 
 
 def unpack_weights(manifest: WeightManifest, chunks: Sequence[np.ndarray]) -> dict[str, Tensor]:
-    """Verify every chunk and where each tensor lies, and return the named tensors (copies, writable).
+    """Verify chunks and places as `weight_views` does, and return the named tensors (copies, writable)."""
+    return {name: view.clone() for name, view in weight_views(manifest, chunks).items()}
 
-    The checksum of the whole is that of the loaded model (`model_checksum`), which every instance confirms.
+
+def weight_views(manifest: WeightManifest, chunks: Sequence[np.ndarray]) -> dict[str, Tensor]:
+    """Verify every chunk and where each tensor lies, and return the named tensors: views of the chunks.
+
+    They must be read only, as chunks in an object store are. The checksum of the whole is that of the loaded model
+    (`model_checksum`), which every instance confirms.
 
     Raises WeightsError naming the chunk or the tensor that does not match.
     """
@@ -111,26 +201,53 @@ def unpack_weights(manifest: WeightManifest, chunks: Sequence[np.ndarray]) -> di
         raise WeightsError(
             f"{who}: expected {len(manifest.chunk_checksums)} chunks, got {len(chunks)}; re-send"
         )
-    for index, (chunk, expected) in enumerate(zip(chunks, manifest.chunk_checksums, strict=True)):
-        got = _digest(chunk)
-        if got != expected:
-            raise WeightsError(
-                f"{who}: chunk {index} of {len(chunks)} has checksum {got}, expected {expected}; re-send"
-            )
-    stream = torch.from_numpy(np.concatenate(list(chunks)))
+    for index, chunk in enumerate(chunks):
+        require_chunk(manifest, index, chunk)
+    starts = chunk_starts(manifest)
+    flat = [_as_tensor(chunk) for chunk in chunks]
+    views = {}
     for spec in manifest.tensors:
-        needed = prod(spec.shape) * _dtype(spec.dtype).itemsize
-        if spec.num_bytes != needed or not 0 <= spec.offset_bytes <= len(stream) - needed:
-            raise WeightsError(
-                f"{who}: '{spec.name}' of shape {list(spec.shape)}, {spec.dtype}, takes {needed} bytes; the manifest "
-                f"says {spec.num_bytes} at {spec.offset_bytes} of {len(stream)}; pack the weights again"
-            )
-    return {
-        spec.name: stream[spec.offset_bytes : spec.offset_bytes + spec.num_bytes]
-        .view(_dtype(spec.dtype))
-        .reshape(spec.shape)
-        for spec in manifest.tensors
-    }
+        index = chunk_of(spec, starts)
+        require_place(manifest, spec, starts[index], len(flat[index]) if flat else 0)
+        views[spec.name] = view_of(spec, flat[index], starts[index])
+    return views
+
+
+def require_chunk(manifest: WeightManifest, index: int, chunk: np.ndarray) -> None:
+    """Raise WeightsError, naming the chunk, when it is not the one that was packed."""
+    got, expected = digest(chunk), manifest.chunk_checksums[index]
+    if got != expected:
+        raise WeightsError(
+            f"{manifest.model} weights version {manifest.weight_version}: chunk {index} of "
+            f"{len(manifest.chunk_checksums)} has checksum {got}, expected {expected}; re-send"
+        )
+
+
+def chunk_starts(manifest: WeightManifest) -> list[int]:
+    """Where each chunk starts in the byte stream."""
+    return list(accumulate(manifest.chunk_num_bytes[:-1], initial=0))
+
+
+def chunk_of(spec: TensorSpec, starts: Sequence[int]) -> int:
+    """The number of the chunk that holds a tensor."""
+    return max(bisect_right(starts, spec.offset_bytes) - 1, 0)
+
+
+def require_place(manifest: WeightManifest, spec: TensorSpec, start: int, num_bytes: int) -> None:
+    """Raise WeightsError unless a tensor lies whole within its chunk of so many bytes."""
+    needed = prod(spec.shape) * _dtype(spec.dtype).itemsize
+    if spec.num_bytes != needed or not 0 <= spec.offset_bytes - start <= num_bytes - needed:
+        raise WeightsError(
+            f"{manifest.model} weights version {manifest.weight_version}: '{spec.name}' of shape {list(spec.shape)}, "
+            f"{spec.dtype}, takes {needed} bytes; the manifest says {spec.num_bytes} at {spec.offset_bytes} of "
+            f"{manifest.num_bytes}, in a chunk of {num_bytes} at {start}; pack the weights again"
+        )
+
+
+def view_of(spec: TensorSpec, chunk: Tensor, start: int) -> Tensor:
+    """A tensor within its chunk, uint8 [n], which starts at `start` of the byte stream."""
+    at = spec.offset_bytes - start
+    return chunk[at : at + spec.num_bytes].view(_dtype(spec.dtype)).reshape(spec.shape)
 
 
 def require_loadable(manifest: WeightManifest, tensors: Mapping[str, Tensor]) -> None:
@@ -150,9 +267,18 @@ def load_into(model: PreTrainedModel, tensors: dict[str, Tensor]) -> None:
     Raises WeightsError when names, shapes or types do not fit the model; nothing is copied then.
     """
     own = dict(unique_tensors(model))
-    if own.keys() != tensors.keys():
-        odd = sorted(own.keys() ^ tensors.keys())
+    require_names(own, tensors)
+    copy_over(own, tensors)
+
+
+def require_names(own: Mapping[str, Tensor], names: Iterable[str]) -> None:
+    """Raise WeightsError unless these are a model's tensors, all of them."""
+    if odd := sorted(own.keys() ^ set(names)):
         raise WeightsError(f"weights do not fit the model: {len(odd)} names differ, first '{odd[0]}'")
+
+
+def copy_over(own: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
+    """Copy some of a model's tensors in place. Raises WeightsError before any is copied when one does not fit."""
     for name, tensor in tensors.items():
         mine = own[name]
         if mine.shape != tensor.shape:
@@ -194,12 +320,12 @@ def model_checksum(model: PreTrainedModel) -> str:
 
 def checksum_of(tensors: Iterable[Tensor]) -> str:
     """Return the checksum that `pack_tensors` would put into the manifest."""
-    digest = hashlib.blake2b(digest_size=16)
+    whole = xxhash.xxh3_128()
     for tensor in tensors:
         raw = _to_bytes(tensor)
-        digest.update(raw.tobytes())
-        digest.update(bytes(-len(raw) % ALIGNMENT_BYTES))
-    return digest.hexdigest()
+        whole.update(raw.data)
+        whole.update(bytes(-len(raw) % ALIGNMENT_BYTES))
+    return whole.hexdigest()
 
 
 def unique_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
@@ -222,5 +348,13 @@ def _dtype(name: str) -> torch.dtype:
     return torch.empty(0, dtype=torch.__dict__[name]).dtype
 
 
-def _digest(data: np.ndarray) -> str:
-    return hashlib.blake2b(data.tobytes(), digest_size=16).hexdigest()
+def digest(data: np.ndarray) -> str:
+    """The checksum of a chunk."""
+    return xxhash.xxh3_128_hexdigest(data.data)
+
+
+def _as_tensor(chunk: np.ndarray) -> Tensor:
+    with warnings.catch_warnings():
+        # chunks of an object store are read-only, and nothing here writes to them
+        warnings.simplefilter("ignore", UserWarning)
+        return torch.from_numpy(chunk)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.configuration_utils import PretrainedConfig
+from transformers.initialization import no_init_weights
 from transformers.modeling_utils import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
@@ -118,7 +119,10 @@ def build_causal_lm(hf_config_json: str, dtype: str) -> PreTrainedModel:
     tree = json.loads(hf_config_json)
     try:
         config = AutoConfig.for_model(**tree)
-        model = AutoModelForCausalLM.from_config(config, dtype=DTYPES[dtype])
+        # to draw weights that are overwritten takes seconds; what the constructors compute (rotations) stays
+        with no_init_weights():
+            model = AutoModelForCausalLM.from_config(config, dtype=DTYPES[dtype])
+        model.tie_weights()
     except (KeyError, ValueError) as error:
         raise ModelError(
             f"cannot build a '{tree.get('model_type')}' model from its config: {error}"

@@ -88,16 +88,24 @@ def trainer(empty, first):
     return empty
 
 
+def published(trainer, model="target"):
+    """Manifest and chunks, each taken before the next is packed over it."""
+    *chunks, manifest = [
+        part.copy() if isinstance(part, np.ndarray) else part for part in trainer.packed(model)
+    ]
+    return manifest, chunks
+
+
 def model_of(manifest, chunks, dtype="float32"):
     model = build_causal_lm(manifest.hf_config_json, dtype)
     load_into(model, unpack_weights(manifest, chunks))
     return model
 
 
-@pytest.mark.parametrize("wish", ["pack", "checksum"])
+@pytest.mark.parametrize("wish", ["packed", "checksum"])
 def test_a_trainer_without_weights_refuses_every_order(empty, wish):
     with pytest.raises(RlhfSpecError, match="before it had weights"):
-        getattr(empty, wish)()
+        list(getattr(empty, wish)())
     with pytest.raises(RlhfSpecError, match="before it had weights"):
         empty.update(ROLLOUTS)
 
@@ -122,30 +130,24 @@ def test_a_damaged_chunk_is_refused_and_nothing_is_built_from_it(empty, first):
 
 def test_packed_weights_are_those_after_the_update(trainer, first):
     report = trainer.update(ROLLOUTS)
-    manifest = trainer.pack()
+    manifest, chunks = published(trainer)
     assert (report.weight_version, manifest.weight_version, manifest.model) == (1, 1, "target")
     assert manifest.checksum == trainer.checksum() != first[0].checksum
-    assert model_checksum(model_of(manifest, [trainer.chunks()])) == manifest.checksum
+    assert model_checksum(model_of(manifest, chunks)) == manifest.checksum
 
 
 def test_packed_weights_are_frozen_while_the_learner_goes_on(trainer):
-    manifest = trainer.pack()
+    manifest, chunks = published(trainer)
     trainer.update(ROLLOUTS)
     assert trainer.checksum() != manifest.checksum
-    assert model_checksum(model_of(manifest, [trainer.chunks()])) == manifest.checksum
-
-
-def test_chunks_are_handed_out_once(trainer):
-    trainer.pack()
-    assert isinstance(trainer.chunks(), np.ndarray), "one return value for num_returns 1, no tuple of one"
-    assert trainer.chunks() == ()
+    assert model_checksum(model_of(manifest, chunks)) == manifest.checksum
 
 
 def test_new_first_weights_start_the_learner_anew(trainer, first):
     trainer.update(ROLLOUTS)
     manifest, chunks = first
     assert trainer.load_weights(manifest, *chunks).checksum == manifest.checksum
-    assert trainer.pack().weight_version == 0
+    assert published(trainer)[0].weight_version == 0
 
 
 def test_a_refit_gives_the_draft_a_new_version_and_leaves_the_policy_alone(trainer, first_draft):
@@ -157,11 +159,11 @@ def test_a_refit_gives_the_draft_a_new_version_and_leaves_the_policy_alone(train
     report = trainer.refit(ROLLOUTS, 60.0)
     assert report.outcome == "taken" and report.weight_version == 5
     assert trainer.checksum() == policy
-    packed = trainer.pack("draft")
+    packed, chunks = published(trainer, "draft")
     assert (packed.model, packed.weight_version) == ("draft", 5)
     assert packed.checksum != manifest.checksum
-    assert model_checksum(model_of(packed, [trainer.chunks()])) == packed.checksum
-    assert trainer.pack().checksum == policy, "and the policy is packed by default"
+    assert model_checksum(model_of(packed, chunks)) == packed.checksum
+    assert published(trainer)[0].checksum == policy, "and the policy is packed by default"
 
 
 def test_the_policy_learns_the_same_with_refits_and_without(trainer, first, first_draft):
@@ -186,11 +188,11 @@ def test_a_bfloat16_run_publishes_bfloat16_and_learns_what_is_too_small_for_it(t
     packed = []
     for _ in range(2):
         trainer.update(ROLLOUTS)
-        packed.append((trainer.pack(), trainer.chunks()))
-    for manifest, chunk in packed:
+        packed.append(published(trainer))
+    for manifest, chunks in packed:
         assert {spec.dtype for spec in manifest.tensors} == {"bfloat16"}
         assert manifest.hf_config_json == first.hf_config_json
-        assert model_checksum(model_of(manifest, [chunk], "bfloat16")) == manifest.checksum
+        assert model_checksum(model_of(manifest, chunks, "bfloat16")) == manifest.checksum
     assert len({first.checksum, *(manifest.checksum for manifest, _ in packed)}) == 3
 
 
@@ -202,12 +204,12 @@ def test_a_bfloat16_draft_model_is_refit_and_published_in_bfloat16(tiny_pair, fi
     trainer.load_weights(first[0], *first[1])
     assert trainer.load_draft(draft, *chunks).checksum == draft.checksum
     assert trainer.refit(ROLLOUTS, 60.0).outcome == "taken"
-    manifest = trainer.pack("draft")
+    manifest, _ = published(trainer, "draft")
     assert {spec.dtype for spec in manifest.tensors} == {"bfloat16"}
     assert manifest.checksum != draft.checksum
 
 
 def test_a_trainer_without_draft_model_refuses_to_refit_and_to_pack_it(trainer):
-    for wish in (lambda: trainer.refit(ROLLOUTS, 1.0), lambda: trainer.pack("draft")):
+    for wish in (lambda: trainer.refit(ROLLOUTS, 1.0), lambda: published(trainer, "draft")):
         with pytest.raises(RlhfSpecError, match="before it had a draft model"):
             wish()

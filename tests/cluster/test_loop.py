@@ -64,6 +64,8 @@ def config(tiny_pair) -> Config:
             "speculation": {"policy": "fixed", "num_nodes": 8, "depth": 4, "branching": 2},
             "rollout": {"prompts_per_iteration": SAMPLES},
             "engine": {"max_running_samples": 4},
+            # replacements and checkpoints then ask the trainer for what was broadcast
+            "cluster": {"publication": {"transport": "broadcast"}},
             # a fast machine generates an iteration in less than the default between two plans
             "reallocation": {"interval_s": 0.01},
             "trainer": {"minibatch_size": 6, "learning_rate": 1e-3, "num_threads": 1},
@@ -77,8 +79,11 @@ def config(tiny_pair) -> Config:
 def trained(local_ray, config, tmp_path_factory) -> Iterator[Trained]:
     run_dir = RunDir.create(config, tmp_path_factory.mktemp("runs") / "run")
     session = RaySession(namespace="test-loop", is_local=False, dashboard_url=None)
-    with running_system(config, session, read_inputs(config)) as system:
+    notes: list[str] = []
+    with running_system(config, session, read_inputs(config), note=notes.append) as system:
         train(system, run_dir, Reporter())
+        assert not any("broadcast failed" in note for note in notes), notes
+        assert system.target.fetch is None, "its checkpoint brought what was broadcast into the object store"
         yield Trained(system=system, run_dir=run_dir)
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 import cluster.placement.ray_session
+from cluster.placement import machine
 from cluster.placement.ray_session import (
     MIN_OBJECT_STORE_BYTES,
     check_local_ray,
@@ -166,6 +167,8 @@ def test_leftovers_of_a_killed_run_are_swept_and_sigterm_is_noted_and_exits_with
 
 def test_the_object_store_fits_shared_memory_and_ray_s_minimum():
     assert MIN_OBJECT_STORE_BYTES <= object_store_bytes() <= 1 << 30
+    shared = machine.shared_memory_bytes()
+    assert shared is not None and object_store_bytes(1 << 50) == max(MIN_OBJECT_STORE_BYTES, shared * 9 // 10)
 
 
 def test_a_free_port_is_in_the_unprivileged_range():

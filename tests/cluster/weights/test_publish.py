@@ -57,14 +57,15 @@ class Trainer:
         self.num_chunks = num_chunks
         self.hangs = hangs
 
-    def pack(self, model: str) -> WeightManifest:
-        return manifest(self.num_chunks)
-
-    def chunks(self) -> Any:
-        while self.hangs:
-            time.sleep(1.0)
-        made = tuple(np.full(4, i) for i in range(self.num_chunks))
-        return made[0] if len(made) == 1 else made
+    def packed(self, model: str) -> Iterator[Any]:
+        room = np.zeros(4, np.int64)
+        for i in range(self.num_chunks):
+            # as the trainer does: each chunk is written over the one before
+            room[:] = i
+            yield room
+            while self.hangs:
+                time.sleep(1.0)
+        yield manifest(self.num_chunks)
 
 
 @pytest.fixture
@@ -119,8 +120,8 @@ def test_the_trainers_chunks_are_as_many_as_its_manifest_says(start, num_chunks)
 
 def test_chunks_that_do_not_come_end_the_wait(start):
     trainer = start(Trainer, 3, hangs=True)
-    ray.get(trainer.pack.remote("target"), timeout=TIMEOUT_S)
-    with pytest.raises(WaitTimeout, match="the loop waited 5 s for trainer to answer 'hand out 3 weight"):
+    ray.get(trainer.__ray_ready__.remote(), timeout=TIMEOUT_S)
+    with pytest.raises(WaitTimeout, match=r"the loop waited 5 s for trainer to answer 'pack .* \(chunk 1\)"):
         from_trainer(trainer, timeout_s=5.0)
 
 

@@ -111,6 +111,9 @@ class NeighbourlyLinear:
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
         return residual + self(x)
 
+    def take(self, weight: Tensor, bias: Tensor | None) -> None:
+        self._of.take(weight, bias)
+
     def holds(self, weight: Tensor, bias: Tensor | None) -> bool:
         return self._of.holds(weight, bias)
 

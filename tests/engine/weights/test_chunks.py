@@ -1,5 +1,6 @@
 """Weights travel bit by bit, or not at all."""
 
+import hashlib
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -10,11 +11,14 @@ from transformers import PreTrainedModel
 
 from core.errors import ModelError, NotFiniteError, NumericsError, WeightsError
 from engine.weights.chunks import (
+    WeightPacker,
     load_into,
     model_checksum,
     not_finite,
+    pack_tensors,
     pack_weights,
     require_loadable,
+    unique_tensors,
     unpack_weights,
 )
 from engine.weights.loading import build_causal_lm
@@ -83,6 +87,41 @@ def test_a_tampered_chunk_is_refused_by_number(model: PreTrainedModel) -> None:
     chunks[2][17] ^= 1
     with pytest.raises(WeightsError, match=r"target weights version 5: chunk 2 of"):
         unpack_weights(manifest, chunks)
+
+
+def test_the_packed_bytes_are_those_that_earlier_versions_packed() -> None:
+    """The checksum was BLAKE2b before; the value is that of the release before XXH3."""
+    tensors = [
+        ("a", torch.arange(5000, dtype=torch.float32).sub(2500).div(7).view(50, 100)),
+        ("b", torch.arange(33, dtype=torch.float32).div(3).to(torch.bfloat16)),
+        ("c", torch.tensor([-0.0, 0.0, 1.5]).to(torch.float16)),
+    ]
+    manifest, chunks = pack_tensors(
+        tensors, hf_config_json="{}", name="target", weight_version=0, chunk_bytes=64
+    )
+    assert (len(chunks), manifest.num_bytes) == (3, 20096), "a tensor is never cut"
+    old = hashlib.blake2b(b"".join(chunk.tobytes() for chunk in chunks), digest_size=16).hexdigest()
+    assert old == "2b60151004d8cb9987a306250537bb0c"
+
+
+@pytest.mark.parametrize("rooms", [1, 2])
+def test_chunks_written_over_earlier_ones_are_packed_and_rounded_alike(
+    model: PreTrainedModel, rooms: int
+) -> None:
+    tensors = [(name, tensor.double()) for name, tensor in unique_tensors(model)]
+    want, chunks = pack_weights(model, name="target", weight_version=1, chunk_bytes=CHUNK_BYTES)
+    packer = WeightPacker(
+        name="target",
+        weight_version=1,
+        hf_config_json=want.hf_config_json,
+        dtypes={name: tensor.dtype for name, tensor in unique_tensors(model)},
+        chunk_bytes=CHUNK_BYTES,
+        rooms=rooms,
+    )
+    taken = [(chunk.ctypes.data, chunk.tobytes()) for chunk in packer.chunks(tensors)]
+    assert [data for _, data in taken] == [chunk.tobytes() for chunk in chunks]
+    assert len({address for address, _ in taken}) < len(taken)
+    assert packer.manifest() == want
 
 
 def test_missing_and_exchanged_chunks_are_refused(model: PreTrainedModel) -> None:

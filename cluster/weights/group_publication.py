@@ -1,0 +1,119 @@
+"""The target's later versions by a broadcast group of trainer and instances; the object store where that fails.
+
+The group is made when it is first needed, and made anew when instances were replaced. A failed broadcast leaves
+instances that decode nothing until the object store has brought them a whole version.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import ray
+
+from actors.ray_utils.remote import Handle
+from actors.ray_utils.waiting import get
+from cluster.weights.publish import PublishedWeights, confirm, from_trainer
+from core.config import ClusterConfig
+from core.errors import InstanceLost, NumericsError, RlhfSpecError
+
+JOIN_TIMEOUT_S = 30.0
+"For all members to come, and for each bucket."
+_GRACE_S = 5.0
+
+
+class Broadcast:
+    """The loop's side of the group; `publish` answers None where the object store has to serve."""
+
+    def __init__(self, cluster: ClusterConfig, trainer: Handle, note: Callable[[str], None]) -> None:
+        """`note` is told once, in one line, when broadcasting is given up."""
+        transport = cluster.publication.transport
+        # on one node the object store is shared memory, and faster than a group over loopback (measured)
+        self._is_on = transport == "broadcast" or (transport == "auto" and num_nodes() > 1)
+        self._timeout_s = cluster.order_timeout_s
+        self._trainer, self._note = trainer, note
+        self._members: tuple[str, ...] = ()
+
+    def publish(
+        self, layout: PublishedWeights, weight_version: int, instances: Mapping[str, Handle]
+    ) -> PublishedWeights | None:
+        """Bring every instance the trainer's version; each has confirmed it. None: do it by the object store.
+
+        Args:
+            layout: an earlier version, for names and sizes.
+            weight_version: that the trainer has now.
+            instances: that are to get it, all living ones.
+
+        Raises:
+            NumericsError: the weights are not finite.
+        """
+        if not self._is_on:
+            return None
+        told = replace(layout.manifest, weight_version=weight_version)
+        try:
+            if self._members != tuple(instances):
+                self._form(instances)
+            return self._send(told, instances)
+        except NumericsError:
+            raise
+        except RlhfSpecError as error:
+            # a dead or a frozen instance is found by the publication that follows
+            self._is_on, self._members = isinstance(error, InstanceLost), ()
+            self._trainer.close_broadcast.remote()
+            again = "this once" if self._is_on else "from here on"
+            self._note(f"publication by broadcast failed ({error}); the object store carries weights {again}")
+            return None
+
+    def _form(self, instances: Mapping[str, Handle]) -> None:
+        names = tuple(instances)
+        ticket = self._ask(self._trainer.open_broadcast.remote(names), "trainer", "open a broadcast group")
+        joins = {"trainer": self._trainer.join_broadcast.remote(JOIN_TIMEOUT_S)} | {
+            name: handle.join_broadcast.remote(ticket, rank, JOIN_TIMEOUT_S)
+            for rank, (name, handle) in enumerate(instances.items(), start=1)
+        }
+        self._all(joins, "join the broadcast group")
+        self._members = names
+
+    def _send(self, told: Any, instances: Mapping[str, Handle]) -> PublishedWeights:
+        order = f"pass on {told.model} version {told.weight_version}"
+        answers = self._all(
+            {"trainer": self._trainer.broadcast.remote(told)}
+            | {
+                name: handle.receive_weights.remote(self._timeout_s, told)
+                for name, handle in instances.items()
+            },
+            order,
+        )
+        manifest = answers.pop("trainer")
+        for answer in answers.values():
+            confirm(answer, manifest)
+
+        def fetch() -> PublishedWeights:
+            return from_trainer(self._trainer, timeout_s=self._timeout_s)
+
+        return PublishedWeights(manifest=manifest, chunk_refs=(), fetch=fetch)
+
+    def _all(self, refs: Mapping[str, Any], order: str) -> dict[str, Any]:
+        """Wait for every answer, then raise the first error: nobody is left waiting in the group."""
+        answers: dict[str, Any] = {}
+        failed: list[RlhfSpecError] = []
+        for name, ref in refs.items():
+            try:
+                answers[name] = self._ask(ref, name, order)
+            except RlhfSpecError as error:
+                failed.append(error)
+        if failed:
+            raise next(
+                (error for error in failed if isinstance(error, InstanceLost | NumericsError)), failed[0]
+            )
+        return answers
+
+    def _ask(self, ref: Any, waited_for: str, order: str) -> Any:
+        timeout_s = self._timeout_s + _GRACE_S
+        return get(ref, waiter="the loop", waited_for=waited_for, order=order, timeout_s=timeout_s)
+
+
+def num_nodes() -> int:
+    """Living nodes of the cluster."""
+    return sum(bool(node["Alive"]) for node in ray.nodes())

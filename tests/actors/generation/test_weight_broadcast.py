@@ -1,0 +1,114 @@
+"""A version that comes bucket by bucket is confirmed whole, or nothing decodes until one is."""
+
+from __future__ import annotations
+
+import copy
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from transformers.modeling_utils import PreTrainedModel
+
+from actors.actor_messages import GenerationSpec
+from actors.generation.engine_host import ManifestHost
+from actors.transport.broadcast import BroadcastGroup, BroadcastHost, join_broadcast
+from core.config import EngineConfig, SpeculationConfig
+from core.errors import WaitTimeout, WeightsError
+from core.records import WeightManifest
+from engine.weights.chunks import WeightPacker, pack_weights, unique_tensors
+from tests.helpers import tiny_pool
+
+CHUNK_BYTES = 20_000
+
+
+@pytest.fixture
+def host() -> ManifestHost:
+    torch.set_num_threads(1)
+    host = ManifestHost(
+        GenerationSpec(
+            instance="gen-0",
+            engine=EngineConfig(max_running_samples=2, probe=False),
+            speculation=SpeculationConfig(drafter="none", policy="off"),
+            dtype="float32",
+            max_total_tokens=40,
+            vocab_size=tiny_pool.VOCAB_SIZE,
+            report_interval_s=1.0,
+        )
+    )
+    host.load_weights(*published(1))
+    return host
+
+
+def published(version: int) -> tuple[WeightManifest, list[np.ndarray]]:
+    return pack_weights(model_of(version), name="target", weight_version=version, chunk_bytes=CHUNK_BYTES)
+
+
+def model_of(version: int) -> PreTrainedModel:
+    model = copy.deepcopy(tiny_pool.target())
+    for parameter in model.parameters():
+        parameter.data.mul_(1.0 + version / 64)
+    return model
+
+
+def pair() -> tuple[BroadcastGroup, BroadcastGroup]:
+    host = BroadcastHost(host="127.0.0.1", members=("gen-0",))
+    with ThreadPoolExecutor(1) as pool:
+        joined = pool.submit(join_broadcast, host.ticket, rank=1, me="gen-0", host="127.0.0.1", timeout_s=2.0)
+        return host.join(2.0), joined.result(timeout=60)
+
+
+def send(group: BroadcastGroup, version: int, *, damaged: int = -1, until: int = 99) -> WeightManifest:
+    """As the trainer does, two buffers in turn."""
+    packer = WeightPacker(
+        name="target",
+        weight_version=version,
+        hf_config_json="{}",
+        chunk_bytes=CHUNK_BYTES,
+        rooms=2,
+    )
+    for index, chunk in enumerate(packer.chunks(unique_tensors(model_of(version)))):
+        if index == damaged:
+            chunk[5] ^= 1
+        if index == until:
+            break
+        group.send(chunk, packer.last_digest, f"chunk {index}")
+    group.settle()
+    return packer.manifest()
+
+
+def test_what_is_broadcast_is_what_decodes_and_is_confirmed(host: ManifestHost) -> None:
+    root, member = pair()
+    layout, _ = published(1)
+    assert len(layout.chunk_num_bytes) > 2
+    with ThreadPoolExecutor(1) as pool:
+        for version in (2, 3):
+            sent = pool.submit(send, root, version)
+            answer = host.receive_weights(replace(layout, weight_version=version), member)
+            manifest = sent.result(timeout=60)
+            assert (answer.weight_version, answer.checksum) == (version, manifest.checksum)
+            assert manifest.checksum == published(version)[0].checksum
+            assert host.engine is not None and host.engine.weight_version == version
+
+
+@pytest.mark.parametrize("failure", ["damaged", "silent"])
+def test_a_broken_broadcast_leaves_nothing_that_decodes_until_a_version_is_whole(
+    host: ManifestHost, failure: str
+) -> None:
+    root, member = pair()
+    layout = replace(published(1)[0], weight_version=2)
+    with ThreadPoolExecutor(1) as pool:
+        how = {"damaged": 1} if failure == "damaged" else {"until": 1}
+        sent = pool.submit(send, root, 2, **how)
+        expected = {"damaged": WeightsError, "silent": WaitTimeout}[failure]
+        with pytest.raises(expected, match=r"gen-0.* chunk 1 of \d+ of target version 2"):
+            host.receive_weights(layout, member)
+        member.close()
+        assert host.engine is None, "weights of two versions"
+        root.close()
+        # whether the rest still got out is up to the moment
+        sent.exception(timeout=60)
+    manifest, chunks = published(2)
+    assert host.load_weights(manifest, chunks).checksum == manifest.checksum
+    assert host.engine is not None and host.engine.weight_version == 2
