@@ -44,7 +44,9 @@ def require_sampling_ranges(
         stop_token_ids,
         "token ids of at least 0",
         isinstance(stop_token_ids, Iterable)
-        and all(isinstance(token, whole) and token >= 0 for token in stop_token_ids),
+        and all(
+            isinstance(token, whole) and not isinstance(token, bool) and token >= 0 for token in stop_token_ids
+        ),
     )
 
 

@@ -71,7 +71,8 @@ def run(args: argparse.Namespace) -> int:
     if args.name not in benchmark_names():
         raise ConfigError(f"no benchmark '{args.name}'; expected one of: {', '.join(benchmark_names())}")
     if args.data is not None and not args.data.is_file():
-        raise DataError(f"--data expects a file, {args.data} does not exist")
+        got = "is a folder" if args.data.is_dir() else "does not exist"
+        raise DataError(f"--data expects a JSONL file, {args.data} {got}")
     if args.profile and args.name != "engine":
         raise ConfigError(f"--profile shows the phases of a decode step: bench engine does, not {args.name}")
     if args.real and args.name not in WITH_REAL_MODEL:

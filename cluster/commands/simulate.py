@@ -124,6 +124,8 @@ def _check(args: argparse.Namespace) -> None:
             raise ConfigError(
                 f"--{name.replace('_', '-')} expects a number from {lowest:g} to {highest:g}, got {value}"
             )
+    if args.out is not None and args.out.is_dir():
+        raise ConfigError(f"--out {args.out} is a folder; name a file in it")
     if args.out is not None and not args.out.resolve().parent.is_dir():
         raise ConfigError(f"--out {args.out}: the folder does not exist; make it first")
 

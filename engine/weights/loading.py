@@ -97,11 +97,14 @@ def meta_model(
     name: str, config: PretrainedConfig, auto_class: Any = AutoModelForCausalLM
 ) -> PreTrainedModel:
     """Build the module of a model's config on the meta device: shapes, no memory. Raises ModelError."""
-    num_layers = config.get_text_config().to_dict().get("num_hidden_layers", 1)
+    text = config.get_text_config().to_dict()
+    num_layers = text.get("num_hidden_layers", 1)
     if not isinstance(num_layers, int) or not 0 < num_layers <= MAX_LAYERS:
         raise ModelError(
             f"the config.json of '{name}' has num_hidden_layers {num_layers}; expected 1 to {MAX_LAYERS}; mend it"
         )
+    _require_positive(name, text, ("rms_norm_eps", "layer_norm_eps", "norm_eps", "rope_theta"))
+    _require_positive(name, text.get("rope_parameters") or {}, ("rope_theta",))
     try:
         with torch.device("meta"):
             return auto_class.from_config(config)
@@ -112,6 +115,16 @@ def meta_model(
             f"the config.json of '{name}' describes no model that can be built as {auto_class.__name__} "
             f"(model_type '{config.model_type}'): {first_line(error)}; mend it or take another model"
         ) from error
+
+
+def _require_positive(name: str, section: dict[str, Any], keys: tuple[str, ...]) -> None:
+    """Raise ModelError for numbers that a module takes as they are, and computes NaN with."""
+    for key in keys:
+        value = section.get(key)
+        if value is not None and not (isinstance(value, int | float) and 0 < value < float("inf")):
+            raise ModelError(
+                f"the config.json of '{name}' has {key} {value}; expected a number above 0; mend it"
+            )
 
 
 def build_causal_lm(hf_config_json: str, dtype: str) -> PreTrainedModel:

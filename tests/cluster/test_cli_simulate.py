@@ -111,6 +111,7 @@ def test_bad_arguments_are_one_error_line(tmp_path: Path, capsys: pytest.Capture
     assert "--speed-sigma" in refused(capsys, *SMALL, "--speed-sigma", "-1")
     assert "no file of lengths" in refused(capsys, *SMALL, "--lengths", "shaped")
     assert "does not exist" in refused(capsys, *SMALL, "--out", tmp_path / "none" / "out.json")
+    assert "is a folder" in refused(capsys, *SMALL, "--out", tmp_path)
     lines = tmp_path / "lengths.jsonl"
     lines.write_text("7\n")
     assert "holds 1 lengths only" in refused(capsys, *SMALL, "--lengths", lines)

@@ -49,6 +49,7 @@ def bits(completion: Completion) -> tuple[bytes, bytes]:
         ({"max_new_tokens": 0}, "max_new_tokens must be an integer of at least 1, got 0"),
         ({"max_new_tokens": 2.5}, "max_new_tokens .* got 2.5"),
         ({"stop_token_ids": (2, -1)}, "stop_token_ids must be token ids of at least 0"),
+        ({"stop_token_ids": (True,)}, "stop_token_ids must be token ids of at least 0"),
     ],
 )
 def test_sampling_parameters_outside_their_range_are_refused(sampling: dict, message: str) -> None:

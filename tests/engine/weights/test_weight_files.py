@@ -168,6 +168,8 @@ def test_a_model_with_a_weight_that_is_not_finite_is_not_loaded(value: float, fo
         {"model_type": "clip"},
         {"model_type": {}},
         {"rope_parameters": {"rope_type": "nonsense"}},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": -1.0}},
+        {"rms_norm_eps": -5},
         {"quantization_config": "x"},
         {"dtype": 1.5},
     ],
