@@ -45,7 +45,8 @@ def require_sampling_ranges(
         "token ids of at least 0",
         isinstance(stop_token_ids, Iterable)
         and all(
-            isinstance(token, whole) and not isinstance(token, bool) and token >= 0 for token in stop_token_ids
+            isinstance(token, whole) and not isinstance(token, bool) and token >= 0
+            for token in stop_token_ids
         ),
     )
 
