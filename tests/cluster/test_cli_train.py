@@ -27,6 +27,8 @@ from learning.records_io import Row
 from tests.conftest import TinyPair
 
 ROOT = Path(__file__).resolve().parents[2]
+ONE_INSTANCE = "cluster.generation.num_actors=1"
+"Where how a run ends is tested: half the time goes into importing torch in actors."
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 
@@ -121,7 +123,7 @@ def test_a_full_disk_ends_the_run_with_one_line_and_keeps_what_was_finished(
                 pass
 
     monkeypatch.setattr(cluster.loop, "save_checkpoints", save_and_fill)
-    settings = [f"run.output_dir={small_disk / 'runs'}", "run.checkpoint_every=1"]
+    settings = [f"run.output_dir={small_disk / 'runs'}", "run.checkpoint_every=1", ONE_INSTANCE]
     argv = ["train", "--config", str(config_file), *(word for one in settings for word in ("--set", one))]
     assert main(argv) == 1
     error = capsys.readouterr().err.splitlines()
@@ -142,7 +144,7 @@ def test_a_full_disk_ends_the_run_with_one_line_and_keeps_what_was_finished(
 
 
 def test_sigterm_leaves_the_run_interrupted_and_exits_with_143(config_file: Path, tmp_path: Path) -> None:
-    many = ["--set", "run.iterations=100000", "--set", "cluster.dashboard=false"]
+    many = ["--set", "run.iterations=100000", "--set", "cluster.dashboard=false", "--set", ONE_INSTANCE]
     environment = {k: v for k, v in os.environ.items() if k not in ("RAY_AUTH_MODE", "RAY_ADDRESS")}
     child = subprocess.Popen(
         [sys.executable, "-m", "cluster.cli", "train", "--config", str(config_file), *many],
@@ -177,7 +179,8 @@ def test_sigterm_leaves_the_run_interrupted_and_exits_with_143(config_file: Path
 def test_a_broken_reward_function_ends_the_run_naming_the_sample(
     config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    argv = ["train", "--config", str(config_file), "--set", "reward.kind=sample_rewards:broken"]
+    broken = "reward.kind=sample_rewards:broken"
+    argv = ["train", "--config", str(config_file), "--set", broken, "--set", ONE_INSTANCE]
     assert main(argv) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: reward function sample_rewards:broken, sample ")
