@@ -84,6 +84,9 @@ def attention_for(
     ordered = numerics == "invariant" or isinstance(backend.attention, PoolAttention)
     if engine.attention == "ordered" or (engine.attention == "auto" and ordered):
         return backend.attention
+    if backend.device.type == "cuda":
+        # cuDNN plans anew for each shape, and every decode step has another
+        torch.backends.cuda.enable_cudnn_sdp(False)
     if engine.attention == "auto":
         return ATTENTION["sdpa"]
     if numerics == "invariant" and engine.attention in ("sdpa", "xformers"):

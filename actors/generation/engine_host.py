@@ -15,6 +15,8 @@ from transformers.modeling_utils import PreTrainedModel
 
 from actors.actor_messages import GenerationSpec, InstanceNumerics, LoadedWeights
 from actors.generation.loop_engine import BucketSource
+from actors.ray_utils.assigned_device import assigned_gpus, resolve_device
+from core.config import EngineConfig
 from core.errors import RlhfSpecError, WeightsError
 from core.records import TensorSpec, WeightManifest
 from engine.build import build_engine
@@ -147,7 +149,7 @@ class ManifestHost:
         self._engine = build_engine(
             self._models["target"],
             self._models.get("draft"),
-            engine=self._spec.engine,
+            engine=self._engine_settings,
             speculation=self._spec.speculation,
             max_total_tokens=self._spec.max_total_tokens,
             vocab_size=self._spec.vocab_size,
@@ -161,6 +163,15 @@ class ManifestHost:
             self._engine.step_log = []
         # those that arrived before were confirmed when nothing was laid out yet
         self._require_copies_hold(self._models)
+
+    @property
+    def _engine_settings(self) -> EngineConfig:
+        """The engine's section on the device that Ray assigned to this actor. Raises ConfigError."""
+        settings = self._spec.engine
+        device = resolve_device(
+            settings.device, assigned=assigned_gpus(), key="engine.device", pool="cluster.generation"
+        )
+        return settings.model_copy(update={"device": device.type})
 
     def _verdicts(self) -> KeptVerdicts | None:
         cache = self._spec.cache_dir
@@ -176,7 +187,7 @@ class ManifestHost:
             measured,
             self._models["target"],
             self._models["draft"],
-            engine=self._spec.engine,
+            engine=self._engine_settings,
             dtype=self._spec.dtype,
         )
         measured.require_match(running, where=f"the profile given to {self._spec.instance}", weights=False)

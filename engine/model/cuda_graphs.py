@@ -64,18 +64,21 @@ class CudaRecorder:
 
     def record(self, run: Run) -> Run:
         """See `Recorder.record`; `run` is warmed up on a stream of its own first."""
-        before = torch.cuda.memory_reserved(self._device)
         aside = torch.cuda.Stream(self._device)
         aside.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(aside):
             for _ in range(WARM_UPS):
                 run()
         torch.cuda.current_stream(self._device).wait_stream(aside)
+        # a capture begins by giving cached blocks back: counted after it, the difference could be negative
+        torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_reserved(self._device)
         graph = torch.cuda.CUDAGraph()
         # other threads may copy leased caches meanwhile
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             result = run()
-        self._held += torch.cuda.memory_reserved(self._device) - before
+        self._held += max(torch.cuda.memory_reserved(self._device) - before, 0)
 
         def replay() -> Tensor:
             graph.replay()
@@ -85,7 +88,7 @@ class CudaRecorder:
 
     @property
     def held_bytes(self) -> int:
-        """See `Recorder.held_bytes`; with the workspaces of the warm-up."""
+        """See `Recorder.held_bytes`."""
         return self._held
 
     def forget(self) -> None:

@@ -12,7 +12,7 @@ from transformers.modeling_utils import PreTrainedModel
 from actors.actor_messages import GenerationSpec
 from actors.generation.engine_host import ManifestHost
 from core.config import EngineConfig, SpeculationConfig
-from core.errors import WeightsError
+from core.errors import ConfigError, WeightsError
 from core.records import WeightManifest
 from engine.drafters.model_drafter import ModelDrafter
 from engine.model.llama_forward import LlamaForward
@@ -28,12 +28,12 @@ def published(name: str, version: int = 1) -> tuple[WeightManifest, list[np.ndar
     return pack_weights(MODELS[name](), name=name, weight_version=version)  # type: ignore[arg-type]
 
 
-def new_host(forward: str) -> ManifestHost:
+def new_host(forward: str, device: str = "cpu") -> ManifestHost:
     torch.set_num_threads(1)
     return ManifestHost(
         GenerationSpec(
             instance="gen-0",
-            engine=EngineConfig(device="cpu", max_running_samples=2, probe=False, forward=forward),  # type: ignore[arg-type]
+            engine=EngineConfig(device=device, max_running_samples=2, probe=False, forward=forward),  # type: ignore[arg-type]
             speculation=SpeculationConfig(policy="fixed", num_nodes=4, depth=2, branching=2),
             dtype="float32",
             max_total_tokens=64,
@@ -41,6 +41,15 @@ def new_host(forward: str) -> ManifestHost:
             report_interval_s=1.0,
         )
     )
+
+
+def test_an_engine_works_on_the_device_that_was_assigned_to_its_actor() -> None:
+    host = new_host("auto", device="cuda")
+    with pytest.raises(
+        ConfigError, match=r"engine\.device is cuda but Ray assigned no GPU; set cluster\.generation"
+    ):
+        for name in MODELS:
+            host.load_weights(*published(name))
 
 
 def damage(forward: LlamaForward | StockForward) -> None:
