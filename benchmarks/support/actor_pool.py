@@ -25,6 +25,8 @@ from policies.scheduling.events import Alarm, MoveRecord
 from profiles.profile import Profile
 
 TIMEOUT_S = 240.0
+SLOWEST_TOKEN_S = 0.2
+"A rollout may take so long for each token that is asked for: a real model on a busy machine."
 POLL_S = 0.1
 "As by default (`cluster.poll_interval_s`)."
 
@@ -100,14 +102,16 @@ class ActorPool:
         binding: str = "pull",
         interval_s: float = 0.1,
     ) -> RolloutOutcome:
-        """Generate all requests under a scheduler of their own. Raises WaitTimeout after TIMEOUT_S."""
+        """Generate all requests under a scheduler of their own. Raises WaitTimeout."""
+        tokens = sum(request.sampling.max_new_tokens for request in requests)
+        limit_s = max(TIMEOUT_S, SLOWEST_TOKEN_S * tokens)
         scheduler = self.new_scheduler(reallocation, binding, interval_s)
         done: dict[SampleKey, Completion] = {}
         moves: list[MoveRecord] = []
         alarms: list[Alarm] = []
         wall_s, began_s = time.time(), time.perf_counter()
         ask(scheduler.enqueue.remote(tuple(requests)), "enqueue")
-        deadline_s, ended_s, taken = time.monotonic() + TIMEOUT_S, began_s, None
+        deadline_s, ended_s, taken = time.monotonic() + limit_s, began_s, None
         while len(done) < len(requests):
             if ray.wait([self._running[-1]], timeout=0)[0]:
                 ask(self._running[-1], "poll")
@@ -121,7 +125,7 @@ class ActorPool:
                     waiter="the benchmark",
                     waited_for="scheduler",
                     order=f"complete {len(requests) - len(done)} more samples",
-                    waited_s=TIMEOUT_S,
+                    waited_s=limit_s,
                     advice="look at the actors' logs",
                 )
         # verdicts and the last statistics are on their way

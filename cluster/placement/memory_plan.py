@@ -168,10 +168,16 @@ def object_store_need(config: Config, target: ModelShape, draft: ModelShape | No
     return _PUBLISHED_VERSIONS * weights + rollouts + _STORE_SLACK_BYTES
 
 
+def _decodes_on_gpu(config: Config) -> bool:
+    """Whether instances take the GPUs that are asked for (`actors.ray_utils.assigned_device`)."""
+    wish = config.engine.device
+    return wish == "cuda" or (wish == "auto" and config.cluster.generation.num_gpus > 0)
+
+
 def _sample_bytes(config: Config, target: ModelShape, draft: ModelShape | None, max_total_tokens: int) -> int:
     """Keys and values of one sample that grows to its limit, in both models' caches."""
     nodes = most_nodes(config.speculation)
-    on_gpu = config.engine.device == "cuda"
+    on_gpu = _decodes_on_gpu(config)
     # pools on CPU are float32 whatever the model's dtype
     element_bytes = _DTYPE_BYTES[config.models.dtype] if on_gpu else 4
     shapes = [shape.kv for shape in (target, draft) if shape is not None]
@@ -195,7 +201,7 @@ def _engine_bytes(config: Config, target: ModelShape, draft: ModelShape | None) 
     dtype = config.models.dtype
     weights = target.weight_bytes(dtype) + (draft.weight_bytes(dtype) if draft else 0)
     params = target.num_params + (draft.num_params if draft else 0)
-    on_gpu = config.engine.device == "cuda"
+    on_gpu = _decodes_on_gpu(config)
     copy = params * _DTYPE_BYTES[dtype] if on_gpu else int(params * 4 * _INFERENCE_COPY)
     tokens = config.engine.max_running_samples * (most_nodes(config.speculation) + 1)
     logits = tokens * target.vocab_size * 4 * _STEP_COPIES

@@ -13,8 +13,10 @@ when one word collides.
 from __future__ import annotations
 
 import hashlib
+import os
 from functools import lru_cache
 from importlib.util import find_spec
+from shutil import which
 from typing import Any
 
 import numpy as np
@@ -138,7 +140,9 @@ class HashedNoiseSource(NoiseSource):
 
 def noise_source(device: torch.device) -> NoiseSource:
     """Return what makes noise on a device without code of our own for it."""
-    fused = device.type == "cuda" and find_spec("triton") is not None
+    # Triton compiles a launcher in C when a kernel first runs
+    compiler = os.environ.get("CC") or any(which(name) for name in ("cc", "gcc", "clang"))
+    fused = device.type == "cuda" and find_spec("triton") is not None and compiler
     return HashedNoiseSource(device) if fused else NoiseSource(device)
 
 
