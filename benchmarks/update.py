@@ -34,7 +34,8 @@ from learning.losses import clipped_policy_loss
 
 ROUNDS = {"quick": 2, "default": 4, "full": 8}
 ROUNDS_REAL = {"quick": 1, "default": 2, "full": 4}
-NUM_SAMPLES = {"quick": 8, "default": 32, "full": 64}
+NUM_SAMPLES = {"quick": 32, "default": 64, "full": 64}
+NUM_SAMPLES_REAL = {"quick": 8, "default": 32, "full": 64}
 MAX_NEW_TOKENS_REAL = 32
 ENGINE = EngineConfig(device="cpu", max_running_samples=16, probe=False)
 ALGORITHM = AlgorithmConfig(kind="grpo", kl_coef=0.01, report_entropy=False)
@@ -75,7 +76,7 @@ class Batch:
 def run(*, out: Path, mode: str, data: Path | None, real: bool = False) -> int:
     """Write OUT/update.json, with `real` OUT/update_real.json; returns 0."""
     torch.set_num_threads(1)
-    console, figures, size = Console(), Figures(), NUM_SAMPLES[mode]
+    console, figures, size = Console(), Figures(), (NUM_SAMPLES_REAL if real else NUM_SAMPLES)[mode]
     rounds = (ROUNDS_REAL if real else ROUNDS)[mode]
     if real:
         workload = real_workload(size // 2, data=data, max_new_tokens=MAX_NEW_TOKENS_REAL, console=console)

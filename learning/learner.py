@@ -139,8 +139,9 @@ class Learner:
             self.soft_targets.clear()
         figures = MinibatchFigures()
         if self._scorer is not None:
-            targets = replace(targets, engine=EngineValues(self._scorer, experience, self.weights))
-            targets.figures["mismatch/bit_equal_share"] = targets.engine.bit_equal_share
+            engine = EngineValues(self._scorer, experience, self.weights)
+            targets = replace(targets, engine=engine)
+            targets.figures["mismatch/bit_equal_share"] = engine.bit_equal_share
         steps_before = self._num_optimizer_steps
         for rows in self._minibatches(len(experience.lengths), generator):
             self._learn(experience, targets, rows, figures)

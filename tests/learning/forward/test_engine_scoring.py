@@ -1,6 +1,7 @@
 """Scored by the engine's forward: the sampler's log-probabilities bit for bit, whatever was drafted or batched."""
 
 import copy
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -95,7 +96,9 @@ def scorer_of(model, temperature: float = 1.0, engine: EngineConfig = ENGINE) ->
     )
 
 
-def learner_of(model, scorer, *, kind="grpo", temperature=1.0, lora=None, **trainer) -> Learner:
+def learner_of(
+    model, scorer, *, kind: Literal["ppo", "grpo"] = "grpo", temperature=1.0, lora=None, **trainer
+) -> Learner:
     settings = {"learning_rate": 1e-2, "minibatch_size": 3, "scoring": "engine"} | trainer
     return Learner(
         copy.deepcopy(model).float().requires_grad_(True),
