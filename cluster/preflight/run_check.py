@@ -181,7 +181,8 @@ def _check_scoring(config: Config) -> None:
             f"trainer.scoring engine needs instances on the CPU, cluster.generation.num_gpus is "
             f"{cluster.generation.num_gpus}; set trainer.scoring: model"
         )
-    require_engine_scoring(config.engine, torch.device("cuda" if cluster.trainer.num_gpus > 0 else "cpu"))
+    on_gpu = cluster.trainer.num_gpus > 0 and config.trainer.device != "cpu"
+    require_engine_scoring(config.engine, torch.device("cuda" if on_gpu else "cpu"))
 
 
 def _verify_own_checkpoints(config: Config) -> None:
