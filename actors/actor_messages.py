@@ -76,6 +76,10 @@ class TrainerSpec:
     "token ids the tokenizer knows, as for the instances"
     base_model: str = ""
     "path or hub name of the first weights, for the adapter that LoRA saves"
+    engine: EngineConfig | None = None
+    "as the instances have it, where trainer.scoring is engine"
+    max_total_tokens: int = 0
+    "longest prompt + max_new_tokens, for trainer.scoring engine"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

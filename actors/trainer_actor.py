@@ -18,12 +18,13 @@ from actors.actor_messages import LoadedWeights, TrainerSpec
 from actors.ray_utils.assigned_device import assigned_gpus, resolve_device
 from actors.ray_utils.remote import remote
 from actors.transport.broadcast import BroadcastGroup, BroadcastHost, BroadcastTicket
-from core.errors import RlhfSpecError, WeightsError
+from core.errors import ConfigError, RlhfSpecError, WeightsError
 from core.records import Rollout, UpdateReport, WeightManifest
 from engine.model.compute_backend import ComputeBackend
 from engine.weights.chunks import load_into, weight_views
-from engine.weights.loading import DTYPES, build_causal_lm
+from engine.weights.loading import DTYPES, build_causal_lm, freeze
 from learning.draft_refit import DraftRefitter, RefitReport
+from learning.forward.engine_scoring import EngineScorer, require_engine_scoring
 from learning.forward.precision import hold_linears_in
 from learning.learner import Learner
 from learning.published_form import PublishedForm
@@ -63,6 +64,7 @@ class TrainerActor:
             vocab_size=self._spec.vocab_size,
             soft_targets=self._soft_targets,
             compute_dtype=self._compute_dtype,
+            scorer=self._scorer(manifest, chunks),
         )
         return _loaded(manifest, self.checksum())
 
@@ -85,7 +87,7 @@ class TrainerActor:
         return _loaded(manifest, self._forms["draft"].checksum(self._refitter.weights()))
 
     def update(self, rollouts: Sequence[Rollout]) -> UpdateReport:
-        """Do one update; equal rollouts in any order give bitwise equal parameters."""
+        """Do one update; equal rollouts in any order give bitwise equal parameters on the CPU."""
         return self._learner.update(rollouts)
 
     def refit(self, rollouts: Sequence[Rollout], budget_s: float) -> RefitReport:
@@ -159,6 +161,26 @@ class TrainerActor:
             hold_linears_in(model, self._compute_dtype)
         self._forms[manifest.model] = PublishedForm(manifest)
         return model.to(self._device)  # type: ignore[arg-type]
+
+    def _scorer(self, manifest: WeightManifest, chunks: Sequence[np.ndarray]) -> EngineScorer | None:
+        """The engine's forward over the published weights, where it is to value log-probabilities."""
+        spec = self._spec
+        if spec.trainer.scoring == "model":
+            return None
+        if spec.engine is None:
+            raise ConfigError(
+                "trainer.scoring is engine, but the trainer was not told of any; give TrainerSpec.engine"
+            )
+        require_engine_scoring(spec.engine, self._device)
+        model = freeze(build_causal_lm(manifest.hf_config_json, spec.dtype))
+        load_into(model, weight_views(manifest, chunks))
+        return EngineScorer(
+            model,
+            engine=spec.engine,
+            max_total_tokens=spec.max_total_tokens,
+            vocab_size=spec.vocab_size,
+            temperature=spec.temperature,
+        )
 
     @property
     def _device(self) -> torch.device:

@@ -101,9 +101,9 @@ def _make_actors(
     cluster, tokenizer, dataset = config.cluster, inputs.tokenizer, inputs.dataset
     instances = InstanceTable()
     scheduler = _scheduler(config, inputs, topology, context, instances)
-    trainer_spec = _trainer_spec(config, tokenizer)
-    trainer = TrainerActor.options(**actor_options(topology.trainer, context)).remote(trainer_spec)
     max_total_tokens = dataset.max_prompt_tokens + config.sampling.max_new_tokens
+    trainer_spec = _trainer_spec(config, tokenizer, max_total_tokens)
+    trainer = TrainerActor.options(**actor_options(topology.trainer, context)).remote(trainer_spec)
     generation = GenerationPool(
         cluster=cluster,
         places=topology.generation,
@@ -218,7 +218,7 @@ def _scheduler(
     )
 
 
-def _trainer_spec(config: Config, tokenizer: PreTrainedTokenizerBase) -> TrainerSpec:
+def _trainer_spec(config: Config, tokenizer: PreTrainedTokenizerBase, max_total_tokens: int) -> TrainerSpec:
     pad = tokenizer.pad_token_id
     return TrainerSpec(
         algorithm=config.algorithm,
@@ -230,4 +230,6 @@ def _trainer_spec(config: Config, tokenizer: PreTrainedTokenizerBase) -> Trainer
         pad_token_id=pad if isinstance(pad, int) else 0,
         vocab_size=num_token_ids(tokenizer),
         base_model=config.models.target,
+        engine=config.engine if config.trainer.scoring == "engine" else None,
+        max_total_tokens=max_total_tokens,
     )

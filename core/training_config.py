@@ -82,6 +82,8 @@ class TrainerConfig(Section):
     max_grad_norm: float = Field(default=1.0, gt=0.0)
     weight_decay: float = Field(default=0.0, ge=0.0)
     gradient_checkpointing: bool = False
+    scoring: Literal["engine", "model"] = "model"
+    "whose forward values log-probabilities: the engine's, with the sampler's bits, or the learner's own"
     num_threads: int = Field(default=2, ge=1, le=MAX_THREADS)
 
 

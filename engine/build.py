@@ -135,6 +135,37 @@ def build_engine(
     )
 
 
+def build_scoring_runner(
+    target: PreTrainedModel,
+    *,
+    engine: EngineConfig,
+    num_slots: int,
+    max_total_tokens: int,
+    vocab_size: int | None = None,
+    max_nodes: int = 16,
+) -> ModelRunner:
+    """Build the forward of an engine alone, to be fed with finished samples; arguments and errors as `build_engine`.
+
+    Its caches take memory as `pool.memory.hold` asks for it.
+    """
+    device = resolve_device(engine)
+    numerics = resolve_numerics(engine, device)
+    backend = choose_backend(device)
+    runner = _runner(
+        target,
+        # a limit makes the pool paged; the caller holds no more than its samples take
+        engine=engine.model_copy(update={"max_running_samples": num_slots, "kv_cache_mb": 1.0}),
+        backend=backend,
+        attention=attention_for(engine, numerics, backend),
+        max_total_tokens=max_total_tokens,
+        max_nodes=max_nodes,
+        vocab_size=_vocab_size(target, vocab_size),
+    )
+    if numerics == "invariant" and engine.probe:
+        _prove(runner, max_nodes, None)
+    return runner
+
+
 def _runner(
     model: PreTrainedModel,
     *,

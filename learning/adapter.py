@@ -86,6 +86,12 @@ class Adapter:
             else:
                 yield plain, tensor
 
+    def base_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """The weights without adapters, named as `merged_tensors` names them: the reference policy's."""
+        for name, tensor in unique_tensors(self._model):
+            if _OWN not in name:
+                yield name.replace(_BASE, "."), tensor
+
     def files(self, *, base_model: str) -> dict[str, bytes]:
         """The adapter as `peft.PeftModel.from_pretrained` loads it onto `base_model`: name and content of each file."""
         self._adapted.peft_config[_NAME].base_model_name_or_path = base_model

@@ -1,9 +1,9 @@
-"""The learner: PPO and GRPO on finished rollouts, deterministic to the last bit.
+"""The learner: PPO and GRPO on finished rollouts, deterministic to the last bit on the CPU.
 
 PPO: Schulman et al. 2017, algorithm 1, with GAE. GRPO: Shao et al. 2024, algorithm 1.
 Old log-probabilities are the engine's; the reference is a frozen copy of the initial target.
-Equal rollouts give bitwise equal parameters: samples are ordered by index, minibatches are drawn from
-(seed, weight version), and nothing else is random.
+Equal rollouts give bitwise equal parameters on the CPU (CUDA may add up gradients in any order): samples are
+ordered by index, minibatches are drawn from (seed, weight version), and nothing else is random.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import copy
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ from learning.advantages import (
 )
 from learning.critic import Critic, history_features
 from learning.experience import Experience, collate
+from learning.forward.engine_scoring import EngineScorer, EngineValues, with_values
 from learning.forward.policy_forward import PolicyForward, padded
 from learning.forward.precision import hold_linears_in, require_master_weights
 from learning.forward.token_statistics import token_statistics
@@ -68,11 +70,13 @@ class Learner:
         vocab_size: int | None = None,
         soft_targets: SoftTargetStore | None = None,
         compute_dtype: torch.dtype = torch.float32,
+        scorer: EngineScorer | None = None,
     ) -> None:
         """A learner around a model of float32 weights, on the device it is to learn on.
 
         `soft_targets` is filled at every update, for the draft model; it changes nothing here. `compute_dtype` is
-        what matrix products are computed in (`learning.forward.precision`).
+        what matrix products are computed in (`learning.forward.precision`). `scorer` values log-probabilities by the
+        engine's forward instead of the model's own; `trainer.scoring` engine needs one.
         Raises ConfigError: settings that do not go together, or weights that the optimizer cannot step.
         """
         if temperature <= 0.0:
@@ -81,7 +85,13 @@ class Learner:
             )
         if algorithm.kl_placement == "reward" and algorithm.kind != "ppo":
             raise ConfigError("algorithm.kl_placement 'reward' needs algorithm.kind ppo; use 'loss'")
+        if (trainer.scoring == "engine") != (scorer is not None):
+            raise ConfigError(
+                f"trainer.scoring is {trainer.scoring}, but the learner was given "
+                f"{'no scorer' if scorer is None else 'a scorer'}; give it an EngineScorer with engine, none with model"
+            )
         self.model = model
+        self._scorer = scorer
         self.algorithm = algorithm
         self.trainer = trainer
         self.seed = seed
@@ -128,6 +138,10 @@ class Learner:
         if self.soft_targets is not None:
             self.soft_targets.clear()
         figures = MinibatchFigures()
+        if self._scorer is not None:
+            engine = EngineValues(self._scorer, experience, self.weights)
+            targets = replace(targets, engine=engine)
+            targets.figures["mismatch/bit_equal_share"] = engine.bit_equal_share
         steps_before = self._num_optimizer_steps
         for rows in self._minibatches(len(experience.lengths), generator):
             self._learn(experience, targets, rows, figures)
@@ -207,6 +221,13 @@ class Learner:
     def _reference_logprobs(self, experience: Experience) -> Tensor | None:
         if self.algorithm.kl_coef == 0.0:
             return None
+        if self._scorer is not None:
+            initial = self.reference or self.adapter
+            assert initial is not None, "KL control has a reference, or adapters to take off"
+            self._scorer.load(
+                initial.base_tensors() if isinstance(initial, Adapter) else unique_tensors(initial)
+            )
+            return self._scorer.logprobs(experience)
         with nullcontext() if self.adapter is None else self.adapter.switched_off():
             return self._forward.logprobs(self.reference or self.model, experience)
 
@@ -257,8 +278,9 @@ class Learner:
             # Adam's moments move the weights on, as where gradients are computed to be zero
             for parameter in self._learned():
                 parameter.grad = torch.zeros_like(parameter)
+        engine = None if targets.engine is None or not learned else targets.engine.of(learned)
         for micro in self._forward.packs(learned, experience):
-            loss = self._loss(experience, targets, micro, weight_of[micro], figures)
+            loss = self._loss(experience, targets, micro, weight_of[micro], figures, engine)
             if not bool(torch.isfinite(loss)):
                 samples = [experience.sample_indices[row] for row in micro]
                 raise NotFiniteError(
@@ -267,6 +289,8 @@ class Learner:
                 )
             loss.backward()
         self._step(figures)
+        if targets.engine is not None:
+            targets.engine.changed()
 
     def _with_gradient(self, rows: list[int], targets: Targets) -> list[int]:
         """Rows whose loss has a gradient: of the others (equal rewards in a group) no forward is computed."""
@@ -281,6 +305,7 @@ class Learner:
         rows: list[int],
         weights: Tensor,
         out: MinibatchFigures,
+        engine: Tensor | None,
     ) -> Tensor:
         """Loss of some rows, weighted so that a minibatch's parts add up to its mean."""
         algorithm, mask, device = self.algorithm, experience.mask[rows], self.model.device
@@ -300,6 +325,8 @@ class Learner:
                 mask.sum(dim=1).tolist(),
                 scaled_logits(logits.detach(), self._forward.temperature),
             )
+        if engine is not None:
+            logprobs = with_values(logprobs, flat(engine))
         old = flat(experience.old_logprobs)
         weight = weights[mask].to(device)
         policy = clipped_policy_loss(logprobs, old, flat(targets.advantages), clip_ratio=algorithm.clip_ratio)

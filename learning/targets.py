@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from learning.forward.engine_scoring import EngineValues
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Targets:
@@ -17,3 +19,5 @@ class Targets:
     has_kl_loss: bool
     "whether the reference counts as a term of the loss"
     figures: dict[str, float]
+    engine: EngineValues | None = None
+    "the policy's log-probabilities by the engine's forward; None: by the learner's own"

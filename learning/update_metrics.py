@@ -18,14 +18,15 @@ class MinibatchFigures:
     """Weighted sums within a minibatch, plain means over minibatches.
 
     `ratio_at_first_minibatch` is the policy ratio furthest from 1 before any step was taken: it says
-    how well engine and learner agree on log-probabilities.
+    how well engine and learner agree on log-probabilities. It is left out where no sample of that minibatch had a
+    gradient: no ratio was computed.
     """
 
     def __init__(self) -> None:
         self._open: dict[str, float] = {}
         self._open_weight = 0.0
         self._closed: list[dict[str, float]] = []
-        self._first_ratio = 1.0
+        self._first_ratio: float | None = None
 
     def add(self, name: str, per_token: Float[Tensor, " M"], weight: Float[Tensor, " M"]) -> None:
         """Add a part of the current minibatch; weights of the whole minibatch sum to 1.
@@ -51,7 +52,7 @@ class MinibatchFigures:
         self.add("clip_fraction", ((ratio - 1.0).abs() > clip_ratio).float(), weight)
         if not self._closed:
             furthest = float(ratio[(ratio - 1.0).abs().argmax()])
-            if abs(furthest - 1.0) > abs(self._first_ratio - 1.0):
+            if self._first_ratio is None or abs(furthest - 1.0) > abs(self._first_ratio - 1.0):
                 self._first_ratio = furthest
 
     def close_minibatch(self, *, grad_norm: float) -> None:
@@ -66,7 +67,8 @@ class MinibatchFigures:
         for name in dict.fromkeys(name for one in self._closed for name in one):
             values = [one[name] for one in self._closed if name in one]
             out[name] = sum(values) / len(values)
-        out["ratio_at_first_minibatch"] = self._first_ratio
+        if self._first_ratio is not None:
+            out["ratio_at_first_minibatch"] = self._first_ratio
         for name, value in out.items():
             if not math.isfinite(value):
                 raise NumericsError(f"learner figure {name} is {value}; expected a finite number")

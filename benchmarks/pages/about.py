@@ -46,6 +46,21 @@ ABOUT = {
         "layer's operations, `without_attention` and `without_products` that and torch's attention or products, "
         "`without_noise` and `without_choices` torch's noise or choices, `without_everything` torch alone.",
     ),
+    "update": About(
+        title="Update",
+        question="What does the learner cost beside a bare loop, and what do the sampler's bits cost?",
+        how="Seconds of `Learner.update` (GRPO with a reference) over those of a bare loop: for the same minibatches a "
+        "Hugging Face forward and backward over the same packed tokens, a forward of the reference, clipping and "
+        "AdamW. `update_over_bare` and `scoring_engine_cost` are seconds over seconds, so less is better; the bar of "
+        "the first is 1.15. `scoring_engine_cost` is an update with `trainer.scoring: engine` over one without. "
+        "`bit_equal_share` and `first_ratio` are of the first update. One thread, processor time; the demo pair's "
+        "target.",
+    ),
+    "update_real": About(
+        title="Update of a real model",
+        question="The same on SmolLM2-135M-Instruct: what do the learner and the sampler's bits cost?",
+        how="As on the page of `bench update`, with answers of up to 32 tokens to the one-sentence task's questions.",
+    ),
     "drafting": About(
         title="Adaptive drafting",
         question="How good is the adaptive policy beside every fixed plan, and beside an oracle?",

@@ -110,7 +110,8 @@ def with_figures(readme: str) -> str:
 
 
 def _command(name: str) -> str:
-    return f"rlhfspec bench {name} --out bench" + (" --data gsm8k_train.jsonl" if ABOUT[name].data else "")
+    bench = name.removesuffix("_real") + (" --real" if name.endswith("_real") else "")
+    return f"rlhfspec bench {bench} --out bench" + (" --data gsm8k_train.jsonl" if ABOUT[name].data else "")
 
 
 def _cell(result: Mapping[str, Any], figure: str) -> str:

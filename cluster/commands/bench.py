@@ -24,10 +24,11 @@ Run one benchmark and write DIR/NAME.json: figures, intervals, provenance.
   rlhfspec bench drafting --out bench            the adaptive policy beside every other choice
   rlhfspec bench exactness --out bench --real    the same on SmolLM2-135M-Instruct, instances, moves
   rlhfspec bench publication --out bench         weights of a real size to two instances; a second start
+  rlhfspec bench update --out bench              the learner beside a bare loop over the same tokens
   rlhfspec bench models --out bench              which model families run: the page docs/models.md
 """
 
-WITH_REAL_MODEL = ("engine", "drafting", "rollout", "exactness")
+WITH_REAL_MODEL = ("engine", "drafting", "rollout", "exactness", "update")
 
 
 def add_parser(commands: Any) -> None:

@@ -22,6 +22,7 @@ from engine.cache.kv_memory import Pages, host_pages
 from engine.cache.kv_pool import KVShape
 from engine.calibration.cost_sweep import MAX_PROFILED_NODES
 from engine.draft_policies import most_nodes
+from learning.forward.engine_scoring import MOST_SLOTS
 
 GIB = 1 << 30
 GPU_PAGE_BYTES = 2 << 20
@@ -146,7 +147,10 @@ def plan_memory(
         generation_bytes=TORCH_PROCESS_BYTES + kv_pool + _engine_bytes(config, target, draft),
         kv_pool_bytes=kv_pool,
         longest_sample_bytes=longest_sample,
-        trainer_bytes=TORCH_PROCESS_BYTES + _learner_bytes(config, target) + _refit_bytes(config, draft),
+        trainer_bytes=TORCH_PROCESS_BYTES
+        + _learner_bytes(config, target)
+        + _scorer_bytes(config, target, max_total_tokens)
+        + _refit_bytes(config, draft),
         reward_bytes=_reward_bytes(reward_params),
         object_store_bytes=object_store_bytes,
         ray_bytes=RAY_PROCESSES_BYTES + TORCH_PROCESS_BYTES,
@@ -224,6 +228,15 @@ def _learner_bytes(config: Config, target: ModelShape) -> int:
     activations = tokens * target.hidden_size * 4 * _ACTIVATIONS_PER_LAYER * kept_layers
     logits = tokens * target.vocab_size * 4 * _LOGIT_COPIES
     return kept + learned + reference + published + activations + logits
+
+
+def _scorer_bytes(config: Config, target: ModelShape, max_total_tokens: int) -> int:
+    """Of the engine's forward that values log-probabilities: weights, their inference copy, caches."""
+    if config.trainer.scoring == "model":
+        return 0
+    weights = target.weight_bytes(config.models.dtype) + int(target.num_params * 4 * _INFERENCE_COPY)
+    slots = min(config.engine.max_running_samples, MOST_SLOTS)
+    return weights + target.kv.pool_bytes(slots, max_total_tokens)
 
 
 def _refit_bytes(config: Config, draft: ModelShape | None) -> int:

@@ -24,7 +24,7 @@ from cluster.placement.topology import require_machine
 from cluster.preflight.inputs import Inputs, read_inputs, read_tokenizer
 from core.checkpoint_manifest import has_manifest, verify_checkpoint
 from core.config import Config
-from core.errors import DataError, ModelError, PlacementError
+from core.errors import ConfigError, DataError, ModelError, PlacementError
 from engine.admission import MB, require_room_for_one
 from engine.cache.kv_pool import KVShape
 from engine.model.compute_backend import ComputeBackend
@@ -40,6 +40,7 @@ from engine.weights.loading import (
 from engine.weights.weight_files import check_weight_files
 from learning.adapter import count_adapter_params
 from learning.data import PromptDataset
+from learning.forward.engine_scoring import require_engine_scoring
 from learning.tasks.reward_function import build_reward
 from learning.tasks.reward_model import require_one_output
 
@@ -90,6 +91,8 @@ def check_run(config: Config, *, output_dir: Path) -> CheckReport:
         device = resolve_device(config.engine)
         attention_for(config.engine, resolve_numerics(config.engine, device), ComputeBackend(device))
         numerics = describe_numerics(config.engine, device)
+    if config.trainer.scoring == "engine":
+        _check_scoring(config)
     topology = plan_topology(config)
     if is_local(config):
         require_machine(topology, num_cpus=machine.num_cores(), num_gpus=torch.cuda.device_count())
@@ -169,6 +172,18 @@ def count_params(config: PretrainedConfig, auto_class: Any, name: str | None = N
     if name is not None:
         check_weight_files(name, model)
     return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _check_scoring(config: Config) -> None:
+    """Raise ConfigError where the learner could not have the sampler's bits."""
+    cluster = config.cluster
+    if cluster.generation.num_gpus > 0 and config.engine.device != "cpu":
+        raise ConfigError(
+            f"trainer.scoring engine needs instances on the CPU, cluster.generation.num_gpus is "
+            f"{cluster.generation.num_gpus}; set trainer.scoring: model"
+        )
+    on_gpu = cluster.trainer.num_gpus > 0 and config.trainer.device != "cpu"
+    require_engine_scoring(config.engine, torch.device("cuda" if on_gpu else "cpu"))
 
 
 def _verify_own_checkpoints(config: Config) -> None:

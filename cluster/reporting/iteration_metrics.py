@@ -41,4 +41,7 @@ def iteration_figures(
         "rollout/num_preemptions": float(stats.num_preemptions),
     }
     figures |= {f"time/{name}_s": value for name, value in seconds.items()}
-    return figures | {f"learner/{name}": value for name, value in update.figures.items()}
+    # a figure with an area of its own keeps it
+    return figures | {
+        name if "/" in name else f"learner/{name}": value for name, value in update.figures.items()
+    }

@@ -1,7 +1,8 @@
 """The one log-probability function of rollouts and training: equal logits give equal log-probabilities.
 
 The logits are not equal to the bit: the learner runs the Hugging Face module, an engine its own forward or its own
-products. The difference is rounding, and measured in every update (figure `learner/ratio_at_first_minibatch`).
+products. The difference is rounding, and measured in every update (figure `learner/ratio_at_first_minibatch`); with
+`trainer.scoring` engine the learner takes the engine's values (`learning.forward.engine_scoring`) and there is none.
 """
 
 from __future__ import annotations

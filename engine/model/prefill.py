@@ -37,7 +37,7 @@ def fill_committed(
     """
     computed, copies = share_prompts(tokens, pieces, cached)
     total = 0
-    for pack in _packs(computed, max_tokens):
+    for pack in prefill_packs(computed, max_tokens):
         ids = np.concatenate([tokens[p.slot, p.start : p.start + p.length] for p in pack])
         positions = np.concatenate([np.arange(p.start, p.start + p.length) for p in pack])
         plan = PrefillPlan(pool=runner.pool, attention=runner.attention, pieces=pack)
@@ -81,7 +81,8 @@ def _holder(tokens: np.ndarray, piece: PrefillPiece, filled: np.ndarray) -> int 
     return int(slots[same.argmax()]) if same.any() else None
 
 
-def _packs(pieces: Iterable[PrefillPiece], max_tokens: int) -> Iterable[list[PrefillPiece]]:
+def prefill_packs(pieces: Iterable[PrefillPiece], max_tokens: int) -> Iterable[list[PrefillPiece]]:
+    """Cut and join runs of tokens, in their order, into forwards of at most `max_tokens`."""
     pack: list[PrefillPiece] = []
     room = max_tokens
     for piece in pieces:

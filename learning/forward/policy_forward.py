@@ -57,7 +57,13 @@ class PolicyForward:
         place[experience.mask] = torch.arange(experience.num_tokens)
         out: Tensor | None = None
         for rows in self.packs(range(len(place)), experience):
-            _, hidden = self.logits(model, experience.packed(rows))
+            _, hidden = response_logits(
+                model,
+                experience.packed(rows),
+                self.vocab_size,
+                compute_dtype=self.compute_dtype,
+                with_logits=False,
+            )
             if out is None:
                 out = hidden.new_zeros((experience.num_tokens, hidden.shape[1]))
             out[place[rows][experience.mask[rows]].to(out.device)] = hidden

@@ -26,12 +26,13 @@ def response_logits(
     vocab_size: int,
     *,
     compute_dtype: torch.dtype = torch.float32,
-) -> tuple[Float[Tensor, "M V"], Float[Tensor, "M H"]]:
+    with_logits: bool = True,
+) -> tuple[Float[Tensor, "L V"], Float[Tensor, "M H"]]:
     """Return logits and hidden states that predict `packed.targets`, in their order.
 
-    Logits are those of the first `vocab_size` ids, as in the engine: padded ids take no part. Products are computed
-    in `compute_dtype`. A model whose attention is not ours (`prepare_for_training`) builds a mask of its own from
-    the position ids, and gives the same.
+    Logits are those of the first `vocab_size` ids, as in the engine: padded ids take no part. L is M, and 0 without
+    `with_logits`: the head computes nothing then. Products are computed in `compute_dtype`. A model whose attention
+    is not ours (`prepare_for_training`) builds a mask of its own from the position ids, and gives the same.
     Raises ModelError when the model has no output head to be asked.
     """
     head = model.get_output_embeddings()
@@ -42,7 +43,7 @@ def response_logits(
 
     def keep_rows(_: nn.Module, args: tuple[Any, ...]) -> tuple[Tensor]:
         kept.append(args[0][0, before_targets])
-        return (kept[0][None],)
+        return (kept[0][None] if with_logits else kept[0][None, :0],)
 
     handle = head.register_forward_pre_hook(keep_rows)
     try:

@@ -5,8 +5,14 @@ import pytest
 
 from actors.actor_messages import TrainerSpec
 from actors.trainer_actor import TrainerActor
-from core.config import AlgorithmConfig, DrafterTrainingConfig, TrainerConfig
-from core.errors import RlhfSpecError, WeightsError
+from core.config import (
+    AlgorithmConfig,
+    DrafterTrainingConfig,
+    EngineConfig,
+    SpeculationConfig,
+    TrainerConfig,
+)
+from core.errors import ConfigError, RlhfSpecError, WeightsError
 from core.records import (
     Completion,
     FinishReason,
@@ -14,8 +20,11 @@ from core.records import (
     Reward,
     Rollout,
     SampleKey,
+    SampleRequest,
+    SamplingParams,
     WeightSpan,
 )
+from engine.build import build_engine
 from engine.weights.chunks import load_into, model_checksum, pack_weights, unpack_weights
 from engine.weights.loading import build_causal_lm, load_causal_lm
 
@@ -61,7 +70,7 @@ def first_draft(tiny_pair):
     return pack_weights(load_causal_lm(str(tiny_pair.draft), "float32"), name="draft", weight_version=4)
 
 
-def new_trainer(dtype: str = "float32", **trainer):
+def new_trainer(dtype: str = "float32", engine: EngineConfig | None = None, **trainer):
     return Trainer(
         TrainerSpec(
             algorithm=AlgorithmConfig(kind="grpo"),
@@ -72,6 +81,8 @@ def new_trainer(dtype: str = "float32", **trainer):
             seed=0,
             pad_token_id=0,
             vocab_size=30,
+            engine=engine,
+            max_total_tokens=40,
         )
     )
 
@@ -213,3 +224,44 @@ def test_a_trainer_without_draft_model_refuses_to_refit_and_to_pack_it(trainer):
     for wish in (lambda: trainer.refit(ROLLOUTS, 1.0), lambda: published(trainer, "draft")):
         with pytest.raises(RlhfSpecError, match="before it had a draft model"):
             wish()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_scored_by_the_engine_log_probabilities_are_the_samplers(tiny_pair, dtype):
+    config = EngineConfig(device="cpu", max_running_samples=4)
+    model = load_causal_lm(str(tiny_pair.target), dtype)
+    manifest, chunks = pack_weights(model, name="target", weight_version=0)
+    trainer = new_trainer(dtype, engine=config, scoring="engine")
+    trainer.load_weights(manifest, *chunks)
+    speculation = SpeculationConfig(policy="fixed", drafter="ngram", num_nodes=3)
+    engine = build_engine(
+        model, None, engine=config, speculation=speculation, max_total_tokens=40, vocab_size=30
+    )
+    for version in (0, 1):
+        requests = [
+            SampleRequest(
+                key=SampleKey(run_seed=0, sample_index=4 * version + index),
+                prompt=Prompt(prompt_id=0, token_ids=np.array([3, 4, 5])),
+                sampling=SamplingParams(max_new_tokens=20),
+            )
+            for index in range(4)
+        ]
+        rollouts = [
+            Rollout(
+                prompt=request.prompt, completion=completion, response_text="", reward=Reward(value=index % 2)
+            )
+            for index, (request, completion) in enumerate(
+                zip(requests, engine.generate(requests), strict=True)
+            )
+        ]
+        figures = trainer.update(rollouts).figures
+        assert figures["mismatch/bit_equal_share"] == 1.0
+        assert figures["ratio_at_first_minibatch"] == 1.0
+        published = trainer.pack()
+        engine.load_weights(published, unpack_weights(published, [trainer.chunks()]))
+
+
+def test_a_trainer_that_is_to_score_by_the_engine_must_know_which(first):
+    manifest, chunks = first
+    with pytest.raises(ConfigError, match=r"give TrainerSpec\.engine"):
+        new_trainer(scoring="engine").load_weights(manifest, *chunks)

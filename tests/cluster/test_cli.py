@@ -327,3 +327,18 @@ def test_a_real_benchmark_without_the_model_is_skipped_and_says_why(name: str, t
     assert answer.returncode == 0, answer.stderr
     assert "skipped: smollm2-135m-instruct cannot be had" in answer.stdout
     assert not list((tmp_path / "bench").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("engine.numerics=fast", "engine.numerics says so"),
+        ("cluster.generation.num_gpus=1", "cluster.generation.num_gpus is 1"),
+    ],
+)
+def test_scoring_by_the_engine_is_refused_where_bits_are_not_promised(
+    setting: str, said: str, config_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ("check", "--config", config_file, "--set", "trainer.scoring=engine", "--set", setting)
+    message = refused(capsys, *argv)
+    assert said in message and "set trainer.scoring: model" in message

@@ -127,6 +127,23 @@ def test_rewarded_tokens_become_likelier(make_learner, make_rollouts, algorithm)
     assert change[before.rewards == 1].mean() > change[before.rewards == 0].mean()
 
 
+def test_a_first_minibatch_that_is_skipped_whole_has_no_ratio(make_learner, make_rollouts):
+    algorithm = AlgorithmConfig(kind="grpo", kl_coef=0.0)
+    trainer = TRAINER.model_copy(update={"minibatch_size": 2, "epochs": 1})
+    learner = make_learner(algorithm=algorithm, trainer=trainer)
+    rollouts = make_rollouts(learner.model)
+    generator = torch.Generator().manual_seed(learner.seed * 1_000_003)
+    first = torch.randperm(6, generator=generator)[:2].tolist()
+    groups = {index // 2 for index in first}
+    rollouts = [
+        dataclasses.replace(one, reward=Reward(value=0.0 if index // 2 in groups else float(index % 2)))
+        for index, one in enumerate(rollouts)
+    ]
+    figures = learner.update(rollouts).figures
+    assert "policy_loss" in figures
+    assert "ratio_at_first_minibatch" not in figures
+
+
 def test_a_grpo_group_of_equal_rewards_leaves_the_policy_alone(make_learner, make_rollouts):
     learner = make_learner(algorithm=AlgorithmConfig(kind="grpo", kl_coef=0.0))
     before = parameters(learner)

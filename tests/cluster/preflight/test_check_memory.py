@@ -127,6 +127,15 @@ def test_the_trainer_holds_weights_moments_reference_activations_and_logits() ->
     assert kept - thrifty == 2 * layer
 
 
+def test_scoring_by_the_engine_takes_a_second_model_and_the_caches_of_some_samples() -> None:
+    own = plan(config(trainer={"scoring": "model"}))
+    engines = plan(config(trainer={"scoring": "engine"}, engine={"max_running_samples": 3}))
+    few_more = plan(config(trainer={"scoring": "engine"}, engine={"max_running_samples": 4}))
+    one_sample = few_more.trainer_bytes - engines.trainer_bytes
+    assert one_sample > 0
+    assert engines.trainer_bytes - own.trainer_bytes == 1000 * 4 * 5 // 2 + 3 * one_sample
+
+
 def test_the_optimizer_steps_float32_weights_whatever_is_published() -> None:
     models = {"draft": "demo", "dtype": "bfloat16"}
     frozen = {"refit": False}

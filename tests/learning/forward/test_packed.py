@@ -69,8 +69,11 @@ def test_every_sequence_gets_the_logits_it_gets_alone(family, make_model, make_r
         prepare_for_training(model, gradient_checkpointing=False)
         packed = experience.packed(rows)
         together, hidden = response_logits(model, packed, 19)
+        none, alike = response_logits(model, packed, 19, with_logits=False)
     assert torch.allclose(together, torch.cat(alone), atol=2e-5)
     assert hidden.shape == (len(packed.targets), 32)
+    assert none.shape == (0, 19)
+    assert torch.equal(alike, hidden)
     responses = [experience.ids[row, 1:][experience.where[row]] for row in rows]
     assert torch.equal(packed.targets, torch.cat(responses))
 

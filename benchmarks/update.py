@@ -1,0 +1,213 @@
+"""The learner's update beside a bare loop over the same tokens, and what scoring by the engine costs.
+
+The bare loop is what any trainer must compute: for the same minibatches a library forward and backward over the same
+packed tokens, a forward of the reference, and the same AdamW step. Responses are sampled once, by the engine.
+"""
+
+from __future__ import annotations
+
+import copy
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from benchmarks.real.model import real_workload
+from benchmarks.support.result import write_result
+from benchmarks.support.timing import Figures, Rate, interleaved, ratios
+from benchmarks.support.workload import Workload, demo_workload
+from core.config import AlgorithmConfig, EngineConfig, SpeculationConfig, TrainerConfig
+from core.records import Reward, Rollout
+from engine.build import build_engine
+from engine.decoding.logprobs import token_logprobs
+from learning.experience import collate
+from learning.forward.engine_scoring import EngineScorer
+from learning.forward.policy_forward import PolicyForward
+from learning.forward.training_forward import prepare_for_training, response_logits
+from learning.learner import Learner
+from learning.losses import clipped_policy_loss
+
+ROUNDS = {"quick": 2, "default": 4, "full": 8}
+ROUNDS_REAL = {"quick": 1, "default": 2, "full": 4}
+NUM_SAMPLES = {"quick": 32, "default": 64, "full": 64}
+NUM_SAMPLES_REAL = {"quick": 8, "default": 32, "full": 64}
+MAX_NEW_TOKENS_REAL = 32
+ENGINE = EngineConfig(device="cpu", max_running_samples=16, probe=False)
+ALGORITHM = AlgorithmConfig(kind="grpo", kl_coef=0.01, report_entropy=False)
+TRAINER = TrainerConfig(learning_rate=1e-6, minibatch_size=16, max_tokens_per_forward=768, num_threads=1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """One batch of rollouts, and what a learner is told about them."""
+
+    workload: Workload
+    rollouts: Sequence[Rollout]
+
+    def learner(self, scoring: str) -> Learner:
+        """A fresh learner of the target."""
+        workload = self.workload
+        scorer = None
+        if scoring == "engine":
+            scorer = EngineScorer(
+                workload.target("float32"),
+                engine=ENGINE,
+                max_total_tokens=workload.max_total_tokens,
+                vocab_size=workload.vocab_size,
+                temperature=1.0,
+            )
+        return Learner(
+            workload.target("float32"),
+            algorithm=ALGORITHM,
+            trainer=TrainerConfig.model_validate(TRAINER.model_dump() | {"scoring": scoring}),
+            temperature=1.0,
+            seed=0,
+            pad_token_id=workload.pad_token_id,
+            vocab_size=workload.vocab_size,
+            scorer=scorer,
+        )
+
+
+def run(*, out: Path, mode: str, data: Path | None, real: bool = False) -> int:
+    """Write OUT/update.json, with `real` OUT/update_real.json; returns 0."""
+    torch.set_num_threads(1)
+    console, figures, size = Console(), Figures(), (NUM_SAMPLES_REAL if real else NUM_SAMPLES)[mode]
+    rounds = (ROUNDS_REAL if real else ROUNDS)[mode]
+    if real:
+        workload = real_workload(size // 2, data=data, max_new_tokens=MAX_NEW_TOKENS_REAL, console=console)
+        if workload is None:
+            return 0
+    else:
+        workload = demo_workload(size // 2)
+    suffix = "real" if real else "demo"
+    batch = sample(workload)
+    reports: list[dict[str, float]] = []
+    contestants = {
+        "bare": bare_loop(batch),
+        "model": updates(batch.learner("model"), batch),
+        "engine": updates(batch.learner("engine"), batch, reports),
+    }
+    taken = interleaved(contestants, rounds)
+    figures.keep(f"update_over_bare_{suffix}", ratios(taken, "bare", "model"))
+    figures.keep(f"scoring_engine_cost_{suffix}", ratios(taken, "model", "engine"))
+    figures.values[f"bit_equal_share_{suffix}"] = reports[0]["mismatch/bit_equal_share"]
+    figures.values[f"first_ratio_{suffix}"] = reports[0]["ratio_at_first_minibatch"]
+    for name, rates in taken.items():
+        figures.values[f"{name}_tokens_per_s_{suffix}"] = statistics.median(rates)
+    console.print(figures.values, figures.intervals)
+    provenance = {
+        "mode": mode,
+        "rounds": rounds,
+        "num_samples": len(batch.rollouts),
+        "num_tokens": _num_tokens(batch),
+        "num_threads": 1,
+        "data": data.name if data else None,
+    }
+    write_result(
+        out,
+        "update_real" if real else "update",
+        figures.values,
+        figures.intervals,
+        provenance=provenance,
+    )
+    return 0
+
+
+def sample(workload: Workload) -> Batch:
+    """Two responses a prompt with drafts from the text; rewards alternate, so every sample has a gradient."""
+    engine = build_engine(
+        workload.target("float32"),
+        None,
+        engine=ENGINE,
+        speculation=SpeculationConfig(policy="fixed", drafter="ngram", num_nodes=2),
+        max_total_tokens=workload.max_total_tokens,
+        vocab_size=workload.vocab_size,
+    )
+    first = workload.requests()
+    second = workload.requests(first_index=len(first))
+    requests = [
+        replace(request, group_id=group)
+        for group, pair in enumerate(zip(first, second, strict=True))
+        for request in pair
+    ]
+    return Batch(
+        workload=workload,
+        rollouts=[
+            Rollout(
+                prompt=request.prompt,
+                completion=completion,
+                response_text="",
+                reward=Reward(value=float(number % 2)),
+            )
+            for number, (request, completion) in enumerate(
+                zip(requests, engine.generate(requests), strict=True)
+            )
+        ],
+    )
+
+
+def updates(learner: Learner, batch: Batch, reports: list[dict[str, float]] | None = None) -> Rate:
+    """Whole updates of a learner, whose figures are kept; tokens per second of processor time."""
+
+    def work() -> None:
+        figures = learner.update(batch.rollouts).figures
+        if reports is not None:
+            reports.append(figures)
+
+    return _rate(work, batch)
+
+
+def bare_loop(batch: Batch) -> Rate:
+    """Library forward and backward over the same packs, the reference's forward, and AdamW."""
+    model = batch.workload.target("float32")
+    prepare_for_training(model, gradient_checkpointing=False)
+    reference = copy.deepcopy(model).requires_grad_(False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=TRAINER.learning_rate, betas=(0.9, 0.95))
+    vocab_size = batch.workload.vocab_size
+    forward = PolicyForward(
+        vocab_size=vocab_size,
+        temperature=1.0,
+        max_tokens=TRAINER.max_tokens_per_forward,
+        compute_dtype=torch.float32,
+    )
+
+    def work() -> None:
+        experience = collate(batch.rollouts, pad_token_id=batch.workload.pad_token_id)
+        order = torch.randperm(len(experience.lengths), generator=torch.Generator().manual_seed(0)).tolist()
+        with torch.no_grad():
+            for rows in forward.packs(range(len(order)), experience):
+                packed = experience.packed(rows)
+                logits, _ = response_logits(reference, packed, vocab_size)
+                token_logprobs(logits, packed.targets, 1.0)
+        for start in range(0, len(order), TRAINER.minibatch_size):
+            for rows in forward.packs(sorted(order[start : start + TRAINER.minibatch_size]), experience):
+                packed = experience.packed(rows)
+                logits, _ = response_logits(model, packed, vocab_size)
+                logprobs = token_logprobs(logits, packed.targets, 1.0)
+                old = experience.old_logprobs[rows][experience.mask[rows]]
+                clipped_policy_loss(logprobs, old, torch.ones_like(old), clip_ratio=0.2).mean().backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), TRAINER.max_grad_norm)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+
+    return _rate(work, batch)
+
+
+def _rate(work: Callable[[], Any], batch: Batch) -> Rate:
+    num_tokens = _num_tokens(batch)
+
+    def rate() -> float:
+        began_s = time.process_time()  # other processes do not count
+        work()
+        return num_tokens / (time.process_time() - began_s)
+
+    return rate
+
+
+def _num_tokens(batch: Batch) -> int:
+    return sum(len(one.prompt.token_ids) + one.completion.num_tokens for one in batch.rollouts)
