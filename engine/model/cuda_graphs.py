@@ -78,7 +78,8 @@ class CudaRecorder:
         # other threads may copy leased caches meanwhile
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             result = run()
-        self._held += max(torch.cuda.memory_reserved(self._device) - before, 0)
+        # the static result is held, whatever other threads gave back meanwhile
+        self._held += max(torch.cuda.memory_reserved(self._device) - before, result.nbytes)
 
         def replay() -> Tensor:
             graph.replay()

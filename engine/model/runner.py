@@ -119,7 +119,7 @@ class ModelRunner:
     @property
     def rounds_by_chunk(self) -> bool:
         """Whether a token's place in its chunk of positions may change a bit (`draft_tree.drop_split_nodes`)."""
-        return self._fused_forward is None
+        return self._fused_forward is None and not self._rounds_by_batch
 
     @property
     def library_product(self) -> str | None:
@@ -210,13 +210,18 @@ class ModelRunner:
             return None
         return forward if isinstance(self.attention, PoolAttention) else None
 
+    @property
+    def _rounds_by_batch(self) -> bool:
+        """Whether bits depend on the batch whatever is padded or dropped: library attention beside the CPU."""
+        return self.device.type != "cpu" and self.attention is not self.backend.attention
+
     def _own_forward(self) -> Forward:
         """Our own forward, where its weights are laid out as the cache is; else the stock one."""
         forward = LlamaForward(self.model, capacity=self.pool.capacity, backend=self.backend)
         return forward if forward.kv_shape == self.pool.shape else StockForward(self.model, self.backend)
 
     def _padded(self, input_ids: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        missing = self._forward.min_tokens - len(input_ids)
+        missing = 0 if self._rounds_by_batch else self._forward.min_tokens - len(input_ids)
         if missing <= 0:
             return input_ids, position_ids
         zeros = input_ids.new_zeros(missing)
