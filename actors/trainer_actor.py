@@ -20,12 +20,11 @@ from actors.ray_utils.remote import remote
 from actors.transport.broadcast import BroadcastGroup, BroadcastHost, BroadcastTicket
 from core.errors import ConfigError, RlhfSpecError, WeightsError
 from core.records import Rollout, UpdateReport, WeightManifest
-from engine.model.compute_backend import ComputeBackend
 from engine.weights.chunks import load_into, weight_views
 from engine.weights.loading import DTYPES, build_causal_lm, freeze
 from learning.draft_refit import DraftRefitter, RefitReport
 from learning.forward.engine_scoring import EngineScorer, require_engine_scoring
-from learning.forward.precision import hold_linears_in
+from learning.forward.precision import compute_dtype_on, hold_linears_in
 from learning.learner import Learner
 from learning.published_form import PublishedForm
 from learning.soft_targets import SoftTargetStore
@@ -191,7 +190,7 @@ class TrainerActor:
 
     @property
     def _compute_dtype(self) -> torch.dtype:
-        return ComputeBackend(self._device).compute_dtype(DTYPES[self._spec.dtype])
+        return compute_dtype_on(self._device, DTYPES[self._spec.dtype])
 
     @property
     def _learner(self) -> Learner:

@@ -17,6 +17,17 @@ from torch import nn
 from core.errors import ConfigError
 
 
+def compute_dtype_on(device: torch.device, published: torch.dtype) -> torch.dtype:
+    """What products are computed in for weights that are published in a type: float32 unless a GPU has it natively.
+
+    Instances on a CPU widen bfloat16 weights to float32, with or without instructions for it; so does the learner.
+    """
+    native = device.type == "cuda" and (
+        published != torch.bfloat16 or torch.cuda.is_bf16_supported(including_emulation=False)
+    )
+    return published if native else torch.float32
+
+
 def autocast(device: torch.device, compute_dtype: torch.dtype) -> AbstractContextManager[object]:
     """Compute matrix products in `compute_dtype`; float32 leaves everything as it is."""
     if compute_dtype == torch.float32:

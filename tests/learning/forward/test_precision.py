@@ -10,12 +10,28 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from core.config import AlgorithmConfig, TrainerConfig
 from core.errors import ConfigError
 from engine.weights.chunks import pack_weights, unpack_weights
-from learning.forward.precision import autocast, hold_linears_in, require_master_weights
+from learning.forward.precision import (
+    autocast,
+    compute_dtype_on,
+    hold_linears_in,
+    require_master_weights,
+)
 from learning.learner import Learner
 from learning.published_form import PublishedForm
 
 GRPO = AlgorithmConfig(kind="grpo", kl_coef=0.0)
 ONE_STEP = TrainerConfig(learning_rate=1e-6, minibatch_size=6)
+
+
+def test_a_cpu_computes_in_float32_and_a_gpu_in_what_it_has_instructions_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    assert compute_dtype_on(cpu, torch.bfloat16) == torch.float32
+    for native, expected in ((True, torch.bfloat16), (False, torch.float32)):
+        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation, has=native: has)
+        assert compute_dtype_on(gpu, torch.bfloat16) == expected
+    assert compute_dtype_on(gpu, torch.float32) == torch.float32
 
 
 def demo_size_model(*, tied: bool = False) -> LlamaForCausalLM:
