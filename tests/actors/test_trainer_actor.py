@@ -257,8 +257,8 @@ def test_scored_by_the_engine_log_probabilities_are_the_samplers(tiny_pair, dtyp
         figures = trainer.update(rollouts).figures
         assert figures["mismatch/bit_equal_share"] == 1.0
         assert figures["ratio_at_first_minibatch"] == 1.0
-        published = trainer.pack()
-        engine.load_weights(published, unpack_weights(published, [trainer.chunks()]))
+        manifest, chunks = published(trainer)
+        engine.load_weights(manifest, unpack_weights(manifest, chunks))
 
 
 def test_a_trainer_that_is_to_score_by_the_engine_must_know_which(first):
