@@ -148,9 +148,7 @@ class TrainerActor:
 
     def adapter_files(self) -> dict[str, bytes]:
         """The LoRA adapter as a folder that peft loads: name and content of each file. Needs `trainer.lora`."""
-        if self._learner.adapter is None:
-            raise RlhfSpecError("the trainer was asked for an adapter but trainer.lora is null")
-        return self._learner.adapter.files(base_model=self._spec.base_model)
+        return self._learner.adapter_files(base_model=self._spec.base_model)
 
     def _build(self, manifest: WeightManifest, chunks: Sequence[np.ndarray]) -> PreTrainedModel:
         """The published model on this actor's device, in float32 where an optimizer steps its weights."""

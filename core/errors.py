@@ -156,6 +156,10 @@ class InstanceLost(RlhfSpecError):
     """A generation instance died or stopped answering; its samples are re-queued."""
 
 
+class PeerLost(RlhfSpecError):
+    """A trainer of several could not go on because another one died or fell silent."""
+
+
 class SchedulerLost(RlhfSpecError):
     """The scheduler died more often than it may be restarted."""
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import importlib
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,8 @@ _NAME = "default"
 "What peft calls an adapter that was given no name."
 _BASE, _OWN = ".base_layer.", ".lora_"
 "Parts of names in an adapted model: of the frozen weight, of the adapter's own."
+_PREFIX = "base_model.model."
+"Before the names of all tensors in a peft model."
 
 
 class Adapter:
@@ -68,23 +70,19 @@ class Adapter:
         """Parameters that learn."""
         return sum(parameter.numel() for parameter in self._model.parameters() if parameter.requires_grad)
 
-    def merged_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """The model's weights under the names it had without adapters, name order, one merged at a time.
+    def merged_tensors(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """The model's weights under the names it had without adapters, one merged at a time.
 
-        Merged ones are float32 whatever the weights below are held in.
+        `tensors` are the adapted model's, in name order, a layer's adapters whole while its weight is the last one
+        given. Merged ones are float32 whatever the weights below are held in.
         """
         layers = {name: module for name, module in self._model.named_modules() if hasattr(module, "lora_A")}
-        named = {
-            name.replace(_BASE, "."): (name, tensor)
-            for name, tensor in unique_tensors(self._model)
-            if _OWN not in name
-        }
-        for plain, (name, tensor) in sorted(named.items()):
+        for name, tensor in tensors:
+            if _OWN in name:
+                continue
             path, _, kind = name.partition(_BASE)
-            if kind == "weight" and path in layers:
-                yield plain, _merged(layers[path], tensor)
-            else:
-                yield plain, tensor
+            is_merged = kind == "weight" and path in layers
+            yield name.replace(_BASE, "."), _merged(layers[path], tensor) if is_merged else tensor
 
     def base_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """The weights without adapters, named as `merged_tensors` names them: the reference policy's."""
@@ -92,12 +90,16 @@ class Adapter:
             if _OWN not in name:
                 yield name.replace(_BASE, "."), tensor
 
-    def files(self, *, base_model: str) -> dict[str, bytes]:
-        """The adapter as `peft.PeftModel.from_pretrained` loads it onto `base_model`: name and content of each file."""
+    def files(self, tensors: Iterable[tuple[str, Tensor]], *, base_model: str) -> dict[str, bytes]:
+        """The adapter as `peft.PeftModel.from_pretrained` loads it onto `base_model`: name and content of each file.
+
+        `tensors` are the adapted model's, as for `merged_tensors`.
+        """
+        own = {f"{_PREFIX}{name}": tensor.clone() for name, tensor in tensors if _OWN in name}
         self._adapted.peft_config[_NAME].base_model_name_or_path = base_model
         with tempfile.TemporaryDirectory(prefix="rlhfspec-adapter-") as folder:
             # peft would ask the hub whether the vocabulary has grown; it never does here
-            self._adapted.save_pretrained(folder, save_embedding_layers=False)
+            self._adapted.save_pretrained(folder, save_embedding_layers=False, state_dict=own)
             return {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir()) if path.is_file()}
 
     def _require_untied(self) -> None:

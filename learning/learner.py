@@ -10,17 +10,17 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from core.config import AlgorithmConfig, TrainerConfig
-from core.errors import ConfigError, NotFiniteError
+from core.errors import ConfigError, NotFiniteError, RlhfSpecError
 from core.records import Rollout, UpdateReport
 from engine.decoding.logprobs import scaled_logits
 from engine.weights.chunks import describe_not_finite, not_finite, unique_tensors
@@ -47,6 +47,8 @@ from learning.losses import (
     token_weights,
     truncated_importance_weight,
 )
+from learning.parallel.learner_state import LearnerState
+from learning.parallel.one_trainer import OneTrainer, zero_gradients
 from learning.soft_targets import SoftTargetStore
 from learning.targets import Targets
 from learning.update_metrics import MinibatchFigures
@@ -71,12 +73,14 @@ class Learner:
         soft_targets: SoftTargetStore | None = None,
         compute_dtype: torch.dtype = torch.float32,
         scorer: EngineScorer | None = None,
+        trainers: OneTrainer | None = None,
     ) -> None:
         """A learner around a model of float32 weights, on the device it is to learn on.
 
         `soft_targets` is filled at every update, for the draft model; it changes nothing here. `compute_dtype` is
         what matrix products are computed in (`learning.forward.precision`). `scorer` values log-probabilities by the
-        engine's forward instead of the model's own; `trainer.scoring` engine needs one.
+        engine's forward instead of the model's own; `trainer.scoring` engine needs one. `trainers` is the group that
+        learns together, each with an equal model and equal rollouts; None: this one alone.
         Raises ConfigError: settings that do not go together, or weights that the optimizer cannot step.
         """
         if temperature <= 0.0:
@@ -91,6 +95,7 @@ class Learner:
                 f"{'no scorer' if scorer is None else 'a scorer'}; give it an EngineScorer with engine, none with model"
             )
         self.model = model
+        self.trainers = trainers or OneTrainer()
         self._scorer = scorer
         self.algorithm = algorithm
         self.trainer = trainer
@@ -104,6 +109,7 @@ class Learner:
             temperature=temperature,
             max_tokens=trainer.max_tokens_per_forward,
             compute_dtype=compute_dtype,
+            trainers=self.trainers,
         )
         prepare_for_training(model, gradient_checkpointing=trainer.gradient_checkpointing)
         self.adapter = None if trainer.lora is None else Adapter(model, trainer.lora, seed=seed)
@@ -121,6 +127,7 @@ class Learner:
                 max_grad_norm=trainer.max_grad_norm,
                 device=model.device,
             )
+        self.trainers.shard(model, self.reference)
         self.optimizer = torch.optim.AdamW(
             self._learned(), lr=trainer.learning_rate, weight_decay=trainer.weight_decay, betas=(0.9, 0.95)
         )
@@ -145,12 +152,15 @@ class Learner:
         steps_before = self._num_optimizer_steps
         for rows in self._minibatches(len(experience.lengths), generator):
             self._learn(experience, targets, rows, figures)
-        odd = not_finite(self.model.named_parameters())
-        if odd:
-            raise NotFiniteError(
-                f"the update of the target model to weight version {self.weight_version + 1} failed: "
-                f"{describe_not_finite(odd)}; lower trainer.learning_rate"
-            )
+        odd = not_finite(self.trainers.held(self.model))
+        self.trainers.agree(
+            f"the update of the target model to weight version {self.weight_version + 1} failed: "
+            f"{describe_not_finite(odd)}; lower trainer.learning_rate"
+            if odd
+            else None
+        )
+        if self.soft_targets is not None:
+            self.soft_targets.merge(self.trainers.gather(self.soft_targets.kept))
         self.weight_version += 1
         return UpdateReport(
             weight_version=self.weight_version,
@@ -161,36 +171,47 @@ class Learner:
         )
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The policy's weights to be published, in name order; adapters merged into them."""
-        yield from unique_tensors(self.model) if self.adapter is None else self.adapter.merged_tensors()
+        """The policy's weights to be published, in name order; adapters merged into them.
 
-    def state_dict(self) -> dict[str, Any]:
-        """Everything an interrupted run needs to go on: weights, optimizer, reference, counters."""
-        return {
-            "model": self.model.state_dict(),
-            "reference": None if self.reference is None else self.reference.state_dict(),
-            "critic": None if self.critic is None else self.critic.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "weight_version": self.weight_version,
-            "num_optimizer_steps": self._num_optimizer_steps,
-            "seed": self.seed,
-        }
+        Each is valid until the next is asked for. Collective: the other trainers `accompany_weights`.
+        """
+        tensors = self.trainers.tensors(self.model)
+        yield from tensors if self.adapter is None else self.adapter.merged_tensors(tensors)
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state_dict` was taken. Raises ConfigError when the algorithm differs."""
-        for name, part in (("reference", self.reference), ("critic", self.critic)):
-            if (part is None) != (state[name] is None):
-                raise ConfigError(
-                    f"the checkpoint {'has no' if state[name] is None else 'has a'} {name}, this run's "
-                    "algorithm section says otherwise; resume with the same algorithm"
-                )
-            if part is not None:
-                part.load_state_dict(state[name])
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.weight_version = state["weight_version"]
-        self._num_optimizer_steps = state["num_optimizer_steps"]
-        self.seed = state["seed"]
+    def accompany_weights(self) -> None:
+        """Take part while the first of several trainers walks through `weights`. Collective with it."""
+        if self.trainers.is_sharded:
+            for _ in self.trainers.tensors(self.model):
+                pass
+
+    def adapter_files(self, *, base_model: str) -> dict[str, bytes]:
+        """The LoRA adapter as a folder that peft loads: name and content of each file. Collective, as `weights`."""
+        if self.adapter is None:
+            raise RlhfSpecError("the trainer was asked for an adapter but trainer.lora is null")
+        return self.adapter.files(self.trainers.tensors(self.model), base_model=base_model)
+
+    def save(self, folder: Path) -> None:
+        """Write everything an interrupted run needs to go on (`LearnerState`). Collective."""
+        self._state().save(folder)
+
+    def load(self, folder: Path) -> None:
+        """Go on where `save` was called, with any number of trainers. Raises ConfigError when it does not fit."""
+        state = self._state()
+        state.load(folder)
+        self.weight_version, self.seed = state.weight_version, state.seed
+        self._num_optimizer_steps = state.num_optimizer_steps
+
+    def _state(self) -> LearnerState:
+        return LearnerState(
+            model=self.model,
+            optimizer=self.optimizer,
+            reference=self.reference,
+            critic=None if self.critic is None else (self.critic.head, self.critic.optimizer),
+            weight_version=self.weight_version,
+            num_optimizer_steps=self._num_optimizer_steps,
+            seed=self.seed,
+            trainers=self.trainers,
+        )
 
     def _targets(self, experience: Experience, generator: torch.Generator) -> Targets:
         """Compute advantages and reference log-probabilities once, before any step of the target."""
@@ -275,19 +296,21 @@ class Learner:
         weight_of[rows] = weights
         learned = self._with_gradient(rows, targets)
         if not learned:
-            # Adam's moments move the weights on, as where gradients are computed to be zero
-            for parameter in self._learned():
-                parameter.grad = torch.zeros_like(parameter)
+            zero_gradients(self._learned())
+        problem: str | None = None
         engine = None if targets.engine is None or not learned else targets.engine.of(learned)
-        for micro in self._forward.packs(learned, experience):
-            loss = self._loss(experience, targets, micro, weight_of[micro], figures, engine)
-            if not bool(torch.isfinite(loss)):
-                samples = [experience.sample_indices[row] for row in micro]
-                raise NotFiniteError(
+        for pack in self._forward.packs(learned, experience):
+            weight = torch.zeros_like(weight_of[pack.rows]) if pack.is_filler else weight_of[pack.rows]
+            loss = self._loss(experience, targets, pack.rows, weight, figures, engine)
+            if problem is None and not bool(torch.isfinite(loss)):
+                samples = [experience.sample_indices[row] for row in pack.rows]
+                problem = (
                     f"the loss of weight version {self.weight_version} is {float(loss.detach())}; "
                     f"expected a finite number; samples {samples[:8]}; lower trainer.learning_rate"
                 )
             loss.backward()
+        self.trainers.agree(problem)
+        self.trainers.sum_gradients(self._learned())
         self._step(figures)
         if targets.engine is not None:
             targets.engine.changed()
@@ -354,7 +377,7 @@ class Learner:
         warmup = min(1.0, self._num_optimizer_steps / max(self.trainer.warmup_updates, 1))
         for group in self.optimizer.param_groups:
             group["lr"] = self.trainer.learning_rate * warmup
-        norm = float(torch.nn.utils.clip_grad_norm_(self._learned(), self.trainer.max_grad_norm))
+        norm = self.trainers.clip(self._learned(), self.trainer.max_grad_norm)
         if not math.isfinite(norm):
             raise NotFiniteError(
                 f"the gradient norm at weight version {self.weight_version} is {norm}; expected a finite "
@@ -362,7 +385,7 @@ class Learner:
             )
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        figures.close_minibatch(grad_norm=norm)
+        figures.close_minibatch(self.trainers.gather(figures.open_part()), grad_norm=norm)
 
     def _minibatches(self, num_samples: int, generator: torch.Generator) -> Iterator[list[int]]:
         for _ in range(self.trainer.epochs):

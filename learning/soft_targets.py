@@ -10,7 +10,7 @@ forward is what NeMo-RL does with EAGLE heads.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -59,6 +59,16 @@ class SoftTargetStore:
         rows = zip(token_ids.split(list(lengths)), logprobs.split(list(lengths)), strict=True)
         for index, (ids, values) in zip(sample_indices, rows, strict=True):
             self._of[index] = SoftTargets(token_ids=ids, logprobs=values)
+
+    @property
+    def kept(self) -> dict[int, SoftTargets]:
+        """What this trainer has kept, by sample index."""
+        return self._of
+
+    def merge(self, parts: Sequence[Mapping[int, SoftTargets]]) -> None:
+        """Keep what all trainers have kept of their shares."""
+        for part in parts:
+            self._of.update(part)
 
     def of(self, sample_indices: Sequence[int]) -> SoftTargets | None:
         """Targets of some responses, one after another; None unless all of them have been kept."""

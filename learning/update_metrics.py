@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -12,6 +14,14 @@ from core.errors import NumericsError
 
 _OF_SEEN = ("entropy", "approx_kl", "clip_fraction")
 "Means over the tokens whose logits were computed; of the others they are not known."
+
+
+class OpenPart(NamedTuple):
+    """What one trainer adds to a minibatch: weighted sums by name, their weight, the ratio furthest from 1."""
+
+    sums: dict[str, float]
+    weight: float
+    furthest_ratio: float | None
 
 
 class MinibatchFigures:
@@ -55,10 +65,22 @@ class MinibatchFigures:
             if self._first_ratio is None or abs(furthest - 1.0) > abs(self._first_ratio - 1.0):
                 self._first_ratio = furthest
 
-    def close_minibatch(self, *, grad_norm: float) -> None:
-        """End a minibatch after its optimizer step."""
-        seen = {name: value / self._open_weight for name, value in self._open.items() if name in _OF_SEEN}
-        self._closed.append({"policy_loss": 0.0, **self._open, **seen, "grad_norm": grad_norm})
+    def open_part(self) -> OpenPart:
+        """This trainer's part of the minibatch that is under way."""
+        return OpenPart(self._open, self._open_weight, None if self._closed else self._first_ratio)
+
+    def close_minibatch(self, parts: Sequence[OpenPart], *, grad_norm: float) -> None:
+        """End a minibatch after its optimizer step; `parts` are those of all trainers, by rank."""
+        sums = dict(parts[0].sums)
+        for part in parts[1:]:
+            for name, value in part.sums.items():
+                sums[name] = sums.get(name, 0.0) + value
+        if not self._closed:
+            ratios = [part.furthest_ratio for part in parts if part.furthest_ratio is not None]
+            self._first_ratio = max(ratios, key=lambda ratio: abs(ratio - 1.0), default=None)
+        weight = sum(part.weight for part in parts)
+        seen = {name: value / weight for name, value in sums.items() if name in _OF_SEEN}
+        self._closed.append({"policy_loss": 0.0, **sums, **seen, "grad_norm": grad_norm})
         self._open, self._open_weight = {}, 0.0
 
     def means(self) -> dict[str, float]:

@@ -48,6 +48,21 @@ def pack_tokens(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     return packs
 
 
+def share_rows(lengths: Sequence[int], num_shares: int) -> list[list[int]]:
+    """Split indices into `num_shares` lists of nearly equal tokens, each in ascending order; some may be empty.
+
+    The result depends on the lengths and their order alone: every trainer works out everyone's share.
+    Source: Graham 1969 (longest first, to whoever has least: at most 4/3 of the best largest share).
+    """
+    shares: list[list[int]] = [[] for _ in range(num_shares)]
+    load = [0] * num_shares
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        least = load.index(min(load))
+        shares[least].append(index)
+        load[least] += lengths[index]
+    return [sorted(share) for share in shares]
+
+
 def pack_by_length(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     """Split indices into batches whose padded size (rows x longest) stays within `max_tokens`.
 

@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from learning.experience import Experience
-from learning.forward.batching import PackedSequences, pack_tokens
+from learning.forward.batching import PackedSequences, pack_tokens, share_rows
 from learning.forward.token_statistics import token_statistics
 from learning.forward.training_forward import response_logits
+from learning.parallel.one_trainer import OneTrainer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pack:
+    """Rows whose tokens go through one forward together."""
+
+    rows: list[int]
+    is_filler: bool = False
+    "computed for nothing, because another trainer has one more pack: forwards are collective where weights are shards"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,12 +36,25 @@ class PolicyForward:
     "in one forward"
     compute_dtype: torch.dtype
     "of matrix products"
+    trainers: OneTrainer = field(default_factory=OneTrainer)
 
-    def packs(self, rows: Sequence[int], experience: Experience) -> list[list[int]]:
-        """Rows whose tokens go through one forward together."""
+    def packs(self, rows: Sequence[int], experience: Experience) -> list[Pack]:
+        """This trainer's share of some rows (the same ones for all trainers), as many packs as any trainer has."""
         rows = list(rows)
-        packs = pack_tokens([experience.lengths[row] for row in rows], self.max_tokens)
-        return [[rows[i] for i in pack] for pack in packs]
+        lengths = [experience.lengths[row] for row in rows]
+        shares = (
+            share_rows(lengths, self.trainers.size) if self.trainers.size > 1 else [list(range(len(rows)))]
+        )
+        packs = [
+            [
+                Pack(rows=[rows[share[i]] for i in pack])
+                for pack in pack_tokens([lengths[i] for i in share], self.max_tokens)
+            ]
+            for share in shares
+        ]
+        mine, most = packs[self.trainers.rank], max(len(one) for one in packs)
+        shortest = min(rows, key=lambda row: (experience.lengths[row], row), default=0)
+        return mine + [Pack(rows=[shortest], is_filler=True)] * (most - len(mine))
 
     def logits(self, model: PreTrainedModel, packed: PackedSequences) -> tuple[Tensor, Tensor]:
         """Logits [M, V] and hidden states [M, H] that predict the pack's targets."""
@@ -41,14 +64,15 @@ class PolicyForward:
     def logprobs(self, model: PreTrainedModel, experience: Experience) -> Tensor:
         """Log-probabilities of all response tokens, [B, R] padded, on the CPU."""
         out = torch.zeros(experience.mask.shape)
-        for rows in self.packs(range(len(out)), experience):
-            packed = experience.packed(rows)
+        for pack in self.packs(range(len(out)), experience):
+            packed = experience.packed(pack.rows)
             logits, _ = self.logits(model, packed)
             flat, _ = token_statistics(
                 logits, packed.targets.to(logits.device), self.temperature, entropy=False
             )
-            out[rows] = padded(flat.cpu(), experience.mask[rows])
-        return out
+            if not pack.is_filler:
+                out[pack.rows] = padded(flat.cpu(), experience.mask[pack.rows])
+        return self.trainers.sum(out)
 
     @torch.no_grad()
     def hidden_states(self, model: PreTrainedModel, experience: Experience) -> Tensor:
@@ -56,19 +80,20 @@ class PolicyForward:
         place = torch.full(experience.mask.shape, -1)
         place[experience.mask] = torch.arange(experience.num_tokens)
         out: Tensor | None = None
-        for rows in self.packs(range(len(place)), experience):
+        for pack in self.packs(range(len(place)), experience):
             _, hidden = response_logits(
                 model,
-                experience.packed(rows),
+                experience.packed(pack.rows),
                 self.vocab_size,
                 compute_dtype=self.compute_dtype,
                 with_logits=False,
             )
             if out is None:
                 out = hidden.new_zeros((experience.num_tokens, hidden.shape[1]))
-            out[place[rows][experience.mask[rows]].to(out.device)] = hidden
+            if not pack.is_filler:
+                out[place[pack.rows][experience.mask[pack.rows]].to(out.device)] = hidden
         assert out is not None, "collate refuses an empty batch"
-        return out
+        return self.trainers.sum(out)
 
 
 def padded(flat: Tensor, mask: Tensor) -> Tensor:

@@ -54,7 +54,13 @@ def model() -> LlamaForCausalLM:
 
 
 @pytest.fixture
-def make_rollouts() -> Callable[..., list[Rollout]]:
+def make_rollouts(rollout_maker: Callable[..., list[Rollout]]) -> Callable[..., list[Rollout]]:
+    """See `rollout_maker`."""
+    return rollout_maker
+
+
+@pytest.fixture(scope="session")
+def rollout_maker() -> Callable[..., list[Rollout]]:
     """Make rollouts whose old log-probabilities are the model's own, of random tokens or of given ones."""
 
     def make(

@@ -125,7 +125,7 @@ def test_peft_loads_the_saved_adapter_to_the_same_logits(make_model, make_rollou
     learner.update(make_rollouts(learner.model, group_size=6))
     (tmp_path / "adapter").mkdir()
     assert learner.adapter is not None
-    for name, content in learner.adapter.files(base_model=str(tmp_path / "base")).items():
+    for name, content in learner.adapter_files(base_model=str(tmp_path / "base")).items():
         (tmp_path / "adapter" / name).write_bytes(content)
     config = peft.PeftConfig.from_pretrained(tmp_path / "adapter")
     assert config.base_model_name_or_path == str(tmp_path / "base")
@@ -155,10 +155,10 @@ def test_a_resumed_learner_goes_on_bitwise(make_model, make_rollouts, tmp_path):
     straight = learner_of(make_model())
     first, second = make_rollouts(straight.model), make_rollouts(straight.model, seed=1)
     straight.update(first)
-    torch.save(straight.state_dict(), tmp_path / "state.pt")
+    straight.save(tmp_path / "state")
     straight.update(second)
     resumed = learner_of(make_model(seed=9))
-    resumed.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    resumed.load(tmp_path / "state")
     resumed.update(second)
     one, other = copied(straight.weights()), copied(resumed.weights())
     assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())

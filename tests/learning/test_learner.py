@@ -199,18 +199,39 @@ def test_a_resumed_learner_goes_on_bitwise(make_model, make_learner, make_rollou
     straight = make_learner()
     first, second = make_rollouts(straight.model), make_rollouts(straight.model, seed=1)
     straight.update(first)
-    torch.save(straight.state_dict(), tmp_path / "state.pt")
+    straight.save(tmp_path / "state")
     straight.update(second)
     resumed = make_learner(make_model(seed=9))
-    resumed.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    resumed.load(tmp_path / "state")
     resumed.update(second)
     assert resumed.weight_version == 2
     assert all(torch.equal(a, b) for a, b in zip(parameters(straight), parameters(resumed), strict=True))
 
 
-def test_a_checkpoint_of_another_algorithm_is_refused(make_learner):
-    with raises(ConfigError, match="critic"):
-        make_learner(algorithm=PPO).load_state_dict(make_learner(algorithm=GRPO).state_dict())
+def test_a_checkpoint_of_another_algorithm_is_refused(make_learner, tmp_path):
+    make_learner(algorithm=GRPO).save(tmp_path / "grpo")
+    with raises(ConfigError, match="has no critic"):
+        make_learner(algorithm=PPO).load(tmp_path / "grpo")
+
+
+def test_a_checkpoint_that_was_not_written_to_its_end_is_refused(make_learner, tmp_path):
+    learner = make_learner()
+    learner.save(tmp_path / "whole")
+    (tmp_path / "whole" / ".metadata").unlink()
+    with raises(ConfigError, match="no checkpoint of a trainer"):
+        learner.load(tmp_path / "whole")
+
+
+def test_a_learner_resumed_before_its_first_update_is_a_new_one(
+    make_model, make_learner, make_rollouts, tmp_path
+):
+    straight, resumed = make_learner(), make_learner(make_model(seed=9))
+    straight.save(tmp_path / "state")
+    resumed.load(tmp_path / "state")
+    rollouts = make_rollouts(straight.model)
+    for learner in (straight, resumed):
+        learner.update(rollouts)
+    assert all(torch.equal(a, b) for a, b in zip(parameters(straight), parameters(resumed), strict=True))
 
 
 def test_training_at_temperature_zero_is_refused(make_learner):

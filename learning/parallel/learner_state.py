@@ -1,0 +1,124 @@
+"""Everything an interrupted run needs to go on, in one folder that all trainers write and any number of them reads.
+
+By `torch.distributed.checkpoint`: each trainer writes the shards that it holds, and reading puts them together for
+whoever reads. `.metadata` is written last; a folder without it is not a checkpoint.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+from core.errors import ConfigError
+from learning.parallel.one_trainer import OneTrainer
+
+_COUNTERS = ("weight_version", "num_optimizer_steps", "seed")
+
+
+@dataclass(slots=True, kw_only=True)
+class LearnerState:
+    """What a learner is made of; `reference` and `critic` where its algorithm has them."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    reference: nn.Module | None
+    critic: tuple[nn.Module, torch.optim.Optimizer] | None
+    weight_version: int
+    num_optimizer_steps: int
+    seed: int
+    trainers: OneTrainer = field(default_factory=OneTrainer)
+
+    def save(self, folder: Path) -> None:
+        """Write all of it. Collective. Raises StorageError where the disk does not take it."""
+        with _one_process_is_fine():
+            dcp.save(self._parts(), checkpoint_id=folder, no_dist=self.trainers.size == 1)
+
+    def load(self, folder: Path) -> None:
+        """Take over what `save` wrote, by however many trainers. Collective.
+
+        Raises ConfigError when there is no checkpoint, or its algorithm, adapters or sizes are not these.
+        """
+        with _refusing(folder), _one_process_is_fine():
+            reader = dcp.FileSystemReader(folder)
+            saved = {name.split(".")[0] for name in reader.read_metadata().state_dict_metadata}
+            for name, part in (("reference", self.reference), ("critic", self.critic)):
+                if (part is None) != (name not in saved):
+                    raise ConfigError(
+                        f"the checkpoint {folder} {'has a' if part is None else 'has no'} {name}, this run's algorithm "
+                        "section says otherwise; resume with the same algorithm"
+                    )
+            alone = self.trainers.size == 1
+            counters: dict[str, Any] = {
+                "counters": {name: torch.zeros((), dtype=torch.int64) for name in _COUNTERS}
+            }
+            dcp.load(counters, storage_reader=reader, no_dist=alone)
+            for name, value in counters["counters"].items():
+                setattr(self, name, int(value))
+            parts = self._parts()
+            dcp.load(parts, storage_reader=reader, no_dist=alone)
+            self._take(parts)
+
+    def _parts(self) -> dict[str, Any]:
+        """The state under names that do not depend on the number of trainers; tensors are those that are in use."""
+        counters = {name: torch.tensor(getattr(self, name), dtype=torch.int64) for name in _COUNTERS}
+        parts: dict[str, Any] = {"counters": counters, "model": get_model_state_dict(self.model)}
+        if self.reference is not None:
+            parts["reference"] = get_model_state_dict(self.reference)
+        if self.critic is not None:
+            parts["critic"] = self.critic[0].state_dict()
+        # asking for the state of an optimizer that never stepped would make it step
+        if self.num_optimizer_steps:
+            parts["optimizer"] = get_optimizer_state_dict(self.model, self.optimizer)
+            if self.critic is not None:
+                parts["critic_optimizer"] = get_optimizer_state_dict(*self.critic)
+        return parts
+
+    def _take(self, parts: dict[str, Any]) -> None:
+        set_model_state_dict(self.model, parts["model"])
+        if self.reference is not None:
+            set_model_state_dict(self.reference, parts["reference"])
+        if self.critic is not None:
+            self.critic[0].load_state_dict(parts["critic"])
+        if self.num_optimizer_steps:
+            set_optimizer_state_dict(self.model, self.optimizer, parts["optimizer"])
+            if self.critic is not None:
+                set_optimizer_state_dict(*self.critic, parts["critic_optimizer"])
+
+
+@contextmanager
+def _one_process_is_fine() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+        yield
+
+
+@contextmanager
+def _refusing(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except FileNotFoundError as error:
+        missing = Path(error.filename or ".metadata").name
+        raise ConfigError(
+            f"{folder} is no checkpoint of a trainer: {missing} is missing (a save that was interrupted leaves such a "
+            "folder); give one that was written to its end"
+        ) from error
+    except (dcp.CheckpointException, ValueError, RuntimeError) as error:
+        text = " ".join(str(error).split())[:300]
+        raise ConfigError(
+            f"the checkpoint {folder} does not fit this trainer: {text}; resume with the same model, trainer.lora and "
+            "algorithm"
+        ) from error

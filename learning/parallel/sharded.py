@@ -1,0 +1,91 @@
+"""Several trainers, each with a part of every weight, its gradient and its moments (FSDP2, `fully_shard`).
+
+A block's weights are gathered before it computes and given back after it; its gradient is summed and divided over
+the trainers on its way back. All trainers therefore compute the same number of forwards and backwards, in the same
+order (`share_packs` fills up).
+
+Source: Zhao et al. 2023, 'PyTorch FSDP: experiences on scaling fully sharded data parallel', section 3;
+Rajbhandari et al. 2020, 'ZeRO', section 5 (stage 3).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+
+from engine.weights.chunks import unique_tensors
+from learning.parallel.data_parallel import DataParallel
+
+
+class Sharded(DataParallel):
+    """One of several trainers that hold a model together."""
+
+    is_sharded = True
+
+    def __init__(self, device: torch.device) -> None:
+        """Wrap the group that `join_group` made, for models on `device`."""
+        super().__init__()
+        self._mesh = init_device_mesh(device.type, (self.size,))
+        self._names: dict[int, list[str]] = {}
+
+    def shard(self, *models: nn.Module | None) -> None:
+        """See `OneTrainer`. Blocks are those that Hugging Face names as not to be split (`_no_split_modules`)."""
+        for model in models:
+            if model is None:
+                continue
+            # names now: storages of shards do not tell which tensors are tied
+            self._names[id(model)] = [name for name, _ in unique_tensors(model)]
+            kinds = set(getattr(model, "_no_split_modules", None) or ())
+            for block in [module for module in model.modules() if type(module).__name__ in kinds]:
+                fully_shard(block, mesh=self._mesh, reshard_after_forward=True)
+            # the root too gives its weights back after a forward: the optimizer steps parts
+            fully_shard(model, mesh=self._mesh, reshard_after_forward=True)
+            for module in model.modules():
+                if isinstance(module, FSDPModule):
+                    module.set_gradient_divide_factor(1.0)
+                    module.set_force_sum_reduction_for_comms(True)
+
+    def tensors(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+        """See `OneTrainer`; one block is whole at a time, and so are the adapters in it."""
+        owners = {
+            f"{path}." if path else "": module
+            for path, module in model.named_modules()
+            if isinstance(module, FSDPModule)
+        }
+        opened: FSDPModule | None = None
+        try:
+            for name in self._names[id(model)]:
+                owner = owners[max((path for path in owners if name.startswith(path)), key=len)]
+                if owner is not opened:
+                    if opened is not None:
+                        opened.reshard()
+                    owner.unshard()
+                    opened = owner
+                module_path, _, last = name.rpartition(".")
+                yield name, getattr(model.get_submodule(module_path), last).detach()
+        finally:
+            if opened is not None:
+                opened.reshard()
+
+    def held(self, model: nn.Module) -> list[tuple[str, Tensor]]:
+        """See `OneTrainer`."""
+        return [
+            (name, parameter.to_local() if isinstance(parameter, DTensor) else parameter)
+            for name, parameter in model.named_parameters()
+        ]
+
+    def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Backward passes have summed them."""
+
+    def clip(self, parameters: Sequence[nn.Parameter], max_norm: float) -> float:
+        """See `OneTrainer`."""
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        norm = nn.utils.get_total_norm(gradients)
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+        return float(norm)

@@ -1,0 +1,103 @@
+"""What each process of a group of trainers does in the tests: learn, save, go on, break down."""
+
+import os
+from pathlib import Path
+
+import torch
+from trainer_group import trainers_of
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from core.config import AlgorithmConfig, TrainerConfig
+from core.errors import NotFiniteError, PeerLost
+from core.training_config import LoraConfig
+from learning.learner import Learner
+from learning.soft_targets import SoftTargetStore
+
+CASES = {"ppo": ("ppo", None), "grpo": ("grpo", None), "lora": ("grpo", LoraConfig(rank=4))}
+STRATEGIES = ("ddp", "fsdp2")
+RUNS = [(strategy, case) for strategy in STRATEGIES for case in CASES]
+UPDATES, SAVED_AFTER = 5, 3
+
+
+def tied_model() -> LlamaForCausalLM:
+    """Tied embeddings: one storage under two names, in the root of the shards."""
+    torch.manual_seed(0)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=19,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=8,
+            max_position_embeddings=64,
+            eos_token_id=1,
+            pad_token_id=0,
+            tie_word_embeddings=True,
+        )
+    )
+
+
+def new_learner(case, trainers=None) -> Learner:
+    kind, lora = CASES[case]
+    return Learner(
+        tied_model(),
+        algorithm=AlgorithmConfig(kind=kind),
+        # minibatches of five rows and four, in packs of a few: shares of unlike numbers of packs
+        trainer=TrainerConfig(learning_rate=1e-3, minibatch_size=5, max_tokens_per_forward=24, lora=lora),
+        temperature=1.0,
+        seed=5,
+        pad_token_id=0,
+        soft_targets=SoftTargetStore(3),
+        trainers=trainers,
+    )
+
+
+def outcome(learner):
+    """Weights and what else is to be equal, as a process can send it."""
+    weights = {name: tensor.clone().numpy() for name, tensor in learner.weights()}
+    return weights, {index: one.logprobs.numpy() for index, one in learner.soft_targets.kept.items()}
+
+
+def learn(learner, rollouts, save_as=None):
+    """All updates; the outcome and the last figures."""
+    for update in range(learner.weight_version, UPDATES):
+        if save_as is not None and update == SAVED_AFTER:
+            learner.save(save_as)
+        report = learner.update(rollouts)
+    return *outcome(learner), report.figures
+
+
+def learn_in_group(rank, rollouts, folder: Path, resumed_from: Path | None):
+    """Every run from the start, saved on the way; and gone on from what one trainer saved."""
+    found = {}
+    for strategy, case in RUNS:
+        learner = new_learner(case, trainers_of(strategy))
+        found[strategy, case] = learn(learner, rollouts, folder / f"{strategy}-{case}")
+        if resumed_from is None:
+            continue
+        resumed = new_learner(case, trainers_of(strategy))
+        resumed.load(resumed_from / case)
+        found["resumed", strategy, case] = learn(resumed, rollouts)
+    return found
+
+
+def break_down(rank, rollouts):
+    """One trainer's optimizer makes its weights infinite; then it dies while the other waits for it."""
+    trainers = trainers_of("ddp")
+    learner = new_learner("grpo", trainers)
+    if rank == 1:
+        for parameter in learner.model.parameters():
+            parameter.data.mul_(float("inf"))
+    try:
+        learner.update(rollouts)
+    except NotFiniteError as error:
+        said = str(error)
+    trainers.gather(None)
+    if rank == 1:
+        os._exit(9)
+    try:
+        trainers.gather(None)
+    except PeerLost as error:
+        return said, str(error)

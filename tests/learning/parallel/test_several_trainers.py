@@ -1,0 +1,100 @@
+"""Two and three trainers learn what one learns: replicated or sharded, PPO, GRPO and LoRA, resumed on other numbers."""
+
+import numpy as np
+import pytest
+import torch
+from group_learning import (
+    CASES,
+    RUNS,
+    SAVED_AFTER,
+    break_down,
+    learn,
+    learn_in_group,
+    new_learner,
+    tied_model,
+)
+from trainer_group import run_group
+
+from core.errors import PeerLost
+from learning.parallel.data_parallel import join_group, new_store, store_at
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    return tmp_path_factory.mktemp("trainers")
+
+
+@pytest.fixture(scope="module")
+def rollouts(rollout_maker):
+    return rollout_maker(tied_model(), 9, group_size=3)
+
+
+@pytest.fixture(scope="module")
+def alone(rollouts, saved):
+    return {case: learn(new_learner(case), rollouts, saved / "one" / case) for case in CASES}
+
+
+def in_group(size, rollouts, folder, resumed_from=None):
+    results = run_group(size, learn_in_group, rollouts, folder, resumed_from)
+    assert not [result for result in results if isinstance(result, BaseException)]
+    return results
+
+
+@pytest.fixture(scope="module")
+def group_of_two(rollouts, saved):
+    return in_group(2, rollouts, saved / "2")
+
+
+@pytest.fixture(scope="module")
+def group_of_three(alone, rollouts, saved):
+    return in_group(3, rollouts, saved / "3", resumed_from=saved / "one")
+
+
+def assert_same(one, other):
+    (weights, kept, figures), (others, other_kept, other_figures) = one, other
+    assert weights.keys() == others.keys()
+    for name, weight in weights.items():
+        np.testing.assert_allclose(others[name], weight, rtol=0, atol=1e-5, err_msg=name)
+    assert kept.keys() == other_kept.keys()
+    for index, logprobs in kept.items():
+        np.testing.assert_allclose(other_kept[index], logprobs, atol=1e-4)
+    assert other_figures == pytest.approx(figures, rel=1e-3, abs=1e-4)
+
+
+@pytest.mark.parametrize(("strategy", "case"), RUNS)
+def test_several_trainers_learn_what_one_learns(group_of_two, group_of_three, alone, strategy, case):
+    for of_rank in (*group_of_two, *group_of_three):
+        assert_same(alone[case], of_rank[strategy, case])
+
+
+@pytest.mark.parametrize(("strategy", "case"), RUNS)
+def test_what_one_trainer_saved_is_gone_on_with_by_three(group_of_three, alone, strategy, case):
+    for of_rank in group_of_three:
+        assert_same(alone[case], of_rank["resumed", strategy, case])
+
+
+@pytest.mark.parametrize(("strategy", "case"), RUNS)
+def test_what_two_trainers_saved_is_gone_on_with_by_one(group_of_two, alone, saved, rollouts, strategy, case):
+    resumed = new_learner(case)
+    resumed.load(saved / "2" / f"{strategy}-{case}")
+    assert resumed.weight_version == SAVED_AFTER
+    assert_same(alone[case], learn(resumed, rollouts))
+
+
+def test_all_trainers_hear_of_one_s_trouble_and_of_one_s_death(rollouts):
+    (said, lost), dead = run_group(2, break_down, rollouts)
+    assert said.startswith("trainer 1 of 2: the loss of weight version 0 is nan")
+    assert lost.startswith("trainer 0 of 2 could not tell each other how it went: another trainer died")
+    assert isinstance(dead, ChildProcessError)
+
+
+def test_a_trainer_that_does_not_come_is_an_error_within_the_limit():
+    store = new_store("127.0.0.1", 2, 1.0)
+    with pytest.raises(PeerLost, match="trainer 0 of 2 waited up to 1 s"):
+        join_group(store, rank=0, size=2, device=torch.device("cpu"), timeout_s=1.0)
+
+
+def test_a_first_trainer_that_cannot_be_reached_is_named():
+    port = new_store("127.0.0.1", 2, 1.0).port
+    with pytest.raises(PeerLost, match=f"at 127.0.0.1:{port} within 1 s"):
+        store_at("127.0.0.1", port, 2, 1.0)
