@@ -80,6 +80,20 @@ class TrainerSpec:
     "as the instances have it, where trainer.scoring is engine"
     max_total_tokens: int = 0
     "longest prompt + max_new_tokens, for trainer.scoring engine"
+    name: str = "trainer"
+    rank: int = 0
+    num_trainers: int = 1
+    timeout_s: float = 300.0
+    "of every wait of trainers for each other"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerMeeting:
+    """Where trainers that learn as one meet."""
+
+    host: str
+    port: int
+    timeout_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

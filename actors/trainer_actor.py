@@ -7,14 +7,15 @@ weights go out as chunks that the actor returns (the caller owns them, so they o
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Literal
+from contextlib import closing
+from typing import Any, Literal
 
 import numpy as np
 import ray
 import torch
 from transformers import PreTrainedModel
 
-from actors.actor_messages import LoadedWeights, TrainerSpec
+from actors.actor_messages import LoadedWeights, TrainerMeeting, TrainerSpec
 from actors.ray_utils.assigned_device import assigned_gpus, resolve_device
 from actors.ray_utils.remote import remote
 from actors.transport.broadcast import BroadcastGroup, BroadcastHost, BroadcastTicket
@@ -26,6 +27,9 @@ from learning.draft_refit import DraftRefitter, RefitReport
 from learning.forward.engine_scoring import EngineScorer, require_engine_scoring
 from learning.forward.precision import compute_dtype_on, hold_linears_in
 from learning.learner import Learner
+from learning.parallel.data_parallel import DataParallel, join_group, new_store, store_at
+from learning.parallel.one_trainer import OneTrainer
+from learning.parallel.sharded import Sharded
 from learning.published_form import PublishedForm
 from learning.soft_targets import SoftTargetStore
 
@@ -42,9 +46,28 @@ class TrainerActor:
         self._forms: dict[str, PublishedForm] = {}
         self._broadcast_host: BroadcastHost | None = None
         self._broadcast: BroadcastGroup | None = None
+        self._trainers: OneTrainer = OneTrainer()
+        self._meeting_store: Any = None
 
     def __repr__(self) -> str:
-        return "TrainerActor"
+        return self._spec.name
+
+    def open_group(self, timeout_s: float) -> TrainerMeeting:
+        """Make a place where the trainers of this run meet, at this node's address; for the first of them."""
+        host = ray.util.get_node_ip_address()
+        self._meeting_store = new_store(host, self._spec.num_trainers, timeout_s)
+        return TrainerMeeting(host=host, port=self._meeting_store.port, timeout_s=timeout_s)
+
+    def join_group(self, meeting: TrainerMeeting) -> None:
+        """Join the other trainers. Raises PeerLost when not all come in time."""
+        spec, device = self._spec, self._device
+        store = self._meeting_store or store_at(
+            meeting.host, meeting.port, spec.num_trainers, meeting.timeout_s
+        )
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        join_group(store, rank=spec.rank, size=spec.num_trainers, device=device, timeout_s=spec.timeout_s)
+        self._trainers = Sharded(device) if spec.trainer.strategy == "fsdp2" else DataParallel()
 
     def load_weights(self, manifest: WeightManifest, *chunks: np.ndarray) -> LoadedWeights:
         """Build the learner around the published model and read its checksum back."""
@@ -64,8 +87,9 @@ class TrainerActor:
             soft_targets=self._soft_targets,
             compute_dtype=self._compute_dtype,
             scorer=self._scorer(manifest, chunks),
+            trainers=self._trainers,
         )
-        return _loaded(manifest, self.checksum())
+        return self._loaded(manifest, self.checksum())
 
     def load_draft(self, manifest: WeightManifest, *chunks: np.ndarray) -> LoadedWeights:
         """Build the refitter around the published draft model and read its checksum back."""
@@ -83,11 +107,20 @@ class TrainerActor:
             weight_version=manifest.weight_version,
             compute_dtype=self._compute_dtype,
         )
-        return _loaded(manifest, self._forms["draft"].checksum(self._refitter.weights()))
+        return self._loaded(manifest, self._forms["draft"].checksum(self._refitter.weights()))
 
     def update(self, rollouts: Sequence[Rollout]) -> UpdateReport:
-        """Do one update; equal rollouts in any order give bitwise equal parameters on the CPU."""
-        return self._learner.update(rollouts)
+        """Do one update; equal rollouts in any order give bitwise equal parameters on the CPU.
+
+        Raises PeerLost when another trainer of several is gone.
+        """
+        with self._trainers.naming("update"):
+            return self._learner.update(rollouts)
+
+    def follow(self) -> None:
+        """Take part while the first trainer walks through the target's weights. Raises PeerLost."""
+        with self._trainers.naming("gather weights"):
+            self._learner.accompany_weights()
 
     def refit(self, rollouts: Sequence[Rollout], budget_s: float) -> RefitReport:
         """Let the draft model follow the target for at most so long; the target itself is not touched."""
@@ -100,7 +133,8 @@ class TrainerActor:
         """
         owner = self._learner if model == "target" else self._refitter
         packer = self._forms[model].packer(name=model, weight_version=owner.weight_version)
-        yield from packer.chunks(owner.weights())
+        with self._trainers.naming("gather weights"), closing(owner.weights()) as weights:
+            yield from packer.chunks(weights)
         yield packer.manifest()
 
     def open_broadcast(self, members: tuple[str, ...]) -> BroadcastTicket:
@@ -126,12 +160,13 @@ class TrainerActor:
         version = self._learner.weight_version
         # one on its way, one that is packed, and that before is being handed on still
         packer = self._forms["target"].packer(name="target", weight_version=version, rooms=2)
-        for index, chunk in enumerate(packer.chunks(self._learner.weights())):
-            if index >= len(layout.chunk_num_bytes) or len(chunk) != layout.chunk_num_bytes[index]:
-                raise WeightsError(
-                    f"chunk {index} of target version {version} is not of the size that was agreed"
-                )
-            self._broadcast.send(chunk, packer.last_digest, f"chunk {index} of target version {version}")
+        with self._trainers.naming("gather weights"), closing(self._learner.weights()) as weights:
+            for index, chunk in enumerate(packer.chunks(weights)):
+                if index >= len(layout.chunk_num_bytes) or len(chunk) != layout.chunk_num_bytes[index]:
+                    raise WeightsError(
+                        f"chunk {index} of target version {version} is not of the size that was agreed"
+                    )
+                self._broadcast.send(chunk, packer.last_digest, f"chunk {index} of target version {version}")
         self._broadcast.settle()
         return packer.manifest()
 
@@ -143,8 +178,8 @@ class TrainerActor:
 
     def checksum(self) -> str:
         """Checksum over the target's parameters as they are published."""
-        weights = self._learner.weights()
-        return self._forms["target"].checksum(weights)
+        with closing(self._learner.weights()) as weights:
+            return self._forms["target"].checksum(weights)
 
     def adapter_files(self) -> dict[str, bytes]:
         """The LoRA adapter as a folder that peft loads: name and content of each file. Needs `trainer.lora`."""
@@ -179,6 +214,14 @@ class TrainerActor:
             temperature=spec.temperature,
         )
 
+    def _loaded(self, manifest: WeightManifest, checksum: str) -> LoadedWeights:
+        return LoadedWeights(
+            instance=self._spec.name,
+            model=manifest.model,
+            weight_version=manifest.weight_version,
+            checksum=checksum,
+        )
+
     @property
     def _device(self) -> torch.device:
         # not kept: what Ray assigns to an actor stays
@@ -201,12 +244,3 @@ class TrainerActor:
         if self._built_refitter is None:
             raise RlhfSpecError("the trainer was asked before it had a draft model; publish one to it first")
         return self._built_refitter
-
-
-def _loaded(manifest: WeightManifest, checksum: str) -> LoadedWeights:
-    return LoadedWeights(
-        instance="trainer",
-        model=manifest.model,
-        weight_version=manifest.weight_version,
-        checksum=checksum,
-    )

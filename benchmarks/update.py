@@ -180,16 +180,16 @@ def bare_loop(batch: Batch) -> Rate:
         experience = collate(batch.rollouts, pad_token_id=batch.workload.pad_token_id)
         order = torch.randperm(len(experience.lengths), generator=torch.Generator().manual_seed(0)).tolist()
         with torch.no_grad():
-            for rows in forward.packs(range(len(order)), experience):
-                packed = experience.packed(rows)
+            for pack in forward.packs(range(len(order)), experience):
+                packed = experience.packed(pack.rows)
                 logits, _ = response_logits(reference, packed, vocab_size)
                 token_logprobs(logits, packed.targets, 1.0)
         for start in range(0, len(order), TRAINER.minibatch_size):
-            for rows in forward.packs(sorted(order[start : start + TRAINER.minibatch_size]), experience):
-                packed = experience.packed(rows)
+            for pack in forward.packs(sorted(order[start : start + TRAINER.minibatch_size]), experience):
+                packed = experience.packed(pack.rows)
                 logits, _ = response_logits(model, packed, vocab_size)
                 logprobs = token_logprobs(logits, packed.targets, 1.0)
-                old = experience.old_logprobs[rows][experience.mask[rows]]
+                old = experience.old_logprobs[pack.rows][experience.mask[pack.rows]]
                 clipped_policy_loss(logprobs, old, torch.ones_like(old), clip_ratio=0.2).mean().backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), TRAINER.max_grad_norm)
             optimizer.step()

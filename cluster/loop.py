@@ -23,7 +23,6 @@ from cluster.run_folder.layout import RunDir
 from cluster.run_folder.rollout_files import write_rollouts
 from cluster.system import System, running_system
 from cluster.weights.checkpoints import save_adapter, save_checkpoint
-from cluster.weights.publish import from_trainer
 from core.config import Config
 from core.errors import NumericsError, StorageError
 from core.metrics import MetricsLog
@@ -104,7 +103,6 @@ def run_iteration(
 ) -> dict[str, float]:
     """Sample, score, update, publish, refit once; return the iteration's figures."""
     rollout = system.config.rollout
-    timeout_s = system.config.cluster.order_timeout_s
     requests = system.cursor.next_requests(
         rollout.prompts_per_iteration, rollout.samples_per_prompt, system.sampling
     )
@@ -116,12 +114,12 @@ def run_iteration(
     update_began_s = time.perf_counter()
     report.progress("update", 0, 1)
     rollouts = ray.put(collected.rollouts)
-    update = system.ask(system.trainer.update.remote(rollouts), waited_for="trainer", order="update")
+    update = system.trainers.update(rollouts)
     publish_began_s = time.perf_counter()
     report.progress("publish", 0, 1)
     instances = system.generation.instances
     broadcast = system.broadcast.publish(system.target, update.weight_version, instances)
-    system.target = broadcast or from_trainer(system.trainer, timeout_s=timeout_s)
+    system.target = broadcast or system.trainers.take()
     (system.generation.keep if broadcast else system.generation.publish)(system.target)
     refit_began_s = time.perf_counter()
     report.progress("refit", 0, 1)
@@ -152,7 +150,8 @@ def save_checkpoints(system: System, run_dir: RunDir, *, iteration: int | None =
                 timeout_s=system.config.cluster.order_timeout_s,
             )
     if system.config.trainer.lora is not None:
-        files = system.ask(
-            system.trainer.adapter_files.remote(), waited_for="trainer", order="pack the adapter"
+        save_adapter(
+            system.trainers.adapter_files(),
+            run_dir.checkpoint_dir("adapter", iteration),
+            merged=system.target.manifest,
         )
-        save_adapter(files, run_dir.checkpoint_dir("adapter", iteration), merged=system.target.manifest)

@@ -12,7 +12,6 @@ from typing import Any
 
 from cluster.reporting.console import Reporter
 from cluster.system import System
-from cluster.weights.publish import from_trainer
 from learning.draft_refit import RefitReport
 
 _FORGET = 0.9
@@ -35,8 +34,7 @@ def refit_draft(system: System, rollouts: Any, *, iteration_s: float, report: Re
         return {}
     began_s = time.perf_counter()
     budget_s = config.drafter_training.budget_share * iteration_s - system.refit_overhead_s
-    ref = system.trainer.refit.remote(rollouts, budget_s)
-    refit: RefitReport = system.ask(ref, waited_for="trainer", order="refit the draft model")
+    refit = system.trainers.refit(rollouts, budget_s)
     if refit.outcome == "not_finite":
         report.note(
             "the refit of the draft model gave what is not finite and was given up; version "
@@ -44,8 +42,7 @@ def refit_draft(system: System, rollouts: Any, *, iteration_s: float, report: Re
             "lower drafter_training.learning_rate"
         )
     if refit.outcome == "taken":
-        timeout_s = config.cluster.order_timeout_s
-        system.draft = from_trainer(system.trainer, timeout_s=timeout_s, model="draft")
+        system.draft = system.trainers.take("draft")
         system.generation.publish(system.draft)
         system.refit_overhead_s = time.perf_counter() - began_s - refit.refit_s
     else:

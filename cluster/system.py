@@ -16,11 +16,9 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from actors.actor_messages import GenerationSpec, SchedulerSettings, TrainerSpec
 from actors.ray_utils.node import own_raylet, watching_raylet
 from actors.ray_utils.remote import Handle
-from actors.ray_utils.waiting import get
 from actors.ray_utils.watch import watching
 from actors.reward_actors import RewardActor, RewardPool
 from actors.scheduler_actor import SchedulerActor
-from actors.trainer_actor import TrainerActor
 from cluster.placement.ray_session import RaySession
 from cluster.placement.topology import PlacementContext, Topology, actor_options, place, plan
 from cluster.preflight.inputs import Inputs
@@ -28,8 +26,9 @@ from cluster.scheduling.generation_pool import GenerationPool
 from cluster.scheduling.instance_table import InstanceTable
 from cluster.scheduling.reallocation import migration_settings, reallocation_policy
 from cluster.scheduling.scheduler_client import SchedulerClient, scheduler_name
+from cluster.trainer_pool import TrainerPool
 from cluster.weights.group_publication import Broadcast
-from cluster.weights.publish import PublishedWeights, confirm
+from cluster.weights.publish import PublishedWeights
 from core.config import Config
 from core.records import Completion, SampleRequest, SamplingParams
 from engine.weights.chunks import pack_weights
@@ -53,17 +52,12 @@ class System:
     scheduler: SchedulerClient
     generation: GenerationPool
     rewards: RewardPool[Scored]
-    trainer: Handle
+    trainers: TrainerPool
     target: PublishedWeights
     draft: PublishedWeights | None
     broadcast: Broadcast
     refit_overhead_s: float = 0.0
     "what the last refit of the draft model took beside the learning: packing, publishing, confirming"
-
-    def ask(self, ref: Any, *, waited_for: str, order: str, timeout_s: float | None = None) -> Any:
-        """Wait for one actor's answer. Raises WaitTimeout, InstanceLost or what the actor raised."""
-        timeout_s = timeout_s or self.config.cluster.order_timeout_s
-        return get(ref, waiter="the loop", waited_for=waited_for, order=order, timeout_s=timeout_s)
 
     def stop(self) -> None:
         """Let the actors end their loops; what is left ends with their bundles."""
@@ -103,7 +97,7 @@ def _make_actors(
     scheduler = _scheduler(config, inputs, topology, context, instances)
     max_total_tokens = dataset.max_prompt_tokens + config.sampling.max_new_tokens
     trainer_spec = _trainer_spec(config, tokenizer, max_total_tokens)
-    trainer = TrainerActor.options(**actor_options(topology.trainer, context)).remote(trainer_spec)
+    trainers = TrainerPool.start(trainer_spec, topology.trainer, context, cluster)
     generation = GenerationPool(
         cluster=cluster,
         places=topology.generation,
@@ -122,10 +116,10 @@ def _make_actors(
         scheduler=scheduler,
         generation=generation,
         rewards=_reward_pool(config, topology, context, note),
-        trainer=trainer,
+        trainers=trainers,
         target=load_and_put(config, config.models.target, "target"),
         draft=_draft(config),
-        broadcast=Broadcast(cluster, trainer, note),
+        broadcast=Broadcast(cluster, trainers, note),
     )
 
 
@@ -133,16 +127,7 @@ def _bring_up(system: System) -> None:
     """Give trainer and instances their first weights; the reward functions must build."""
     timeout_s = system.config.cluster.start_timeout_s
     system.rewards.prove(timeout_s=timeout_s)
-    manifest = system.target.manifest
-    ref = system.trainer.load_weights.remote(manifest, *system.target.chunk_refs)
-    order = "load the first weights"
-    confirm(system.ask(ref, waited_for="trainer", order=order, timeout_s=timeout_s), manifest)
-    if system.draft is not None and system.config.refits_draft:
-        ref = system.trainer.load_draft.remote(system.draft.manifest, *system.draft.chunk_refs)
-        order = "load the first draft weights"
-        confirm(
-            system.ask(ref, waited_for="trainer", order=order, timeout_s=timeout_s), system.draft.manifest
-        )
+    system.trainers.bring_up(system.target, system.draft if system.config.refits_draft else None)
     system.generation.bring_up(*[weights for weights in (system.target, system.draft) if weights is not None])
 
 
@@ -232,4 +217,5 @@ def _trainer_spec(config: Config, tokenizer: PreTrainedTokenizerBase, max_total_
         base_model=config.models.target,
         engine=config.engine if config.trainer.scoring == "engine" else None,
         max_total_tokens=max_total_tokens,
+        timeout_s=config.cluster.order_timeout_s,
     )

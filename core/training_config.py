@@ -84,6 +84,8 @@ class TrainerConfig(Section):
     gradient_checkpointing: bool = False
     scoring: Literal["engine", "model"] = "model"
     "whose forward values log-probabilities: the engine's, with the sampler's bits, or the learner's own"
+    strategy: Literal["fsdp2", "ddp"] = "fsdp2"
+    "with several trainers (cluster.trainer.num_actors): each holds a part of every weight, or all of them"
     num_threads: int = Field(default=2, ge=1, le=MAX_THREADS)
 
 

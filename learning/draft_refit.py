@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -114,7 +114,7 @@ class DraftRefitter:
             return self._report("no_time", budget)
         return self._try(data, budget)
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
+    def weights(self) -> Generator[tuple[str, Tensor]]:
         """The draft model's weights to be published, in name order."""
         yield from unique_tensors(self.model)
 

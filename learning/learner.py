@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -170,13 +170,14 @@ class Learner:
             figures={**targets.figures, **figures.means()},
         )
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
+    def weights(self) -> Generator[tuple[str, Tensor]]:
         """The policy's weights to be published, in name order; adapters merged into them.
 
-        Each is valid until the next is asked for. Collective: the other trainers `accompany_weights`.
+        Each is valid until the next is asked for. Collective: the other trainers `accompany_weights`; who stops early
+        closes it, since they walk on.
         """
-        tensors = self.trainers.tensors(self.model)
-        yield from tensors if self.adapter is None else self.adapter.merged_tensors(tensors)
+        with closing(self.trainers.tensors(self.model)) as tensors:
+            yield from tensors if self.adapter is None else self.adapter.merged_tensors(tensors)
 
     def accompany_weights(self) -> None:
         """Take part while the first of several trainers walks through `weights`. Collective with it."""

@@ -18,6 +18,7 @@ from actors.actor_messages import GenerationSpec, TrainerSpec
 from actors.generation.generation_actor import GenerationActor
 from actors.trainer_actor import TrainerActor
 from benchmarks.support.actor_pool import ask
+from cluster.trainer_pool import TrainerPool
 from cluster.weights.group_publication import Broadcast
 from cluster.weights.publish import PublishedWeights, from_trainer, publish
 from core.config import ClusterConfig, EngineConfig, PublicationConfig, SpeculationConfig
@@ -50,7 +51,7 @@ def measure(folder: Path, *, rounds: int, broadcast: bool = False) -> Publicatio
     with _running(folder) as (trainer, instances, weights):
         num_bytes = weights.manifest.num_bytes
         cluster = ClusterConfig(publication=PublicationConfig(transport="broadcast"))
-        group = Broadcast(cluster, trainer, print) if broadcast else None
+        group = Broadcast(cluster, TrainerPool({"trainer": trainer}, cluster), print) if broadcast else None
         source, copy = np.ones(num_bytes, np.uint8), np.zeros(num_bytes, np.uint8)
         seconds, ratios, extra = [], [], []
         for number in range(1 + rounds):

@@ -5,7 +5,8 @@ ones (Linux, CPU torch 2.13, Ray 2.60), the rest follows from the sizes:
 
     generation  weights and their inference copy + KV pool + one step's logits
     trainer     weights, gradients and two Adam moments in float32 (LoRA: the adapters', and the weights below),
-                reference, the packed copy + one forward's activations; with refits the draft's, and its targets
+                reference, shared by all trainers with fsdp2; the packed copy + one forward's activations; with refits
+                the draft's, and its targets
     reward      the interpreter alone, or the reward model's weights
 """
 
@@ -223,6 +224,10 @@ def _learner_bytes(config: Config, target: ModelShape) -> int:
         # on a CPU that computes in float32 the reference is held in it too
         kept, learned = 0, weights * (1 + _ADAM_COPIES)
         reference = weights if config.algorithm.kl_coef > 0 else 0
+    if config.trainer.strategy == "fsdp2":
+        # shards; each trainer still reads and publishes whole models
+        num_trainers = config.cluster.trainer.num_actors
+        kept, learned, reference = (-(-part // num_trainers) for part in (kept, learned, reference))
     tokens = config.trainer.max_tokens_per_forward
     kept_layers = 1 if config.trainer.gradient_checkpointing else target.kv.num_layers
     activations = tokens * target.hidden_size * 4 * _ACTIVATIONS_PER_LAYER * kept_layers

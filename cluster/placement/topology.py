@@ -44,7 +44,7 @@ class Topology:
     """All places of a run."""
 
     scheduler: Place
-    trainer: Place
+    trainer: tuple[Place, ...]
     generation: tuple[Place, ...]
     reward: tuple[Place, ...]
     strategy: str
@@ -54,7 +54,7 @@ class Topology:
     def places(self) -> tuple[Place, ...]:
         """Every place, in the order of the bundles."""
         return tuple(
-            sorted((self.scheduler, self.trainer, *self.generation, *self.reward), key=lambda p: p.bundle)
+            sorted((self.scheduler, *self.trainer, *self.generation, *self.reward), key=lambda p: p.bundle)
         )
 
     def wanted(self) -> dict[str, float]:
@@ -69,7 +69,7 @@ class Topology:
         pools = {
             "generation": self.generation,
             "reward": self.reward,
-            "trainer": (self.trainer,),
+            "trainer": self.trainer,
             "scheduler": (self.scheduler,),
         }
         lines = [
@@ -82,11 +82,7 @@ class Topology:
 def plan(config: Config) -> Topology:
     """Lay out the pools. Raises ConfigError for what this version cannot run."""
     cluster = config.cluster
-    if cluster.trainer.num_actors != 1:
-        raise ConfigError(
-            f"cluster.trainer.num_actors must be 1, got {cluster.trainer.num_actors}: "
-            "data-parallel training is not in this version"
-        )
+    _check_trainers(config)
     generation = tuple(
         _place(f"gen-{i}", i, cluster.generation.num_cpus, cluster.generation.num_gpus,
                config.engine.num_threads)
@@ -98,10 +94,20 @@ def plan(config: Config) -> Topology:
         for i in range(cluster.reward.num_actors)
     )
     first += len(reward)
+    num_trainers = cluster.trainer.num_actors
+    trainer = tuple(
+        _place(
+            "trainer" if num_trainers == 1 else f"trainer-{i}",
+            first + 1 + i,
+            cluster.trainer.num_cpus,
+            cluster.trainer.num_gpus,
+            config.trainer.num_threads,
+        )
+        for i in range(num_trainers)
+    )
     return Topology(
         scheduler=_place("scheduler", first, cluster.scheduler_num_cpus, 0.0, 1),
-        trainer=_place("trainer", first + 1, cluster.trainer.num_cpus, cluster.trainer.num_gpus,
-                       config.trainer.num_threads),
+        trainer=trainer,
         generation=generation,
         reward=reward,
         strategy=cluster.placement,
@@ -177,6 +183,22 @@ def _place(name: str, bundle: int, num_cpus: float, num_gpus: float, num_threads
         num_gpus=num_gpus,
         num_threads=num_threads,
     )
+
+
+def _check_trainers(config: Config) -> None:
+    """Raise ConfigError where several trainers could not learn as one."""
+    num_trainers = config.cluster.trainer.num_actors
+    if num_trainers > 1 and config.trainer.scoring == "engine":
+        raise ConfigError(
+            f"trainer.scoring engine needs one trainer, cluster.trainer.num_actors is {num_trainers}; set "
+            "trainer.scoring: model, or take one trainer"
+        )
+    if num_trainers > config.trainer.minibatch_size:
+        raise ConfigError(
+            f"cluster.trainer.num_actors is {num_trainers}, but a step of the optimizer has "
+            f"trainer.minibatch_size {config.trainer.minibatch_size} responses to share out, so some trainers would "
+            "never learn; raise trainer.minibatch_size or take fewer trainers"
+        )
 
 
 def _missing(wanted: Mapping[str, float], have: Mapping[str, float]) -> dict[str, float]:

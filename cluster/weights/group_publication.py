@@ -14,25 +14,28 @@ import ray
 
 from actors.ray_utils.remote import Handle
 from actors.ray_utils.waiting import get
-from cluster.weights.publish import PublishedWeights, confirm, from_trainer
+from cluster.trainer_pool import TrainerPool
+from cluster.weights.publish import PublishedWeights, confirm
 from core.config import ClusterConfig
 from core.errors import InstanceLost, NumericsError, RlhfSpecError
 
 JOIN_TIMEOUT_S = 30.0
 "For all members to come, and for each bucket."
 _GRACE_S = 5.0
+_TRAINER = "trainer"
+"The member that sends, whatever the actor's name is."
 
 
 class Broadcast:
     """The loop's side of the group; `publish` answers None where the object store has to serve."""
 
-    def __init__(self, cluster: ClusterConfig, trainer: Handle, note: Callable[[str], None]) -> None:
+    def __init__(self, cluster: ClusterConfig, trainers: TrainerPool, note: Callable[[str], None]) -> None:
         """`note` is told once, in one line, when broadcasting is given up."""
         transport = cluster.publication.transport
         # on one node the object store is shared memory, and faster than a group over loopback (measured)
         self._is_on = transport == "broadcast" or (transport == "auto" and num_nodes() > 1)
         self._timeout_s = cluster.order_timeout_s
-        self._trainer, self._note = trainer, note
+        self._trainers, self._note = trainers, note
         self._members: tuple[str, ...] = ()
 
     def publish(
@@ -60,15 +63,17 @@ class Broadcast:
         except RlhfSpecError as error:
             # a dead or a frozen instance is found by the publication that follows
             self._is_on, self._members = isinstance(error, InstanceLost), ()
-            self._trainer.close_broadcast.remote()
+            self._trainers.first.close_broadcast.remote()
             again = "this once" if self._is_on else "from here on"
             self._note(f"publication by broadcast failed ({error}); the object store carries weights {again}")
             return None
 
     def _form(self, instances: Mapping[str, Handle]) -> None:
         names = tuple(instances)
-        ticket = self._ask(self._trainer.open_broadcast.remote(names), "trainer", "open a broadcast group")
-        joins = {"trainer": self._trainer.join_broadcast.remote(JOIN_TIMEOUT_S)} | {
+        ticket = self._ask(
+            self._trainers.first.open_broadcast.remote(names), _TRAINER, "open a broadcast group"
+        )
+        joins = {_TRAINER: self._trainers.first.join_broadcast.remote(JOIN_TIMEOUT_S)} | {
             name: handle.join_broadcast.remote(ticket, rank, JOIN_TIMEOUT_S)
             for rank, (name, handle) in enumerate(instances.items(), start=1)
         }
@@ -77,22 +82,20 @@ class Broadcast:
 
     def _send(self, told: Any, instances: Mapping[str, Handle]) -> PublishedWeights:
         order = f"pass on {told.model} version {told.weight_version}"
+        following = self._trainers.follow()
         answers = self._all(
-            {"trainer": self._trainer.broadcast.remote(told)}
+            {_TRAINER: self._trainers.first.broadcast.remote(told)}
+            | following
             | {
                 name: handle.receive_weights.remote(self._timeout_s, told)
                 for name, handle in instances.items()
             },
             order,
         )
-        manifest = answers.pop("trainer")
-        for answer in answers.values():
-            confirm(answer, manifest)
-
-        def fetch() -> PublishedWeights:
-            return from_trainer(self._trainer, timeout_s=self._timeout_s)
-
-        return PublishedWeights(manifest=manifest, chunk_refs=(), fetch=fetch)
+        manifest = answers[_TRAINER]
+        for name in instances:
+            confirm(answers[name], manifest)
+        return PublishedWeights(manifest=manifest, chunk_refs=(), fetch=self._trainers.take)
 
     def _all(self, refs: Mapping[str, Any], order: str) -> dict[str, Any]:
         """Wait for every answer, then raise the first error: nobody is left waiting in the group."""

@@ -23,6 +23,7 @@ from learning.parallel.one_trainer import OneTrainer
 
 T = TypeVar("T")
 
+_TCPStore: Any = dist.TCPStore  # type: ignore[attr-defined]
 BUCKET_VALUES = 8 << 20
 "Values summed at a time: 32 MiB of float32."
 _LOST_MARKS = ("gloo/transport", "onnection closed", "onnection reset", "Broken pipe", "Timed out waiting")
@@ -59,7 +60,7 @@ class DataParallel(OneTrainer):
 
     @contextmanager
     def naming(self, what: str) -> Iterator[None]:
-        """Turn an end of the group inside the block into PeerLost."""
+        """See `OneTrainer`."""
         try:
             yield
         except RuntimeError as error:
@@ -71,14 +72,14 @@ class DataParallel(OneTrainer):
             ) from error
 
 
-def new_store(host: str, size: int, timeout_s: float) -> dist.TCPStore:
+def new_store(host: str, size: int, timeout_s: float) -> Any:
     """Where a group meets; the first trainer keeps it and tells the others its port."""
-    return dist.TCPStore(
+    return _TCPStore(
         host, 0, size, is_master=True, timeout=timedelta(seconds=timeout_s), wait_for_workers=False
     )
 
 
-def join_group(store: dist.Store, *, rank: int, size: int, device: torch.device, timeout_s: float) -> None:
+def join_group(store: Any, *, rank: int, size: int, device: torch.device, timeout_s: float) -> None:
     """Make torch's default process group of `size` trainers: NCCL for tensors on GPUs, Gloo for all else.
 
     `timeout_s` is of every later wait in the group. Raises PeerLost when not all come in time.
@@ -95,10 +96,10 @@ def join_group(store: dist.Store, *, rank: int, size: int, device: torch.device,
         ) from error
 
 
-def store_at(host: str, port: int, size: int, timeout_s: float) -> dist.TCPStore:
+def store_at(host: str, port: int, size: int, timeout_s: float) -> Any:
     """The store that another trainer keeps. Raises PeerLost when it cannot be reached."""
     try:
-        return dist.TCPStore(host, port, size, is_master=False, timeout=timedelta(seconds=timeout_s))
+        return _TCPStore(host, port, size, is_master=False, timeout=timedelta(seconds=timeout_s))
     except RuntimeError as error:
         raise PeerLost(
             f"a trainer could not reach the first one at {host}:{port} within {timeout_s:.0f} s "

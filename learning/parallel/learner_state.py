@@ -14,14 +14,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from core.errors import ConfigError
 from learning.parallel.one_trainer import OneTrainer
@@ -45,7 +48,7 @@ class LearnerState:
     def save(self, folder: Path) -> None:
         """Write all of it. Collective. Raises StorageError where the disk does not take it."""
         with _one_process_is_fine():
-            dcp.save(self._parts(), checkpoint_id=folder, no_dist=self.trainers.size == 1)
+            save(self._parts(), checkpoint_id=folder, no_dist=self.trainers.size == 1)
 
     def load(self, folder: Path) -> None:
         """Take over what `save` wrote, by however many trainers. Collective.
@@ -53,7 +56,7 @@ class LearnerState:
         Raises ConfigError when there is no checkpoint, or its algorithm, adapters or sizes are not these.
         """
         with _refusing(folder), _one_process_is_fine():
-            reader = dcp.FileSystemReader(folder)
+            reader = FileSystemReader(folder)
             saved = {name.split(".")[0] for name in reader.read_metadata().state_dict_metadata}
             for name, part in (("reference", self.reference), ("critic", self.critic)):
                 if (part is None) != (name not in saved):
@@ -65,11 +68,11 @@ class LearnerState:
             counters: dict[str, Any] = {
                 "counters": {name: torch.zeros((), dtype=torch.int64) for name in _COUNTERS}
             }
-            dcp.load(counters, storage_reader=reader, no_dist=alone)
+            load(counters, storage_reader=reader, no_dist=alone)
             for name, value in counters["counters"].items():
                 setattr(self, name, int(value))
             parts = self._parts()
-            dcp.load(parts, storage_reader=reader, no_dist=alone)
+            load(parts, storage_reader=reader, no_dist=alone)
             self._take(parts)
 
     def _parts(self) -> dict[str, Any]:
@@ -116,7 +119,7 @@ def _refusing(folder: Path) -> Iterator[None]:
             f"{folder} is no checkpoint of a trainer: {missing} is missing (a save that was interrupted leaves such a "
             "folder); give one that was written to its end"
         ) from error
-    except (dcp.CheckpointException, ValueError, RuntimeError) as error:
+    except (CheckpointException, ValueError, RuntimeError) as error:
         text = " ".join(str(error).split())[:300]
         raise ConfigError(
             f"the checkpoint {folder} does not fit this trainer: {text}; resume with the same model, trainer.lora and "

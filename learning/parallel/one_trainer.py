@@ -6,7 +6,8 @@ and for many.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
@@ -28,7 +29,7 @@ class OneTrainer:
     def shard(self, *models: nn.Module | None) -> None:
         """Divide models over the trainers, before an optimizer is made of their parameters. Collective."""
 
-    def tensors(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    def tensors(self, model: nn.Module) -> Generator[tuple[str, Tensor]]:
         """A model's tensors, whole, in name order; each is valid until the next is asked for. Collective."""
         yield from unique_tensors(model)
 
@@ -53,6 +54,11 @@ class OneTrainer:
 
     def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
         """Let every trainer's gradients be the sum of all, where backward passes have not done so. Collective."""
+
+    @contextmanager
+    def naming(self, what: str) -> Iterator[None]:
+        """Turn an end of the group inside the block, where trainers `what` together, into PeerLost."""
+        yield
 
     def clip(self, parameters: Sequence[nn.Parameter], max_norm: float) -> float:
         """Scale gradients down to a norm over all of them; return the norm before. Collective."""

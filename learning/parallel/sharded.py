@@ -10,7 +10,7 @@ Rajbhandari et al. 2020, 'ZeRO', section 5 (stage 3).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -50,7 +50,7 @@ class Sharded(DataParallel):
                     module.set_gradient_divide_factor(1.0)
                     module.set_force_sum_reduction_for_comms(True)
 
-    def tensors(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    def tensors(self, model: nn.Module) -> Generator[tuple[str, Tensor]]:
         """See `OneTrainer`; one block is whole at a time, and so are the adapters in it."""
         owners = {
             f"{path}." if path else "": module
@@ -58,19 +58,25 @@ class Sharded(DataParallel):
             if isinstance(module, FSDPModule)
         }
         opened: FSDPModule | None = None
-        try:
-            for name in self._names[id(model)]:
-                owner = owners[max((path for path in owners if name.startswith(path)), key=len)]
-                if owner is not opened:
-                    if opened is not None:
-                        opened.reshard()
-                    owner.unshard()
-                    opened = owner
+        is_wanted = True
+        for name in self._names[id(model)]:
+            owner = owners[max((path for path in owners if name.startswith(path)), key=len)]
+            if owner is not opened:
+                if opened is not None:
+                    opened.reshard()
+                owner.unshard()
+                opened = owner
+            if is_wanted:
                 module_path, _, last = name.rpartition(".")
-                yield name, getattr(model.get_submodule(module_path), last).detach()
-        finally:
-            if opened is not None:
-                opened.reshard()
+                whole = getattr(model.get_submodule(module_path), last).detach()
+                try:
+                    # a copy: storage that numpy has seen cannot be given back
+                    yield name, whole.clone()
+                except GeneratorExit:
+                    # the others walk on, so the rest is gathered all the same
+                    is_wanted = False
+        if opened is not None:
+            opened.reshard()
 
     def held(self, model: nn.Module) -> list[tuple[str, Tensor]]:
         """See `OneTrainer`."""

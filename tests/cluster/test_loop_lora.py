@@ -1,7 +1,8 @@
-"""LoRA through the whole loop: merged weights are sampled from, and both checkpoints are the same model."""
+"""LoRA through the whole loop, by two trainers that share every weight: merged weights are sampled from."""
 
 import peft
 import pytest
+import ray
 import torch
 
 from cluster.loop import train
@@ -13,6 +14,7 @@ from cluster.run_folder.layout import RunDir
 from cluster.system import running_system
 from core.checkpoint_manifest import verify_checkpoint
 from core.config_io import config_from_dict
+from core.errors import InstanceLost
 from core.metrics import read_metrics
 from engine.weights.chunks import model_checksum
 from engine.weights.loading import load_causal_lm
@@ -34,6 +36,7 @@ def config(tiny_pair):
             "engine": {"max_running_samples": 4},
             "algorithm": {"kind": "grpo"},
             "trainer": {"minibatch_size": 6, "learning_rate": 1e-2, "num_threads": 1, "lora": {"rank": 4}},
+            "cluster": {"trainer": {"num_actors": 2, "num_cpus": 0.25}},
         }
     )
 
@@ -43,12 +46,17 @@ def test_the_check_says_what_share_learns(config, tmp_path):
     assert any("LoRA: 0.0" in line and "parameters learn" in line for line in report.lines())
 
 
-def test_a_run_with_adapters_leaves_the_merged_model_and_the_adapter(config, local_ray, tiny_pair, tmp_path):
+def test_a_run_with_adapters_leaves_the_merged_model_and_the_adapter_and_names_a_dead_trainer(
+    config, local_ray, tiny_pair, tmp_path
+):
     run_dir = RunDir.create(config, tmp_path / "lora")
     session = RaySession(namespace="test-loop-lora", is_local=False, dashboard_url=None)
     with running_system(config, session, read_inputs(config)) as system:
         train(system, run_dir, Reporter())
         published = system.target.manifest
+        ray.kill(ray.get_actor("trainer-1", namespace=session.namespace))
+        with pytest.raises(InstanceLost, match="trainer-1 died while the loop waited"):
+            system.trainers.take()
     merged = load_causal_lm(str(run_dir.checkpoint_dir("target")), "float32")
     assert model_checksum(merged) == published.checksum
     adapter = run_dir.checkpoint_dir("adapter")

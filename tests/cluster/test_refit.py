@@ -25,16 +25,12 @@ class Bench:
             config=config_from_dict(tree),
             draft="version 0",
             refit_overhead_s=0.0,
-            trainer=SimpleNamespace(refit=SimpleNamespace(remote=lambda rollouts, budget_s: budget_s)),
+            trainers=SimpleNamespace(refit=self.learn, take="new {}".format),
             generation=SimpleNamespace(publish=self.publish),
-            ask=self.learn,
         )
         monkeypatch.setattr(cluster.refit_step.time, "perf_counter", lambda: self.now_s)
-        monkeypatch.setattr(
-            cluster.refit_step, "from_trainer", lambda trainer, *, timeout_s, model: f"new {model}"
-        )
 
-    def learn(self, budget_s: float, **names: str) -> RefitReport:
+    def learn(self, rollouts: str, budget_s: float) -> RefitReport:
         self.budgets_s.append(budget_s)
         took_s = budget_s if self.outcome == "taken" else 0.0
         self.now_s += took_s

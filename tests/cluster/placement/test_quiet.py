@@ -71,7 +71,7 @@ def test_an_actor_prints_no_progress_bars_whatever_its_nodes_environment(local_r
     topology = plan(config_from_dict({"models": models, "data": {"task": "chain"}}))
     group = place(topology, is_local=True)
     try:
-        options = actor_options(topology.trainer, PlacementContext(group=group, namespace="test-quiet"))
+        options = actor_options(topology.trainer[0], PlacementContext(group=group, namespace="test-quiet"))
         probe = Probe.options(**options).remote()
         assert not ray.get(probe.draws.remote(), timeout=60)
         noisy = options | {"name": "noisy", "runtime_env": {"env_vars": {"HF_HUB_DISABLE_PROGRESS_BARS": ""}}}

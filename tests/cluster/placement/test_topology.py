@@ -33,7 +33,7 @@ def test_gpus_and_threads_go_where_the_config_says():
     topology = plan(config(trainer={"num_gpus": 1}, generation={"num_gpus": 0.5, "num_cpus": 1}))
     assert topology.wanted()["GPU"] == 2.0 and len(topology.generation) == 2
     assert topology.generation[0].resources() == {"CPU": 1.0, "GPU": 0.5}
-    assert (topology.generation[0].num_threads, topology.trainer.num_threads) == (1, 2)
+    assert (topology.generation[0].num_threads, topology.trainer[0].num_threads) == (1, 2)
 
 
 def test_the_description_names_every_pool_and_the_total():
@@ -51,9 +51,19 @@ def test_a_plan_too_large_for_one_machine_is_refused_before_the_start():
         require_machine(plan(config(placement="STRICT_SPREAD")), num_cpus=2, num_gpus=0)
 
 
-def test_more_than_one_trainer_is_refused():
-    with pytest.raises(ConfigError, match="num_actors must be 1, got 2"):
-        plan(config(trainer={"num_actors": 2}))
+def test_each_of_several_trainers_has_a_place_of_its_own():
+    topology = plan(config(trainer={"num_actors": 2, "num_cpus": 1.0}))
+    assert [place.name for place in topology.trainer] == ["trainer-0", "trainer-1"]
+    assert [place.bundle for place in topology.places] == list(range(len(topology.places)))
+    assert "trainer    2 x 1 CPU" in topology.describe()
+
+
+def test_several_trainers_that_could_not_learn_as_one_are_refused():
+    with pytest.raises(ConfigError, match=r"num_actors is 33, but .*minibatch_size 32 responses"):
+        plan(config(trainer={"num_actors": 33}))
+    both = {"trainer": {"scoring": "engine"}, "cluster": {"trainer": {"num_actors": 2}}}
+    with pytest.raises(ConfigError, match="scoring engine needs one trainer"):
+        plan(config_from_dict({"data": {"task": "chain"}, "models": {"draft": "demo"}} | both))
 
 
 @pytest.mark.ray
@@ -78,7 +88,7 @@ def test_an_actor_stands_in_its_bundle_with_its_threads_and_leaves_with_the_grou
     topology = plan(config())
     group = place(topology, is_local=True)
     context = PlacementContext(group=group, namespace="test-topology")
-    actor = Probe.options(**actor_options(topology.trainer, context)).remote()
+    actor = Probe.options(**actor_options(topology.trainer[0], context)).remote()
     assert ray.get(actor.threads.remote(), timeout=60) == "2"
     remove_placement_group(group)
     deadline = time.monotonic() + 30

@@ -84,6 +84,14 @@ def test_without_a_kl_penalty_no_reference_model_is_held() -> None:
     assert with_reference - without == 1000 * 4
 
 
+def test_sharded_trainers_divide_what_the_optimizer_needs() -> None:
+    two = {"cluster": {"trainer": {"num_actors": 2}}}
+    shards = plan(config(**two)).trainer_bytes
+    copies = plan(config(trainer={"strategy": "ddp"}, **two)).trainer_bytes
+    assert copies == plan(config()).trainer_bytes
+    assert copies - shards == 1000 * 4 * (4 + 1) // 2, "weights, gradient, two moments, and the reference"
+
+
 def test_each_kept_checkpoint_costs_disk() -> None:
     rare = plan(config(run={"iterations": 10})).disk_bytes
     often = plan(config(run={"iterations": 10, "checkpoint_every": 2})).disk_bytes

@@ -1,0 +1,91 @@
+"""Waiting for actors that work together: one that fails leaves the others waiting for it, so the first failure counts.
+
+When one trainer of several dies, the others end with an error about a broken connection, later or at their limit. Who
+asks must hear of the one that died, soon, and by name.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from actors.ray_utils.node import require_node
+from actors.ray_utils.waiting import get, wait_any
+from actors.ray_utils.watch import LOOK_S, OpenWait
+from core.errors import InstanceLost, PeerLost, RlhfSpecError, WaitTimeout
+
+GRACE_S = 5.0
+"After a failure, for the others to say theirs: Ray may tell of a death later than the connection breaks."
+_NOW_S = 60.0
+"For an answer that is there already, in however many pieces."
+
+
+def get_all(refs: Mapping[str, Any], *, waiter: str, order: str, timeout_s: float) -> dict[str, Any]:
+    """Wait for the answers of a group, by name; of several failures the one that explains the others is raised.
+
+    Raises:
+        WaitTimeout: not all answered within `timeout_s`; the message names who did not.
+        InstanceLost: one died, or fell silent while the others waited for it.
+        RlhfSpecError: whatever one of them raised, as itself; `RayTaskError` for errors of other kinds.
+    """
+    if len(refs) == 1:
+        ((name, ref),) = refs.items()
+        return {name: get(ref, waiter=waiter, waited_for=name, order=order, timeout_s=timeout_s)}
+    wait = OpenWait(waiter=waiter, waited_for=", ".join(refs), order=order, timeout_s=timeout_s)
+    answers: dict[str, Any] = {}
+    failed: dict[str, BaseException] = {}
+    failed_at_s = 0.0
+    while len(answers) + len(failed) < len(refs):
+        left = {name: ref for name, ref in refs.items() if name not in answers and name not in failed}
+        ready = wait_any(list(left.values()), timeout_s=LOOK_S)
+        for name, ref in left.items():
+            if ref not in ready:
+                continue
+            try:
+                answers[name] = get(ref, waiter=waiter, waited_for=name, order=order, timeout_s=_NOW_S)
+            except Exception as error:
+                failed_at_s = failed_at_s if failed else time.monotonic()
+                failed[name] = error
+        if failed and time.monotonic() - failed_at_s > GRACE_S:
+            break
+        if not ready:
+            wait.look()
+            require_node()
+        if not failed and wait.left_s <= 0.0:
+            silent = ", ".join(name for name in refs if name not in answers)
+            raise WaitTimeout(
+                waiter=waiter,
+                waited_for=silent,
+                order=order,
+                waited_s=wait.waited_s,
+                advice="raise the timeout in the section cluster of the config if it is only slow, "
+                "else look at its log in the Ray dashboard",
+            )
+    if failed:
+        raise _cause(
+            failed, [name for name in refs if name not in answers and name not in failed], order
+        ) from None
+    wait.answered()
+    return answers
+
+
+def _cause(failed: Mapping[str, BaseException], silent: list[str], order: str) -> BaseException:
+    """The failure that explains the others: a death, then what one raised itself, then whom all waited for."""
+    dead = [error for error in failed.values() if isinstance(error, InstanceLost)]
+    own = [
+        error
+        for error in failed.values()
+        if isinstance(error, RlhfSpecError) and not isinstance(error, PeerLost)
+    ]
+    other = [error for error in failed.values() if not isinstance(error, RlhfSpecError)]
+    first = next(iter((*dead, *own, *other)), None)
+    if first is not None:
+        return first
+    name, lost = next(iter(failed.items()))
+    if silent:
+        return InstanceLost(
+            f"{', '.join(silent)} neither answered '{order}' nor died, and the other trainers gave up waiting for it: "
+            f"{name} says: {lost}"
+        )
+    return lost

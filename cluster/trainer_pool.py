@@ -1,0 +1,131 @@
+"""The trainers of a run: one, or several that learn as one.
+
+Several get every order together. Only the first gives weights away and refits the draft model; where each holds a part
+of every weight, the others take part while it packs (`follow`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, Literal
+
+from actors.actor_messages import TrainerSpec
+from actors.ray_utils.group_wait import get_all
+from actors.ray_utils.remote import Handle
+from actors.ray_utils.waiting import get
+from actors.trainer_actor import TrainerActor
+from cluster.placement.topology import Place, PlacementContext, actor_options
+from cluster.weights.publish import PublishedWeights, confirm, from_trainer
+from core.config import ClusterConfig
+from core.errors import PeerLost
+from core.records import UpdateReport
+from learning.draft_refit import RefitReport
+
+_GRACE_S = 30.0
+"The loop waits longer than trainers wait for each other, so that their own messages arrive."
+
+
+class TrainerPool:
+    """Handles by name, in the order of their ranks."""
+
+    def __init__(self, trainers: Mapping[str, Handle], cluster: ClusterConfig) -> None:
+        self._trainers = dict(trainers)
+        self._start_timeout_s = cluster.start_timeout_s
+        self._timeout_s = cluster.order_timeout_s + (_GRACE_S if len(trainers) > 1 else 0.0)
+
+    @classmethod
+    def start(
+        cls, spec: TrainerSpec, places: tuple[Place, ...], context: PlacementContext, cluster: ClusterConfig
+    ) -> TrainerPool:
+        """Make the actors; they come up while the caller goes on."""
+        trainers = {
+            place.name: TrainerActor.options(**actor_options(place, context)).remote(
+                replace(spec, name=place.name, rank=rank, num_trainers=len(places))
+            )
+            for rank, place in enumerate(places)
+        }
+        return cls(trainers, cluster)
+
+    @property
+    def first_name(self) -> str:
+        """Name of the trainer that gives weights away."""
+        return next(iter(self._trainers))
+
+    @property
+    def first(self) -> Handle:
+        """The trainer that gives weights away."""
+        return self._trainers[self.first_name]
+
+    def bring_up(self, target: PublishedWeights, draft: PublishedWeights | None) -> None:
+        """Join the trainers to one group and give them their first weights; `draft` where it is to be refit.
+
+        Raises WaitTimeout, InstanceLost, PeerLost, WeightsError, and ConfigError from settings that do not go together.
+        """
+        limit_s = self._start_timeout_s
+        if len(self._trainers) > 1:
+            order = "join the group of trainers"
+            meeting = get(
+                self.first.open_group.remote(limit_s),
+                waiter="the loop",
+                waited_for=self.first_name,
+                order="open the group of trainers",
+                timeout_s=limit_s,
+            )
+            joins = {name: one.join_group.remote(meeting) for name, one in self._trainers.items()}
+            get_all(joins, waiter="the loop", order=order, timeout_s=limit_s)
+        loads = {
+            name: one.load_weights.remote(target.manifest, *target.chunk_refs)
+            for name, one in self._trainers.items()
+        }
+        answers = get_all(loads, waiter="the loop", order="load the first weights", timeout_s=limit_s)
+        for answer in answers.values():
+            confirm(answer, target.manifest)
+        if draft is not None:
+            ref = self.first.load_draft.remote(draft.manifest, *draft.chunk_refs)
+            confirm(self._ask_first(ref, "load the first draft weights", limit_s), draft.manifest)
+
+    def update(self, rollouts: Any) -> UpdateReport:
+        """Learn from one batch, a reference to it."""
+        refs = {name: one.update.remote(rollouts) for name, one in self._trainers.items()}
+        return get_all(refs, waiter="the loop", order="update", timeout_s=self._timeout_s)[self.first_name]
+
+    def refit(self, rollouts: Any, budget_s: float) -> RefitReport:
+        """Let the draft model follow, for at most so many seconds."""
+        return self._ask_first(self.first.refit.remote(rollouts, budget_s), "refit the draft model")
+
+    def take(self, model: Literal["target", "draft"] = "target") -> PublishedWeights:
+        """Take a model's current weights into the object store."""
+        following = self.follow() if model == "target" else {}
+        try:
+            weights = from_trainer(self.first, timeout_s=self._timeout_s, model=model)
+        except PeerLost:
+            # who is gone explains why
+            self._join(following, f"help to pack the {model} weights")
+            raise
+        self._join(following, f"help to pack the {model} weights")
+        return weights
+
+    def follow(self) -> dict[str, Any]:
+        """Let the other trainers take part while the first walks through its weights; their answers, to be awaited."""
+        return {name: one.follow.remote() for name, one in self._trainers.items() if name != self.first_name}
+
+    def adapter_files(self) -> dict[str, bytes]:
+        """The LoRA adapter's files, by name."""
+        refs = {self.first_name: self.first.adapter_files.remote()} | self.follow()
+        return get_all(refs, waiter="the loop", order="pack the adapter", timeout_s=self._timeout_s)[
+            self.first_name
+        ]
+
+    def _join(self, following: Mapping[str, Any], order: str) -> None:
+        if following:
+            get_all(following, waiter="the loop", order=order, timeout_s=self._timeout_s)
+
+    def _ask_first(self, ref: Any, order: str, timeout_s: float | None = None) -> Any:
+        return get(
+            ref,
+            waiter="the loop",
+            waited_for=self.first_name,
+            order=order,
+            timeout_s=timeout_s or self._timeout_s,
+        )
