@@ -124,11 +124,11 @@ def _make_actors(
 
 
 def _bring_up(system: System) -> None:
-    """Give trainer and instances their first weights; the reward functions must build."""
-    timeout_s = system.config.cluster.start_timeout_s
-    system.rewards.prove(timeout_s=timeout_s)
-    system.trainers.bring_up(system.target, system.draft if system.config.refits_draft else None)
+    """Give trainers and instances their first weights, all at the same time; the reward functions must build."""
+    system.trainers.begin_loading(system.target, system.draft if system.config.refits_draft else None)
+    system.rewards.prove(timeout_s=system.config.cluster.start_timeout_s)
     system.generation.bring_up(*[weights for weights in (system.target, system.draft) if weights is not None])
+    system.trainers.confirm_loaded()
 
 
 def load_and_put(config: Config, name: str, model: Any) -> PublishedWeights:

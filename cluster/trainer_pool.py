@@ -31,6 +31,7 @@ class TrainerPool:
 
     def __init__(self, trainers: Mapping[str, Handle], cluster: ClusterConfig) -> None:
         self._trainers = dict(trainers)
+        self._loading: list[tuple[dict[str, Any], str, PublishedWeights | None]] = []
         self._start_timeout_s = cluster.start_timeout_s
         self._timeout_s = cluster.order_timeout_s + (_GRACE_S if len(trainers) > 1 else 0.0)
 
@@ -57,33 +58,35 @@ class TrainerPool:
         """The trainer that gives weights away."""
         return self._trainers[self.first_name]
 
-    def bring_up(self, target: PublishedWeights, draft: PublishedWeights | None) -> None:
-        """Join the trainers to one group and give them their first weights; `draft` where it is to be refit.
+    def begin_loading(self, target: PublishedWeights, draft: PublishedWeights | None) -> None:
+        """Order the trainers to join one group and load their first weights; `draft` where it is to be refit.
 
-        Raises WaitTimeout, InstanceLost, PeerLost, WeightsError, and ConfigError from settings that do not go together.
+        They are slow to import what they need: instances are better brought up meanwhile, and `confirm_loaded` then.
         """
-        limit_s = self._start_timeout_s
         if len(self._trainers) > 1:
-            order = "join the group of trainers"
-            meeting = get(
-                self.first.open_group.remote(limit_s),
-                waiter="the loop",
-                waited_for=self.first_name,
-                order="open the group of trainers",
-                timeout_s=limit_s,
-            )
+            meeting = self.first.open_group.remote(self._start_timeout_s)
             joins = {name: one.join_group.remote(meeting) for name, one in self._trainers.items()}
-            get_all(joins, waiter="the loop", order=order, timeout_s=limit_s)
+            self._loading.append((joins, "join the group of trainers", None))
         loads = {
             name: one.load_weights.remote(target.manifest, *target.chunk_refs)
             for name, one in self._trainers.items()
         }
-        answers = get_all(loads, waiter="the loop", order="load the first weights", timeout_s=limit_s)
-        for answer in answers.values():
-            confirm(answer, target.manifest)
+        self._loading.append((loads, "load the first weights", target))
         if draft is not None:
-            ref = self.first.load_draft.remote(draft.manifest, *draft.chunk_refs)
-            confirm(self._ask_first(ref, "load the first draft weights", limit_s), draft.manifest)
+            drafts = {self.first_name: self.first.load_draft.remote(draft.manifest, *draft.chunk_refs)}
+            self._loading.append((drafts, "load the first draft weights", draft))
+
+    def confirm_loaded(self) -> None:
+        """Wait until all of that is done.
+
+        Raises WaitTimeout, InstanceLost, PeerLost, WeightsError, and ConfigError from settings that do not go together.
+        """
+        for refs, order, weights in self._loading:
+            answers = get_all(refs, waiter="the loop", order=order, timeout_s=self._start_timeout_s)
+            if weights is not None:
+                for answer in answers.values():
+                    confirm(answer, weights.manifest)
+        self._loading = []
 
     def update(self, rollouts: Any) -> UpdateReport:
         """Learn from one batch, a reference to it."""
