@@ -18,6 +18,7 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import cluster.loop
+import cluster.preflight.run_profile
 import learning.data
 from cluster.cli import main
 from cluster.run_folder.layout import RunDir
@@ -70,19 +71,28 @@ def tokenised(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.usefixtures("local_ray")
-def test_a_run_leaves_a_complete_folder(
-    config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], tokenised: list[str]
+def test_a_run_that_measures_its_profile_first_leaves_a_complete_folder(
+    config_file: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    tokenised: list[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert main(["train", "--config", str(config_file)]) == 0
+    monkeypatch.setattr(cluster.preflight.run_profile, "AUTO_BUDGET_S", 1.5)
+    changes = ["speculation.policy=goodput", f"run.cache_dir={tmp_path / 'cache'}"]
+    assert main(["train", "--config", str(config_file), *(w for one in changes for w in ("--set", one))]) == 0
+    assert len(list((tmp_path / "cache" / "profiles").iterdir())) == 1
     assert len(tokenised) == len(set(tokenised)) == 16, "the check reads the prompts, the loop uses them"
     run_dir = only_run(tmp_path)
     out = capsys.readouterr().out.replace("\n", "")
     assert out.startswith(f"run folder {run_dir.path}")
-    for part in ("iteration 1/2", "iteration 2/2", "summary", "16"):
+    for part in ("profile", "iteration 1/2", "iteration 2/2", "summary", "16"):
         assert part in out
     status = run_dir.status()
     assert (status["state"], status["reason"], status["iteration"]) == ("finished", "", 1)
-    assert [row["iteration"] for row in read_metrics(run_dir.metrics_file)] == [0, 1]
+    metrics = read_metrics(run_dir.metrics_file)
+    assert [row["iteration"] for row in metrics] == [0, 1]
+    assert all(row["rollout/mean_acceptance_length"] >= 1.0 for row in metrics)
     assert pq.read_table(run_dir.rollouts_file(1)).num_rows == 8
     assert run_dir.picture_file.stat().st_size > 0
     assert run_dir.timeline_file.stat().st_size > 0 and run_dir.timeline_picture_file.stat().st_size > 0

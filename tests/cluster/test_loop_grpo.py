@@ -1,34 +1,41 @@
-"""GRPO through the whole loop: two iterations on real actors with a tiny random pair."""
+"""GRPO of adapters through the whole loop, by two trainers that share every weight, on a tiny random pair."""
 
 import math
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import peft
 import pyarrow.parquet as pq
 import pytest
+import ray
+import torch
 
 from cluster.loop import train
 from cluster.placement.ray_session import RaySession
 from cluster.preflight.inputs import read_inputs
+from cluster.preflight.run_check import check_run
 from cluster.reporting.console import Reporter
 from cluster.run_folder.layout import RunDir
-from cluster.system import running_system
+from cluster.system import System, running_system
+from core.checkpoint_manifest import verify_checkpoint
+from core.config import Config
 from core.config_io import config_from_dict
+from core.errors import InstanceLost
 from core.metrics import read_metrics
-from core.records import WeightManifest
 from engine.weights.chunks import model_checksum
 from engine.weights.loading import load_causal_lm
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
-
 GROUPS, SIZE = 4, 3
+NAMESPACE = "test-loop-grpo"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trained:
+    """A system after its two iterations."""
+
+    system: System
     run_dir: RunDir
-    manifest: WeightManifest
 
     def groups(self, iteration: int) -> dict[int, list[dict]]:
         """Rows of an iteration's samples by group."""
@@ -39,8 +46,8 @@ class Trained:
 
 
 @pytest.fixture(scope="module")
-def trained(local_ray, tiny_pair, tmp_path_factory) -> Iterator[Trained]:
-    config = config_from_dict(
+def config(tiny_pair) -> Config:
+    return config_from_dict(
         {
             "run": {"iterations": 2, "seed": 5},
             "models": {"target": str(tiny_pair.target), "draft": str(tiny_pair.draft)},
@@ -53,16 +60,28 @@ def trained(local_ray, tiny_pair, tmp_path_factory) -> Iterator[Trained]:
             "engine": {"max_running_samples": 4},
             "algorithm": {"kind": "grpo"},
             # minibatches that cut through groups
-            "trainer": {"minibatch_size": 5, "learning_rate": 1e-3, "num_threads": 1},
+            "trainer": {"minibatch_size": 5, "learning_rate": 1e-2, "num_threads": 1, "lora": {"rank": 4}},
+            "cluster": {"generation": {"num_actors": 1}, "trainer": {"num_actors": 2, "num_cpus": 0.25}},
         }
     )
+
+
+@pytest.fixture(scope="module")
+def trained(local_ray, config, tmp_path_factory) -> Iterator[Trained]:
     run_dir = RunDir.create(config, tmp_path_factory.mktemp("runs") / "grpo")
-    session = RaySession(namespace="test-loop-grpo", is_local=False, dashboard_url=None)
+    session = RaySession(namespace=NAMESPACE, is_local=False, dashboard_url=None)
     with running_system(config, session, read_inputs(config)) as system:
         train(system, run_dir, Reporter())
-        yield Trained(run_dir=run_dir, manifest=system.target.manifest)
+        yield Trained(system=system, run_dir=run_dir)
 
 
+def test_the_check_says_what_share_learns(config, tmp_path):
+    report = check_run(config, output_dir=tmp_path)
+    assert any("LoRA: 0.0" in line and "parameters learn" in line for line in report.lines())
+
+
+@pytest.mark.ray
+@pytest.mark.slow
 def test_a_group_is_one_prompt_with_samples_that_differ(trained):
     seen: set[int] = set()
     for iteration in range(2):
@@ -75,6 +94,8 @@ def test_a_group_is_one_prompt_with_samples_that_differ(trained):
             assert len({tuple(row["response_token_ids"]) for row in rows}) > 1
 
 
+@pytest.mark.ray
+@pytest.mark.slow
 def test_every_figure_is_finite_and_the_groups_are_counted(trained):
     metrics = read_metrics(trained.run_dir.metrics_file)
     assert len(metrics) == 2
@@ -84,13 +105,32 @@ def test_every_figure_is_finite_and_the_groups_are_counted(trained):
         assert figures["learner/num_groups"] == GROUPS
         assert figures["learner/num_zero_advantage_groups"] == sum(equal) < GROUPS
         assert figures["learner/grad_norm"] > 0.0
-        assert abs(figures["learner/ratio_at_first_minibatch"] - 1.0) < 1e-4
+        assert abs(figures["learner/ratio_at_first_minibatch"] - 1.0) < 1e-4, "sampled from what was merged"
         assert "learner/value_loss" not in figures, "GRPO has no critic"
     assert metrics[0]["learner/reference_kl"] == pytest.approx(0.0, abs=1e-6)
     assert metrics[1]["learner/reference_kl"] > metrics[0]["learner/reference_kl"]
 
 
-def test_the_parameters_change_and_are_those_of_the_checkpoint(trained, tiny_pair):
-    saved = model_checksum(load_causal_lm(str(trained.run_dir.checkpoint_dir("target")), "float32"))
-    assert (trained.manifest.weight_version, trained.manifest.checksum) == (2, saved)
-    assert saved != model_checksum(load_causal_lm(str(tiny_pair.target), "float32"))
+@pytest.mark.ray
+@pytest.mark.slow
+def test_the_merged_model_and_the_adapter_are_one_model_that_has_learned(trained, tiny_pair):
+    published = trained.system.target.manifest
+    merged = load_causal_lm(str(trained.run_dir.checkpoint_dir("target")), "float32")
+    assert (published.weight_version, published.checksum) == (2, model_checksum(merged))
+    adapter = trained.run_dir.checkpoint_dir("adapter")
+    assert verify_checkpoint(adapter)["parameter_checksum"] == published.checksum
+    base = load_causal_lm(str(tiny_pair.target), "float32")
+    ids = torch.arange(2, 22)[None]
+    with torch.no_grad():
+        plain, expected = base(ids).logits, merged(ids).logits
+        adapted = peft.PeftModel.from_pretrained(base, adapter)(ids).logits
+    assert torch.allclose(adapted, expected, atol=1e-5)
+    assert not torch.allclose(plain, expected, atol=1e-3)
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_a_dead_trainer_is_named_by_whoever_waits_for_the_group(trained):
+    ray.kill(ray.get_actor("trainer-1", namespace=NAMESPACE))
+    with pytest.raises(InstanceLost, match="trainer-1 died while the loop waited"):
+        trained.system.trainers.take()

@@ -14,7 +14,6 @@ from cluster.reporting.console import Reporter
 from core.config import Config
 from core.config_io import load_config
 from core.errors import ProfileError
-from core.metrics import read_metrics
 from profiles.profile import load_profile
 from tests.conftest import TinyPair
 
@@ -103,17 +102,3 @@ def test_the_command_writes_tables_models_and_pictures_and_the_profile_serves(
 def test_a_budget_of_nothing_is_bad_input(config_file: Path, tmp_path: Path) -> None:
     command = ["profile", "--config", str(config_file), "--out", str(tmp_path / "p"), "--budget", "0"]
     assert main(command) == 2
-
-
-@pytest.mark.ray
-@pytest.mark.slow
-@pytest.mark.usefixtures("local_ray", "short")
-def test_a_run_measures_its_profile_and_drafts_by_it(
-    config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["train", "--config", str(config_file)]) == 0
-    assert "profile" in capsys.readouterr().out
-    (folder,) = (tmp_path / "runs").iterdir()
-    (row,) = read_metrics(folder / "metrics.jsonl")
-    assert row["rollout/mean_acceptance_length"] >= 1.0
-    assert len(list((tmp_path / "cache" / "profiles").iterdir())) == 1
