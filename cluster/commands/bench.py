@@ -25,10 +25,11 @@ Run one benchmark and write DIR/NAME.json: figures, intervals, provenance.
   rlhfspec bench exactness --out bench --real    the same on SmolLM2-135M-Instruct, instances, moves
   rlhfspec bench publication --out bench         weights of a real size to two instances; a second start
   rlhfspec bench update --out bench              the learner beside a bare loop over the same tokens
+  rlhfspec bench onpolicy --out bench            the trainer's log-probabilities beside the sampler's, bit by bit
   rlhfspec bench models --out bench              which model families run: the page docs/models.md
 """
 
-WITH_REAL_MODEL = ("engine", "drafting", "rollout", "exactness", "update")
+WITH_REAL_MODEL = ("engine", "drafting", "rollout", "exactness", "update", "onpolicy")
 
 
 def add_parser(commands: Any) -> None:

@@ -86,6 +86,6 @@ def pad_right(
     ids = torch.full((len(sequences), longest), pad_token_id, dtype=torch.int64)
     mask = torch.zeros((len(sequences), longest), dtype=torch.bool)
     for row, sequence in enumerate(sequences):
-        ids[row, : len(sequence)] = torch.from_numpy(np.asarray(sequence, dtype=np.int64))
+        ids[row, : len(sequence)] = torch.from_numpy(np.array(sequence, dtype=np.int64))
         mask[row, : len(sequence)] = True
     return ids, mask
