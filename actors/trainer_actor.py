@@ -109,13 +109,13 @@ class TrainerActor:
         )
         return self._loaded(manifest, self._forms["draft"].checksum(self._refitter.weights()))
 
-    def update(self, rollouts: Sequence[Rollout]) -> UpdateReport:
+    def update(self, rollouts: Sequence[Rollout], recompute_old: bool = False) -> UpdateReport:
         """Do one update; equal rollouts in any order give bitwise equal parameters on the CPU.
 
         Raises PeerLost when another trainer of several is gone.
         """
         with self._trainers.naming("update"):
-            return self._learner.update(rollouts)
+            return self._learner.update(rollouts, recompute_old=recompute_old)
 
     def follow(self) -> None:
         """Take part while the first trainer walks through the target's weights. Raises PeerLost."""

@@ -114,7 +114,7 @@ def run_iteration(
     update_began_s = time.perf_counter()
     report.progress("update", 0, 1)
     rollouts = ray.put(collected.rollouts)
-    update = system.trainers.update(rollouts)
+    update = system.trainers.update(rollouts, recompute_old=system.recomputes_old)
     publish_began_s = time.perf_counter()
     report.progress("publish", 0, 1)
     instances = system.generation.instances

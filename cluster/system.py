@@ -59,6 +59,12 @@ class System:
     refit_overhead_s: float = 0.0
     "what the last refit of the draft model took beside the learning: packing, publishing, confirming"
 
+    @property
+    def recomputes_old(self) -> bool:
+        """Whether ratios are over the trainer's own log-probabilities (`algorithm.old_logprobs`)."""
+        wish = self.config.algorithm.old_logprobs
+        return wish == "trainer" or (wish == "auto" and not self.generation.is_invariant)
+
     def stop(self) -> None:
         """Let the actors end their loops; what is left ends with their bundles."""
         self.scheduler.stop()

@@ -88,9 +88,9 @@ class TrainerPool:
                     confirm(answer, weights.manifest)
         self._loading = []
 
-    def update(self, rollouts: Any) -> UpdateReport:
-        """Learn from one batch, a reference to it."""
-        refs = {name: one.update.remote(rollouts) for name, one in self._trainers.items()}
+    def update(self, rollouts: Any, *, recompute_old: bool = False) -> UpdateReport:
+        """Learn from one batch, a reference to it; `recompute_old` as in `Learner.update`."""
+        refs = {name: one.update.remote(rollouts, recompute_old) for name, one in self._trainers.items()}
         return get_all(refs, waiter="the loop", order="update", timeout_s=self._timeout_s)[self.first_name]
 
     def refit(self, rollouts: Any, budget_s: float) -> RefitReport:

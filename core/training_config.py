@@ -29,8 +29,14 @@ class AlgorithmConfig(Section):
     group_std: bool = True
     "grpo: divide by the group's standard deviation (false: Dr. GRPO)"
     loss_aggregation: Literal["token_mean", "sequence_mean"] = "token_mean"
-    truncated_is_cap: float = Field(default=0.0, ge=0.0)
-    "cap of the truncated importance weight policy/sampling; 0 is off"
+    old_logprobs: Literal["auto", "sampler", "trainer"] = "auto"
+    "what ratios are over: the sampler's log-probabilities, or those of one more forward of the trainer before its "
+    "first step; auto: the trainer's where tokens are promised without every bit (CUDA, several threads)"
+    importance_sampling: Literal[
+        "off", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"
+    ] = "off"
+    "weighs the policy loss by policy over sampler, per token or sequence; above the cap truncated, or masked"
+    importance_sampling_cap: float = Field(default=2.0, gt=0.0)
 
 
 class LoraConfig(Section):

@@ -25,19 +25,11 @@ from core.records import Rollout, UpdateReport
 from engine.decoding.logprobs import scaled_logits
 from engine.weights.chunks import describe_not_finite, not_finite, unique_tensors
 from learning.adapter import Adapter
-from learning.advantages import (
-    discounted_returns,
-    explained_variance,
-    gae,
-    group_advantages,
-    place_terminal_reward,
-    spread,
-    whiten,
-)
-from learning.critic import Critic, history_features
+from learning.advantages import group_advantages, spread
+from learning.critic import Critic
 from learning.experience import Experience, collate
 from learning.forward.engine_scoring import EngineScorer, EngineValues, with_values
-from learning.forward.policy_forward import PolicyForward, padded
+from learning.forward.policy_forward import PolicyForward
 from learning.forward.precision import hold_linears_in, require_master_weights
 from learning.forward.token_statistics import token_statistics
 from learning.forward.training_forward import prepare_for_training
@@ -45,10 +37,11 @@ from learning.losses import (
     clipped_policy_loss,
     kl_estimate,
     token_weights,
-    truncated_importance_weight,
 )
+from learning.off_policy import importance_figures, importance_weights, recomputed
 from learning.parallel.learner_state import LearnerState
 from learning.parallel.one_trainer import OneTrainer, zero_gradients
+from learning.ppo_advantages import ppo_advantages
 from learning.soft_targets import SoftTargetStore
 from learning.targets import Targets
 from learning.update_metrics import MinibatchFigures
@@ -133,13 +126,20 @@ class Learner:
         )
         self._num_optimizer_steps = 0
 
-    def update(self, rollouts: Sequence[Rollout]) -> UpdateReport:
+    def update(self, rollouts: Sequence[Rollout], *, recompute_old: bool = False) -> UpdateReport:
         """Learn from one batch of rollouts; `weight_version` grows by one.
+
+        With `recompute_old` ratios are over log-probabilities of this learner's own forward before the first step,
+        and not over the sampler's; where those are scored by the engine, the two are one.
 
         Raises NotFiniteError, naming what, when anything is not finite: no step is taken with it, and
         weights that a step made so are not given a version.
         """
         experience = collate(rollouts, pad_token_id=self.pad_token_id)
+        mismatch: dict[str, float] = {}
+        if recompute_old and self._scorer is None:
+            own = self._forward.logprobs(self.model, experience)
+            experience, mismatch = recomputed(experience, own)
         generator = torch.Generator().manual_seed((self.seed * 1_000_003 + self.weight_version) % 2**63)
         targets = self._targets(experience, generator)
         if self.soft_targets is not None:
@@ -167,7 +167,7 @@ class Learner:
             num_samples=len(experience.lengths),
             num_tokens=experience.num_tokens,
             num_optimizer_steps=self._num_optimizer_steps - steps_before,
-            figures={**targets.figures, **figures.means()},
+            figures={**mismatch, **targets.figures, **figures.means()},
         )
 
     def weights(self) -> Generator[tuple[str, Tensor]]:
@@ -222,7 +222,16 @@ class Learner:
             kl = kl_estimate(experience.old_logprobs, reference, self.algorithm.kl_estimator)
             figures["reference_kl"] = float(kl[experience.mask].mean())
         if self.critic is not None:
-            advantages = self._ppo_advantages(self.critic, experience, reference, generator, figures)
+            advantages = ppo_advantages(
+                self.critic,
+                experience,
+                self._forward.hidden_states(self.model, experience),
+                reference,
+                algorithm=self.algorithm,
+                trainer=self.trainer,
+                generator=generator,
+                figures=figures,
+            )
         else:
             per_response, num_zero = group_advantages(
                 experience.rewards, experience.group_ids, divide_by_std=self.algorithm.group_std
@@ -230,8 +239,19 @@ class Learner:
             figures["num_groups"] = float(len(experience.group_ids.unique()))
             figures["num_zero_advantage_groups"] = float(num_zero)
             advantages = spread(per_response, experience.mask)
+        importance = None
+        if self.algorithm.importance_sampling != "off":
+            importance = importance_weights(
+                experience.old_logprobs,
+                experience.sampling_logprobs,
+                experience.mask,
+                mode=self.algorithm.importance_sampling,
+                cap=self.algorithm.importance_sampling_cap,
+            )
+            figures |= importance_figures(importance, experience.mask)
         targets = Targets(
             advantages=advantages,
+            importance=importance,
             reference=reference,
             has_kl_loss=reference is not None and self.algorithm.kl_placement == "loss",
             figures=figures,
@@ -252,41 +272,6 @@ class Learner:
             return self._scorer.logprobs(experience)
         with nullcontext() if self.adapter is None else self.adapter.switched_off():
             return self._forward.logprobs(self.reference or self.model, experience)
-
-    def _ppo_advantages(
-        self,
-        critic: Critic,
-        experience: Experience,
-        reference: Tensor | None,
-        generator: torch.Generator,
-        figures: dict[str, float],
-    ) -> Tensor:
-        """GAE under the critic as it is; then the critic learns from this batch, for the next one.
-
-        The critic's returns are undiluted by lambda (lambda = 1), the target's advantages are not.
-        Source: Yuan et al. 2025, 'What's behind PPO's collapse in long-CoT?', section 4 (decoupled GAE).
-        """
-        algorithm, mask = self.algorithm, experience.mask
-        hidden = self._forward.hidden_states(self.model, experience)
-        history = history_features(experience.old_logprobs, mask)[mask].to(hidden.device)
-        values = padded(critic.values(hidden, history).cpu(), mask)
-        rewards = place_terminal_reward(experience.rewards, mask)
-        if reference is not None and algorithm.kl_placement == "reward":
-            kl = kl_estimate(experience.old_logprobs, reference, algorithm.kl_estimator)
-            rewards = rewards - algorithm.kl_coef * torch.where(mask, kl, torch.zeros_like(kl))
-        advantages, _ = gae(rewards, values, mask, gamma=algorithm.gamma, lam=algorithm.gae_lambda)
-        returns = discounted_returns(rewards, mask, gamma=algorithm.gamma)
-        figures["explained_variance"] = explained_variance(values, returns, mask)
-        figures["value_loss"] = critic.fit(
-            hidden,
-            history,
-            returns[mask].to(hidden.device),
-            epochs=self.trainer.value_epochs,
-            num_minibatches=-(-len(mask) // self.trainer.minibatch_size),
-            clip_value=algorithm.clip_value,
-            generator=generator,
-        )
-        return whiten(advantages, mask) if algorithm.whiten_advantages else advantages
 
     def _learn(
         self, experience: Experience, targets: Targets, rows: list[int], figures: MinibatchFigures
@@ -354,10 +339,8 @@ class Learner:
         old = flat(experience.old_logprobs)
         weight = weights[mask].to(device)
         policy = clipped_policy_loss(logprobs, old, flat(targets.advantages), clip_ratio=algorithm.clip_ratio)
-        if algorithm.truncated_is_cap > 0.0:
-            policy = policy * truncated_importance_weight(
-                old, flat(experience.sampling_logprobs), cap=algorithm.truncated_is_cap
-            )
+        if targets.importance is not None:
+            policy = policy * flat(targets.importance)
         total = policy
         if entropy is not None:
             out.add("entropy", entropy, weight)

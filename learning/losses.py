@@ -2,8 +2,7 @@
 
 All work on one token each and leave the reduction to `token_weights`, so that token mean and sequence
 mean are a choice and not a copy. Shapes are [B, T] padded on the right, or any equal shape.
-Papers: PPO (Schulman et al. 2017), KL estimators (Schulman 2020), DAPO (Yu et al. 2025, token mean),
-truncated importance sampling (Yao et al. 2025; Espeholt et al. 2018).
+Papers: PPO (Schulman et al. 2017), KL estimators (Schulman 2020), DAPO (Yu et al. 2025, token mean).
 """
 
 from __future__ import annotations
@@ -64,17 +63,6 @@ def kl_estimate(
     if estimator == "k2":
         return 0.5 * difference**2
     return torch.expm1(difference) - difference
-
-
-def truncated_importance_weight(
-    policy_logprobs: Float[Tensor, "*S"], sampling_logprobs: Float[Tensor, "*S"], *, cap: float
-) -> Float[Tensor, "*S"]:
-    """min(pi / mu, cap) per token, constant for the gradient: corrects for a filtered sampler mu.
-
-    Source: Yao et al. 2025, 'Your efficient RL framework secretly brings you off-policy training';
-    Espeholt et al. 2018, equation 1 (rho bar).
-    """
-    return torch.exp(policy_logprobs - sampling_logprobs).clamp(max=cap).detach()
 
 
 def token_weights(mask: Bool[Tensor, "B T"], aggregation: Aggregation) -> Float[Tensor, "B T"]:

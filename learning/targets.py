@@ -19,5 +19,7 @@ class Targets:
     has_kl_loss: bool
     "whether the reference counts as a term of the loss"
     figures: dict[str, float]
+    importance: Tensor | None = None
+    "weights of the policy loss against the sampler (`learning.off_policy`), None where it is not corrected"
     engine: EngineValues | None = None
     "the policy's log-probabilities by the engine's forward; None: by the learner's own"

@@ -56,6 +56,15 @@ ABOUT = {
         "`bit_equal_share` and `first_ratio` are of the first update. One thread, processor time; the demo pair's "
         "target.",
     ),
+    "onpolicy": About(
+        title="Sampler against trainer",
+        question="Are the trainer's log-probabilities those of the sampler, bit for bit?",
+        how="Two instances draft trees and move samples all the time (temperature 0.9, top-p 0.95, float32 and "
+        "bfloat16); PPO and GRPO learn from version 0 and from version 1, with `trainer.scoring: engine`. "
+        "`bit_equal_share`: response tokens whose log-probability at the update's start is the sampler's bit for bit. "
+        "`first_ratio_error`: of the ratio furthest from 1 at a first minibatch. `reference_kl`: the largest at "
+        "version 0. The demo pair.",
+    ),
     "update_real": About(
         title="Update of a real model",
         question="The same on SmolLM2-135M-Instruct: what do the learner and the sampler's bits cost?",

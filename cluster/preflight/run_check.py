@@ -175,8 +175,13 @@ def count_params(config: PretrainedConfig, auto_class: Any, name: str | None = N
 
 
 def _check_scoring(config: Config) -> None:
-    """Raise ConfigError where the learner could not have the sampler's bits."""
+    """Raise ConfigError where the learner could not have the sampler's bits, or is not to take them."""
     cluster = config.cluster
+    if config.algorithm.old_logprobs == "trainer":
+        raise ConfigError(
+            "algorithm.old_logprobs trainer computes anew what trainer.scoring engine has from the sampler bit for bit; "
+            "take out one of the two"
+        )
     if cluster.generation.num_gpus > 0 and config.engine.device != "cpu":
         raise ConfigError(
             f"trainer.scoring engine needs instances on the CPU, cluster.generation.num_gpus is "

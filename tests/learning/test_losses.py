@@ -10,7 +10,6 @@ from learning.losses import (
     clipped_value_loss,
     kl_estimate,
     token_weights,
-    truncated_importance_weight,
 )
 
 
@@ -55,14 +54,6 @@ def test_k1_and_k3_are_unbiased(estimator):
     p, q = torch.tensor([0.7, 0.2, 0.1]), torch.tensor([0.3, 0.3, 0.4])
     exact = (p * (p.log() - q.log())).sum()
     assert (p * kl_estimate(p.log(), q.log(), estimator)).sum().item() == approx(exact.item())
-
-
-def test_the_truncated_weight_is_capped_and_constant():
-    policy = torch.tensor([math.log(0.2), math.log(0.9)], requires_grad=True)
-    sampling = torch.tensor([math.log(0.4), math.log(0.3)])
-    weight = truncated_importance_weight(policy, sampling, cap=2.0)
-    assert weight.tolist() == approx([0.5, 2.0])
-    assert not weight.requires_grad
 
 
 def test_token_mean_and_sequence_mean_differ_on_unequal_lengths():

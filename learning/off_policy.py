@@ -1,0 +1,68 @@
+"""Where the sampler was not quite the policy: the trainer's own log-probabilities, and importance weights against it.
+
+An engine that rounds otherwise than the trainer (CUDA, several threads), or that filters (top-p, top-k), samples from
+another distribution than the policy that learns. Ratios are then better taken over log-probabilities of the trainer's
+own forward, and what is left between the two is weighed, per token or per sequence, or masked where it is too much.
+
+Sources: Yao et al. 2025, 'Your efficient RL framework secretly brings you off-policy training' (token_truncate);
+Liu et al. 2025, 'When speed kills stability: demystifying RL collapse from the training-inference mismatch'
+(sequence_truncate, sequence_mask); names as in TRL's `vllm_importance_sampling_mode`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Literal
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from learning.experience import Experience
+from learning.losses import kl_estimate
+
+ImportanceSampling = Literal["off", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
+
+
+def importance_weights(
+    policy_logprobs: Float[Tensor, "B R"],
+    sampling_logprobs: Float[Tensor, "B R"],
+    mask: Bool[Tensor, "B R"],
+    *,
+    mode: ImportanceSampling,
+    cap: float,
+) -> Float[Tensor, "B R"]:
+    """Pi / mu of each token, or of its whole sequence, constant for the gradient; 0 off the mask.
+
+    `*_truncate`: at most `cap`. `*_mask`: 0 where it is above `cap`.
+    """
+    difference = torch.where(mask, policy_logprobs - sampling_logprobs, torch.zeros_like(policy_logprobs))
+    if mode.startswith("sequence"):
+        difference = difference.sum(dim=1, keepdim=True).expand_as(difference)
+    ratio = difference.exp()
+    weight = ratio.clamp(max=cap) if mode.endswith("truncate") else torch.where(ratio > cap, 0.0, ratio)
+    return torch.where(mask, weight, torch.zeros_like(weight)).detach()
+
+
+def importance_figures(weights: Float[Tensor, "B R"], mask: Bool[Tensor, "B R"]) -> dict[str, float]:
+    """Mean weight of the response tokens, and the share of them that is masked."""
+    real = weights[mask]
+    return {
+        "mismatch/importance_mean": float(real.mean()),
+        "mismatch/masked_share": float((real == 0.0).float().mean()),
+    }
+
+
+def recomputed(experience: Experience, logprobs: Float[Tensor, "B R"]) -> tuple[Experience, dict[str, float]]:
+    """The experience with the trainer's own log-probabilities as the old ones, and how far the sampler's were off.
+
+    `mismatch/kl`: KL(sampler || trainer) in nats a token (k3). `mismatch/max_logprob_difference`: of any token.
+    """
+    mask = experience.mask
+    kl = kl_estimate(experience.old_logprobs, logprobs, "k3")[mask]
+    difference = (experience.old_logprobs - logprobs)[mask]
+    figures = {
+        "mismatch/kl": float(kl.mean()),
+        "mismatch/max_logprob_difference": float(difference.abs().max()),
+    }
+    return replace(experience, old_logprobs=logprobs), figures

@@ -1,0 +1,91 @@
+"""Weights against the sampler: formulas by hand, and what a learner makes of a sampler that rounds otherwise."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from core.config import AlgorithmConfig, TrainerConfig
+from learning.learner import Learner
+from learning.off_policy import importance_figures, importance_weights
+
+POLICY = torch.tensor([[0.2, 0.9, 0.5], [0.4, 0.4, 0.0]]).log()
+SAMPLING = torch.tensor([[0.4, 0.3, 0.5], [0.4, 0.5, 1.0]]).log()
+MASK = torch.tensor([[True, True, True], [True, True, False]])
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    [
+        ("token_truncate", [[0.5, 2.0, 1.0], [1.0, 0.8, 0.0]]),
+        ("token_mask", [[0.5, 0.0, 1.0], [1.0, 0.8, 0.0]]),
+        ("sequence_truncate", [[1.5, 1.5, 1.5], [0.8, 0.8, 0.0]]),
+        ("sequence_mask", [[1.5, 1.5, 1.5], [0.8, 0.8, 0.0]]),
+    ],
+)
+def test_each_mode_by_hand(mode, expected):
+    weights = importance_weights(POLICY, SAMPLING, MASK, mode=mode, cap=2.0)
+    assert weights.tolist() == [pytest.approx(row) for row in expected]
+
+
+def test_a_sequence_above_the_cap_is_masked_whole_and_counted():
+    weights = importance_weights(POLICY, SAMPLING, MASK, mode="sequence_mask", cap=1.2)
+    assert weights.tolist() == [[0.0] * 3, pytest.approx([0.8, 0.8, 0.0])]
+    assert importance_figures(weights, MASK)["mismatch/masked_share"] == pytest.approx(3 / 5)
+
+
+def off_by(rollouts, shift):
+    """The same samples by a sampler whose log-probabilities are all off by so much."""
+    return [
+        dataclasses.replace(
+            one,
+            completion=dataclasses.replace(
+                one.completion,
+                policy_logprobs=one.completion.policy_logprobs + shift,
+                sampling_logprobs=one.completion.sampling_logprobs + shift,
+            ),
+        )
+        for one in rollouts
+    ]
+
+
+def updated(make_model, rollouts, *, recompute_old=False, **algorithm):
+    learner = Learner(
+        make_model(),
+        algorithm=AlgorithmConfig(kind="grpo", kl_coef=0.0, **algorithm),
+        trainer=TrainerConfig(learning_rate=1e-3, minibatch_size=6, num_threads=1),
+        temperature=1.0,
+        seed=5,
+        pad_token_id=0,
+    )
+    figures = learner.update(rollouts, recompute_old=recompute_old).figures
+    return figures, {name: tensor.clone() for name, tensor in learner.weights()}
+
+
+def test_recomputed_old_logprobs_undo_what_the_sampler_rounded(make_model, make_rollouts):
+    rollouts = make_rollouts(make_model())
+    figures, weights = updated(make_model, off_by(rollouts, 0.1), recompute_old=True)
+    _, expected = updated(make_model, rollouts, recompute_old=True)
+    assert figures["ratio_at_first_minibatch"] == pytest.approx(1.0, abs=1e-5)
+    assert figures["mismatch/max_logprob_difference"] == pytest.approx(0.1, abs=1e-4)
+    assert figures["mismatch/kl"] == pytest.approx(math.expm1(-0.1) + 0.1, abs=1e-4)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in weights.items())
+    plain, _ = updated(make_model, off_by(rollouts, 0.1))
+    assert plain["ratio_at_first_minibatch"] == pytest.approx(math.exp(-0.1), abs=1e-4)
+
+
+def test_masked_sequences_teach_nothing(make_model, make_rollouts):
+    rollouts = make_rollouts(make_model())
+    # the sampler thought every token less likely than it is: each sequence's ratio is above the cap
+    odd = off_by(rollouts, -1.0)
+    figures, weights = updated(
+        make_model, odd, recompute_old=True, importance_sampling="sequence_mask", importance_sampling_cap=2.0
+    )
+    assert figures["mismatch/masked_share"] == 1.0 and figures["grad_norm"] == 0.0
+    start = dict(make_model().named_parameters())
+    assert all(torch.equal(tensor, start[name]) for name, tensor in weights.items())
+    figures, _ = updated(
+        make_model, odd, recompute_old=True, importance_sampling="token_truncate", importance_sampling_cap=2.0
+    )
+    assert figures["mismatch/importance_mean"] == pytest.approx(2.0)
