@@ -27,7 +27,7 @@ from learning.draft_refit import DraftRefitter, RefitReport
 from learning.forward.engine_scoring import EngineScorer, require_engine_scoring
 from learning.forward.precision import compute_dtype_on, hold_linears_in
 from learning.learner import Learner
-from learning.parallel.data_parallel import DataParallel, join_group, new_store, store_at
+from learning.parallel.data_parallel import DataParallel, join_group, meet, new_store, store_at
 from learning.parallel.one_trainer import OneTrainer
 from learning.parallel.sharded import Sharded
 from learning.published_form import PublishedForm
@@ -48,6 +48,7 @@ class TrainerActor:
         self._broadcast: BroadcastGroup | None = None
         self._trainers: OneTrainer = OneTrainer()
         self._meeting_store: Any = None
+        self._meeting: tuple[Any, float] | None = None
 
     def __repr__(self) -> str:
         return self._spec.name
@@ -67,6 +68,7 @@ class TrainerActor:
         if device.type == "cuda":
             torch.cuda.set_device(device)
         join_group(store, rank=spec.rank, size=spec.num_trainers, device=device, timeout_s=spec.timeout_s)
+        self._meeting = (store, meeting.timeout_s)
         self._trainers = Sharded(device) if spec.trainer.strategy == "fsdp2" else DataParallel()
 
     def load_weights(self, manifest: WeightManifest, *chunks: np.ndarray) -> LoadedWeights:
@@ -89,6 +91,10 @@ class TrainerActor:
             scorer=self._scorer(manifest, chunks),
             trainers=self._trainers,
         )
+        if self._meeting is not None:
+            # loading has a longer limit than what follows
+            store, limit_s = self._meeting
+            meet(store, rank=self._spec.rank, size=self._spec.num_trainers, timeout_s=limit_s)
         return self._loaded(manifest, self.checksum())
 
     def load_draft(self, manifest: WeightManifest, *chunks: np.ndarray) -> LoadedWeights:
@@ -154,6 +160,8 @@ class TrainerActor:
         Raises WeightsError when the buckets are not laid out as `layout` says, WaitTimeout when a member fails.
         """
         if self._broadcast is None:
+            # the other trainers walk with it all the same
+            self._learner.accompany_weights()
             raise WeightsError(
                 "the trainer is in no broadcast group; the object store carries the weights instead"
             )
@@ -192,7 +200,9 @@ class TrainerActor:
         if manifest.model == "target" and self._spec.trainer.lora is not None:
             hold_linears_in(model, self._compute_dtype)
         self._forms[manifest.model] = PublishedForm(manifest)
-        return model.to(self._device)  # type: ignore[arg-type]
+        # shards are made on the CPU, and only they go to the device
+        stays = manifest.model == "target" and self._trainers.is_sharded
+        return model if stays else model.to(self._device)  # type: ignore[arg-type]
 
     def _scorer(self, manifest: WeightManifest, chunks: Sequence[np.ndarray]) -> EngineScorer | None:
         """The engine's forward over the published weights, where it is to value log-probabilities."""

@@ -29,7 +29,7 @@ from learning.advantages import group_advantages, spread
 from learning.critic import Critic
 from learning.experience import Experience, collate
 from learning.forward.engine_scoring import EngineScorer, EngineValues, with_values
-from learning.forward.policy_forward import PolicyForward
+from learning.forward.policy_forward import Pack, PolicyForward
 from learning.forward.precision import hold_linears_in, require_master_weights
 from learning.forward.token_statistics import token_statistics
 from learning.forward.training_forward import prepare_for_training
@@ -111,6 +111,7 @@ class Learner:
         if algorithm.kl_coef > 0.0 and self.adapter is None:
             self.reference = copy.deepcopy(model).eval().requires_grad_(False)
             hold_linears_in(self.reference, compute_dtype)
+        self.trainers.shard(model, self.reference)
         self.critic: Critic | None = None
         if algorithm.kind == "ppo":
             self.critic = Critic(
@@ -120,7 +121,6 @@ class Learner:
                 max_grad_norm=trainer.max_grad_norm,
                 device=model.device,
             )
-        self.trainers.shard(model, self.reference)
         self.optimizer = torch.optim.AdamW(
             self._learned(), lr=trainer.learning_rate, weight_decay=trainer.weight_decay, betas=(0.9, 0.95)
         )
@@ -160,7 +160,7 @@ class Learner:
             else None
         )
         if self.soft_targets is not None:
-            self.soft_targets.merge(self.trainers.gather(self.soft_targets.kept))
+            self.soft_targets.merge(self.trainers.gather_to_first(self.soft_targets.kept))
         self.weight_version += 1
         return UpdateReport(
             weight_version=self.weight_version,
@@ -232,6 +232,8 @@ class Learner:
                 generator=generator,
                 figures=figures,
             )
+            # trainers on unlike processors round unlike, and would drift apart
+            self.trainers.take_first([advantages, *self.critic.head.parameters()])
         else:
             per_response, num_zero = group_advantages(
                 experience.rewards, experience.group_ids, divide_by_std=self.algorithm.group_std
@@ -287,7 +289,7 @@ class Learner:
         engine = None if targets.engine is None or not learned else targets.engine.of(learned)
         for pack in self._forward.packs(learned, experience):
             weight = torch.zeros_like(weight_of[pack.rows]) if pack.is_filler else weight_of[pack.rows]
-            loss = self._loss(experience, targets, pack.rows, weight, figures, engine)
+            loss = self._loss(experience, targets, pack, weight, figures, engine)
             if problem is None and not bool(torch.isfinite(loss)):
                 samples = [experience.sample_indices[row] for row in pack.rows]
                 problem = (
@@ -311,12 +313,13 @@ class Learner:
         self,
         experience: Experience,
         targets: Targets,
-        rows: list[int],
+        pack: Pack,
         weights: Tensor,
         out: MinibatchFigures,
         engine: Tensor | None,
     ) -> Tensor:
         """Loss of some rows, weighted so that a minibatch's parts add up to its mean."""
+        rows = pack.rows
         algorithm, mask, device = self.algorithm, experience.mask[rows], self.model.device
 
         def flat(per_token: Tensor) -> Tensor:
@@ -328,11 +331,12 @@ class Learner:
         logprobs, entropy = token_statistics(
             logits, packed.targets.to(device), self._forward.temperature, entropy=has_entropy
         )
-        if self.soft_targets is not None:
+        if self.soft_targets is not None and not pack.is_filler:
             self.soft_targets.keep(
                 [experience.sample_indices[row] for row in rows],
                 mask.sum(dim=1).tolist(),
                 scaled_logits(logits.detach(), self._forward.temperature),
+                step=self._num_optimizer_steps,
             )
         if engine is not None:
             logprobs = with_values(logprobs, flat(engine))

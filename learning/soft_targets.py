@@ -27,6 +27,8 @@ class SoftTargets:
 
     token_ids: Int[Tensor, "M K"]
     logprobs: Float[Tensor, "M K"]
+    step: int = 0
+    "of the optimizer, whose weights said so"
 
 
 class SoftTargetStore:
@@ -41,7 +43,12 @@ class SoftTargetStore:
         self._of.clear()
 
     def keep(
-        self, sample_indices: Sequence[int], lengths: Sequence[int], scaled: Float[Tensor, "M V"]
+        self,
+        sample_indices: Sequence[int],
+        lengths: Sequence[int],
+        scaled: Float[Tensor, "M V"],
+        *,
+        step: int = 0,
     ) -> None:
         """Keep what some responses' logits / T say; an earlier epoch's are replaced.
 
@@ -49,6 +56,7 @@ class SoftTargetStore:
             sample_indices: of the responses.
             lengths: response tokens of each; they sum to M.
             scaled: logits / T in the order of the responses.
+            step: of the optimizer so far.
         """
         if self.num_tokens == 0:
             return
@@ -58,7 +66,8 @@ class SoftTargetStore:
             token_ids = token_ids.int().cpu()
         rows = zip(token_ids.split(list(lengths)), logprobs.split(list(lengths)), strict=True)
         for index, (ids, values) in zip(sample_indices, rows, strict=True):
-            self._of[index] = SoftTargets(token_ids=ids, logprobs=values)
+            # of its own: a view would travel with the whole pack
+            self._of[index] = SoftTargets(token_ids=ids.clone(), logprobs=values.clone(), step=step)
 
     @property
     def kept(self) -> dict[int, SoftTargets]:
@@ -66,9 +75,11 @@ class SoftTargetStore:
         return self._of
 
     def merge(self, parts: Sequence[Mapping[int, SoftTargets]]) -> None:
-        """Keep what all trainers have kept of their shares."""
+        """Keep what all trainers have kept of their shares: of a sample that several had, the latest."""
         for part in parts:
-            self._of.update(part)
+            for index, targets in part.items():
+                if index not in self._of or self._of[index].step <= targets.step:
+                    self._of[index] = targets
 
     def of(self, sample_indices: Sequence[int]) -> SoftTargets | None:
         """Targets of some responses, one after another; None unless all of them have been kept."""

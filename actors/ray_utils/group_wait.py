@@ -17,6 +17,8 @@ from core.errors import InstanceLost, PeerLost, RlhfSpecError, WaitTimeout
 
 GRACE_S = 5.0
 "After a failure, for the others to say theirs: Ray may tell of a death later than the connection breaks."
+_LATE = 0.8
+"Share of the limit after which a failure is taken for the end of waiting for somebody else."
 _NOW_S = 60.0
 "For an answer that is there already, in however many pieces."
 
@@ -63,15 +65,20 @@ def get_all(refs: Mapping[str, Any], *, waiter: str, order: str, timeout_s: floa
                 "else look at its log in the Ray dashboard",
             )
     if failed:
-        raise _cause(
-            failed, [name for name in refs if name not in answers and name not in failed], order
-        ) from None
+        silent = [name for name in refs if name not in answers and name not in failed]
+        # NCCL ends a process whose peer is silent, at the limit: what died late is not what failed
+        gave_up = wait.waited_s > _LATE * timeout_s
+        raise _cause(failed, silent, order, gave_up=gave_up) from None
     wait.answered()
     return answers
 
 
-def _cause(failed: Mapping[str, BaseException], silent: list[str], order: str) -> BaseException:
+def _cause(
+    failed: Mapping[str, BaseException], silent: list[str], order: str, *, gave_up: bool
+) -> BaseException:
     """The failure that explains the others: a death, then what one raised itself, then whom all waited for."""
+    if silent and gave_up:
+        failed = {name: PeerLost(str(error)) for name, error in failed.items()}
     dead = [error for error in failed.values() if isinstance(error, InstanceLost)]
     own = [
         error

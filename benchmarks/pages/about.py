@@ -65,6 +65,14 @@ ABOUT = {
         "`first_ratio_error`: of the ratio furthest from 1 at a first minibatch. `reference_kl`: the largest at "
         "version 0. The demo pair.",
     ),
+    "exactness_real": About(
+        title="Exactness of a real model",
+        question="Do SmolLM2-135M-Instruct's tokens depend on drafts or moves?",
+        how="Plain decoding alone, compared bit for bit with two instances that draft trees while samples move all the "
+        "time (temperature 1, and 0.7 with top-p 0.9; chat prompts of the one-sentence task, 128 tokens each); every "
+        "fourth sample of plain decoding is compared with a teacher-forced Hugging Face forward.",
+        data=True,
+    ),
     "update_real": About(
         title="Update of a real model",
         question="The same on SmolLM2-135M-Instruct: what do the learner and the sampler's bits cost?",

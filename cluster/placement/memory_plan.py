@@ -232,7 +232,11 @@ def _learner_bytes(config: Config, target: ModelShape) -> int:
     kept_layers = 1 if config.trainer.gradient_checkpointing else target.kv.num_layers
     activations = tokens * target.hidden_size * 4 * _ACTIVATIONS_PER_LAYER * kept_layers
     logits = tokens * target.vocab_size * 4 * _LOGIT_COPIES
-    return kept + learned + reference + published + activations + logits
+    samples = config.rollout.prompts_per_iteration * config.rollout.samples_per_prompt
+    # the critic learns from the states of every response token, whole on each trainer
+    states = samples * config.sampling.max_new_tokens * target.hidden_size * 4
+    states = states if config.algorithm.kind == "ppo" else 0
+    return kept + learned + reference + published + activations + logits + states
 
 
 def _scorer_bytes(config: Config, target: ModelShape, max_total_tokens: int) -> int:

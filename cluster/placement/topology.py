@@ -193,6 +193,12 @@ def _check_trainers(config: Config) -> None:
             f"trainer.scoring engine needs one trainer, cluster.trainer.num_actors is {num_trainers}; set "
             "trainer.scoring: model, or take one trainer"
         )
+    num_gpus = config.cluster.trainer.num_gpus
+    if num_trainers > 1 and num_gpus != int(num_gpus):
+        raise ConfigError(
+            f"cluster.trainer.num_gpus is {num_gpus} with {num_trainers} trainers: NCCL takes whole GPUs, one trainer "
+            "each; set num_gpus: 1, or 0 for the CPU"
+        )
     if num_trainers > config.trainer.minibatch_size:
         raise ConfigError(
             f"cluster.trainer.num_actors is {num_trainers}, but a step of the optimizer has "

@@ -179,8 +179,8 @@ def _check_scoring(config: Config) -> None:
     cluster = config.cluster
     if config.algorithm.old_logprobs == "trainer":
         raise ConfigError(
-            "algorithm.old_logprobs trainer computes anew what trainer.scoring engine has from the sampler bit for bit; "
-            "take out one of the two"
+            "algorithm.old_logprobs trainer computes anew what trainer.scoring engine has from the sampler bit for "
+            "bit; take out one of the two"
         )
     if cluster.generation.num_gpus > 0 and config.engine.device != "cpu":
         raise ConfigError(

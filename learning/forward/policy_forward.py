@@ -58,7 +58,13 @@ class PolicyForward:
 
     def logits(self, model: PreTrainedModel, packed: PackedSequences) -> tuple[Tensor, Tensor]:
         """Logits [M, V] and hidden states [M, H] that predict the pack's targets."""
-        return response_logits(model, packed, self.vocab_size, compute_dtype=self.compute_dtype)
+        return response_logits(
+            model,
+            packed,
+            self.vocab_size,
+            compute_dtype=self.compute_dtype,
+            keeps_casts=not self.trainers.is_sharded,
+        )
 
     @torch.no_grad()
     def logprobs(self, model: PreTrainedModel, experience: Experience) -> Tensor:
@@ -87,6 +93,7 @@ class PolicyForward:
                 self.vocab_size,
                 compute_dtype=self.compute_dtype,
                 with_logits=False,
+                keeps_casts=not self.trainers.is_sharded,
             )
             if out is None:
                 out = hidden.new_zeros((experience.num_tokens, hidden.shape[1]))

@@ -28,11 +28,16 @@ def compute_dtype_on(device: torch.device, published: torch.dtype) -> torch.dtyp
     return published if native else torch.float32
 
 
-def autocast(device: torch.device, compute_dtype: torch.dtype) -> AbstractContextManager[object]:
-    """Compute matrix products in `compute_dtype`; float32 leaves everything as it is."""
+def autocast(
+    device: torch.device, compute_dtype: torch.dtype, *, keeps_casts: bool = True
+) -> AbstractContextManager[object]:
+    """Compute matrix products in `compute_dtype`; float32 leaves everything as it is.
+
+    `keeps_casts`: a rounded weight is kept until the block ends; not where weights are gathered and given back.
+    """
     if compute_dtype == torch.float32:
         return nullcontext()
-    return torch.autocast(device.type, dtype=compute_dtype)
+    return torch.autocast(device.type, dtype=compute_dtype, cache_enabled=keeps_casts)
 
 
 def require_master_weights(model: nn.Module) -> None:

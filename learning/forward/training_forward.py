@@ -27,12 +27,14 @@ def response_logits(
     *,
     compute_dtype: torch.dtype = torch.float32,
     with_logits: bool = True,
+    keeps_casts: bool = True,
 ) -> tuple[Float[Tensor, "L V"], Float[Tensor, "M H"]]:
     """Return logits and hidden states that predict `packed.targets`, in their order.
 
     Logits are those of the first `vocab_size` ids, as in the engine: padded ids take no part. L is M, and 0 without
-    `with_logits`: the head computes nothing then. Products are computed in `compute_dtype`. A model whose attention
-    is not ours (`prepare_for_training`) builds a mask of its own from the position ids, and gives the same.
+    `with_logits`: the head computes nothing then. Products are computed in `compute_dtype` (`keeps_casts`: see
+    `learning.forward.precision.autocast`). A model whose attention is not ours (`prepare_for_training`) builds a mask
+    of its own from the position ids, and gives the same.
     Raises ModelError when the model has no output head to be asked.
     """
     head = model.get_output_embeddings()
@@ -47,7 +49,7 @@ def response_logits(
 
     handle = head.register_forward_pre_hook(keep_rows)
     try:
-        with autocast(model.device, compute_dtype):
+        with autocast(model.device, compute_dtype, keeps_casts=keeps_casts):
             logits = model(
                 input_ids=packed.ids[None].to(model.device),
                 position_ids=packed.position_ids[None].to(model.device),

@@ -9,7 +9,7 @@ Source: Li et al. 2020, 'PyTorch distributed: experiences on accelerating data p
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -50,13 +50,33 @@ class DataParallel(OneTrainer):
             dist.all_gather_object(parts, part)
         return parts
 
+    def gather_to_first(self, part: T) -> list[T]:
+        """See `OneTrainer`."""
+        parts: list[Any] | None = [None] * self.size if self.rank == 0 else None
+        with self.naming("tell the first one what they kept"):
+            dist.gather_object(part, parts, dst=0)
+        return parts or []
+
+    def take_first(self, tensors: Iterable[Tensor]) -> None:
+        """See `OneTrainer`."""
+        with self.naming("take the first one's values"):
+            for tensor in tensors:
+                dist.broadcast(tensor.detach(), src=0)
+
     def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
         """See `OneTrainer`."""
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        gradients = [gradient_of(parameter) for parameter in parameters]
         for bucket in _buckets(gradients):
             flat = self.sum(torch.cat([gradient.reshape(-1) for gradient in bucket]))
             for gradient, part in zip(bucket, flat.split([one.numel() for one in bucket]), strict=True):
                 gradient.copy_(part.view_as(gradient))
+
+    def clip(self, parameters: Sequence[nn.Parameter], max_norm: float) -> float:
+        """See `OneTrainer`; by the first trainer's norm, so that copies of the weights stay equal."""
+        norm = nn.utils.get_total_norm([gradient_of(parameter) for parameter in parameters])
+        self.take_first([norm])
+        nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+        return float(norm)
 
     @contextmanager
     def naming(self, what: str) -> Iterator[None]:
@@ -105,6 +125,26 @@ def store_at(host: str, port: int, size: int, timeout_s: float) -> Any:
             f"a trainer could not reach the first one at {host}:{port} within {timeout_s:.0f} s "
             f"({str(error).strip().splitlines()[0][:160]})"
         ) from error
+
+
+def meet(store: Any, *, rank: int, size: int, timeout_s: float) -> None:
+    """Wait until all trainers have come here, under a limit of its own. Raises PeerLost naming who has not."""
+    keys = [f"here-{one}" for one in range(size)]
+    store.set(keys[rank], b"1")
+    try:
+        store.wait(keys, timedelta(seconds=timeout_s))
+    except RuntimeError as error:
+        raise PeerLost(
+            f"trainer {rank} of {size} waited {timeout_s:.0f} s for all trainers to load their first weights and gave "
+            f"up ({str(error).strip().splitlines()[0][:160]})"
+        ) from error
+
+
+def gradient_of(parameter: nn.Parameter) -> Tensor:
+    """Its gradient, made of zeros where this trainer's rows gave none: another's may have."""
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    return parameter.grad
 
 
 def _buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:

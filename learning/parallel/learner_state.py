@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
@@ -26,7 +27,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from core.errors import ConfigError
+from core.errors import ConfigError, StorageError
 from learning.parallel.one_trainer import OneTrainer
 
 _COUNTERS = ("weight_version", "num_optimizer_steps", "seed")
@@ -46,8 +47,14 @@ class LearnerState:
     trainers: OneTrainer = field(default_factory=OneTrainer)
 
     def save(self, folder: Path) -> None:
-        """Write all of it. Collective. Raises StorageError where the disk does not take it."""
-        with _one_process_is_fine():
+        """Write all of it into a new folder. Collective.
+
+        Raises StorageError where the disk does not take it, ConfigError when the folder holds a checkpoint: one that
+        is written over and breaks off would be half of each. PeerLost when another trainer is gone.
+        """
+        if (folder / ".metadata").exists():
+            raise ConfigError(f"{folder} holds a checkpoint of a trainer already; save into a new folder")
+        with _telling_failures(folder), self.trainers.naming("write a checkpoint"), _one_process_is_fine():
             save(self._parts(), checkpoint_id=folder, no_dist=self.trainers.size == 1)
 
     def load(self, folder: Path) -> None:
@@ -55,7 +62,7 @@ class LearnerState:
 
         Raises ConfigError when there is no checkpoint, or its algorithm, adapters or sizes are not these.
         """
-        with _refusing(folder), _one_process_is_fine():
+        with _refusing(folder), self.trainers.naming("read a checkpoint"), _one_process_is_fine():
             reader = FileSystemReader(folder)
             saved = {name.split(".")[0] for name in reader.read_metadata().state_dict_metadata}
             for name, part in (("reference", self.reference), ("critic", self.critic)):
@@ -72,8 +79,13 @@ class LearnerState:
             for name, value in counters["counters"].items():
                 setattr(self, name, int(value))
             parts = self._parts()
+            # a parameter that never had a gradient has no state to be found
+            steps = {name: parts.pop(name) for name in ("optimizer", "critic_optimizer") if name in parts}
             load(parts, storage_reader=reader, no_dist=alone)
-            self._take(parts)
+            if steps:
+                planner = DefaultLoadPlanner(allow_partial_load=True)
+                load(steps, storage_reader=reader, planner=planner, no_dist=alone)
+            self._take(parts | steps)
 
     def _parts(self) -> dict[str, Any]:
         """The state under names that do not depend on the number of trainers; tensors are those that are in use."""
@@ -96,10 +108,18 @@ class LearnerState:
             set_model_state_dict(self.reference, parts["reference"])
         if self.critic is not None:
             self.critic[0].load_state_dict(parts["critic"])
-        if self.num_optimizer_steps:
-            set_optimizer_state_dict(self.model, self.optimizer, parts["optimizer"])
-            if self.critic is not None:
-                set_optimizer_state_dict(*self.critic, parts["critic_optimizer"])
+        optimizers = [(self.model, self.optimizer, "optimizer")]
+        if self.critic is not None:
+            optimizers.append((*self.critic, "critic_optimizer"))
+        for module, optimizer, name in optimizers:
+            if not self.num_optimizer_steps:
+                optimizer.state.clear()
+                continue
+            # moments are the checkpoint's, rates and decay are this run's
+            settings = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+            set_optimizer_state_dict(module, optimizer, parts[name])
+            for group, own in zip(optimizer.param_groups, settings, strict=True):
+                group.update(own)
 
 
 @contextmanager
@@ -107,6 +127,24 @@ def _one_process_is_fine() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
         yield
+
+
+@contextmanager
+def _telling_failures(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except (CheckpointException, OSError) as error:
+        raise StorageError(
+            f"cannot write the checkpoint {folder}: {_why(error)}; free space there, or choose another folder"
+        ) from error
+
+
+def _why(error: BaseException) -> str:
+    """The first failure itself, without the traceback that torch puts around it."""
+    failures = getattr(error, "failures", None)
+    if failures:
+        error = next(iter(failures.values()))[0]
+    return " ".join(str(error).split())[:300]
 
 
 @contextmanager
@@ -120,8 +158,7 @@ def _refusing(folder: Path) -> Iterator[None]:
             "folder); give one that was written to its end"
         ) from error
     except (CheckpointException, ValueError, RuntimeError) as error:
-        text = " ".join(str(error).split())[:300]
         raise ConfigError(
-            f"the checkpoint {folder} does not fit this trainer: {text}; resume with the same model, trainer.lora and "
-            "algorithm"
+            f"the checkpoint {folder} does not fit this trainer: {_why(error)}; resume with the same model, "
+            "trainer.lora and algorithm"
         ) from error

@@ -6,7 +6,7 @@ and for many.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -44,6 +44,13 @@ class OneTrainer:
     def gather(self, part: T) -> list[T]:
         """What every trainer gives, in the order of their ranks; to be read-only. Collective."""
         return [part]
+
+    def gather_to_first(self, part: T) -> list[T]:
+        """The same for the first trainer; an empty list for the others. Collective."""
+        return [part]
+
+    def take_first(self, tensors: Iterable[Tensor]) -> None:
+        """Let the first trainer's values be everyone's. Collective."""
 
     def agree(self, problem: str | None) -> None:
         """Raise NotFiniteError on all trainers when one has a problem, naming it. Collective."""

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from engine.weights.chunks import unique_tensors
-from learning.parallel.data_parallel import DataParallel
+from learning.parallel.data_parallel import DataParallel, gradient_of
 
 
 class Sharded(DataParallel):
@@ -86,12 +86,13 @@ class Sharded(DataParallel):
         ]
 
     def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Backward passes have summed them."""
+        """Backward passes have summed them; a parameter without one gets zeros, as an optimizer's state is saved."""
+        for parameter in parameters:
+            gradient_of(parameter)
 
     def clip(self, parameters: Sequence[nn.Parameter], max_norm: float) -> float:
         """See `OneTrainer`."""
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        norm = nn.utils.get_total_norm(gradients)
+        norm = nn.utils.get_total_norm([gradient_of(parameter) for parameter in parameters])
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
         return float(norm)

@@ -342,4 +342,6 @@ def test_scoring_by_the_engine_is_refused_where_bits_are_not_promised_or_not_tak
 ) -> None:
     argv = ("check", "--config", config_file, "--set", "trainer.scoring=engine", "--set", setting)
     message = refused(capsys, *argv)
-    assert said in message and ("set trainer.scoring: model" in message or "take out one of the two" in message)
+    assert said in message and (
+        "set trainer.scoring: model" in message or "take out one of the two" in message
+    )

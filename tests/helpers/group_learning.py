@@ -16,7 +16,7 @@ from learning.soft_targets import SoftTargetStore
 CASES = {"ppo": ("ppo", None), "grpo": ("grpo", None), "lora": ("grpo", LoraConfig(rank=4))}
 STRATEGIES = ("ddp", "fsdp2")
 RUNS = [(strategy, case) for strategy in STRATEGIES for case in CASES]
-UPDATES, SAVED_AFTER = 5, 3
+UPDATES, SAVED_AFTER = 5, 4
 
 
 def tied_model() -> LlamaForCausalLM:
@@ -45,7 +45,9 @@ def new_learner(case, trainers=None) -> Learner:
         tied_model(),
         algorithm=AlgorithmConfig(kind=kind),
         # minibatches of five rows and four, in packs of a few: shares of unlike numbers of packs
-        trainer=TrainerConfig(learning_rate=1e-3, minibatch_size=5, max_tokens_per_forward=24, lora=lora),
+        trainer=TrainerConfig(
+            learning_rate=1e-3, minibatch_size=5, epochs=2, max_tokens_per_forward=24, lora=lora
+        ),
         temperature=1.0,
         seed=5,
         pad_token_id=0,

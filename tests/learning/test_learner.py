@@ -9,7 +9,7 @@ from pytest import approx, fixture, mark, raises
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from core.config import AlgorithmConfig, TrainerConfig
-from core.errors import ConfigError, NumericsError
+from core.errors import ConfigError, NumericsError, StorageError
 from core.records import Reward
 from engine.decoding.logprobs import token_logprobs
 from learning.experience import collate
@@ -220,6 +220,48 @@ def test_a_checkpoint_that_was_not_written_to_its_end_is_refused(make_learner, t
     (tmp_path / "whole" / ".metadata").unlink()
     with raises(ConfigError, match="no checkpoint of a trainer"):
         learner.load(tmp_path / "whole")
+
+
+def test_a_checkpoint_is_not_written_over(make_learner, tmp_path):
+    learner = make_learner()
+    learner.save(tmp_path / "state")
+    with raises(ConfigError, match="holds a checkpoint of a trainer already"):
+        learner.save(tmp_path / "state")
+
+
+def test_a_checkpoint_where_no_folder_can_be_is_a_storage_error(make_learner, tmp_path):
+    (tmp_path / "file").write_text("")
+    with raises(StorageError, match="cannot write the checkpoint"):
+        make_learner().save(tmp_path / "file" / "state")
+
+
+def test_rates_are_this_run_s_and_a_fresh_checkpoint_forgets_the_moments(
+    make_learner, make_rollouts, tmp_path
+):
+    fresh, stepped = make_learner(), make_learner()
+    fresh.save(tmp_path / "fresh")
+    stepped.update(make_rollouts(stepped.model))
+    stepped.save(tmp_path / "stepped")
+    other = make_learner(trainer=TRAINER.model_copy(update={"weight_decay": 0.25}))
+    other.load(tmp_path / "stepped")
+    assert [group["weight_decay"] for group in other.optimizer.param_groups] == [0.25]
+    stepped.load(tmp_path / "fresh")
+    assert not stepped.optimizer.state and stepped.weight_version == 0
+
+
+def test_a_parameter_that_no_loss_reaches_does_not_keep_a_checkpoint_from_being_read(
+    make_model, make_learner, make_rollouts, tmp_path
+):
+    def with_spare():
+        model = make_model()
+        model.spare = torch.nn.Parameter(torch.ones(3))
+        return make_learner(model)
+
+    learner, resumed = with_spare(), with_spare()
+    learner.update(make_rollouts(learner.model))
+    learner.save(tmp_path / "state")
+    resumed.load(tmp_path / "state")
+    assert resumed.weight_version == 1
 
 
 def test_a_learner_resumed_before_its_first_update_is_a_new_one(

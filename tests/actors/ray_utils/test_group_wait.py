@@ -21,6 +21,9 @@ class Member:
         time.sleep(after_s)
         if what == "die":
             os._exit(1)
+        if what == "die late":
+            time.sleep(4.5)
+            os._exit(1)
         if what == "silent":
             time.sleep(3600.0)
         if what == "lost":
@@ -73,6 +76,11 @@ def test_what_one_raised_itself_counts_more_than_what_the_others_make_of_it(ask)
 def test_the_silent_one_is_named_when_the_others_gave_up(ask):
     with pytest.raises(InstanceLost, match=r"^trainer-1 neither answered 'update' nor died.*trainer-0 says"):
         ask("lost", "silent")
+
+
+def test_who_dies_at_the_limit_has_waited_for_the_silent_one(ask):
+    with pytest.raises(InstanceLost, match=r"^trainer-1 neither answered 'update' nor died"):
+        ask("die late", "silent", timeout_s=5.0)
 
 
 def test_nobody_answers_in_time(ask):

@@ -84,6 +84,14 @@ def test_without_a_kl_penalty_no_reference_model_is_held() -> None:
     assert with_reference - without == 1000 * 4
 
 
+def test_a_critic_needs_the_states_of_every_response_token() -> None:
+    groups = {"samples_per_prompt": 2}
+    grpo, ppo = (config(algorithm={"kind": kind}, rollout=groups) for kind in ("grpo", "ppo"))
+    samples = ppo.rollout.prompts_per_iteration * ppo.rollout.samples_per_prompt
+    states = samples * ppo.sampling.max_new_tokens * 32 * 4
+    assert plan(ppo).trainer_bytes - plan(grpo).trainer_bytes == states
+
+
 def test_sharded_trainers_divide_what_the_optimizer_needs() -> None:
     two = {"cluster": {"trainer": {"num_actors": 2}}}
     shards = plan(config(**two)).trainer_bytes
@@ -124,13 +132,14 @@ def test_an_instance_lays_its_weights_out_again_on_cpu_and_holds_the_logits_of_o
 
 def test_the_trainer_holds_weights_moments_reference_activations_and_logits() -> None:
     trainer = {"max_tokens_per_forward": 256}
+    grpo = {"algorithm": {"kind": "grpo"}, "rollout": {"samples_per_prompt": 2}}
     # weights, gradient, two moments; reference; the packed copy
     copies = 4 + 1 + 1
     layer, logits = 256 * 32 * 4 * 24, 256 * 100 * 4 * 2
     frozen = {"refit": False}
-    kept = plan(config(trainer=trainer, drafter_training=frozen)).trainer_bytes
+    kept = plan(config(trainer=trainer, drafter_training=frozen, **grpo)).trainer_bytes
     assert kept == TORCH_PROCESS_BYTES + copies * 4000 + 3 * layer + logits
-    settings = config(trainer=trainer | {"gradient_checkpointing": True}, drafter_training=frozen)
+    settings = config(trainer=trainer | {"gradient_checkpointing": True}, drafter_training=frozen, **grpo)
     thrifty = plan(settings).trainer_bytes
     assert kept - thrifty == 2 * layer
 
