@@ -9,14 +9,15 @@ from engine.model.support import switch_attention
 
 def new_config() -> LlamaConfig:
     """Each model's own: switching writes to it."""
-    return LlamaConfig(
+    config = LlamaConfig(
         vocab_size=8,
         hidden_size=8,
         intermediate_size=8,
         num_hidden_layers=1,
         num_attention_heads=1,
-        attn_implementation="eager",
     )
+    config._attn_implementation = "eager"
+    return config
 
 
 class Deaf(LlamaForCausalLM):
