@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 import pytest
 from pydantic import BaseModel
@@ -231,9 +231,8 @@ def test_on_gpus_what_is_left_open_is_simple(tmp_path: Path) -> None:
     assert (open_.speculation.policy, open_.engine.max_prefill_tokens) == ("fixed", 8192)
     dump_config(open_, tmp_path / "resolved.yaml")
     assert load_config(tmp_path / "resolved.yaml") == open_
-    built = Config(
-        data=DataConfig(task="chain"), models=ModelsConfig(draft="demo"), **gpus, engine=EngineConfig()
-    )
+    sections: dict[str, Any] = {"models": ModelsConfig(draft="demo"), "engine": EngineConfig()}
+    built = Config(data=DataConfig(task="chain"), **sections, **cast(Any, gpus))
     assert (built.speculation.policy, built.engine.max_prefill_tokens) == ("fixed", 8192)
 
 
