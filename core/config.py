@@ -8,7 +8,7 @@ is mutated after it is loaded.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -18,6 +18,13 @@ from core.training_config import AlgorithmConfig, DrafterTrainingConfig, Trainer
 
 MAX_ACTORS = 4096
 MAX_DRAWN_PROBLEMS = 1_000_000
+_GPU_DEFAULTS: dict[str, tuple[str, object, frozenset[str]]] = {
+    # goodput waits for the device between levels; a profile that is named asks for it all the same
+    "speculation": ("policy", "fixed", frozenset({"policy", "profile"})),
+    # a GPU is idle at what fits a CPU's cache
+    "engine": ("max_prefill_tokens", 8192, frozenset({"max_prefill_tokens"})),
+}
+"Of sections, where instances decode on GPUs: a key, its default there, and the keys any of which overrules it."
 
 
 class RunConfig(Section):
@@ -116,7 +123,7 @@ class SpeculationConfig(Section):
     policy: Literal["goodput", "batch_table", "bandit", "capacity", "fixed", "off"] = "goodput"
     "goodput: adaptive, from a profile; batch_table, bandit: TLT's; capacity: FastGRPO's; fixed; off: plain decoding"
     profile: UserPath = "auto"
-    "goodput: a folder made by `rlhfspec profile`; auto: made at start-up when there is none in the cache"
+    "goodput: a folder made by `rlhfspec profile`; auto: made at start-up when there is none in the cache (CPU only)"
     max_nodes: int = Field(default=16, ge=1, le=64)
     "goodput, batch_table, bandit: most draft nodes verified per sample"
     max_depth: int = Field(default=16, ge=1, le=32)
@@ -154,7 +161,7 @@ class EngineConfig(Section):
     kv_cache_mb: float | None = Field(default=None, gt=0.0)
     "keys and values of all running samples; beyond, the shortest wait. None: room for every slot at full length"
     max_prefill_tokens: int = Field(default=512, ge=4)
-    "prompt tokens in one prefill forward"
+    "prompt tokens in one prefill forward; 8192 by default where instances have GPUs"
     num_threads: int = Field(default=1, ge=1, le=MAX_THREADS)
     graph_memory_mb: int = Field(default=1024, ge=0)
     "CUDA: what recorded decode forwards (CUDA graphs) may hold, for each model; 0: none are recorded"
@@ -264,10 +271,34 @@ class Config(Section):
     cluster: ClusterConfig = ClusterConfig()
 
     @property
+    def decodes_on_gpu(self) -> bool:
+        """Whether instances take the GPUs that are asked for (`actors.ray_utils.assigned_device`)."""
+        return _takes_gpus(self.engine.device, self.cluster.generation.num_gpus)
+
+    @property
     def refits_draft(self) -> bool:
         """True when a draft model drafts and is to follow the target."""
         speculation = self.speculation
         return self.drafter_training.refit and speculation.drafter == "model" and speculation.policy != "off"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _simple_on_gpus(cls, given: Any) -> Any:
+        """Where instances decode on GPUs, what the user left open is what is hard to get wrong there."""
+        if not isinstance(given, dict):
+            return given
+        wish = _given(given, "engine", "device") or "auto"
+        if not _takes_gpus(wish, _given(given, "cluster", "generation", "num_gpus") or 0):
+            return given
+        filled = dict(given)
+        for section, (key, value, overruling) in _GPU_DEFAULTS.items():
+            have = filled.get(section, {})
+            if isinstance(have, Section):
+                chosen = have.model_fields_set & overruling
+                filled[section] = have if chosen else have.model_copy(update={key: value})
+            elif isinstance(have, dict) and not overruling & have.keys():
+                filled[section] = {**have, key: value}
+        return filled
 
     @model_validator(mode="after")
     def _consistent(self) -> Config:
@@ -305,3 +336,14 @@ class Config(Section):
         if self.reward.kind == "model" and self.reward.model is None:
             raise ValueError("reward.kind is 'model' but reward.model names none")
         return self
+
+
+def _takes_gpus(wish: object, num_gpus: object) -> bool:
+    return wish == "cuda" or (wish == "auto" and isinstance(num_gpus, int | float) and num_gpus > 0)
+
+
+def _given(tree: Any, *path: str) -> Any:
+    """What stands at a path of mappings and sections that nothing has checked so far; None where nothing does."""
+    for name in path:
+        tree = tree.get(name) if isinstance(tree, dict) else getattr(tree, name, None)
+    return tree

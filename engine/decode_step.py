@@ -20,7 +20,7 @@ from engine.attention.packing import RaggedRows
 from engine.attention.visibility import count_up
 from engine.decoding.draft_tree import DraftTree, ancestors_or_self, drop_split_nodes, root_only
 from engine.decoding.running_batch import RunningBatch
-from engine.decoding.sampling_rule import choose, emitted_logprobs, scale
+from engine.decoding.sampling_rule import choose, emitted_logprobs, kept_tokens, scale
 from engine.decoding.step_phases import Phases
 from engine.decoding.verify import verify
 from engine.drafters.drafter import Drafter
@@ -77,18 +77,21 @@ def decode_step(
     phases.mark()
 
     # a node at depth d chooses the token of depth d + 1
-    choices = choose(logits, noise, tree.depth_with_root, batch.sampling)
-    scaled = scale(logits, batch.sampling)
+    # one sort serves choosing and valuing
+    kept = kept_tokens(scale(logits, batch.sampling), batch.sampling) if batch.sampling.any_filter else None
+    choices = choose(logits, noise, tree.depth_with_root, batch.sampling, kept)
     verdict = verify(choices, tree, ancestors, min(budget.depth, tree.num_nodes))
     if refinement is not None:
         refinement.conclude(tree, verdict, batch.requests)
-    rows = scaled
     if not tree.is_chain:
         step = count_up(verdict.path.shape[1], runner.device)
         out_of_place = (step <= verdict.num_accepted[:, None]) & (verdict.path != step)
         runner.pool.make_dense(lengths - 1, verdict.path, out_of_place)
-        rows = scaled.gather(1, verdict.path[..., None].expand(-1, -1, scaled.shape[-1]))
-    policy, sampling = emitted_logprobs(rows, verdict.token_ids, batch.sampling)
+        # only what is emitted is scaled and valued
+        path = verdict.path[..., None].expand(-1, -1, logits.shape[-1])
+        logits, kept = logits.gather(1, path), None if kept is None else kept.gather(1, path)
+    scaled = scale(logits, batch.sampling)
+    policy, sampling = emitted_logprobs(scaled, verdict.token_ids, batch.sampling, kept)
     on_host = _to_host(
         verdict.token_ids,
         policy,

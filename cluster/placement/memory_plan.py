@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from core.config import Config
+from core.errors import PlacementError
 from engine.admission import MB
 from engine.cache.cuda_memory import mapped_pages
 from engine.cache.kv_memory import Pages, host_pages
@@ -34,6 +35,8 @@ TORCH_PROCESS_BYTES = 500 * MIB
 "A Ray actor with torch and transformers imported, and code of our own compiled: 40 MiB of it."
 PLAIN_PROCESS_BYTES = 130 * MIB
 "A Ray actor with neither."
+CUDA_CONTEXT_BYTES = 600 * MIB
+"Of a GPU, for each process: context, kernels and the libraries' workspaces. Taken from reports, not measured here."
 RAY_PROCESSES_BYTES = 900 * MIB
 "Head processes, agents and dashboard of a local cluster."
 OBJECT_STORE_USUAL_BYTES = 1 * GIB
@@ -95,6 +98,8 @@ class MemoryPlan:
     reward_bytes: int
     object_store_bytes: int
     ray_bytes: int
+    gpu_bytes: int
+    "what one instance takes of its GPU, recorded forwards included; 0 on a CPU"
     num_generation: int
     num_trainer: int
     num_reward: int
@@ -141,11 +146,12 @@ def plan_memory(
 ) -> MemoryPlan:
     """Reckon the plan. `max_total_tokens` is the longest prompt plus sampling.max_new_tokens."""
     longest_sample = _sample_bytes(config, target, draft, max_total_tokens)
+    engine_bytes = _engine_bytes(config, target, draft)
     kv_pool = config.engine.max_running_samples * longest_sample
     if config.engine.kv_cache_mb is not None:
         kv_pool = min(kv_pool, int(config.engine.kv_cache_mb * MB))
     return MemoryPlan(
-        generation_bytes=TORCH_PROCESS_BYTES + kv_pool + _engine_bytes(config, target, draft),
+        generation_bytes=TORCH_PROCESS_BYTES + kv_pool + engine_bytes,
         kv_pool_bytes=kv_pool,
         longest_sample_bytes=longest_sample,
         trainer_bytes=TORCH_PROCESS_BYTES
@@ -154,12 +160,33 @@ def plan_memory(
         + _refit_bytes(config, draft),
         reward_bytes=_reward_bytes(reward_params),
         object_store_bytes=object_store_bytes,
+        gpu_bytes=kv_pool + engine_bytes + _graph_bytes(config, draft) if config.decodes_on_gpu else 0,
         ray_bytes=RAY_PROCESSES_BYTES + TORCH_PROCESS_BYTES,
         num_generation=config.cluster.generation.num_actors,
         num_trainer=config.cluster.trainer.num_actors,
         num_reward=config.cluster.reward.num_actors,
         disk_bytes=_disk_bytes(config, target, draft),
     )
+
+
+def require_gpu_room(plan: MemoryPlan, *, num_gpus: float, device_bytes: int) -> None:
+    """Raise PlacementError unless the instances that share one GPU fit on it.
+
+    Args:
+        plan: of the run.
+        num_gpus: GPUs of one instance; a fraction when several share one.
+        device_bytes: memory of the smallest GPU.
+    """
+    sharing = max(1, int(1 / num_gpus + 1e-9)) if num_gpus > 0 else 1
+    sharing = min(sharing, plan.num_generation)
+    needed = sharing * (plan.gpu_bytes + CUDA_CONTEXT_BYTES) if plan.gpu_bytes else 0
+    if needed > device_bytes:
+        raise PlacementError(
+            f"{sharing} generation instance(s) on one GPU need {gib(needed)} of its memory but it has "
+            f"{gib(device_bytes)} (each: KV pool {gib(plan.kv_pool_bytes)}, weights, logits and recorded forwards "
+            f"{gib(plan.gpu_bytes - plan.kv_pool_bytes)}, CUDA {gib(CUDA_CONTEXT_BYTES)}); set engine.kv_cache_mb, "
+            "lower engine.max_running_samples or engine.graph_memory_mb, or raise cluster.generation.num_gpus"
+        )
 
 
 def object_store_need(config: Config, target: ModelShape, draft: ModelShape | None) -> int:
@@ -173,16 +200,10 @@ def object_store_need(config: Config, target: ModelShape, draft: ModelShape | No
     return _PUBLISHED_VERSIONS * weights + rollouts + _STORE_SLACK_BYTES
 
 
-def _decodes_on_gpu(config: Config) -> bool:
-    """Whether instances take the GPUs that are asked for (`actors.ray_utils.assigned_device`)."""
-    wish = config.engine.device
-    return wish == "cuda" or (wish == "auto" and config.cluster.generation.num_gpus > 0)
-
-
 def _sample_bytes(config: Config, target: ModelShape, draft: ModelShape | None, max_total_tokens: int) -> int:
     """Keys and values of one sample that grows to its limit, in both models' caches."""
     nodes = most_nodes(config.speculation)
-    on_gpu = _decodes_on_gpu(config)
+    on_gpu = config.decodes_on_gpu
     # pools on CPU are float32 whatever the model's dtype
     element_bytes = _DTYPE_BYTES[config.models.dtype] if on_gpu else 4
     shapes = [shape.kv for shape in (target, draft) if shape is not None]
@@ -206,11 +227,16 @@ def _engine_bytes(config: Config, target: ModelShape, draft: ModelShape | None) 
     dtype = config.models.dtype
     weights = target.weight_bytes(dtype) + (draft.weight_bytes(dtype) if draft else 0)
     params = target.num_params + (draft.num_params if draft else 0)
-    on_gpu = _decodes_on_gpu(config)
+    on_gpu = config.decodes_on_gpu
     copy = params * _DTYPE_BYTES[dtype] if on_gpu else int(params * 4 * _INFERENCE_COPY)
     tokens = config.engine.max_running_samples * (most_nodes(config.speculation) + 1)
     logits = tokens * target.vocab_size * 4 * _STEP_COPIES
     return weights + copy + logits
+
+
+def _graph_bytes(config: Config, draft: ModelShape | None) -> int:
+    """Of recorded decode forwards, for each model."""
+    return config.engine.graph_memory_mb * 10**6 * (1 if draft is None else 2)
 
 
 def _learner_bytes(config: Config, target: ModelShape) -> int:

@@ -17,7 +17,14 @@ from transformers.configuration_utils import PretrainedConfig
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from cluster.placement import machine
-from cluster.placement.memory_plan import MemoryPlan, ModelShape, gib, object_store_need, plan_memory
+from cluster.placement.memory_plan import (
+    MemoryPlan,
+    ModelShape,
+    gib,
+    object_store_need,
+    plan_memory,
+    require_gpu_room,
+)
 from cluster.placement.ray_session import check_local_ray, is_local, object_store_bytes
 from cluster.placement.topology import plan as plan_topology
 from cluster.placement.topology import require_machine
@@ -74,6 +81,11 @@ class CheckReport:
             f"  {self.numerics}",
             f"memory, of {have} available here",
             *rows,
+            *(
+                [f"  of each GPU    {gib(self.memory.gpu_bytes)} an instance"]
+                if self.memory.gpu_bytes
+                else []
+            ),
             "disk",
             f"  {disk}",
             "placement",
@@ -255,6 +267,13 @@ def _check_reward(config: Config) -> int | None:
 
 
 def _require_room(config: Config, report: CheckReport, output_dir: Path) -> None:
+    if config.decodes_on_gpu and is_local(config) and torch.cuda.is_available():
+        # GPUs of other nodes are not asked from here
+        sizes = [
+            torch.cuda.get_device_properties(index).total_memory for index in range(torch.cuda.device_count())
+        ]
+        num_gpus = config.cluster.generation.num_gpus
+        require_gpu_room(report.memory, num_gpus=num_gpus, device_bytes=min(sizes))
     needed = report.memory.total_bytes
     here = config.cluster.address is None  # a Ray that this process has started runs here too
     if here and report.available_bytes is not None and needed > report.available_bytes:

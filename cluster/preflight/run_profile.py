@@ -1,7 +1,8 @@
 """The profile of a run: read from a folder, found in the cache, or measured before Ray starts.
 
 Measured by the process that starts the run, on its machine. Instances on other hardware need a profile made there
-with `rlhfspec profile`; every instance compares its own hardware and refuses one that does not match.
+with `rlhfspec profile`; every instance compares its own hardware and refuses one that does not match. Instances on
+GPUs always do: the starting process may have no GPU, and if it has one, memory that it took would be missing there.
 """
 
 from __future__ import annotations
@@ -49,10 +50,19 @@ def needs_profile(config: Config) -> bool:
 def resolve_profile(config: Config, inputs: Inputs, report: Reporter) -> Profile | None:
     """Return the run's profile, measuring one where `auto` finds none; None when the policy needs none.
 
-    Raises ProfileError: the named folder holds no profile, or one of something else.
+    Raises ProfileError: the named folder holds no profile, or one of something else; `auto` with instances on GPUs.
     """
     if not needs_profile(config):
         return None
+    if config.decodes_on_gpu and config.speculation.profile == AUTO:
+        raise ProfileError(
+            "speculation.profile auto measures in the process that starts the run, but the instances decode on GPUs; "
+            "expected a profile measured on one: run `rlhfspec profile --config FILE --out DIR` on a node with such "
+            "a GPU and set speculation.profile=DIR, or take speculation.policy=fixed, which needs none"
+        )
+    if config.decodes_on_gpu and not torch.cuda.is_available():
+        # nothing to compare with here: the instances compare
+        return load_profile(Path(config.speculation.profile).expanduser())
     described = describe(config, inputs)
     if config.speculation.profile != AUTO:
         folder = Path(config.speculation.profile).expanduser()

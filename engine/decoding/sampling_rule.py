@@ -64,14 +64,18 @@ def scale(logits: Float[Tensor, "B R V"], rows: RowSampling) -> Float[Tensor, "B
 
 
 def perturb(
-    scaled: Float[Tensor, "B R V"], noise: Float[Tensor, "B R V"], rows: RowSampling
+    scaled: Float[Tensor, "B R V"],
+    noise: Float[Tensor, "B R V"],
+    rows: RowSampling,
+    kept: Bool[Tensor, "B R V"] | None = None,
 ) -> Float[Tensor, "B R V"]:
-    """Add the noise, drop what the filters drop (to -inf). The rule is the argmax of this."""
+    """Add the noise, drop what the filters drop (to -inf). The rule is the argmax of this. `kept`: see `choose`."""
     if rows.any_greedy:
         noise = noise * rows.noise_factor[:, None, None]
     perturbed = scaled + noise
     if rows.any_filter:
-        perturbed = perturbed.masked_fill(~kept_tokens(scaled, rows), float("-inf"))
+        kept = kept_tokens(scaled, rows) if kept is None else kept
+        perturbed = perturbed.masked_fill(~kept, float("-inf"))
     return perturbed
 
 
@@ -91,13 +95,17 @@ def choose(
     noise: Noise,
     levels: Int[Tensor, "B R"],
     rows: RowSampling,
+    kept: Bool[Tensor, "B R V"] | None = None,
 ) -> Int[Tensor, "B R"]:
-    """Return the rule's token of every row, whose noise is that of its level. Ties go to the smaller token id."""
+    """Return the rule's token of every row, whose noise is that of its level. Ties go to the smaller token id.
+
+    `kept`: what the filters keep (`kept_tokens`), where that is known; needed only where any sample filters.
+    """
     if not rows.any_filter:
         chosen = noise.choose(logits, levels, rows.divisor, rows.noise_factor)
         if chosen is not None:
             return chosen
-    return perturb(scale(logits, rows), _of_levels(noise, levels), rows).argmax(-1)
+    return perturb(scale(logits, rows), _of_levels(noise, levels), rows, kept).argmax(-1)
 
 
 def leaders(
@@ -151,15 +159,21 @@ def kept_tokens(scaled: Float[Tensor, "B R V"], rows: RowSampling) -> Bool[Tenso
 
 
 def emitted_logprobs(
-    scaled: Float[Tensor, "B R V"], token_ids: Int[Tensor, "B R"], rows: RowSampling
+    scaled: Float[Tensor, "B R V"],
+    token_ids: Int[Tensor, "B R"],
+    rows: RowSampling,
+    kept: Bool[Tensor, "B R V"] | None = None,
 ) -> tuple[Float[Tensor, "B R"], Float[Tensor, "B R"]]:
-    """Return policy_logprob (unfiltered) and sampling_logprob (after the filters; 0 when greedy)."""
+    """Return policy_logprob (unfiltered) and sampling_logprob (after the filters; 0 when greedy).
+
+    `kept`: see `choose`.
+    """
     flat = scaled.reshape(-1, scaled.shape[-1])
     policy = token_logprobs(flat, token_ids.reshape(-1), 1.0).view(token_ids.shape)
     sampling = policy
     if rows.any_filter:
-        kept = scaled.masked_fill(~kept_tokens(scaled, rows), float("-inf"))
-        flat = kept.reshape(-1, scaled.shape[-1])
+        kept = kept_tokens(scaled, rows) if kept is None else kept
+        flat = scaled.masked_fill(~kept, float("-inf")).reshape(-1, scaled.shape[-1])
         sampling = token_logprobs(flat, token_ids.reshape(-1), 1.0).view(token_ids.shape)
     if rows.any_greedy:
         sampling = sampling * rows.noise_factor[:, None]

@@ -27,7 +27,7 @@ from engine.decoding.draft_tree import DraftTree, ancestors_or_self, chain
 from engine.model.compute_backend import PoolAttention
 from engine.model.forward_plan import ForwardPlan, TreePlan
 from engine.model.prefill_plan import PrefillPiece, PrefillPlan
-from engine.model.support import unsupported
+from engine.model.support import switch_attention, unsupported
 from engine.weights.chunks import describe_not_finite, not_finite
 from engine.weights.loading import max_context_tokens
 
@@ -246,9 +246,9 @@ def failing_is_refused(model: PreTrainedModel, what: str) -> Iterator[None]:
 def plain_logits(model: PreTrainedModel, ids: Int[Tensor, " T"]) -> Float[Tensor, "T V"]:
     """Run the model's own forward, with its own attention, over one sequence."""
     before = model.config._attn_implementation or PLAIN_ATTENTION
-    model.set_attn_implementation(PLAIN_ATTENTION)
+    switch_attention(model, PLAIN_ATTENTION)
     logits = model(input_ids=ids[None], use_cache=False).logits[0]
-    model.set_attn_implementation(before)
+    switch_attention(model, before)
     return logits
 
 

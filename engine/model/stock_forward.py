@@ -21,7 +21,7 @@ from engine.model.compute_backend import ComputeBackend
 from engine.model.forward_plan import ForwardPlan
 from engine.model.linears import same_bits
 from engine.model.stock_linears import OwnProduct, with_own_products
-from engine.model.support import unsupported
+from engine.model.support import switch_attention, unsupported
 
 ATTENTION_NAME = "rlhfspec"
 
@@ -35,7 +35,7 @@ class StockForward:
         self._of = model
         lay_out = backend.stock_linear
         self._model = model if lay_out is None else with_own_products(model, lay_out)
-        self._model.set_attn_implementation(ATTENTION_NAME)
+        switch_attention(self._model, ATTENTION_NAME)
 
     def __call__(self, input_ids: Tensor, position_ids: Tensor, plan: ForwardPlan) -> Tensor:
         """See `engine.model.runner.Forward`."""

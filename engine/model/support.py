@@ -32,6 +32,21 @@ def refuse_unsupported(model: PreTrainedModel, capacity: int) -> None:
             raise unsupported(model, reason)
 
 
+def switch_attention(model: PreTrainedModel, name: str) -> None:
+    """Let every attention layer of a model call the function registered as `name`.
+
+    Raises ModelError unless the model's config, and the one that its layers read, say so afterwards: libraries warn
+    or go on with what they had where they cannot switch.
+    """
+    model.set_attn_implementation(name)
+    for config in (model.config, model.config.get_text_config()):
+        got = config._attn_implementation
+        if got != name:
+            raise unsupported(
+                model, f"its attention was to be {name!r}, and is {got!r} after it was switched"
+            )
+
+
 def unsupported(model: nn.Module, reason: str) -> ModelError:
     """Return the error for an architecture, or a layer of one, that cannot be served."""
     return ModelError(f"{type(model).__name__} is not supported: {reason}; take a model of another family")

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from core.errors import ModelError
+from engine.model.support import switch_attention
 from learning.forward.batching import PackedSequences
 from learning.forward.packed_attention import ATTENTION_NAME
 from learning.forward.precision import autocast
@@ -63,7 +64,7 @@ def response_logits(
 
 def prepare_for_training(model: PreTrainedModel, *, gradient_checkpointing: bool) -> None:
     """Attend to packed sequences, switch gradients on and dropout off: the ratio at the first minibatch must be 1."""
-    model.set_attn_implementation(ATTENTION_NAME)
+    switch_attention(model, ATTENTION_NAME)
     model.requires_grad_(True)
     model.eval()
     _switch_dropout_off(model)

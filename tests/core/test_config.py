@@ -3,12 +3,12 @@
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 import pytest
 from pydantic import BaseModel
 
-from core.config import Config
+from core.config import Config, DataConfig, EngineConfig, ModelsConfig
 from core.config_io import config_from_dict, dump_config, load_config
 from core.errors import ConfigError
 
@@ -223,3 +223,27 @@ def test_off_in_yaml_is_a_string_and_false_a_boolean(tmp_path):
     assert overridden.speculation.policy == "off"
     assert overridden.cluster.dashboard is False
     assert overridden.data.shuffle is True
+
+
+def test_on_gpus_what_is_left_open_is_simple(tmp_path: Path) -> None:
+    gpus = {"cluster": {"generation": {"num_gpus": 1}}}
+    open_ = config_from_dict(SMALLEST | gpus)
+    assert (open_.speculation.policy, open_.engine.max_prefill_tokens) == ("fixed", 8192)
+    dump_config(open_, tmp_path / "resolved.yaml")
+    assert load_config(tmp_path / "resolved.yaml") == open_
+    sections: dict[str, Any] = {"models": ModelsConfig(draft="demo"), "engine": EngineConfig()}
+    built = Config(data=DataConfig(task="chain"), **sections, **cast(Any, gpus))
+    assert (built.speculation.policy, built.engine.max_prefill_tokens) == ("fixed", 8192)
+
+
+@pytest.mark.parametrize(
+    ("tree", "expected"),
+    [
+        ({"speculation": {"policy": "goodput"}, "engine": {"max_prefill_tokens": 512}}, ("goodput", 512)),
+        ({"speculation": {"profile": "measured"}}, ("goodput", 8192)),
+        ({"engine": {"device": "cpu"}}, ("goodput", 512)),
+    ],
+)
+def test_what_the_user_says_holds_on_gpus_too(tree: dict, expected: tuple[str, int]) -> None:
+    config = config_from_dict(SMALLEST | {"cluster": {"generation": {"num_gpus": 1}}} | tree)
+    assert (config.speculation.policy, config.engine.max_prefill_tokens) == expected

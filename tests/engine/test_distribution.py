@@ -137,7 +137,9 @@ def _drop_group_member(patch: pytest.MonkeyPatch) -> None:
 
 
 def _filter_after_argmax(patch: pytest.MonkeyPatch) -> None:
-    def wrong(scaled: torch.Tensor, noise: torch.Tensor, rows: RowSampling) -> torch.Tensor:
+    def wrong(
+        scaled: torch.Tensor, noise: torch.Tensor, rows: RowSampling, kept: torch.Tensor | None = None
+    ) -> torch.Tensor:
         tokens = (scaled + noise).argmax(-1)
         inside = kept_tokens(scaled, rows).gather(-1, tokens[..., None])[..., 0]
         tokens = torch.where(inside, tokens, scaled.argmax(-1))

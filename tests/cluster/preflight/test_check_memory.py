@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
+
 from cluster.placement.memory_plan import (
+    CUDA_CONTEXT_BYTES,
     MIB,
     PLAIN_PROCESS_BYTES,
     RAY_PROCESSES_BYTES,
@@ -11,10 +14,12 @@ from cluster.placement.memory_plan import (
     ModelShape,
     gib,
     plan_memory,
+    require_gpu_room,
 )
 from cluster.preflight.run_check import model_shape
 from core.config import Config
 from core.config_io import config_from_dict
+from core.errors import PlacementError
 from engine.cache.kv_pool import KVShape
 from engine.weights.loading import load_hf_config
 from tests.conftest import TinyPair
@@ -190,6 +195,7 @@ def test_what_is_printed_adds_up_to_the_total() -> None:
         reward_bytes=1 << 29,
         object_store_bytes=1 << 28,
         ray_bytes=1 << 30,
+        gpu_bytes=0,
         num_generation=2,
         num_trainer=1,
         num_reward=4,
@@ -214,3 +220,23 @@ def test_a_limit_on_the_caches_bounds_the_plan_and_never_enlarges_it() -> None:
         made = plan(settings)
         assert abs(made.kv_pool_bytes - expected) <= 1
         assert made.longest_sample_bytes == one
+
+
+def test_instances_must_fit_on_the_gpu_that_they_share() -> None:
+    made = plan(config(cluster={"generation": {"num_actors": 2, "num_gpus": 0.5}}))
+    assert made.gpu_bytes > made.kv_pool_bytes + 2 * 1024 * 10**6, "pool, weights and what both models record"
+    each = made.gpu_bytes + CUDA_CONTEXT_BYTES
+    require_gpu_room(made, num_gpus=0.5, device_bytes=2 * each)
+    require_gpu_room(made, num_gpus=1, device_bytes=each)
+    with pytest.raises(
+        PlacementError, match=r"^2 generation instance\(s\) on one GPU need .*engine\.kv_cache_mb"
+    ):
+        require_gpu_room(made, num_gpus=0.5, device_bytes=2 * each - 1)
+    with pytest.raises(PlacementError, match=r"^1 generation instance"):
+        require_gpu_room(made, num_gpus=1, device_bytes=each - 1)
+
+
+def test_instances_on_a_cpu_take_no_memory_of_a_gpu() -> None:
+    made = plan(config())
+    assert made.gpu_bytes == 0
+    require_gpu_room(made, num_gpus=0, device_bytes=0)

@@ -68,6 +68,14 @@ def test_other_policies_need_no_profile(read, change: str) -> None:
     assert resolve_profile(*read(change), Reporter()) is None
 
 
+def test_auto_never_measures_for_gpus_in_the_starting_process(read) -> None:
+    config, inputs = read("cluster.generation.num_gpus=1")
+    with pytest.raises(
+        ProfileError, match="run `rlhfspec profile --config FILE --out DIR` on a node with such a GPU"
+    ):
+        resolve_profile(config, inputs, Reporter())
+
+
 def test_a_folder_without_a_profile_is_bad_input(
     config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
