@@ -21,6 +21,9 @@ from torch import Tensor
 from learning.experience import Experience
 from learning.losses import kl_estimate
 
+MOST_LOG_RATIO = 20.0
+"Larger ones are cut, in nats."
+
 ImportanceSampling = Literal["off", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 
 
@@ -39,7 +42,8 @@ def importance_weights(
     difference = torch.where(mask, policy_logprobs - sampling_logprobs, torch.zeros_like(policy_logprobs))
     if mode.startswith("sequence"):
         difference = difference.sum(dim=1, keepdim=True).expand_as(difference)
-    ratio = difference.exp()
+    # as in verl: no underflow to 0, which would pass for a masked token
+    ratio = difference.clamp(-MOST_LOG_RATIO, MOST_LOG_RATIO).exp()
     weight = ratio.clamp(max=cap) if mode.endswith("truncate") else torch.where(ratio > cap, 0.0, ratio)
     return torch.where(mask, weight, torch.zeros_like(weight)).detach()
 

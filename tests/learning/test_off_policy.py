@@ -35,6 +35,17 @@ def test_a_sequence_above_the_cap_is_masked_whole_and_counted():
     assert importance_figures(weights, MASK)["mismatch/masked_share"] == pytest.approx(3 / 5)
 
 
+def test_a_long_filtered_sequence_is_light_and_not_taken_for_masked():
+    policy, sampling, mask = (
+        torch.full((1, 2000), -0.05),
+        torch.zeros(1, 2000),
+        torch.ones(1, 2000, dtype=torch.bool),
+    )
+    weights = importance_weights(policy, sampling, mask, mode="sequence_mask", cap=2.0)
+    assert 0.0 < float(weights.max()) < 1e-8
+    assert importance_figures(weights, mask)["mismatch/masked_share"] == 0.0
+
+
 def off_by(rollouts, shift):
     """The same samples by a sampler whose log-probabilities are all off by so much."""
     return [
