@@ -68,15 +68,22 @@ def get_all(refs: Mapping[str, Any], *, waiter: str, order: str, timeout_s: floa
         silent = [name for name in refs if name not in answers and name not in failed]
         # NCCL ends a process whose peer is silent, at the limit: what died late is not what failed
         gave_up = wait.waited_s > _LATE * timeout_s
-        raise _cause(failed, silent, order, gave_up=gave_up) from None
+        raise explaining(failed, silent, order, gave_up=gave_up) from None
     wait.answered()
     return answers
 
 
-def _cause(
+def explaining(
     failed: Mapping[str, BaseException], silent: list[str], order: str, *, gave_up: bool
 ) -> BaseException:
-    """The failure that explains the others: a death, then what one raised itself, then whom all waited for."""
+    """The failure that explains the others: a death, then what one raised itself, then whom all waited for.
+
+    Args:
+        failed: what came of those that failed, by name.
+        silent: names of those that neither answered nor failed.
+        order: what they were asked for.
+        gave_up: the failures came when waiting for each other had to end.
+    """
     if silent and gave_up:
         failed = {name: PeerLost(str(error)) for name, error in failed.items()}
     dead = [error for error in failed.values() if isinstance(error, InstanceLost)]

@@ -43,9 +43,13 @@ def test_a_gpu_that_torch_cannot_use_is_refused():
 @pytest.mark.slow
 def test_ray_says_which_gpus_an_actor_has():
     root = Path(__file__).resolve().parents[3]
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], cwd=root, capture_output=True, text=True, timeout=120
-    )
+    for _ in range(3):
+        done = subprocess.run(
+            [sys.executable, "-c", SCRIPT], cwd=root, capture_output=True, text=True, timeout=200
+        )
+        # Ray gives its own node 30 s, which a busy machine may not keep
+        if "node timed out during startup" not in done.stderr:
+            break
     assert done.returncode == 0, done.stderr
     none, *one = json.loads(done.stdout.splitlines()[-1])
     assert none == []

@@ -71,7 +71,8 @@ def test_channels_and_transports_leave_no_thread_and_no_socket_behind():
         exchange(source, destination, threads)
         destination.close()
         source.close()
-        assert settled(before) == before
+        # less, where an earlier test's sockets were closing still
+        assert all(now <= then for now, then in zip(settled(before), before, strict=True))
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection((HOST, unused.port), timeout=1.0)
 
