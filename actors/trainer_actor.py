@@ -47,8 +47,8 @@ class TrainerActor:
         self._broadcast_host: BroadcastHost | None = None
         self._broadcast: BroadcastGroup | None = None
         self._trainers: OneTrainer = OneTrainer()
-        self._meeting_store: Any = None
-        self._meeting: tuple[Any, float] | None = None
+        self._store: Any = None
+        self._meeting: TrainerMeeting | None = None
 
     def __repr__(self) -> str:
         return self._spec.name
@@ -56,19 +56,21 @@ class TrainerActor:
     def open_group(self, timeout_s: float) -> TrainerMeeting:
         """Make a place where the trainers of this run meet, at this node's address; for the first of them."""
         host = ray.util.get_node_ip_address()
-        self._meeting_store = new_store(host, self._spec.num_trainers, timeout_s)
-        return TrainerMeeting(host=host, port=self._meeting_store.port, timeout_s=timeout_s)
+        self._store = new_store(host, self._spec.num_trainers, timeout_s)
+        return TrainerMeeting(host=host, port=self._store.port, timeout_s=timeout_s)
 
     def join_group(self, meeting: TrainerMeeting) -> None:
         """Join the other trainers. Raises PeerLost when not all come in time."""
         spec, device = self._spec, self._device
-        store = self._meeting_store or store_at(
+        self._meeting = meeting
+        self._store = self._store or store_at(
             meeting.host, meeting.port, spec.num_trainers, meeting.timeout_s
         )
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        join_group(store, rank=spec.rank, size=spec.num_trainers, device=device, timeout_s=spec.timeout_s)
-        self._meeting = (store, meeting.timeout_s)
+        join_group(
+            self._store, rank=spec.rank, size=spec.num_trainers, device=device, timeout_s=spec.timeout_s
+        )
         self._trainers = Sharded(device) if spec.trainer.strategy == "fsdp2" else DataParallel()
 
     def load_weights(self, manifest: WeightManifest, *chunks: np.ndarray) -> LoadedWeights:
@@ -93,8 +95,8 @@ class TrainerActor:
         )
         if self._meeting is not None:
             # loading has a longer limit than what follows
-            store, limit_s = self._meeting
-            meet(store, rank=self._spec.rank, size=self._spec.num_trainers, timeout_s=limit_s)
+            limit_s = self._meeting.timeout_s
+            meet(self._store, rank=self._spec.rank, size=self._spec.num_trainers, timeout_s=limit_s)
         return self._loaded(manifest, self.checksum())
 
     def load_draft(self, manifest: WeightManifest, *chunks: np.ndarray) -> LoadedWeights:

@@ -19,11 +19,12 @@ from rich.console import Console
 from benchmarks.moving.session import bench_ray
 from benchmarks.real.model import real_workload
 from benchmarks.support.actor_pool import ActorPool
+from benchmarks.support.grouped import SAMPLES_PER_PROMPT, alternating_rollouts, grouped_requests
 from benchmarks.support.result import write_result
 from benchmarks.support.workload import Workload, demo_workload
 from cluster.weights.publish import PublishedWeights, publish
 from core.config import AlgorithmConfig, EngineConfig, ReallocationConfig, SpeculationConfig, TrainerConfig
-from core.records import Reward, Rollout, SampleRequest
+from core.records import Rollout, SampleRequest
 from engine.weights.chunks import pack_tensors
 from engine.weights.loading import DTYPES
 from learning.forward.engine_scoring import EngineScorer
@@ -36,7 +37,6 @@ KINDS = ("ppo", "grpo")
 NUM_PROMPTS = {"quick": 4, "default": 16, "full": 64}
 NUM_PROMPTS_REAL = {"quick": 2, "default": 24, "full": 64}
 MAX_NEW_TOKENS_REAL = 96
-SAMPLES_PER_PROMPT = 2
 ENGINE = EngineConfig(device="cpu", max_running_samples=16, probe=False)
 TREE = SpeculationConfig(policy="fixed", num_nodes=4, depth=3, branching=2)
 TEMPERATURE, TOP_P = 0.9, 0.95
@@ -149,30 +149,15 @@ def _sampled(
     outcome = pool.rollout(requests, reallocation=moves, interval_s=interval_s)
     tally.moves += sum(move.outcome == MoveOutcome.MOVED for move in outcome.moves)
     tally.accepted_draft_tokens += sum(one.num_accepted_tokens for one in outcome.completions.values())
-    return [
-        Rollout(
-            prompt=request.prompt,
-            completion=outcome.completions[request.key],
-            response_text="",
-            reward=Reward(value=float(index % SAMPLES_PER_PROMPT)),
-        )
-        for index, request in enumerate(requests)
-    ]
+    return alternating_rollouts(requests, [outcome.completions[request.key] for request in requests])
 
 
 def _requests(workload: Workload, number: int) -> list[SampleRequest]:
-    """Groups of a prompt's samples; no stop tokens, so that samples live long enough to move."""
-    per_rollout = SAMPLES_PER_PROMPT * len(workload.prompts)
-    lots = [
-        workload.requests(
-            number * per_rollout + lot * len(workload.prompts), temperature=TEMPERATURE, top_p=TOP_P
-        )
-        for lot in range(SAMPLES_PER_PROMPT)
-    ]
+    """Of one rollout; no stop tokens, so that samples live long enough to move."""
+    first_index = number * SAMPLES_PER_PROMPT * len(workload.prompts)
     return [
-        replace(request, group_id=group, sampling=replace(request.sampling, stop_token_ids=()))
-        for group, members in enumerate(zip(*lots, strict=True))
-        for request in members
+        replace(request, sampling=replace(request.sampling, stop_token_ids=()))
+        for request in grouped_requests(workload, first_index, temperature=TEMPERATURE, top_p=TOP_P)
     ]
 
 

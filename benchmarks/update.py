@@ -10,7 +10,7 @@ import copy
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,12 @@ import torch
 from rich.console import Console
 
 from benchmarks.real.model import real_workload
+from benchmarks.support.grouped import alternating_rollouts, grouped_requests
 from benchmarks.support.result import write_result
 from benchmarks.support.timing import Figures, Rate, interleaved, ratios
 from benchmarks.support.workload import Workload, demo_workload
 from core.config import AlgorithmConfig, EngineConfig, SpeculationConfig, TrainerConfig
-from core.records import Reward, Rollout
+from core.records import Rollout
 from engine.build import build_engine
 from engine.decoding.logprobs import token_logprobs
 from learning.experience import collate
@@ -128,27 +129,8 @@ def sample(workload: Workload) -> Batch:
         max_total_tokens=workload.max_total_tokens,
         vocab_size=workload.vocab_size,
     )
-    first = workload.requests()
-    second = workload.requests(first_index=len(first))
-    requests = [
-        replace(request, group_id=group)
-        for group, pair in enumerate(zip(first, second, strict=True))
-        for request in pair
-    ]
-    return Batch(
-        workload=workload,
-        rollouts=[
-            Rollout(
-                prompt=request.prompt,
-                completion=completion,
-                response_text="",
-                reward=Reward(value=float(number % 2)),
-            )
-            for number, (request, completion) in enumerate(
-                zip(requests, engine.generate(requests), strict=True)
-            )
-        ],
-    )
+    requests = grouped_requests(workload)
+    return Batch(workload=workload, rollouts=alternating_rollouts(requests, engine.generate(requests)))
 
 
 def updates(learner: Learner, batch: Batch, reports: list[dict[str, float]] | None = None) -> Rate:

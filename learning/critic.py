@@ -9,8 +9,6 @@ a critic that notices it puts the blame on that token instead of the whole respo
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
@@ -103,12 +101,3 @@ class Critic:
                 if epoch == 0:
                     first_pass.append(float(loss.detach()))
         return sum(first_pass) / len(first_pass)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Head and optimizer."""
-        return {"head": self.head.state_dict(), "optimizer": self.optimizer.state_dict()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state_dict` was taken."""
-        self.head.load_state_dict(state["head"])
-        self.optimizer.load_state_dict(state["optimizer"])

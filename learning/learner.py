@@ -1,7 +1,8 @@
 """The learner: PPO and GRPO on finished rollouts, deterministic to the last bit on the CPU.
 
 PPO: Schulman et al. 2017, algorithm 1, with GAE. GRPO: Shao et al. 2024, algorithm 1.
-Old log-probabilities are the engine's; the reference is a frozen copy of the initial target.
+Old log-probabilities are the engine's, or of one more forward here where it rounds otherwise; the reference is a frozen
+copy of the initial target.
 Equal rollouts give bitwise equal parameters on the CPU (CUDA may add up gradients in any order): samples are
 ordered by index, minibatches are drawn from (seed, weight version), and nothing else is random.
 """
@@ -40,7 +41,7 @@ from learning.losses import (
 )
 from learning.off_policy import importance_figures, importance_weights, recomputed
 from learning.parallel.learner_state import LearnerState
-from learning.parallel.one_trainer import OneTrainer, zero_gradients
+from learning.parallel.one_trainer import OneTrainer, gradient_of
 from learning.ppo_advantages import ppo_advantages
 from learning.soft_targets import SoftTargetStore
 from learning.targets import Targets
@@ -284,7 +285,8 @@ class Learner:
         weight_of[rows] = weights
         learned = self._with_gradient(rows, targets)
         if not learned:
-            zero_gradients(self._learned())
+            for parameter in self._learned():
+                gradient_of(parameter)
         problem: str | None = None
         engine = None if targets.engine is None or not learned else targets.engine.of(learned)
         for pack in self._forward.packs(learned, experience):

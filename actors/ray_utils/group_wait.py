@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from actors.ray_utils.node import require_node
-from actors.ray_utils.waiting import get, wait_any
+from actors.ray_utils.waiting import get, no_answer, wait_any
 from actors.ray_utils.watch import LOOK_S, OpenWait
-from core.errors import InstanceLost, PeerLost, RlhfSpecError, WaitTimeout
+from core.errors import InstanceLost, PeerLost, RlhfSpecError
 
 GRACE_S = 5.0
 "After a failure, for the others to say theirs: Ray may tell of a death later than the connection breaks."
@@ -38,12 +38,11 @@ def get_all(refs: Mapping[str, Any], *, waiter: str, order: str, timeout_s: floa
     answers: dict[str, Any] = {}
     failed: dict[str, BaseException] = {}
     failed_at_s = 0.0
-    while len(answers) + len(failed) < len(refs):
-        left = {name: ref for name, ref in refs.items() if name not in answers and name not in failed}
+    left = dict(refs)
+    while left:
         ready = wait_any(list(left.values()), timeout_s=LOOK_S)
-        for name, ref in left.items():
-            if ref not in ready:
-                continue
+        for name in [name for name, ref in left.items() if ref in ready]:
+            ref = left.pop(name)
             try:
                 answers[name] = get(ref, waiter=waiter, waited_for=name, order=order, timeout_s=_NOW_S)
             except Exception as error:
@@ -55,20 +54,11 @@ def get_all(refs: Mapping[str, Any], *, waiter: str, order: str, timeout_s: floa
             wait.look()
             require_node()
         if not failed and wait.left_s <= 0.0:
-            silent = ", ".join(name for name in refs if name not in answers)
-            raise WaitTimeout(
-                waiter=waiter,
-                waited_for=silent,
-                order=order,
-                waited_s=wait.waited_s,
-                advice="raise the timeout in the section cluster of the config if it is only slow, "
-                "else look at its log in the Ray dashboard",
-            )
+            raise no_answer(waiter, ", ".join(left), order, wait.waited_s)
     if failed:
-        silent = [name for name in refs if name not in answers and name not in failed]
         # NCCL ends a process whose peer is silent, at the limit: what died late is not what failed
         gave_up = wait.waited_s > _LATE * timeout_s
-        raise explaining(failed, silent, order, gave_up=gave_up) from None
+        raise explaining(failed, list(left), order, gave_up=gave_up) from None
     wait.answered()
     return answers
 

@@ -43,14 +43,7 @@ def get(ref: Any, *, waiter: str, waited_for: str, order: str, timeout_s: float)
             require_node()
             if wait.left_s > 0.0:
                 continue
-            raise WaitTimeout(
-                waiter=waiter,
-                waited_for=waited_for,
-                order=order,
-                waited_s=wait.waited_s,
-                advice="raise the timeout in the section cluster of the config if it is only slow, "
-                "else look at its log in the Ray dashboard",
-            ) from None
+            raise no_answer(waiter, waited_for, order, wait.waited_s) from None
         except DEATHS as error:
             require_node(error)
             raise ActorDied(
@@ -60,6 +53,18 @@ def get(ref: Any, *, waiter: str, waited_for: str, order: str, timeout_s: float)
             raise own_error(error) from None
         wait.answered()
         return answer
+
+
+def no_answer(waiter: str, waited_for: str, order: str, waited_s: float) -> WaitTimeout:
+    """The error of a wait for actors that ran out of time."""
+    return WaitTimeout(
+        waiter=waiter,
+        waited_for=waited_for,
+        order=order,
+        waited_s=waited_s,
+        advice="raise the timeout in the section cluster of the config if it is only slow, "
+        "else look at its log in the Ray dashboard",
+    )
 
 
 def _get_awake(ref: Any, wait: OpenWait) -> Any:

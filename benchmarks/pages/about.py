@@ -71,7 +71,6 @@ ABOUT = {
         how="Plain decoding alone, compared bit for bit with two instances that draft trees while samples move all the "
         "time (temperature 1, and 0.7 with top-p 0.9; chat prompts of the one-sentence task, 128 tokens each); every "
         "fourth sample of plain decoding is compared with a teacher-forced Hugging Face forward.",
-        data=True,
     ),
     "update_real": About(
         title="Update of a real model",

@@ -22,8 +22,6 @@ from core.errors import InstanceLost, NumericsError, RlhfSpecError
 JOIN_TIMEOUT_S = 30.0
 "For all members to come, and for each bucket."
 _GRACE_S = 5.0
-_TRAINER = "trainer"
-"The member that sends, whatever the actor's name is."
 
 
 class Broadcast:
@@ -70,10 +68,9 @@ class Broadcast:
 
     def _form(self, instances: Mapping[str, Handle]) -> None:
         names = tuple(instances)
-        ticket = self._ask(
-            self._trainers.first.open_broadcast.remote(names), _TRAINER, "open a broadcast group"
-        )
-        joins = {_TRAINER: self._trainers.first.join_broadcast.remote(JOIN_TIMEOUT_S)} | {
+        sender, trainer = self._trainers.first_name, self._trainers.first
+        ticket = self._ask(trainer.open_broadcast.remote(names), sender, "open a broadcast group")
+        joins = {sender: trainer.join_broadcast.remote(JOIN_TIMEOUT_S)} | {
             name: handle.join_broadcast.remote(ticket, rank, JOIN_TIMEOUT_S)
             for rank, (name, handle) in enumerate(instances.items(), start=1)
         }
@@ -82,9 +79,9 @@ class Broadcast:
 
     def _send(self, told: Any, instances: Mapping[str, Handle]) -> PublishedWeights:
         order = f"pass on {told.model} version {told.weight_version}"
-        following = self._trainers.follow()
+        sender, following = self._trainers.first_name, self._trainers.follow()
         answers = self._all(
-            {_TRAINER: self._trainers.first.broadcast.remote(told)}
+            {sender: self._trainers.first.broadcast.remote(told)}
             | following
             | {
                 name: handle.receive_weights.remote(self._timeout_s, told)
@@ -92,7 +89,7 @@ class Broadcast:
             },
             order,
         )
-        manifest = answers[_TRAINER]
+        manifest = answers[sender]
         for name in instances:
             confirm(answers[name], manifest)
         return PublishedWeights(manifest=manifest, chunk_refs=(), fetch=self._trainers.take)

@@ -42,27 +42,27 @@ class PolicyForward:
         """This trainer's share of some rows (the same ones for all trainers), as many packs as any trainer has."""
         rows = list(rows)
         lengths = [experience.lengths[row] for row in rows]
-        shares = (
-            share_rows(lengths, self.trainers.size) if self.trainers.size > 1 else [list(range(len(rows)))]
-        )
         packs = [
             [
                 Pack(rows=[rows[share[i]] for i in pack])
                 for pack in pack_tokens([lengths[i] for i in share], self.max_tokens)
             ]
-            for share in shares
+            for share in share_rows(lengths, self.trainers.size)
         ]
         mine, most = packs[self.trainers.rank], max(len(one) for one in packs)
         shortest = min(rows, key=lambda row: (experience.lengths[row], row), default=0)
         return mine + [Pack(rows=[shortest], is_filler=True)] * (most - len(mine))
 
-    def logits(self, model: PreTrainedModel, packed: PackedSequences) -> tuple[Tensor, Tensor]:
-        """Logits [M, V] and hidden states [M, H] that predict the pack's targets."""
+    def logits(
+        self, model: PreTrainedModel, packed: PackedSequences, *, with_logits: bool = True
+    ) -> tuple[Tensor, Tensor]:
+        """Logits [M, V] and hidden states [M, H] that predict the pack's targets; logits [0, V] where not wanted."""
         return response_logits(
             model,
             packed,
             self.vocab_size,
             compute_dtype=self.compute_dtype,
+            with_logits=with_logits,
             keeps_casts=not self.trainers.is_sharded,
         )
 
@@ -87,14 +87,7 @@ class PolicyForward:
         place[experience.mask] = torch.arange(experience.num_tokens)
         out: Tensor | None = None
         for pack in self.packs(range(len(place)), experience):
-            _, hidden = response_logits(
-                model,
-                experience.packed(pack.rows),
-                self.vocab_size,
-                compute_dtype=self.compute_dtype,
-                with_logits=False,
-                keeps_casts=not self.trainers.is_sharded,
-            )
+            _, hidden = self.logits(model, experience.packed(pack.rows), with_logits=False)
             if out is None:
                 out = hidden.new_zeros((experience.num_tokens, hidden.shape[1]))
             if not pack.is_filler:

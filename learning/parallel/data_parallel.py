@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from core.errors import PeerLost
-from learning.parallel.one_trainer import OneTrainer
+from learning.parallel.one_trainer import OneTrainer, gradient_of
 
 T = TypeVar("T")
 
@@ -72,11 +72,15 @@ class DataParallel(OneTrainer):
                 gradient.copy_(part.view_as(gradient))
 
     def clip(self, parameters: Sequence[nn.Parameter], max_norm: float) -> float:
-        """See `OneTrainer`; by the first trainer's norm, so that copies of the weights stay equal."""
-        norm = nn.utils.get_total_norm([gradient_of(parameter) for parameter in parameters])
-        self.take_first([norm])
+        """See `OneTrainer`."""
+        norm = self._everyones(nn.utils.get_total_norm([gradient_of(parameter) for parameter in parameters]))
         nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
         return float(norm)
+
+    def _everyones(self, norm: Tensor) -> Tensor:
+        """One norm for all: the first trainer's, so that copies of the weights stay equal."""
+        self.take_first([norm])
+        return norm
 
     @contextmanager
     def naming(self, what: str) -> Iterator[None]:
@@ -88,7 +92,7 @@ class DataParallel(OneTrainer):
                 raise
             raise PeerLost(
                 f"trainer {self.rank} of {self.size} could not {what}: another trainer died or fell silent "
-                f"({str(error).strip().splitlines()[0][:160]})"
+                f"({_reason(error)})"
             ) from error
 
 
@@ -112,7 +116,7 @@ def join_group(store: Any, *, rank: int, size: int, device: torch.device, timeou
     except RuntimeError as error:
         raise PeerLost(
             f"trainer {rank} of {size} waited up to {timeout_s:.0f} s for the others to join the process group and "
-            f"gave up ({str(error).strip().splitlines()[0][:160]})"
+            f"gave up ({_reason(error)})"
         ) from error
 
 
@@ -123,7 +127,7 @@ def store_at(host: str, port: int, size: int, timeout_s: float) -> Any:
     except RuntimeError as error:
         raise PeerLost(
             f"a trainer could not reach the first one at {host}:{port} within {timeout_s:.0f} s "
-            f"({str(error).strip().splitlines()[0][:160]})"
+            f"({_reason(error)})"
         ) from error
 
 
@@ -136,15 +140,8 @@ def meet(store: Any, *, rank: int, size: int, timeout_s: float) -> None:
     except RuntimeError as error:
         raise PeerLost(
             f"trainer {rank} of {size} waited {timeout_s:.0f} s for all trainers to load their first weights and gave "
-            f"up ({str(error).strip().splitlines()[0][:160]})"
+            f"up ({_reason(error)})"
         ) from error
-
-
-def gradient_of(parameter: nn.Parameter) -> Tensor:
-    """Its gradient, made of zeros where this trainer's rows gave none: another's may have."""
-    if parameter.grad is None:
-        parameter.grad = torch.zeros_like(parameter)
-    return parameter.grad
 
 
 def _buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
@@ -158,6 +155,10 @@ def _buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
         size += gradient.numel()
     if bucket:
         yield bucket
+
+
+def _reason(error: RuntimeError) -> str:
+    return str(error).strip().splitlines()[0][:160]
 
 
 def _is_lost_peer(error: RuntimeError) -> bool:

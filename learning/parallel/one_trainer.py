@@ -72,7 +72,8 @@ class OneTrainer:
         return float(nn.utils.clip_grad_norm_(parameters, max_norm))
 
 
-def zero_gradients(parameters: Sequence[nn.Parameter]) -> None:
-    """Gradients of zero: Adam's moments move the weights on, as where gradients are computed to be zero."""
-    for parameter in parameters:
+def gradient_of(parameter: nn.Parameter) -> Tensor:
+    """Its gradient, of zeros where no loss reached it: another trainer's rows may have, and Adam's moments move on."""
+    if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
+    return parameter.grad

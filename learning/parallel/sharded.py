@@ -19,7 +19,8 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from engine.weights.chunks import unique_tensors
-from learning.parallel.data_parallel import DataParallel, gradient_of
+from learning.parallel.data_parallel import DataParallel
+from learning.parallel.one_trainer import gradient_of
 
 
 class Sharded(DataParallel):
@@ -90,9 +91,6 @@ class Sharded(DataParallel):
         for parameter in parameters:
             gradient_of(parameter)
 
-    def clip(self, parameters: Sequence[nn.Parameter], max_norm: float) -> float:
-        """See `OneTrainer`."""
-        norm = nn.utils.get_total_norm([gradient_of(parameter) for parameter in parameters])
-        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-        nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
-        return float(norm)
+    def _everyones(self, norm: Tensor) -> Tensor:
+        """One norm for all: over every trainer's parts."""
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm

@@ -3,9 +3,9 @@
 import os
 from pathlib import Path
 
-import torch
+from tiny_llama import tiny_llama
 from trainer_group import trainers_of
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from core.config import AlgorithmConfig, TrainerConfig
 from core.errors import NotFiniteError, PeerLost
@@ -21,22 +21,7 @@ UPDATES, SAVED_AFTER = 5, 4
 
 def tied_model() -> LlamaForCausalLM:
     """Tied embeddings: one storage under two names, in the root of the shards."""
-    torch.manual_seed(0)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=19,
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=8,
-            max_position_embeddings=64,
-            eos_token_id=1,
-            pad_token_id=0,
-            tie_word_embeddings=True,
-        )
-    )
+    return tiny_llama(tie_word_embeddings=True)
 
 
 def new_learner(case, trainers=None) -> Learner:

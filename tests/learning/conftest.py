@@ -5,7 +5,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from tiny_llama import tiny_llama
+from transformers import LlamaForCausalLM
 
 from core.records import (
     Completion,
@@ -20,26 +21,8 @@ from engine.decoding.logprobs import token_logprobs
 
 
 def tiny_model(seed: int = 0) -> LlamaForCausalLM:
-    """Two layers, 4 heads over 2 KV heads, vocabulary 19."""
-    torch.manual_seed(seed)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=19,
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=8,
-            max_position_embeddings=64,
-            bos_token_id=None,
-            eos_token_id=1,
-            pad_token_id=0,
-            tie_word_embeddings=False,
-            # far from uniform, so that a mistake in a log-probability shows
-            initializer_range=0.3,
-        )
-    ).eval()
+    """Far from uniform, so that a mistake in a log-probability shows."""
+    return tiny_llama(seed, initializer_range=0.3).eval()
 
 
 @pytest.fixture
