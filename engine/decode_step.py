@@ -60,7 +60,8 @@ def decode_step(
     `refinement` asks the policy while the draft grows; without it the budget alone decides.
     """
     phases = Phases(clock, runner.device)
-    lengths = batch.lengths_tensor()
+    # the step's one copy to the device, unless the policy looks at the draft
+    lengths = batch.inputs(budget.depth + 1).lengths
     live = len(batch)
     noise = batch.noise(budget.depth + 1, runner.vocab_size)
     tree = None
@@ -92,6 +93,7 @@ def decode_step(
         logits, kept = logits.gather(1, path), None if kept is None else kept.gather(1, path)
     scaled = scale(logits, batch.sampling)
     policy, sampling = emitted_logprobs(scaled, verdict.token_ids, batch.sampling, kept)
+    kept_nodes = drafter.commit(batch, tree, verdict) if drafter is not None and tree.num_nodes else None
     on_host = _to_host(
         verdict.token_ids,
         policy,
@@ -99,11 +101,14 @@ def decode_step(
         verdict.num_accepted,
         (tree.token_ids >= 0).sum(),
         verdict.num_accepted_rank2_plus,
+        *([] if kept_nodes is None else [kept_nodes]),
     )
-    if drafter is not None and tree.num_nodes:
-        drafter.commit(batch, tree, verdict)
     draft_s, verify_s, accept_s = phases.finish()
-    token_ids, policy_logprobs, sampling_logprobs, num_accepted, num_draft_tokens, rank2_plus = on_host
+    token_ids, policy_logprobs, sampling_logprobs, num_accepted, num_draft_tokens, rank2_plus, *num_kept = (
+        on_host
+    )
+    if drafter is not None and num_kept:
+        drafter.note_kept(batch, num_kept[0])
     return StepOutput(
         token_ids=token_ids,
         policy_logprobs=policy_logprobs,
@@ -139,7 +144,7 @@ def _target_logits(
         view_tokens=int(batch.lengths[:live].max()) + n - 1,
         ragged=ragged,
     )
-    ids = batch.last_tokens(1)
+    ids = batch.inputs().last_tokens[:, -1:]
     if n > 1:
         # dead nodes are computed, as whatever token
         ids = torch.cat([ids, tree.token_ids.clamp(min=0)], dim=1)

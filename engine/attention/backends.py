@@ -2,7 +2,8 @@
 
 All take one row of the batch dimension for each (sample, KV head), with the queries that share the head packed
 behind one another, so KV heads are never repeated:
-    q [N, R, E], keys [N, C, E], values [N, C, E], additive bias [N or 1, R or 1, C] of 0 and -inf.
+    q [N, R, E], keys [N, C, E], values [N, C, E], additive bias [N or 1, R or 1, C] of 0 and -inf;
+    those in SHARE_BIAS also take one bias for all heads of a sample, [samples, R or 1, C].
 Only the first `rows` of the R queries count; the others are padding (any finite values) and do not come back.
 
 **Ordered attention.** A token's output must not depend on its neighbours: not on decoy nodes stored between its
@@ -113,15 +114,16 @@ def sdpa_attention(
     """Attend with torch's scaled_dot_product_attention; equal to `ordered` up to rounding."""
     if softcap is not None:
         return reference_attention(q, keys, values, bias, rows=rows, scaling=scaling, softcap=softcap)
-    bias = bias[:, :rows]
+    # the heads that share a bias lie behind one another; expanded, it is read where it lies
+    samples, heads = len(bias), len(q) // len(bias)
     out = F.scaled_dot_product_attention(
-        q[:, None, :rows],
-        keys[:, None],
-        values[:, None],
-        attn_mask=bias[:, None].expand(len(q), 1, rows, -1),
+        q[:, :rows].unflatten(0, (samples, heads)),
+        keys.unflatten(0, (samples, heads)),
+        values.unflatten(0, (samples, heads)),
+        attn_mask=bias[:, None, :rows].expand(samples, heads, rows, -1),
         scale=scaling,
     )
-    return out[:, 0]
+    return out.flatten(0, 1)
 
 
 def reference_attention(
@@ -138,7 +140,8 @@ def reference_attention(
     scores = torch.matmul(q.double(), keys.double().transpose(-1, -2)) * scaling
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
-    weights = torch.softmax((scores + bias)[:, :rows], dim=-1)
+    scores = scores.unflatten(0, (len(bias), -1)) + bias[:, None]
+    weights = torch.softmax(scores.flatten(0, 1)[:, :rows], dim=-1)
     return torch.matmul(weights, values.double()).to(q.dtype)
 
 
@@ -147,3 +150,5 @@ ATTENTION: dict[str, Attention] = {
     "sdpa": sdpa_attention,
     "reference": reference_attention,
 }
+SHARE_BIAS: set[Attention] = {sdpa_attention, reference_attention}
+"Those that read one bias for all heads of a sample: a copy for each head would be read anew in every layer."

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from engine.attention.backends import MIN_ROWS
+from engine.upload import upload
 
 
 def pack_queries(qkv: Float[Tensor, "M Hkv G E"], batch: int) -> Float[Tensor, "N R E"]:
@@ -64,9 +65,10 @@ class RaggedRows:
         index = np.arange(int(num_tokens.max()))
         real = index < num_tokens[:, None]
         spread = first[:, None] + np.where(real, index, 0)
+        on_device = upload([spread.reshape(-1), np.flatnonzero(real)], device)
         return RaggedRows(
-            spread=torch.from_numpy(spread.reshape(-1)).to(device),
-            packed=torch.from_numpy(np.flatnonzero(real)).to(device),
+            spread=on_device[0],
+            packed=on_device[1],
             counts=num_tokens.astype(np.int64),
         )
 

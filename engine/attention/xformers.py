@@ -1,7 +1,7 @@
 """Attention by xformers' memory-efficient kernel, for CUDA (docs/decisions/0003). Not run so far: no GPU at hand.
 
-One call a layer: (sample, KV head) is its batch, the queries that share the head are its rows, the bias says what
-each of them sees. Trees need no shape of their own, and the call has fixed shapes, as recordings want.
+One call a layer: the queries that share a KV head are its rows, the bias says what each of them sees. Trees
+need no shape of their own, and the call has fixed shapes, as recordings want.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from core.errors import ConfigError
-from engine.attention.backends import reference_attention
+from engine.attention.backends import SHARE_BIAS, reference_attention
 
 VERSION = "0.0.35"
 
@@ -35,11 +35,15 @@ def xformers_attention(
     """
     if softcap is not None:
         return reference_attention(q, keys, values, bias, rows=rows, scaling=scaling, softcap=softcap)
-    seen = bias[:, None, :rows].expand(q.shape[0], 1, rows, keys.shape[1])
-    out = _operators().memory_efficient_attention(
-        q[:, :rows, None], keys[:, :, None], values[:, :, None], attn_bias=seen, scale=scaling
-    )
-    return out[:, :, 0]
+    samples, heads = len(bias), len(q) // len(bias)
+    seen = bias[:, None, :rows].expand(samples, heads, rows, keys.shape[1])
+    # it wants [samples, rows, heads, E]
+    q, keys, values = (x.unflatten(0, (samples, heads)).transpose(1, 2) for x in (q[:, :rows], keys, values))
+    out = _operators().memory_efficient_attention(q, keys, values, attn_bias=seen, scale=scaling)
+    return out.transpose(1, 2).flatten(0, 1)
+
+
+SHARE_BIAS.add(xformers_attention)
 
 
 def require_xformers(device: torch.device) -> None:

@@ -63,8 +63,11 @@ class PageDriver(Protocol):
         """Give unmapped addresses back."""
         ...
 
-    def wait(self) -> None:
-        """Return when nothing that was started reads or writes any more."""
+    def wait(self, *, for_all: bool = False) -> None:
+        """Return when nothing that this thread's stream was told to do reads or writes any more.
+
+        With `for_all` no stream of the device: that also waits for a receive that no peer has answered yet.
+        """
         ...
 
 
@@ -101,7 +104,7 @@ class Mapping:
     def __del__(self) -> None:
         # at the end of the process the driver may be gone, and everything with it
         with contextlib.suppress(RlhfSpecError, RuntimeError):
-            self._driver.wait()
+            self._driver.wait(for_all=True)
             self._driver.unmap(self.start, self._num_pages)
             for page in self.pages:
                 self._driver.release(page)

@@ -114,9 +114,12 @@ class CudaPages:
         """See `PageDriver.free`."""
         self._call("cuMemAddressFree", ctypes.c_uint64(address), ctypes.c_size_t(num_bytes))
 
-    def wait(self) -> None:
+    def wait(self, *, for_all: bool = False) -> None:
         """See `PageDriver.wait`."""
-        torch.cuda.synchronize(self._device)
+        if for_all:
+            torch.cuda.synchronize(self._device)
+        else:
+            torch.cuda.current_stream(self._device).synchronize()
 
     def _call(self, name: str, *arguments: Any) -> None:
         function = getattr(self._driver, name, None)

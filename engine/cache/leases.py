@@ -2,7 +2,8 @@
 
 A committed prefix never changes, so reading it needs no copy first. What may change is where it lies: a finished
 sample's slot is taken over by the last one. The decode thread moves slots and the transfer thread reads one frame
-under the same lock, so neither waits for longer than one frame.
+under the same lock, so neither waits for longer than one frame. On a GPU frames are read on a stream of their own:
+what was committed lies there since the decode step that committed it was waited for.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from contextlib import contextmanager
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from core.errors import RlhfSpecError
 from engine.cache.kv_pool import KVPool
@@ -22,12 +24,44 @@ class LeaseEnded(RlhfSpecError):
     """The sample has finished, left or been preempted: there is nothing to read any more."""
 
 
+class CellReader:
+    """Copies cells to the host while the decode thread goes on. Not run on a GPU so far."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream: torch.cuda.Stream | None = None
+        self._moved: torch.cuda.Event | None = None
+
+    def after_move(self) -> None:
+        """The calling thread's stream has just been told to move cells: later reads come behind that."""
+        if self._device.type == "cuda":
+            self._moved = torch.cuda.Event()
+            self._moved.record(torch.cuda.current_stream(self._device))
+
+    def read(self, cells: Tensor) -> Tensor:
+        """Return the cells on the host when they are there; on the CPU, where they lie."""
+        if self._device.type != "cuda":
+            return cells
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self._device)
+        if self._moved is not None:
+            self._stream.wait_event(self._moved)
+        staged = torch.empty(cells.shape, dtype=cells.dtype, pin_memory=True)
+        with torch.cuda.stream(self._stream):
+            staged.copy_(cells, non_blocking=True)
+        self._stream.synchronize()
+        return staged
+
+
 class Lease:
     """The right to read the first tokens of a sample's caches, wherever they lie."""
 
-    def __init__(self, lock: threading.Lock, pools: Mapping[str, KVPool], slot: int) -> None:
+    def __init__(
+        self, lock: threading.Lock, pools: Mapping[str, KVPool], readers: Mapping[str, CellReader], slot: int
+    ) -> None:
         self._lock = lock
         self._pools = pools
+        self._readers = readers
         self.slot: int | None = slot
         "None once the sample is gone"
 
@@ -42,6 +76,7 @@ class Lease:
                     "the sample whose caches were being read has finished or left, or was preempted"
                 )
             cells = self._pools[part].range_of(self.slot, start, stop)
+            cells = self._readers[part].read(cells)
             as_cells(out, cells.dtype).view(cells.shape).copy_(cells)
 
 
@@ -50,12 +85,13 @@ class Leases:
 
     def __init__(self, pools: Mapping[str, KVPool]) -> None:
         self._pools = dict(pools)
+        self._readers = {part: CellReader(pool.device) for part, pool in pools.items()}
         self._lock = threading.Lock()
         self._given: list[Lease] = []
 
     def give(self, slot: int) -> Lease:
         """Lease the committed prefix in a slot."""
-        lease = Lease(self._lock, self._pools, slot)
+        lease = Lease(self._lock, self._pools, self._readers, slot)
         self._given.append(lease)
         return lease
 
@@ -71,6 +107,8 @@ class Leases:
         """Hold the readers off while the sample of slot `last` is copied over the freed slot."""
         with self._lock:
             yield
+            for reader in self._readers.values():
+                reader.after_move()
             for lease in self._given:
                 if lease.slot == freed:
                     lease.slot = None

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from engine.cpu.program import common_code
 from engine.cpu.sampling import LEAST_VOCABULARY, MOST_LEADERS, leaders_name
-from engine.decoding.noise import Noise, NoiseSource, id_words, row_words
+from engine.decoding.noise import Noise, NoiseSource, id_words
 
 
 class CpuNoise(Noise):
@@ -39,11 +39,11 @@ class CpuNoise(Noise):
 class CpuNoiseSource(NoiseSource):
     """Makes noise in one pass."""
 
-    def __call__(self, words: np.ndarray, positions: np.ndarray, vocab_size: int) -> Noise:
+    def of_words(self, words: Int[Tensor, "2 B D"], vocab_size: int) -> Noise:
         """See `NoiseSource`."""
         if vocab_size < LEAST_VOCABULARY:
-            return super().__call__(words, positions, vocab_size)
-        return CpuNoise(gumbel_rows(row_words(words, positions), id_words(vocab_size, self.device)))
+            return super().of_words(words, vocab_size)
+        return CpuNoise(gumbel_rows(words.numpy(), id_words(vocab_size, self.device)))
 
 
 def gumbel_rows(words: np.ndarray, ids: Int[Tensor, " V"]) -> Float[Tensor, "B D V"]:

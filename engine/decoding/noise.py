@@ -25,6 +25,7 @@ from jaxtyping import Float, Int, Integer
 from torch import Tensor
 
 from core.records import SampleKey, Stream
+from engine.upload import upload
 
 MASK64 = (1 << 64) - 1
 STREAM_IDS = {Stream.TRAIN: 1, Stream.EVAL: 2, Stream.BENCH: 3}
@@ -125,7 +126,12 @@ class NoiseSource:
 
     def __call__(self, words: np.ndarray, positions: np.ndarray, vocab_size: int) -> Noise:
         """Return the noise of every token id at the given absolute positions; arguments as of `gumbel_noise`."""
-        return Noise(gumbel_noise(words, positions, vocab_size, self.device))
+        (on_device,) = upload([row_words(words, positions)], self.device)
+        return self.of_words(on_device, vocab_size)
+
+    def of_words(self, words: Int[Tensor, "2 B D"], vocab_size: int) -> Noise:
+        """Return the noise of positions whose hash words lie on the device (`row_words`)."""
+        return Noise(gumbel_from_bits(bits_of_words(words, vocab_size)))
 
 
 class HashedNoiseSource(NoiseSource):
@@ -133,9 +139,9 @@ class HashedNoiseSource(NoiseSource):
 
     ahead = False
 
-    def __call__(self, words: np.ndarray, positions: np.ndarray, vocab_size: int) -> Noise:
+    def of_words(self, words: Int[Tensor, "2 B D"], vocab_size: int) -> Noise:
         """See `NoiseSource`; nothing is computed yet."""
-        return HashedNoise(torch.from_numpy(row_words(words, positions)).to(self.device), vocab_size)
+        return HashedNoise(words, vocab_size)
 
 
 def noise_source(device: torch.device) -> NoiseSource:
@@ -164,8 +170,14 @@ def noise_bits(
     words: np.ndarray, positions: np.ndarray, vocab_size: int, device: torch.device | None = None
 ) -> Int[Tensor, "B D V"]:
     """Return the 32 hash bits of every (sample, position, token id), as int32."""
-    first, second = torch.from_numpy(row_words(words, positions)).to(device)
-    bits = id_words(vocab_size, device) + first[..., None]
+    (on_device,) = upload([row_words(words, positions)], device or torch.device("cpu"))
+    return bits_of_words(on_device, vocab_size)
+
+
+def bits_of_words(words: Int[Tensor, "2 B D"], vocab_size: int) -> Int[Tensor, "B D V"]:
+    """Return the same from each (sample, position)'s two words."""
+    first, second = words
+    bits = id_words(vocab_size, words.device) + first[..., None]
     bits = _mix32_(bits)
     bits ^= second[..., None]
     return _mix32_(bits)
@@ -188,10 +200,10 @@ def row_words(words: np.ndarray, positions: np.ndarray) -> np.ndarray:
 
 
 @lru_cache(maxsize=4)
-def id_words(vocab_size: int, device: torch.device | None) -> Int[Tensor, " V"]:
+def id_words(vocab_size: int, device: torch.device) -> Int[Tensor, " V"]:
     """One word for each token id."""
     ids = np.arange(vocab_size, dtype=np.uint32) * 0x9E3779B1
-    return torch.from_numpy(_mix32_host(ids).view(np.int32)).to(device)
+    return upload([_mix32_host(ids).view(np.int32)], device)[0]
 
 
 def _splitmix64(state: int) -> int:

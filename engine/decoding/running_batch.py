@@ -10,14 +10,19 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from jaxtyping import Int
 from torch import Tensor
 
 from core.records import SampleKey, SampleRequest
 from core.sample_state import SampleState
-from engine.decoding.noise import Noise, NoiseSource, key_words
+from engine.attention.visibility import count_up
+from engine.decoding.noise import Noise, NoiseSource, key_words, row_words
 from engine.decoding.sampling_rule import RowSampling
+from engine.upload import upload
 
 NO_STOP = -1
+LAST_TOKENS = 4
+"Committed tokens of a sample that a decode step may ask for on the device."
 MAX_NOISE_AHEAD = 1 << 18
 "Values of noise computed at once beyond what the next step needs."
 MAX_STEPS_AHEAD = 16
@@ -29,6 +34,18 @@ class SampleCounters:
 
     num_decode_steps: int = 0
     num_accepted_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepInputs:
+    """What a decode step reads of the batch on the device."""
+
+    lengths: Int[Tensor, " B"]
+    "committed tokens"
+    last_tokens: Int[Tensor, "B k"]
+    "the last k = LAST_TOKENS committed tokens; of shorter samples the first ones are 0"
+    words: Int[Tensor, "2 B D"]
+    "two hash words of each of the next D positions; D = 0 where noise is made ahead"
 
 
 class RunningBatch:
@@ -55,6 +72,7 @@ class RunningBatch:
         self.stop_ids = np.full((num_slots, 1), NO_STOP, dtype=np.int64)
         "stop tokens of each sample, padded"
         self._sampling: RowSampling | None = None
+        self._inputs: StepInputs | None = None
         self._noise: Noise | None = None
         self._noise_start = self._noise_end = self.lengths
 
@@ -81,7 +99,7 @@ class RunningBatch:
         self.limits[slot] = len(prompt) + request.sampling.max_new_tokens
         self.words[slot] = key_words(request.key, prompt)
         self._set_stop_ids(slot, request.sampling.stop_token_ids)
-        self._sampling = self._noise = None
+        self._sampling = self._noise = self._inputs = None
         return slot
 
     def state(self, slot: int, *, weight_version: int) -> SampleState:
@@ -120,7 +138,7 @@ class RunningBatch:
             array[slot] = array[last]
         self.requests.pop()
         self.counters.pop()
-        self._sampling = self._noise = None
+        self._sampling = self._noise = self._inputs = None
         return last
 
     def append(
@@ -156,6 +174,7 @@ class RunningBatch:
         self.policy_logprobs[row, target] = policy
         self.sampling_logprobs[row, target] = sampling
         self.lengths[:live] += count
+        self._inputs = None
         self.context_tokens += len(row)
         for counters, accepted in zip(self.counters, num_accepted.tolist(), strict=True):
             counters.num_decode_steps += 1
@@ -188,7 +207,7 @@ class RunningBatch:
         live = len(self)
         lengths = self.lengths[:live]
         if not self._make_noise.ahead:
-            return self._make_noise(self.words[:live], lengths[:, None] + np.arange(levels), vocab_size)
+            return self._make_noise.of_words(self.inputs(levels).words, vocab_size)
         if self._noise is None or (lengths + levels > self._noise_end).any():
             ahead = min(max(levels, MAX_NOISE_AHEAD // (live * vocab_size)), MAX_STEPS_AHEAD * levels)
             positions = lengths[:, None] + np.arange(ahead)
@@ -198,18 +217,25 @@ class RunningBatch:
         first = int(offset[0])
         if (offset == first).all():
             return self._noise[:, first : first + levels]
-        index = torch.from_numpy(offset[:, None] + np.arange(levels)).to(self.device)
-        return self._noise[torch.arange(live, device=self.device)[:, None], index]
+        (index,) = upload([offset[:, None] + np.arange(levels)], self.device)
+        return self._noise[count_up(live, self.device)[:, None], index]
 
-    def last_tokens(self, count: int) -> Tensor:
-        """Return each sample's last `count` committed tokens, int64 [B, count]. All must have as many."""
-        columns = self.lengths[: len(self), None] - count + np.arange(count)
-        rows = np.arange(len(self))[:, None]
-        return torch.from_numpy(self.tokens[rows, columns]).to(self.device)
+    def inputs(self, num_words: int = 0) -> StepInputs:
+        """Return what a decode step reads on the device: one copy a step, made when first asked for.
 
-    def lengths_tensor(self) -> Tensor:
-        """Return committed lengths, int64 [B]."""
-        return torch.from_numpy(self.lengths[: len(self)].copy()).to(self.device)
+        Args:
+            num_words: positions whose hash words are wanted, where noise is made of them.
+        """
+        num_words = 0 if self._make_noise.ahead else num_words
+        if self._inputs is None or self._inputs.words.shape[2] < num_words:
+            live = len(self)
+            lengths = self.lengths[:live]
+            columns = lengths[:, None] + np.arange(-LAST_TOKENS, 0)
+            last = self.tokens[np.arange(live)[:, None], columns.clip(min=0)]
+            words = row_words(self.words[:live], lengths[:, None] + np.arange(num_words))
+            on_device = upload([lengths.copy(), last, words], self.device)
+            self._inputs = StepInputs(lengths=on_device[0], last_tokens=on_device[1], words=on_device[2])
+        return self._inputs
 
     @property
     def remaining_tokens(self) -> np.ndarray:

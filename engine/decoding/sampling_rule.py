@@ -19,6 +19,7 @@ from torch import Tensor
 from core.records import SamplingParams
 from engine.decoding.logprobs import token_logprobs
 from engine.decoding.noise import Noise
+from engine.upload import upload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,17 +41,20 @@ class RowSampling:
     @staticmethod
     def of(params: list[SamplingParams], device: torch.device) -> RowSampling:
         """Collect the parameters of the running samples, in slot order."""
-        temperature = [p.temperature for p in params]
+        temperature = np.array([p.temperature for p in params])
+        divisor = np.where(temperature == 0.0, 1.0, temperature)
+        top_p = np.array([p.top_p for p in params], dtype=np.float32)
+        top_k = np.array([p.top_k for p in params], dtype=np.int64)
+        rates = [each.astype(np.float32) for each in (temperature, divisor, temperature > 0.0)]
+        on_device = upload([*rates, top_k, top_p], device)
         return RowSampling(
-            temperature=torch.tensor(temperature, dtype=torch.float32, device=device),
-            divisor=torch.tensor([t or 1.0 for t in temperature], dtype=torch.float32, device=device),
-            noise_factor=torch.tensor(
-                [float(t > 0.0) for t in temperature], dtype=torch.float32, device=device
-            ),
-            top_k=torch.tensor([p.top_k for p in params], dtype=torch.int64, device=device),
-            top_p=torch.tensor([p.top_p for p in params], dtype=torch.float32, device=device),
-            unit_temperature=all(t in (0.0, 1.0) for t in temperature),
-            any_greedy=any(t == 0.0 for t in temperature),
+            temperature=on_device[0],
+            divisor=on_device[1],
+            noise_factor=on_device[2],
+            top_k=on_device[3],
+            top_p=on_device[4],
+            unit_temperature=all(p.temperature in (0.0, 1.0) for p in params),
+            any_greedy=any(p.temperature == 0.0 for p in params),
             any_filter=any((p.top_k > 0 or p.top_p < 1.0) and p.temperature > 0.0 for p in params),
         )
 
@@ -114,25 +118,42 @@ def leaders(
     levels: Int[Tensor, "B R"],
     rows: RowSampling,
     count: int,
-    *,
-    perturbed: bool = False,
 ) -> TopK:
     """Return the `count` best tokens of every row: more than one, at most V.
 
-    Their log-probabilities are under softmax(logits / T), or of the softmax of the perturbed scores if `perturbed`.
+    Their log-probabilities are under softmax(logits / T).
     """
+    found = None
     if not rows.any_filter:
-        found = noise.leaders(
-            logits, levels, rows.divisor, rows.noise_factor, count=count, share=float(perturbed)
-        )
-        if found is not None:
-            ids, scores, logprobs = found
-            return TopK(token_ids=ids, scores=scores, logprobs=logprobs)
+        found = noise.leaders(logits, levels, rows.divisor, rows.noise_factor, count=count, share=0.0)
+    if found is not None:
+        ids, scores, logprobs = found
+        return TopK(token_ids=ids, scores=scores, logprobs=logprobs)
     scaled = scale(logits, rows)
-    everything = perturb(scaled, _of_levels(noise, levels), rows)
-    scores, ids = everything.topk(count, dim=-1)
-    logprobs = torch.log_softmax(everything if perturbed else scaled, -1).gather(-1, ids)
-    return TopK(token_ids=ids, scores=scores.cpu().numpy(), logprobs=logprobs.cpu().numpy())
+    best, ids = perturb(scaled, _of_levels(noise, levels), rows).topk(count, dim=-1)
+    logprobs = torch.log_softmax(scaled, -1).gather(-1, ids)
+    return TopK(token_ids=ids, scores=best.cpu().numpy(), logprobs=logprobs.cpu().numpy())
+
+
+def leader_shares(
+    logits: Float[Tensor, "B R V"],
+    noise: Noise,
+    levels: Int[Tensor, "B R"],
+    rows: RowSampling,
+    count: int,
+) -> tuple[Int[Tensor, "B R k"], Float[Tensor, "B R k"]]:
+    """Return the `count` best tokens of every row and their shares of the softmax of the perturbed scores.
+
+    Both stay on the device: a draft that no policy looks at grows without the host.
+    """
+    found = None
+    if not rows.any_filter:
+        found = noise.leaders(logits, levels, rows.divisor, rows.noise_factor, count=count, share=1.0)
+    if found is not None:
+        return found[0], torch.from_numpy(np.exp(found[2]))
+    everything = perturb(scale(logits, rows), _of_levels(noise, levels), rows)
+    best, ids = everything.topk(count, dim=-1)
+    return ids, (best - everything.logsumexp(-1, keepdim=True)).exp()
 
 
 def _of_levels(noise: Noise, levels: Tensor) -> Tensor:

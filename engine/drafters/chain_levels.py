@@ -50,7 +50,7 @@ class LevelByLevel:
         self._noise = noise
         self._logits = logits
         self._refinement = refinement
-        self._lengths = batch.lengths_tensor()
+        self._lengths = batch.inputs().lengths
         self._index = torch.arange(depth, device=self._lengths.device).expand(len(batch), -1)
         self._tokens: list[Tensor] = []
 

@@ -7,6 +7,10 @@ from __future__ import annotations
 
 from typing import Protocol, runtime_checkable
 
+import numpy as np
+from jaxtyping import Int
+from torch import Tensor
+
 from core.records import Budget
 from engine.cache.kv_pool import KVPool
 from engine.decoding.draft_tree import DraftTree
@@ -42,8 +46,15 @@ class Drafter(Protocol):
         """
         ...
 
-    def commit(self, batch: RunningBatch, tree: DraftTree, verdict: Verdict) -> None:
-        """The verdict's path is about to be committed: keep what the draft cache already holds of it."""
+    def commit(self, batch: RunningBatch, tree: DraftTree, verdict: Verdict) -> Int[Tensor, " B"] | None:
+        """The verdict's path is about to be committed: keep what the draft cache already holds of it.
+
+        Return how many of its nodes that is, on the device; None where there is no cache.
+        """
+        ...
+
+    def note_kept(self, batch: RunningBatch, num_kept: Int[np.ndarray, " B"]) -> None:
+        """What `commit` returned has reached the host, before the batch takes the path's tokens."""
         ...
 
     def move_slot(self, source: int, target: int) -> None:

@@ -11,16 +11,17 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 from transformers.modeling_utils import PreTrainedModel
 
 from core.records import Budget
+from engine.attention.visibility import count_up
 from engine.cache.kv_pool import KVPool
 from engine.decoding.draft_tree import DraftTree, chain, keep, root_only, select_best
 from engine.decoding.noise import Noise
-from engine.decoding.running_batch import RunningBatch
-from engine.decoding.sampling_rule import leaders
+from engine.decoding.running_batch import LAST_TOKENS, RunningBatch
+from engine.decoding.sampling_rule import leader_shares, leaders
 from engine.decoding.verify import Verdict
 from engine.drafters.chain_levels import ChainLevels, FusedLevels, LevelByLevel, noise_at_level
 from engine.drafters.refinement import Refinement
@@ -28,8 +29,9 @@ from engine.model.forward_plan import TreePlan
 from engine.model.prefill import fill_committed
 from engine.model.prefill_plan import PrefillPiece
 from engine.model.runner import ModelRunner
+from engine.upload import upload
 
-MAX_CATCH_UP_TOKENS = 4
+MAX_CATCH_UP_TOKENS = LAST_TOKENS
 "More missing tokens than this are prefilled sample by sample instead of batched with the root."
 
 
@@ -68,19 +70,20 @@ class ModelDrafter:
             return select_best(tree, budget.num_nodes)
         return keep(tree, refinement.select()) if tree.num_nodes else tree
 
-    def commit(self, batch: RunningBatch, tree: DraftTree, verdict: Verdict) -> None:
+    def commit(self, batch: RunningBatch, tree: DraftTree, verdict: Verdict) -> Int[Tensor, " B"]:
         """Keep the accepted nodes that were expanded: move them to their dense positions."""
         if tree.is_chain:
             # they are dense
-            kept_nodes = verdict.num_accepted.cpu().numpy().clip(max=tree.num_in_cache)
-            self._cached[: len(batch)] = batch.lengths[: len(batch)] + kept_nodes
-            return
-        lengths = batch.lengths_tensor()
+            return verdict.num_accepted.clamp(max=tree.num_in_cache)
         slots = tree.draft_slots.gather(1, (verdict.path[:, 1:] - 1).clamp_(min=0))
-        step = torch.arange(slots.shape[1], device=slots.device)
+        step = count_up(slots.shape[1], slots.device)
         kept = (slots >= 0) & (step < verdict.num_accepted[:, None])
-        self.runner.pool.make_dense(lengths, slots, kept & (slots != step))
-        self._cached[: len(batch)] = (lengths + kept.sum(1)).cpu().numpy()
+        self.runner.pool.make_dense(batch.inputs().lengths, slots, kept & (slots != step))
+        return kept.sum(1)
+
+    def note_kept(self, batch: RunningBatch, num_kept: np.ndarray) -> None:
+        """Count them as cached."""
+        self._cached[: len(batch)] = batch.lengths[: len(batch)] + num_kept
 
     def move_slot(self, source: int, target: int) -> None:
         """Follow a sample to its new slot."""
@@ -122,9 +125,10 @@ class ModelDrafter:
         )
         missing[behind] = 1
         count = int(missing.max())
-        ids = batch.last_tokens(count)
-        base = batch.lengths_tensor() - count
-        index = torch.arange(count, device=base.device)
+        inputs = batch.inputs()
+        ids = inputs.last_tokens[:, -count:]
+        base = inputs.lengths - count
+        index = count_up(count, base.device)
         plan = TreePlan(
             pool=self.runner.pool,
             attention=self.runner.attention,
@@ -170,7 +174,7 @@ class ModelDrafter:
     ) -> DraftTree:
         """Expand `width` nodes a level, `branching` children each; return all candidates by level."""
         live, device = len(batch), self.runner.device
-        lengths = batch.lengths_tensor()
+        lengths = batch.inputs().lengths
         frontier_logits = logits[:, None]
         frontier_number = torch.zeros(live, 1, dtype=torch.int64, device=device)
         frontier_score = torch.ones(live, 1, device=device)
@@ -187,13 +191,12 @@ class ModelDrafter:
             noise_level = noise_at_level(live, frontier_logits.shape[1], level - 1, device)
             inputs = (frontier_logits, noise, noise_level, batch.sampling)
             if refinement is None:
-                found = leaders(*inputs, budget.branching, perturbed=True)
-                share = torch.from_numpy(np.exp(found.logprobs)).to(device)
-                ids, score = found.token_ids, frontier_score[..., None] * share
+                ids, share = leader_shares(*inputs, budget.branching)
+                score = frontier_score[..., None] * share
             else:
                 found = leaders(*inputs, min(budget.branching + 1, logits.shape[-1]))
                 ids, estimates = refinement.children(found)
-                score = torch.from_numpy(estimates).to(device)
+                (score,) = upload([estimates], device)
             score = score.reshape(live, -1)
             ids = ids.reshape(live, -1)
             parent = frontier_number.repeat_interleave(budget.branching, 1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import torch
 from numpy.lib.stride_tricks import sliding_window_view
 
 from core.records import Budget
@@ -12,6 +11,7 @@ from engine.decoding.noise import Noise
 from engine.decoding.running_batch import RunningBatch
 from engine.decoding.verify import Verdict
 from engine.drafters.refinement import Refinement
+from engine.upload import upload
 
 
 class NgramDrafter:
@@ -39,10 +39,13 @@ class NgramDrafter:
         longest = int((tokens != DEAD).sum(1).max(initial=0))
         if longest == 0:
             return None
-        ids = torch.from_numpy(tokens[:, :longest]).to(batch.device)
+        (ids,) = upload([tokens[:, :longest]], batch.device)
         return chain(ids, (ids != DEAD).float())
 
     def commit(self, batch: RunningBatch, tree: DraftTree, verdict: Verdict) -> None:
+        """Nothing is cached."""
+
+    def note_kept(self, batch: RunningBatch, num_kept: np.ndarray) -> None:
         """Nothing is cached."""
 
     def move_slot(self, source: int, target: int) -> None:

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import numpy as np
-import torch
 
 from engine.model.prefill_plan import PrefillPiece, PrefillPlan
 from engine.model.runner import ModelRunner
+from engine.upload import upload
 
 
 def fill_committed(
@@ -41,9 +41,8 @@ def fill_committed(
         ids = np.concatenate([tokens[p.slot, p.start : p.start + p.length] for p in pack])
         positions = np.concatenate([np.arange(p.start, p.start + p.length) for p in pack])
         plan = PrefillPlan(pool=runner.pool, attention=runner.attention, pieces=pack)
-        runner.fill(
-            torch.from_numpy(ids).to(runner.device), torch.from_numpy(positions).to(runner.device), plan
-        )
+        on_device = upload([ids, positions], runner.device)
+        runner.fill(on_device[0], on_device[1], plan)
         total += len(ids)
     for source, piece in copies:
         runner.pool.copy_slot(source, piece.slot, piece.length)

@@ -6,10 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from engine.attention.backends import Attention
+from engine.attention.backends import SHARE_BIAS, Attention
 from engine.attention.packing import pack_queries, unpack_queries
 from engine.attention.visibility import as_bias, chain_visibility
 from engine.cache.kv_memory import round_up
@@ -17,9 +16,12 @@ from engine.cache.kv_pool import KVPool
 from engine.cache.segments import Segments, segments_of
 from engine.model.compute_backend import PoolAttention
 from engine.model.forward_plan import ForwardPlan
+from engine.upload import upload
 
 MAX_SCORES_TOGETHER = 1 << 20
-"Attention scores of prompts attended together; more would fall out of the cache."
+"Attention scores of prompts attended together; more would fall out of a processor's cache."
+MAX_BIAS_TOGETHER = 1 << 27
+"The same on a GPU, where it bounds what the bias takes: 256 MiB in bfloat16."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,10 +49,9 @@ class PrefillPlan(ForwardPlan):
     def _rows(self) -> Tensor:
         """Where library calls write keys and values."""
         if self._rows_once is None:
-            device = self.pool.device
-            slots = torch.cat([torch.full((p.length,), p.slot) for p in self.pieces])
-            positions = torch.cat([torch.arange(p.start, p.start + p.length) for p in self.pieces])
-            self._rows_once = self.pool.rows(slots.to(device), positions.to(device))
+            slots = np.repeat([p.slot for p in self.pieces], [p.length for p in self.pieces])
+            positions = np.concatenate([np.arange(p.start, p.start + p.length) for p in self.pieces])
+            self._rows_once = self.pool.rows(*upload([slots, positions], self.pool.device))
         return self._rows_once
 
     def segments(self) -> Segments:
@@ -79,7 +80,7 @@ class PrefillPlan(ForwardPlan):
         self.store_rows(layer, qkv)
         queries = qkv.shape[2] - 2
         out = self.pool.cells.new_zeros(len(qkv), qkv.shape[1] * queries * qkv.shape[3])
-        for part in self._neighbours_for(sliding_window, queries):
+        for part in self._neighbours_for(attention, sliding_window, queries):
             keys, values = self.pool.view(layer, part.first_slot, part.num_slots, part.view)
             attended = attention(
                 pack_queries(qkv[part.tokens], part.num_slots).to(keys.dtype),
@@ -94,33 +95,38 @@ class PrefillPlan(ForwardPlan):
             out[part.real_tokens] = attended if part.real is None else attended[part.real]
         return out
 
-    def _neighbours_for(self, window: int | None, queries: int) -> list[Neighbours]:
+    def _neighbours_for(self, attention: Attention, window: int | None, queries: int) -> list[Neighbours]:
         if window not in self._attended:
-            self._attended[window] = list(self._make_neighbours(window, queries))
+            self._attended[window] = list(self._make_neighbours(attention, window, queries))
         return self._attended[window]
 
-    def _make_neighbours(self, window: int | None, queries: int) -> Iterator[Neighbours]:
-        heads, device = self.pool.shape.num_kv_heads, self.pool.device
+    def _make_neighbours(
+        self, attention: Attention, window: int | None, queries: int
+    ) -> Iterator[Neighbours]:
+        device = self.pool.device
+        heads = 1 if attention in SHARE_BIAS else self.pool.shape.num_kv_heads
+        most = MAX_SCORES_TOGETHER if device.type == "cpu" else MAX_BIAS_TOGETHER
         first_token = 0
-        for together in _together(self.pieces, heads * queries):
-            length = max(piece.length for piece in together)
-            view = min(round_up(max(p.start + p.length for p in together)), self.pool.capacity)
-            lengths = torch.tensor([piece.length for piece in together], device=device)
-            begins = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)[:-1]]) + first_token
-            step = torch.arange(length, device=device)
-            real = (step < lengths[:, None]).flatten()
+        for together in _together(self.pieces, heads * queries, most):
+            lengths = np.array([piece.length for piece in together])
+            starts = np.array([piece.start for piece in together])
+            length = int(lengths.max())
+            view = min(round_up(int((starts + lengths).max())), self.pool.capacity)
+            begins = first_token + lengths.cumsum() - lengths
+            step = np.arange(length)
+            real = np.flatnonzero(step < lengths[:, None])
             # the padding of a shorter piece repeats its last token
-            tokens = (begins[:, None] + torch.minimum(step, lengths[:, None] - 1)).flatten()
-            starts = torch.tensor([piece.start for piece in together], device=device)
-            seen = chain_visibility(starts, length, view, window=window)
+            tokens = (begins[:, None] + np.minimum(step, lengths[:, None] - 1)).reshape(-1)
+            first, padded, unpadded, places = upload([starts, tokens, tokens[real], real], device)
+            seen = chain_visibility(first, length, view, window=window)
             yield Neighbours(
                 first_slot=together[0].slot,
                 num_slots=len(together),
                 length=length,
                 view=view,
-                tokens=tokens,
-                real_tokens=tokens[real],
-                real=None if bool(real.all()) else real.nonzero()[:, 0],
+                tokens=padded,
+                real_tokens=unpadded,
+                real=None if len(real) == len(tokens) else places,
                 bias=as_bias(seen, heads=heads, queries=queries).to(self.pool.cells.dtype),
             )
             first_token += int(lengths.sum())
@@ -142,14 +148,14 @@ class Neighbours:
     bias: Tensor
 
 
-def _together(pieces: list[PrefillPiece], heads: int) -> Iterator[list[PrefillPiece]]:
-    """Cut where slots are no neighbours, and into parts of at most MAX_SCORES_TOGETHER scores (or one piece)."""
+def _together(pieces: list[PrefillPiece], heads: int, most: int) -> Iterator[list[PrefillPiece]]:
+    """Cut where slots are no neighbours, and into parts of at most `most` scores (or one piece)."""
     together: list[PrefillPiece] = []
     for piece in pieces:
         longer = [*together, piece]
         length = max(p.length for p in longer)
         view = round_up(max(p.start + p.length for p in longer))
-        small = len(longer) * heads * length * view <= MAX_SCORES_TOGETHER
+        small = len(longer) * heads * length * view <= most
         if together and not (small and piece.slot == together[-1].slot + 1):
             yield together
             longer = [piece]

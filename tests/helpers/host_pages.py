@@ -87,7 +87,7 @@ class HostPages:
         assert not any(address <= at < address + num_bytes for at in self.mapped), "addresses in use"
         assert not self._libc.munmap(ctypes.c_void_p(address), ctypes.c_size_t(num_bytes))
 
-    def wait(self) -> None:
+    def wait(self, *, for_all: bool = False) -> None:
         self.num_waits += 1
 
     def _checked(self, address: int, wanted: int | None = None) -> int:

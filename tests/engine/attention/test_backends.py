@@ -4,7 +4,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.attention.backends import ATTENTION, CHUNK, ordered_attention, reference_attention
+from engine.attention.backends import (
+    ATTENTION,
+    CHUNK,
+    SHARE_BIAS,
+    ordered_attention,
+    reference_attention,
+)
 from engine.cache.kv_pool import KVPool, KVShape
 from engine.model.forward_plan import TreePlan
 from engine.model.prefill_plan import PrefillPiece, PrefillPlan
@@ -37,6 +43,21 @@ def test_back_ends_equal_the_formula(name: str, softcap: float | None, view: int
     got = ATTENTION[name](q, keys, values, bias_of(seen), **settings)
     expected = reference_attention(q, keys, values, bias_of(seen), **settings)
     torch.testing.assert_close(got, expected, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("name", ["sdpa", "reference"])
+def test_one_bias_serves_all_heads_of_a_sample(name: str, softcap: float | None) -> None:
+    attention = ATTENTION[name]
+    assert attention in SHARE_BIAS and ordered_attention not in SHARE_BIAS
+    q, keys, values = random_inputs(96, rows=8, batch=3)
+    seen = torch.rand(3, 8, 96, generator=torch.Generator().manual_seed(1)) < 0.5
+    seen[..., 48] = True
+    bias = torch.zeros(seen.shape).masked_fill_(~seen, float("-inf"))
+    settings = {"rows": 8, "scaling": SCALING, "softcap": softcap}
+    shared = attention(q, keys, values, bias, **settings)
+    each = reference_attention(q, keys, values, bias.repeat_interleave(HEADS, 0), **settings)
+    torch.testing.assert_close(shared, each, rtol=0, atol=2e-6)
 
 
 def test_the_reference_by_hand() -> None:

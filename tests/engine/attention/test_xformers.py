@@ -41,8 +41,8 @@ def case(*, rows: int, bias_rows: int, bias_batch: int) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize(
     ("rows", "bias_rows", "bias_batch"),
-    [(4, 1, 6), (10, 10, 6), (10, 10, 1)],
-    ids=["single", "tree", "alone"],
+    [(4, 1, 6), (10, 10, 6), (10, 10, 1), (10, 10, 3), (4, 1, 2)],
+    ids=["single", "tree", "alone", "tree, shared by two heads", "single, shared by three heads"],
 )
 def test_it_equals_the_reference(
     monkeypatch: pytest.MonkeyPatch, rows: int, bias_rows: int, bias_batch: int

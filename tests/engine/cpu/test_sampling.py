@@ -10,7 +10,7 @@ from core.records import SampleKey, SamplingParams, Stream
 from engine.cpu.sampling import MOST_LEADERS
 from engine.cpu.tokens import CpuNoise, CpuNoiseSource
 from engine.decoding.noise import Noise, gumbel_noise, key_words, noise_bits
-from engine.decoding.sampling_rule import RowSampling, choose, leaders
+from engine.decoding.sampling_rule import RowSampling, choose, leader_shares, leaders
 
 CPU = torch.device("cpu")
 LEVELS = torch.tensor([[0, 1, 1, 3], [2, 0, 3, 3], [1, 1, 0, 2]])
@@ -69,18 +69,18 @@ def test_it_chooses_what_library_calls_choose(vocab_size: int, temperatures: lis
     noise, library_noise = CpuNoise(values), Noise(values)
     assert noise.choose(logits, LEVELS, rows.divisor, rows.noise_factor) is not None
     chosen = choose(logits, noise, LEVELS, rows)
-    found = [
-        leaders(logits, noise, LEVELS, rows, count, perturbed=perturbed)
-        for count in range(2, MOST_LEADERS + 1)
-        for perturbed in (False, True)
-    ]
+    counts = range(2, MOST_LEADERS + 1)
+    found = [leaders(logits, noise, LEVELS, rows, count) for count in counts]
+    shares = [leader_shares(logits, noise, LEVELS, rows, count) for count in counts]
     assert torch.equal(chosen, choose(logits, library_noise, LEVELS, rows))
-    for number, native in enumerate(found):
-        count, perturbed = number // 2 + 2, bool(number % 2)
-        library = leaders(logits, library_noise, LEVELS, rows, count, perturbed=perturbed)
+    for count, native, share in zip(counts, found, shares, strict=True):
+        library = leaders(logits, library_noise, LEVELS, rows, count)
         assert torch.equal(native.token_ids, library.token_ids)
         assert np.array_equal(native.scores, library.scores)
         np.testing.assert_allclose(native.logprobs, library.logprobs, rtol=1e-5, atol=2e-6)
+        ids, of_library = leader_shares(logits, library_noise, LEVELS, rows, count)
+        assert torch.equal(share[0], ids)
+        torch.testing.assert_close(share[1], of_library, rtol=1e-5, atol=2e-6)
 
 
 def test_of_equals_the_smallest_id_wins() -> None:

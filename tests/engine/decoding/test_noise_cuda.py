@@ -10,7 +10,6 @@ from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -92,8 +91,8 @@ class FusedSource(HashedNoiseSource):
         self.count: Counter[str] = Counter()
         self._make = own_backend().noise
 
-    def __call__(self, words: np.ndarray, positions: np.ndarray, vocab_size: int) -> HashedNoise:
-        return HashedByTorch(self._make(words, positions, vocab_size).values, self.count)
+    def of_words(self, words: torch.Tensor, vocab_size: int) -> HashedNoise:
+        return HashedByTorch(self._make.of_words(words, vocab_size).values, self.count)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from itertools import cycle
 
 import pytest
+import torch
 from checked_drafter import CheckedDrafter, checked
 
 from core.config import EngineConfig, SpeculationConfig
@@ -100,19 +101,19 @@ def test_the_cache_is_used_and_not_recomputed(
 class LeafTakenForCached(CheckedDrafter):
     """Counts every accepted node, also the last level's, which the draft model never computed."""
 
-    def commit(self, batch: RunningBatch, tree: DraftTree, verdict: Verdict) -> None:
+    def commit(self, batch: RunningBatch, tree: DraftTree, verdict: Verdict) -> torch.Tensor:
         super().commit(batch, tree, verdict)
-        for slot, accepted in enumerate(verdict.num_accepted.tolist()):
-            self.adopt(slot, int(batch.lengths[slot]) + accepted)
+        return verdict.num_accepted
 
 
 class PathNotMoved(CheckedDrafter):
     """Leaves the accepted path where the tree put it."""
 
-    def commit(self, batch: RunningBatch, tree: DraftTree, verdict: Verdict) -> None:
+    def commit(self, batch: RunningBatch, tree: DraftTree, verdict: Verdict) -> torch.Tensor:
         before = self.cache.cells.clone()
-        super().commit(batch, tree, verdict)
+        kept = super().commit(batch, tree, verdict)
         self.cache.cells.copy_(before)
+        return kept
 
 
 class SlotNotMoved(CheckedDrafter):

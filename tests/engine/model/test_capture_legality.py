@@ -17,7 +17,7 @@ from engine.model.cuda_graphs import ForwardGraphs, Run
 from tests.engine.test_losslessness import PROMPT_LENGTHS, Make, MakeRequests, assert_equal
 from tests.helpers.backends import torch_backend
 
-HOST_READS = {"_local_scalar_dense", "equal", "is_nonzero"}
+HOST_READS = {"_local_scalar_dense", "item", "equal", "allclose", "is_nonzero"}
 SHAPES_BY_DATA = {"nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "bincount"}
 UPLOADS = {"lift_fresh", "lift_fresh_copy", "from_file"}
 "What `torch.tensor` and its like do with values of the host."
@@ -100,6 +100,12 @@ def test_recorded_forwards_do_nothing_that_a_capture_forbids(
     ],
     ids=["item", "nonzero", "mask", "unique", "upload", "bool"],
 )
-def test_the_rules_refuse(forbidden: Any) -> None:
-    with CaptureRules(), pytest.raises(AssertionError, match="a recorded forward calls"):
+@pytest.mark.parametrize("inference", [False, True])
+def test_the_rules_refuse(forbidden: Any, inference: bool) -> None:
+    """In inference mode torch takes fewer calls apart before a rule sees them."""
+    with (
+        torch.inference_mode(inference),
+        CaptureRules(),
+        pytest.raises(AssertionError, match="a recorded forward calls"),
+    ):
         forbidden(torch.ones(3))
