@@ -65,6 +65,12 @@ ABOUT = {
         "`first_ratio_error`: of the ratio furthest from 1 at a first minibatch. `reference_kl`: the largest at "
         "version 0. The demo pair.",
     ),
+    "onpolicy_real": About(
+        title="Sampler against trainer, a real model",
+        question="Are the trainer's log-probabilities those of the sampler on SmolLM2-135M-Instruct?",
+        how="As on the page of `bench onpolicy`, with answers of 96 tokens to chat prompts of GSM8K; the draft is the "
+        "model's own first four layers, trained for nothing, so few drafts are accepted.",
+    ),
     "exactness_real": About(
         title="Exactness of a real model",
         question="Do SmolLM2-135M-Instruct's tokens depend on drafts or moves?",
