@@ -109,9 +109,9 @@ def hugging_face_rate(
         tokens = 0
         started = time.perf_counter()
         for batch in batches:
-            ids, mask = _left_padded(batch, pad_token_id)
+            ids, mask = (x.to(model.device) for x in _left_padded(batch, pad_token_id))
             output = generate(ids, attention_mask=mask, **settings)
-            tokens += _num_tokens(output[:, ids.shape[1] :].numpy(), stop)
+            tokens += _num_tokens(output[:, ids.shape[1] :].cpu().numpy(), stop)
         return tokens / (time.perf_counter() - started)
 
     return rate
