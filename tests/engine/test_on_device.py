@@ -1,0 +1,166 @@
+"""An engine on a device: the same bodies run on the CPU, and with `-m gpu` on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.util import find_spec
+
+import numpy as np
+import pytest
+import torch
+
+from core.config import EngineConfig
+from core.records import SampleKey, SampleRequest, SamplingParams
+from engine.build import build_engine
+from engine.cache.kv_pool import KVPool, KVShape
+from engine.decoding.noise import HashedNoise, gumbel_noise, key_words, noise_source, row_words
+from engine.decoding.sampling_rule import RowSampling, choose
+from engine.engine import Engine
+from engine.upload import upload
+from engine.weights.chunks import model_checksum, pack_weights, unpack_weights
+from tests.engine.conftest import PLANS, Pair, disturbed, tiny_llama
+from tests.helpers.devices import DEVICES, NO_GPU
+
+Requests = Callable[..., list[SampleRequest]]
+SAMPLING = SamplingParams(max_new_tokens=40, temperature=0.8, top_p=0.95)
+
+
+def engine_on(device: str, plan: str, **changes: object) -> Engine:
+    pair = Pair(target=tiny_llama(1, "float32"), draft=disturbed(tiny_llama(1, "float32")))
+    settings = {"device": device, "max_running_samples": 6, "probe": False} | changes
+    return build_engine(
+        pair.target,
+        pair.draft,
+        engine=EngineConfig.model_validate(settings),
+        speculation=PLANS[plan],
+        max_total_tokens=192,
+    )
+
+
+@pytest.mark.parametrize("plan", ["off", "chain4", "tree8", "ngram"])
+@pytest.mark.parametrize("device", DEVICES)
+def test_emitted_log_probabilities_are_the_models(
+    device: str, plan: str, make_requests: Requests, dense_logits: Callable[..., torch.Tensor]
+) -> None:
+    engine = engine_on(device, plan)
+    requests = make_requests((5, 40, 17, 3, 60, 9, 33, 12), SAMPLING)
+    plain = tiny_llama(1, "float32")
+    for request, done in zip(requests, engine.generate(requests), strict=True):
+        prompt = request.prompt.token_ids
+        logits = dense_logits(plain, np.concatenate([prompt, done.token_ids]))[len(prompt) - 1 : -1]
+        expected = torch.log_softmax(logits / SAMPLING.temperature, -1)
+        expected = expected.gather(1, torch.from_numpy(done.token_ids)[:, None])[:, 0]
+        np.testing.assert_allclose(done.policy_logprobs, expected.numpy(), atol=2e-4)
+    assert plan == "off" or engine.stats.num_accepted_tokens > 0
+    graphs = engine.runner.graphs
+    assert device == "cpu" or (graphs is not None and graphs.shapes), "decode forwards were recorded"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_published_weights_decode_and_are_confirmed(device: str, make_requests: Requests) -> None:
+    """Recordings stay right: weights are copied in place."""
+    engine, requests = engine_on(device, "tree8"), make_requests((5, 40, 17), SAMPLING)
+    engine.generate(requests)
+    newer = tiny_llama(9, "float32")
+    manifest, chunks = pack_weights(newer, name="target", weight_version=1)
+    engine.load_weights(manifest, unpack_weights(manifest, chunks))
+    assert model_checksum(engine.runner.model) == manifest.checksum
+    fresh = build_engine(
+        newer,
+        disturbed(tiny_llama(1, "float32")),
+        engine=EngineConfig.model_validate({"device": device, "max_running_samples": 6, "probe": False}),
+        speculation=PLANS["tree8"],
+        max_total_tokens=192,
+    )
+    for ours, theirs in zip(engine.generate(requests), fresh.generate(requests), strict=True):
+        assert ours.token_ids.tolist() == theirs.token_ids.tolist()
+        np.testing.assert_allclose(ours.policy_logprobs, theirs.policy_logprobs, atol=1e-4)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_paged_caches_hold_what_whole_ones_hold(device: str, make_requests: Requests) -> None:
+    requests = make_requests((5, 40, 17, 3, 60, 9, 33, 12), SAMPLING)
+    megabytes = 64 if device == "cuda" else 1
+    paged = engine_on(device, "tree8", kv_cache_mb=megabytes).generate(requests)
+    whole = engine_on(device, "tree8").generate(requests)
+    for ours, theirs in zip(paged, whole, strict=True):
+        np.testing.assert_allclose(ours.policy_logprobs[:8], theirs.policy_logprobs[:8], atol=1e-4)
+        assert ours.token_ids[:8].tolist() == theirs.token_ids[:8].tolist()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_noise_and_choice_are_the_hosts(device: str) -> None:
+    where = torch.device(device)
+    words = np.stack(
+        [key_words(SampleKey(run_seed=3, sample_index=i), np.array([9])) for i in (0, 7, 1 << 40)]
+    )
+    positions = np.array([[0, 1], [5, 6], [100_000, 100_001]])
+    (on_device,) = upload([row_words(words, positions)], where)
+    noise = noise_source(where).of_words(on_device, 5000)
+    expected = gumbel_noise(words, positions, 5000)
+    torch.testing.assert_close(noise.values.cpu(), expected, rtol=1e-5, atol=1e-6)
+    rows = [SamplingParams(max_new_tokens=1, temperature=t) for t in (1.0, 0.0, 0.7)]
+    logits = torch.randn(3, 2, 5000, generator=torch.Generator().manual_seed(0))
+    levels = torch.tensor([[0, 1]] * 3)
+    chosen = choose(logits.to(where), noise, levels.to(where), RowSampling.of(rows, where)).cpu()
+    on_host = noise_source(torch.device("cpu")).of_words(torch.from_numpy(row_words(words, positions)), 5000)
+    assert torch.equal(chosen, choose(logits, on_host, levels, RowSampling.of(rows, torch.device("cpu"))))
+
+
+@pytest.mark.gpu
+@NO_GPU
+def test_triton_makes_the_noise_where_it_is_there() -> None:
+    if find_spec("triton") is None:
+        pytest.skip("Triton is not installed")
+    words = torch.zeros(2, 1, 1, dtype=torch.int32, device="cuda")
+    assert isinstance(noise_source(torch.device("cuda")).of_words(words, 64), HashedNoise)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_leased_prefix_is_read_while_slots_move(device: str, make_requests: Requests) -> None:
+    """Bytes read through a lease are the cells', after the sample has changed its slot."""
+    engine = engine_on(device, "chain4")
+    requests = make_requests((50, 40, 30), SAMPLING)
+    for request in requests:
+        engine.submit(request)
+    engine.step()
+    exchange, last = engine.exchange, requests[2].key
+    pool: KVPool = engine.runner.pool
+    lease = exchange.lease(last)
+    before = pool.range_of(2, 0, 24).cpu().clone()
+    exchange.drop(requests[0].key)
+    assert lease.slot == 0, "the last sample moved"
+    frame = np.empty(24 * pool.token_bytes, dtype=np.uint8)
+    lease.read("target", 0, 24, frame)
+    assert torch.equal(torch.from_numpy(frame).view(pool.cells.dtype).view(before.shape), before)
+    exchange.end_lease(lease)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_uploaded_parts_arrive_whole(device: str) -> None:
+    parts = [
+        np.arange(5),
+        np.float32([[1.5, -2.0, 3.0]]),
+        np.int32([[7], [8], [9]]),
+        np.zeros((2, 0), np.int32),
+    ]
+    for sent, got in zip(parts, upload(parts, torch.device(device)), strict=True):
+        assert got.device.type == device and got.shape == sent.shape
+        assert np.array_equal(got.cpu().numpy(), sent) and got.cpu().numpy().dtype == sent.dtype
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_pool_moves_tokens_on_its_device(device: str) -> None:
+    where = torch.device(device)
+    shape = KVShape(num_layers=2, num_kv_heads=2, num_heads=2, head_size=8)
+    pool = KVPool(shape, num_slots=2, capacity=64, dtype=torch.float32, device=where)
+    filled = torch.randn(pool.cells.shape, generator=torch.Generator().manual_seed(0))
+    pool.cells.copy_(filled)
+    root, path = torch.tensor([10, 4], device=where), torch.tensor([[0, 2, 5], [0, 1, 3]], device=where)
+    moved = torch.tensor([[False, True, True], [False, False, True]], device=where)
+    pool.make_dense(root, path, moved)
+    cells = pool.cells.cpu()
+    assert torch.equal(cells[:, :, 0, :, 11], filled[:, :, 0, :, 12])
+    assert torch.equal(cells[:, :, 0, :, 12], filled[:, :, 0, :, 15])
+    assert torch.equal(cells[:, :, 1, :, 5], filled[:, :, 1, :, 5])
+    assert torch.equal(cells[:, :, 1, :, 6], filled[:, :, 1, :, 7])
