@@ -75,6 +75,7 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         require_xformers(torch.device("cuda"))
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="the kernel needs a GPU: not run")
 def test_the_kernel_itself() -> None:
     pytest.importorskip("xformers")

@@ -9,7 +9,16 @@ import torch
 
 from core.errors import RlhfSpecError
 from engine.cache.cuda_memory import MappedMemory
-from engine.cache.cuda_pages import CudaPages, _Access, _Allocation
+from engine.cache.cuda_pages import (
+    _DEVICE,
+    _MINIMUM,
+    _PINNED,
+    _READ_WRITE,
+    CudaPages,
+    _Access,
+    _Allocation,
+    _Location,
+)
 from engine.cache.kv_memory import PoolShape
 
 DEVICE = torch.device("cuda", 1)
@@ -51,6 +60,24 @@ def test_structures_have_the_drivers_layout() -> None:
     assert ctypes.sizeof(_Access) == 12 and _Access.flags.offset == 8
 
 
+def test_structures_are_those_of_the_drivers_own_bindings() -> None:
+    """NVIDIA's bindings write into our bytes and read them."""
+    driver = pytest.importorskip("cuda.bindings.driver", reason="cuda-bindings is not installed: extra dev")
+    kinds, places = driver.CUmemAllocationType, driver.CUmemLocationType
+    theirs = driver.CUmemAllocationProp()
+    theirs.type = kinds.CU_MEM_ALLOCATION_TYPE_PINNED
+    theirs.location.type = places.CU_MEM_LOCATION_TYPE_DEVICE
+    theirs.location.id = 3
+    ours = _Allocation(type=_PINNED, location=_Location(type=_DEVICE, id=3))
+    assert ctypes.string_at(theirs.getPtr(), ctypes.sizeof(_Allocation)) == bytes(ours)
+    access = driver.CUmemAccessDesc()
+    access.location.type, access.location.id = places.CU_MEM_LOCATION_TYPE_DEVICE, 3
+    access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+    mine = _Access(location=_Location(type=_DEVICE, id=3), flags=_READ_WRITE)
+    assert ctypes.string_at(access.getPtr(), ctypes.sizeof(_Access)) == bytes(mine)
+    assert int(driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM) == _MINIMUM
+
+
 def test_calls_carry_sizes_addresses_and_the_device() -> None:
     library = Library()
     pages = CudaPages(DEVICE, library)
@@ -90,6 +117,7 @@ def test_an_old_driver_is_named() -> None:
         CudaPages(DEVICE, object())
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="mapped pages need a GPU: not run")
 def test_pages_of_a_gpu_serve_as_cells() -> None:
     shape = PoolShape(

@@ -147,6 +147,7 @@ def test_shapes_are_rounded_up_within_the_pool(
     assert shape_of(plan) == StepShape(expected[0], 2, expected[1])
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU: not run")
 def test_cuda_graphs_change_no_bit(make_requests: MakeRequests, new_model) -> None:
     requests = make_requests(PROMPT_LENGTHS, SamplingParams(max_new_tokens=20))

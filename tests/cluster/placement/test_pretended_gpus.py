@@ -1,0 +1,81 @@
+"""Which GPUs every actor of a run may use, on a Ray that is told of eight: they are on paper.
+
+The actors stand in the places, and get the options, that a run gives its own; here they only tell what they see.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = """
+import json, os, ray
+from actors.ray_utils.assigned_device import assigned_gpus
+from cluster.placement.topology import PlacementContext, actor_options, place, plan
+from core.config import Config
+from ray.util.placement_group import remove_placement_group
+
+class Seer:
+    def look(self):
+        return os.environ.get("CUDA_VISIBLE_DEVICES", ""), assigned_gpus()
+
+ray.init(address="local", num_cpus=16, num_gpus=8, include_dashboard=False, log_to_driver=False)
+seer, seen = ray.remote(Seer), {}
+for case, gpus in {"one each": (1, 1, 1), "none": (0, 0, 0), "shared": (0.5, 1, 0)}.items():
+    generation, trainer, reward = gpus
+    pool = {"num_cpus": 0.01}
+    config = Config.model_validate({
+        "data": {"task": "chain"},
+        "models": {"target": "somewhere", "draft": "elsewhere"},
+        "trainer": {"strategy": "ddp"},
+        "cluster": {
+            "generation": pool | {"num_actors": 2, "num_gpus": generation},
+            "trainer": pool | {"num_actors": 2, "num_gpus": trainer},
+            "reward": pool | {"num_actors": 1, "num_gpus": reward},
+        },
+    })
+    topology = plan(config)
+    group = place(topology, is_local=True)
+    context = PlacementContext(group=group, namespace=ray.get_runtime_context().namespace)
+    actors = {each.name: seer.options(**actor_options(each, context)).remote() for each in topology.places}
+    seen[case] = {name: ray.get(actor.look.remote(), timeout=120) for name, actor in actors.items()}
+    for actor in actors.values():
+        ray.kill(actor)
+    remove_placement_group(group)
+print(json.dumps(seen))
+"""
+POOLS = {"gen-0", "gen-1", "trainer-0", "trainer-1", "reward-0"}
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_every_actor_has_the_gpus_it_asked_for_and_no_other() -> None:
+    root = Path(__file__).resolve().parents[3]
+    for _ in range(3):
+        done = subprocess.run(
+            [sys.executable, "-c", SCRIPT], cwd=root, capture_output=True, text=True, timeout=500
+        )
+        # Ray gives its own node 30 s, which a busy machine may not keep
+        if "node timed out during startup" not in done.stderr:
+            break
+    assert done.returncode == 0, done.stderr
+    seen = json.loads(done.stdout.splitlines()[-1])
+    for actors in seen.values():
+        assert set(actors) == POOLS | {"scheduler"}
+        assert actors["scheduler"][1] == [], "it decides and computes nothing"
+
+    alone = {name: answer for name, answer in seen["one each"].items() if name in POOLS}
+    assert all(visible == ",".join(assigned) for visible, assigned in alone.values())
+    assert all(len(assigned) == 1 for _, assigned in alone.values())
+    assert len({assigned[0] for _, assigned in alone.values()}) == len(POOLS), "no two share one"
+
+    # Ray hides no GPU from an actor that has none: what it was assigned decides
+    assert all(assigned == [] for _, assigned in seen["none"].values())
+
+    shared = seen["shared"]
+    assert shared["gen-0"][1] == shared["gen-1"][1] and len(shared["gen-0"][1]) == 1
+    trainers = [shared[f"trainer-{rank}"][1] for rank in range(2)]
+    assert trainers[0] != trainers[1] and shared["gen-0"][1] not in trainers
+    assert shared["reward-0"][1] == []
