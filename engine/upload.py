@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-ALIGNMENT = 8
-"Bytes: a part begins where any of its numbers may."
+ALIGNMENT = 16
+"Bytes: a part begins where kernels may read several of its numbers at once."
 
 
 def upload(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:

@@ -54,6 +54,8 @@ def test_constraints_pin_every_direct_dependency_exactly() -> None:
     extras = project["optional-dependencies"]
     wanted = project["dependencies"] + [each for name in extras if name != "cuda" for each in extras[name]]
     wanted.remove("rlhfspec[cpu,gguf,lora]")
+    # a CUDA build of torch names the one version that it goes with
+    wanted = [each for each in wanted if not each.startswith("triton")]
     pinned = {}
     for line in (ROOT / "constraints.txt").read_text().splitlines():
         if line and not line.startswith("#"):
