@@ -7,7 +7,7 @@ not between the two kernels. Not run on a GPU so far. Imported only where Triton
 torch.
 """
 
-# pyright: reportMissingImports=false
+# pyright: reportMissingImports=false, reportArgumentType=false
 import torch
 import triton
 import triton.language as tl
