@@ -23,6 +23,8 @@ from engine.upload import upload
 NO_STOP = -1
 LAST_TOKENS = 4
 "Committed tokens of a sample that a decode step may ask for on the device."
+BEFORE_THE_END = np.arange(-LAST_TOKENS, 0)
+NO_WORDS = torch.empty(2, 0, 0, dtype=torch.int32)
 MAX_NOISE_AHEAD = 1 << 18
 "Values of noise computed at once beyond what the next step needs."
 MAX_STEPS_AHEAD = 16
@@ -44,8 +46,8 @@ class StepInputs:
     "committed tokens"
     last_tokens: Int[Tensor, "B k"]
     "the last k = LAST_TOKENS committed tokens; of shorter samples the first ones are 0"
-    words: Int[Tensor, "2 B D"]
-    "two hash words of each of the next D positions; D = 0 where noise is made ahead"
+    words: Int[Tensor, "2 rows D"]
+    "two hash words of each of the next D positions of B rows; empty where noise is made ahead"
 
 
 class RunningBatch:
@@ -73,6 +75,7 @@ class RunningBatch:
         "stop tokens of each sample, padded"
         self._sampling: RowSampling | None = None
         self._inputs: StepInputs | None = None
+        self._rows = np.arange(num_slots)[:, None]
         self._noise: Noise | None = None
         self._noise_start = self._noise_end = self.lengths
 
@@ -227,14 +230,16 @@ class RunningBatch:
             num_words: positions whose hash words are wanted, where noise is made of them.
         """
         num_words = 0 if self._make_noise.ahead else num_words
-        if self._inputs is None or self._inputs.words.shape[2] < num_words:
+        if self._inputs is None or (num_words and self._inputs.words.shape[2] < num_words):
             live = len(self)
             lengths = self.lengths[:live]
-            columns = lengths[:, None] + np.arange(-LAST_TOKENS, 0)
-            last = self.tokens[np.arange(live)[:, None], columns.clip(min=0)]
-            words = row_words(self.words[:live], lengths[:, None] + np.arange(num_words))
-            on_device = upload([lengths.copy(), last, words], self.device)
-            self._inputs = StepInputs(lengths=on_device[0], last_tokens=on_device[1], words=on_device[2])
+            columns = np.maximum(lengths[:, None] + BEFORE_THE_END, 0)
+            arrays = [lengths.copy(), self.tokens[self._rows[:live], columns]]
+            if num_words:
+                arrays.append(row_words(self.words[:live], lengths[:, None] + np.arange(num_words)))
+            on_device = upload(arrays, self.device)
+            words = on_device[2] if num_words else NO_WORDS
+            self._inputs = StepInputs(lengths=on_device[0], last_tokens=on_device[1], words=words)
         return self._inputs
 
     @property
