@@ -25,6 +25,7 @@ def selftest(*, out: Path, quick: bool, real: bool) -> int:
             f"gpu-selftest needs a CUDA device, and torch {torch.__version__} ({built}) sees none; "
             "install a CUDA build of torch and check `nvidia-smi`"
         )
+    out.mkdir(parents=True, exist_ok=True)
     console, device = Console(), torch.device("cuda", torch.cuda.current_device())
     workload = (
         real_workload(NUM_PROMPTS, data=None, max_new_tokens=128, console=console)

@@ -81,17 +81,23 @@ def distribution(subject: Subject, *, num_samples: int = 4096) -> dict[str, floa
         raise PartFailed(
             "this model's first tokens are too certain to test a distribution; give another prompt"
         )
-    found = np.append(seen[common], num_samples - seen[common].sum())
-    hoped = np.append(expected[common], num_samples - expected[common].sum())
-    if hoped[-1] < 1.0:
-        found, hoped = found[:-1], hoped[:-1] * found[:-1].sum() / hoped[:-1].sum()
-    p = float(stats.chisquare(found, hoped).pvalue)
+    counts, expected_counts = pooled(seen[common], expected[common], num_samples)
+    p = float(stats.chisquare(counts, expected_counts).pvalue)
     if not p > SMALLEST_P:
         raise PartFailed(
             f"the first two tokens of {num_samples} samples: expected the model's distribution, got a chi-square "
-            f"test over {len(found)} bins with p = {p:.2g}"
+            f"test over {len(counts)} bins with p = {p:.2g}"
         )
-    return {"distribution_p": p, "distribution_bins": float(len(found))}
+    return {"distribution_p": p, "distribution_bins": float(len(counts))}
+
+
+def pooled(seen: np.ndarray, expected: np.ndarray, total: int) -> tuple[np.ndarray, np.ndarray]:
+    """Add what the bins leave out of `total` as a bin, or to the rarest where less than one is expected of it."""
+    rest, expected_rest = total - seen.sum(), total - expected.sum()
+    if expected_rest >= 1.0:
+        return np.append(seen, rest), np.append(expected, expected_rest)
+    rarest = np.arange(len(expected)) == expected.argmin()
+    return seen + rarest * rest, expected + rarest * expected_rest
 
 
 def speed(

@@ -56,7 +56,7 @@ def run_parts(subject: Subject, *, dtype: str, quick: bool, say: Callable[[str],
     return results
 
 
-def device_tests(*, timeout_s: float = TESTS_TIMEOUT_S, mark: str = "gpu", root: Path = ROOT) -> PartResult:
+def device_tests(*, timeout_s: float = TESTS_TIMEOUT_S, root: Path = ROOT) -> PartResult:
     """Run the tests that need a device, in a process of their own."""
     name = "tests marked gpu"
     if not (root / "tests").is_dir() or find_spec("pytest") is None:
@@ -67,7 +67,7 @@ def device_tests(*, timeout_s: float = TESTS_TIMEOUT_S, mark: str = "gpu", root:
         "-m",
         "pytest",
         "-m",
-        mark,
+        "gpu",
         "-p",
         "no:cacheprovider",
         "-rfE",
@@ -77,7 +77,7 @@ def device_tests(*, timeout_s: float = TESTS_TIMEOUT_S, mark: str = "gpu", root:
     try:
         done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=timeout_s)
     except subprocess.TimeoutExpired:
-        return PartResult(name=name, state="failed", message=f"no end within {timeout_s:.0f} s")
+        return PartResult(name=name, state="failed", message=f"no end within {timeout_s:g} s")
     output = done.stdout.strip()
     return PartResult(
         name=name,

@@ -42,7 +42,5 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(
             "gpu-selftest needs the folder benchmarks/ of a checkout; run it there, after pip install -e ."
         )
-    out = out_folder(args.out)
-    out.mkdir(parents=True, exist_ok=True)
     command = importlib.import_module("benchmarks.selftest.command")
-    return command.selftest(out=out, quick=args.quick, real=args.real)
+    return command.selftest(out=out_folder(args.out), quick=args.quick, real=args.real)

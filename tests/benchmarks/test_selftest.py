@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 import engine.decode_step
-from benchmarks.selftest.parts import PartFailed, bandwidth, distribution, logprobs, speed
+from benchmarks.selftest.parts import PartFailed, bandwidth, distribution, logprobs, pooled, speed
 from benchmarks.selftest.run import device_tests, run_parts, write_report
 from benchmarks.selftest.subject import Subject
 from cluster.cli import main
@@ -76,6 +76,15 @@ def test_a_wrong_distribution_fails(monkeypatch: pytest.MonkeyPatch, subject: Su
         distribution(subject, num_samples=1024)
 
 
+def test_no_sample_is_left_out_of_the_bins() -> None:
+    """A token that is all but impossible and comes often shows."""
+    seen, expected = np.array([40.0, 30.0, 10.0]), np.array([60.0, 30.0, 9.5])
+    counts, wanted = pooled(seen, expected, 100)
+    assert counts.tolist() == [40.0, 30.0, 30.0] and wanted.tolist() == [60.0, 30.0, 10.0]
+    counts, wanted = pooled(seen, expected - 3.0, 100)
+    assert counts.tolist() == [40.0, 30.0, 10.0, 20.0] and wanted.tolist() == [57.0, 27.0, 6.5, 9.5]
+
+
 def test_a_part_that_raises_does_not_keep_the_others_from_running(
     monkeypatch: pytest.MonkeyPatch, subject: Subject, tmp_path: Path
 ) -> None:
@@ -105,11 +114,15 @@ def test_device_tests_are_run_and_their_failure_is_told(tmp_path: Path) -> None:
     assert failed.state == "failed" and "assert 1 == 2" in failed.message
     (tmp_path / "tests" / "test_it.py").write_text("import pytest\n@pytest.mark.gpu\ndef test_it(): pass\n")
     assert device_tests(root=tmp_path).state == "passed"
+    # pytest alone takes longer to start
+    late = device_tests(root=tmp_path, timeout_s=0.01)
+    assert (late.state, late.message) == ("failed", "no end within 0.01 s")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a torch without a CUDA device")
 def test_without_a_device_the_command_says_what_to_do(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["gpu-selftest", "--out", str(tmp_path)]) == 2
+    assert main(["gpu-selftest", "--out", str(tmp_path / "report")]) == 2
+    assert not (tmp_path / "report").exists()
     assert "gpu-selftest needs a CUDA device, and torch" in capsys.readouterr().err
