@@ -70,6 +70,7 @@ ABOUT = {
         question="Are the trainer's log-probabilities those of the sampler on SmolLM2-135M-Instruct?",
         how="As on the page of `bench onpolicy`, with answers of 96 tokens to chat prompts of GSM8K; the draft is the "
         "model's own first four layers, trained for nothing, so few drafts are accepted.",
+        data=True,
     ),
     "exactness_real": About(
         title="Exactness of a real model",
