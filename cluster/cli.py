@@ -1,4 +1,5 @@
-"""The command line: `rlhfspec demo | train | profile | bench | gpu-selftest | simulate | check | models | ...`.
+"""The command line: `rlhfspec demo | train | profile | bench | gpu-selftest | simulate | check | models | show |
+replay`.
 
 Exit codes: 0 good, 2 bad input (one line says what to mend), 1 failure, 130 interrupted. Only what a
 command needs is imported, so that `--help` answers at once.

@@ -20,13 +20,27 @@ def upload(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
     """Return the arrays as tensors on the device; on the CPU they share the arrays' memory."""
     if device.type == "cpu":
         return [torch.from_numpy(array) for array in arrays]
-    sizes = [-(-array.nbytes // ALIGNMENT) * ALIGNMENT for array in arrays]
     # torch keeps pinned memory until the copy has been made
-    packed = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=device.type == "cuda")
+    packed = pack(arrays, pinned=device.type == "cuda")
+    return unpack(packed.to(device, non_blocking=True), arrays)
+
+
+def pack(arrays: Sequence[np.ndarray], *, pinned: bool) -> Tensor:
+    """Return the arrays' bytes behind one another, each part aligned, uint8."""
+    sizes = _aligned_sizes(arrays)
+    packed = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=pinned)
     for array, part in zip(arrays, packed.split(sizes), strict=True):
         part.numpy()[: array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-    there = packed.to(device, non_blocking=True).split(sizes)
+    return packed
+
+
+def unpack(packed: Tensor, like: Sequence[np.ndarray]) -> list[Tensor]:
+    """Return the parts of packed bytes as views, in types and shapes of the arrays that they were packed from."""
     return [
         part[: array.nbytes].view(torch.from_numpy(array).dtype).view(array.shape)
-        for array, part in zip(arrays, there, strict=True)
+        for array, part in zip(like, packed.split(_aligned_sizes(like)), strict=True)
     ]
+
+
+def _aligned_sizes(arrays: Sequence[np.ndarray]) -> list[int]:
+    return [-(-array.nbytes // ALIGNMENT) * ALIGNMENT for array in arrays]

@@ -152,3 +152,8 @@ ATTENTION: dict[str, Attention] = {
 }
 SHARE_BIAS: set[Attention] = {sdpa_attention, reference_attention}
 "Those that read one bias for all heads of a sample: a copy for each head would be read anew in every layer."
+
+
+def num_biases(attention: object, num_kv_heads: int) -> int:
+    """Return how many copies of its bias each sample needs: one for every KV head, or one for all of them."""
+    return 1 if attention in SHARE_BIAS else num_kv_heads

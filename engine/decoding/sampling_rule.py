@@ -123,9 +123,7 @@ def leaders(
 
     Their log-probabilities are under softmax(logits / T).
     """
-    found = None
-    if not rows.any_filter:
-        found = noise.leaders(logits, levels, rows.divisor, rows.noise_factor, count=count, share=0.0)
+    found = _leaders_in_one_pass(logits, noise, levels, rows, count, share=0.0)
     if found is not None:
         ids, scores, logprobs = found
         return TopK(token_ids=ids, scores=scores, logprobs=logprobs)
@@ -146,14 +144,21 @@ def leader_shares(
 
     Both stay on the device: a draft that no policy looks at grows without the host.
     """
-    found = None
-    if not rows.any_filter:
-        found = noise.leaders(logits, levels, rows.divisor, rows.noise_factor, count=count, share=1.0)
+    found = _leaders_in_one_pass(logits, noise, levels, rows, count, share=1.0)
     if found is not None:
         return found[0], torch.from_numpy(np.exp(found[2]))
     everything = perturb(scale(logits, rows), _of_levels(noise, levels), rows)
     best, ids = everything.topk(count, dim=-1)
     return ids, (best - everything.logsumexp(-1, keepdim=True)).exp()
+
+
+def _leaders_in_one_pass(
+    logits: Tensor, noise: Noise, levels: Tensor, rows: RowSampling, count: int, *, share: float
+) -> tuple[Tensor, np.ndarray, np.ndarray] | None:
+    """`Noise.leaders`, which knows no filters; None: look at all values."""
+    if rows.any_filter:
+        return None
+    return noise.leaders(logits, levels, rows.divisor, rows.noise_factor, count=count, share=share)
 
 
 def _of_levels(noise: Noise, levels: Tensor) -> Tensor:

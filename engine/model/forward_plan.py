@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn import functional as F
 
-from engine.attention.backends import SHARE_BIAS, Attention
+from engine.attention.backends import Attention, num_biases
 from engine.attention.packing import RaggedRows, pack_queries, unpack_queries
 from engine.attention.visibility import as_bias, chain_visibility, tree_visibility
 from engine.cache.kv_memory import round_up
@@ -205,7 +205,7 @@ class TreePlan(ForwardPlan):
     def _bias_for(self, window: int | None) -> Tensor:
         if window not in self._bias:
             seen, shape = self._visible(window), self.pool.shape
-            heads = 1 if self.attention in SHARE_BIAS else shape.num_kv_heads
+            heads = num_biases(self.attention, shape.num_kv_heads)
             bias = as_bias(seen, heads=heads, queries=shape.num_heads // shape.num_kv_heads)
             self._bias[window] = bias.to(self.pool.cells.dtype)
         return self._bias[window]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from torch import Tensor
 
-from engine.attention.backends import SHARE_BIAS, Attention
+from engine.attention.backends import Attention, num_biases
 from engine.attention.packing import pack_queries, unpack_queries
 from engine.attention.visibility import as_bias, chain_visibility
 from engine.cache.kv_memory import round_up
@@ -80,7 +80,7 @@ class PrefillPlan(ForwardPlan):
         self.store_rows(layer, qkv)
         queries = qkv.shape[2] - 2
         out = self.pool.cells.new_zeros(len(qkv), qkv.shape[1] * queries * qkv.shape[3])
-        for part in self._neighbours_for(attention, sliding_window, queries):
+        for part in self._neighbours_for(sliding_window, queries):
             keys, values = self.pool.view(layer, part.first_slot, part.num_slots, part.view)
             attended = attention(
                 pack_queries(qkv[part.tokens], part.num_slots).to(keys.dtype),
@@ -95,16 +95,14 @@ class PrefillPlan(ForwardPlan):
             out[part.real_tokens] = attended if part.real is None else attended[part.real]
         return out
 
-    def _neighbours_for(self, attention: Attention, window: int | None, queries: int) -> list[Neighbours]:
+    def _neighbours_for(self, window: int | None, queries: int) -> list[Neighbours]:
         if window not in self._attended:
-            self._attended[window] = list(self._make_neighbours(attention, window, queries))
+            self._attended[window] = list(self._make_neighbours(window, queries))
         return self._attended[window]
 
-    def _make_neighbours(
-        self, attention: Attention, window: int | None, queries: int
-    ) -> Iterator[Neighbours]:
+    def _make_neighbours(self, window: int | None, queries: int) -> Iterator[Neighbours]:
         device = self.pool.device
-        heads = 1 if attention in SHARE_BIAS else self.pool.shape.num_kv_heads
+        heads = num_biases(self.attention, self.pool.shape.num_kv_heads)
         most = MAX_SCORES_TOGETHER if device.type == "cpu" else MAX_BIAS_TOGETHER
         first_token = 0
         for together in _together(self.pieces, heads * queries, most):

@@ -45,7 +45,7 @@ def require_master_weights(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and parameter.dtype != torch.float32:
             dtype = str(parameter.dtype).removeprefix("torch.")
-            why = "nothing of the learner was tried"
+            why = "the learner is not tested"
             if parameter.dtype.itemsize < torch.float32.itemsize:
                 why = "most steps round to nothing (at a learning rate of 1e-6, 98 of 100 weights never move)"
             raise ConfigError(

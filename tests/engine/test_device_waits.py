@@ -15,7 +15,6 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from core.config import EngineConfig
 from core.records import SampleRequest, SamplingParams
 from engine.attention.backends import ATTENTION
 from engine.decoding.noise import NoiseSource
@@ -107,7 +106,7 @@ def pretended(plan: str, monkeypatch: pytest.MonkeyPatch) -> Engine:
         policy=build_policy(settings, None),
         scorer=None,
         max_total_tokens=CAPACITY,
-        max_prefill_tokens=EngineConfig().max_prefill_tokens or 8192,
+        max_prefill_tokens=8192,
     )
 
 

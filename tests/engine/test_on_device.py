@@ -16,7 +16,7 @@ from engine.cache.kv_pool import KVPool, KVShape
 from engine.decoding.noise import HashedNoise, gumbel_noise, key_words, noise_source, row_words
 from engine.decoding.sampling_rule import RowSampling, choose
 from engine.engine import Engine
-from engine.upload import upload
+from engine.upload import ALIGNMENT, pack, unpack, upload
 from engine.weights.chunks import model_checksum, pack_weights, unpack_weights
 from tests.engine.conftest import PLANS, Pair, disturbed, tiny_llama
 from tests.helpers.devices import DEVICES, NO_GPU
@@ -147,6 +147,18 @@ def test_uploaded_parts_arrive_whole(device: str) -> None:
     for sent, got in zip(parts, upload(parts, torch.device(device)), strict=True):
         assert got.device.type == device and got.shape == sent.shape
         assert np.array_equal(got.cpu().numpy(), sent) and got.cpu().numpy().dtype == sent.dtype
+
+
+def test_packed_parts_are_unpacked_in_place_and_aligned() -> None:
+    """What a GPU is sent; the CPU takes the arrays as they lie."""
+    parts = [np.arange(5), np.float32([[1.5, -2.0, 3.0]]), np.arange(12, dtype=np.int32).reshape(3, 4).T]
+    packed = pack(parts, pinned=False)
+    found = unpack(packed, parts)
+    for sent, got in zip(parts, found, strict=True):
+        assert np.array_equal(got.numpy(), sent) and got.numpy().dtype == sent.dtype
+        assert (got.data_ptr() - packed.data_ptr()) % ALIGNMENT == 0
+    packed.zero_()
+    assert not any(part.any() for part in found), "views, no copies"
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -1,15 +1,11 @@
 """An actor's device is what Ray assigned to it. The GPUs here are on paper: Ray is told of them."""
 
-import json
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
 from actors.ray_utils.assigned_device import assigned_gpus, resolve_device
 from core.errors import ConfigError
+from tests.helpers.ray_script import answer_of
 
 NAMES = {"key": "trainer.device", "pool": "cluster.trainer"}
 SCRIPT = """
@@ -42,15 +38,6 @@ def test_a_gpu_that_torch_cannot_use_is_refused():
 @pytest.mark.ray
 @pytest.mark.slow
 def test_ray_says_which_gpus_an_actor_has():
-    root = Path(__file__).resolve().parents[3]
-    for _ in range(3):
-        done = subprocess.run(
-            [sys.executable, "-c", SCRIPT], cwd=root, capture_output=True, text=True, timeout=200
-        )
-        # Ray gives its own node 30 s, which a busy machine may not keep
-        if "node timed out during startup" not in done.stderr:
-            break
-    assert done.returncode == 0, done.stderr
-    none, *one = json.loads(done.stdout.splitlines()[-1])
+    none, *one = answer_of(SCRIPT, timeout_s=200)
     assert none == []
     assert all(len(ids) == 1 and ids[0] in "0123" for ids in one)

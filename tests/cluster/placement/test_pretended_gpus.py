@@ -3,12 +3,9 @@
 The actors stand in the places, and get the options, that a run gives its own; here they only tell what they see.
 """
 
-import json
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+
+from tests.helpers.ray_script import answer_of
 
 SCRIPT = """
 import json, os, ray
@@ -52,16 +49,7 @@ POOLS = {"gen-0", "gen-1", "trainer-0", "trainer-1", "reward-0"}
 @pytest.mark.ray
 @pytest.mark.slow
 def test_every_actor_has_the_gpus_it_asked_for_and_no_other() -> None:
-    root = Path(__file__).resolve().parents[3]
-    for _ in range(3):
-        done = subprocess.run(
-            [sys.executable, "-c", SCRIPT], cwd=root, capture_output=True, text=True, timeout=500
-        )
-        # Ray gives its own node 30 s, which a busy machine may not keep
-        if "node timed out during startup" not in done.stderr:
-            break
-    assert done.returncode == 0, done.stderr
-    seen = json.loads(done.stdout.splitlines()[-1])
+    seen = answer_of(SCRIPT, timeout_s=500)
     for actors in seen.values():
         assert set(actors) == POOLS | {"scheduler"}
         assert actors["scheduler"][1] == [], "it decides and computes nothing"

@@ -11,20 +11,8 @@ from engine.decoding.logprobs import token_logprobs
 from learning.experience import collate
 from learning.forward.training_forward import prepare_for_training, response_logits
 from learning.learner import Learner
+from tests.helpers.tiny_llama import SIZES
 
-SIZES = {
-    "vocab_size": 19,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": None,
-    "initializer_range": 0.3,
-}
 FAMILIES = {
     "llama": {},
     "mistral": {"sliding_window": 4},
@@ -43,7 +31,7 @@ FAMILIES = {
 
 def new_model(family: str):
     torch.manual_seed(0)
-    settings = SIZES | FAMILIES[family]
+    settings = SIZES | {"initializer_range": 0.3} | FAMILIES[family]
     if family in ("gpt2", "opt"):
         settings = {name: value for name, value in settings.items() if name not in ("head_dim",)}
     config = CONFIG_MAPPING[family](**settings)
