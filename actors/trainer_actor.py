@@ -21,8 +21,9 @@ from actors.ray_utils.remote import remote
 from actors.transport.broadcast import BroadcastGroup, BroadcastHost, BroadcastTicket
 from core.errors import ConfigError, RlhfSpecError, WeightsError
 from core.records import Rollout, UpdateReport, WeightManifest
+from engine.weights.causal_lm import DTYPES
 from engine.weights.chunks import load_into, weight_views
-from engine.weights.loading import DTYPES, build_causal_lm, freeze
+from engine.weights.loading import build_causal_lm, freeze
 from learning.draft_refit import DraftRefitter, RefitReport
 from learning.forward.engine_scoring import EngineScorer, require_engine_scoring
 from learning.forward.precision import compute_dtype_on, hold_linears_in

@@ -25,8 +25,8 @@ from benchmarks.support.workload import Workload, demo_workload
 from cluster.weights.publish import PublishedWeights, publish
 from core.config import AlgorithmConfig, EngineConfig, ReallocationConfig, SpeculationConfig, TrainerConfig
 from core.records import Rollout, SampleRequest
+from engine.weights.causal_lm import DTYPES
 from engine.weights.chunks import pack_tensors
-from engine.weights.loading import DTYPES
 from learning.forward.engine_scoring import EngineScorer
 from learning.learner import Learner
 from policies.migration.move_messages import MoveOutcome

@@ -31,8 +31,10 @@ from cluster.weights.group_publication import Broadcast
 from cluster.weights.publish import PublishedWeights
 from core.config import Config
 from core.records import Completion, SampleRequest, SamplingParams
-from engine.weights.chunks import pack_weights
-from engine.weights.loading import load_causal_lm, num_token_ids
+from engine.weights.causal_lm import DTYPES
+from engine.weights.chunks import WeightPacker, pack_weights
+from engine.weights.loading import load_causal_lm, load_hf_config, num_token_ids, require_finite
+from engine.weights.stored_weights import stored_weights
 from learning.data import PromptCursor, sampling_params
 
 logger = logging.getLogger(__name__)
@@ -138,10 +140,27 @@ def _bring_up(system: System) -> None:
 
 
 def load_and_put(config: Config, name: str, model: Any) -> PublishedWeights:
-    """Load a model here, where its path is known, and publish it as version 0 of `model`."""
-    loaded = load_causal_lm(name, config.models.dtype, trust_remote_code=config.models.trust_remote_code)
-    manifest, chunks = pack_weights(loaded, name=model, weight_version=0)
-    return PublishedWeights(manifest=manifest, chunk_refs=tuple(ray.put(chunk) for chunk in chunks))
+    """Read a model here, where its path is known, and publish it as version 0 of `model`.
+
+    Where its files name every weight as the model does, no model is built: a bucket at a time passes through.
+    """
+    models = config.models
+    hf_config = load_hf_config(name, trust_remote_code=models.trust_remote_code)
+    stored = stored_weights(name, hf_config, models.dtype)
+    if stored is None:
+        loaded = load_causal_lm(name, models.dtype, trust_remote_code=models.trust_remote_code)
+        manifest, chunks = pack_weights(loaded, name=model, weight_version=0)
+        return PublishedWeights(manifest=manifest, chunk_refs=tuple(ray.put(chunk) for chunk in chunks))
+    require_finite(name, stored.tensors())
+    packer = WeightPacker(
+        name=model,
+        weight_version=0,
+        hf_config_json=stored.hf_config_json,
+        dtypes=dict.fromkeys(stored.tensor_names, DTYPES[models.dtype]),
+        rooms=1,
+    )
+    refs = tuple(ray.put(chunk) for chunk in packer.chunks(stored.tensors()))
+    return PublishedWeights(manifest=packer.manifest(), chunk_refs=refs)
 
 
 def _draft(config: Config) -> PublishedWeights | None:

@@ -7,8 +7,6 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-from transformers.modeling_utils import PreTrainedModel
-
 from core.config import EngineConfig, SpeculationConfig
 from core.errors import ConfigError, ModelError, NotInvariantError, NumericsError
 from engine.admission import MB
@@ -32,7 +30,7 @@ from engine.numerics import (
     resolve_numerics,
     use_threads,
 )
-from engine.weights.loading import max_context_tokens
+from engine.weights.causal_lm import CausalLM, max_context_tokens
 from policies.drafting.draft_policy import DraftPolicy, RefiningPolicy
 from profiles.profile import Profile
 
@@ -40,8 +38,8 @@ logger = logging.getLogger(__name__)
 
 
 def build_engine(
-    target: PreTrainedModel,
-    draft: PreTrainedModel | None,
+    target: CausalLM,
+    draft: CausalLM | None,
     *,
     engine: EngineConfig,
     speculation: SpeculationConfig,
@@ -136,7 +134,7 @@ def build_engine(
 
 
 def build_scoring_runner(
-    target: PreTrainedModel,
+    target: CausalLM,
     *,
     engine: EngineConfig,
     num_slots: int,
@@ -167,7 +165,7 @@ def build_scoring_runner(
 
 
 def _runner(
-    model: PreTrainedModel,
+    model: CausalLM,
     *,
     engine: EngineConfig,
     backend: ComputeBackend,
@@ -221,8 +219,8 @@ def _drafter(
     speculation: SpeculationConfig,
     engine: EngineConfig,
     policy: DraftPolicy,
-    draft: PreTrainedModel | None,
-    runner_of: Callable[[PreTrainedModel], ModelRunner],
+    draft: CausalLM | None,
+    runner_of: Callable[[CausalLM], ModelRunner],
     vocab_size: int,
 ) -> Drafter | None:
     if policy.max_nodes == 0:
@@ -242,7 +240,7 @@ def _drafter(
     return None
 
 
-def _check_context(model: PreTrainedModel, role: str, max_total_tokens: int) -> None:
+def _check_context(model: CausalLM, role: str, max_total_tokens: int) -> None:
     limit = max_context_tokens(model.config)
     if limit is not None and max_total_tokens > limit:
         raise ModelError(
@@ -251,14 +249,14 @@ def _check_context(model: PreTrainedModel, role: str, max_total_tokens: int) -> 
         )
 
 
-def _vocab_size(target: PreTrainedModel, wanted: int | None) -> int:
+def _vocab_size(target: CausalLM, wanted: int | None) -> int:
     have = int(target.config.get_text_config().vocab_size)
     if wanted is not None and not 1 <= wanted <= have:
         raise ConfigError(f"expected a vocab_size from 1 to {have}, the target's, got {wanted!r}")
     return wanted or have
 
 
-def _check_draft_vocabulary(draft: PreTrainedModel, vocab_size: int) -> None:
+def _check_draft_vocabulary(draft: CausalLM, vocab_size: int) -> None:
     have = int(draft.config.get_text_config().vocab_size)
     if have < vocab_size:
         raise ModelError(

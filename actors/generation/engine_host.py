@@ -7,24 +7,26 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers.modeling_utils import PreTrainedModel
 
 from actors.actor_messages import GenerationSpec, InstanceNumerics, LoadedWeights
 from actors.generation.loop_engine import BucketSource
 from actors.ray_utils.assigned_device import assigned_gpus, resolve_device
 from core.config import EngineConfig
-from core.errors import RlhfSpecError, WeightsError
+from core.errors import ModelError, RlhfSpecError, WeightsError
 from core.records import TensorSpec, WeightManifest
 from engine.build import build_engine
 from engine.calibration.engine_provenance import device_name, here
 from engine.drafters.model_drafter import ModelDrafter
 from engine.engine import Engine
 from engine.model.compute_backend import ComputeBackend
-from engine.model.kept_verdicts import KeptVerdicts
+from engine.model.kept_verdicts import KeptVerdicts, facts_of_start
+from engine.weights.bare_llama import BareLlama, bare_llama, same_model
+from engine.weights.causal_lm import DTYPES, CausalLM
 from engine.weights.chunks import (
     chunk_of,
     chunk_starts,
@@ -34,7 +36,6 @@ from engine.weights.chunks import (
     view_of,
     weight_views,
 )
-from engine.weights.loading import build_causal_lm
 
 
 class ManifestHost:
@@ -42,7 +43,8 @@ class ManifestHost:
 
     def __init__(self, spec: GenerationSpec) -> None:
         self._spec = spec
-        self._models: dict[str, PreTrainedModel] = {}
+        self._models: dict[str, CausalLM] = {}
+        self._first: dict[str, WeightManifest] = {}
         self._versions: dict[str, int] = {}
         self._engine: Engine | None = None
         self._is_torn = False
@@ -64,9 +66,9 @@ class ManifestHost:
             self._require_copies_hold([manifest.model])
             self._is_torn = self._is_torn and manifest.model != "target"
         else:
-            model = build_causal_lm(manifest.hf_config_json, self._spec.dtype)
+            model = self._module(manifest)
             load_into(model, tensors)
-            self._models[manifest.model] = model
+            self._models[manifest.model], self._first[manifest.model] = model, manifest
             self._versions[manifest.model] = manifest.weight_version
             self._build_when_complete()
         return LoadedWeights(
@@ -163,6 +165,50 @@ class ManifestHost:
             self._engine.step_log = []
         # those that arrived before were confirmed when nothing was laid out yet
         self._require_copies_hold(self._models)
+        self._keep_comparisons(self._engine)
+
+    def _module(self, manifest: WeightManifest) -> CausalLM:
+        """The weights alone where an earlier start here compared such a model, else transformers' module."""
+        verdicts = self._verdicts()
+        if verdicts is not None and verdicts.read(self._facts(manifest)) == "equals_stock":
+            return bare_llama(manifest.hf_config_json, DTYPES[self._spec.dtype])
+        # takes as long as all the rest of a start
+        from engine.weights.loading import build_causal_lm
+
+        return build_causal_lm(manifest.hf_config_json, self._spec.dtype)
+
+    def _keep_comparisons(self, engine: Engine) -> None:
+        """Keep that our own forward was found equal to transformers', for modules that it alone needs."""
+        verdicts = self._verdicts()
+        runners = {"target": engine.runner}
+        if isinstance(engine.drafter, ModelDrafter):
+            runners["draft"] = engine.drafter.runner
+        for name, manifest in self._first.items():
+            model = self._models[name]
+            if verdicts is None or name not in runners or isinstance(model, BareLlama):
+                continue
+            if runners[name].is_own and self._may_stand_in(manifest, model):
+                verdicts.keep(self._facts(manifest), "equals_stock")
+
+    def _may_stand_in(self, manifest: WeightManifest, model: CausalLM) -> bool:
+        try:
+            return same_model(bare_llama(manifest.hf_config_json, model.dtype), model)
+        except ModelError:
+            return False
+
+    def _facts(self, manifest: WeightManifest) -> dict[str, Any]:
+        spec, settings = self._spec, self._engine_settings
+        return facts_of_start(
+            manifest,
+            {
+                "engine": settings.model_dump(mode="json"),
+                "speculation": spec.speculation.model_dump(mode="json"),
+                "dtype": spec.dtype,
+                "max_total_tokens": spec.max_total_tokens,
+                "vocab_size": spec.vocab_size,
+            },
+            torch.device(settings.device),
+        )
 
     @property
     def _engine_settings(self) -> EngineConfig:

@@ -36,11 +36,11 @@ from engine.admission import MB, require_room_for_one
 from engine.cache.kv_pool import KVShape
 from engine.model.compute_backend import ComputeBackend
 from engine.numerics import attention_for, describe_numerics, resolve_device, resolve_numerics
+from engine.weights.causal_lm import max_context_tokens
 from engine.weights.loading import (
     check_compatible,
     load_hf_config,
     load_tokenizer,
-    max_context_tokens,
     meta_model,
     num_token_ids,
 )

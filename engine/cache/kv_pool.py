@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from transformers.configuration_utils import PretrainedConfig
 
 from core.errors import ModelError
 from engine.attention.visibility import count_up
@@ -40,7 +39,7 @@ class KVShape:
     "of a cell: the model's, filled up with zeros to whole vectors (`cell_size`)"
 
     @staticmethod
-    def of(config: PretrainedConfig) -> KVShape:
+    def of(config: Any) -> KVShape:
         """Read the shape from a Hugging Face config. Raises ModelError when it cannot be found.
 
         What a config says is not always what a model does: the forwards compare it with their tensors.

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers.modeling_utils import PreTrainedModel
 
 from core.config import EngineConfig
 from core.records import SamplingParams
 from engine.cache.kv_pool import KVShape
 from engine.numerics import choose_backend, resolve_device, resolve_numerics
+from engine.weights.causal_lm import CausalLM
 from engine.weights.chunks import model_checksum
 from profiles.provenance import Provenance
 
@@ -25,8 +25,8 @@ _RECORDED = ("transformers", "numpy", "statsmodels")
 
 
 def provenance_of(
-    target: PreTrainedModel,
-    draft: PreTrainedModel,
+    target: CausalLM,
+    draft: CausalLM,
     *,
     engine: EngineConfig,
     dtype: str,
@@ -47,8 +47,8 @@ def provenance_of(
 
 def here(
     measured: Provenance,
-    target: PreTrainedModel,
-    draft: PreTrainedModel,
+    target: CausalLM,
+    draft: CausalLM,
     *,
     engine: EngineConfig,
     dtype: str,
@@ -57,9 +57,7 @@ def here(
     return replace(measured, **_instance_facts(target, draft, engine, dtype))
 
 
-def _instance_facts(
-    target: PreTrainedModel, draft: PreTrainedModel, engine: EngineConfig, dtype: str
-) -> dict[str, Any]:
+def _instance_facts(target: CausalLM, draft: CausalLM, engine: EngineConfig, dtype: str) -> dict[str, Any]:
     """What an instance knows by itself: hardware, numerics, architectures, slots."""
     device = resolve_device(engine)
     backend = choose_backend(device, num_threads=engine.num_threads)
@@ -89,7 +87,7 @@ def device_name(device: torch.device) -> str:
     return platform.processor() or platform.machine()
 
 
-def _architecture(model: PreTrainedModel) -> str:
+def _architecture(model: CausalLM) -> str:
     """Everything that decides a model's cost, readable."""
     shape = KVShape.of(model.config)
     parameters = sum(parameter.numel() for parameter in model.parameters())

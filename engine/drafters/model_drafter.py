@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from transformers.modeling_utils import PreTrainedModel
 
 from core.records import Budget
 from engine.attention.visibility import count_up
@@ -30,6 +29,7 @@ from engine.model.prefill import fill_committed
 from engine.model.prefill_plan import PrefillPiece
 from engine.model.runner import ModelRunner
 from engine.upload import upload
+from engine.weights.causal_lm import CausalLM
 
 MAX_CATCH_UP_TOKENS = LAST_TOKENS
 "More missing tokens than this are prefilled sample by sample instead of batched with the root."
@@ -45,7 +45,7 @@ class ModelDrafter:
         "committed tokens whose keys and values the draft cache holds"
 
     @property
-    def model(self) -> PreTrainedModel:
+    def model(self) -> CausalLM:
         """The draft model."""
         return self.runner.model
 

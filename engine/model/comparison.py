@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from transformers.modeling_utils import PreTrainedModel
 
 from core.errors import NotFiniteError, RlhfSpecError
 from engine.attention.backends import Attention
@@ -28,8 +27,8 @@ from engine.model.compute_backend import PoolAttention
 from engine.model.forward_plan import ForwardPlan, TreePlan
 from engine.model.prefill_plan import PrefillPiece, PrefillPlan
 from engine.model.support import switch_attention, unsupported
+from engine.weights.causal_lm import CausalLM, max_context_tokens
 from engine.weights.chunks import describe_not_finite, not_finite
-from engine.weights.loading import max_context_tokens
 
 COMPARED_TOKENS = 96
 SINGLE_TOKENS = 4
@@ -51,7 +50,7 @@ class Served(Protocol):
     """What is compared: `engine.model.runner.ModelRunner`."""
 
     @property
-    def model(self) -> PreTrainedModel:
+    def model(self) -> CausalLM:
         """Whose own forward is the oracle."""
         ...
 
@@ -98,7 +97,7 @@ class _Sequence:
 class Comparison:
     """What a model's own forward says; made before its attention is replaced."""
 
-    def __init__(self, model: PreTrainedModel, pool: KVPool, *, vocab_size: int) -> None:
+    def __init__(self, model: CausalLM, pool: KVPool, *, vocab_size: int) -> None:
         """Run the plain forwards.
 
         Raises:
@@ -202,6 +201,21 @@ def tree_logits(
     return served.logits(ids.reshape(-1), (base[:, None] + depth).reshape(-1), plan).view(batch, n, -1)
 
 
+def require_finite_logits(served: Served) -> None:
+    """Decode a prompt of weights that have no forward of their own to compare with. Leaves junk in the first slot.
+
+    Raises NotFiniteError, naming the weight at fault where there is one.
+    """
+    model, pool = served.model, served.pool
+    room = min(COMPARED_TOKENS, pool.capacity)
+    length = min(room, max_context_tokens(model.config) or room)
+    ids = _token_ids(model, 0, length, served.vocab_size).to(pool.device)
+    pool.memory.hold(np.array([length]))
+    piece = PrefillPiece(slot=0, start=0, length=length)
+    plan = PrefillPlan(pool=pool, attention=served.attention, pieces=[piece])
+    _finite(model, served.logits(ids, torch.arange(length, device=pool.device), plan))
+
+
 def total_variation(plain: Float[Tensor, "M V"], served: Float[Tensor, "M V"]) -> float:
     """Return the largest total variation between two forwards' distributions; NaN where one is not finite."""
     return float(_variations(plain.float(), served.float()).max())
@@ -211,7 +225,7 @@ def _variations(plain: Float[Tensor, "M V"], served: Float[Tensor, "M V"]) -> Fl
     return (plain.softmax(-1) - served.softmax(-1)).abs().sum(-1) / 2
 
 
-def is_rounding(plain: Float[Tensor, "M V"], served: Float[Tensor, "M V"], model: PreTrainedModel) -> bool:
+def is_rounding(plain: Float[Tensor, "M V"], served: Float[Tensor, "M V"], model: CausalLM) -> bool:
     """Whether two forwards differ by no more than the model's type rounds."""
     plain, served = plain.float(), served.float()
     difference = (plain - plain.mean(-1, keepdim=True)) - (served - served.mean(-1, keepdim=True))
@@ -229,7 +243,7 @@ def is_rounding(plain: Float[Tensor, "M V"], served: Float[Tensor, "M V"], model
 
 
 @contextmanager
-def failing_is_refused(model: PreTrainedModel, what: str) -> Iterator[None]:
+def failing_is_refused(model: CausalLM, what: str) -> Iterator[None]:
     """Turn whatever a model's own code raises in the block into a ModelError; our errors and full memory pass."""
     try:
         yield
@@ -243,7 +257,7 @@ def failing_is_refused(model: PreTrainedModel, what: str) -> Iterator[None]:
 
 
 @torch.inference_mode()
-def plain_logits(model: PreTrainedModel, ids: Int[Tensor, " T"]) -> Float[Tensor, "T V"]:
+def plain_logits(model: Any, ids: Int[Tensor, " T"]) -> Float[Tensor, "T V"]:
     """Run the model's own forward, with its own attention, over one sequence."""
     before = model.config._attn_implementation or PLAIN_ATTENTION
     switch_attention(model, PLAIN_ATTENTION)
@@ -252,9 +266,7 @@ def plain_logits(model: PreTrainedModel, ids: Int[Tensor, " T"]) -> Float[Tensor
     return logits
 
 
-def _sequence(
-    model: PreTrainedModel, slot: int, length: int, device: torch.device, vocab_size: int
-) -> _Sequence:
+def _sequence(model: CausalLM, slot: int, length: int, device: torch.device, vocab_size: int) -> _Sequence:
     ids, behind = _token_ids(model, slot, length, vocab_size).to(device), length - BRANCH_TOKENS
     branch = ids[behind:].flip(0)
     plain = _finite(model, plain_logits(model, ids)[:, :vocab_size])
@@ -262,14 +274,14 @@ def _sequence(
     return _Sequence(ids=ids, branch=branch, plain=plain, plain_branch=_finite(model, other))
 
 
-def _token_ids(model: PreTrainedModel, slot: int, length: int, vocab_size: int) -> Int[Tensor, " T"]:
+def _token_ids(model: CausalLM, slot: int, length: int, vocab_size: int) -> Int[Tensor, " T"]:
     """Token ids without the padding one: some models (RoBERTa's kin) count positions by it."""
     padding = getattr(model.config.get_text_config(), "pad_token_id", None)
     known = torch.tensor([token for token in range(vocab_size) if token != padding])
     return known[(torch.arange(length) * (31 + 6 * slot) + slot) % len(known)]
 
 
-def _finite(model: PreTrainedModel, logits: Tensor) -> Tensor:
+def _finite(model: CausalLM, logits: Tensor) -> Tensor:
     """Return the logits. Raises NotFiniteError, naming the weight at fault where there is one."""
     if torch.isfinite(logits.float().logsumexp(-1)).all():
         return logits
@@ -340,7 +352,7 @@ def _state_elsewhere(served: Served, attended: Counter[int]) -> str:
     return ""
 
 
-def _kind(model: PreTrainedModel, layer: int) -> str:
+def _kind(model: Any, layer: int) -> str:
     """What a config calls a layer, else its class."""
     config = model.config.get_text_config()
     for name in ("layer_types", "layers_block_type", "block_types"):

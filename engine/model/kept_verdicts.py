@@ -1,7 +1,9 @@
-"""What the invariance probe said of a model's shapes on this machine, kept on disk: a second start does not ask again.
+"""What start-up checks said of a model's shapes on this machine, kept on disk: a second start does not ask again.
 
+Two checks are kept. The invariance probe: tokens round alike in any company. The comparison with the model's own
+forward: where it held, the weights alone may decode (`engine.weights.bare_llama`), and transformers is not imported.
 A verdict holds for what it depends on: shapes, type, sizes of the cache, processor, threads, packages, and every line
-of this package's code. Weights are no part of it, as they are none of what the probe promises. A file that is damaged
+of this package's code. Weights are no part of it, as they are none of what the checks promise. A file that is damaged
 or describes something else is no verdict.
 """
 
@@ -21,11 +23,13 @@ import xxhash
 import engine
 from core.errors import StorageError
 from core.files import write_whole
+from core.records import WeightManifest
 from engine.model.runner import ModelRunner
 
-Verdict = Literal["holds", "holds_unpacked"]
-"The second: with plain products, where prepacked ones do not round alike."
-_VERDICTS = ("holds", "holds_unpacked")
+Verdict = Literal["holds", "holds_unpacked", "equals_stock"]
+"""Of the probe, the second with plain products, where prepacked ones do not round alike; the third of the comparison,
+for our own forward."""
+_VERDICTS = ("holds", "holds_unpacked", "equals_stock")
 _PACKAGES = ("torch", "transformers", "numpy", "llvmlite")
 logger = logging.getLogger(__name__)
 
@@ -49,13 +53,13 @@ class KeptVerdicts:
         return None
 
     def keep(self, facts: dict[str, Any], verdict: Verdict) -> None:
-        """Write a verdict, whole or not at all; where nothing can be written the next start probes again."""
+        """Write a verdict, whole or not at all; where nothing can be written the next start checks again."""
         kept = {"verdict": verdict, "digest": _digest(facts, verdict), "facts": facts}
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             write_whole(self._file(facts), json.dumps(kept, indent=1))
         except (OSError, StorageError) as error:
-            logger.info("the probe's verdict is not kept in %s: %s", self._folder, error)
+            logger.info("a start-up verdict is not kept in %s: %s", self._folder, error)
 
     def _file(self, facts: dict[str, Any]) -> Path:
         return self._folder / f"{_digest(facts, '')}.json"
@@ -79,9 +83,25 @@ def facts_of(runner: ModelRunner, *, max_nodes: int) -> dict[str, Any]:
         "max_nodes": max_nodes,
         "device": torch.cuda.get_device_name(runner.device) if cuda else _processor(),
         "threads": torch.get_num_threads(),
-        "packages": {name: _version(name) for name in _PACKAGES},
-        "code": _code(),
+        **_this_code(),
     }
+
+
+def facts_of_start(
+    manifest: WeightManifest, settings: dict[str, Any], device: torch.device
+) -> dict[str, Any]:
+    """What the comparison of a model depends on, known before there is a module; `settings` are the instance's."""
+    return {
+        "model": json.loads(manifest.hf_config_json),
+        "weights": [[spec.name, spec.dtype, list(spec.shape)] for spec in manifest.tensors],
+        "settings": settings,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else _processor(),
+        **_this_code(),
+    }
+
+
+def _this_code() -> dict[str, Any]:
+    return {"packages": {name: _version(name) for name in _PACKAGES}, "code": _code()}
 
 
 def _digest(facts: dict[str, Any], verdict: str) -> str:

@@ -23,15 +23,15 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers.modeling_utils import PreTrainedModel
 
 from engine.cache.kv_pool import KVPool, KVShape, cell_size
 from engine.model.compute_backend import ComputeBackend, FusedChain, FusedForward, PoolAttention
 from engine.model.forward_plan import ForwardPlan
 from engine.model.linears import Decoder, Layer, MatrixLinear, same_bits, taken
 from engine.model.llama_layout import LlamaLayout, head_size
+from engine.weights.bare_llama import MODEL_TYPES
+from engine.weights.causal_lm import CausalLM
 
-MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 MAX_ROTATION_BYTES = 8 << 20
 "A table of every position's rotation for all heads is kept up to this size; beyond, one for each pair."
 WHOLE_VECTORS = 8
@@ -47,7 +47,7 @@ class LlamaForward:
     min_tokens = 1
     "linears pad where they must"
 
-    def __init__(self, model: PreTrainedModel, *, capacity: int, backend: ComputeBackend) -> None:
+    def __init__(self, model: CausalLM, *, capacity: int, backend: ComputeBackend) -> None:
         config = model.config
         self._model = model
         self._backend = backend
@@ -97,6 +97,11 @@ class LlamaForward:
         """See `engine.model.runner.Forward`."""
         with torch.inference_mode():
             return next(self._altered_copies(), None)
+
+    @property
+    def library_product(self) -> str | None:
+        """None: every product is the back end's. See `engine.model.runner.Forward`."""
+        return None
 
     @property
     def kv_shape(self) -> KVShape:
@@ -224,7 +229,7 @@ class LlamaForward:
             yield "rotary_emb"
 
 
-def can_serve(model: PreTrainedModel) -> bool:
+def can_serve(model: CausalLM) -> bool:
     """Whether `LlamaForward` knows this architecture; what it is wrong about, the comparison finds."""
     config = model.config
     return (
@@ -236,7 +241,7 @@ def can_serve(model: PreTrainedModel) -> bool:
     )
 
 
-def _rotations(model: PreTrainedModel, capacity: int) -> Tensor:
+def _rotations(model: CausalLM, capacity: int) -> Tensor:
     """Complex [capacity, E/2]: every position's rotation, as the stock module computes it."""
     rotary: Any = model.base_model.rotary_emb
     angles = torch.arange(capacity, device=model.device)[:, None].float() * rotary.inv_freq.float()

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers.modeling_utils import PreTrainedModel
 
 from engine.model.compute_backend import ComputeBackend
 from engine.model.linears import ROW_BLOCK, ByRows, Layer, Linear, same_bits, taken, with_rows
+from engine.weights.causal_lm import CausalLM
 
 INNER_STEP = 32
 
@@ -49,7 +49,7 @@ class FusedLayer:
 class LlamaLayout:
     """How the present weights of a stock module are laid out. Everything it returns is a copy, unless types agree."""
 
-    def __init__(self, model: PreTrainedModel, backend: ComputeBackend) -> None:
+    def __init__(self, model: CausalLM, backend: ComputeBackend) -> None:
         config = model.config
         self._model = model
         self._base: Any = model.base_model
@@ -207,7 +207,7 @@ class LlamaLayout:
         return torch.cat([query.expand(self.queries, -1), key[None]])
 
 
-def head_size(model: PreTrainedModel) -> int:
+def head_size(model: CausalLM) -> int:
     """A head's size, as the modules have it: a config may leave it out."""
     return model.base_model.layers[0].self_attn.head_dim  # type: ignore[index,union-attr,return-value]
 

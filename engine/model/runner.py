@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from transformers.modeling_utils import PreTrainedModel
 
 from core.errors import NumericsError, WeightsError
 from engine.attention.backends import Attention
 from engine.cache.kv_pool import KVPool, KVShape
-from engine.model.comparison import Comparison, failing_is_refused
+from engine.model.comparison import Comparison, failing_is_refused, require_finite_logits
 from engine.model.compute_backend import ComputeBackend, FusedChain, PoolAttention
 from engine.model.cuda_graphs import ForwardGraphs, Recorder
 from engine.model.forward_plan import ForwardPlan, TreePlan
 from engine.model.llama_forward import LlamaForward, can_serve
-from engine.model.stock_forward import StockForward
-from engine.model.support import refuse_unsupported
+from engine.model.support import refuse_unsupported, unsupported
+from engine.weights.bare_llama import BareLlama
+from engine.weights.causal_lm import CausalLM
 from engine.weights.chunks import copy_over, require_names, unique_tensors
 
 
@@ -29,6 +29,11 @@ class Forward(Protocol):
 
     min_tokens: int
     "fewer tokens are padded with dummies, because they would round differently"
+
+    @property
+    def library_product(self) -> str | None:
+        """Name of a weight outside the linear layers, whose products round by their company; None: there is none."""
+        ...
 
     def __call__(
         self, input_ids: Int[Tensor, " M"], position_ids: Int[Tensor, " M"], plan: ForwardPlan
@@ -54,7 +59,7 @@ class ModelRunner:
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        model: CausalLM,
         *,
         num_slots: int,
         capacity: int,
@@ -100,16 +105,26 @@ class ModelRunner:
             device=self.device,
             reach=reach,
         )
-        comparison = Comparison(model, self.pool, vocab_size=vocab_size)
+        # weights alone stand in only where the comparison was made before (`engine.model.kept_verdicts`)
+        is_bare = isinstance(model, BareLlama)
+        comparison = None if is_bare else Comparison(model, self.pool, vocab_size=vocab_size)
         with failing_is_refused(model, "laying it out for decoding"):
             own = can_serve(model) and not stock
-            self._forward: Forward = self._own_forward() if own else StockForward(model, backend)
+            self._forward: Forward = self._own_forward() if own else _stock_forward(model, backend)
         self._chain: FusedChain | None = None
         self._one_thread = torch.get_num_threads() == 1
         self.graphs: ForwardGraphs | None = None
-        comparison.require_equal(self)
+        if comparison is None:
+            require_finite_logits(self)
+        else:
+            comparison.require_equal(self)
         if recorder is not None:
             self.graphs = ForwardGraphs(self.pool, recorder, max_bytes=graph_bytes)
+
+    @property
+    def is_own(self) -> bool:
+        """Whether our own forward serves the model."""
+        return isinstance(self._forward, LlamaForward)
 
     @property
     def prepacked(self) -> bool:
@@ -124,7 +139,7 @@ class ModelRunner:
     @property
     def library_product(self) -> str | None:
         """Name of a weight outside the linear layers, whose products round by their company; None: there is none."""
-        return self._forward.library_product if isinstance(self._forward, StockForward) else None
+        return self._forward.library_product
 
     def stop_prepacking(self) -> None:
         """Lay the weights out for plain products."""
@@ -218,7 +233,7 @@ class ModelRunner:
     def _own_forward(self) -> Forward:
         """Our own forward, where its weights are laid out as the cache is; else the stock one."""
         forward = LlamaForward(self.model, capacity=self.pool.capacity, backend=self.backend)
-        return forward if forward.kv_shape == self.pool.shape else StockForward(self.model, self.backend)
+        return forward if forward.kv_shape == self.pool.shape else _stock_forward(self.model, self.backend)
 
     def _padded(self, input_ids: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         missing = 0 if self._rounds_by_batch else self._forward.min_tokens - len(input_ids)
@@ -226,3 +241,12 @@ class ModelRunner:
             return input_ids, position_ids
         zeros = input_ids.new_zeros(missing)
         return torch.cat([input_ids, zeros]), torch.cat([position_ids, zeros])
+
+
+def _stock_forward(model: Any, backend: ComputeBackend) -> Forward:
+    if isinstance(model, BareLlama):
+        raise unsupported(model, "our own forward does not fit these weights, and they have no other")
+    # imports transformers' modelling code, which most instances never need
+    from engine.model.stock_forward import StockForward
+
+    return StockForward(model, backend)

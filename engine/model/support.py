@@ -11,16 +11,18 @@ from __future__ import annotations
 from typing import Any
 
 from torch import nn
-from transformers.modeling_utils import PreTrainedModel
 
 from core.errors import ModelError
+from engine.weights.causal_lm import CausalLM
 
 
-def refuse_unsupported(model: PreTrainedModel, capacity: int) -> None:
+def refuse_unsupported(model: CausalLM, capacity: int) -> None:
     """Raise ModelError, saying why, for an architecture that would run and be wrong."""
     config: dict[str, Any] = model.config.get_text_config().to_dict()
     reasons = {
-        "it does not take a registered attention function": not model._supports_attention_backend,
+        "it does not take a registered attention function": not getattr(
+            model, "_supports_attention_backend", False
+        ),
         "it compresses keys and values into latents": bool(config.get("kv_lora_rank")),
         "its chunked attention needs a mask of its own": bool(config.get("attention_chunk_size")),
         "its rotary positions depend on the longest sample of the batch": _rope_depends_on_length(
@@ -32,7 +34,7 @@ def refuse_unsupported(model: PreTrainedModel, capacity: int) -> None:
             raise unsupported(model, reason)
 
 
-def switch_attention(model: PreTrainedModel, name: str) -> None:
+def switch_attention(model: Any, name: str) -> None:
     """Let every attention layer of a model call the function registered as `name`.
 
     Raises ModelError unless the model's config, and the one that its layers read, say so afterwards: libraries warn
@@ -47,7 +49,7 @@ def switch_attention(model: PreTrainedModel, name: str) -> None:
             )
 
 
-def unsupported(model: nn.Module, reason: str) -> ModelError:
+def unsupported(model: nn.Module | CausalLM, reason: str) -> ModelError:
     """Return the error for an architecture, or a layer of one, that cannot be served."""
     return ModelError(f"{type(model).__name__} is not supported: {reason}; take a model of another family")
 

@@ -19,10 +19,10 @@ import numpy as np
 import torch
 import xxhash
 from torch import Tensor, nn
-from transformers.modeling_utils import PreTrainedModel
 
 from core.errors import NotFiniteError, WeightsError
 from core.records import TensorSpec, WeightManifest
+from engine.weights.causal_lm import CausalLM
 
 ALIGNMENT_BYTES = 16
 CHUNK_BYTES = 32 << 20
@@ -143,7 +143,7 @@ class WeightPacker:
 
 
 def pack_weights(
-    model: PreTrainedModel,
+    model: CausalLM,
     *,
     name: Literal["target", "draft"],
     weight_version: int,
@@ -261,7 +261,7 @@ def require_loadable(manifest: WeightManifest, tensors: Mapping[str, Tensor]) ->
         raise NotFiniteError(f"{who} are not loaded: {describe_not_finite(odd)}")
 
 
-def load_into(model: PreTrainedModel, tensors: dict[str, Tensor]) -> None:
+def load_into(model: CausalLM, tensors: dict[str, Tensor]) -> None:
     """Copy named tensors into a model in place; tied tensors follow.
 
     Raises WeightsError when names, shapes or types do not fit the model; nothing is copied then.
@@ -313,7 +313,7 @@ def describe_not_finite(names: Sequence[str]) -> str:
     return f"expected finite numbers, but '{names[0]}'{others} NaN or infinity"
 
 
-def model_checksum(model: PreTrainedModel) -> str:
+def model_checksum(model: CausalLM) -> str:
     """Return the checksum that `pack_weights` would put into the manifest."""
     return checksum_of(tensor for _, tensor in unique_tensors(model))
 
@@ -328,7 +328,7 @@ def checksum_of(tensors: Iterable[Tensor]) -> str:
     return whole.hexdigest()
 
 
-def unique_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
+def unique_tensors(model: nn.Module | CausalLM) -> list[tuple[str, Tensor]]:
     """Parameters and persistent buffers in name order, each storage once."""
     seen: set[int] = set()
     unique = []

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.configuration_utils import PretrainedConfig
 from transformers.initialization import no_init_weights
@@ -14,18 +16,10 @@ from transformers.modeling_utils import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from core.errors import ModelError
+from engine.weights.causal_lm import DTYPES
 from engine.weights.chunks import describe_not_finite, not_finite
 from engine.weights.weight_files import first_line, require_all_weights
 
-POSITION_LIMITS = (
-    "max_position_embeddings",
-    "n_positions",
-    "n_ctx",
-    "max_seq_len",
-    "max_sequence_length",
-    "seq_length",
-)
-"What configs call the number of positions they know; GPT-2 and kin have names of their own."
 _CONFIG = "config.json of the model"
 _MEND = {
     "tokenizer": "save the tokenizer there with its save_pretrained (tokenizer.json, tokenizer_config.json), "
@@ -36,7 +30,6 @@ _MEND = {
 
 MAX_LAYERS = 10_000
 "Above all there are; a mistyped number would be built for hours."
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
@@ -69,13 +62,13 @@ def load_model(auto_class: Any, name: str, **settings: Any) -> PreTrainedModel:
     except Exception as error:  # as above
         raise ModelError(_cannot_load("model", name, error)) from error
     require_all_weights(name, info["missing_keys"])
-    require_finite(name, model)
+    require_finite(name, model.named_parameters())
     return freeze(model)
 
 
-def require_finite(name: str, model: PreTrainedModel) -> None:
-    """Raise ModelError when a weight of a loaded model is NaN or infinite, naming the tensor."""
-    odd = not_finite(model.named_parameters())
+def require_finite(name: str, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Raise ModelError when a weight of a model is NaN or infinite, naming the tensor."""
+    odd = not_finite(tensors)
     if odd:
         raise ModelError(
             f"the weights of the model '{name}' cannot be used: {describe_not_finite(odd)}; take a checkpoint "
@@ -168,16 +161,6 @@ def check_compatible(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizer
 def num_token_ids(tokenizer: PreTrainedTokenizerBase) -> int:
     """Return how many ids the tokenizer knows; a model's padded ids lie above."""
     return max(tokenizer.get_vocab().values()) + 1
-
-
-def max_context_tokens(config: PretrainedConfig) -> int | None:
-    """Return the longest context the model's positions allow, None when it has no limit."""
-    text = config.get_text_config()
-    for name in POSITION_LIMITS:
-        limit = getattr(text, name, None)
-        if isinstance(limit, int) and limit > 0:
-            return limit
-    return None
 
 
 def _cannot_load(what: str, name: str, error: Exception) -> str:

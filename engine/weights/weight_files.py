@@ -15,8 +15,6 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import Tensor
-from transformers.modeling_utils import PreTrainedModel
-from transformers.utils.hub import cached_file
 
 from core.errors import ModelError
 
@@ -25,7 +23,7 @@ _SINGLE = ("model.safetensors", "pytorch_model.bin")
 _MEND = "save the model again with save_pretrained, or copy or download it again"
 
 
-def check_weight_files(name: str, model: PreTrainedModel) -> None:
+def check_weight_files(name: str, model: Any) -> None:
     """Require whole weight files with every weight of the model in its shape.
 
     A hub name is checked where its files are in the local cache; else the download will tell.
@@ -40,7 +38,7 @@ def check_weight_files(name: str, model: PreTrainedModel) -> None:
     folder = _folder_of(name)
     if folder is None:
         return
-    shapes = {key: shape for file in weight_files(folder) for key, shape in _shapes_in(file)}
+    shapes = {key: shape for file in weight_files(folder) for key, shape in shapes_in(file)}
     if getattr(model.config, "quantization_config", None) is None:  # packed weights have other shapes
         _require_fit(name, model, shapes)
 
@@ -86,6 +84,8 @@ def _folder_of(name: str) -> Path | None:
     folder = Path(name).expanduser()
     if folder.is_dir():
         return folder
+    from transformers.utils.hub import cached_file
+
     try:
         cached = cached_file(name, "config.json", local_files_only=True)
     except (OSError, ValueError):
@@ -110,7 +110,7 @@ def _shards(index: Path) -> list[Path]:
     return shards
 
 
-def _shapes_in(file: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
+def shapes_in(file: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Name and shape of every tensor of a file; headers only, but their reading finds a cut file."""
     try:
         if file.suffix == ".safetensors":
@@ -133,7 +133,7 @@ def _shapes_in(file: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
         ) from error
 
 
-def _require_fit(name: str, model: PreTrainedModel, shapes: dict[str, tuple[int, ...]]) -> None:
+def _require_fit(name: str, model: Any, shapes: dict[str, tuple[int, ...]]) -> None:
     """Let transformers match names and shapes, on tensors that repeat one number and so take no memory."""
     one = torch.zeros(())
     try:

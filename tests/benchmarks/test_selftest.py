@@ -15,7 +15,8 @@ from benchmarks.selftest.parts import PartFailed, bandwidth, distribution, logpr
 from benchmarks.selftest.run import device_tests, run_parts, write_report
 from benchmarks.selftest.subject import Subject
 from cluster.cli import main
-from engine.weights.loading import DTYPES, freeze
+from engine.weights.causal_lm import DTYPES
+from engine.weights.loading import freeze
 from tests.helpers.tiny_llama import tiny_llama
 
 CPU = torch.device("cpu")

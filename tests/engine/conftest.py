@@ -15,7 +15,8 @@ from core.records import Prompt, SampleKey, SampleRequest, SamplingParams, Strea
 from engine.build import build_engine
 from engine.engine import Engine
 from engine.model.compute_backend import ComputeBackend
-from engine.weights.loading import DTYPES, freeze
+from engine.weights.causal_lm import DTYPES
+from engine.weights.loading import freeze
 
 VOCAB_SIZE = 64
 PLANS = {

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -18,6 +20,7 @@ from engine.drafters.model_drafter import ModelDrafter
 from engine.model.llama_forward import LlamaForward
 from engine.model.stock_forward import StockForward
 from engine.model.stock_linears import OwnProduct
+from engine.weights.bare_llama import BareLlama
 from engine.weights.chunks import pack_weights
 from tests.helpers import tiny_pool
 
@@ -28,7 +31,7 @@ def published(name: str, version: int = 1) -> tuple[WeightManifest, list[np.ndar
     return pack_weights(MODELS[name](), name=name, weight_version=version)  # type: ignore[arg-type]
 
 
-def new_host(forward: str, device: str = "cpu") -> ManifestHost:
+def new_host(forward: str, device: str = "cpu", cache_dir: str | None = None) -> ManifestHost:
     torch.set_num_threads(1)
     return ManifestHost(
         GenerationSpec(
@@ -39,6 +42,7 @@ def new_host(forward: str, device: str = "cpu") -> ManifestHost:
             max_total_tokens=64,
             vocab_size=tiny_pool.VOCAB_SIZE,
             report_interval_s=1.0,
+            cache_dir=cache_dir,
         )
     )
 
@@ -118,3 +122,33 @@ def test_a_damaged_copy_of_the_first_version_is_not_confirmed(monkeypatch, name:
     ):
         host.load_weights(*published("draft"))
     assert len(built) == len(MODELS)
+
+
+def completions(host: ManifestHost) -> list[tuple]:
+    assert host.engine is not None
+    return [tiny_pool.bits(one) for one in host.engine.generate(tiny_pool.requests(3, new_tokens=20))]
+
+
+def test_a_second_start_holds_weights_alone_and_decodes_the_same(tmp_path) -> None:
+    """What one start compared with transformers' modules, the next does not build; another model is compared again."""
+    first, second, other = (new_host("auto", cache_dir=str(tmp_path)) for _ in range(3))
+    for host in (first, second):
+        for name in MODELS:
+            manifest, chunks = published(name)
+            assert host.load_weights(manifest, chunks).checksum == manifest.checksum
+    for name in MODELS:
+        assert isinstance(first._models[name], PreTrainedModel)
+        assert isinstance(second._models[name], BareLlama)
+    assert completions(first) == completions(second)
+    manifest, chunks = published("target")
+    config = json.loads(manifest.hf_config_json) | {"rms_norm_eps": 1e-3}
+    other.load_weights(replace(manifest, hf_config_json=json.dumps(config)), chunks)
+    assert isinstance(other._models["target"], PreTrainedModel)
+
+
+def test_a_stock_forward_is_not_kept_as_our_own(tmp_path) -> None:
+    for _ in range(2):
+        host = new_host("stock", cache_dir=str(tmp_path))
+        for name in MODELS:
+            host.load_weights(*published(name))
+            assert isinstance(host._models[name], PreTrainedModel)

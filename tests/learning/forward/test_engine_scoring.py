@@ -13,7 +13,8 @@ from core.errors import ConfigError
 from core.records import Prompt, Reward, Rollout, SampleKey, SampleRequest, SamplingParams
 from core.training_config import LoraConfig
 from engine.build import build_engine
-from engine.weights.loading import DTYPES, freeze
+from engine.weights.causal_lm import DTYPES
+from engine.weights.loading import freeze
 from learning.experience import collate
 from learning.forward.engine_scoring import EngineScorer, require_engine_scoring, with_values
 from learning.learner import Learner

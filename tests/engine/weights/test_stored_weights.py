@@ -1,0 +1,91 @@
+"""Weights read one by one from a folder are, bit by bit, those of the loaded model; what is not plain is left to it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from core.errors import ModelError
+from engine.weights.causal_lm import DTYPES
+from engine.weights.chunks import WeightPacker, pack_weights
+from engine.weights.loading import load_causal_lm, load_hf_config, require_finite
+from engine.weights.stored_weights import StoredWeights, stored_weights
+from tests.engine.weights.test_bare_llama import CONFIGS, stock_model
+
+
+def saved(folder: Path, name: str, **settings: Any) -> Path:
+    stock_model(CONFIGS[name], settings.pop("dtype", torch.float32)).save_pretrained(folder, **settings)
+    return folder
+
+
+def stored_in(folder: Path, dtype: str = "float32") -> StoredWeights | None:
+    return stored_weights(str(folder), load_hf_config(str(folder)), dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["llama", "llama, tied", "llama 3", "mistral, window", "qwen2", "qwen3"])
+def test_the_packed_bytes_are_those_of_the_loaded_model(tmp_path: Path, name: str, dtype: str) -> None:
+    # small shards: the order is of names and not of files
+    folder = saved(tmp_path, name, max_shard_size="20KB")
+    stored = stored_in(folder, dtype)
+    assert stored is not None
+    packer = WeightPacker(
+        name="target",
+        weight_version=0,
+        hf_config_json=stored.hf_config_json,
+        dtypes=dict.fromkeys(stored.tensor_names, DTYPES[dtype]),
+        rooms=1,
+    )
+    chunks = [chunk.copy() for chunk in packer.chunks(stored.tensors())]
+    manifest, expected = pack_weights(load_causal_lm(str(folder), dtype), name="target", weight_version=0)
+    assert packer.manifest() == manifest
+    assert [chunk.tobytes() for chunk in chunks] == [chunk.tobytes() for chunk in expected]
+
+
+def test_a_file_with_both_of_two_tied_weights_is_left_to_transformers(tmp_path: Path) -> None:
+    file = saved(tmp_path, "llama, tied") / "model.safetensors"
+    tensors = load_file(file)
+    tensors["lm_head.weight"] = torch.zeros_like(tensors["model.embed_tokens.weight"])
+    save_file(tensors, file, metadata={"format": "pt"})
+    # two values: it does not tie them, whatever the config says
+    assert stored_in(tmp_path) is None
+
+
+def test_what_is_not_plain_is_left_to_transformers(tmp_path: Path) -> None:
+    folder = saved(tmp_path, "llama")
+    assert stored_in(folder) is not None
+    assert stored_weights("somebody/some-model", load_hf_config(str(folder)), "float32") is None
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"architectures": ["OtherForCausalLM"]}))
+    assert stored_in(folder) is None
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors = load_file(folder / "model.safetensors")
+    renamed = {name.replace("mlp.", "ffn."): tensor for name, tensor in tensors.items()}
+    save_file(renamed, folder / "model.safetensors", metadata={"format": "pt"})
+    assert stored_in(folder) is None
+    (folder / "model.safetensors").unlink()
+    torch.save(tensors, folder / "pytorch_model.bin")
+    assert stored_in(folder) is None
+
+
+def test_a_cut_file_is_named(tmp_path: Path) -> None:
+    file = saved(tmp_path, "llama") / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(ModelError, match=r"model\.safetensors .* is cut or damaged"):
+        stored_in(tmp_path)
+
+
+def test_a_weight_that_is_not_finite_is_named(tmp_path: Path) -> None:
+    file = saved(tmp_path, "llama") / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.layers.1.mlp.up_proj.weight"][0, 0] = float("inf")
+    save_file(tensors, file, metadata={"format": "pt"})
+    stored = stored_in(tmp_path)
+    assert stored is not None
+    with pytest.raises(ModelError, match=r"layers\.1\.mlp\.up_proj.* NaN or infinity"):
+        require_finite(str(tmp_path), stored.tensors())
