@@ -85,6 +85,10 @@ class TrainerConfig(Section):
     "responses per optimizer step"
     max_tokens_per_forward: int = Field(default=4096, ge=16)
     "in one forward, packed without padding; more are accumulated"
+    block_samples: int = Field(default=8, ge=1)
+    "samples, by their index, whose forwards before the first step share packs; computed ahead when all are scored"
+    stream_forwards: Literal["auto", "on", "off"] = "auto"
+    "compute blocks while the rollout's tail runs; auto: where the trainer takes no core or GPU from the instances"
     max_grad_norm: float = Field(default=1.0, gt=0.0)
     weight_decay: float = Field(default=0.0, ge=0.0)
     gradient_checkpointing: bool = False
