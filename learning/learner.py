@@ -267,25 +267,36 @@ class Learner:
         if not learned:
             for parameter in self._learned():
                 gradient_of(parameter)
-        problem: str | None = None
         engine: Tensor | None = None
         if targets.engine is not None and learned:
             engine = targets.engine.of(self._forward.rows_of(learned, experience))
-        for pack in self._forward.packs(learned, experience):
+        packs = self._forward.packs(learned, experience)
+        losses: list[Tensor] = []
+        for pack in packs:
             weight = torch.zeros_like(weight_of[pack.rows]) if pack.is_filler else weight_of[pack.rows]
             loss = self._loss(experience, targets, pack, weight, figures, engine)
-            if problem is None and not bool(torch.isfinite(loss)):
-                samples = [experience.sample_indices[row] for row in pack.rows]
-                problem = (
-                    f"the loss of weight version {self.weight_version} is {float(loss.detach())}; "
-                    f"expected a finite number; samples {samples[:8]}; lower trainer.learning_rate"
-                )
+            losses.append(loss.detach())
             loss.backward()
-        self.trainers.agree(problem)
+        self.trainers.agree(self._odd_loss(experience, packs, losses))
         self.trainers.sum_gradients(self._learned())
         self._step(figures)
+        if self.soft_targets is not None:
+            self.soft_targets.settle()
         if targets.engine is not None:
             targets.engine.changed()
+
+    def _odd_loss(
+        self, experience: Experience, packs: Sequence[Pack], losses: Sequence[Tensor]
+    ) -> str | None:
+        """What to say of the first pack whose loss is not finite. They are read here, all at once."""
+        for pack, loss in zip(packs, torch.stack([*losses]).tolist() if losses else [], strict=True):
+            if not math.isfinite(loss):
+                samples = [experience.sample_indices[row] for row in pack.rows]
+                return (
+                    f"the loss of weight version {self.weight_version} is {loss}; "
+                    f"expected a finite number; samples {samples[:8]}; lower trainer.learning_rate"
+                )
+        return None
 
     def _loss(
         self,
