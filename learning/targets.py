@@ -91,8 +91,11 @@ def update_targets(
             experience.mask,
             mode=algorithm.importance_sampling,
             cap=algorithm.importance_sampling_cap,
+            floor=algorithm.importance_sampling_floor,
         )
-        figures |= importance_figures(importance, experience.mask)
+        figures |= importance_figures(
+            importance, experience.old_logprobs, experience.sampling_logprobs, experience.mask
+        )
     targets = Targets(
         advantages=advantages,
         importance=importance,
