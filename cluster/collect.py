@@ -1,7 +1,8 @@
 """Generates and scores the samples of one iteration: completions stream into the reward pool.
 
-Scoring starts with the first completion. An instance that is lost on the way is replaced here; the
-scheduler has queued its samples again by then. A scheduler that dies is replaced in `take`.
+Scoring starts with the first completion, and what an update needs of scored samples may be computed meanwhile. An
+instance that is lost on the way is replaced here; the scheduler has queued its samples again by then. A scheduler that
+dies is replaced in `take`.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 
 from actors.actor_messages import Taken
 from actors.ray_utils.watch import OpenWait
+from cluster.forward_stream import ForwardStream
 from cluster.reporting.console import Reporter
 from cluster.rollout_buffer import RolloutBuffer
 from cluster.system import Scored, System
@@ -39,8 +41,13 @@ class Collected:
     "from there to the last reward"
 
 
-def collect(system: System, requests: Sequence[SampleRequest], report: Reporter) -> Collected:
-    """Generate and score every request.
+def collect(
+    system: System,
+    requests: Sequence[SampleRequest],
+    report: Reporter,
+    forwards: ForwardStream | None = None,
+) -> Collected:
+    """Generate and score every request; `forwards` gets each sample when it is scored.
 
     Raises RewardError and the like as themselves; InstanceLost or SchedulerLost when replacements are
     used up.
@@ -71,7 +78,12 @@ def collect(system: System, requests: Sequence[SampleRequest], report: Reporter)
             num_completed += len(taken.completions)
             stats, generated_s = system.scheduler.stats, time.perf_counter()
         _send(system, unscored, is_last=num_completed == len(requests))
-        _receive(system, buffer, wait_s=_WAIT_S if num_completed == len(requests) else 0.0)
+        scored = _receive(system, buffer, wait_s=_WAIT_S if num_completed == len(requests) else 0.0)
+        if forwards is not None:
+            for rollout in scored:
+                forwards.add(rollout)
+            if len(buffer) < len(requests):
+                forwards.look()
         report.progress("generate", num_completed, len(requests))
     return Collected(
         rollouts=buffer.drain(),
@@ -111,7 +123,10 @@ def _send(system: System, unscored: list[Scored], *, is_last: bool) -> None:
         )
 
 
-def _receive(system: System, buffer: RolloutBuffer, *, wait_s: float) -> None:
+def _receive(system: System, buffer: RolloutBuffer, *, wait_s: float) -> list[Rollout]:
+    received = []
     for (request, completion, text), reward in system.rewards.collect(wait_s=wait_s):
         rollout = Rollout(prompt=request.prompt, completion=completion, response_text=text, reward=reward)
         buffer.add(rollout, weight_version=system.target.manifest.weight_version)
+        received.append(rollout)
+    return received

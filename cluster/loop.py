@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import ray
 
 from cluster.collect import collect
+from cluster.forward_stream import Streamed
 from cluster.placement.ray_session import ray_session, sigterm_exits
 from cluster.preflight.inputs import Inputs
 from cluster.recorder import Recorder
@@ -107,12 +108,14 @@ def run_iteration(
         rollout.prompts_per_iteration, rollout.samples_per_prompt, system.sampling
     )
     began_s = time.perf_counter()
-    collected = collect(system, requests, report)
+    forwards = system.forward_stream(requests)
+    collected = collect(system, requests, report, forwards)
     write_rollouts(run_dir.rollouts_file(iteration), collected.rollouts)
     moves = recorder.record(iteration, collected, system.generation.instances)
 
     update_began_s = time.perf_counter()
     report.progress("update", 0, 1)
+    streamed = forwards.finish() if forwards is not None else Streamed()
     rollouts = ray.put(collected.rollouts)
     update = system.trainers.update(rollouts, recompute_old=system.recomputes_old)
     publish_began_s = time.perf_counter()
@@ -135,7 +138,7 @@ def run_iteration(
     }
     figures = iteration_figures(collected.rollouts, collected.stats, update, seconds)
     figures["rollout/invariant"] = float(system.generation.is_invariant)
-    return figures | moves | draft_figures
+    return figures | streamed.figures() | moves | draft_figures
 
 
 def save_checkpoints(system: System, run_dir: RunDir, *, iteration: int | None = None) -> None:

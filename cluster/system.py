@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +19,9 @@ from actors.ray_utils.remote import Handle
 from actors.ray_utils.watch import watching
 from actors.reward_actors import RewardActor, RewardPool
 from actors.scheduler_actor import SchedulerActor
+from cluster.forward_stream import ForwardStream
 from cluster.placement.ray_session import RaySession
+from cluster.placement.spare_cores import nodes_of, streams_forwards
 from cluster.placement.topology import PlacementContext, Topology, actor_options, place, plan
 from cluster.preflight.inputs import Inputs
 from cluster.scheduling.generation_pool import GenerationPool
@@ -58,6 +60,8 @@ class System:
     target: PublishedWeights
     draft: PublishedWeights | None
     broadcast: Broadcast
+    streams_forwards: bool = False
+    "whether trainers compute what they can during the rollout (`cluster.placement.spare_cores`)"
     refit_overhead_s: float = 0.0
     "what the last refit of the draft model took beside the learning: packing, publishing, confirming"
 
@@ -66,6 +70,17 @@ class System:
         """Whether ratios are over the trainer's own log-probabilities (`algorithm.old_logprobs`)."""
         wish = self.config.algorithm.old_logprobs
         return wish == "trainer" or (wish == "auto" and not self.generation.is_invariant)
+
+    def forward_stream(self, requests: Sequence[SampleRequest]) -> ForwardStream | None:
+        """What hands an iteration's scored samples to the trainers; None where they wait for the update."""
+        if not self.streams_forwards:
+            return None
+        return ForwardStream(
+            self.trainers,
+            [request.key.sample_index for request in requests],
+            block_samples=self.config.trainer.block_samples,
+            recompute_old=self.recomputes_old,
+        )
 
     def stop(self) -> None:
         """Let the actors end their loops; what is left ends with their bundles."""
@@ -90,6 +105,11 @@ def running_system(
         with watching(note), watching_raylet(own_raylet() if session.is_local else None, note):
             system = _make_actors(config, inputs, topology, context, note)
             _bring_up(system)
+            system.streams_forwards, why = streams_forwards(
+                config, topology, nodes_of(group, topology), recomputes_old=system.recomputes_old
+            )
+            if why:
+                note(why)
             yield system
             system.stop()
     finally:

@@ -6,20 +6,22 @@ of every weight, the others take part while it packs (`follow`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
+
+import ray
 
 from actors.actor_messages import TrainerSpec
 from actors.ray_utils.group_wait import get_all
 from actors.ray_utils.remote import Handle
-from actors.ray_utils.waiting import get
+from actors.ray_utils.waiting import get, wait_any
 from actors.trainer_actor import TrainerActor
 from cluster.placement.topology import Place, PlacementContext, actor_options
 from cluster.weights.publish import PublishedWeights, confirm, from_trainer
 from core.config import ClusterConfig
 from core.errors import PeerLost
-from core.records import UpdateReport
+from core.records import Rollout, UpdateReport
 from learning.draft_refit import RefitReport
 
 _GRACE_S = 30.0
@@ -87,6 +89,28 @@ class TrainerPool:
                 for answer in answers.values():
                     confirm(answer, weights.manifest)
         self._loading = []
+
+    def begin_forwards(self, rollouts: Sequence[Rollout], *, recompute_old: bool) -> dict[str, Any]:
+        """Order what an update to come needs of one block of its samples, as `Learner.forward_ahead`."""
+        block = ray.put(list(rollouts))
+        return {name: one.forward_ahead.remote(block, recompute_old) for name, one in self._trainers.items()}
+
+    def forwards_done(self, order: Mapping[str, Any]) -> bool:
+        """Whether a trainer has answered, or has failed."""
+        return bool(wait_any(list(order.values()), timeout_s=0.0))
+
+    def end_forwards(self, order: Mapping[str, Any]) -> float:
+        """Wait for all of them; the seconds that the slowest took.
+
+        Raises InstanceLost naming a trainer that died, WaitTimeout, and what they raise themselves.
+        """
+        seconds = get_all(
+            order,
+            waiter="the loop",
+            order="compute the forwards of scored samples",
+            timeout_s=self._timeout_s,
+        )
+        return max(seconds.values())
 
     def update(self, rollouts: Any, *, recompute_old: bool = False) -> UpdateReport:
         """Learn from one batch, a reference to it; `recompute_old` as in `Learner.update`."""

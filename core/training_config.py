@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from core.config_section import MAX_THREADS, Name, Section
 
@@ -33,10 +33,31 @@ class AlgorithmConfig(Section):
     "what ratios are over: the sampler's log-probabilities, or those of one more forward of the trainer before its "
     "first step; auto: the trainer's where tokens are promised without every bit (CUDA, several threads)"
     importance_sampling: Literal[
-        "off", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"
+        "off", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "geometric_mask"
     ] = "off"
     "weighs the policy loss by policy over sampler, per token or sequence; above the cap truncated, or masked"
     importance_sampling_cap: float = Field(default=2.0, gt=0.0)
+    importance_sampling_floor: float = Field(default=0.0, ge=0.0)
+    "masks only: what is below counts 0 too; verl's band is from 1 / cap to cap"
+
+    @model_validator(mode="after")
+    def _band(self) -> AlgorithmConfig:
+        floor, cap, mode = (
+            self.importance_sampling_floor,
+            self.importance_sampling_cap,
+            self.importance_sampling,
+        )
+        if floor > 0.0 and not mode.endswith("mask"):
+            raise ValueError(
+                f"importance_sampling_floor {floor} is of the modes that mask, importance_sampling is {mode}; take "
+                "token_mask, sequence_mask or geometric_mask, or leave the floor out"
+            )
+        if floor >= cap:
+            raise ValueError(
+                f"importance_sampling_floor {floor} is not below importance_sampling_cap {cap}: every token would be "
+                "masked; lower it"
+            )
+        return self
 
 
 class LoraConfig(Section):
@@ -85,6 +106,10 @@ class TrainerConfig(Section):
     "responses per optimizer step"
     max_tokens_per_forward: int = Field(default=4096, ge=16)
     "in one forward, packed without padding; more are accumulated"
+    block_samples: int = Field(default=8, ge=1)
+    "samples, by their index, whose forwards before the first step share packs; computed ahead when all are scored"
+    stream_forwards: Literal["auto", "on", "off"] = "auto"
+    "compute blocks while the rollout's tail runs; auto: where the trainer takes no core or GPU from the instances"
     max_grad_norm: float = Field(default=1.0, gt=0.0)
     weight_decay: float = Field(default=0.0, ge=0.0)
     gradient_checkpointing: bool = False

@@ -22,7 +22,6 @@ from transformers import PreTrainedModel
 
 from core.errors import ConfigError
 from core.training_config import LoraConfig
-from engine.weights.chunks import unique_tensors
 
 _NAME = "default"
 "What peft calls an adapter that was given no name."
@@ -84,9 +83,12 @@ class Adapter:
             is_merged = kind == "weight" and path in layers
             yield name.replace(_BASE, "."), _merged(layers[path], tensor) if is_merged else tensor
 
-    def base_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """The weights without adapters, named as `merged_tensors` names them: the reference policy's."""
-        for name, tensor in unique_tensors(self._model):
+    def base_tensors(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """The weights without adapters, named as `merged_tensors` names them: the reference policy's.
+
+        `tensors` are the adapted model's, as for `merged_tensors`.
+        """
+        for name, tensor in tensors:
             if _OWN not in name:
                 yield name.replace(_BASE, "."), tensor
 

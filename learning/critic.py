@@ -13,7 +13,9 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
+from learning.forward.policy_forward import OwnStates
 from learning.losses import clipped_value_loss
+from learning.parallel.one_trainer import OneTrainer
 
 NUM_HISTORY = 3
 
@@ -53,51 +55,79 @@ class ValueHead(nn.Module):
 
 
 class Critic:
-    """Value head and its optimizer. Fitted after the advantages of a batch are taken, for the next one."""
+    """Value head and its optimizer. Fitted after the advantages of a batch are taken, for the next one.
+
+    Of several trainers each computes the tokens whose states it has: values are summed into one batch's, gradients
+    before each step, and the heads stay equal.
+    """
 
     def __init__(
-        self, hidden_size: int, *, seed: int, learning_rate: float, max_grad_norm: float, device: torch.device
+        self,
+        hidden_size: int,
+        *,
+        seed: int,
+        learning_rate: float,
+        max_grad_norm: float,
+        device: torch.device,
+        trainers: OneTrainer | None = None,
     ) -> None:
         self.head = ValueHead(hidden_size, seed=seed).to(device)
         self.optimizer = torch.optim.AdamW(self.head.parameters(), lr=learning_rate, weight_decay=0.0)
         self.max_grad_norm = max_grad_norm
+        self._trainers = trainers or OneTrainer()
 
     @torch.no_grad()
-    def values(self, hidden: Float[Tensor, "M H"], history: Float[Tensor, "M F"]) -> Float[Tensor, " M"]:
-        """Return the values of some states."""
-        return self.head(hidden, history)
+    def values(self, own: OwnStates, history: Float[Tensor, "M F"]) -> Float[Tensor, " M"]:
+        """The values of a batch's `M` states, of which this trainer has its own; on the CPU. Collective."""
+        out = torch.zeros(len(history))
+        if len(own.places):
+            mine = history[own.places].to(own.states.device)
+            out[own.places] = self.head(own.states, mine).cpu()
+        return self._trainers.sum(out)
 
     def fit(
         self,
-        hidden: Float[Tensor, "M H"],
+        own: OwnStates,
         history: Float[Tensor, "M F"],
         returns: Float[Tensor, " M"],
+        old_values: Float[Tensor, " M"],
         *,
         epochs: int,
         num_minibatches: int,
         clip_value: float,
         generator: torch.Generator,
     ) -> float:
-        """Regress on the returns; return the mean loss of the first pass.
+        """Regress on the returns; return the mean loss of the first pass. Collective.
 
+        `old_values` are those of `values`. Minibatches are of all tokens of the batch; each trainer computes those
+        that it has.
         Source: Schulman et al. 2017, equation 9 (the value term), apart from the target's updates as in
         Cobbe et al. 2021, 'Phasic policy gradient', section 2.
         """
-        old_values = self.values(hidden, history)
-        first_pass: list[float] = []
+        device, num_tokens = own.states.device, len(returns)
+        history, returns, old_values = (
+            tensor[own.places].to(device) for tensor in (history, returns, old_values)
+        )
+        row_of = torch.full((num_tokens,), -1)
+        row_of[own.places] = torch.arange(len(own.places))
+        parameters = list(self.head.parameters())
+        first_pass: list[Tensor] = []
         for epoch in range(epochs):
-            order = torch.randperm(len(returns), generator=generator).to(returns.device)
-            for rows in order.tensor_split(num_minibatches):
-                if not len(rows):
+            order = torch.randperm(num_tokens, generator=generator)
+            for tokens in order.tensor_split(num_minibatches):
+                if not len(tokens):
                     continue
-                values = self.head(hidden[rows], history[rows])
-                loss = clipped_value_loss(
-                    values, old_values[rows], returns[rows], clip_value=clip_value
-                ).mean()
+                rows = row_of[tokens]
+                rows = rows[rows >= 0].to(device)
+                values = self.head(own.states[rows], history[rows])
+                losses = clipped_value_loss(values, old_values[rows], returns[rows], clip_value=clip_value)
+                loss = losses.sum() / len(tokens)
                 self.optimizer.zero_grad(set_to_none=True)
                 loss.backward()
-                torch.nn.utils.clip_grad_norm_(self.head.parameters(), self.max_grad_norm)
+                self._trainers.sum_whole(parameters)
+                torch.nn.utils.clip_grad_norm_(parameters, self.max_grad_norm)
                 self.optimizer.step()
                 if epoch == 0:
-                    first_pass.append(float(loss.detach()))
-        return sum(first_pass) / len(first_pass)
+                    first_pass.append(loss.detach())
+        # read once: on a GPU every single number would be a wait
+        return float(self._trainers.sum(torch.stack(first_pass)).mean())

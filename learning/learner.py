@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Generator, Iterator, Sequence
-from contextlib import closing, nullcontext
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,12 +24,12 @@ from core.config import AlgorithmConfig, TrainerConfig
 from core.errors import ConfigError, NotFiniteError, RlhfSpecError
 from core.records import Rollout, UpdateReport
 from engine.decoding.logprobs import scaled_logits
-from engine.weights.chunks import describe_not_finite, not_finite, unique_tensors
+from engine.weights.chunks import describe_not_finite, not_finite
 from learning.adapter import Adapter
-from learning.advantages import group_advantages, spread
 from learning.critic import Critic
 from learning.experience import Experience, collate
 from learning.forward.engine_scoring import EngineScorer, EngineValues, with_values
+from learning.forward.first_forwards import FirstForwards, Part
 from learning.forward.policy_forward import Pack, PolicyForward
 from learning.forward.precision import hold_linears_in, require_master_weights
 from learning.forward.token_statistics import token_statistics
@@ -39,12 +39,11 @@ from learning.losses import (
     kl_estimate,
     token_weights,
 )
-from learning.off_policy import importance_figures, importance_weights, recomputed
+from learning.off_policy import recomputed
 from learning.parallel.learner_state import LearnerState
 from learning.parallel.one_trainer import OneTrainer, gradient_of
-from learning.ppo_advantages import ppo_advantages
 from learning.soft_targets import SoftTargetStore
-from learning.targets import Targets
+from learning.targets import Targets, update_targets
 from learning.update_metrics import MinibatchFigures
 
 
@@ -113,6 +112,15 @@ class Learner:
             self.reference = copy.deepcopy(model).eval().requires_grad_(False)
             hold_linears_in(self.reference, compute_dtype)
         self.trainers.shard(model, self.reference)
+        self._first = FirstForwards(
+            forward=self._forward,
+            model=model,
+            reference=self.reference,
+            adapter=self.adapter,
+            scorer=scorer,
+            weights=self.weights,
+            block_size=trainer.block_samples,
+        )
         self.critic: Critic | None = None
         if algorithm.kind == "ppo":
             self.critic = Critic(
@@ -121,6 +129,7 @@ class Learner:
                 learning_rate=trainer.value_learning_rate,
                 max_grad_norm=trainer.max_grad_norm,
                 device=model.device,
+                trainers=self.trainers,
             )
         self.optimizer = torch.optim.AdamW(
             self._learned(), lr=trainer.learning_rate, weight_decay=trainer.weight_decay, betas=(0.9, 0.95)
@@ -138,16 +147,24 @@ class Learner:
         """
         experience = collate(rollouts, pad_token_id=self.pad_token_id)
         mismatch: dict[str, float] = {}
-        if recompute_old and self._scorer is None:
-            own = self._forward.logprobs(self.model, experience)
-            experience, mismatch = recomputed(experience, own)
+        first = self._first.of(experience, self._first_parts(recompute_old))
+        if "own" in first.logprobs:
+            experience, mismatch = recomputed(experience, first.logprobs["own"])
         generator = torch.Generator().manual_seed((self.seed * 1_000_003 + self.weight_version) % 2**63)
-        targets = self._targets(experience, generator)
+        targets = update_targets(
+            experience,
+            first,
+            algorithm=self.algorithm,
+            trainer=self.trainer,
+            critic=self.critic,
+            trainers=self.trainers,
+            generator=generator,
+        )
         if self.soft_targets is not None:
             self.soft_targets.clear()
         figures = MinibatchFigures()
         if self._scorer is not None:
-            engine = EngineValues(self._scorer, experience, self.weights)
+            engine = EngineValues(self._scorer, experience, self.weights, first.logprobs["engine"])
             targets = replace(targets, engine=engine)
             targets.figures["mismatch/bit_equal_share"] = engine.bit_equal_share
         steps_before = self._num_optimizer_steps
@@ -163,6 +180,7 @@ class Learner:
         if self.soft_targets is not None:
             self.soft_targets.merge(self.trainers.gather_to_first(self.soft_targets.kept))
         self.weight_version += 1
+        self._first.forget()
         return UpdateReport(
             weight_version=self.weight_version,
             num_samples=len(experience.lengths),
@@ -170,6 +188,16 @@ class Learner:
             num_optimizer_steps=self._num_optimizer_steps - steps_before,
             figures={**mismatch, **targets.figures, **figures.means()},
         )
+
+    def forward_ahead(self, rollouts: Sequence[Rollout], *, recompute_old: bool = False) -> None:
+        """Compute, before all samples of an update are there, what it needs of one block of them.
+
+        A block is `trainer.block_samples` samples that follow each other by sample index, counted from the update's
+        first; the last may be smaller. `update` takes what is there of the same blocks and computes what is not: its
+        result is the same to the bit. Collective. Raises NumericsError as `update`.
+        """
+        experience = collate(rollouts, pad_token_id=self.pad_token_id)
+        self._first.ahead(experience, self._first_parts(recompute_old))
 
     def weights(self) -> Generator[tuple[str, Tensor]]:
         """The policy's weights to be published, in name order; adapters merged into them.
@@ -202,6 +230,19 @@ class Learner:
         state.load(folder)
         self.weight_version, self.seed = state.weight_version, state.seed
         self._num_optimizer_steps = state.num_optimizer_steps
+        self._first.forget()
+        if self._scorer is not None:
+            self._scorer.holds = None
+
+    def _first_parts(self, recompute_old: bool) -> list[Part]:
+        """What is to be computed before the first step."""
+        parts: dict[Part, bool] = {
+            "reference": self.algorithm.kl_coef > 0.0,
+            "own": recompute_old and self._scorer is None,
+            "states": self.critic is not None,
+            "engine": self._scorer is not None,
+        }
+        return [part for part, is_needed in parts.items() if is_needed]
 
     def _state(self) -> LearnerState:
         return LearnerState(
@@ -215,67 +256,6 @@ class Learner:
             trainers=self.trainers,
         )
 
-    def _targets(self, experience: Experience, generator: torch.Generator) -> Targets:
-        """Compute advantages and reference log-probabilities once, before any step of the target."""
-        reference = self._reference_logprobs(experience)
-        figures: dict[str, float] = {}
-        if reference is not None:
-            kl = kl_estimate(experience.old_logprobs, reference, self.algorithm.kl_estimator)
-            figures["reference_kl"] = float(kl[experience.mask].mean())
-        if self.critic is not None:
-            advantages = ppo_advantages(
-                self.critic,
-                experience,
-                self._forward.hidden_states(self.model, experience),
-                reference,
-                algorithm=self.algorithm,
-                trainer=self.trainer,
-                generator=generator,
-                figures=figures,
-            )
-            # trainers on unlike processors round unlike, and would drift apart
-            self.trainers.take_first([advantages, *self.critic.head.parameters()])
-        else:
-            per_response, num_zero = group_advantages(
-                experience.rewards, experience.group_ids, divide_by_std=self.algorithm.group_std
-            )
-            figures["num_groups"] = float(len(experience.group_ids.unique()))
-            figures["num_zero_advantage_groups"] = float(num_zero)
-            advantages = spread(per_response, experience.mask)
-        importance = None
-        if self.algorithm.importance_sampling != "off":
-            importance = importance_weights(
-                experience.old_logprobs,
-                experience.sampling_logprobs,
-                experience.mask,
-                mode=self.algorithm.importance_sampling,
-                cap=self.algorithm.importance_sampling_cap,
-            )
-            figures |= importance_figures(importance, experience.mask)
-        targets = Targets(
-            advantages=advantages,
-            importance=importance,
-            reference=reference,
-            has_kl_loss=reference is not None and self.algorithm.kl_placement == "loss",
-            figures=figures,
-        )
-        rows = list(range(len(advantages)))
-        figures["num_skipped_samples"] = float(len(rows) - len(self._with_gradient(rows, targets)))
-        return targets
-
-    def _reference_logprobs(self, experience: Experience) -> Tensor | None:
-        if self.algorithm.kl_coef == 0.0:
-            return None
-        if self._scorer is not None:
-            initial = self.reference or self.adapter
-            assert initial is not None, "KL control has a reference, or adapters to take off"
-            self._scorer.load(
-                initial.base_tensors() if isinstance(initial, Adapter) else unique_tensors(initial)
-            )
-            return self._scorer.logprobs(experience)
-        with nullcontext() if self.adapter is None else self.adapter.switched_off():
-            return self._forward.logprobs(self.reference or self.model, experience)
-
     def _learn(
         self, experience: Experience, targets: Targets, rows: list[int], figures: MinibatchFigures
     ) -> None:
@@ -283,33 +263,40 @@ class Learner:
         weights = token_weights(experience.mask[rows], self.algorithm.loss_aggregation)
         weight_of = torch.zeros(experience.mask.shape)
         weight_of[rows] = weights
-        learned = self._with_gradient(rows, targets)
+        learned = targets.with_gradient(rows)
         if not learned:
             for parameter in self._learned():
                 gradient_of(parameter)
-        problem: str | None = None
-        engine = None if targets.engine is None or not learned else targets.engine.of(learned)
-        for pack in self._forward.packs(learned, experience):
+        engine: Tensor | None = None
+        if targets.engine is not None and learned:
+            engine = targets.engine.of(self._forward.rows_of(learned, experience))
+        packs = self._forward.packs(learned, experience)
+        losses: list[Tensor] = []
+        for pack in packs:
             weight = torch.zeros_like(weight_of[pack.rows]) if pack.is_filler else weight_of[pack.rows]
             loss = self._loss(experience, targets, pack, weight, figures, engine)
-            if problem is None and not bool(torch.isfinite(loss)):
-                samples = [experience.sample_indices[row] for row in pack.rows]
-                problem = (
-                    f"the loss of weight version {self.weight_version} is {float(loss.detach())}; "
-                    f"expected a finite number; samples {samples[:8]}; lower trainer.learning_rate"
-                )
+            losses.append(loss.detach())
             loss.backward()
-        self.trainers.agree(problem)
+        self.trainers.agree(self._odd_loss(experience, packs, losses))
         self.trainers.sum_gradients(self._learned())
         self._step(figures)
+        if self.soft_targets is not None:
+            self.soft_targets.settle()
         if targets.engine is not None:
             targets.engine.changed()
 
-    def _with_gradient(self, rows: list[int], targets: Targets) -> list[int]:
-        """Rows whose loss has a gradient: of the others (equal rewards in a group) no forward is computed."""
-        if self.algorithm.entropy_coef > 0.0 or targets.has_kl_loss:
-            return rows
-        return [row for row in rows if bool(targets.advantages[row].any())]
+    def _odd_loss(
+        self, experience: Experience, packs: Sequence[Pack], losses: Sequence[Tensor]
+    ) -> str | None:
+        """What to say of the first pack whose loss is not finite. They are read here, all at once."""
+        for pack, loss in zip(packs, torch.stack([*losses]).tolist() if losses else [], strict=True):
+            if not math.isfinite(loss):
+                samples = [experience.sample_indices[row] for row in pack.rows]
+                return (
+                    f"the loss of weight version {self.weight_version} is {loss}; "
+                    f"expected a finite number; samples {samples[:8]}; lower trainer.learning_rate"
+                )
+        return None
 
     def _loss(
         self,

@@ -4,9 +4,15 @@ An engine that rounds otherwise than the trainer (CUDA, several threads), or tha
 another distribution than the policy that learns. Ratios are then better taken over log-probabilities of the trainer's
 own forward, and what is left between the two is weighed, per token or per sequence, or masked where it is too much.
 
+Two distances are told, which a filter sets apart. `mismatch/kl` compares unfiltered log-probabilities of engine and
+trainer: rounding alone. Weights compare the policy with what was really sampled from, so they hold the filter too, and
+`mismatch/sampled_kl` measures what they correct.
+
 Sources: Yao et al. 2025, 'Your efficient RL framework secretly brings you off-policy training' (token_truncate);
 Liu et al. 2025, 'When speed kills stability: demystifying RL collapse from the training-inference mismatch'
-(sequence_truncate, sequence_mask); names as in TRL's `vllm_importance_sampling_mode`.
+(sequence_truncate, sequence_mask, geometric_mask); names as in TRL's `vllm_importance_sampling_mode`. The masks' band
+is that of verl's `rollout_rs` (`verl/trainer/ppo/rollout_corr_helper.py`: token, sequence, geometric), whose lower end
+is 1 / upper unless it is given; here it is 0 unless it is given.
 """
 
 from __future__ import annotations
@@ -24,7 +30,9 @@ from learning.losses import kl_estimate
 MOST_LOG_RATIO = 20.0
 "Larger ones are cut, in nats."
 
-ImportanceSampling = Literal["off", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
+ImportanceSampling = Literal[
+    "off", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "geometric_mask"
+]
 
 
 def importance_weights(
@@ -34,33 +42,55 @@ def importance_weights(
     *,
     mode: ImportanceSampling,
     cap: float,
+    floor: float,
 ) -> Float[Tensor, "B R"]:
     """Pi / mu of each token, or of its whole sequence, constant for the gradient; 0 off the mask.
 
-    `*_truncate`: at most `cap`. `*_mask`: 0 where it is above `cap`.
+    `*_truncate`: at most `cap`. `*_mask`: 0 where it is above `cap` or below `floor`. `geometric_mask`: 1 where the
+    geometric mean over the sequence's tokens is within the two, else 0; the mean is no importance weight and does not
+    shrink with length, so it only rejects.
     """
     difference = torch.where(mask, policy_logprobs - sampling_logprobs, torch.zeros_like(policy_logprobs))
-    if mode.startswith("sequence"):
-        difference = difference.sum(dim=1, keepdim=True).expand_as(difference)
+    if mode.startswith(("sequence", "geometric")):
+        total = difference.sum(dim=1, keepdim=True)
+        if mode.startswith("geometric"):
+            total = total / mask.sum(dim=1, keepdim=True).clamp_min(1)
+        difference = total.expand_as(difference)
     # as in verl: no underflow to 0, which would pass for a masked token
     ratio = difference.clamp(-MOST_LOG_RATIO, MOST_LOG_RATIO).exp()
-    weight = ratio.clamp(max=cap) if mode.endswith("truncate") else torch.where(ratio > cap, 0.0, ratio)
+    if mode.endswith("truncate"):
+        weight = ratio.clamp(max=cap)
+    else:
+        kept = torch.ones_like(ratio) if mode.startswith("geometric") else ratio
+        weight = torch.where((ratio > cap) | (ratio < floor), 0.0, kept)
     return torch.where(mask, weight, torch.zeros_like(weight)).detach()
 
 
-def importance_figures(weights: Float[Tensor, "B R"], mask: Bool[Tensor, "B R"]) -> dict[str, float]:
-    """Mean weight of the response tokens, and the share of them that is masked."""
+def importance_figures(
+    weights: Float[Tensor, "B R"],
+    policy_logprobs: Float[Tensor, "B R"],
+    sampling_logprobs: Float[Tensor, "B R"],
+    mask: Bool[Tensor, "B R"],
+) -> dict[str, float]:
+    """Mean weight of the response tokens, the share of them that is masked, and what the weights correct.
+
+    `mismatch/sampled_kl`: KL(what was sampled from || policy) in nats a token, filter included. By k1, since k3 is
+    biased where a filter leaves out tokens that the policy may choose: E[pi / mu] is then the mass that was kept.
+    """
     real = weights[mask]
+    kl = kl_estimate(sampling_logprobs, policy_logprobs, "k1")[mask]
     return {
         "mismatch/importance_mean": float(real.mean()),
         "mismatch/masked_share": float((real == 0.0).float().mean()),
+        "mismatch/sampled_kl": float(kl.mean()),
     }
 
 
 def recomputed(experience: Experience, logprobs: Float[Tensor, "B R"]) -> tuple[Experience, dict[str, float]]:
     """The experience with the trainer's own log-probabilities as the old ones, and how far the sampler's were off.
 
-    `mismatch/kl`: KL(sampler || trainer) in nats a token (k3). `mismatch/max_logprob_difference`: of any token.
+    `mismatch/kl`: KL(sampler without its filter || trainer) in nats a token (k3).
+    `mismatch/max_logprob_difference`: of any token.
     """
     mask = experience.mask
     kl = kl_estimate(experience.old_logprobs, logprobs, "k3")[mask]

@@ -10,14 +10,14 @@ from core.config import AlgorithmConfig, TrainerConfig
 from learning.advantages import discounted_returns, explained_variance, gae, place_terminal_reward, whiten
 from learning.critic import Critic, history_features
 from learning.experience import Experience
-from learning.forward.policy_forward import padded
+from learning.forward.policy_forward import OwnStates, padded
 from learning.losses import kl_estimate
 
 
 def ppo_advantages(
     critic: Critic,
     experience: Experience,
-    hidden: Float[Tensor, "M H"],
+    own: OwnStates,
     reference: Float[Tensor, "B R"] | None,
     *,
     algorithm: AlgorithmConfig,
@@ -33,7 +33,7 @@ def ppo_advantages(
     Args:
         critic: is fitted.
         experience: the batch, `M` response tokens in all.
-        hidden: states that predict its tokens, row-major.
+        own: states that predict its tokens, of this trainer's rows.
         reference: log-probabilities of the reference model, None without KL control.
         algorithm: gamma, lambda, where the KL counts.
         trainer: passes and minibatches of the critic.
@@ -41,8 +41,9 @@ def ppo_advantages(
         figures: gets explained_variance and value_loss.
     """
     mask = experience.mask
-    history = history_features(experience.old_logprobs, mask)[mask].to(hidden.device)
-    values = padded(critic.values(hidden, history).cpu(), mask)
+    history = history_features(experience.old_logprobs, mask)[mask]
+    flat_values = critic.values(own, history)
+    values = padded(flat_values, mask)
     rewards = place_terminal_reward(experience.rewards, mask)
     if reference is not None and algorithm.kl_placement == "reward":
         kl = kl_estimate(experience.old_logprobs, reference, algorithm.kl_estimator)
@@ -51,9 +52,10 @@ def ppo_advantages(
     returns = discounted_returns(rewards, mask, gamma=algorithm.gamma)
     figures["explained_variance"] = explained_variance(values, returns, mask)
     figures["value_loss"] = critic.fit(
-        hidden,
+        own,
         history,
-        returns[mask].to(hidden.device),
+        returns[mask],
+        flat_values,
         epochs=trainer.value_epochs,
         num_minibatches=-(-len(mask) // trainer.minibatch_size),
         clip_value=algorithm.clip_value,

@@ -37,10 +37,12 @@ class SoftTargetStore:
     def __init__(self, num_tokens: int) -> None:
         self.num_tokens = num_tokens
         self._of: dict[int, SoftTargets] = {}
+        self._on_device: list[tuple[list[int], list[int], SoftTargets]] = []
 
     def clear(self) -> None:
         """Forget everything: a new update begins."""
         self._of.clear()
+        self._on_device.clear()
 
     def keep(
         self,
@@ -62,20 +64,29 @@ class SoftTargetStore:
             return
         with torch.no_grad():
             likeliest, token_ids = scaled.topk(min(self.num_tokens, scaled.shape[1]), dim=-1)
-            logprobs = (likeliest - scaled.logsumexp(dim=-1, keepdim=True)).float().cpu()
-            token_ids = token_ids.int().cpu()
-        rows = zip(token_ids.split(list(lengths)), logprobs.split(list(lengths)), strict=True)
-        for index, (ids, values) in zip(sample_indices, rows, strict=True):
-            # of its own: a view would travel with the whole pack
-            self._of[index] = SoftTargets(token_ids=ids.clone(), logprobs=values.clone(), step=step)
+            logprobs = (likeliest - scaled.logsumexp(dim=-1, keepdim=True)).float()
+        found = SoftTargets(token_ids=token_ids.int(), logprobs=logprobs, step=step)
+        self._on_device.append((list(sample_indices), list(lengths), found))
+
+    def settle(self) -> None:
+        """Bring what was kept to the CPU, when its forwards are done and waiting for it costs nothing."""
+        for sample_indices, lengths, found in self._on_device:
+            token_ids, logprobs = found.token_ids.cpu(), found.logprobs.cpu()
+            rows = zip(token_ids.split(lengths), logprobs.split(lengths), strict=True)
+            for index, (ids, values) in zip(sample_indices, rows, strict=True):
+                # of its own: a view would travel with the whole pack
+                self._of[index] = SoftTargets(token_ids=ids.clone(), logprobs=values.clone(), step=found.step)
+        self._on_device.clear()
 
     @property
     def kept(self) -> dict[int, SoftTargets]:
         """What this trainer has kept, by sample index."""
+        self.settle()
         return self._of
 
     def merge(self, parts: Sequence[Mapping[int, SoftTargets]]) -> None:
         """Keep what all trainers have kept of their shares: of a sample that several had, the latest."""
+        self.settle()
         for part in parts:
             for index, targets in part.items():
                 if index not in self._of or self._of[index].step <= targets.step:
@@ -83,6 +94,7 @@ class SoftTargetStore:
 
     def of(self, sample_indices: Sequence[int]) -> SoftTargets | None:
         """Targets of some responses, one after another; None unless all of them have been kept."""
+        self.settle()
         if not self._of or any(index not in self._of for index in sample_indices):
             return None
         parts = [self._of[index] for index in sample_indices]

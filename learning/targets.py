@@ -1,12 +1,23 @@
-"""What an update computes once, before its first optimizer step."""
+"""What an update computes once, before its first optimizer step: advantages, the reference, weights of the loss."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
+from core.config import AlgorithmConfig, TrainerConfig
+from learning.advantages import group_advantages, spread
+from learning.critic import Critic
+from learning.experience import Experience
 from learning.forward.engine_scoring import EngineValues
+from learning.forward.first_forwards import FirstValues
+from learning.losses import kl_estimate
+from learning.off_policy import importance_figures, importance_weights
+from learning.parallel.one_trainer import OneTrainer
+from learning.ppo_advantages import ppo_advantages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,8 +29,80 @@ class Targets:
     "the reference model's log-probabilities, None without KL control"
     has_kl_loss: bool
     "whether the reference counts as a term of the loss"
+    has_entropy_loss: bool
     figures: dict[str, float]
     importance: Tensor | None = None
     "weights of the policy loss against the sampler (`learning.off_policy`), None where it is not corrected"
     engine: EngineValues | None = None
     "the policy's log-probabilities by the engine's forward; None: by the learner's own"
+
+    def with_gradient(self, rows: Sequence[int]) -> list[int]:
+        """Rows whose loss has a gradient: of the others (equal rewards in a group) no forward is computed."""
+        if self.has_entropy_loss or self.has_kl_loss:
+            return list(rows)
+        return [row for row in rows if bool(self.advantages[row].any())]
+
+
+def update_targets(
+    experience: Experience,
+    first: FirstValues,
+    *,
+    algorithm: AlgorithmConfig,
+    trainer: TrainerConfig,
+    critic: Critic | None,
+    trainers: OneTrainer,
+    generator: torch.Generator,
+) -> Targets:
+    """Advantages and what they come from; the critic, where there is one, is fitted. Collective.
+
+    `first` are the values under the weights before any step; `generator` orders the critic's minibatches.
+    """
+    reference = first.logprobs.get("reference")
+    figures = {"num_forwards_ahead": float(first.num_ahead)}
+    if reference is not None:
+        kl = kl_estimate(experience.old_logprobs, reference, algorithm.kl_estimator)
+        figures["reference_kl"] = float(kl[experience.mask].mean())
+    if critic is not None:
+        assert first.states is not None, "a critic's states are among the first values"
+        advantages = ppo_advantages(
+            critic,
+            experience,
+            first.states,
+            reference,
+            algorithm=algorithm,
+            trainer=trainer,
+            generator=generator,
+            figures=figures,
+        )
+        # trainers on unlike processors round unlike, and would drift apart
+        trainers.take_first([advantages, *critic.head.parameters()])
+    else:
+        per_response, num_zero = group_advantages(
+            experience.rewards, experience.group_ids, divide_by_std=algorithm.group_std
+        )
+        figures["num_groups"] = float(len(experience.group_ids.unique()))
+        figures["num_zero_advantage_groups"] = float(num_zero)
+        advantages = spread(per_response, experience.mask)
+    importance = None
+    if algorithm.importance_sampling != "off":
+        importance = importance_weights(
+            experience.old_logprobs,
+            experience.sampling_logprobs,
+            experience.mask,
+            mode=algorithm.importance_sampling,
+            cap=algorithm.importance_sampling_cap,
+            floor=algorithm.importance_sampling_floor,
+        )
+        figures |= importance_figures(
+            importance, experience.old_logprobs, experience.sampling_logprobs, experience.mask
+        )
+    targets = Targets(
+        advantages=advantages,
+        importance=importance,
+        reference=reference,
+        has_kl_loss=reference is not None and algorithm.kl_placement == "loss",
+        has_entropy_loss=algorithm.entropy_coef > 0.0,
+        figures=figures,
+    )
+    num_learned = len(targets.with_gradient(range(len(advantages))))
+    return replace(targets, figures=figures | {"num_skipped_samples": float(len(advantages) - num_learned)})

@@ -1,4 +1,8 @@
-"""Collects an update's figures, minibatch by minibatch, and averages them at the end."""
+"""Collects an update's figures, minibatch by minibatch, and averages them at the end.
+
+Sums stay on the device while packs are computed and are read once a minibatch: each number read from a GPU is a wait
+for everything that was ordered before it.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +37,9 @@ class MinibatchFigures:
     """
 
     def __init__(self) -> None:
-        self._open: dict[str, float] = {}
-        self._open_weight = 0.0
+        self._open: dict[str, Tensor] = {}
+        self._open_weight: Tensor | None = None
+        self._furthest: Tensor | None = None
         self._closed: list[dict[str, float]] = []
         self._first_ratio: float | None = None
 
@@ -43,8 +48,9 @@ class MinibatchFigures:
 
         Tokens that are left out count as 0 here, as they do in the loss.
         """
-        part = float((per_token.detach().float() * weight).sum())
-        self._open[name] = self._open.get(name, 0.0) + part
+        part = (per_token.detach().float() * weight).sum().double()
+        before = self._open.get(name)
+        self._open[name] = part if before is None else before + part
 
     def add_ratio(
         self,
@@ -57,17 +63,25 @@ class MinibatchFigures:
         """Add what depends on the ratio: approx_kl (k3, Schulman 2020) and clip_fraction."""
         difference = logprobs.detach() - old_logprobs
         ratio = difference.exp()
-        self._open_weight += float(weight.sum())
+        total = weight.sum().double()
+        self._open_weight = total if self._open_weight is None else self._open_weight + total
         self.add("approx_kl", torch.expm1(difference) - difference, weight)
         self.add("clip_fraction", ((ratio - 1.0).abs() > clip_ratio).float(), weight)
         if not self._closed:
-            furthest = float(ratio[(ratio - 1.0).abs().argmax()])
-            if self._first_ratio is None or abs(furthest - 1.0) > abs(self._first_ratio - 1.0):
-                self._first_ratio = furthest
+            seen = ratio if self._furthest is None else torch.cat([self._furthest, ratio])
+            # not seen[place]: that would read the place
+            self._furthest = seen.gather(0, (seen - 1.0).abs().argmax(dim=0, keepdim=True))
 
     def open_part(self) -> OpenPart:
-        """This trainer's part of the minibatch that is under way."""
-        return OpenPart(self._open, self._open_weight, None if self._closed else self._first_ratio)
+        """This trainer's part of the minibatch that is under way; read from the device."""
+        if self._open_weight is None:
+            return OpenPart({}, 0.0, None)
+        numbers = [*self._open.values(), self._open_weight]
+        if self._furthest is not None:
+            numbers.append(self._furthest[0].double())
+        values = torch.stack(numbers).tolist()
+        sums = dict(zip(self._open, values, strict=False))
+        return OpenPart(sums, values[len(sums)], values[-1] if self._furthest is not None else None)
 
     def close_minibatch(self, parts: Sequence[OpenPart], *, grad_norm: float) -> None:
         """End a minibatch after its optimizer step; `parts` are those of all trainers, by rank."""
@@ -81,7 +95,7 @@ class MinibatchFigures:
         weight = sum(part.weight for part in parts)
         seen = {name: value / weight for name, value in sums.items() if name in _OF_SEEN}
         self._closed.append({"policy_loss": 0.0, **sums, **seen, "grad_norm": grad_norm})
-        self._open, self._open_weight = {}, 0.0
+        self._open, self._open_weight, self._furthest = {}, None, None
 
     def means(self) -> dict[str, float]:
         """Mean of every figure. Raises NumericsError naming one that is not finite."""

@@ -259,8 +259,9 @@ def _learner_bytes(config: Config, target: ModelShape) -> int:
     activations = tokens * target.hidden_size * 4 * _ACTIVATIONS_PER_LAYER * kept_layers
     logits = tokens * target.vocab_size * 4 * _LOGIT_COPIES
     samples = config.rollout.prompts_per_iteration * config.rollout.samples_per_prompt
-    # the critic learns from the states of every response token, whole on each trainer
+    # the critic learns from the states of every response token; each trainer keeps those of its share
     states = samples * config.sampling.max_new_tokens * target.hidden_size * 4
+    states = -(-states // config.cluster.trainer.num_actors)
     states = states if config.algorithm.kind == "ppo" else 0
     return kept + learned + reference + published + activations + logits + states
 

@@ -188,11 +188,6 @@ def _place(name: str, bundle: int, num_cpus: float, num_gpus: float, num_threads
 def _check_trainers(config: Config) -> None:
     """Raise ConfigError where several trainers could not learn as one."""
     num_trainers = config.cluster.trainer.num_actors
-    if num_trainers > 1 and config.trainer.scoring == "engine":
-        raise ConfigError(
-            f"trainer.scoring engine needs one trainer, cluster.trainer.num_actors is {num_trainers}; set "
-            "trainer.scoring: model, or take one trainer"
-        )
     num_gpus = config.cluster.trainer.num_gpus
     if num_trainers > 1 and num_gpus != int(num_gpus):
         raise ConfigError(

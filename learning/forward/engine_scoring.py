@@ -81,6 +81,8 @@ class EngineScorer:
         self._temperature = temperature
         self._max_total_tokens = max_total_tokens
         self._max_tokens = engine.max_prefill_tokens
+        self.holds: str | None = None
+        "whose weights were loaded last, by the name that `load` was given"
         with _one_thread():
             self._runner = build_scoring_runner(
                 model,
@@ -90,10 +92,12 @@ class EngineScorer:
                 vocab_size=vocab_size,
             )
 
-    def load(self, weights: Weights) -> None:
+    def load(self, weights: Weights, *, name: str | None = None) -> None:
         """Score with these weights from here on, rounded to what they are published in. Raises WeightsError."""
+        self.holds = None
         with _one_thread():
             self._runner.load(dict(weights))
+        self.holds = name
 
     def logprobs(self, experience: Experience, rows: Sequence[int] | None = None) -> Float[Tensor, "B R"]:
         """Unfiltered log-probabilities at the sampler's temperature of some samples' response tokens; zeros elsewhere.
@@ -154,17 +158,17 @@ class EngineValues:
         scorer: EngineScorer,
         experience: Experience,
         weights: Callable[[], Iterator[tuple[str, Tensor]]],
+        at_start: Float[Tensor, "B R"],
     ) -> None:
-        """Score the whole batch under the weights that sampled it."""
+        """Begin with the values under the weights that sampled the batch; `weights` are as they are when called."""
         self._scorer, self._experience, self._weights = scorer, experience, weights
-        scorer.load(weights())
-        self._at_start: Tensor | None = scorer.logprobs(experience)
-        equal = self._at_start == experience.old_logprobs
+        self._at_start: Tensor | None = at_start
+        equal = at_start == experience.old_logprobs
         self.bit_equal_share = float(equal[experience.mask].float().mean())
         "of response tokens whose log-probability is the sampler's, bit for bit"
 
     def of(self, rows: Sequence[int]) -> Float[Tensor, "B R"]:
-        """Values under the weights as they are now, at the given rows."""
+        """Values under the weights as they are now, at this trainer's rows. Collective."""
         if self._at_start is not None:
             return self._at_start
         self._scorer.load(self._weights())
@@ -173,6 +177,8 @@ class EngineValues:
     def changed(self) -> None:
         """The weights changed."""
         self._at_start = None
+        if self._scorer.holds == "engine":
+            self._scorer.holds = None
 
 
 def with_values(logprobs: Float[Tensor, " M"], values: Float[Tensor, " M"]) -> Float[Tensor, " M"]:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
+from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -23,6 +24,21 @@ class Pack:
     rows: list[int]
     is_filler: bool = False
     "computed for nothing, because another trainer has one more pack: forwards are collective where weights are shards"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnStates:
+    """Last hidden states that predict response tokens of this trainer's rows; `m` of the batch's `M` tokens."""
+
+    places: Int[Tensor, " m"]
+    "of the tokens in the batch, row-major; ascending, on the CPU"
+    states: Float[Tensor, "m H"]
+
+    @classmethod
+    def in_order(cls, places: Tensor, states: Tensor) -> OwnStates:
+        """Put states that came in the order of packs into that of places."""
+        order = places.argsort()
+        return cls(places=places[order], states=states[order.to(states.device)])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,38 +82,50 @@ class PolicyForward:
             keeps_casts=not self.trainers.is_sharded,
         )
 
-    @torch.no_grad()
-    def logprobs(self, model: PreTrainedModel, experience: Experience) -> Tensor:
-        """Log-probabilities of all response tokens, [B, R] padded, on the CPU."""
-        out = torch.zeros(experience.mask.shape)
-        for pack in self.packs(range(len(out)), experience):
-            packed = experience.packed(pack.rows)
-            logits, _ = self.logits(model, packed)
-            flat, _ = token_statistics(
-                logits, packed.targets.to(logits.device), self.temperature, entropy=False
-            )
-            if not pack.is_filler:
-                out[pack.rows] = padded(flat.cpu(), experience.mask[pack.rows])
-        return self.trainers.sum(out)
+    def rows_of(self, rows: Sequence[int], experience: Experience) -> list[int]:
+        """Rows of this trainer's packs, those computed for nothing among them; each once."""
+        return sorted({row for pack in self.packs(rows, experience) for row in pack.rows})
 
     @torch.no_grad()
-    def hidden_states(self, model: PreTrainedModel, experience: Experience) -> Tensor:
-        """Last hidden states that predict each response token, [num_tokens, H] in row-major order."""
+    def values(
+        self,
+        model: PreTrainedModel,
+        experience: Experience,
+        rows: Sequence[int],
+        *,
+        with_logprobs: bool = True,
+        with_states: bool = False,
+    ) -> tuple[Float[Tensor, " M"] | None, OwnStates | None]:
+        """Log-probabilities of some rows' response tokens, on the CPU, and the states that predict them.
+
+        `M` tokens in row-major order. Log-probabilities are those of all trainers; each has the states of its own
+        rows. Collective.
+        """
+        mask = experience.mask[list(rows)]
         place = torch.full(experience.mask.shape, -1)
-        place[experience.mask] = torch.arange(experience.num_tokens)
-        out: Tensor | None = None
-        for pack in self.packs(range(len(place)), experience):
-            _, hidden = self.logits(model, experience.packed(pack.rows), with_logits=False)
-            if out is None:
-                out = hidden.new_zeros((experience.num_tokens, hidden.shape[1]))
-            if not pack.is_filler:
-                out[place[pack.rows][experience.mask[pack.rows]].to(out.device)] = hidden
-        assert out is not None, "collate refuses an empty batch"
-        return self.trainers.sum(out)
+        place[list(rows)] = padded(torch.arange(int(mask.sum())), mask)
+        logprobs = torch.zeros(int(mask.sum()))
+        places, states = [], []
+        for pack in self.packs(rows, experience):
+            packed = experience.packed(pack.rows)
+            logits, hidden = self.logits(model, packed, with_logits=with_logprobs)
+            here = place[pack.rows][experience.mask[pack.rows]]
+            if with_logprobs:
+                flat, _ = token_statistics(
+                    logits, packed.targets.to(logits.device), self.temperature, entropy=False
+                )
+                if not pack.is_filler:
+                    logprobs[here] = flat.cpu()
+            if with_states:
+                empty = pack.is_filler
+                places.append(here[:0] if empty else here)
+                states.append(hidden[:0] if empty else hidden)
+        own = OwnStates.in_order(torch.cat(places), torch.cat(states)) if places else None
+        return self.trainers.sum(logprobs) if with_logprobs else None, own
 
 
 def padded(flat: Tensor, mask: Tensor) -> Tensor:
     """One number a real token, row-major, as [B, R] with zeros elsewhere."""
-    out = torch.zeros(mask.shape)
+    out = torch.zeros(mask.shape, dtype=flat.dtype)
     out[mask] = flat
     return out

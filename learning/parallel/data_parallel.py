@@ -65,6 +65,10 @@ class DataParallel(OneTrainer):
 
     def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
         """See `OneTrainer`."""
+        self.sum_whole(parameters)
+
+    def sum_whole(self, parameters: Sequence[nn.Parameter]) -> None:
+        """See `OneTrainer`."""
         gradients = [gradient_of(parameter) for parameter in parameters]
         for bucket in _buckets(gradients):
             flat = self.sum(torch.cat([gradient.reshape(-1) for gradient in bucket]))

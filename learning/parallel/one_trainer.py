@@ -62,6 +62,9 @@ class OneTrainer:
     def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
         """Let every trainer's gradients be the sum of all, where backward passes have not done so. Collective."""
 
+    def sum_whole(self, parameters: Sequence[nn.Parameter]) -> None:
+        """The same for parameters that every trainer has whole, whatever becomes of the model's. Collective."""
+
     @contextmanager
     def naming(self, what: str) -> Iterator[None]:
         """Turn an end of the group inside the block, where trainers `what` together, into PeerLost."""

@@ -2,7 +2,11 @@
 
 A block's weights are gathered before it computes and given back after it; its gradient is summed and divided over
 the trainers on its way back. All trainers therefore compute the same number of forwards and backwards, in the same
-order (`share_packs` fills up).
+order (`PolicyForward.packs` fills up).
+
+Weights are gathered in the type that they are held in: no `mp_policy`. One that gathers in bfloat16 would halve the
+bytes, but rounds norms, biases and embeddings too, which `torch.autocast` leaves in float32, and tied weights where
+they are looked up: forwards would have other bits than those of one trainer, and of `trainer.strategy: ddp`.
 
 Source: Zhao et al. 2023, 'PyTorch FSDP: experiences on scaling fully sharded data parallel', section 3;
 Rajbhandari et al. 2020, 'ZeRO', section 5 (stage 3).
@@ -17,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 
 from engine.weights.chunks import unique_tensors
 from learning.parallel.data_parallel import DataParallel
@@ -35,14 +40,19 @@ class Sharded(DataParallel):
         self._names: dict[int, list[str]] = {}
 
     def shard(self, *models: nn.Module | None) -> None:
-        """See `OneTrainer`. Blocks are those that Hugging Face names as not to be split (`_no_split_modules`)."""
+        """See `OneTrainer`. Blocks are those that Hugging Face names as not to be split (`_no_split_modules`).
+
+        Input and output embeddings are a block each unless they are tied: in the root's they would both be held from
+        the first layer to the last.
+        """
         for model in models:
             if model is None:
                 continue
             # names now: storages of shards do not tell which tensors are tied
             self._names[id(model)] = [name for name, _ in unique_tensors(model)]
             kinds = set(getattr(model, "_no_split_modules", None) or ())
-            for block in [module for module in model.modules() if type(module).__name__ in kinds]:
+            inside = [module for module in model.modules() if type(module).__name__ in kinds]
+            for block in [*inside, *_untied_embeddings(model)]:
                 fully_shard(block, mesh=self._mesh, reshard_after_forward=True)
             # the root too gives its weights back after a forward: the optimizer steps parts
             fully_shard(model, mesh=self._mesh, reshard_after_forward=True)
@@ -94,3 +104,12 @@ class Sharded(DataParallel):
     def _everyones(self, norm: Tensor) -> Tensor:
         """One norm for all: over every trainer's parts."""
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+def _untied_embeddings(model: nn.Module) -> list[nn.Module]:
+    """The tables at both ends of a model; none where they share a weight, or where there is no telling them apart."""
+    if not isinstance(model, PreTrainedModel):
+        return []
+    ends = [model.get_input_embeddings(), model.get_output_embeddings()]
+    tables = [end for end in ends if isinstance(end, nn.Module) and hasattr(end, "weight")]
+    return tables if len(tables) == 2 and tables[0].weight is not tables[1].weight else []

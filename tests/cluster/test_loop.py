@@ -69,7 +69,14 @@ def config(tiny_pair) -> Config:
             "cluster": {"publication": {"transport": "broadcast"}},
             # a fast machine generates an iteration in less than the default between two plans
             "reallocation": {"interval_s": 0.01},
-            "trainer": {"minibatch_size": 6, "learning_rate": 1e-3, "num_threads": 1},
+            "trainer": {
+                "minibatch_size": 6,
+                "learning_rate": 1e-3,
+                "num_threads": 1,
+                # the run in one process does not
+                "stream_forwards": "on",
+                "block_samples": 2,
+            },
             # passes end a refit here and not the clock, so that its outcome does not depend on the machine
             "drafter_training": {"budget_share": 1.0, "max_passes": 3, "learning_rate": 3e-3},
         }

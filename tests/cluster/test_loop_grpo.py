@@ -11,6 +11,7 @@ import pytest
 import ray
 import torch
 
+from cluster.collect import collect
 from cluster.loop import train
 from cluster.placement.ray_session import RaySession
 from cluster.preflight.inputs import read_inputs
@@ -60,7 +61,14 @@ def config(tiny_pair) -> Config:
             "engine": {"max_running_samples": 4},
             "algorithm": {"kind": "grpo"},
             # minibatches that cut through groups
-            "trainer": {"minibatch_size": 5, "learning_rate": 1e-2, "num_threads": 1, "lora": {"rank": 4}},
+            "trainer": {
+                "minibatch_size": 5,
+                "learning_rate": 1e-2,
+                "num_threads": 1,
+                "lora": {"rank": 4},
+                "stream_forwards": "on",
+                "block_samples": 3,
+            },
             "cluster": {"generation": {"num_actors": 1}, "trainer": {"num_actors": 2, "num_cpus": 0.25}},
         }
     )
@@ -107,6 +115,7 @@ def test_every_figure_is_finite_and_the_groups_are_counted(trained):
         assert figures["learner/grad_norm"] > 0.0
         assert abs(figures["learner/ratio_at_first_minibatch"] - 1.0) < 1e-4, "sampled from what was merged"
         assert "learner/value_loss" not in figures, "GRPO has no critic"
+        assert figures["learner/num_forwards_ahead"] == figures["rollout/num_streamed_samples"]
     assert metrics[0]["learner/reference_kl"] == pytest.approx(0.0, abs=1e-6)
     assert metrics[1]["learner/reference_kl"] > metrics[0]["learner/reference_kl"]
 
@@ -131,6 +140,12 @@ def test_the_merged_model_and_the_adapter_are_one_model_that_has_learned(trained
 @pytest.mark.ray
 @pytest.mark.slow
 def test_a_dead_trainer_is_named_by_whoever_waits_for_the_group(trained):
+    system = trained.system
+    requests = system.cursor.next_requests(GROUPS, SIZE, system.sampling)
+    block = collect(system, requests, Reporter()).rollouts[:3]
     ray.kill(ray.get_actor("trainer-1", namespace=NAMESPACE))
+    during = system.trainers.begin_forwards(block, recompute_old=False)
+    with pytest.raises(InstanceLost, match="trainer-1 died while the loop waited for 'compute the forwards"):
+        system.trainers.end_forwards(during)
     with pytest.raises(InstanceLost, match="trainer-1 died while the loop waited"):
-        trained.system.trainers.take()
+        system.trainers.take()

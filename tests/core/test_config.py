@@ -53,6 +53,12 @@ def test_a_malformed_override_is_refused(tmp_path: Path, override: str) -> None:
         ("algorithm", {"kind": "grpo"}, "samples_per_prompt >= 2"),
         ("speculation", {"ngram_min": 5}, "ngram_min must not exceed"),
         ("reward", {"kind": "model"}, "reward.model names none"),
+        ("algorithm", {"importance_sampling_floor": 0.5}, "of the modes that mask"),
+        (
+            "algorithm",
+            {"importance_sampling": "token_mask", "importance_sampling_floor": 2.0},
+            "not below importance_sampling_cap 2.0",
+        ),
         ("run", {"iterations": 0}, "run.iterations"),
         ("trainer", {"lora": {"dropout": 0.1}}, r"trainer\.lora\.dropout: expected 0, got 0.1"),
         ("trainer", {"lora": {"targets": []}}, "at least one module name"),

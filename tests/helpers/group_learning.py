@@ -1,19 +1,28 @@
 """What each process of a group of trainers does in the tests: learn, save, go on, break down."""
 
+import math
 import os
 from pathlib import Path
 
+import torch
 from tiny_llama import tiny_llama
+from torch.distributed.fsdp import FSDPModule
 from trainer_group import trainers_of
 from transformers import LlamaForCausalLM
 
 from core.config import AlgorithmConfig, TrainerConfig
 from core.errors import NotFiniteError, PeerLost
 from core.training_config import LoraConfig
+from learning.forward.precision import hold_linears_in
 from learning.learner import Learner
 from learning.soft_targets import SoftTargetStore
 
-CASES = {"ppo": ("ppo", None), "grpo": ("grpo", None), "lora": ("grpo", LoraConfig(rank=4))}
+CASES = {
+    "ppo": ("ppo", None),
+    "grpo": ("grpo", None),
+    "lora": ("grpo", LoraConfig(rank=4)),
+    "untied": ("grpo", None),
+}
 STRATEGIES = ("ddp", "fsdp2")
 RUNS = [(strategy, case) for strategy in STRATEGIES for case in CASES]
 UPDATES, SAVED_AFTER = 5, 4
@@ -27,7 +36,7 @@ def tied_model() -> LlamaForCausalLM:
 def new_learner(case, trainers=None) -> Learner:
     kind, lora = CASES[case]
     return Learner(
-        tied_model(),
+        tied_model() if case != "untied" else tiny_llama(),
         algorithm=AlgorithmConfig(kind=kind),
         # minibatches of five rows and four, in packs of a few: shares of unlike numbers of packs
         trainer=TrainerConfig(
@@ -68,6 +77,33 @@ def learn_in_group(rank, rollouts, folder: Path, resumed_from: Path | None):
         resumed.load(resumed_from / case)
         found["resumed", strategy, case] = learn(resumed, rollouts)
     return found
+
+
+def learn_over_bfloat16(rank, rollouts):
+    """One update of float32 adapters over bfloat16 linears, each way; and the types in each sharded group."""
+    weights = {}
+    groups = {}
+    for strategy in STRATEGIES:
+        model = tiny_llama()
+        hold_linears_in(model, torch.bfloat16)
+        learner = Learner(
+            model,
+            algorithm=AlgorithmConfig(kind="grpo", kl_coef=0.1),
+            trainer=TrainerConfig(learning_rate=1e-2, max_tokens_per_forward=24, lora=LoraConfig(rank=4)),
+            temperature=1.0,
+            seed=5,
+            pad_token_id=0,
+            compute_dtype=torch.bfloat16,
+            trainers=trainers_of(strategy),
+        )
+        assert math.isfinite(learner.update(rollouts).figures["grad_norm"])
+        weights[strategy] = {name: tensor.float().clone().numpy() for name, tensor in learner.weights()}
+        owners = [path for path, module in model.named_modules() if isinstance(module, FSDPModule)]
+        for name, parameter in model.named_parameters():
+            if owners:
+                owner = max((path for path in owners if name.startswith(path)), key=len)
+                groups.setdefault(owner, set()).add(str(parameter.dtype))
+    return weights, groups
 
 
 def break_down(rank, rollouts):

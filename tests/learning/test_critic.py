@@ -7,6 +7,16 @@ from pytest import approx, mark
 
 from core.config import AlgorithmConfig, TrainerConfig
 from learning.critic import Critic, history_features
+from learning.forward.policy_forward import OwnStates
+
+
+def all_of(hidden):
+    return OwnStates(places=torch.arange(len(hidden)), states=hidden)
+
+
+def fit(critic, hidden, history, returns, **settings):
+    own = all_of(hidden)
+    return critic.fit(own, history, returns, critic.values(own, history), **settings)
 
 
 def test_history_speaks_of_earlier_tokens_only():
@@ -23,10 +33,11 @@ def test_a_value_starts_at_zero_and_is_fitted_without_touching_the_trunk():
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(64, 8, generator=generator, requires_grad=True)
     history = torch.rand(64, 3, generator=generator)
-    assert critic.values(hidden, history).abs().max() == 0.0
+    assert critic.values(all_of(hidden), history).abs().max() == 0.0
     returns = (history[:, 1] > 0.5).float()
     losses = [
-        critic.fit(
+        fit(
+            critic,
             hidden,
             history,
             returns,
@@ -64,8 +75,9 @@ def test_the_default_settings_learn_within_a_few_iterations(hidden_size):
         )
         half = ((hidden - 2.0) @ direction > 0.0).float()
         for critic, returns in zip(critics, (torch.ones(1920), half), strict=True):
-            explained = returns - critic.values(hidden, history)
-            critic.fit(
+            explained = returns - critic.values(all_of(hidden), history)
+            fit(
+                critic,
                 hidden,
                 history,
                 returns,
@@ -74,7 +86,7 @@ def test_the_default_settings_learn_within_a_few_iterations(hidden_size):
                 clip_value=algorithm.clip_value,
                 generator=generator,
             )
-    assert critics[0].values(hidden, history).mean() == approx(1.0, abs=0.1)
+    assert critics[0].values(all_of(hidden), history).mean() == approx(1.0, abs=0.1)
     assert 1.0 - explained.var() / half.var() > 0.3, "of states that it had not been fitted to"
 
 
@@ -82,7 +94,8 @@ def test_the_clip_bounds_one_fit():
     # far from its target of 100, the head stops being pushed once it moved by more than the clip
     critic = Critic(8, seed=0, learning_rate=1e-2, max_grad_norm=1.0, device=torch.device("cpu"))
     hidden, history = torch.randn(16, 8), torch.zeros(16, 3)
-    critic.fit(
+    fit(
+        critic,
         hidden,
         history,
         torch.full((16,), 100.0),
@@ -91,4 +104,4 @@ def test_the_clip_bounds_one_fit():
         clip_value=0.2,
         generator=torch.Generator(),
     )
-    assert 0.2 <= float(critic.values(hidden, history).mean()) < 1.0
+    assert 0.2 <= float(critic.values(all_of(hidden), history).mean()) < 1.0

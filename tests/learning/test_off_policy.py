@@ -22,17 +22,63 @@ MASK = torch.tensor([[True, True, True], [True, True, False]])
         ("token_mask", [[0.5, 0.0, 1.0], [1.0, 0.8, 0.0]]),
         ("sequence_truncate", [[1.5, 1.5, 1.5], [0.8, 0.8, 0.0]]),
         ("sequence_mask", [[1.5, 1.5, 1.5], [0.8, 0.8, 0.0]]),
+        ("geometric_mask", [[1.0, 1.0, 1.0], [1.0, 1.0, 0.0]]),
     ],
 )
 def test_each_mode_by_hand(mode, expected):
-    weights = importance_weights(POLICY, SAMPLING, MASK, mode=mode, cap=2.0)
+    weights = importance_weights(POLICY, SAMPLING, MASK, mode=mode, cap=2.0, floor=0.0)
     assert weights.tolist() == [pytest.approx(row) for row in expected]
 
 
+@pytest.mark.parametrize(
+    ("mode", "floor", "cap", "expected"),
+    [
+        ("token_mask", 0.6, 2.0, [[0.0, 0.0, 1.0], [1.0, 0.8, 0.0]]),
+        ("token_mask", 0.6, 4.0, [[0.0, 3.0, 1.0], [1.0, 0.8, 0.0]]),
+        ("sequence_mask", 0.9, 2.0, [[1.5, 1.5, 1.5], [0.0, 0.0, 0.0]]),
+        # the means are 1.5 ** (1 / 3) = 1.145 and 0.8 ** (1 / 2) = 0.894
+        ("geometric_mask", 0.85, 1.14, [[0.0, 0.0, 0.0], [1.0, 1.0, 0.0]]),
+        ("geometric_mask", 0.90, 1.15, [[1.0, 1.0, 1.0], [0.0, 0.0, 0.0]]),
+    ],
+)
+def test_a_mask_is_a_band(mode, floor, cap, expected):
+    weights = importance_weights(POLICY, SAMPLING, MASK, mode=mode, cap=cap, floor=floor)
+    assert weights.tolist() == [pytest.approx(row) for row in expected]
+
+
+def test_a_geometric_mean_does_not_shrink_with_the_length():
+    def weights(length, mode):
+        shape = (1, length)
+        return importance_weights(
+            torch.full(shape, -0.05),
+            torch.zeros(shape),
+            torch.ones(shape, dtype=torch.bool),
+            mode=mode,
+            cap=2.0,
+            floor=0.5,
+        )
+
+    assert weights(4, "sequence_mask").all() and not weights(400, "sequence_mask").any()
+    assert weights(4, "geometric_mask").all() and weights(400, "geometric_mask").all()
+
+
+def test_the_figures_of_weights_measure_what_was_sampled_from():
+    """Top-p kept two tokens of mass 0.8: policy over sampler is 0.8 at each, whatever rounding did not do."""
+    policy = torch.tensor([[0.5, 0.3]]).log()
+    sampling = policy - math.log(0.8)
+    mask = torch.ones(1, 2, dtype=torch.bool)
+    weights = importance_weights(policy, sampling, mask, mode="token_truncate", cap=2.0, floor=0.0)
+    figures = importance_figures(weights, policy, sampling, mask)
+    assert figures["mismatch/importance_mean"] == pytest.approx(0.8)
+    assert figures["mismatch/sampled_kl"] == pytest.approx(-math.log(0.8))
+
+
 def test_a_sequence_above_the_cap_is_masked_whole_and_counted():
-    weights = importance_weights(POLICY, SAMPLING, MASK, mode="sequence_mask", cap=1.2)
+    weights = importance_weights(POLICY, SAMPLING, MASK, mode="sequence_mask", cap=1.2, floor=0.0)
     assert weights.tolist() == [[0.0] * 3, pytest.approx([0.8, 0.8, 0.0])]
-    assert importance_figures(weights, MASK)["mismatch/masked_share"] == pytest.approx(3 / 5)
+    assert importance_figures(weights, POLICY, SAMPLING, MASK)["mismatch/masked_share"] == pytest.approx(
+        3 / 5
+    )
 
 
 def test_a_long_filtered_sequence_is_light_and_not_taken_for_masked():
@@ -41,9 +87,9 @@ def test_a_long_filtered_sequence_is_light_and_not_taken_for_masked():
         torch.zeros(1, 2000),
         torch.ones(1, 2000, dtype=torch.bool),
     )
-    weights = importance_weights(policy, sampling, mask, mode="sequence_mask", cap=2.0)
+    weights = importance_weights(policy, sampling, mask, mode="sequence_mask", cap=2.0, floor=0.0)
     assert 0.0 < float(weights.max()) < 1e-8
-    assert importance_figures(weights, mask)["mismatch/masked_share"] == 0.0
+    assert importance_figures(weights, policy, sampling, mask)["mismatch/masked_share"] == 0.0
 
 
 def off_by(rollouts, shift):

@@ -63,9 +63,6 @@ def test_several_trainers_that_could_not_learn_as_one_are_refused():
         plan(config(trainer={"num_actors": 33}))
     with pytest.raises(ConfigError, match=r"num_gpus is 0.5 with 2 trainers: NCCL takes whole GPUs"):
         plan(config(trainer={"num_actors": 2, "num_gpus": 0.5}))
-    both = {"trainer": {"scoring": "engine"}, "cluster": {"trainer": {"num_actors": 2}}}
-    with pytest.raises(ConfigError, match="scoring engine needs one trainer"):
-        plan(config_from_dict({"data": {"task": "chain"}, "models": {"draft": "demo"}} | both))
 
 
 @pytest.mark.ray

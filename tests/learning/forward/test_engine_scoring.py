@@ -1,27 +1,18 @@
 """Scored by the engine's forward: the sampler's log-probabilities bit for bit, whatever was drafted or batched."""
 
 import copy
-from typing import Literal
 
-import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+from engine_scored import ENGINE, learner_of, sampled, scorer_of, target
 
-from core.config import AlgorithmConfig, EngineConfig, SpeculationConfig, TrainerConfig
+from core.config import EngineConfig
 from core.errors import ConfigError
-from core.records import Prompt, Reward, Rollout, SampleKey, SampleRequest, SamplingParams
+from core.records import SamplingParams
 from core.training_config import LoraConfig
-from engine.build import build_engine
-from engine.weights.causal_lm import DTYPES
-from engine.weights.loading import freeze
 from learning.experience import collate
 from learning.forward.engine_scoring import EngineScorer, require_engine_scoring, with_values
-from learning.learner import Learner
 
-ENGINE = EngineConfig(device="cpu", probe=False, max_prefill_tokens=64)
-TREE = SpeculationConfig(policy="fixed", num_nodes=8, depth=4, branching=2)
-LONGEST = 170
 CPU = torch.device("cpu")
 
 
@@ -31,86 +22,6 @@ def _threads():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-def target(dtype: str = "float32") -> PreTrainedModel:
-    torch.manual_seed(1)
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        initializer_range=0.2,
-        tie_word_embeddings=False,
-        pad_token_id=0,
-    )
-    # not `.to(dtype)` afterwards: that would round the rotary frequencies too
-    return freeze(AutoModelForCausalLM.from_config(config, dtype=DTYPES[dtype]))
-
-
-def sampled(model, *, sampling: SamplingParams, batch: int, version: int = 0, seed: int = 0) -> list[Rollout]:
-    """Groups of two prompts; the draft model is the target, disturbed."""
-    draft = copy.deepcopy(model)
-    torch.manual_seed(5)
-    for weight in draft.parameters():
-        weight.data.add_(torch.randn_like(weight) * weight.data.std() * 0.1)
-    engine = build_engine(
-        copy.deepcopy(model),
-        draft,
-        engine=ENGINE.model_copy(update={"max_running_samples": batch}),
-        speculation=TREE,
-        max_total_tokens=LONGEST,
-        weight_version=version,
-    )
-    random = np.random.default_rng(seed)
-    prompts = [random.integers(2, 64, length) for length in (1, 20, 119, 40)]
-    requests = [
-        SampleRequest(
-            key=SampleKey(run_seed=1, sample_index=index),
-            prompt=Prompt(prompt_id=index // 2, token_ids=prompts[index // 2]),
-            sampling=sampling,
-            group_id=index // 2,
-        )
-        for index in range(8)
-    ]
-    return [
-        Rollout(
-            prompt=request.prompt,
-            completion=completion,
-            response_text="",
-            reward=Reward(value=float(completion.token_ids.sum() % 5)),
-        )
-        for request, completion in zip(requests, engine.generate(requests), strict=True)
-    ]
-
-
-def scorer_of(model, temperature: float = 1.0, engine: EngineConfig = ENGINE) -> EngineScorer:
-    return EngineScorer(
-        copy.deepcopy(model),
-        engine=engine,
-        max_total_tokens=LONGEST,
-        vocab_size=64,
-        temperature=temperature,
-    )
-
-
-def learner_of(
-    model, scorer, *, kind: Literal["ppo", "grpo"] = "grpo", temperature=1.0, lora=None, **trainer
-) -> Learner:
-    settings = {"learning_rate": 1e-2, "minibatch_size": 3, "scoring": "engine"} | trainer
-    return Learner(
-        copy.deepcopy(model).float().requires_grad_(True),
-        algorithm=AlgorithmConfig(kind=kind, kl_coef=0.05),
-        trainer=TrainerConfig(lora=lora, **settings),
-        temperature=temperature,
-        seed=5,
-        pad_token_id=0,
-        vocab_size=64,
-        scorer=scorer,
-    )
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -140,6 +51,22 @@ def test_the_learner_has_the_samplers_bits(dtype, kind, lora, temperature, top_p
     assert second["mismatch/bit_equal_share"] == 1.0
     assert second["ratio_at_first_minibatch"] == 1.0
     assert second["reference_kl"] > 1e-6
+
+
+def test_an_update_is_the_same_to_the_bit_whatever_was_scored_ahead():
+    """In blocks that came as they were whole: each token's rounding is its prefix's alone."""
+    published = target()
+    rollouts = sampled(published, sampling=SamplingParams(max_new_tokens=16), batch=4)
+    plain, streamed = (learner_of(published, scorer_of(published), block_samples=3) for _ in range(2))
+    for _ in range(2):
+        expected = plain.update(rollouts).figures
+        for block in (rollouts[6:], rollouts[:3]):
+            streamed.forward_ahead(block)
+        figures = streamed.update(rollouts).figures
+        assert (expected.pop("num_forwards_ahead"), figures.pop("num_forwards_ahead")) == (0, 5)
+        assert figures == expected
+    ours, theirs = (dict(learner.model.named_parameters()) for learner in (plain, streamed))
+    assert all(torch.equal(weight, theirs[name]) for name, weight in ours.items())
 
 
 def test_a_temperature_is_divided_by_as_the_sampler_does():

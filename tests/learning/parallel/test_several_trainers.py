@@ -10,9 +10,11 @@ from group_learning import (
     break_down,
     learn,
     learn_in_group,
+    learn_over_bfloat16,
     new_learner,
     tied_model,
 )
+from tiny_llama import tiny_llama
 from trainer_group import run_group
 
 from core.errors import PeerLost
@@ -86,6 +88,21 @@ def test_what_two_trainers_saved_is_gone_on_with_by_one(group_of_two, alone, sav
     resumed.load(saved / "2" / f"{strategy}-{case}")
     assert resumed.weight_version == SAVED_AFTER
     assert_same(alone[case], learn(resumed, rollouts))
+
+
+def test_adapters_over_bfloat16_linears_learn_the_same_in_a_sharded_group_and_in_copies(rollouts):
+    """What LoRA holds on a GPU: float32 adapters and frozen bfloat16 weights in one group, gathered together."""
+    for weights, groups in run_group(2, learn_over_bfloat16, rollouts):
+        block, both = "model.layers.0", {"torch.float32", "torch.bfloat16"}
+        assert groups[block] == groups["model.layers.1"] == both
+        assert groups["model.embed_tokens"] == {"torch.float32"} and groups["lm_head"] == {"torch.bfloat16"}
+        start = tiny_llama().get_parameter(f"{block}.mlp.up_proj.weight").detach().bfloat16().float()
+        moved = np.abs(weights["ddp"][f"{block}.mlp.up_proj.weight"] - start.numpy()).max()
+        assert moved > 1e-5
+        for name, weight in weights["ddp"].items():
+            np.testing.assert_allclose(
+                weights["fsdp2"][name], weight, rtol=0, atol=0.01 * moved, err_msg=name
+            )
 
 
 def test_all_trainers_hear_of_one_s_trouble_and_of_one_s_death(rollouts):

@@ -1,0 +1,40 @@
+"""What each process of a group of trainers does in the tests of scoring by the engine."""
+
+from engine_scored import learner_of, sampled, scorer_of, target
+from trainer_group import trainers_of
+
+from core.records import SamplingParams
+from core.training_config import LoraConfig
+
+CASES = {"grpo": ("grpo", None), "ppo": ("ppo", None), "lora": ("grpo", LoraConfig(rank=4))}
+RUNS = [(strategy, case) for strategy in ("ddp", "fsdp2") for case in CASES]
+
+
+def learn_scored(case, trainers=None):
+    """Three updates, two of rollouts of the version before; weights, and the figures of each."""
+    kind, lora = CASES[case]
+    published = target()
+    learner = learner_of(
+        published,
+        scorer_of(published),
+        kind=kind,
+        lora=lora,
+        trainers=trainers,
+        learning_rate=1e-3,
+        block_samples=3,
+        max_tokens_per_forward=200,
+    )
+    figures = []
+    for version in range(3):
+        sampling = SamplingParams(max_new_tokens=16)
+        rollouts = sampled(published, sampling=sampling, batch=4, version=version, seed=version)
+        # one block of three is there when the update is asked for
+        learner.forward_ahead(rollouts[:3])
+        figures.append(learner.update(rollouts).figures)
+        published.load_state_dict(dict(learner.weights()))
+    return {name: tensor.numpy() for name, tensor in published.state_dict().items()}, figures
+
+
+def learn_scored_in_group(rank):
+    """Every run, by this trainer of several."""
+    return {(strategy, case): learn_scored(case, trainers_of(strategy)) for strategy, case in RUNS}

@@ -1,0 +1,59 @@
+"""Nothing in a pack's forward and backward reads a number of the device: each would be a wait for all before it.
+
+On the `meta` device tensors have shapes and no numbers, so whatever looks at one fails.
+"""
+
+import pytest
+import torch
+
+from core.config import AlgorithmConfig, TrainerConfig
+from learning.experience import collate
+from learning.forward.policy_forward import Pack
+from learning.learner import Learner
+from learning.soft_targets import SoftTargetStore
+from learning.targets import Targets
+from learning.update_metrics import MinibatchFigures
+
+
+def test_a_pack_is_computed_without_reading_a_number(make_model, make_rollouts):
+    experience = collate(make_rollouts(make_model(), 4), pad_token_id=0)
+    store = SoftTargetStore(3)
+    learner = Learner(
+        make_model().to("meta"),
+        algorithm=AlgorithmConfig(kind="grpo", kl_coef=0.1, entropy_coef=0.1),
+        trainer=TrainerConfig(),
+        temperature=0.7,
+        seed=5,
+        pad_token_id=0,
+        soft_targets=store,
+    )
+    ones = torch.ones(experience.mask.shape)
+    targets = Targets(
+        advantages=ones, reference=-ones, has_kl_loss=True, has_entropy_loss=True, importance=ones, figures={}
+    )
+    figures = MinibatchFigures()
+    for rows in ([0, 2], [1, 3]):
+        loss = learner._loss(experience, targets, Pack(rows=rows), ones[rows], figures, -ones)
+        loss.backward()
+    assert loss.device.type == "meta"
+    for read in (figures.open_part, store.settle, lambda: float(loss.detach())):
+        with pytest.raises((NotImplementedError, RuntimeError), match="meta"):
+            read()
+
+
+def test_sums_of_packs_are_those_of_the_minibatch():
+    figures = MinibatchFigures()
+    logprobs = torch.tensor([-1.0, -2.0, -3.0, -1.5])
+    old = logprobs - torch.tensor([0.0, 0.5, -0.1, 0.3])
+    weight = torch.tensor([0.1, 0.2, 0.3, 0.4])
+    for part in (slice(0, 1), slice(1, 3), slice(3, 4)):
+        figures.add_ratio(logprobs[part], old[part], weight[part], clip_ratio=0.2)
+    part = figures.open_part()
+    assert part.weight == pytest.approx(1.0)
+    assert part.furthest_ratio == pytest.approx(torch.tensor(0.5).exp())
+    assert part.sums["clip_fraction"] == pytest.approx(0.6)
+    figures.close_minibatch([part], grad_norm=1.0)
+    assert figures.open_part() == ({}, 0.0, None)
+    figures.add_ratio(logprobs, old + 5.0, weight, clip_ratio=0.2)
+    assert figures.open_part().furthest_ratio is None, "only before the first step it speaks of rounding"
+    assert figures.means()["ratio_at_first_minibatch"] == pytest.approx(torch.tensor(0.5).exp())
