@@ -101,7 +101,7 @@ def test_a_version_is_rounded_where_it_lies_and_comes_to_the_host_once(
         chunks = [chunk.copy() for chunk in packer.chunks(learner.weights())]
         manifest = packer.manifest()
         assert {spec.dtype for spec in manifest.tensors} == {"bfloat16"}
-        assert seen.down == {"engine/weights/chunks:WeightPacker.chunks": len(manifest.tensors)}
+        assert seen.down == {"engine/weights/chunks:WeightPacker.buckets": len(manifest.tensors)}
         seen.forget()
         instance = make_model(1).to(torch.bfloat16).to(CUDA)  # pyright: ignore[reportArgumentType]
         load_into(instance, unpack_weights(manifest, chunks))
