@@ -1,4 +1,5 @@
-# make setup | demo | demo-real | test | check | bench-peers. The first makes .venv; the others call it.
+# make setup | demo | demo-real | test | check | bench-peers | check-cuda-fake. The first makes .venv; the others but
+# the last, which has an environment of its own, call it.
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
@@ -6,7 +7,7 @@ SHELL := /bin/bash
 # Most of a test's time is waiting for Ray: two processes share two cores well.
 TEST_PROCESSES ?= 2
 
-.PHONY: setup demo demo-real test check bench-peers
+.PHONY: setup demo demo-real test check bench-peers check-cuda-fake
 .DEFAULT_GOAL := demo
 
 setup: $(STAMP)
@@ -47,3 +48,21 @@ check: setup
 # Engines that `rlhfspec bench engine` compares with, each in an environment of its own (gigabytes; minutes).
 bench-peers: setup
 	$(BIN)/python -m benchmarks.peers.build
+
+# Decode step, update and publication on pretended CUDA tensors, without a GPU: by hand, not in CI.
+# Makes an environment with a CUDA build of torch (2.5 GB to get, 6 GB on the disk).
+FAKE := .venv-cuda-fake
+check-cuda-fake: $(FAKE)/.installed
+	OMP_NUM_THREADS=1 $(FAKE)/bin/python -m pytest tests/engine/test_pretended_cuda.py tests/learning/test_pretended_cuda.py
+
+$(FAKE)/.installed: pyproject.toml constraints.txt benchmarks/selftest/cuda-fake.txt
+	@set -e -o pipefail; \
+	[ -x $(FAKE)/bin/python ] || $(PYTHON) -m venv $(FAKE); \
+	echo "check-cuda-fake: installing a CUDA build of torch into $(FAKE) (gigabytes; log: $(FAKE)/install.log)"; \
+	$(FAKE)/bin/python -m pip install --disable-pip-version-check --progress-bar off --no-compile -c constraints.txt \
+	  -r benchmarks/selftest/cuda-fake.txt > $(FAKE)/install.log 2>&1 \
+	  && $(FAKE)/bin/python -c 'import torch; assert torch.version.cuda, torch.__version__' 2>> $(FAKE)/install.log \
+	  || { tail -n 3 $(FAKE)/install.log; \
+	       echo "check-cuda-fake: expected a package index with a CUDA build of torch 2.13.0 for this Python, Linux on x86-64;" \
+	         "got the lines above; name a version that the index has in benchmarks/selftest/cuda-fake.txt"; exit 1; }; \
+	touch $@

@@ -17,9 +17,9 @@ import torch
 from transformers import PreTrainedModel
 
 from actors.actor_messages import LoadedWeights, TrainerMeeting, TrainerSpec
-from actors.ray_utils.assigned_device import assigned_gpus, resolve_device
+from actors.ray_utils.assigned_device import assigned_gpus, gpu_seat, resolve_device
 from actors.ray_utils.remote import remote
-from actors.transport.broadcast import BroadcastGroup, BroadcastHost, BroadcastTicket
+from actors.transport.broadcast import BroadcastForm, BroadcastGroup, BroadcastHost, BroadcastTicket
 from core.errors import ConfigError, RlhfSpecError, WeightsError
 from core.records import Rollout, UpdateReport, WeightManifest
 from engine.weights.causal_lm import DTYPES
@@ -157,10 +157,16 @@ class TrainerActor:
             yield from packer.chunks(weights)
         yield packer.manifest()
 
-    def open_broadcast(self, members: tuple[str, ...]) -> BroadcastTicket:
+    def gpu_seat(self) -> str | None:
+        """The GPU that the target is trained on, by a name that no other GPU of the cluster has; None: a CPU."""
+        return gpu_seat(self._device)
+
+    def open_broadcast(self, members: tuple[str, ...], form: BroadcastForm = "gloo") -> BroadcastTicket:
         """Listen for instances that shall join a broadcast group; `join_broadcast` waits for them."""
         self.close_broadcast()
-        self._broadcast_host = BroadcastHost(host=ray.util.get_node_ip_address(), members=members)
+        self._broadcast_host = BroadcastHost(
+            host=ray.util.get_node_ip_address(), members=members, form=form, device=self._device
+        )
         return self._broadcast_host.ticket
 
     def join_broadcast(self, timeout_s: float) -> None:
@@ -169,7 +175,7 @@ class TrainerActor:
             self._broadcast = self._broadcast_host.join(timeout_s)
 
     def broadcast(self, layout: WeightManifest) -> WeightManifest:
-        """Send the target's weights, each bucket while the next is packed; what was sent.
+        """Send the target's weights, each bucket while the next is packed where the group has them; what was sent.
 
         Raises WeightsError when the buckets are not laid out as `layout` says, WaitTimeout when a member fails.
         """
@@ -181,9 +187,11 @@ class TrainerActor:
             )
         version = self._learner.weight_version
         # one on its way, one that is packed, and that before is being handed on still
-        packer = self._forms["target"].packer(name="target", weight_version=version, rooms=2)
+        packer = self._forms["target"].packer(
+            name="target", weight_version=version, rooms=2, device=self._broadcast.device
+        )
         with self._trainers.naming("gather weights"), closing(self._learner.weights()) as weights:
-            for index, chunk in enumerate(packer.chunks(weights)):
+            for index, chunk in enumerate(packer.buckets(weights)):
                 if index >= len(layout.chunk_num_bytes) or len(chunk) != layout.chunk_num_bytes[index]:
                     raise WeightsError(
                         f"chunk {index} of target version {version} is not of the size that was agreed"

@@ -221,7 +221,7 @@ class PublicationConfig(Section):
     """How new weights of the target travel from the trainer to the instances."""
 
     transport: Literal["auto", "broadcast", "object_store"] = "auto"
-    "broadcast: a process group (Gloo); auto: that where the cluster has several nodes, else the object store"
+    "broadcast: a process group (NCCL where all have GPUs of their own, else Gloo); auto: that on several nodes"
 
 
 class ClusterConfig(Section):

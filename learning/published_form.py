@@ -25,15 +25,21 @@ class PublishedForm:
         return {spec.name: torch.__dict__[spec.dtype] for spec in self.first.tensors}
 
     def packer(
-        self, *, name: Literal["target", "draft"], weight_version: int, rooms: int = 1
+        self,
+        *,
+        name: Literal["target", "draft"],
+        weight_version: int,
+        rooms: int = 1,
+        device: torch.device | None = None,
     ) -> WeightPacker:
-        """What packs a version chunk by chunk, each written over the one that is `rooms` before."""
+        """What packs a version chunk by chunk, each written over the one that is `rooms` before; see `WeightPacker`."""
         return WeightPacker(
             name=name,
             weight_version=weight_version,
             hf_config_json=self.first.hf_config_json,
             dtypes=self.dtypes,
             rooms=rooms,
+            device=device,
         )
 
     def checksum(self, weights: Iterable[tuple[str, Tensor]]) -> str:

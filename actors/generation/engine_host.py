@@ -36,6 +36,7 @@ from engine.weights.chunks import (
     view_of,
     weight_views,
 )
+from engine.weights.host_mirror import HostMirror
 
 
 class ManifestHost:
@@ -116,20 +117,22 @@ class ManifestHost:
     def _received(self, layout: WeightManifest, group: BucketSource) -> Iterator[dict[str, Tensor]]:
         """The tensors of one bucket after the other, checked; views of one buffer."""
         starts, count = chunk_starts(layout), len(layout.chunk_num_bytes)
-        room = np.empty(max(layout.chunk_num_bytes), np.uint8)
+        # beside the weights, where the group brings them there: nothing but a checksum's copy comes to the host
+        room = torch.empty(max(layout.chunk_num_bytes), dtype=torch.uint8, device=group.device)
+        mirror = None if group.device is None else HostMirror()
         specs: list[list[TensorSpec]] = [[] for _ in range(count)]
         for spec in layout.tensors:
             specs[chunk_of(spec, starts)].append(spec)
         for index, size in enumerate(layout.chunk_num_bytes):
-            chunk = room[:size]
+            flat = room[:size]
             what = f"chunk {index} of {count} of {layout.model} version {layout.weight_version}"
-            told = group.receive(chunk, what)
+            told = group.receive(flat, what)
+            chunk = flat.numpy() if mirror is None else mirror.of(flat)
             if (got := digest(chunk)) != told:
                 raise WeightsError(
                     f"{self._spec.instance}: {what} has checksum {got}, expected {told}; re-send"
                 )
             self._is_torn = True
-            flat = torch.from_numpy(chunk)
             yield {spec.name: view_of(spec, flat, starts[index]) for spec in specs[index]}
 
     def _require_copies_hold(self, models: Iterable[str]) -> None:
@@ -213,11 +216,14 @@ class ManifestHost:
     @property
     def _engine_settings(self) -> EngineConfig:
         """The engine's section on the device that Ray assigned to this actor. Raises ConfigError."""
-        settings = self._spec.engine
-        device = resolve_device(
-            settings.device, assigned=assigned_gpus(), key="engine.device", pool="cluster.generation"
+        return self._spec.engine.model_copy(update={"device": self.device.type})
+
+    @property
+    def device(self) -> torch.device:
+        """The device that Ray assigned to this actor. Raises ConfigError."""
+        return resolve_device(
+            self._spec.engine.device, assigned=assigned_gpus(), key="engine.device", pool="cluster.generation"
         )
-        return settings.model_copy(update={"device": device.type})
 
     def _verdicts(self) -> KeptVerdicts | None:
         cache = self._spec.cache_dir

@@ -111,7 +111,15 @@ class GenerationActor:
             me=self._spec.instance,
             host=ray.util.get_node_ip_address(),
             timeout_s=timeout_s,
+            device=self._host.device,
         )
+
+    @ray.method(concurrency_group="control")
+    def gpu_seat(self) -> str | None:
+        """The GPU that decodes, by a name that no other GPU of the cluster has; None: a CPU."""
+        from actors.ray_utils.assigned_device import gpu_seat
+
+        return gpu_seat(self._host.device)
 
     @ray.method(concurrency_group="control")
     def receive_weights(self, timeout_s: float, layout: WeightManifest) -> LoadedWeights:

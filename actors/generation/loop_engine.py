@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from actors.actor_messages import LoadedWeights
 from core.progress import Progress
 from core.records import Completion, InstanceLoad, SampleRequest, StepRecord, WeightManifest
+
+if TYPE_CHECKING:
+    # whoever imports this has not always use for torch
+    import torch
+    from torch import Tensor
 
 
 class LoopEngine(Protocol):
@@ -58,7 +63,12 @@ class LoopEngine(Protocol):
 class BucketSource(Protocol):
     """What the loop needs of `actors.transport.broadcast.BroadcastGroup`."""
 
-    def receive(self, into: np.ndarray, what: str) -> str:
+    @property
+    def device(self) -> torch.device | None:
+        """Where buckets are to lie; None: on the host."""
+        ...
+
+    def receive(self, into: Tensor, what: str) -> str:
         """Fill `into`, uint8 [n], and return its digest as told."""
         ...
 

@@ -53,6 +53,13 @@ def resolve_device(
     return torch.device("cuda", _index(assigned[0]))
 
 
+def gpu_seat(device: torch.device) -> str | None:
+    """Name the GPU among all of the cluster, so that equal names are one GPU; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    return f"GPU {assigned_gpus()[0]} of node {ray.get_runtime_context().get_node_id()[:12]}"
+
+
 def _index(gpu: str) -> int:
     """Torch's number of a GPU: its place among the visible ones, which Ray sets to the assigned ones."""
     visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]

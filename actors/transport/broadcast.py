@@ -1,7 +1,8 @@
-"""A process group (Gloo) in which rank 0, the trainer, hands buckets of weights to all instances at once.
+"""A process group in which rank 0, the trainer, hands buckets of weights to all instances at once.
 
 Each bucket goes out as a header (its size and its XXH3 digest) and its bytes, while the next is packed. The group is
-private: outside torch.distributed's global state, and given up at the first failure.
+private: outside torch.distributed's global state, and given up at the first failure. Gloo carries buckets of the host;
+where every member has a GPU of its own NCCL carries them from device to device.
 """
 
 from __future__ import annotations
@@ -9,21 +10,24 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 
-import numpy as np
 import torch
 import torch.distributed
+from torch import Tensor
 
 from actors.transport.channel import new_channel_id, reason_of
+from actors.transport.device_group import finish, open_nccl
 from actors.transport.rendezvous import accept, close_listener, open_listener, reach
 from actors.transport.star_store import StarStore
-from core.errors import WaitTimeout, WeightsError
+from core.errors import PlacementError, WaitTimeout, WeightsError
 
 _ProcessGroupGloo: Any = torch.distributed.ProcessGroupGloo
 _HEADER_BYTES = 48
 "Size as 16 decimal digits, then the digest's 32 hex digits."
 _ADVICE = "the object store carries the weights instead"
+BroadcastForm = Literal["gloo", "nccl", "gloo_on_device"]
+"The last is NCCL's way of going about it with Gloo in its place, for tests without a GPU."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,23 +39,39 @@ class BroadcastTicket:
     group: str
     size: int
     "members, the trainer included"
+    form: BroadcastForm = "gloo"
+
+    @property
+    def on_devices(self) -> bool:
+        """Whether buckets lie on each member's device, and not on the host."""
+        return self.form != "gloo"
 
 
 class BroadcastGroup:
     """One end of a group."""
 
-    def __init__(self, group: Any, *, me: str, others: str, timeout_s: float) -> None:
-        """Wrap a group that stands; `me` and `others` are names for errors, `timeout_s` of every wait."""
+    def __init__(
+        self, group: Any, *, me: str, others: str, timeout_s: float, device: torch.device | None = None
+    ) -> None:
+        """Wrap a group that stands.
+
+        Args:
+            group: the process group.
+            me: name of this end, for errors.
+            others: names of the others, for errors.
+            timeout_s: of every wait.
+            device: where buckets lie, of a group on devices; None: on the host.
+        """
         self._group, self._me, self._others, self._timeout_s = group, me, others, timeout_s
+        self.device = device
         self._under_way: list[tuple[Any, Any, str]] = []
 
-    def send(self, bucket: np.ndarray, digest: str, what: str) -> None:
-        """Begin to send a bucket, when the one before has been taken; it must stay as it is until then."""
+    def send(self, bucket: Tensor, digest: str, what: str) -> None:
+        """Begin to send a bucket, uint8 [n], when the one before has been taken; it must stay as it is until then."""
         self.settle()
-        header = np.frombuffer(f"{len(bucket):016d}{digest}".encode(), np.uint8).copy()
-        for part in (header, bucket):
-            tensor = torch.from_numpy(part)
-            self._under_way.append((self._broadcast(tensor, what), tensor, what))
+        header = torch.frombuffer(bytearray(f"{len(bucket):016d}{digest}".encode()), dtype=torch.uint8)
+        for part in (header.to(self._place), bucket):
+            self._under_way.append((self._broadcast(part, what), part, what))
 
     def settle(self) -> None:
         """Wait until everything sent has been taken. Raises WaitTimeout."""
@@ -60,22 +80,29 @@ class BroadcastGroup:
             self._wait(work, what)
             self._under_way.pop(0)
 
-    def receive(self, into: np.ndarray, what: str) -> str:
+    def receive(self, into: Tensor, what: str) -> str:
         """Fill `into`, uint8 [n], and return its digest as told. Raises WaitTimeout, WeightsError."""
-        header = np.zeros(_HEADER_BYTES, np.uint8)
-        self._wait(self._broadcast(torch.from_numpy(header), what), what)
-        text = header.tobytes().decode("ascii", "replace")
+        header = torch.zeros(_HEADER_BYTES, dtype=torch.uint8, device=self._place)
+        self._wait(self._broadcast(header, what), what)
+        text = bytes(header.tolist()).decode("ascii", "replace")
         if not text[:16].isdigit() or int(text[:16]) != len(into):
             raise WeightsError(f"{self._me}: expected {what} of {len(into)} bytes, got '{text}'; {_ADVICE}")
-        self._wait(self._broadcast(torch.from_numpy(into), what), what)
+        self._wait(self._broadcast(into, what), what)
         return text[16:]
 
     def close(self) -> None:
         """Leave the group; whoever waits in it is told."""
-        self._group = None
+        group, self._group = self._group, None
+        if group is not None and self._place.type == "cuda":
+            # not `shutdown`: that waits for transfers under way, and a member may be gone
+            group.abort()
         self._under_way = []
 
-    def _broadcast(self, tensor: torch.Tensor, what: str) -> Any:
+    @property
+    def _place(self) -> torch.device:
+        return self.device or torch.device("cpu")
+
+    def _broadcast(self, tensor: Tensor, what: str) -> Any:
         options: Any = torch.distributed.BroadcastOptions()  # type: ignore[attr-defined]
         options.rootRank, options.rootTensor = 0, 0
         options.timeout = timedelta(seconds=self._timeout_s)
@@ -89,7 +116,10 @@ class BroadcastGroup:
     def _wait(self, work: Any, what: str) -> None:
         began_s = time.monotonic()
         try:
-            work.wait(timedelta(seconds=self._timeout_s))
+            if self.device is None:
+                work.wait(timedelta(seconds=self._timeout_s))
+            else:
+                finish(work, self._timeout_s)
         except RuntimeError as error:
             raise self._failed(what, error, time.monotonic() - began_s) from error
 
@@ -107,12 +137,26 @@ class BroadcastGroup:
 class BroadcastHost:
     """The trainer's side before the group stands: it listens."""
 
-    def __init__(self, *, host: str, members: tuple[str, ...]) -> None:
-        """Listen at an address of this node for instances of these names. Raises OSError."""
+    def __init__(
+        self,
+        *,
+        host: str,
+        members: tuple[str, ...],
+        form: BroadcastForm = "gloo",
+        device: torch.device | None = None,
+    ) -> None:
+        """Listen at an address of this node for instances of these names. Raises OSError.
+
+        `device` is where the trainer's buckets lie, in a group on devices.
+        """
         self._listener = open_listener(host)
-        self._members = members
+        self._members, self._device = members, device
         self.ticket = BroadcastTicket(
-            host=host, port=self._listener.getsockname()[1], group=new_channel_id(), size=1 + len(members)
+            host=host,
+            port=self._listener.getsockname()[1],
+            group=new_channel_id(),
+            size=1 + len(members),
+            form=form,
         )
 
     def join(self, timeout_s: float) -> BroadcastGroup:
@@ -122,8 +166,8 @@ class BroadcastHost:
             for _ in self._members:
                 links.append(accept(self._listener, self.ticket.group, ends_s - time.monotonic()))
             store = StarStore(links, is_hub=True, timeout_s=ends_s - time.monotonic())
-            group = _group(store, 0, self.ticket, timeout_s)
-        except (OSError, RuntimeError) as error:
+            group = _group(store, 0, self.ticket, timeout_s, device=self._device)
+        except (OSError, RuntimeError, PlacementError) as error:
             for link in links:
                 link.close()
             raise WaitTimeout(
@@ -135,18 +179,29 @@ class BroadcastHost:
             ) from error
         finally:
             close_listener(self._listener)
-        return BroadcastGroup(group, me="trainer", others=others, timeout_s=timeout_s)
+        return BroadcastGroup(
+            group, me="trainer", others=others, timeout_s=timeout_s, device=_placed(self.ticket, self._device)
+        )
 
 
 def join_broadcast(
-    ticket: BroadcastTicket, *, rank: int, me: str, host: str, timeout_s: float
+    ticket: BroadcastTicket,
+    *,
+    rank: int,
+    me: str,
+    host: str,
+    timeout_s: float,
+    device: torch.device | None = None,
 ) -> BroadcastGroup:
-    """Join a group as one of its instances, from the address `host` of this node. Raises WaitTimeout."""
+    """Join a group as one of its instances, from the address `host` of this node. Raises WaitTimeout.
+
+    `device` is where the instance's weights lie, in a group on devices.
+    """
     try:
         link = reach(ticket.host, ticket.port, ticket.group, timeout_s)
         store = StarStore([link], is_hub=False, timeout_s=timeout_s)
-        group = _group(store, rank, ticket, timeout_s, host=host)
-    except (OSError, RuntimeError) as error:
+        group = _group(store, rank, ticket, timeout_s, host=host, device=device)
+    except (OSError, RuntimeError, PlacementError) as error:
         raise WaitTimeout(
             waiter=me,
             waited_for="trainer",
@@ -154,19 +209,53 @@ def join_broadcast(
             waited_s=timeout_s,
             advice=_ADVICE,
         ) from error
-    return BroadcastGroup(group, me=me, others="trainer", timeout_s=timeout_s)
+    return BroadcastGroup(group, me=me, others="trainer", timeout_s=timeout_s, device=_placed(ticket, device))
+
+
+def _placed(ticket: BroadcastTicket, device: torch.device | None) -> torch.device | None:
+    return (device or torch.device("cpu")) if ticket.on_devices else None
 
 
 def _group(
-    store: StarStore, rank: int, ticket: BroadcastTicket, timeout_s: float, host: str | None = None
+    store: StarStore,
+    rank: int,
+    ticket: BroadcastTicket,
+    timeout_s: float,
+    host: str | None = None,
+    device: torch.device | None = None,
 ) -> Any:
-    options = _ProcessGroupGloo._Options()
-    options._devices = [_ProcessGroupGloo.create_device(hostname=host or ticket.host)]
-    options._threads = 2
-    options._timeout = timedelta(seconds=timeout_s)
+    """The process group, once all members are known to be in it."""
     try:
-        group = _ProcessGroupGloo(store, rank, ticket.size, options)
+        if ticket.form == "nccl":
+            group = open_nccl(
+                store, rank, ticket.size, device=device or torch.device("cpu"), timeout_s=timeout_s
+            )
+        else:
+            group = _gloo(store, rank, ticket.size, host or ticket.host, timeout_s)
+        if (place := _placed(ticket, device)) is not None:
+            _meet(group, place, timeout_s)
         store.finish()
         return group
     finally:
         store.close()
+
+
+def _meet(group: Any, place: torch.device, timeout_s: float) -> None:
+    """Let everyone take part once: NCCL makes its communicator with the first transfer, through the store."""
+    options: Any = torch.distributed.BroadcastOptions()  # type: ignore[attr-defined]
+    options.rootRank, options.rootTensor = 0, 0
+    options.timeout = timedelta(seconds=timeout_s)
+    try:
+        finish(group.broadcast([torch.zeros(1, dtype=torch.uint8, device=place)], options), timeout_s)
+    except RuntimeError:
+        if place.type == "cuda":
+            group.abort()
+        raise
+
+
+def _gloo(store: StarStore, rank: int, size: int, host: str, timeout_s: float) -> Any:
+    options = _ProcessGroupGloo._Options()
+    options._devices = [_ProcessGroupGloo.create_device(hostname=host)]
+    options._threads = 2
+    options._timeout = timedelta(seconds=timeout_s)
+    return _ProcessGroupGloo(store, rank, size, options)

@@ -6,29 +6,15 @@ needs two GPUs, and its tests say so where there are none.
 
 from __future__ import annotations
 
-import os
-import threading
 import time
-from datetime import timedelta
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed
 
+from actors.transport.device_group import finish, open_nccl, require_nccl
 from actors.transport.process_group import Pair, PairTransport
 from actors.transport.rendezvous import PairStore
-from core.errors import PlacementError
-
-_POLL_S = 0.0002
-_SAFE_SETTINGS = {
-    # By default a watchdog thread ends the whole process when a transfer fails or takes too long; this
-    # instance holds the caches of other samples. Timeouts and aborts are ours (see `NcclPair`).
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
-    "TORCH_NCCL_ENABLE_MONITORING": "0",
-    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
-}
-_SETTINGS_LOCK = threading.Lock()
 
 
 class NcclTransport(PairTransport):
@@ -41,31 +27,12 @@ class NcclTransport(PairTransport):
 
         Raises PlacementError where torch has no NCCL or no such GPU.
         """
-        if not torch.distributed.is_nccl_available() or device >= torch.cuda.device_count():
-            raise PlacementError(
-                f"the transport nccl needs torch with NCCL and GPU {device}, got "
-                f"{torch.cuda.device_count()} GPUs; use the transport gloo or object_store"
-            )
+        require_nccl(torch.device("cuda", device))
         super().__init__(host=host, timeout_s=timeout_s)
         self._device = torch.device("cuda", device)
 
     def _open_pair(self, store: PairStore, rank: int) -> Pair:
-        kind: Any = torch.distributed.ProcessGroupNCCL
-        options = kind.Options(is_high_priority_stream=False)
-        # A non-blocking communicator can be aborted while its peer is silent.
-        options.config.blocking = 0
-        options._timeout = timedelta(seconds=self._timeout_s)
-        with torch.cuda.device(self._device), _SETTINGS_LOCK:
-            before = {name: os.environ.get(name) for name in _SAFE_SETTINGS}
-            os.environ.update(_SAFE_SETTINGS)
-            try:
-                group = kind(store, rank, 2, options)
-            finally:
-                for name, value in before.items():
-                    if value is None:
-                        del os.environ[name]
-                    else:
-                        os.environ[name] = value
+        group = open_nccl(store, rank, 2, device=self._device, timeout_s=self._timeout_s)
         return NcclPair(group, store, peer_rank=1 - rank, device=self._device)
 
 
@@ -124,11 +91,8 @@ class NcclPair:
         return self._staging[:length]
 
     def _finish(self, work: Any, deadline_s: float) -> None:
-        # `work.wait` only orders streams; a transfer is over when its event is.
-        while not work.is_completed():
-            if time.monotonic() > deadline_s:
-                self.close()
-                raise RuntimeError("nothing in time")
-            time.sleep(_POLL_S)
-        if (error := work.exception()) is not None:
-            raise RuntimeError(str(error))
+        try:
+            finish(work, deadline_s - time.monotonic())
+        except RuntimeError:
+            self.close()
+            raise

@@ -1,14 +1,15 @@
 """The target's later versions by a broadcast group of trainer and instances; the object store where that fails.
 
-The group is made when it is first needed, and made anew when instances were replaced. A failed broadcast leaves
-instances that decode nothing until the object store has brought them a whole version.
+The group is made when it is first needed, and made anew when instances were replaced. Where trainer and instances each
+have a GPU of their own it is one of NCCL, else of Gloo. A failed broadcast leaves instances that decode nothing until
+the object store has brought them a whole version.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 
@@ -18,6 +19,9 @@ from cluster.trainer_pool import TrainerPool
 from cluster.weights.publish import PublishedWeights, confirm
 from core.config import ClusterConfig
 from core.errors import InstanceLost, NumericsError, RlhfSpecError
+
+if TYPE_CHECKING:
+    from actors.transport.broadcast import BroadcastForm
 
 JOIN_TIMEOUT_S = 30.0
 "For all members to come, and for each bucket."
@@ -35,6 +39,9 @@ class Broadcast:
         self._timeout_s = cluster.order_timeout_s
         self._trainers, self._note = trainers, note
         self._members: tuple[str, ...] = ()
+        # asked for where it can be: on a CPU nobody has a seat
+        self._tries_nccl = cluster.trainer.num_gpus > 0 and cluster.generation.num_gpus > 0
+        self._form_now: BroadcastForm = "gloo"
 
     def publish(
         self, layout: PublishedWeights, weight_version: int, instances: Mapping[str, Handle]
@@ -54,28 +61,48 @@ class Broadcast:
         told = replace(layout.manifest, weight_version=weight_version)
         try:
             if self._members != tuple(instances):
-                self._form(instances)
+                self._gather(instances)
             return self._send(told, instances)
         except NumericsError:
             raise
         except RlhfSpecError as error:
             # a dead or a frozen instance is found by the publication that follows
-            self._is_on, self._members = isinstance(error, InstanceLost), ()
+            is_death, is_nccl = isinstance(error, InstanceLost), self._form_now == "nccl"
+            self._is_on, self._members = is_death or is_nccl, ()
+            self._tries_nccl = self._tries_nccl and is_death
             self._trainers.first.close_broadcast.remote()
             again = "this once" if self._is_on else "from here on"
-            self._note(f"publication by broadcast failed ({error}); the object store carries weights {again}")
+            then = ", a Gloo group from then on" if is_nccl and not is_death else ""
+            self._note(
+                f"publication by broadcast failed ({error}); the object store carries weights {again}{then}"
+            )
             return None
 
-    def _form(self, instances: Mapping[str, Handle]) -> None:
+    def _gather(self, instances: Mapping[str, Handle]) -> None:
+        """Make a group of trainer and instances."""
         names = tuple(instances)
         sender, trainer = self._trainers.first_name, self._trainers.first
-        ticket = self._ask(trainer.open_broadcast.remote(names), sender, "open a broadcast group")
+        self._form_now = self._choose(instances) if self._tries_nccl else "gloo"
+        ticket = self._ask(
+            trainer.open_broadcast.remote(names, self._form_now), sender, "open a broadcast group"
+        )
         joins = {sender: trainer.join_broadcast.remote(JOIN_TIMEOUT_S)} | {
             name: handle.join_broadcast.remote(ticket, rank, JOIN_TIMEOUT_S)
             for rank, (name, handle) in enumerate(instances.items(), start=1)
         }
         self._all(joins, "join the broadcast group")
         self._members = names
+
+    def _choose(self, instances: Mapping[str, Handle]) -> BroadcastForm:
+        asked = {self._trainers.first_name: self._trainers.first.gpu_seat.remote()} | {
+            name: handle.gpu_seat.remote() for name, handle in instances.items()
+        }
+        if (hindrance := why_not_nccl(self._all(asked, "name its GPU"))) is None:
+            return "nccl"
+        # of a broadcast that goes through the host this is said once
+        self._tries_nccl = False
+        self._note(f"weights are broadcast through the host (Gloo), not over NCCL: {hindrance}")
+        return "gloo"
 
     def _send(self, told: Any, instances: Mapping[str, Handle]) -> PublishedWeights:
         order = f"pass on {told.model} version {told.weight_version}"
@@ -112,6 +139,17 @@ class Broadcast:
     def _ask(self, ref: Any, waited_for: str, order: str) -> Any:
         timeout_s = self._timeout_s + _GRACE_S
         return get(ref, waiter="the loop", waited_for=waited_for, order=order, timeout_s=timeout_s)
+
+
+def why_not_nccl(seats: Mapping[str, str | None]) -> str | None:
+    """What keeps these members, with their GPUs' names, from an NCCL group; None: each has a GPU of its own."""
+    owners: dict[str, str] = {}
+    for name, seat in seats.items():
+        if seat is None:
+            return f"{name} is on a CPU"
+        if (other := owners.setdefault(seat, name)) != name:
+            return f"{other} and {name} share {seat}"
+    return None
 
 
 def num_nodes() -> int:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from core.errors import NotFiniteError, WeightsError
 from core.records import TensorSpec, WeightManifest
 from engine.weights.causal_lm import CausalLM
+from engine.weights.host_mirror import HostMirror
 
 ALIGNMENT_BYTES = 16
 CHUNK_BYTES = 32 << 20
@@ -44,6 +45,7 @@ class WeightPacker:
         dtypes: Mapping[str, torch.dtype] | None = None,
         chunk_bytes: int = CHUNK_BYTES,
         rooms: int = 0,
+        device: torch.device | None = None,
     ) -> None:
         """Prepare for one version of one model.
 
@@ -55,6 +57,7 @@ class WeightPacker:
             chunk_bytes: a chunk is closed before it would grow larger.
             rooms: buffers to write chunks into in turn, so that whoever takes one has done with it before `rooms`
                 more are asked for; 0: each chunk has a buffer of its own.
+            device: where buckets are to lie when they are asked for as tensors; None: the host.
 
         Raises:
             WeightsError: `chunk_bytes` is less than 1.
@@ -64,7 +67,9 @@ class WeightPacker:
         self._name, self._version, self._config = name, weight_version, hf_config_json
         self._dtypes = dtypes or {}
         self._chunk_bytes = chunk_bytes
-        self._rooms = [np.empty(0, np.uint8) for _ in range(rooms)]
+        self._device = device or torch.device("cpu")
+        self._mirror = None if device is None else HostMirror()
+        self._rooms = [torch.empty(0, dtype=torch.uint8) for _ in range(rooms)]
         self._specs: list[TensorSpec] = []
         self._sizes: list[int] = []
         self._digests: list[str] = []
@@ -75,7 +80,12 @@ class WeightPacker:
 
         Raises NotFiniteError before a chunk with a NaN or an infinity gets out; it names the tensor.
         """
-        room, used, views = np.empty(0, np.uint8), 0, []
+        for bucket in self.buckets(tensors):
+            yield bucket.numpy()
+
+    def buckets(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[Tensor]:
+        """Do as `chunks`, and yield each as a tensor, uint8 [n], on the packer's device."""
+        room, used, views = torch.empty(0, dtype=torch.uint8), 0, []
         for name, tensor in tensors:
             dtype = self._dtypes.get(name, tensor.dtype)
             size = tensor.numel() * dtype.itemsize
@@ -85,7 +95,7 @@ class WeightPacker:
                 used, views = 0, []
             if not used:
                 room = self._room(padded)
-            place = torch.from_numpy(room[used : used + size]).view(dtype).view(tensor.shape)
+            place = room[used : used + size].view(dtype).view(tensor.shape)
             place.copy_(tensor.detach())
             room[used + size : used + padded] = 0
             self._specs.append(
@@ -115,12 +125,12 @@ class WeightPacker:
             hf_config_json=self._config,
         )
 
-    def _room(self, least: int) -> np.ndarray:
+    def _room(self, least: int) -> Tensor:
         """Where the next chunk is written: in turn, larger where one tensor needs it."""
         turn = len(self._sizes) % max(len(self._rooms), 1)
         if self._rooms and len(self._rooms[turn]) >= least:
             return self._rooms[turn]
-        room = np.empty(max(self._chunk_bytes, least), np.uint8)
+        room = torch.empty(max(self._chunk_bytes, least), dtype=torch.uint8, device=self._device)
         if self._rooms:
             self._rooms[turn] = room
         return room
@@ -130,16 +140,17 @@ class WeightPacker:
         """Of the chunk that was yielded last."""
         return self._digests[-1]
 
-    def _closed(self, chunk: np.ndarray, views: Sequence[tuple[str, Tensor]]) -> np.ndarray:
+    def _closed(self, bucket: Tensor, views: Sequence[tuple[str, Tensor]]) -> Tensor:
         if odd := not_finite(views):
             raise NotFiniteError(
                 f"the {self._name} weights of version {self._version} are not published: "
                 f"{describe_not_finite(odd)}; lower the learning rate"
             )
+        chunk = bucket.numpy() if self._mirror is None else self._mirror.of(bucket)
         self._sizes.append(len(chunk))
         self._digests.append(digest(chunk))
         self._whole.update(chunk.data)
-        return chunk
+        return bucket
 
 
 def pack_weights(

@@ -1,10 +1,14 @@
 """The trainer's duties around the learner: weights in, weights out. No Ray here: the class inside the actor."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
+import torch
 
 from actors.actor_messages import TrainerSpec
 from actors.trainer_actor import TrainerActor
+from actors.transport.broadcast import join_broadcast
 from core.config import (
     AlgorithmConfig,
     DrafterTrainingConfig,
@@ -25,7 +29,7 @@ from core.records import (
     WeightSpan,
 )
 from engine.build import build_engine
-from engine.weights.chunks import load_into, model_checksum, pack_weights, unpack_weights
+from engine.weights.chunks import digest, load_into, model_checksum, pack_weights, unpack_weights
 from engine.weights.loading import build_causal_lm, load_causal_lm
 
 Trainer = TrainerActor.__ray_metadata__.modified_class
@@ -265,3 +269,32 @@ def test_a_trainer_that_is_to_score_by_the_engine_must_know_which(first):
     manifest, chunks = first
     with pytest.raises(ConfigError, match=r"give TrainerSpec\.engine"):
         new_trainer(scoring="engine").load_weights(manifest, *chunks)
+
+
+@pytest.mark.parametrize("form", ["gloo", "gloo_on_device"])
+def test_what_is_broadcast_is_the_version_that_is_told(trainer, monkeypatch, form):
+    """On devices Gloo stands in NCCL's place; buckets come in two buffers in turn, each whole before it is sent."""
+    monkeypatch.setattr("actors.trainer_actor.ray.util.get_node_ip_address", lambda: "127.0.0.1")
+    trainer.update(ROLLOUTS)
+    layout, _ = published(trainer)
+    ticket = trainer.open_broadcast(("gen-0",), form)
+    taken = []
+
+    def member():
+        end = join_broadcast(
+            ticket, rank=1, me="gen-0", host="127.0.0.1", timeout_s=20.0, device=torch.device("cpu")
+        )
+        for index, size in enumerate(layout.chunk_num_bytes):
+            room = torch.empty(size, dtype=torch.uint8)
+            told = end.receive(room, f"chunk {index}")
+            taken.append(room.numpy())
+            assert told == digest(room.numpy())
+
+    with ThreadPoolExecutor(1) as pool:
+        receiving = pool.submit(member)
+        trainer.join_broadcast(20.0)
+        manifest = trainer.broadcast(layout)
+        receiving.result(timeout=60)
+    assert manifest == layout and manifest.checksum == trainer.checksum()
+    assert model_checksum(model_of(manifest, taken)) == manifest.checksum
+    trainer.close_broadcast()

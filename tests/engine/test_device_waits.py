@@ -76,17 +76,17 @@ class NotAhead(NoiseSource):
     ahead = False
 
 
-def pretended(plan: str, monkeypatch: pytest.MonkeyPatch) -> Engine:
+def pretended(plan: str, monkeypatch: pytest.MonkeyPatch, device: torch.device = META) -> Engine:
     """An engine whose weights and caches lie on the device; the comparison needs numbers, and has its own tests."""
     monkeypatch.setattr(runner_module.Comparison, "require_equal", lambda self, runner: None)
     monkeypatch.setattr(runner_module.Comparison, "__init__", lambda self, *args, **kwargs: None)
     monkeypatch.setattr(runner_module, "refuse_unsupported", lambda model, capacity: None)
-    backend = ComputeBackend(META)
-    backend.noise = NotAhead(META)
+    backend = ComputeBackend(device)
+    backend.noise = NotAhead(device)
 
     def runner(seed: int) -> ModelRunner:
         return ModelRunner(
-            tiny_llama(seed, "bfloat16").to(META),  # pyright: ignore[reportArgumentType]
+            tiny_llama(seed, "bfloat16").to(device),  # pyright: ignore[reportArgumentType]
             num_slots=BATCH,
             capacity=CAPACITY,
             backend=backend,

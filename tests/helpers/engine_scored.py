@@ -10,7 +10,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 from core.config import AlgorithmConfig, EngineConfig, SpeculationConfig, TrainerConfig
 from core.records import Prompt, Reward, Rollout, SampleKey, SampleRequest, SamplingParams
 from engine.build import build_engine
-from engine.weights.loading import DTYPES, freeze
+from engine.weights.causal_lm import DTYPES
+from engine.weights.loading import freeze
 from learning.forward.engine_scoring import EngineScorer
 from learning.learner import Learner
 

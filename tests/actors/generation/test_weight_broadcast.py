@@ -13,7 +13,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from actors.actor_messages import GenerationSpec
 from actors.generation.engine_host import ManifestHost
-from actors.transport.broadcast import BroadcastGroup, BroadcastHost, join_broadcast
+from actors.transport.broadcast import BroadcastForm, BroadcastGroup, BroadcastHost, join_broadcast
 from core.config import EngineConfig, SpeculationConfig
 from core.errors import WaitTimeout, WeightsError
 from core.records import WeightManifest
@@ -21,6 +21,8 @@ from engine.weights.chunks import WeightPacker, pack_weights, unique_tensors
 from tests.helpers import tiny_pool
 
 CHUNK_BYTES = 20_000
+FORMS: list[BroadcastForm] = ["gloo", "gloo_on_device"]
+"The second goes about it as NCCL's does."
 
 
 @pytest.fixture
@@ -52,10 +54,13 @@ def model_of(version: int) -> PreTrainedModel:
     return model
 
 
-def pair() -> tuple[BroadcastGroup, BroadcastGroup]:
-    host = BroadcastHost(host="127.0.0.1", members=("gen-0",))
+def pair(form: BroadcastForm) -> tuple[BroadcastGroup, BroadcastGroup]:
+    cpu = torch.device("cpu")
+    host = BroadcastHost(host="127.0.0.1", members=("gen-0",), form=form, device=cpu)
     with ThreadPoolExecutor(1) as pool:
-        joined = pool.submit(join_broadcast, host.ticket, rank=1, me="gen-0", host="127.0.0.1", timeout_s=2.0)
+        joined = pool.submit(
+            join_broadcast, host.ticket, rank=1, me="gen-0", host="127.0.0.1", timeout_s=2.0, device=cpu
+        )
         return host.join(2.0), joined.result(timeout=60)
 
 
@@ -67,19 +72,21 @@ def send(group: BroadcastGroup, version: int, *, damaged: int = -1, until: int =
         hf_config_json="{}",
         chunk_bytes=CHUNK_BYTES,
         rooms=2,
+        device=group.device,
     )
-    for index, chunk in enumerate(packer.chunks(unique_tensors(model_of(version)))):
+    for index, bucket in enumerate(packer.buckets(unique_tensors(model_of(version)))):
         if index == damaged:
-            chunk[5] ^= 1
+            bucket[5] ^= 1
         if index == until:
             break
-        group.send(chunk, packer.last_digest, f"chunk {index}")
+        group.send(bucket, packer.last_digest, f"chunk {index}")
     group.settle()
     return packer.manifest()
 
 
-def test_what_is_broadcast_is_what_decodes_and_is_confirmed(host: ManifestHost) -> None:
-    root, member = pair()
+@pytest.mark.parametrize("form", FORMS)
+def test_what_is_broadcast_is_what_decodes_and_is_confirmed(host: ManifestHost, form: BroadcastForm) -> None:
+    root, member = pair(form)
     layout, _ = published(1)
     assert len(layout.chunk_num_bytes) > 2
     with ThreadPoolExecutor(1) as pool:
@@ -92,11 +99,12 @@ def test_what_is_broadcast_is_what_decodes_and_is_confirmed(host: ManifestHost) 
             assert host.engine is not None and host.engine.weight_version == version
 
 
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("failure", ["damaged", "silent"])
 def test_a_broken_broadcast_leaves_nothing_that_decodes_until_a_version_is_whole(
-    host: ManifestHost, failure: str
+    host: ManifestHost, failure: str, form: BroadcastForm
 ) -> None:
-    root, member = pair()
+    root, member = pair(form)
     layout = replace(published(1)[0], weight_version=2)
     with ThreadPoolExecutor(1) as pool:
         how = {"damaged": 1} if failure == "damaged" else {"until": 1}

@@ -1,23 +1,40 @@
-"""Buckets of one reach all; whoever is dead or silent ends the wait by name."""
+"""Buckets of one reach all; whoever is dead or silent ends the wait by name.
+
+The form for devices runs here with Gloo in NCCL's place: what it asks of a group is the same.
+"""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
-import numpy as np
 import pytest
+import torch
 
-from actors.transport.broadcast import BroadcastGroup, BroadcastHost, join_broadcast
+from actors.transport.broadcast import BroadcastForm, BroadcastGroup, BroadcastHost, join_broadcast
 from core.errors import WaitTimeout, WeightsError
 
 LOCAL = "127.0.0.1"
+CPU = torch.device("cpu")
+FORMS: list[BroadcastForm] = ["gloo", "gloo_on_device"]
 
 
-def group_of(members: int, timeout_s: float = 20.0) -> tuple[BroadcastGroup, list[BroadcastGroup]]:
-    host = BroadcastHost(host=LOCAL, members=tuple(f"gen-{i}" for i in range(members)))
+def bytes_of(length: int) -> torch.Tensor:
+    return torch.zeros(length, dtype=torch.uint8)
+
+
+def group_of(
+    members: int, timeout_s: float = 20.0, form: BroadcastForm = "gloo"
+) -> tuple[BroadcastGroup, list[BroadcastGroup]]:
+    host = BroadcastHost(host=LOCAL, members=tuple(f"gen-{i}" for i in range(members)), form=form, device=CPU)
     with ThreadPoolExecutor(members) as pool:
         joined = [
             pool.submit(
-                join_broadcast, host.ticket, rank=1 + i, me=f"gen-{i}", host=LOCAL, timeout_s=timeout_s
+                join_broadcast,
+                host.ticket,
+                rank=1 + i,
+                me=f"gen-{i}",
+                host=LOCAL,
+                timeout_s=timeout_s,
+                device=CPU,
             )
             for i in range(members)
         ]
@@ -25,21 +42,23 @@ def group_of(members: int, timeout_s: float = 20.0) -> tuple[BroadcastGroup, lis
         return root, [each.result(timeout=60) for each in joined]
 
 
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("members", [1, 3])
-def test_every_member_gets_every_bucket_and_its_digest(members: int) -> None:
-    root, others = group_of(members)
-    buckets = [np.arange(n, dtype=np.uint8) for n in (200, 1, 77)]
+def test_every_member_gets_every_bucket_and_its_digest(members: int, form: BroadcastForm) -> None:
+    root, others = group_of(members, form=form)
+    assert {end.device for end in (root, *others)} == {CPU if form == "gloo_on_device" else None}
+    buckets = [torch.arange(n, dtype=torch.uint8) for n in (200, 1, 77)]
     with ThreadPoolExecutor(members) as pool:
 
         def take(end: BroadcastGroup) -> list[tuple[str, bytes]]:
-            rooms = [np.zeros(len(bucket), np.uint8) for bucket in buckets]
-            return [(end.receive(room, "a bucket"), room.tobytes()) for room in rooms]
+            rooms = [bytes_of(len(bucket)) for bucket in buckets]
+            return [(end.receive(room, "a bucket"), room.numpy().tobytes()) for room in rooms]
 
         taken = [pool.submit(take, end) for end in others]
         for number, bucket in enumerate(buckets):
             root.send(bucket, f"{number:032x}", "a bucket")
         root.settle()
-        want = [(f"{number:032x}", bucket.tobytes()) for number, bucket in enumerate(buckets)]
+        want = [(f"{number:032x}", bucket.numpy().tobytes()) for number, bucket in enumerate(buckets)]
         assert [each.result(timeout=60) for each in taken] == [want] * members
 
 
@@ -51,20 +70,48 @@ def test_a_member_that_never_comes_is_named() -> None:
         join_broadcast(host.ticket, rank=1, me="gen-0", host=LOCAL, timeout_s=0.3)
 
 
-def test_a_silent_trainer_ends_the_wait_and_the_group() -> None:
-    root, (member,) = group_of(1, timeout_s=0.5)
+@pytest.mark.parametrize("form", FORMS)
+def test_a_silent_trainer_ends_the_wait_and_the_group(form: BroadcastForm) -> None:
+    root, (member,) = group_of(1, timeout_s=0.5, form=form)
     with pytest.raises(WaitTimeout, match=r"gen-0 waited .* for trainer to answer 'pass on chunk 0"):
-        member.receive(np.zeros(8, np.uint8), "chunk 0")
+        member.receive(bytes_of(8), "chunk 0")
     with pytest.raises(WeightsError, match="has left the broadcast group"):
-        member.receive(np.zeros(8, np.uint8), "chunk 0")
+        member.receive(bytes_of(8), "chunk 0")
     root.close()
 
 
-def test_a_bucket_of_another_size_is_refused() -> None:
-    root, (member,) = group_of(1, timeout_s=2.0)
-    sender = threading.Thread(target=lambda: root.send(np.zeros(9, np.uint8), "0" * 32, "chunk 0"))
+@pytest.mark.parametrize("form", FORMS)
+def test_a_dead_member_ends_the_trainers_wait_by_name(form: BroadcastForm) -> None:
+    root, (living, dead) = group_of(2, timeout_s=2.0, form=form)
+    dead.close()
+    with pytest.raises(WaitTimeout, match=r"trainer waited .* for gen-0, gen-1 to answer 'pass on chunk \d"):
+        # what fits the sockets' buffers is gone before anybody is missed
+        for number in range(64):
+            root.send(bytes_of(1 << 20), "0" * 32, f"chunk {number}")
+        root.settle()
+    with pytest.raises(WeightsError, match="trainer has left the broadcast group"):
+        root.send(bytes_of(8), "0" * 32, "chunk 99")
+    living.close()
+
+
+def test_a_group_of_nccl_without_gpus_says_so() -> None:
+    host = BroadcastHost(host=LOCAL, members=("gen-0",), form="nccl", device=CPU)
+    with ThreadPoolExecutor(1) as pool:
+        joins = pool.submit(
+            join_broadcast, host.ticket, rank=1, me="gen-0", host=LOCAL, timeout_s=5.0, device=CPU
+        )
+        with pytest.raises(WaitTimeout, match="needs torch with NCCL and GPU 0, got 0 GPUs"):
+            host.join(5.0)
+        with pytest.raises(WaitTimeout, match=r"gen-0 waited .* for trainer"):
+            joins.result(timeout=60)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_bucket_of_another_size_is_refused(form: BroadcastForm) -> None:
+    root, (member,) = group_of(1, timeout_s=2.0, form=form)
+    sender = threading.Thread(target=lambda: root.send(bytes_of(9), "0" * 32, "chunk 0"))
     sender.start()
     with pytest.raises(WeightsError, match="expected chunk 0 of 8 bytes, got '0000000000000009"):
-        member.receive(np.zeros(8, np.uint8), "chunk 0")
+        member.receive(bytes_of(8), "chunk 0")
     sender.join()
     root.close()
