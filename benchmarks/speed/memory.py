@@ -6,25 +6,22 @@ python -m benchmarks.speed.memory FOLDER SLOTS TOKENS     decodes to the full co
 from __future__ import annotations
 
 import importlib
-import resource
-import subprocess
 import sys
 from pathlib import Path
 
 import torch
 
 from benchmarks.support.model_p import VOCAB_SIZE, model_p_folder, model_p_requests
+from benchmarks.support.peak_memory import measured_in_a_process, peak_bytes
 from benchmarks.support.rates import plain_engine
 from benchmarks.support.timing import Figures
 from cluster.placement.memory_plan import plan_memory
 from cluster.preflight.run_check import model_shape
 from core.config import Config
-from core.errors import WaitTimeout
 from engine.weights.loading import load_hf_config
 
 SLOTS, TOKENS = 48, 640
 NEW_TOKENS = 8
-TIMEOUT_S = 300.0
 
 
 def memory(cache_dir: Path, figures: Figures) -> None:
@@ -58,21 +55,7 @@ def _planned_bytes(folder: Path) -> int:
 
 
 def _measured_bytes(folder: Path) -> int:
-    command = [sys.executable, "-m", "benchmarks.speed.memory", str(folder), str(SLOTS), str(TOKENS)]
-    root = Path(__file__).resolve().parents[2]
-    try:
-        done = subprocess.run(
-            command, cwd=root, capture_output=True, text=True, check=True, timeout=TIMEOUT_S
-        )
-    except subprocess.TimeoutExpired as error:
-        raise WaitTimeout(
-            waiter="bench engine",
-            waited_for="its memory process",
-            order="decode",
-            waited_s=TIMEOUT_S,
-            advice="run it on an idle machine",
-        ) from error
-    return int(done.stdout.split()[-1])
+    return measured_in_a_process("engine", "benchmarks.speed.memory", [str(folder), str(SLOTS), str(TOKENS)])
 
 
 def _decode(folder: Path, slots: int, tokens: int) -> None:
@@ -80,17 +63,7 @@ def _decode(folder: Path, slots: int, tokens: int) -> None:
     importlib.import_module("ray")  # a generation actor has it loaded
     engine = plain_engine(folder, "float32", batch_size=slots, max_total_tokens=tokens, vocab_size=VOCAB_SIZE)
     engine.generate(model_p_requests(slots, prompt_tokens=tokens - NEW_TOKENS, new_tokens=NEW_TOKENS))
-    print(_peak_bytes())
-
-
-def _peak_bytes() -> int:
-    """Peak resident bytes since this program began; `ru_maxrss` would count the parent that started it."""
-    status = Path("/proc/self/status")
-    if status.is_file():
-        for line in status.read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    print(peak_bytes())
 
 
 if __name__ == "__main__":

@@ -26,10 +26,11 @@ Run one benchmark and write DIR/NAME.json: figures, intervals, provenance.
   rlhfspec bench publication --out bench         weights of a real size to two instances; a second start
   rlhfspec bench update --out bench              the learner beside a bare loop over the same tokens
   rlhfspec bench onpolicy --out bench            the trainer's log-probabilities beside the sampler's, bit by bit
+  rlhfspec bench training --out bench            memory of LoRA, planned and measured; bfloat16 beside float32
   rlhfspec bench models --out bench              which model families run: the page docs/models.md
 """
 
-WITH_REAL_MODEL = ("engine", "drafting", "rollout", "exactness", "update", "onpolicy")
+WITH_REAL_MODEL = ("engine", "drafting", "rollout", "exactness", "update", "onpolicy", "training")
 
 
 def add_parser(commands: Any) -> None:
