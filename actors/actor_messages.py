@@ -53,6 +53,11 @@ class GenerationSpec:
     cache_dir: str | None = None
     "a folder of the instance's node where the probe's verdicts are kept; None: the probe runs at every start"
 
+    gpu_bytes: int = 0
+    "that it plans to take of a GPU; 0: not reckoned"
+    gpu_share: float = 1.0
+    "of a GPU that is its own"
+
     @property
     def model_names(self) -> tuple[str, ...]:
         """Models whose weights must arrive before the instance can run."""
@@ -80,6 +85,10 @@ class TrainerSpec:
     "as the instances have it, where trainer.scoring is engine"
     max_total_tokens: int = 0
     "longest prompt + max_new_tokens, for trainer.scoring engine"
+    gpu_bytes: int = 0
+    "as an instance's"
+    gpu_share: float = 1.0
+    "as an instance's"
     name: str = "trainer"
     rank: int = 0
     num_trainers: int = 1

@@ -17,7 +17,7 @@ import torch
 from transformers import PreTrainedModel
 
 from actors.actor_messages import LoadedWeights, TrainerMeeting, TrainerSpec
-from actors.ray_utils.assigned_device import assigned_gpus, gpu_seat, resolve_device
+from actors.ray_utils.assigned_device import assigned_gpus, gpu_seat, require_gpu_room, resolve_device
 from actors.ray_utils.remote import remote
 from actors.transport.broadcast import BroadcastForm, BroadcastGroup, BroadcastHost, BroadcastTicket
 from core.errors import ConfigError, RlhfSpecError, WeightsError
@@ -78,6 +78,14 @@ class TrainerActor:
     def load_weights(self, manifest: WeightManifest, *chunks: np.ndarray) -> LoadedWeights:
         """Build the learner around the published model and read its checksum back."""
         torch.set_num_threads(self._spec.trainer.num_threads)
+        require_gpu_room(
+            self._spec.name,
+            self._device,
+            needed_bytes=self._spec.gpu_bytes,
+            share=self._spec.gpu_share,
+            advice="lower trainer.max_tokens_per_forward, set trainer.lora or trainer.gradient_checkpointing, or share "
+            "the model: cluster.trainer.num_actors with trainer.strategy: fsdp2",
+        )
         model = self._build(manifest, chunks)
         drafter_training = self._spec.drafter_training
         if drafter_training is not None:

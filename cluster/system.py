@@ -124,7 +124,7 @@ def _make_actors(
     instances = InstanceTable()
     scheduler = _scheduler(config, inputs, topology, context, instances)
     max_total_tokens = dataset.max_prompt_tokens + config.sampling.max_new_tokens
-    trainer_spec = _trainer_spec(config, tokenizer, max_total_tokens)
+    trainer_spec = _trainer_spec(config, inputs, max_total_tokens)
     trainers = TrainerPool.start(trainer_spec, topology.trainer, context, cluster)
     generation = GenerationPool(
         cluster=cluster,
@@ -222,6 +222,8 @@ def _generation_spec(config: Config, inputs: Inputs, instance: str, max_total_to
         profile=inputs.profile,
         step_log=config.run.step_log,
         cache_dir=config.run.cache_dir,
+        gpu_bytes=inputs.gpu_bytes,
+        gpu_share=config.cluster.generation.num_gpus,
     )
 
 
@@ -248,7 +250,8 @@ def _scheduler(
     )
 
 
-def _trainer_spec(config: Config, tokenizer: PreTrainedTokenizerBase, max_total_tokens: int) -> TrainerSpec:
+def _trainer_spec(config: Config, inputs: Inputs, max_total_tokens: int) -> TrainerSpec:
+    tokenizer = inputs.tokenizer
     pad = tokenizer.pad_token_id
     return TrainerSpec(
         algorithm=config.algorithm,
@@ -262,5 +265,7 @@ def _trainer_spec(config: Config, tokenizer: PreTrainedTokenizerBase, max_total_
         base_model=config.models.target,
         engine=config.engine if config.trainer.scoring == "engine" else None,
         max_total_tokens=max_total_tokens,
+        gpu_bytes=inputs.trainer_gpu_bytes,
+        gpu_share=config.cluster.trainer.num_gpus,
         timeout_s=config.cluster.order_timeout_s,
     )

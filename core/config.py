@@ -276,6 +276,11 @@ class Config(Section):
         return _takes_gpus(self.engine.device, self.cluster.generation.num_gpus)
 
     @property
+    def learns_on_gpu(self) -> bool:
+        """The same of trainers."""
+        return _takes_gpus(self.trainer.device, self.cluster.trainer.num_gpus)
+
+    @property
     def refits_draft(self) -> bool:
         """True when a draft model drafts and is to follow the target."""
         speculation = self.speculation

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from actors.actor_messages import GenerationSpec, InstanceNumerics, LoadedWeights
 from actors.generation.loop_engine import BucketSource
-from actors.ray_utils.assigned_device import assigned_gpus, resolve_device
+from actors.ray_utils.assigned_device import assigned_gpus, require_gpu_room, resolve_device
 from core.config import EngineConfig
 from core.errors import ModelError, RlhfSpecError, WeightsError
 from core.records import TensorSpec, WeightManifest
@@ -151,6 +151,14 @@ class ManifestHost:
         if set(self._models) < set(self._spec.model_names):
             return
         self._check_profile()
+        require_gpu_room(
+            self._spec.instance,
+            self.device,
+            needed_bytes=self._spec.gpu_bytes,
+            share=self._spec.gpu_share,
+            advice="set engine.kv_cache_mb, lower engine.max_running_samples or engine.graph_memory_mb, or raise "
+            "cluster.generation.num_gpus",
+        )
         self._engine = build_engine(
             self._models["target"],
             self._models.get("draft"),

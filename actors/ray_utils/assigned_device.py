@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 
 import ray
 
-from core.errors import ConfigError
+from core.errors import ConfigError, PlacementError
 
 if TYPE_CHECKING:
     import torch
@@ -51,6 +51,33 @@ def resolve_device(
             f"build of torch, or set {pool}.num_gpus=0"
         )
     return torch.device("cuda", _index(assigned[0]))
+
+
+def require_gpu_room(who: str, device: torch.device, *, needed_bytes: int, share: float, advice: str) -> None:
+    """Raise PlacementError where a GPU has less memory free, or as this actor's share, than it plans to take.
+
+    Asked on the actor's own node, before it builds: the CUDA context exists by then, so it is no part of the need.
+    Actors that share a GPU and build at once see the same free bytes, hence the share.
+
+    Args:
+        who: the actor's name.
+        device: that it works on; a CPU has no limit here.
+        needed_bytes: from the memory plan; 0: not reckoned.
+        share: of a GPU that is this actor's, 1 or more: whole ones.
+        advice: what to change.
+    """
+    if device.type != "cuda" or not needed_bytes:
+        return
+    import torch
+
+    free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+    own_bytes = int(min(share, 1.0) * total_bytes)
+    if needed_bytes > min(free_bytes, own_bytes):
+        raise PlacementError(
+            f"{who} plans to take {needed_bytes / 2**30:.2f} GiB of GPU {device.index}, which has "
+            f"{free_bytes / 2**30:.2f} GiB of {total_bytes / 2**30:.2f} free; its share is {own_bytes / 2**30:.2f} GiB; "
+            f"{advice}"
+        )
 
 
 def gpu_seat(device: torch.device) -> str | None:

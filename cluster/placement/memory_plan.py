@@ -100,6 +100,8 @@ class MemoryPlan:
     ray_bytes: int
     gpu_bytes: int
     "what one instance takes of its GPU, recorded forwards included; 0 on a CPU"
+    trainer_gpu_bytes: int
+    "what one trainer takes of its GPU; 0 on a CPU"
     num_generation: int
     num_trainer: int
     num_reward: int
@@ -150,17 +152,16 @@ def plan_memory(
     kv_pool = config.engine.max_running_samples * longest_sample
     if config.engine.kv_cache_mb is not None:
         kv_pool = min(kv_pool, int(config.engine.kv_cache_mb * MB))
+    learning_bytes = _learner_bytes(config, target) + _refit_bytes(config, draft)
     return MemoryPlan(
         generation_bytes=TORCH_PROCESS_BYTES + kv_pool + engine_bytes,
         kv_pool_bytes=kv_pool,
         longest_sample_bytes=longest_sample,
-        trainer_bytes=TORCH_PROCESS_BYTES
-        + _learner_bytes(config, target)
-        + _scorer_bytes(config, target, max_total_tokens)
-        + _refit_bytes(config, draft),
+        trainer_bytes=TORCH_PROCESS_BYTES + learning_bytes + _scorer_bytes(config, target, max_total_tokens),
         reward_bytes=_reward_bytes(reward_params),
         object_store_bytes=object_store_bytes,
         gpu_bytes=kv_pool + engine_bytes + _graph_bytes(config, draft) if config.decodes_on_gpu else 0,
+        trainer_gpu_bytes=learning_bytes if config.learns_on_gpu else 0,
         ray_bytes=RAY_PROCESSES_BYTES + TORCH_PROCESS_BYTES,
         num_generation=config.cluster.generation.num_actors,
         num_trainer=config.cluster.trainer.num_actors,

@@ -28,6 +28,10 @@ class Inputs:
     "what the policy `goodput` goes by"
     object_store_bytes: int | None = None
     "of a local cluster, where the check has reckoned it"
+    gpu_bytes: int = 0
+    "what an instance takes of its GPU, where the check has reckoned it; 0: it is not asked"
+    trainer_gpu_bytes: int = 0
+    "the same of a trainer"
 
 
 def read_tokenizer(config: Config) -> PreTrainedTokenizerBase:

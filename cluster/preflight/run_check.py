@@ -142,7 +142,12 @@ def check_run(config: Config, *, output_dir: Path) -> CheckReport:
         or object_store_bytes(object_store_need(config, target, draft)),
     )
     report = CheckReport(
-        inputs=replace(inputs, object_store_bytes=plan.object_store_bytes),
+        inputs=replace(
+            inputs,
+            object_store_bytes=plan.object_store_bytes,
+            gpu_bytes=plan.gpu_bytes,
+            trainer_gpu_bytes=plan.trainer_gpu_bytes,
+        ),
         models=tuple(lines),
         adapter=_describe_adapter(target, plan),
         data=f"{len(inputs.dataset)} prompts, the longest {longest} tokens",

@@ -14,7 +14,7 @@ from transformers.modeling_utils import PreTrainedModel
 from actors.actor_messages import GenerationSpec
 from actors.generation.engine_host import ManifestHost
 from core.config import EngineConfig, SpeculationConfig
-from core.errors import ConfigError, WeightsError
+from core.errors import ConfigError, PlacementError, WeightsError
 from core.records import WeightManifest
 from engine.drafters.model_drafter import ModelDrafter
 from engine.model.llama_forward import LlamaForward
@@ -54,6 +54,18 @@ def test_an_engine_works_on_the_device_that_was_assigned_to_its_actor() -> None:
     ):
         for name in MODELS:
             host.load_weights(*published(name))
+
+
+def test_an_engine_is_not_built_where_its_gpu_has_no_room(monkeypatch) -> None:
+    host = new_host("auto")
+    host._spec = replace(host._spec, gpu_bytes=30 << 30, gpu_share=0.25)
+    monkeypatch.setattr(ManifestHost, "device", torch.device("cuda", 0))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (79 << 30, 80 << 30))
+    host.load_weights(*published("target"))
+    with pytest.raises(
+        PlacementError, match=r"gen-0 plans to take 30\.00 GiB .* its share is 20\.00 GiB; set engine"
+    ):
+        host.load_weights(*published("draft"))
 
 
 def damage(forward: LlamaForward | StockForward) -> None:

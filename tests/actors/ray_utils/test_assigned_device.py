@@ -1,10 +1,12 @@
 """An actor's device is what Ray assigned to it. The GPUs here are on paper: Ray is told of them."""
 
+from functools import partial
+
 import pytest
 import torch
 
-from actors.ray_utils.assigned_device import assigned_gpus, resolve_device
-from core.errors import ConfigError
+from actors.ray_utils.assigned_device import assigned_gpus, require_gpu_room, resolve_device
+from core.errors import ConfigError, PlacementError
 from tests.helpers.ray_script import answer_of
 
 NAMES = {"key": "trainer.device", "pool": "cluster.trainer"}
@@ -41,3 +43,29 @@ def test_ray_says_which_gpus_an_actor_has():
     none, *one = answer_of(SCRIPT, timeout_s=200)
     assert none == []
     assert all(len(ids) == 1 and ids[0] in "0123" for ids in one)
+
+
+@pytest.mark.parametrize(
+    ("needed_gib", "share", "free_gib", "fits"),
+    [
+        (30, 1.0, 79, True),
+        (30, 0.5, 79, True),
+        (50, 0.5, 79, False),
+        (50, 2.0, 79, True),
+        (50, 1.0, 49, False),
+    ],
+)
+def test_an_actor_takes_no_more_of_its_gpu_than_is_free_and_its_share(
+    monkeypatch, needed_gib: int, share: float, free_gib: int, fits: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free_gib << 30, 80 << 30))
+    check = partial(
+        require_gpu_room, "gen-1", needed_bytes=needed_gib << 30, share=share, advice="lower engine.a"
+    )
+    check(torch.device("cpu"))
+    if fits:
+        check(torch.device("cuda", 0))
+        return
+    expected = rf"^gen-1 plans to take {needed_gib}\.00 GiB of GPU 0, .* {free_gib}\.00 GiB of 80\.00 free; .*; lower"
+    with pytest.raises(PlacementError, match=expected):
+        check(torch.device("cuda", 0))

@@ -193,6 +193,15 @@ def test_rollouts_cost_disk_by_their_longest_possible_response() -> None:
     assert made.disk_bytes == 10 * 16 * 50 * 40 + (1000 + 100) * 4
 
 
+def test_a_trainer_with_a_gpu_plans_what_it_learns_with_on_it() -> None:
+    on_gpu = plan(config(cluster={"trainer": {"num_gpus": 1}}))
+    assert on_gpu.trainer_gpu_bytes == on_gpu.trainer_bytes - TORCH_PROCESS_BYTES > 0
+    assert plan(config()).trainer_gpu_bytes == 0
+    assert (
+        plan(config(cluster={"trainer": {"num_gpus": 1}}, trainer={"device": "cpu"})).trainer_gpu_bytes == 0
+    )
+
+
 def test_what_is_printed_adds_up_to_the_total() -> None:
     made = MemoryPlan(
         generation_bytes=2 << 30,
@@ -203,6 +212,7 @@ def test_what_is_printed_adds_up_to_the_total() -> None:
         object_store_bytes=1 << 28,
         ray_bytes=1 << 30,
         gpu_bytes=0,
+        trainer_gpu_bytes=0,
         num_generation=2,
         num_trainer=1,
         num_reward=4,
