@@ -73,10 +73,12 @@ def require_gpu_room(who: str, device: torch.device, *, needed_bytes: int, share
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
     own_bytes = int(min(share, 1.0) * total_bytes)
     if needed_bytes > min(free_bytes, own_bytes):
+        needed, free, total, own = (
+            f"{size / 2**30:.2f} GiB" for size in (needed_bytes, free_bytes, total_bytes, own_bytes)
+        )
         raise PlacementError(
-            f"{who} plans to take {needed_bytes / 2**30:.2f} GiB of GPU {device.index}, which has "
-            f"{free_bytes / 2**30:.2f} GiB of {total_bytes / 2**30:.2f} free; its share is {own_bytes / 2**30:.2f} GiB; "
-            f"{advice}"
+            f"{who} plans to take {needed} of GPU {device.index}, which has {free} of {total} free; its share is "
+            f"{own}; {advice}"
         )
 
 
