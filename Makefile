@@ -57,7 +57,7 @@ check-cuda-fake: $(FAKE)/.installed
 
 $(FAKE)/.installed: pyproject.toml constraints.txt benchmarks/selftest/cuda-fake.txt
 	@set -e -o pipefail; \
-	[ -x $(FAKE)/bin/python ] || $(PYTHON) -m venv $(FAKE); \
+	$(FAKE)/bin/python -m pip --version > /dev/null 2>&1 || $(PYTHON) -m venv --clear $(FAKE); \
 	echo "check-cuda-fake: installing a CUDA build of torch into $(FAKE) (gigabytes; log: $(FAKE)/install.log)"; \
 	$(FAKE)/bin/python -m pip install --disable-pip-version-check --progress-bar off --no-compile -c constraints.txt \
 	  -r benchmarks/selftest/cuda-fake.txt > $(FAKE)/install.log 2>&1 \

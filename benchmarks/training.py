@@ -1,6 +1,6 @@
 """What training takes: memory of LoRA beside all weights, planned and measured; and whether bfloat16 learns as float32.
 
-python -m benchmarks.training BATCH FOLDER full|lora     two updates of one batch, prints the process's peak in bytes
+python -m benchmarks.training BATCH FOLDER CASE     two updates of one batch, prints the process's peak in bytes
 """
 
 from __future__ import annotations
@@ -27,11 +27,13 @@ from cluster.placement.memory_plan import ModelShape, plan_memory
 from cluster.preflight.run_check import model_shape
 from core.config import Config, TrainerConfig
 from core.records import Rollout
+from engine.weights.chunks import WeightPacker
 from engine.weights.loading import load_causal_lm, load_hf_config
 from learning.adapter import Adapter
 from learning.learner import Learner
 
-CASES = ("full", "lora")
+CASES = ("full", "lora", "full_checkpointed", "lora_checkpointed")
+"All weights learn, or adapters; every layer's activations are kept, or one's (`trainer.gradient_checkpointing`)."
 UPDATES = {"quick": 8, "default": 200, "full": 200}
 BATCHES = {"quick": 2, "default": 10, "full": 40}
 BATCH_PROMPTS = 8
@@ -82,13 +84,17 @@ def _memory(workload: Workload, figures: Figures, suffix: str) -> None:
             figures.values[f"{case}_measured_bytes_{suffix}"] = float(measured)
             figures.values[f"{case}_planned_bytes_{suffix}"] = float(planned)
             figures.values[f"{case}_plan_over_peak_{suffix}"] = planned / measured
-    full, lora = (figures.values[f"{case}_measured_bytes_{suffix}"] for case in CASES)
-    figures.values[f"lora_memory_share_{suffix}"] = lora / full
+    measured = {case: figures.values[f"{case}_measured_bytes_{suffix}"] for case in CASES}
+    figures.values[f"lora_memory_share_{suffix}"] = measured["lora"] / measured["full"]
+    share = measured["lora_checkpointed"] / measured["full_checkpointed"]
+    figures.values[f"lora_memory_share_checkpointed_{suffix}"] = share
 
 
 def _trainer(case: str) -> TrainerConfig:
-    lora = {"lora": {}, "learning_rate": 1e-4} if case == "lora" else {}
-    return TrainerConfig.model_validate(TRAINER.model_dump() | {"scoring": "model"} | lora)
+    changes: dict[str, object] = {"scoring": "model", "gradient_checkpointing": case.endswith("checkpointed")}
+    if case.startswith("lora"):
+        changes |= {"lora": {}, "learning_rate": 1e-4}
+    return TrainerConfig.model_validate(TRAINER.model_dump() | changes)
 
 
 def _planned_bytes(folder: Path, case: str, max_total_tokens: int) -> int:
@@ -106,7 +112,7 @@ def _planned_bytes(folder: Path, case: str, max_total_tokens: int) -> int:
     shape = model_shape(load_hf_config(str(folder)))
     plan = plan_memory(
         config,
-        target=_with_adapters(shape, folder) if case == "lora" else shape,
+        target=_with_adapters(shape, folder) if case.startswith("lora") else shape,
         draft=None,
         reward_params=None,
         max_total_tokens=max_total_tokens,
@@ -125,16 +131,17 @@ def _with_adapters(shape: ModelShape, folder: Path) -> ModelShape:
 
 
 def _train(rollouts: Path, folder: str, case: str) -> None:
-    """What a trainer actor holds at its fullest: two updates, and the packed copy that is published."""
+    """What a trainer actor does: two updates, each packed for publication, a bucket at a time."""
     torch.set_num_threads(1)
     importlib.import_module("ray")  # a trainer actor has it loaded
     batch: Batch = pickle.loads(rollouts.read_bytes())
     learner = _learner(load_causal_lm(folder, "float32"), _trainer(case), batch.workload)
-    published = []
-    for _ in range(2):
+    for version in (1, 2):
         learner.update(batch.rollouts)
-        published = [tensor.detach().clone() for _, tensor in learner.weights()]
-    print(len(published), peak_bytes())
+        packer = WeightPacker(name="target", weight_version=version, hf_config_json="{}", rooms=1)
+        for _ in packer.chunks(learner.weights()):
+            pass
+    print(peak_bytes())
 
 
 def _learner(

@@ -78,7 +78,7 @@ class System:
         return ForwardStream(
             self.trainers,
             [request.key.sample_index for request in requests],
-            block_samples=self.config.trainer.block_samples,
+            block_samples=self.config.trainer.block_samples * self.config.cluster.trainer.num_actors,
             recompute_old=self.recomputes_old,
         )
 
@@ -171,12 +171,14 @@ def load_and_put(config: Config, name: str, model: Any) -> PublishedWeights:
         loaded = load_causal_lm(name, models.dtype, trust_remote_code=models.trust_remote_code)
         manifest, chunks = pack_weights(loaded, name=model, weight_version=0)
         return PublishedWeights(manifest=manifest, chunk_refs=tuple(ray.put(chunk) for chunk in chunks))
-    require_finite(name, stored.tensors())
+    dtype = DTYPES[models.dtype]
+    # as published: what is finite in its file may not be when it is rounded
+    require_finite(name, ((key, tensor.to(dtype)) for key, tensor in stored.tensors()))
     packer = WeightPacker(
         name=model,
         weight_version=0,
         hf_config_json=stored.hf_config_json,
-        dtypes=dict.fromkeys(stored.tensor_names, DTYPES[models.dtype]),
+        dtypes=dict.fromkeys(stored.tensor_names, dtype),
         rooms=1,
     )
     refs = tuple(ray.put(chunk) for chunk in packer.chunks(stored.tensors()))

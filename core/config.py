@@ -220,7 +220,7 @@ class RewardPoolConfig(PoolConfig):
 class PublicationConfig(Section):
     """How new weights of the target travel from the trainer to the instances."""
 
-    transport: Literal["auto", "broadcast", "object_store"] = "auto"
+    transport: Literal["auto", "broadcast", "nccl", "object_store"] = "auto"
     "broadcast: a process group (NCCL where all have GPUs of their own, else Gloo); auto: that on several nodes"
 
 

@@ -35,10 +35,10 @@ class AlgorithmConfig(Section):
     importance_sampling: Literal[
         "off", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "geometric_mask"
     ] = "off"
-    "weighs the policy loss by policy over sampler, per token or sequence; above the cap truncated, or masked"
+    "weighs the policy loss by trainer over sampler, per token or sequence; above the cap truncated, or masked"
     importance_sampling_cap: float = Field(default=2.0, gt=0.0)
     importance_sampling_floor: float = Field(default=0.0, ge=0.0)
-    "masks only: what is below counts 0 too; verl's band is from 1 / cap to cap"
+    "masks only: what is below counts 0 too; of a geometric mean 1 / cap where it is 0"
 
     @model_validator(mode="after")
     def _band(self) -> AlgorithmConfig:
@@ -47,15 +47,22 @@ class AlgorithmConfig(Section):
             self.importance_sampling_cap,
             self.importance_sampling,
         )
+        if mode != "off" and self.old_logprobs == "sampler":
+            raise ValueError(
+                f"importance_sampling {mode} weighs the trainer's log-probabilities against the sampler's, and "
+                "old_logprobs sampler computes none of the trainer's: every weight would be 1; set old_logprobs auto "
+                "or trainer, or importance_sampling off"
+            )
         if floor > 0.0 and not mode.endswith("mask"):
             raise ValueError(
                 f"importance_sampling_floor {floor} is of the modes that mask, importance_sampling is {mode}; take "
                 "token_mask, sequence_mask or geometric_mask, or leave the floor out"
             )
-        if floor >= cap:
+        if mode.endswith("mask") and not floor < 1.0 < cap:
             raise ValueError(
-                f"importance_sampling_floor {floor} is not below importance_sampling_cap {cap}: every token would be "
-                "masked; lower it"
+                f"importance_sampling {mode} keeps what lies from importance_sampling_floor {floor} to "
+                f"importance_sampling_cap {cap}, and the ratio of a token on which trainer and sampler agree is 1: it "
+                "would be masked; take a floor below 1 and a cap above"
             )
         return self
 
@@ -107,7 +114,8 @@ class TrainerConfig(Section):
     max_tokens_per_forward: int = Field(default=4096, ge=16)
     "in one forward, packed without padding; more are accumulated"
     block_samples: int = Field(default=8, ge=1)
-    "samples, by their index, whose forwards before the first step share packs; computed ahead when all are scored"
+    "samples for each trainer, by their index, whose forwards before the first step share packs; computed ahead when "
+    "all are scored"
     stream_forwards: Literal["auto", "on", "off"] = "auto"
     "compute blocks while the rollout's tail runs; auto: where the trainer takes no core or GPU from the instances"
     max_grad_norm: float = Field(default=1.0, gt=0.0)

@@ -29,6 +29,8 @@ class Experience:
     where: Bool[Tensor, "B S"]
     mask: Bool[Tensor, "B R"]
     old_logprobs: Float[Tensor, "B R"]
+    sampler_logprobs: Float[Tensor, "B R"]
+    "as the engine computed them, unfiltered; the old ones too, until the trainer's own take their place"
     sampling_logprobs: Float[Tensor, "B R"]
     rewards: Float[Tensor, " B"]
     group_ids: Int[Tensor, " B"]
@@ -82,6 +84,7 @@ def collate(rollouts: Sequence[Rollout], *, pad_token_id: int) -> Experience:
         where=where,
         mask=mask,
         old_logprobs=_padded([rollout.completion.policy_logprobs for rollout in ordered], mask),
+        sampler_logprobs=_padded([rollout.completion.policy_logprobs for rollout in ordered], mask),
         sampling_logprobs=_padded([rollout.completion.sampling_logprobs for rollout in ordered], mask),
         rewards=torch.tensor([rollout.reward.value for rollout in ordered], dtype=torch.float32),
         group_ids=torch.tensor([rollout.completion.group_id for rollout in ordered]),

@@ -119,7 +119,7 @@ class Learner:
             adapter=self.adapter,
             scorer=scorer,
             weights=self.weights,
-            block_size=trainer.block_samples,
+            block_size=trainer.block_samples * self.trainers.size,
         )
         self.critic: Critic | None = None
         if algorithm.kind == "ppo":
@@ -192,9 +192,9 @@ class Learner:
     def forward_ahead(self, rollouts: Sequence[Rollout], *, recompute_old: bool = False) -> None:
         """Compute, before all samples of an update are there, what it needs of one block of them.
 
-        A block is `trainer.block_samples` samples that follow each other by sample index, counted from the update's
-        first; the last may be smaller. `update` takes what is there of the same blocks and computes what is not: its
-        result is the same to the bit. Collective. Raises NumericsError as `update`.
+        A block is `trainer.block_samples` samples for each trainer, which follow each other by sample index, counted
+        from the update's first; the last may be smaller. `update` takes what is there of the same blocks and computes
+        what is not: its result is the same to the bit. Collective. Raises NumericsError as `update`.
         """
         experience = collate(rollouts, pad_token_id=self.pad_token_id)
         self._first.ahead(experience, self._first_parts(recompute_old))

@@ -1,18 +1,16 @@
 """Where the sampler was not quite the policy: the trainer's own log-probabilities, and importance weights against it.
 
-An engine that rounds otherwise than the trainer (CUDA, several threads), or that filters (top-p, top-k), samples from
-another distribution than the policy that learns. Ratios are then better taken over log-probabilities of the trainer's
-own forward, and what is left between the two is weighed, per token or per sequence, or masked where it is too much.
-
-Two distances are told, which a filter sets apart. `mismatch/kl` compares unfiltered log-probabilities of engine and
-trainer: rounding alone. Weights compare the policy with what was really sampled from, so they hold the filter too, and
-`mismatch/sampled_kl` measures what they correct.
+An engine that rounds otherwise than the trainer (CUDA, several threads) samples from another distribution than the
+policy that learns. Ratios are then better taken over log-probabilities of the trainer's own forward, and what is left
+between the two is weighed, per token or per sequence, or masked where it is too much. Both are unfiltered: with top-p
+or top-k the filtered distribution's log-probabilities would put the mass that was kept into every weight, and shrink
+the loss by it (as TRL found, issue 6789).
 
 Sources: Yao et al. 2025, 'Your efficient RL framework secretly brings you off-policy training' (token_truncate);
 Liu et al. 2025, 'When speed kills stability: demystifying RL collapse from the training-inference mismatch'
-(sequence_truncate, sequence_mask, geometric_mask); names as in TRL's `vllm_importance_sampling_mode`. The masks' band
-is that of verl's `rollout_rs` (`verl/trainer/ppo/rollout_corr_helper.py`: token, sequence, geometric), whose lower end
-is 1 / upper unless it is given; here it is 0 unless it is given.
+(sequence_truncate, sequence_mask, geometric_mask); names as in TRL's `vllm_importance_sampling_mode`. A band of the
+weights is verl's `rollout_is_threshold: "lower_upper"` (`verl/trainer/ppo/rollout_corr_helper.py`); that of a
+geometric mean its `rollout_rs: seq_mean_k1`, whose ratio is the inverse of ours.
 """
 
 from __future__ import annotations
@@ -37,7 +35,7 @@ ImportanceSampling = Literal[
 
 def importance_weights(
     policy_logprobs: Float[Tensor, "B R"],
-    sampling_logprobs: Float[Tensor, "B R"],
+    sampler_logprobs: Float[Tensor, "B R"],
     mask: Bool[Tensor, "B R"],
     *,
     mode: ImportanceSampling,
@@ -48,9 +46,11 @@ def importance_weights(
 
     `*_truncate`: at most `cap`. `*_mask`: 0 where it is above `cap` or below `floor`. `geometric_mask`: 1 where the
     geometric mean over the sequence's tokens is within the two, else 0; the mean is no importance weight and does not
-    shrink with length, so it only rejects.
+    shrink with length, so it only rejects. Its floor is 1 / cap where none is given.
     """
-    difference = torch.where(mask, policy_logprobs - sampling_logprobs, torch.zeros_like(policy_logprobs))
+    if mode == "geometric_mask" and floor == 0.0:
+        floor = 1.0 / cap
+    difference = torch.where(mask, policy_logprobs - sampler_logprobs, torch.zeros_like(policy_logprobs))
     if mode.startswith(("sequence", "geometric")):
         total = difference.sum(dim=1, keepdim=True)
         if mode.startswith("geometric"):
@@ -66,30 +66,19 @@ def importance_weights(
     return torch.where(mask, weight, torch.zeros_like(weight)).detach()
 
 
-def importance_figures(
-    weights: Float[Tensor, "B R"],
-    policy_logprobs: Float[Tensor, "B R"],
-    sampling_logprobs: Float[Tensor, "B R"],
-    mask: Bool[Tensor, "B R"],
-) -> dict[str, float]:
-    """Mean weight of the response tokens, the share of them that is masked, and what the weights correct.
-
-    `mismatch/sampled_kl`: KL(what was sampled from || policy) in nats a token, filter included. By k1, since k3 is
-    biased where a filter leaves out tokens that the policy may choose: E[pi / mu] is then the mass that was kept.
-    """
+def importance_figures(weights: Float[Tensor, "B R"], mask: Bool[Tensor, "B R"]) -> dict[str, float]:
+    """Mean weight of the response tokens, and the share of them that is masked."""
     real = weights[mask]
-    kl = kl_estimate(sampling_logprobs, policy_logprobs, "k1")[mask]
     return {
         "mismatch/importance_mean": float(real.mean()),
         "mismatch/masked_share": float((real == 0.0).float().mean()),
-        "mismatch/sampled_kl": float(kl.mean()),
     }
 
 
 def recomputed(experience: Experience, logprobs: Float[Tensor, "B R"]) -> tuple[Experience, dict[str, float]]:
     """The experience with the trainer's own log-probabilities as the old ones, and how far the sampler's were off.
 
-    `mismatch/kl`: KL(sampler without its filter || trainer) in nats a token (k3).
+    `mismatch/kl`: KL(sampler || trainer), both unfiltered, in nats a token (k3), over the tokens that were sampled.
     `mismatch/max_logprob_difference`: of any token.
     """
     mask = experience.mask

@@ -58,7 +58,7 @@ def update_targets(
     `first` are the values under the weights before any step; `generator` orders the critic's minibatches.
     """
     reference = first.logprobs.get("reference")
-    figures = {"num_forwards_ahead": float(first.num_ahead)}
+    figures = {"num_samples_ahead": float(first.num_ahead)}
     if reference is not None:
         kl = kl_estimate(experience.old_logprobs, reference, algorithm.kl_estimator)
         figures["reference_kl"] = float(kl[experience.mask].mean())
@@ -87,15 +87,13 @@ def update_targets(
     if algorithm.importance_sampling != "off":
         importance = importance_weights(
             experience.old_logprobs,
-            experience.sampling_logprobs,
+            experience.sampler_logprobs,
             experience.mask,
             mode=algorithm.importance_sampling,
             cap=algorithm.importance_sampling_cap,
             floor=algorithm.importance_sampling_floor,
         )
-        figures |= importance_figures(
-            importance, experience.old_logprobs, experience.sampling_logprobs, experience.mask
-        )
+        figures |= importance_figures(importance, experience.mask)
     targets = Targets(
         advantages=advantages,
         importance=importance,

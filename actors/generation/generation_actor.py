@@ -105,6 +105,9 @@ class GenerationActor:
         """Join the trainer's broadcast group. Raises WaitTimeout."""
         from actors.transport.broadcast import join_broadcast
 
+        if self._group is not None:
+            # a group keeps threads, and NCCL's device memory, until it is left
+            self._group.close()
         self._group = join_broadcast(
             ticket,
             rank=rank,

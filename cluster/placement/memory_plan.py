@@ -5,8 +5,8 @@ ones (Linux, CPU torch 2.13, Ray 2.60), the rest follows from the sizes:
 
     generation  weights and their inference copy + KV pool + one step's logits
     trainer     weights, gradients and two Adam moments in float32 (LoRA: the adapters', and the weights below),
-                reference, shared by all trainers with fsdp2; the packed copy + one forward's activations; with refits
-                the draft's, and its targets
+                reference, shared by all trainers with fsdp2; buckets on their way out + one forward's activations;
+                with refits the draft's, and its targets
     reward      the interpreter alone, or the reward model's weights
 """
 
@@ -24,6 +24,7 @@ from engine.cache.kv_memory import Pages, host_pages
 from engine.cache.kv_pool import KVShape
 from engine.calibration.cost_sweep import MAX_PROFILED_NODES
 from engine.draft_policies import most_nodes
+from engine.weights.chunks import CHUNK_BYTES
 from learning.forward.engine_scoring import MOST_SLOTS
 
 GIB = 1 << 30
@@ -52,6 +53,10 @@ _ADAM_COPIES = 3
 "Gradient and two moments of each weight, float32."
 _ACTIVATIONS_PER_LAYER = 24
 "Values a transformer block keeps for the backward pass, per token, in units of the hidden size."
+_HOST_ACTIVATIONS_PER_LAYER = 44
+"The same on a CPU with the holes that the C library's allocator leaves between them (measured, SmolLM2-135M)."
+_PACKING_BUCKETS = 2
+"Of a version that is published: one being packed, one on its way."
 _REFIT_COPIES = 2 + _ADAM_COPIES
 "The draft model and what it was before the refit, with gradient and moments."
 _SOFT_TARGET_BYTES = 8
@@ -242,6 +247,7 @@ def _graph_bytes(config: Config, draft: ModelShape | None) -> int:
 
 def _learner_bytes(config: Config, target: ModelShape) -> int:
     published = target.weight_bytes(config.models.dtype)
+    packing = min(published, _PACKING_BUCKETS * CHUNK_BYTES)
     weights = target.num_params * _MASTER_BYTES
     if target.num_adapter_params is not None:
         # the weights below stay, and serve as the reference too
@@ -257,14 +263,15 @@ def _learner_bytes(config: Config, target: ModelShape) -> int:
         kept, learned, reference = (-(-part // num_trainers) for part in (kept, learned, reference))
     tokens = config.trainer.max_tokens_per_forward
     kept_layers = 1 if config.trainer.gradient_checkpointing else target.kv.num_layers
-    activations = tokens * target.hidden_size * 4 * _ACTIVATIONS_PER_LAYER * kept_layers
+    kept_values = _ACTIVATIONS_PER_LAYER if config.learns_on_gpu else _HOST_ACTIVATIONS_PER_LAYER
+    activations = tokens * target.hidden_size * 4 * kept_values * kept_layers
     logits = tokens * target.vocab_size * 4 * _LOGIT_COPIES
     samples = config.rollout.prompts_per_iteration * config.rollout.samples_per_prompt
     # the critic learns from the states of every response token; each trainer keeps those of its share
     states = samples * config.sampling.max_new_tokens * target.hidden_size * 4
     states = -(-states // config.cluster.trainer.num_actors)
     states = states if config.algorithm.kind == "ppo" else 0
-    return kept + learned + reference + published + activations + logits + states
+    return kept + learned + reference + packing + activations + logits + states
 
 
 def _scorer_bytes(config: Config, target: ModelShape, max_total_tokens: int) -> int:

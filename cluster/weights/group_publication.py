@@ -1,8 +1,8 @@
 """The target's later versions by a broadcast group of trainer and instances; the object store where that fails.
 
-The group is made when it is first needed, and made anew when instances were replaced. Where trainer and instances each
-have a GPU of their own it is one of NCCL, else of Gloo. A failed broadcast leaves instances that decode nothing until
-the object store has brought them a whole version.
+The group is made when it is first needed, and made anew when instances were replaced. It is one of Gloo, or of NCCL
+where that is asked for and trainer and instances each have a GPU of their own. A failed broadcast leaves instances
+that decode nothing until the object store has brought them a whole version.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ class Broadcast:
         """`note` is told once, in one line, when broadcasting is given up."""
         transport = cluster.publication.transport
         # on one node the object store is shared memory, and faster than a group over loopback (measured)
-        self._is_on = transport == "broadcast" or (transport == "auto" and num_nodes() > 1)
+        self._is_on = transport in ("broadcast", "nccl") or (transport == "auto" and num_nodes() > 1)
         self._timeout_s = cluster.order_timeout_s
         self._trainers, self._note = trainers, note
         self._members: tuple[str, ...] = ()
-        # asked for where it can be: on a CPU nobody has a seat
-        self._tries_nccl = cluster.trainer.num_gpus > 0 and cluster.generation.num_gpus > 0
+        # by name only: it has never run, and torch bounds the making of its communicator by a limit of its own
+        self._tries_nccl = transport == "nccl"
         self._form_now: BroadcastForm = "gloo"
 
     def publish(

@@ -285,13 +285,13 @@ def _finite(model: CausalLM, logits: Tensor) -> Tensor:
     """Return the logits. Raises NotFiniteError, naming the weight at fault where there is one."""
     if torch.isfinite(logits.float().logsumexp(-1)).all():
         return logits
-    odd = not_finite(model.state_dict().items())
-    cause = f"{describe_not_finite(odd)}; take another checkpoint"
-    if not odd:
+    if odd := not_finite(model.state_dict().items()):
+        cause = f"{describe_not_finite(odd)}; take another checkpoint"
+    else:
         cause = (
             f"its weights are finite, so {model.dtype} is too narrow; take another models.dtype or checkpoint"
         )
-    raise NotFiniteError(f"{type(model).__name__} gives logits that are not finite: {cause}")
+    raise NotFiniteError(f"the {model.config.model_type} model gives logits that are not finite: {cause}")
 
 
 def _two_branches(first: Int[Tensor, "B b"], second: Int[Tensor, "B b"]) -> DraftTree:

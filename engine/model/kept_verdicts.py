@@ -48,7 +48,7 @@ class KeptVerdicts:
             verdict = kept["verdict"]
             if kept["facts"] == facts and verdict in _VERDICTS and kept["digest"] == _digest(facts, verdict):
                 return verdict
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
             pass
         return None
 
@@ -58,7 +58,7 @@ class KeptVerdicts:
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             write_whole(self._file(facts), json.dumps(kept, indent=1))
-        except (OSError, StorageError) as error:
+        except (OSError, ValueError, StorageError) as error:
             logger.info("a start-up verdict is not kept in %s: %s", self._folder, error)
 
     def _file(self, facts: dict[str, Any]) -> Path:
@@ -69,7 +69,7 @@ def facts_of(runner: ModelRunner, *, max_nodes: int) -> dict[str, Any]:
     """What a verdict depends on, as JSON."""
     cuda = runner.device.type == "cuda"
     return {
-        "model": json.loads(runner.model.config.to_json_string(use_diff=False)),
+        "model": _config(runner.model.config.to_json_string(use_diff=False)),
         "weights": sorted(
             [name, str(weight.dtype), list(weight.shape)] for name, weight in runner.model.named_parameters()
         ),
@@ -92,12 +92,17 @@ def facts_of_start(
 ) -> dict[str, Any]:
     """What the comparison of a model depends on, known before there is a module; `settings` are the instance's."""
     return {
-        "model": json.loads(manifest.hf_config_json),
+        "model": _config(manifest.hf_config_json),
         "weights": [[spec.name, spec.dtype, list(spec.shape)] for spec in manifest.tensors],
         "settings": settings,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else _processor(),
         **_this_code(),
     }
+
+
+def _config(hf_config_json: str) -> dict[str, Any]:
+    """All of a config but where it was read from: the same model in another folder is the same."""
+    return {key: value for key, value in json.loads(hf_config_json).items() if key != "_name_or_path"}
 
 
 def _this_code() -> dict[str, Any]:

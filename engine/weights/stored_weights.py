@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from core.errors import ModelError
 from engine.weights.bare_llama import bare_llama
 from engine.weights.causal_lm import DTYPES
-from engine.weights.weight_files import shapes_in, weight_files
+from engine.weights.weight_files import ADAPTER_FILE, first_line, shapes_in, weight_files
 
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
@@ -31,10 +31,17 @@ ARCHITECTURES = {
 class StoredWeights:
     """The weights of one folder, in the order and under the names that a loaded model would give them."""
 
-    def __init__(self, files: dict[str, Path], stored_names: dict[str, str], hf_config_json: str) -> None:
+    def __init__(
+        self,
+        files: dict[str, Path],
+        stored_names: dict[str, str],
+        shapes: dict[str, tuple[int, ...]],
+        hf_config_json: str,
+    ) -> None:
         """`files`: where each stored tensor is; `stored_names`: what each of the model's is called there."""
         self._files = files
         self._stored_names = stored_names
+        self._shapes = shapes
         self.hf_config_json = hf_config_json
 
     @property
@@ -43,14 +50,29 @@ class StoredWeights:
         return list(self._stored_names)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor as stored, mapped from its file: to be read before the next is asked for."""
+        """Every tensor as stored, mapped from its file: to be read before the next is asked for.
+
+        Raises ModelError: a file is gone, damaged, or has another tensor of that name by now.
+        """
         with ExitStack() as stack:
             opened: dict[Path, Any] = {}
             for name, stored in self._stored_names.items():
                 path = self._files[stored]
-                if path not in opened:
-                    opened[path] = stack.enter_context(safe_open(path, framework="pt"))
-                yield name, opened[path].get_tensor(stored)
+                try:
+                    if path not in opened:
+                        opened[path] = stack.enter_context(safe_open(path, framework="pt"))
+                    tensor: Tensor = opened[path].get_tensor(stored)
+                except (OSError, SafetensorError) as error:
+                    raise ModelError(
+                        f"the weight file {path} can no longer be read as it was when it was checked: "
+                        f"{first_line(error)}; let nothing write to a model's folder while a run starts"
+                    ) from error
+                if tuple(tensor.shape) != self._shapes[name]:
+                    raise ModelError(
+                        f"the weight file {path} has changed since it was checked: {stored} was expected of shape "
+                        f"{self._shapes[name]}, got {tuple(tensor.shape)}; let nothing write to it while a run starts"
+                    )
+                yield name, tensor
 
 
 def stored_weights(name: str, config: Any, dtype: str) -> StoredWeights | None:
@@ -68,6 +90,8 @@ def stored_weights(name: str, config: Any, dtype: str) -> StoredWeights | None:
     expected = ARCHITECTURES.get(kind)
     if not folder.is_dir() or expected is None or (config.architectures or [expected]) != [expected]:
         return None
+    if (folder / ADAPTER_FILE).exists():
+        return None
     config.dtype = DTYPES[dtype]
     text = config.to_json_string(use_diff=False)
     try:
@@ -78,14 +102,15 @@ def stored_weights(name: str, config: Any, dtype: str) -> StoredWeights | None:
     if any(path.suffix != ".safetensors" for path in paths):
         return None
     found = {key: (path, shape) for path in paths for key, shape in shapes_in(path)}
-    stored_names = {}
+    own, stored_names = bare.state_dict(), {}
     for tied in _names_of_each_tensor(bare):
         # a file that holds both of two tied weights may hold two values, and transformers does not tie them then
         held = [one for one in tied if one in found]
-        if len(held) != 1 or found[held[0]][1] != tuple(bare.state_dict()[held[0]].shape):
+        if len(held) != 1 or found[held[0]][1] != tuple(own[held[0]].shape):
             return None
         stored_names[tied[0]] = held[0]
-    return StoredWeights({key: path for key, (path, _) in found.items()}, stored_names, text)
+    shapes = {name: tuple(own[name].shape) for name in stored_names}
+    return StoredWeights({key: path for key, (path, _) in found.items()}, stored_names, shapes, text)
 
 
 def _names_of_each_tensor(model: torch.nn.Module) -> list[list[str]]:

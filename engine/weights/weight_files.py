@@ -20,6 +20,8 @@ from core.errors import ModelError
 
 _SINGLE = ("model.safetensors", "pytorch_model.bin")
 "In the order in which transformers looks for them, each before its index."
+ADAPTER_FILE = "adapter_config.json"
+"Of peft, which transformers would put into the model unasked."
 _MEND = "save the model again with save_pretrained, or copy or download it again"
 
 
@@ -38,6 +40,11 @@ def check_weight_files(name: str, model: Any) -> None:
     folder = _folder_of(name)
     if folder is None:
         return
+    if (folder / ADAPTER_FILE).exists():
+        raise ModelError(
+            f"the model folder {folder} holds an adapter too ({ADAPTER_FILE}), and weights are published without one: "
+            "merge it into the model (peft's merge_and_unload, then save_pretrained), or move its files out"
+        )
     shapes = {key: shape for file in weight_files(folder) for key, shape in shapes_in(file)}
     if getattr(model.config, "quantization_config", None) is None:  # packed weights have other shapes
         _require_fit(name, model, shapes)

@@ -105,7 +105,8 @@ class EngineScorer:
         Raises ConfigError for a sample longer than the scorer was built for.
         """
         chosen = list(range(len(experience.lengths)) if rows is None else rows)
-        longest = max((experience.lengths[row] for row in chosen), default=0)
+        # of all samples: trainers that share them out must fail together
+        longest = max(experience.lengths, default=0)
         if longest > self._max_total_tokens:
             raise ConfigError(
                 f"a sample of {longest} tokens was to be scored by an engine built for {self._max_total_tokens}; "

@@ -115,7 +115,7 @@ def test_every_figure_is_finite_and_the_groups_are_counted(trained):
         assert figures["learner/grad_norm"] > 0.0
         assert abs(figures["learner/ratio_at_first_minibatch"] - 1.0) < 1e-4, "sampled from what was merged"
         assert "learner/value_loss" not in figures, "GRPO has no critic"
-        assert figures["learner/num_forwards_ahead"] == figures["rollout/num_streamed_samples"]
+        assert figures["learner/num_samples_ahead"] == figures["rollout/num_streamed_samples"]
     assert metrics[0]["learner/reference_kl"] == pytest.approx(0.0, abs=1e-6)
     assert metrics[1]["learner/reference_kl"] > metrics[0]["learner/reference_kl"]
 

@@ -57,7 +57,7 @@ def test_a_malformed_override_is_refused(tmp_path: Path, override: str) -> None:
         (
             "algorithm",
             {"importance_sampling": "token_mask", "importance_sampling_floor": 2.0},
-            "not below importance_sampling_cap 2.0",
+            "keeps what lies from importance_sampling_floor",
         ),
         ("run", {"iterations": 0}, "run.iterations"),
         ("trainer", {"lora": {"dropout": 0.1}}, r"trainer\.lora\.dropout: expected 0, got 0.1"),

@@ -182,7 +182,7 @@ def test_every_figure_is_reported_and_finite(make_learner, make_rollouts):
         "reference_kl",
         "ratio_at_first_minibatch",
         "num_skipped_samples",
-        "num_forwards_ahead",
+        "num_samples_ahead",
     }
     for algorithm, own in (
         (PPO, {"value_loss", "explained_variance"}),

@@ -62,26 +62,13 @@ def test_a_geometric_mean_does_not_shrink_with_the_length():
     assert weights(4, "geometric_mask").all() and weights(400, "geometric_mask").all()
 
 
-def test_the_figures_of_weights_measure_what_was_sampled_from():
-    """Top-p kept two tokens of mass 0.8: policy over sampler is 0.8 at each, whatever rounding did not do."""
-    policy = torch.tensor([[0.5, 0.3]]).log()
-    sampling = policy - math.log(0.8)
-    mask = torch.ones(1, 2, dtype=torch.bool)
-    weights = importance_weights(policy, sampling, mask, mode="token_truncate", cap=2.0, floor=0.0)
-    figures = importance_figures(weights, policy, sampling, mask)
-    assert figures["mismatch/importance_mean"] == pytest.approx(0.8)
-    assert figures["mismatch/sampled_kl"] == pytest.approx(-math.log(0.8))
-
-
 def test_a_sequence_above_the_cap_is_masked_whole_and_counted():
     weights = importance_weights(POLICY, SAMPLING, MASK, mode="sequence_mask", cap=1.2, floor=0.0)
     assert weights.tolist() == [[0.0] * 3, pytest.approx([0.8, 0.8, 0.0])]
-    assert importance_figures(weights, POLICY, SAMPLING, MASK)["mismatch/masked_share"] == pytest.approx(
-        3 / 5
-    )
+    assert importance_figures(weights, MASK)["mismatch/masked_share"] == pytest.approx(3 / 5)
 
 
-def test_a_long_filtered_sequence_is_light_and_not_taken_for_masked():
+def test_a_long_light_sequence_is_not_taken_for_masked():
     policy, sampling, mask = (
         torch.full((1, 2000), -0.05),
         torch.zeros(1, 2000),
@@ -89,7 +76,7 @@ def test_a_long_filtered_sequence_is_light_and_not_taken_for_masked():
     )
     weights = importance_weights(policy, sampling, mask, mode="sequence_mask", cap=2.0, floor=0.0)
     assert 0.0 < float(weights.max()) < 1e-8
-    assert importance_figures(weights, policy, sampling, mask)["mismatch/masked_share"] == 0.0
+    assert importance_figures(weights, mask)["mismatch/masked_share"] == 0.0
 
 
 def off_by(rollouts, shift):
@@ -146,3 +133,42 @@ def test_masked_sequences_teach_nothing(make_model, make_rollouts):
         make_model, odd, recompute_old=True, importance_sampling="token_truncate", importance_sampling_cap=2.0
     )
     assert figures["mismatch/importance_mean"] == pytest.approx(2.0)
+
+
+def test_a_filter_is_in_no_weight(make_model, make_rollouts):
+    """Top-p kept a mass of 0.8 at every token: that scales no token's loss, and masks no sequence."""
+    filtered = [
+        dataclasses.replace(
+            one,
+            completion=dataclasses.replace(
+                one.completion, sampling_logprobs=one.completion.policy_logprobs - math.log(0.8)
+            ),
+        )
+        for one in make_rollouts(make_model())
+    ]
+    figures, _ = updated(
+        make_model,
+        filtered,
+        recompute_old=True,
+        importance_sampling="sequence_mask",
+        importance_sampling_floor=0.9,
+    )
+    assert figures["mismatch/importance_mean"] == pytest.approx(1.0, abs=1e-4)
+    assert figures["mismatch/masked_share"] == 0.0
+
+
+def test_a_geometric_mean_has_a_floor_of_its_own():
+    weights = importance_weights(
+        torch.full((1, 4), -0.3),
+        torch.zeros(1, 4),
+        torch.ones(1, 4, dtype=torch.bool),
+        mode="geometric_mask",
+        cap=1.01,
+        floor=0.0,
+    )
+    assert not weights.any()
+
+
+def test_weights_against_the_samplers_own_values_are_refused():
+    with pytest.raises(ValueError, match="every weight would be 1; set old_logprobs auto or trainer"):
+        AlgorithmConfig(kind="grpo", importance_sampling="token_mask", old_logprobs="sampler")

@@ -66,6 +66,8 @@ def test_an_actor_takes_no_more_of_its_gpu_than_is_free_and_its_share(
     if fits:
         check(torch.device("cuda", 0))
         return
-    expected = rf"^gen-1 plans to take {needed_gib}\.00 GiB of .* {free_gib}\.00 GiB of 80\.00 GiB free; .*; lower"
+    expected = (
+        rf"^gen-1 plans to take {needed_gib}\.00 GiB of .* {free_gib}\.00 GiB of 80\.00 GiB free; .*; lower"
+    )
     with pytest.raises(PlacementError, match=expected):
         check(torch.device("cuda", 0))

@@ -147,7 +147,7 @@ def test_the_trainer_holds_weights_moments_reference_activations_and_logits() ->
     grpo = {"algorithm": {"kind": "grpo"}, "rollout": {"samples_per_prompt": 2}}
     # weights, gradient, two moments; reference; the packed copy
     copies = 4 + 1 + 1
-    layer, logits = 256 * 32 * 4 * 24, 256 * 100 * 4 * 2
+    layer, logits = 256 * 32 * 4 * 44, 256 * 100 * 4 * 2
     frozen = {"refit": False}
     kept = plan(config(trainer=trainer, drafter_training=frozen, **grpo)).trainer_bytes
     assert kept == TORCH_PROCESS_BYTES + copies * 4000 + 3 * layer + logits

@@ -54,7 +54,13 @@ def confirmed(name: str) -> Callable[..., LoadedWeights]:
 class Played:
     """A trainer, instances with these GPUs, and what was noted."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *seats: str | None, num_gpus: float = 1.0) -> None:
+    def __init__(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        *seats: str | None,
+        num_gpus: float = 1.0,
+        transport: str = "nccl",
+    ) -> None:
         def get(answer: Any, **names: Any) -> Any:
             if isinstance(answer, Exception):
                 raise answer
@@ -69,7 +75,7 @@ class Played:
         self.notes: list[str] = []
         cluster = ClusterConfig.model_validate(
             {
-                "publication": {"transport": "broadcast"},
+                "publication": {"transport": transport},
                 "generation": {"num_gpus": num_gpus},
                 "trainer": {"num_gpus": num_gpus},
             }
@@ -123,7 +129,7 @@ def test_a_shared_gpu_or_a_cpu_means_gloo_and_is_said_once(
 
 
 def test_without_gpus_nobody_is_asked_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    played = Played(monkeypatch, None, None, num_gpus=0)
+    played = Played(monkeypatch, None, None, num_gpus=0, transport="broadcast")
     assert played.publish(1) is not None and played.forms() == ["gloo"] and not played.notes
     assert "gpu_seat" not in {order for order, _ in played.trainer.orders}
 

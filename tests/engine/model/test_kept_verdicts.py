@@ -41,7 +41,9 @@ def test_a_verdict_is_kept_once_for_a_models_shapes_and_sizes(new_model, tmp_pat
         assert KeptVerdicts(folder).read(facts | {part: "other"}) is None
 
 
-@pytest.mark.parametrize("damage", [b"", b"{", b"[]", b'{"verdict": "holds"}', "flip", "exchange"])
+@pytest.mark.parametrize(
+    "damage", [b"", b"{", b"[]", b"[" * 200_000, b'{"verdict": "holds"}', "flip", "exchange"]
+)
 def test_a_damaged_verdict_is_none_and_is_written_anew(
     new_model, tmp_path: Path, damage: bytes | str
 ) -> None:

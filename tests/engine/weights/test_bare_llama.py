@@ -150,6 +150,13 @@ def test_weights_whose_logits_are_not_finite_are_refused_without_an_oracle() -> 
         decoded(bare)
 
 
+def test_finite_weights_whose_logits_overflow_are_told_apart() -> None:
+    bare = bare_of(stock_model(CONFIGS["llama"]))
+    bare.model.norm.weight[3] = 3.4e38
+    with pytest.raises(NotFiniteError, match=r"the llama model .* its weights are finite, so torch\.float32"):
+        decoded(bare)
+
+
 def test_what_an_instance_imports_is_not_transformers() -> None:
     """Its modelling code takes longer to import than all else of a start."""
     script = (

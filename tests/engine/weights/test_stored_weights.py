@@ -15,6 +15,7 @@ from engine.weights.causal_lm import DTYPES
 from engine.weights.chunks import WeightPacker, pack_weights
 from engine.weights.loading import load_causal_lm, load_hf_config, require_finite
 from engine.weights.stored_weights import StoredWeights, stored_weights
+from engine.weights.weight_files import check_weight_files
 from tests.engine.weights.test_bare_llama import CONFIGS, stock_model
 
 
@@ -89,3 +90,27 @@ def test_a_weight_that_is_not_finite_is_named(tmp_path: Path) -> None:
     assert stored is not None
     with pytest.raises(ModelError, match=r"layers\.1\.mlp\.up_proj.* NaN or infinity"):
         require_finite(str(tmp_path), stored.tensors())
+
+
+def test_an_adapter_beside_the_weights_is_refused_by_the_check(tmp_path: Path) -> None:
+    """transformers would put it into the model unasked; what is published would not have it."""
+    folder = saved(tmp_path, "llama")
+    (folder / "adapter_config.json").write_text("{}")
+    assert stored_in(folder) is None
+    with pytest.raises(ModelError, match=r"holds an adapter too .* merge it into the model"):
+        check_weight_files(str(folder), stock_model(CONFIGS["llama"]))
+
+
+@pytest.mark.parametrize("change", ["gone", "damaged", "another shape"])
+def test_a_file_that_changes_after_it_was_looked_at_is_named(tmp_path: Path, change: str) -> None:
+    file = saved(tmp_path, "llama") / "model.safetensors"
+    stored = stored_in(tmp_path)
+    assert stored is not None
+    if change == "gone":
+        file.unlink()
+    elif change == "damaged":
+        file.write_bytes(b"no weights")
+    else:
+        save_file(load_file(file) | {"model.norm.weight": torch.ones(8)}, file, metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"model\.safetensors .* let nothing write to"):
+        list(stored.tensors())

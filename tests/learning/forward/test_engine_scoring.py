@@ -63,7 +63,7 @@ def test_an_update_is_the_same_to_the_bit_whatever_was_scored_ahead():
         for block in (rollouts[6:], rollouts[:3]):
             streamed.forward_ahead(block)
         figures = streamed.update(rollouts).figures
-        assert (expected.pop("num_forwards_ahead"), figures.pop("num_forwards_ahead")) == (0, 5)
+        assert (expected.pop("num_samples_ahead"), figures.pop("num_samples_ahead")) == (0, 5)
         assert figures == expected
     ours, theirs = (dict(learner.model.named_parameters()) for learner in (plain, streamed))
     assert all(torch.equal(weight, theirs[name]) for name, weight in ours.items())

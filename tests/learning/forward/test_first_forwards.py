@@ -68,8 +68,8 @@ def test_an_update_is_the_same_to_the_bit_whichever_blocks_were_computed_before(
             # in any order, as they were scored
             streamed.forward_ahead(rollouts[BLOCK * block :][:BLOCK][::-1], recompute_old=recompute)
         figures = streamed.update(rollouts[::-1], recompute_old=recompute).figures
-        assert figures.pop("num_forwards_ahead") == len([i for i in range(10) if i // BLOCK in ahead])
-        assert expected.pop("num_forwards_ahead") == 0
+        assert figures.pop("num_samples_ahead") == len([i for i in range(10) if i // BLOCK in ahead])
+        assert expected.pop("num_samples_ahead") == 0
         assert figures == expected
     assert bits(streamed) == bits(plain)
 
@@ -96,12 +96,12 @@ def test_what_was_computed_of_other_tokens_or_other_company_is_not_used(make_mod
     learner, plain = new_learner(make_model, algorithm), new_learner(make_model, algorithm)
     learner.forward_ahead(others[:3])  # of the same indices
     learner.forward_ahead(rollouts[4:6])  # a part of a block
-    assert learner.update(rollouts).figures["num_forwards_ahead"] == 0
+    assert learner.update(rollouts).figures["num_samples_ahead"] == 0
     plain.update(rollouts)
     assert bits(learner) == bits(plain)
     learner.forward_ahead(rollouts[:3])
     learner.update(rollouts)
-    assert learner.update(rollouts).figures["num_forwards_ahead"] == 0, "of weights that have changed since"
+    assert learner.update(rollouts).figures["num_samples_ahead"] == 0, "of weights that have changed since"
 
 
 def test_a_wish_that_grew_since_is_filled_up(make_model, make_rollouts):
@@ -110,7 +110,7 @@ def test_a_wish_that_grew_since_is_filled_up(make_model, make_rollouts):
     rollouts = make_rollouts(make_model(), 6)
     learner, plain = new_learner(make_model, algorithm), new_learner(make_model, algorithm)
     learner.forward_ahead(rollouts[:3])
-    assert learner.update(rollouts, recompute_old=True).figures["num_forwards_ahead"] == 0
+    assert learner.update(rollouts, recompute_old=True).figures["num_samples_ahead"] == 0
     plain.update(rollouts, recompute_old=True)
     assert bits(learner) == bits(plain)
 
