@@ -58,7 +58,7 @@ def learner_of(model: LlamaForCausalLM, kind: str) -> Learner:
     )
 
 
-@pytest.mark.parametrize("known", [*READS, *UPLOADS])
+@pytest.mark.parametrize("known", sorted([*READS, *UPLOADS]))
 def test_what_is_listed_exists(known: str) -> None:
     """The check itself runs by hand: this keeps its lists from naming what is gone."""
     module, _, path = known.partition(":")
