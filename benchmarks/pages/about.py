@@ -56,6 +56,30 @@ ABOUT = {
         "`bit_equal_share` and `first_ratio` are of the first update. One thread, processor time; the demo pair's "
         "target.",
     ),
+    "publication": About(
+        title="Publication and start",
+        question="How long does a version of a real model take to two running instances, and a second start?",
+        how="SmolLM2-135M-Instruct, 0.54 GB of float32, from the order to pack until both instances have confirmed "
+        "what decodes: `publish` by the object store, `broadcast` by a Gloo group; `over_memcpy` over one warm "
+        "`numpy.copyto` of the same bytes, `extra_models` the peak of all processes' memory over what was there "
+        "before. `start_s_real`: from the command to the first token of a second start, less importing torch and "
+        "transformers and starting Ray (`bare_start_s`).",
+    ),
+    "training_real": About(
+        title="Training of a real model",
+        question="What memory does LoRA save on SmolLM2-135M-Instruct, and does the plan cover it?",
+        how="Peak resident bytes of a process that does two GRPO updates with a reference (768 tokens a forward), "
+        "packing each for publication; `planned` is what `rlhfspec check` reckons. `checkpointed`: with "
+        "`trainer.gradient_checkpointing`.",
+        data=True,
+    ),
+    "training": About(
+        title="Training in bfloat16",
+        question="Do 200 small steps in bfloat16, over float32 weights, learn what float32 learns?",
+        how="GRPO on the demo pair's target at a learning rate of 1e-6, from a bfloat16 checkpoint: computed and "
+        "published in bfloat16, in float32, and in float32 with minibatches drawn by another seed, which is the noise. "
+        "`bf16_change_cosine`: of how far, and whereto, all weights went, beside float32's.",
+    ),
     "onpolicy": About(
         title="Sampler against trainer",
         question="Are the trainer's log-probabilities those of the sampler, bit for bit?",
