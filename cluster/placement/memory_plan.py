@@ -53,8 +53,9 @@ _ADAM_COPIES = 3
 "Gradient and two moments of each weight, float32."
 _ACTIVATIONS_PER_LAYER = 24
 "Values a transformer block keeps for the backward pass, per token, in units of the hidden size."
-_HOST_ACTIVATIONS_PER_LAYER = 44
-"The same on a CPU with the holes that the C library's allocator leaves between them (measured, SmolLM2-135M)."
+_HOST_HOLES_PER_LAYER = 20
+"""In the same units: what the C library's allocator keeps between the tensors of a CPU's forwards, whether activations
+are kept or computed anew (measured: SmolLM2-135M, all weights and LoRA, `bench training --real`)."""
 _PACKING_BUCKETS = 2
 "Of a version that is published: one being packed, one on its way."
 _REFIT_COPIES = 2 + _ADAM_COPIES
@@ -263,8 +264,8 @@ def _learner_bytes(config: Config, target: ModelShape) -> int:
         kept, learned, reference = (-(-part // num_trainers) for part in (kept, learned, reference))
     tokens = config.trainer.max_tokens_per_forward
     kept_layers = 1 if config.trainer.gradient_checkpointing else target.kv.num_layers
-    kept_values = _ACTIVATIONS_PER_LAYER if config.learns_on_gpu else _HOST_ACTIVATIONS_PER_LAYER
-    activations = tokens * target.hidden_size * 4 * kept_values * kept_layers
+    holes = 0 if config.learns_on_gpu else _HOST_HOLES_PER_LAYER * target.kv.num_layers
+    activations = tokens * target.hidden_size * 4 * (_ACTIVATIONS_PER_LAYER * kept_layers + holes)
     logits = tokens * target.vocab_size * 4 * _LOGIT_COPIES
     samples = config.rollout.prompts_per_iteration * config.rollout.samples_per_prompt
     # the critic learns from the states of every response token; each trainer keeps those of its share
