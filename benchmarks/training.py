@@ -28,8 +28,8 @@ from cluster.preflight.run_check import model_shape
 from core.config import Config, TrainerConfig
 from core.records import Rollout
 from engine.weights.chunks import WeightPacker
-from engine.weights.loading import load_causal_lm, load_hf_config
-from learning.adapter import Adapter
+from engine.weights.loading import load_causal_lm, load_hf_config, meta_model
+from learning.adapter import count_adapter_params
 from learning.learner import Learner
 
 CASES = ("full", "lora", "full_checkpointed", "lora_checkpointed")
@@ -63,7 +63,7 @@ def run(*, out: Path, mode: str, data: Path | None, real: bool = False) -> int:
         "num_updates": 0 if real else UPDATES[mode],
         "learning_rate": LEARNING_RATE,
         "num_threads": 1,
-        "data": data.name if data else None,
+        "data": data.name if data and real else None,
     }
     name = "training_real" if real else "training"
     write_result(out, name, figures.values, figures.intervals, provenance=provenance)
@@ -124,10 +124,8 @@ def _planned_bytes(folder: Path, case: str, max_total_tokens: int) -> int:
 def _with_adapters(shape: ModelShape, folder: Path) -> ModelShape:
     settings = _trainer("lora").lora
     assert settings is not None
-    model = load_causal_lm(str(folder), "float32")
-    Adapter(model, settings, seed=0)
-    learned = sum(one.numel() for one in model.parameters() if one.requires_grad)
-    return replace(shape, num_adapter_params=learned)
+    model = meta_model(str(folder), load_hf_config(str(folder)))
+    return replace(shape, num_adapter_params=count_adapter_params(model, settings))
 
 
 def _train(rollouts: Path, folder: str, case: str) -> None:
@@ -214,7 +212,7 @@ def _batches(workload: Workload) -> list[list[Rollout]]:
 
 
 def _flat(model: PreTrainedModel) -> torch.Tensor:
-    return torch.cat([one.detach().reshape(-1) for one in model.parameters()]).clone()
+    return torch.cat([one.detach().reshape(-1) for one in model.parameters()])
 
 
 if __name__ == "__main__":

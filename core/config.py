@@ -221,7 +221,8 @@ class PublicationConfig(Section):
     """How new weights of the target travel from the trainer to the instances."""
 
     transport: Literal["auto", "broadcast", "nccl", "object_store"] = "auto"
-    "broadcast: a process group (NCCL where all have GPUs of their own, else Gloo); auto: that on several nodes"
+    "broadcast: a process group (Gloo); nccl: that over NCCL where all have GPUs of their own; auto: broadcast on "
+    "several nodes, else object_store"
 
 
 class ClusterConfig(Section):

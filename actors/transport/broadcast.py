@@ -2,7 +2,7 @@
 
 Each bucket goes out as a header (its size and its XXH3 digest) and its bytes, while the next is packed. The group is
 private: outside torch.distributed's global state, and given up at the first failure. Gloo carries buckets of the host;
-where every member has a GPU of its own NCCL carries them from device to device.
+NCCL, where that is asked for and every member has a GPU of its own, carries them from device to device.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Process groups whose ends are looked at until a transfer is over, and what NCCL needs to be left alone by.
 
 NCCL's own wait only orders streams, and its watchdog would end a process that holds the caches of others: here the host
-looks, has a limit, and gives the group up itself.
+looks, has a limit, and gives the group up itself. The making of a communicator alone has torch's own limit.
 """
 
 from __future__ import annotations
