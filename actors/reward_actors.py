@@ -19,7 +19,7 @@ from actors.ray_utils.watch import OpenWait
 from core.config import RewardConfig
 from core.errors import RewardError, WaitTimeout
 from core.records import Prompt, Reward
-from learning.tasks.reward_function import RewardFunction, build_reward
+from learning.rewards.reward_function import RewardFunction, build_reward
 
 T = TypeVar("T")
 

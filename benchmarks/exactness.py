@@ -26,7 +26,14 @@ from benchmarks.support.result import write_result
 from benchmarks.support.two_actors import generate_on_two_actors
 from benchmarks.support.workload import Workload, demo_workload, gsm8k_workload
 from cluster.placement.ray_session import ray_session
-from core.config import ClusterConfig, Config, DataConfig, EngineConfig, ModelsConfig, SpeculationConfig
+from core.config import (
+    ClusterConfig,
+    Config,
+    DataConfig,
+    EngineConfig,
+    ModelsConfig,
+    SpeculationConfig,
+)
 from core.records import Completion, GenerationStats, SampleKey, SampleRequest, WeightManifest
 from engine.build import build_engine
 from engine.calibration.engine_provenance import provenance_of

@@ -23,7 +23,13 @@ from benchmarks.support.grouped import SAMPLES_PER_PROMPT, alternating_rollouts,
 from benchmarks.support.result import write_result
 from benchmarks.support.workload import Workload, demo_workload
 from cluster.weights.publish import PublishedWeights, publish
-from core.config import AlgorithmConfig, EngineConfig, ReallocationConfig, SpeculationConfig, TrainerConfig
+from core.config import (
+    AlgorithmConfig,
+    EngineConfig,
+    ReallocationConfig,
+    SpeculationConfig,
+    TrainerConfig,
+)
 from core.records import Rollout, SampleRequest
 from engine.weights.causal_lm import DTYPES
 from engine.weights.chunks import pack_tensors

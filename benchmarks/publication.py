@@ -21,7 +21,12 @@ from benchmarks.support.timing import Figures
 from benchmarks.support.workload import default_cache_dir, job
 from cluster.placement import machine
 from cluster.placement.ray_session import ray_session
-from core.config import ClusterConfig, Config, DataConfig, ModelsConfig
+from core.config import (
+    ClusterConfig,
+    Config,
+    DataConfig,
+    ModelsConfig,
+)
 from core.errors import ModelError
 from learning.known_models.get import get_model
 

@@ -18,7 +18,7 @@ from cluster.reporting.console import Reporter
 from cluster.rollout_buffer import RolloutBuffer
 from cluster.system import Scored, System
 from core.records import GenerationStats, Rollout, SampleRequest
-from learning.data import response_text
+from learning.data.prompts import response_text
 from policies.scheduling.events import MoveRecord
 
 _WAIT_S = 0.2

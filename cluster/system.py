@@ -37,7 +37,8 @@ from engine.weights.causal_lm import DTYPES
 from engine.weights.chunks import WeightPacker, pack_weights
 from engine.weights.loading import load_causal_lm, load_hf_config, num_token_ids, require_finite
 from engine.weights.stored_weights import stored_weights
-from learning.data import PromptCursor, sampling_params
+from learning.data.cursor import PromptCursor
+from learning.data.prompts import sampling_params
 
 logger = logging.getLogger(__name__)
 

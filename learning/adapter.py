@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from core.errors import ConfigError
-from core.training_config import LoraConfig
+from core.settings.trainer import LoraConfig
 
 _NAME = "default"
 "What peft calls an adapter that was given no name."

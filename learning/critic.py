@@ -13,8 +13,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
+from learning.algorithms.losses import clipped_value_loss
 from learning.forward.policy_forward import OwnStates
-from learning.losses import clipped_value_loss
 from learning.parallel.one_trainer import OneTrainer
 
 NUM_HISTORY = 3

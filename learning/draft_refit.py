@@ -30,8 +30,8 @@ from core.records import Rollout
 from engine.weights.chunks import not_finite, unique_tensors
 from learning.distillation_batch import DistillationBatches, distillation_batches
 from learning.forward.training_forward import prepare_for_training
-from learning.sft import SupervisedTrainer
 from learning.soft_targets import SoftTargetStore
+from learning.supervised.next_token import SupervisedTrainer
 from learning.time_budget import TimeBudget, WorkCosts
 
 WARMUP_STEPS = 10

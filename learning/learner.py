@@ -26,6 +26,13 @@ from core.records import Rollout, UpdateReport
 from engine.decoding.logprobs import scaled_logits
 from engine.weights.chunks import describe_not_finite, not_finite
 from learning.adapter import Adapter
+from learning.algorithms.losses import (
+    clipped_policy_loss,
+    kl_estimate,
+    token_weights,
+)
+from learning.algorithms.off_policy import recomputed
+from learning.algorithms.targets import Targets, update_targets
 from learning.critic import Critic
 from learning.experience import Experience, collate
 from learning.forward.engine_scoring import EngineScorer, EngineValues, with_values
@@ -34,16 +41,9 @@ from learning.forward.policy_forward import Pack, PolicyForward
 from learning.forward.precision import hold_linears_in, require_master_weights
 from learning.forward.token_statistics import token_statistics
 from learning.forward.training_forward import prepare_for_training
-from learning.losses import (
-    clipped_policy_loss,
-    kl_estimate,
-    token_weights,
-)
-from learning.off_policy import recomputed
 from learning.parallel.learner_state import LearnerState
 from learning.parallel.one_trainer import OneTrainer, gradient_of
 from learning.soft_targets import SoftTargetStore
-from learning.targets import Targets, update_targets
 from learning.update_metrics import MinibatchFigures
 
 

@@ -6,7 +6,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from cluster.placement.ray_session import ray_session
-from core.config import ClusterConfig, Config, DataConfig, ModelsConfig
+from core.config import (
+    ClusterConfig,
+    Config,
+    DataConfig,
+    ModelsConfig,
+)
 
 
 @contextmanager

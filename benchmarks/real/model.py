@@ -14,7 +14,7 @@ from core.config import DataConfig, SamplingConfig
 from core.errors import ModelError
 from core.files import whole_folder
 from engine.weights.loading import load_causal_lm, load_tokenizer
-from learning.data import load_prompts, sampling_params
+from learning.data.prompts import load_prompts, sampling_params
 from learning.known_models.get import get_model
 from learning.pairs.make import PairPaths
 

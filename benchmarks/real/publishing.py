@@ -21,9 +21,9 @@ from benchmarks.support.actor_pool import ask
 from cluster.trainer_pool import TrainerPool
 from cluster.weights.group_publication import Broadcast
 from cluster.weights.publish import PublishedWeights, from_trainer, publish
-from core.config import ClusterConfig, EngineConfig, PublicationConfig, SpeculationConfig
+from core.config import AlgorithmConfig, ClusterConfig, EngineConfig, SpeculationConfig, TrainerConfig
 from core.errors import RlhfSpecError
-from core.training_config import AlgorithmConfig, TrainerConfig
+from core.settings.cluster import PublicationConfig
 from engine.weights.chunks import pack_weights
 from engine.weights.loading import load_causal_lm
 

@@ -18,7 +18,7 @@ def add_config_arguments(parser: argparse.ArgumentParser, *, default: Path | Non
         required=default is None,
         default=default,
         metavar="FILE",
-        help="YAML file; configs/ holds examples, core/config.py every key with its default and meaning",
+        help="YAML file; configs/ holds examples, core/settings/ every key with its default and meaning",
     )
     parser.add_argument(
         "--set",

@@ -14,7 +14,7 @@ from cluster.placement.machine import num_cores
 from core.config import Config
 from core.errors import ConfigError
 from engine.weights.loading import load_tokenizer, num_token_ids
-from learning.data import PromptDataset, load_prompts
+from learning.data.prompts import PromptDataset, load_prompts
 from profiles.profile import Profile
 
 

@@ -46,10 +46,10 @@ from engine.weights.loading import (
 )
 from engine.weights.weight_files import check_weight_files
 from learning.adapter import count_adapter_params
-from learning.data import PromptDataset
+from learning.data.prompts import PromptDataset
 from learning.forward.engine_scoring import require_engine_scoring
-from learning.tasks.reward_function import build_reward
-from learning.tasks.reward_model import require_one_output
+from learning.rewards.reward_function import build_reward
+from learning.rewards.reward_model import require_one_output
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,7 +22,7 @@ from engine.build import build_engine
 from engine.calibration.engine_provenance import provenance_of
 from engine.calibration.profiler import MAX_PROFILED_NODES, MadeProfile, Placeholder, make_profile
 from engine.weights.loading import load_causal_lm, num_token_ids
-from learning.data import sampling_params
+from learning.data.prompts import sampling_params
 from learning.pairs.make import require_writable
 from profiles.profile import Profile, load_profile, save_profile
 from profiles.provenance import Provenance

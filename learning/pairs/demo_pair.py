@@ -21,7 +21,7 @@ from learning.pairs.distill import distill_step
 from learning.pairs.hf_sampling import sample_responses
 from learning.pairs.net2net import deepen, widen
 from learning.pairs.tokenization import character_tokenizer, token_id
-from learning.sft import Example, SupervisedBatch, SupervisedTrainer, supervised_batches
+from learning.supervised.next_token import Example, SupervisedBatch, SupervisedTrainer, supervised_batches
 from learning.tasks.chain_task import ALPHABET as CHAIN_ALPHABET
 from learning.tasks.chain_task import MAX_RESPONSE_TOKENS, ChainProblem, ChainReward, draw_problem, solution
 

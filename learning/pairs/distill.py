@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from learning.sft import SupervisedBatch, SupervisedTrainer
+from learning.supervised.next_token import SupervisedBatch, SupervisedTrainer
 
 
 def distillation_loss(

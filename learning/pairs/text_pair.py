@@ -18,11 +18,11 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from core.config import DataConfig
 from core.errors import DataError
+from learning.data.records_io import read_rows
 from learning.pairs.distill import distill_step
 from learning.pairs.net2net import deepen, widen
 from learning.pairs.tokenization import token_id, train_bpe
-from learning.records_io import read_rows
-from learning.sft import Example, SupervisedBatch, SupervisedTrainer, supervised_batches
+from learning.supervised.next_token import Example, SupervisedBatch, SupervisedTrainer, supervised_batches
 
 SEPARATOR = "\n"
 """Between prompt and answer; `data.prompt_template` of a run on such a pair is "{prompt}\\n"."""

@@ -1,5 +1,5 @@
-"""Tasks: where prompts come from and how responses are scored.
+"""Embedded tasks: where their prompts come from and how responses to them are scored.
 
-Lives here: the reward function protocol, the embedded tasks, reward models, users' own functions.
-Must not live here: pools of reward actors (`actors.reward_actors`).
+Lives here: letter chains, one-sentence answers, GSM8K's rule.
+Must not live here: reward models and users' functions (`learning.rewards`).
 """

@@ -19,12 +19,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import cluster.loop
 import cluster.preflight.run_profile
-import learning.data
+import learning.data.prompts
 from cluster.cli import main
 from cluster.run_folder.layout import RunDir
 from core.checkpoint_manifest import verify_checkpoint
 from core.metrics import read_metrics
-from learning.records_io import Row
+from learning.data.records_io import Row
 from tests.conftest import TinyPair
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -60,13 +60,13 @@ def only_run(tmp_path: Path) -> RunDir:
 def tokenised(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The prompts tokenised for the data set in this process, one entry each time."""
     seen: list[str] = []
-    encode = learning.data._encode
+    encode = learning.data.prompts._encode
 
     def counting(row: Row, *args: Any) -> list[int]:
         seen.append(row.origin)
         return encode(row, *args)
 
-    monkeypatch.setattr(learning.data, "_encode", counting)
+    monkeypatch.setattr(learning.data.prompts, "_encode", counting)
     return seen
 
 

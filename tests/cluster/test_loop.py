@@ -34,9 +34,10 @@ from engine.build import build_engine
 from engine.engine import Engine
 from engine.weights.chunks import model_checksum, pack_weights, unpack_weights
 from engine.weights.loading import load_causal_lm, load_tokenizer
-from learning.data import PromptCursor, load_prompts, response_text, sampling_params
+from learning.data.cursor import PromptCursor
+from learning.data.prompts import load_prompts, response_text, sampling_params
 from learning.learner import Learner
-from learning.tasks.reward_function import build_reward
+from learning.rewards.reward_function import build_reward
 from profiles.step_log import read_step_log
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]

@@ -35,7 +35,7 @@ from core.config import Config, DataConfig
 from core.config_io import config_from_dict, dump_config, load_config
 from core.errors import InputError
 from engine.weights.loading import load_causal_lm
-from learning.data import load_prompts
+from learning.data.prompts import load_prompts
 from learning.pairs.tokenization import character_tokenizer
 from learning.tasks.chain_task import ALPHABET
 from tests.conftest import TinyPair

@@ -8,7 +8,12 @@ from typing import Any, cast, get_args
 import pytest
 from pydantic import BaseModel
 
-from core.config import Config, DataConfig, EngineConfig, ModelsConfig
+from core.config import (
+    Config,
+    DataConfig,
+    EngineConfig,
+    ModelsConfig,
+)
 from core.config_io import config_from_dict, dump_config, load_config
 from core.errors import ConfigError
 

@@ -7,7 +7,12 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
-from core.config import AlgorithmConfig, EngineConfig, SpeculationConfig, TrainerConfig
+from core.config import (
+    AlgorithmConfig,
+    EngineConfig,
+    SpeculationConfig,
+    TrainerConfig,
+)
 from core.records import Prompt, Reward, Rollout, SampleKey, SampleRequest, SamplingParams
 from engine.build import build_engine
 from engine.weights.causal_lm import DTYPES

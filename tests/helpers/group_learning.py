@@ -12,7 +12,7 @@ from transformers import LlamaForCausalLM
 
 from core.config import AlgorithmConfig, TrainerConfig
 from core.errors import NotFiniteError, PeerLost
-from core.training_config import LoraConfig
+from core.settings.trainer import LoraConfig
 from learning.forward.precision import hold_linears_in
 from learning.learner import Learner
 from learning.soft_targets import SoftTargetStore

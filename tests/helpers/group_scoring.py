@@ -4,7 +4,7 @@ from engine_scored import learner_of, sampled, scorer_of, target
 from trainer_group import trainers_of
 
 from core.records import SamplingParams
-from core.training_config import LoraConfig
+from core.settings.trainer import LoraConfig
 
 CASES = {"grpo": ("grpo", None), "ppo": ("ppo", None), "lora": ("grpo", LoraConfig(rank=4))}
 RUNS = [(strategy, case) for strategy in ("ddp", "fsdp2") for case in CASES]

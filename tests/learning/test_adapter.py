@@ -9,7 +9,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from core.config import AlgorithmConfig, TrainerConfig
 from core.errors import ConfigError
-from core.training_config import LoraConfig
+from core.settings.trainer import LoraConfig
 from engine.weights.chunks import load_into, unique_tensors
 from learning import adapter as adapters
 from learning.adapter import Adapter, count_adapter_params

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from core.config import AlgorithmConfig, TrainerConfig
+from learning.algorithms.targets import Targets
 from learning.experience import collate
 from learning.forward.policy_forward import Pack
 from learning.learner import Learner
 from learning.soft_targets import SoftTargetStore
-from learning.targets import Targets
 from learning.update_metrics import MinibatchFigures
 
 

@@ -34,7 +34,7 @@ UPLOADS = {
     "learning/forward/policy_forward:PolicyForward.values",
     "learning/forward/policy_forward:OwnStates.in_order",
     "learning/learner:Learner._loss",
-    "learning/ppo_advantages:ppo_advantages",
+    "learning/algorithms/ppo_advantages:ppo_advantages",
     "learning/critic:Critic.values",
     "learning/critic:Critic.fit",
 }

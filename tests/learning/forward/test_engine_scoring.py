@@ -9,7 +9,7 @@ from engine_scored import ENGINE, learner_of, sampled, scorer_of, target
 from core.config import EngineConfig
 from core.errors import ConfigError
 from core.records import SamplingParams
-from core.training_config import LoraConfig
+from core.settings.trainer import LoraConfig
 from learning.experience import collate
 from learning.forward.engine_scoring import EngineScorer, require_engine_scoring, with_values
 

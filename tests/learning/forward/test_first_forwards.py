@@ -7,7 +7,7 @@ import torch
 
 from core.config import AlgorithmConfig, TrainerConfig
 from core.errors import NumericsError
-from core.training_config import LoraConfig
+from core.settings.trainer import LoraConfig
 from learning.learner import Learner
 
 BLOCK = 3

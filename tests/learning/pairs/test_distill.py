@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from learning.pairs.distill import distill_step, distillation_loss
-from learning.sft import Example, SupervisedTrainer, supervised_batches
+from learning.supervised.next_token import Example, SupervisedTrainer, supervised_batches
 
 
 def logits_of(*rows: list[float]) -> torch.Tensor:

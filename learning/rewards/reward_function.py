@@ -42,13 +42,13 @@ def build_reward(config: RewardConfig, *, device: str = "cpu") -> RewardFunction
 
         return Gsm8kReward()
     if config.kind == "model":
-        from learning.tasks.reward_model import ModelReward
+        from learning.rewards.reward_model import ModelReward
 
         if config.model is None:
             raise ConfigError("reward.kind is 'model' but reward.model names none; give a path or hub name")
         return ModelReward(config.model, batch_size=config.batch_size, device=device)
     if ":" in config.kind:
-        from learning.tasks.user_function import UserReward
+        from learning.rewards.user_function import UserReward
 
         return UserReward(config.kind)
     raise ConfigError(

@@ -22,8 +22,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from learning.algorithms.losses import kl_estimate
 from learning.experience import Experience
-from learning.losses import kl_estimate
 
 MOST_LOG_RATIO = 20.0
 "Larger ones are cut, in nats."

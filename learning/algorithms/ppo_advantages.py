@@ -7,11 +7,17 @@ from jaxtyping import Float
 from torch import Tensor
 
 from core.config import AlgorithmConfig, TrainerConfig
-from learning.advantages import discounted_returns, explained_variance, gae, place_terminal_reward, whiten
+from learning.algorithms.advantages import (
+    discounted_returns,
+    explained_variance,
+    gae,
+    place_terminal_reward,
+    whiten,
+)
+from learning.algorithms.losses import kl_estimate
 from learning.critic import Critic, history_features
 from learning.experience import Experience
 from learning.forward.policy_forward import OwnStates, padded
-from learning.losses import kl_estimate
 
 
 def ppo_advantages(

@@ -3,7 +3,7 @@
 import torch
 from pytest import approx
 
-from learning.advantages import (
+from learning.algorithms.advantages import (
     discounted_returns,
     explained_variance,
     gae,

@@ -5,7 +5,7 @@ import math
 import torch
 from pytest import approx, mark
 
-from learning.losses import (
+from learning.algorithms.losses import (
     clipped_policy_loss,
     clipped_value_loss,
     kl_estimate,

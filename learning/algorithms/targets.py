@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 from core.config import AlgorithmConfig, TrainerConfig
-from learning.advantages import group_advantages, spread
+from learning.algorithms.advantages import group_advantages, spread
+from learning.algorithms.losses import kl_estimate
+from learning.algorithms.off_policy import importance_figures, importance_weights
+from learning.algorithms.ppo_advantages import ppo_advantages
 from learning.critic import Critic
 from learning.experience import Experience
 from learning.forward.engine_scoring import EngineValues
 from learning.forward.first_forwards import FirstValues
-from learning.losses import kl_estimate
-from learning.off_policy import importance_figures, importance_weights
 from learning.parallel.one_trainer import OneTrainer
-from learning.ppo_advantages import ppo_advantages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +32,7 @@ class Targets:
     has_entropy_loss: bool
     figures: dict[str, float]
     importance: Tensor | None = None
-    "weights of the policy loss against the sampler (`learning.off_policy`), None where it is not corrected"
+    "weights of the policy loss against the sampler (`learning.algorithms.off_policy`), None where it is not corrected"
     engine: EngineValues | None = None
     "the policy's log-probabilities by the engine's forward; None: by the learner's own"
 

@@ -10,8 +10,8 @@ from pytest import approx, mark, raises
 from core.config import RewardConfig
 from core.errors import ConfigError, ModelError, RewardError
 from core.records import Prompt
+from learning.rewards.reward_function import build_reward
 from learning.tasks.gsm8k import Gsm8kReward, final_number
-from learning.tasks.reward_function import build_reward
 
 
 def prompt(reference: str = "", prompt_id: int = 0) -> Prompt:

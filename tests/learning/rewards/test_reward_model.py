@@ -9,8 +9,8 @@ from core.config import RewardConfig
 from core.errors import ModelError
 from core.records import Prompt
 from learning.pairs.tokenization import character_tokenizer
+from learning.rewards.reward_function import build_reward
 from learning.tasks.chain_task import ALPHABET
-from learning.tasks.reward_function import build_reward
 
 
 @fixture

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from core.config import AlgorithmConfig, TrainerConfig
+from learning.algorithms.off_policy import importance_figures, importance_weights
 from learning.learner import Learner
-from learning.off_policy import importance_figures, importance_weights
 
 POLICY = torch.tensor([[0.2, 0.9, 0.5], [0.4, 0.4, 0.0]]).log()
 SAMPLING = torch.tensor([[0.4, 0.3, 0.5], [0.4, 0.5, 1.0]]).log()

@@ -10,7 +10,8 @@ import learning.pairs.tokenization
 from core.config import DataConfig, SamplingConfig
 from core.errors import DataError
 from core.records import SamplingParams
-from learning.data import PromptCursor, load_prompts, sampling_params
+from learning.data.cursor import PromptCursor
+from learning.data.prompts import load_prompts, sampling_params
 from learning.pairs.tokenization import character_tokenizer, train_bpe
 from learning.tasks.chain_task import ALPHABET
 

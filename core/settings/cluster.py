@@ -1,0 +1,68 @@
+"""Ray: where, what each pool takes, and how long anything may take to answer."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from core.settings.section import Seconds, Section
+
+MAX_ACTORS = 4096
+
+
+class PoolConfig(Section):
+    """One actor pool: how many actors, and what each takes. Fractions of a CPU are allowed."""
+
+    num_actors: int = Field(default=1, ge=1, le=MAX_ACTORS)
+    num_cpus: float = Field(default=0.5, ge=0.0)
+    num_gpus: float = Field(default=0.0, ge=0.0)
+
+
+class GenerationPoolConfig(PoolConfig):
+    """The generation instances."""
+
+    num_actors: int = Field(default=2, ge=1, le=MAX_ACTORS)
+
+
+class RewardPoolConfig(PoolConfig):
+    """The reward actors."""
+
+    num_cpus: float = Field(default=0.25, ge=0.0)
+
+
+class PublicationConfig(Section):
+    """How new weights of the target travel from the trainer to the instances."""
+
+    transport: Literal["auto", "broadcast", "nccl", "object_store"] = "auto"
+    "broadcast: a process group (Gloo); nccl: that over NCCL where all have GPUs of their own; auto: broadcast on "
+    "several nodes, else object_store"
+
+
+class ClusterConfig(Section):
+    """Ray: where, what each pool takes, and how long anything may take to answer."""
+
+    address: str | None = None
+    "`auto` or an address joins a running cluster; null: RAY_ADDRESS if set, else a local one"
+    dashboard: bool = True
+    dashboard_port: int | None = None
+    "null: a free one"
+    object_store_bytes: int | None = None
+    "null: what the run needs, two versions of its weights among it (local cluster only)"
+    placement: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = "PACK"
+    generation: GenerationPoolConfig = GenerationPoolConfig()
+    reward: RewardPoolConfig = RewardPoolConfig()
+    trainer: PoolConfig = PoolConfig()
+    publication: PublicationConfig = PublicationConfig()
+    scheduler_num_cpus: float = Field(default=0.1, ge=0.0)
+    placement_timeout_s: Seconds = 30.0
+    start_timeout_s: Seconds = 300.0
+    "an actor's constructor, model building included"
+    poll_interval_s: Seconds = 0.1
+    heartbeat_timeout_s: Seconds = 60.0
+    "an instance that answers no poll for so long is taken for lost"
+    order_timeout_s: Seconds = 300.0
+    "weight loads, scoring, updates"
+    max_instance_restarts: int = Field(default=3, ge=0)
+    max_scheduler_restarts: int = Field(default=3, ge=0)
+    "in a run, as the instances'; the state comes from the instances and the loop"

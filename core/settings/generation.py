@@ -1,0 +1,101 @@
+"""How responses are sampled, drafted, decoded and moved between instances."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from core.settings.section import MAX_THREADS, Seconds, Section, UserPath
+
+
+class SamplingConfig(Section):
+    """How responses are sampled."""
+
+    temperature: float = Field(default=1.0, ge=0.0)
+    top_k: int = Field(default=0, ge=0)
+    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
+    max_new_tokens: int = Field(default=256, ge=1)
+    stop_token_ids: tuple[Annotated[int, Field(ge=0)], ...] = ()
+    "the tokenizer's end-of-sequence token is always added"
+
+
+class SpeculationConfig(Section):
+    """What is drafted, and who decides how much."""
+
+    drafter: Literal["model", "ngram", "none"] = "model"
+    policy: Literal["goodput", "batch_table", "bandit", "capacity", "fixed", "off"] = "goodput"
+    "goodput: adaptive, from a profile; batch_table, bandit: TLT's; capacity: FastGRPO's; fixed; off: plain decoding"
+    profile: UserPath = "auto"
+    "goodput: a folder made by `rlhfspec profile`; auto: made at start-up when there is none in the cache (CPU only)"
+    max_nodes: int = Field(default=16, ge=1, le=64)
+    "goodput, batch_table, bandit: most draft nodes verified per sample"
+    max_depth: int = Field(default=16, ge=1, le=32)
+    "goodput, batch_table, bandit: most levels drafted"
+    num_nodes: int = Field(default=8, ge=0, le=64)
+    "fixed: draft nodes verified per sample; 0 is plain decoding"
+    depth: int = Field(default=8, ge=0, le=32)
+    branching: int = Field(default=1, ge=1, le=8)
+    "children offered per node; 1 is a chain"
+    capacity_tokens: int = Field(default=24, ge=2)
+    "capacity: tokens one target forward verifies at no more than twice the cost of one"
+    ngram_max: int = Field(default=4, ge=1)
+    ngram_min: int = Field(default=2, ge=1)
+
+    @model_validator(mode="after")
+    def _has_levels(self) -> SpeculationConfig:
+        if self.policy in ("fixed", "capacity") and self.num_nodes > 0 and self.depth == 0:
+            raise ValueError(
+                f"policy {self.policy} is to verify {self.num_nodes} nodes at depth 0, but a tree of no levels has "
+                "no node; set depth to 1 or more, or num_nodes to 0 for plain decoding"
+            )
+        return self
+
+
+class EngineConfig(Section):
+    """One generation instance."""
+
+    numerics: Literal["auto", "invariant", "fast"] = "auto"
+    "invariant: every bit is independent of batch and plan (CPU: one thread); fast: the distribution; auto: by device"
+    attention: Literal["auto", "ordered", "sdpa", "reference", "xformers"] = "auto"
+    forward: Literal["auto", "stock"] = "auto"
+    "auto: our own forward where there is one (Llama, Mistral, Qwen2, Qwen3); stock: the Hugging Face module"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    max_running_samples: int = Field(default=32, ge=1)
+    kv_cache_mb: float | None = Field(default=None, gt=0.0)
+    "keys and values of all running samples; beyond, the shortest wait. None: room for every slot at full length"
+    max_prefill_tokens: int = Field(default=512, ge=4)
+    "prompt tokens in one prefill forward; 8192 by default where instances have GPUs"
+    num_threads: int = Field(default=1, ge=1, le=MAX_THREADS)
+    graph_memory_mb: int = Field(default=1024, ge=0)
+    "CUDA: what recorded decode forwards (CUDA graphs) may hold, for each model; 0: none are recorded"
+    probe: bool = True
+    "prove batch invariance for this model, dtype and device at start-up"
+
+
+class RolloutConfig(Section):
+    """How many responses an iteration generates and how stale they may be."""
+
+    prompts_per_iteration: int = Field(default=32, ge=1)
+    samples_per_prompt: int = Field(default=1, ge=1)
+    max_staleness: Literal[0] = 0
+    "weight versions between sampling and update; 0 is synchronous, the only mode so far"
+
+
+class ReallocationConfig(Section):
+    """How samples are bound to instances, and which unfinished ones move between them (docs/operations.md)."""
+
+    policy: Literal["finish_time", "paper_rule", "pull", "static"] = "finish_time"
+    "pull: bind a sample when a slot frees, move nothing; static: bind all up front; finish_time, paper_rule: move"
+    mode: Literal["auto", "always_migrate", "always_recompute"] = "auto"
+    "auto: whichever is predicted to have the sample running at its destination sooner"
+    transport: Literal["auto", "gloo", "object_store", "nccl"] = "auto"
+    interval_s: Seconds = 0.1
+    "between two plans"
+    timeout_s: Seconds = 5.0
+    "for each stage of a move and each frame; the source keeps or takes back the sample then"
+    frame_bytes: int = Field(default=1 << 19, ge=1024)
+    transfer_share: float = Field(default=0.15, gt=0.0, le=1.0)
+    "most of its time that a transfer thread may be busy: transfers must not slow the samples that stay"
+    max_bytes_per_s: float | None = Field(default=None, gt=0.0)
+    "of each transfer, for a network that others need too; null: no limit"

@@ -1,0 +1,39 @@
+"""What a run is called, and which models it takes."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, Field
+
+from core.settings.section import Name, Section, UserPath, folder_name
+
+
+class RunConfig(Section):
+    """What the run is called, how long it is, where it writes."""
+
+    name: Annotated[str, AfterValidator(folder_name)] = "run"
+    "run folders are called NAME-DATE-TIME"
+    seed: int = Field(default=0, ge=0, lt=2**63)
+    iterations: int = Field(default=20, ge=1)
+    output_dir: UserPath = "runs"
+    "run folders are made under it; made absolute against the caller's folder"
+    cache_dir: UserPath = "~/.cache/rlhfspec"
+    "the only thing kept in the home folder: model pairs the project made itself, models it got by name, profiles"
+    checkpoint_every: int = Field(default=0, ge=0)
+    "iterations between checkpoints; 0 writes only the last"
+    step_log: bool = False
+    "true: write what every decode step saw, decided and did, for `rlhfspec replay`"
+
+
+class ModelsConfig(Section):
+    """The pair. `demo` makes the embedded pair (and caches it); a known real model is fetched by its name."""
+
+    target: Name = "demo"
+    "path or hub name of a Hugging Face causal LM, `demo`, or a name that `rlhfspec models get` knows"
+    draft: Name | None = None
+    "a smaller causal LM with an equal tokenizer; null with drafter ngram or none; `demo` with `demo`"
+    tokenizer: Name | None = None
+    "path or hub name; the target's by default"
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    trust_remote_code: bool = False
