@@ -14,7 +14,8 @@ from core.config import (
     SpeculationConfig,
     TrainerConfig,
 )
-from core.records import Completion, GenerationStats, InstanceLoad, SampleKey
+from core.decode_records import GenerationStats, InstanceLoad
+from core.records import Completion, SampleKey
 from policies.migration.move_messages import MoveReport
 from policies.reallocation.pool_records import ReallocationPolicy
 from policies.scheduling.events import Alarm, MoveRecord

@@ -21,7 +21,8 @@ from actors.ray_utils.assigned_device import assigned_gpus, gpu_seat, require_gp
 from actors.ray_utils.remote import remote
 from actors.transport.broadcast import BroadcastForm, BroadcastGroup, BroadcastHost, BroadcastTicket
 from core.errors import ConfigError, RlhfSpecError, WeightsError
-from core.records import Rollout, UpdateReport, WeightManifest
+from core.records import Rollout, UpdateReport
+from core.weight_records import WeightManifest
 from engine.weights.causal_lm import DTYPES
 from engine.weights.chunks import load_into, weight_views
 from engine.weights.loading import build_causal_lm, freeze

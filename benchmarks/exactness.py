@@ -34,7 +34,9 @@ from core.config import (
     ModelsConfig,
     SpeculationConfig,
 )
-from core.records import Completion, GenerationStats, SampleKey, SampleRequest, WeightManifest
+from core.decode_records import GenerationStats
+from core.records import Completion, SampleKey, SampleRequest
+from core.weight_records import WeightManifest
 from engine.build import build_engine
 from engine.calibration.engine_provenance import provenance_of
 from engine.calibration.profiler import MAX_PROFILED_NODES, Placeholder, make_profile

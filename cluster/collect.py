@@ -17,7 +17,8 @@ from cluster.forward_stream import ForwardStream
 from cluster.reporting.console import Reporter
 from cluster.rollout_buffer import RolloutBuffer
 from cluster.system import Scored, System
-from core.records import GenerationStats, Rollout, SampleRequest
+from core.decode_records import GenerationStats
+from core.records import Rollout, SampleRequest
 from learning.data.prompts import response_text
 from policies.scheduling.events import MoveRecord
 

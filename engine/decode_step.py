@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from core.records import Budget
+from core.decode_records import Budget
 from engine.attention.packing import RaggedRows
 from engine.attention.visibility import count_up
 from engine.decoding.draft_tree import DraftTree, ancestors_or_self, drop_split_nodes, root_only

@@ -15,21 +15,12 @@ from collections.abc import Callable, Iterable
 import numpy as np
 from torch import Tensor
 
+from core.decode_records import PLAIN, Budget, DecodeState, GenerationStats, InstanceLoad, StepRecord
 from core.errors import WeightsError
 from core.progress import Progress
-from core.records import (
-    PLAIN,
-    Budget,
-    Completion,
-    DecodeState,
-    GenerationStats,
-    InstanceLoad,
-    SampleKey,
-    SampleRequest,
-    StepRecord,
-    WeightManifest,
-)
+from core.records import Completion, SampleKey, SampleRequest
 from core.sample_state import SampleState
+from core.weight_records import WeightManifest
 from engine.counters import Tally
 from engine.decode_step import decode_step
 from engine.decoding.running_batch import RunningBatch

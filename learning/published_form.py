@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from core.records import WeightManifest
+from core.weight_records import WeightManifest
 from engine.weights.chunks import WeightPacker, checksum_of
 
 

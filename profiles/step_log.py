@@ -20,8 +20,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from core.config import SpeculationConfig
+from core.decode_records import Budget, DecodeState, DraftLog, StepRecord
 from core.errors import DataError, one_line
-from core.records import Budget, DecodeState, DraftLog, StepRecord
 from profiles.profile import Profile, profile_from_tree
 
 VERSION = b"3"

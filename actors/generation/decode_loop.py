@@ -24,9 +24,11 @@ import numpy as np
 from actors.actor_messages import HeldSamples, PollReply
 from actors.generation.loop_engine import BucketSource, EngineHost
 from actors.generation.trace_events import TraceLog
+from core.decode_records import InstanceLoad, StepRecord
 from core.errors import RlhfSpecError
 from core.progress import Progress
-from core.records import Completion, InstanceLoad, SampleKey, SampleRequest, StepRecord, WeightManifest
+from core.records import Completion, SampleKey, SampleRequest
+from core.weight_records import WeightManifest
 from policies.migration.move_messages import MoveReport, News, describe
 
 if TYPE_CHECKING:

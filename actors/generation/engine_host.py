@@ -18,7 +18,7 @@ from actors.generation.loop_engine import BucketSource
 from actors.ray_utils.assigned_device import assigned_gpus, require_gpu_room, resolve_device
 from core.config import EngineConfig
 from core.errors import ModelError, RlhfSpecError, WeightsError
-from core.records import TensorSpec, WeightManifest
+from core.weight_records import TensorSpec, WeightManifest
 from engine.build import build_engine
 from engine.calibration.engine_provenance import device_name, here
 from engine.drafters.model_drafter import ModelDrafter

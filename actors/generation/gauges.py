@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from ray.util.metrics import Counter, Gauge
 
-from core.records import GenerationStats, InstanceLoad
+from core.decode_records import GenerationStats, InstanceLoad
 
 REFRESH_S = 1.0
 "Who reads the port does so every few seconds, and the decode thread pays for each time."

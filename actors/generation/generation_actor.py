@@ -31,7 +31,8 @@ from actors.generation.gauges import InstanceGauges
 from actors.generation.trace_events import TraceEvent
 from actors.ray_utils.remote import Handle, remote
 from core.errors import WaitTimeout, WeightsError
-from core.records import SampleRequest, WeightManifest
+from core.records import SampleRequest
+from core.weight_records import WeightManifest
 from policies.migration.move_messages import CallOff, MoveOrder, PeerMessage, Settle
 
 if TYPE_CHECKING:

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from actors.actor_messages import LoadedWeights
+from core.decode_records import InstanceLoad, StepRecord
 from core.progress import Progress
-from core.records import Completion, InstanceLoad, SampleRequest, StepRecord, WeightManifest
+from core.records import Completion, SampleRequest
+from core.weight_records import WeightManifest
 
 if TYPE_CHECKING:
     # whoever imports this has not always use for torch

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from core.records import Budget, DecodeState, DraftLog, StepRecord
+from core.decode_records import Budget, DecodeState, DraftLog, StepRecord
 from policies.drafting.draft_policy import RefiningPolicy
 from profiles.acceptance import AcceptanceModel
 from profiles.cost import CostModel, Shape

@@ -9,7 +9,7 @@ from benchmarks.support.rates import engine_rate, hugging_face_rate
 from benchmarks.support.timing import interleaved
 from benchmarks.support.workload import Workload
 from core.config import SpeculationConfig
-from core.records import GenerationStats
+from core.decode_records import GenerationStats
 from profiles.profile import Profile
 
 SAMPLES = 64

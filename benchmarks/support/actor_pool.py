@@ -17,8 +17,9 @@ from actors.scheduler_actor import SchedulerActor
 from benchmarks.support.workload import Workload
 from cluster.weights.publish import PublishedWeights, publish
 from core.config import EngineConfig, ReallocationConfig, SpeculationConfig
+from core.decode_records import GenerationStats
 from core.errors import WaitTimeout
-from core.records import Completion, GenerationStats, SampleKey, SampleRequest
+from core.records import Completion, SampleKey, SampleRequest
 from engine.weights.chunks import pack_weights
 from policies.reallocation.pool_records import ReallocationPolicy
 from policies.scheduling.events import Alarm, MoveRecord

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from cluster.commands.arguments import path_argument
 
 if TYPE_CHECKING:
-    from core.records import StepRecord
+    from core.decode_records import StepRecord
     from policies.drafting.replay import Difference
 
 _TEXT = """\

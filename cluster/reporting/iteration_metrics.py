@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from core.records import GenerationStats, Rollout, UpdateReport
+from core.decode_records import GenerationStats
+from core.records import Rollout, UpdateReport
 
 
 def iteration_figures(

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from statistics import median
 
 from cluster.reporting.timeline import Timeline, overlap_s
-from core.records import GenerationStats
+from core.decode_records import GenerationStats
 from policies.migration.move_messages import MoveOutcome
 from policies.reallocation.pool_records import MoveMode
 from policies.scheduling.events import MoveRecord

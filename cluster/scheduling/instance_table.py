@@ -12,7 +12,7 @@ from typing import Any
 
 from actors.ray_utils.remote import Handle
 from cluster.placement.topology import Place
-from core.records import GenerationStats
+from core.decode_records import GenerationStats
 from policies.scheduling.members import InstanceState
 
 

@@ -18,8 +18,9 @@ from actors.actor_messages import HeldSamples, LostInstance, Rejoined, Scheduler
 from actors.ray_utils.remote import Handle
 from actors.ray_utils.waiting import ActorDied, awake_s, get
 from cluster.scheduling.instance_table import InstanceTable
+from core.decode_records import GenerationStats
 from core.errors import InstanceLost, SchedulerLost, WaitTimeout
-from core.records import Completion, GenerationStats, SampleKey, SampleRequest
+from core.records import Completion, SampleKey, SampleRequest
 from policies.scheduling.members import InstanceState
 
 _GRACE_S = 5.0

@@ -16,7 +16,7 @@ from actors.ray_utils.waiting import get
 from cluster.weights.publish import PublishedWeights
 from core.checkpoint_manifest import write_manifest
 from core.files import whole_folder
-from core.records import WeightManifest
+from core.weight_records import WeightManifest
 from engine.weights.chunks import load_into, weight_views
 from engine.weights.loading import build_causal_lm
 

@@ -18,7 +18,7 @@ from actors.actor_messages import LoadedWeights
 from actors.ray_utils.remote import Handle
 from actors.ray_utils.waiting import awake_s, get
 from core.errors import InstanceLost, WaitTimeout, WeightsError
-from core.records import WeightManifest
+from core.weight_records import WeightManifest
 
 _GRACE_S = 5.0
 "The caller waits longer than the instance, so that the instance's own message arrives."

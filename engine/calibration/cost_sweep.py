@@ -8,7 +8,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from core.records import PLAIN, Budget, DecodeState, SampleKey, SampleRequest, StepRecord, Stream
+from core.decode_records import PLAIN, Budget, DecodeState, StepRecord
+from core.records import SampleKey, SampleRequest, Stream
 from engine.engine import Engine
 from profiles.cost import CostTable, Shape
 

@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from core.records import PLAIN, Budget, DecodeState, SampleRequest, StepRecord
+from core.decode_records import PLAIN, Budget, DecodeState, StepRecord
+from core.records import SampleRequest
 from engine.calibration.cost_sweep import MAX_PROFILED_NODES, SHAPES, sweep_costs
 from engine.calibration.draft_recorder import RecordingScorer
 from engine.drafters.refinement import Scorer

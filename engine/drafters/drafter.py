@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Int
 from torch import Tensor
 
-from core.records import Budget
+from core.decode_records import Budget
 from engine.cache.kv_pool import KVPool
 from engine.decoding.draft_tree import DraftTree
 from engine.decoding.noise import Noise

@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from core.records import Budget
+from core.decode_records import Budget
 from engine.attention.visibility import count_up
 from engine.cache.kv_pool import KVPool
 from engine.decoding.draft_tree import DraftTree, chain, keep, root_only, select_best

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
-from core.records import Budget
+from core.decode_records import Budget
 from engine.decoding.draft_tree import DEAD, DraftTree, chain
 from engine.decoding.noise import Noise
 from engine.decoding.running_batch import RunningBatch

@@ -15,7 +15,8 @@ import numpy as np
 from jaxtyping import Int
 from torch import Tensor
 
-from core.records import DraftLog, SampleRequest
+from core.decode_records import DraftLog
+from core.records import SampleRequest
 from engine.decoding.draft_tree import DraftTree
 from engine.decoding.sampling_rule import TopK
 from engine.decoding.verify import Verdict

@@ -23,7 +23,7 @@ import xxhash
 import engine
 from core.errors import StorageError
 from core.files import write_whole
-from core.records import WeightManifest
+from core.weight_records import WeightManifest
 from engine.model.runner import ModelRunner
 
 Verdict = Literal["holds", "holds_unpacked", "equals_stock"]

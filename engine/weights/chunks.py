@@ -21,7 +21,7 @@ import xxhash
 from torch import Tensor, nn
 
 from core.errors import NotFiniteError, WeightsError
-from core.records import TensorSpec, WeightManifest
+from core.weight_records import TensorSpec, WeightManifest
 from engine.weights.causal_lm import CausalLM
 from engine.weights.host_mirror import HostMirror
 

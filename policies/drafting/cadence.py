@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from core.records import PLAIN, Budget, DecodeState, StepRecord
+from core.decode_records import PLAIN, Budget, DecodeState, StepRecord
 from policies.drafting.draft_policy import DrafterAlarm
 from policies.drafting.goodput import LARGE_BATCH, GoodputPolicy
 from policies.drafting.node_search import Allocation

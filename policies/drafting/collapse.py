@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 
-from core.records import DraftLog
+from core.decode_records import DraftLog
 from policies.drafting.draft_policy import DrafterAlarm
 
 HEALTHY_SHARE = 0.65

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from core.records import DecodeState, StepRecord
+from core.decode_records import DecodeState, StepRecord
 from policies.drafting.collapse import CollapseDetector
 from policies.drafting.planner import Chosen
 from policies.drafting.recalibration import AcceptanceRecalibration, CostRecalibration

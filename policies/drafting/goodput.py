@@ -28,7 +28,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from core.records import PLAIN, Budget, DecodeState, StepRecord
+from core.decode_records import PLAIN, Budget, DecodeState, StepRecord
 from policies.drafting.cost_view import step_at
 from policies.drafting.draft_policy import DrafterAlarm
 from policies.drafting.estimators import Estimators

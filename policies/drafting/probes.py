@@ -6,7 +6,7 @@ spent in plain decoding since the last draft.
 
 from __future__ import annotations
 
-from core.records import StepRecord
+from core.decode_records import StepRecord
 from policies.drafting.estimators import Estimators
 from policies.drafting.planner import Chosen, Planner
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from core.records import Budget, DraftLog, StepRecord
+from core.decode_records import Budget, DraftLog, StepRecord
 from policies.drafting.draft_policy import DraftPolicy, RefiningPolicy
 
 

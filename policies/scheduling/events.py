@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from core.records import Completion, InstanceLoad, SampleKey, SampleRequest
+from core.decode_records import InstanceLoad
+from core.records import Completion, SampleKey, SampleRequest
 from policies.migration.move_messages import CallOff, MoveOrder, MoveOutcome, MoveReport, Settle
 
 

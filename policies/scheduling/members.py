@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from core.records import GenerationStats, InstanceLoad, SampleKey
+from core.decode_records import GenerationStats, InstanceLoad
+from core.records import SampleKey
 
 
 class InstanceState(StrEnum):

@@ -11,7 +11,8 @@ import pytest
 
 from actors.generation.trace_events import TraceEvent
 from benchmarks.moving.rates import Rates, measured_rates, stretches_of
-from core.records import GenerationStats, Prompt, SampleKey, SampleRequest, SamplingParams, Stream
+from core.decode_records import GenerationStats
+from core.records import Prompt, SampleKey, SampleRequest, SamplingParams, Stream
 
 STEP_S, SAMPLE_S, CONTEXT_TOKEN_S, PROMPT_TOKEN_S = 5e-3, 1e-3, 1e-6, 2e-4
 LENGTHS = np.arange(10, 2000, 40)

@@ -12,7 +12,7 @@ import tiny_pool
 from actors.generation.decode_loop import DecodeLoop, StepLogOrder, StopOrder, SubmitOrder
 from cluster.cli import main
 from core.config import EngineConfig, SpeculationConfig
-from core.records import StepRecord
+from core.decode_records import StepRecord
 from engine.build import build_engine
 from engine.engine import Engine
 from profiles.step_log import PolicyOrigin, encode_step_log

@@ -9,11 +9,11 @@ from made_moves import move
 
 from actors.actor_messages import LostInstance, Taken
 from cluster.collect import collect
+from core.decode_records import GenerationStats
 from core.errors import WeightsError
 from core.records import (
     Completion,
     FinishReason,
-    GenerationStats,
     Prompt,
     Reward,
     SampleKey,

@@ -17,7 +17,7 @@ from cluster.collect import Collected
 from cluster.recorder import Recorder
 from cluster.reporting.console import Reporter
 from cluster.run_folder.layout import RunDir
-from core.records import GenerationStats
+from core.decode_records import GenerationStats
 
 pytestmark = pytest.mark.ray
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from core.records import GenerationStats
+from core.decode_records import GenerationStats
 from engine.counters import Tally
 
 

@@ -9,15 +9,9 @@ import pytest
 from transformers import PreTrainedModel
 
 from core.config import EngineConfig, SpeculationConfig
+from core.decode_records import GenerationStats
 from core.errors import ConfigError, DataError, ModelError, WeightsError
-from core.records import (
-    Completion,
-    GenerationStats,
-    Prompt,
-    SampleRequest,
-    SamplingParams,
-    WeightSpan,
-)
+from core.records import Completion, Prompt, SampleRequest, SamplingParams, WeightSpan
 from engine.build import build_engine
 from engine.drafters.model_drafter import ModelDrafter
 from engine.engine import Engine

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from core.config import EngineConfig, SpeculationConfig
-from core.records import Budget, DecodeState, DraftLog, SampleRequest, SamplingParams, StepRecord
+from core.decode_records import Budget, DecodeState, DraftLog, StepRecord
+from core.records import SampleRequest, SamplingParams
 from engine.build import build_engine
 from engine.draft_policies import build_policy
 from engine.engine import Engine

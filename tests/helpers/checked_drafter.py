@@ -5,7 +5,7 @@ import copy
 import numpy as np
 import torch
 
-from core.records import Budget
+from core.decode_records import Budget
 from engine.decoding.draft_tree import DraftTree
 from engine.decoding.noise import HashedNoise
 from engine.decoding.running_batch import RunningBatch

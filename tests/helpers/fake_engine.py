@@ -10,18 +10,16 @@ import ray
 
 from actors.actor_messages import LoadedWeights
 from actors.generation.decode_loop import DecodeLoop, HoldOrder, SubmitOrder
+from core.decode_records import GenerationStats, InstanceLoad, StepRecord
 from core.errors import DataError
 from core.progress import Progress
 from core.records import (
     Completion,
     FinishReason,
-    GenerationStats,
-    InstanceLoad,
     Prompt,
     SampleKey,
     SampleRequest,
     SamplingParams,
-    StepRecord,
     WeightSpan,
 )
 

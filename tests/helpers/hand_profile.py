@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from core.records import Budget, DecodeState, DraftLog, StepRecord
+from core.decode_records import Budget, DecodeState, DraftLog, StepRecord
 from policies.drafting.draft_policy import RefiningPolicy
 from profiles.acceptance import AcceptanceModel
 from profiles.cost import BATCH_HINGES, DRAFT_HINGES, VERIFY_HINGES, CostModel, Shape

@@ -11,18 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from core.config import EngineConfig, SpeculationConfig
-from core.records import (
-    PLAIN,
-    Budget,
-    Completion,
-    DecodeState,
-    Prompt,
-    SampleKey,
-    SampleRequest,
-    SamplingParams,
-    StepRecord,
-    Stream,
-)
+from core.decode_records import PLAIN, Budget, DecodeState, StepRecord
+from core.records import Completion, Prompt, SampleKey, SampleRequest, SamplingParams, Stream
 from engine.build import build_engine
 from engine.engine import Engine
 from engine.weights.loading import freeze

@@ -8,15 +8,7 @@ import torch
 from tiny_llama import tiny_llama
 from transformers import LlamaForCausalLM
 
-from core.records import (
-    Completion,
-    FinishReason,
-    Prompt,
-    Reward,
-    Rollout,
-    SampleKey,
-    WeightSpan,
-)
+from core.records import Completion, FinishReason, Prompt, Reward, Rollout, SampleKey, WeightSpan
 from engine.decoding.logprobs import token_logprobs
 
 

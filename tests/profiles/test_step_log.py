@@ -9,8 +9,8 @@ import pytest
 from hand_profile import hand_cost, hand_profile
 
 from core.config import SpeculationConfig
+from core.decode_records import PLAIN, Budget, DecodeState, DraftLog, StepRecord
 from core.errors import DataError
-from core.records import PLAIN, Budget, DecodeState, DraftLog, StepRecord
 from profiles.step_log import PolicyOrigin, encode_step_log, read_step_log
 
 SCORES = np.array(

@@ -15,7 +15,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from core.records import Budget, DecodeState, StepRecord
+from core.decode_records import Budget, DecodeState, StepRecord
 from policies.drafting.baselines.batch_table import bounded_tree
 
 CHAIN_DEPTHS = (0, 2, 4, 8, 16)

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from core.decode_records import PLAIN, Budget, DecodeState, StepRecord
 from core.errors import ConfigError
-from core.records import PLAIN, Budget, DecodeState, StepRecord
 from policies.drafting.baselines.fixed import clip_depth, max_tree_nodes, narrowest_width
 
 Row = tuple[int, int, int, int]

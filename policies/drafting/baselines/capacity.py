@@ -7,7 +7,7 @@ verify `floor(C / B)` tokens, the root included. Four lines, no fitting: a basel
 
 from __future__ import annotations
 
-from core.records import PLAIN, Budget, DecodeState, StepRecord
+from core.decode_records import PLAIN, Budget, DecodeState, StepRecord
 from policies.drafting.baselines.fixed import clip_depth, max_tree_nodes, narrowest_width
 
 

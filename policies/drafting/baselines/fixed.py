@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from core.records import PLAIN, Budget, DecodeState, StepRecord
+from core.decode_records import PLAIN, Budget, DecodeState, StepRecord
 
 
 class OffPolicy:

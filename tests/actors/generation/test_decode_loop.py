@@ -11,7 +11,7 @@ from fake_engine import POISON, FakeEngine, FakeHost, make_request, response_of
 from actors.generation import decode_loop
 from actors.generation.decode_loop import DecodeLoop, HoldOrder, LoadOrder, StopOrder, SubmitOrder
 from core.errors import DataError, RlhfSpecError
-from core.records import WeightManifest
+from core.weight_records import WeightManifest
 
 
 class Running:

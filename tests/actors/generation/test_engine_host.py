@@ -15,7 +15,7 @@ from actors.actor_messages import GenerationSpec
 from actors.generation.engine_host import ManifestHost
 from core.config import EngineConfig, SpeculationConfig
 from core.errors import ConfigError, PlacementError, WeightsError
-from core.records import WeightManifest
+from core.weight_records import WeightManifest
 from engine.drafters.model_drafter import ModelDrafter
 from engine.model.llama_forward import LlamaForward
 from engine.model.stock_forward import StockForward

@@ -8,7 +8,7 @@ import pytest
 
 import actors.generation.gauges
 from actors.generation.gauges import REFRESH_S, InstanceGauges
-from core.records import GenerationStats, InstanceLoad
+from core.decode_records import GenerationStats, InstanceLoad
 
 
 class Notebook:

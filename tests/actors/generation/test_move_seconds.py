@@ -8,8 +8,9 @@ import pytest
 from fake_engine import FakeEngine, FakeHost, make_request
 
 from actors.generation.decode_loop import DecodeLoop, HoldOrder, NewsOrder, SubmitOrder
+from core.decode_records import InstanceLoad
 from core.errors import RlhfSpecError
-from core.records import Completion, InstanceLoad, SampleKey
+from core.records import Completion, SampleKey
 from engine.exchange import CachePiece
 from policies.migration.move_messages import Landed, News
 

@@ -16,7 +16,7 @@ from actors.generation.engine_host import ManifestHost
 from actors.transport.broadcast import BroadcastForm, BroadcastGroup, BroadcastHost, join_broadcast
 from core.config import EngineConfig, SpeculationConfig
 from core.errors import WaitTimeout, WeightsError
-from core.records import WeightManifest
+from core.weight_records import WeightManifest
 from engine.weights.chunks import WeightPacker, pack_weights, unique_tensors
 from tests.helpers import tiny_pool
 

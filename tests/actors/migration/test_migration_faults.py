@@ -26,7 +26,7 @@ from one_move import (
 
 from actors.generation import decode_loop
 from core.errors import WeightsError
-from core.records import WeightManifest
+from core.weight_records import WeightManifest
 from engine.engine import Engine
 from engine.weights.chunks import pack_weights, unpack_weights
 from policies.reallocation.pool_records import MoveMode

@@ -9,19 +9,19 @@ from cluster.reporting.iteration_metrics import iteration_figures
 from cluster.rollout_buffer import RolloutBuffer
 from cluster.run_folder.rollout_files import write_rollouts
 from cluster.weights.publish import confirm
+from core.decode_records import GenerationStats
 from core.errors import WeightsError
 from core.records import (
     Completion,
     FinishReason,
-    GenerationStats,
     Prompt,
     Reward,
     Rollout,
     SampleKey,
     UpdateReport,
-    WeightManifest,
     WeightSpan,
 )
+from core.weight_records import WeightManifest
 
 
 def rollout(index: int, *, reward: float = 1.0, tokens: int = 2, version: int = 3, **parts: float) -> Rollout:

@@ -16,7 +16,7 @@ from cluster.weights.group_publication import Broadcast, why_not_nccl
 from cluster.weights.publish import PublishedWeights
 from core.config import ClusterConfig
 from core.errors import InstanceLost, WaitTimeout
-from core.records import WeightManifest
+from core.weight_records import WeightManifest
 
 LAYOUT = WeightManifest(
     model="target",

@@ -12,7 +12,7 @@ import cluster.weights.publish
 from actors.actor_messages import LoadedWeights
 from cluster.weights.publish import PublishedWeights, from_trainer, publish
 from core.errors import WaitTimeout, WeightsError
-from core.records import WeightManifest
+from core.weight_records import WeightManifest
 
 pytestmark = pytest.mark.ray
 

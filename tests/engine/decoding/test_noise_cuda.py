@@ -21,11 +21,11 @@ from tests.helpers.backends import CPU, own_backend
 
 SCRIPT = """
 import numpy as np, torch
-from core.records import SampleKey, Stream
+from core.records import (SampleKey, Stream)
 from engine.decoding.noise import row_words, gumbel_noise, key_words
 from engine.decoding.noise_cuda import BLOCK, fused_choice, fused_gumbel
 from engine.decoding.sampling_rule import RowSampling, perturb, scale
-from core.records import SamplingParams
+from core.records import (SamplingParams)
 
 keys = [SampleKey(run_seed=3, stream=Stream.TRAIN, sample_index=index) for index in (0, 7, 1 << 40)]
 words = np.stack([key_words(key, np.array([9])) for key in keys])

@@ -12,7 +12,8 @@ import torch
 from checked_drafter import CheckedDrafter, checked
 
 from core.config import EngineConfig, SpeculationConfig
-from core.records import PLAIN, Budget, DecodeState, SampleRequest, SamplingParams, StepRecord
+from core.decode_records import PLAIN, Budget, DecodeState, StepRecord
+from core.records import SampleRequest, SamplingParams
 from engine.build import build_engine
 from engine.decoding.draft_tree import DraftTree
 from engine.decoding.running_batch import RunningBatch

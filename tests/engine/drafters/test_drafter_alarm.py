@@ -8,7 +8,8 @@ from hand_profile import hand_cost, hand_profile
 
 from core.config import EngineConfig, SpeculationConfig
 from core.errors import ConfigError
-from core.records import SampleRequest, SamplingParams, WeightManifest
+from core.records import SampleRequest, SamplingParams
+from core.weight_records import WeightManifest
 from engine.build import build_engine
 from engine.drafters.model_drafter import ModelDrafter
 from engine.engine import Engine

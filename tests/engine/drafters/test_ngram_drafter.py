@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from core.records import Budget, SampleRequest, SamplingParams
+from core.decode_records import Budget
+from core.records import SampleRequest, SamplingParams
 from core.sample_state import SampleState
 from engine.decoding.draft_tree import DEAD, DraftTree
 from engine.decoding.noise import Noise

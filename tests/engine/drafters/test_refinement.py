@@ -10,7 +10,8 @@ import pytest
 import torch
 from checked_drafter import checked
 
-from core.records import Budget, DecodeState, SampleRequest, SamplingParams, StepRecord
+from core.decode_records import Budget, DecodeState, StepRecord
+from core.records import SampleRequest, SamplingParams
 from engine.attention.packing import RaggedRows
 from engine.decoding.draft_tree import chain, keep
 from engine.decoding.noise import Noise

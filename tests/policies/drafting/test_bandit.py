@@ -3,7 +3,7 @@
 import pytest
 
 from core.config import SpeculationConfig
-from core.records import Budget, DecodeState, StepRecord
+from core.decode_records import Budget, DecodeState, StepRecord
 from engine.draft_policies import build_policy
 from policies.drafting.baselines.bandit import BanditPolicy, bucket
 from policies.drafting.draft_policy import DraftPolicy

@@ -3,8 +3,8 @@
 import pytest
 
 from core.config import SpeculationConfig
+from core.decode_records import Budget, DecodeState
 from core.errors import ConfigError
-from core.records import Budget, DecodeState
 from engine.draft_policies import build_policy
 from policies.drafting.baselines.batch_table import DEFAULT_TABLE, BatchTablePolicy
 from policies.drafting.baselines.fixed import max_tree_nodes

@@ -12,7 +12,7 @@ from hand_profile import (
     hand_profile,
 )
 
-from core.records import Budget, DraftLog, StepRecord
+from core.decode_records import Budget, DraftLog, StepRecord
 from policies.drafting.cadence import (
     LARGE_BATCH_SEARCH_STEPS,
     SEARCH_STEPS,

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hand_profile import draft_log, first_nodes
 
-from core.records import DraftLog
+from core.decode_records import DraftLog
 from policies.drafting.collapse import LOWEST_USUAL, CollapseDetector
 
 DEAD = np.zeros(1, dtype=bool)

@@ -3,7 +3,7 @@
 import pytest
 
 from core.config import SpeculationConfig
-from core.records import PLAIN, Budget, DecodeState
+from core.decode_records import PLAIN, Budget, DecodeState
 from engine.draft_policies import build_policy
 from policies.drafting.baselines.capacity import CapacityPolicy
 from policies.drafting.baselines.fixed import (

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from hand_profile import decode_state, draft_log, hand_cost, hand_profile
 
-from core.records import PLAIN, Budget, DecodeState, DraftLog, StepRecord
+from core.decode_records import PLAIN, Budget, DecodeState, DraftLog, StepRecord
 from policies.drafting.estimators import OTHER_BATCH, Estimators
 from policies.drafting.planner import Planner
 

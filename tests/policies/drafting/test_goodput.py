@@ -15,7 +15,7 @@ from hand_profile import (
     total_s,
 )
 
-from core.records import StepRecord
+from core.decode_records import StepRecord
 from policies.drafting.cadence import LARGE_BATCH_SEARCH_STEPS, Cadence
 from policies.drafting.cost_view import BatchCosts
 from policies.drafting.draft_policy import RefiningPolicy

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hand_profile import decode_state, first_nodes, hand_cost, hand_profile
 
-from core.records import PLAIN, StepRecord
+from core.decode_records import PLAIN, StepRecord
 from policies.drafting.estimators import Estimators
 from policies.drafting.planner import Chosen, Planner
 from policies.drafting.probes import PROBE_SHARE, ProbeAccount

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hand_profile import decode_state, draft_log, first_nodes
 
-from core.records import PLAIN, Budget, StepRecord
+from core.decode_records import PLAIN, Budget, StepRecord
 from policies.drafting.recalibration import (
     COST_RANGE,
     HAZARD_RANGE,

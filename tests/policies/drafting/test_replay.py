@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from core.records import PLAIN, Budget, DecodeState, DraftLog, StepRecord
+from core.decode_records import PLAIN, Budget, DecodeState, DraftLog, StepRecord
 from policies.drafting.baselines.bandit import BanditPolicy
 from policies.drafting.baselines.batch_table import BatchTablePolicy
 from policies.drafting.replay import Difference, replay

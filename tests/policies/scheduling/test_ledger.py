@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from move_messages import complete, move, report, request
 
-from core.records import GenerationStats, InstanceLoad
+from core.decode_records import GenerationStats, InstanceLoad
 from policies.migration.move_messages import Claim, Settle
 from policies.scheduling.events import (
     Alarm,

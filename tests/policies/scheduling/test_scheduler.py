@@ -6,14 +6,9 @@ import numpy as np
 import pytest
 from move_messages import complete, request
 
+from core.decode_records import GenerationStats, InstanceLoad
 from core.errors import RlhfSpecError
-from core.records import (
-    Completion,
-    GenerationStats,
-    InstanceLoad,
-    SampleKey,
-    SampleRequest,
-)
+from core.records import Completion, SampleKey, SampleRequest
 from policies.scheduling.events import (
     Abandon,
     Alarm,
