@@ -90,6 +90,10 @@ class TrainerSpec:
     "as an instance's"
     gpu_share: float = 1.0
     "as an instance's"
+    num_optimizer_steps: int | None = None
+    "of the whole run, for trainer.schedule"
+    max_new_tokens: int | None = None
+    "in one response, for algorithm.loss_aggregation"
     name: str = "trainer"
     rank: int = 0
     num_trainers: int = 1

@@ -34,6 +34,7 @@ from learning.parallel.data_parallel import DataParallel, join_group, meet, new_
 from learning.parallel.one_trainer import OneTrainer
 from learning.parallel.sharded import Sharded
 from learning.published_form import PublishedForm
+from learning.schedule import Horizon
 from learning.soft_targets import SoftTargetStore
 
 
@@ -103,6 +104,9 @@ class TrainerActor:
             compute_dtype=self._compute_dtype,
             scorer=self._scorer(manifest, chunks),
             trainers=self._trainers,
+            horizon=Horizon(
+                num_optimizer_steps=self._spec.num_optimizer_steps, max_new_tokens=self._spec.max_new_tokens
+            ),
         )
         if self._meeting is not None:
             # loading has a longer limit than what follows

@@ -177,7 +177,9 @@ def bare_loop(batch: Batch) -> Rate:
                 logits, _ = response_logits(model, packed, vocab_size)
                 logprobs = token_logprobs(logits, packed.targets, 1.0)
                 old = experience.old_logprobs[pack.rows][experience.mask[pack.rows]]
-                clipped_policy_loss(logprobs, old, torch.ones_like(old), clip_ratio=0.2).mean().backward()
+                clipped_policy_loss(
+                    logprobs - old, torch.ones_like(old), clip_low=0.2, clip_high=0.2
+                ).loss.mean().backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), TRAINER.max_grad_norm)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from actors.actor_messages import Taken
 from actors.ray_utils.watch import OpenWait
+from cluster.dynamic_sampling import UsefulGroups
 from cluster.forward_stream import ForwardStream
 from cluster.reporting.console import Reporter
 from cluster.rollout_buffer import RolloutBuffer
@@ -47,8 +48,9 @@ def collect(
     requests: Sequence[SampleRequest],
     report: Reporter,
     forwards: ForwardStream | None = None,
+    groups: UsefulGroups | None = None,
 ) -> Collected:
-    """Generate and score every request; `forwards` gets each sample when it is scored.
+    """Generate and score every request; `forwards` gets each sample when it is scored, `groups` may ask for more.
 
     Raises RewardError and the like as themselves; InstanceLost or SchedulerLost when replacements are
     used up.
@@ -67,8 +69,8 @@ def collect(
         order="generate more tokens",
         timeout_s=system.config.cluster.order_timeout_s,
     )
-    while len(buffer) < len(requests):
-        if num_completed < len(requests):
+    while len(buffer) < len(by_key):
+        if num_completed < len(by_key):
             taken = _take(system, wait_s=_WAIT_S, report=report)
             if taken.completions or system.scheduler.stats.num_emitted_tokens != stats.num_emitted_tokens:
                 wait.answered()
@@ -78,14 +80,20 @@ def collect(
             moves += taken.moves
             num_completed += len(taken.completions)
             stats, generated_s = system.scheduler.stats, time.perf_counter()
-        _send(system, unscored, is_last=num_completed == len(requests))
-        scored = _receive(system, buffer, wait_s=_WAIT_S if num_completed == len(requests) else 0.0)
+        _send(system, unscored, is_last=num_completed == len(by_key))
+        scored = _receive(system, buffer, wait_s=_WAIT_S if num_completed == len(by_key) else 0.0)
+        if groups is not None:
+            for rollout in scored:
+                further = groups.ended(rollout.completion.group_id, rollout.reward.value)
+                if further:
+                    system.scheduler.enqueue(tuple(further))
+                    by_key |= {request.key: request for request in further}
         if forwards is not None:
             for rollout in scored:
                 forwards.add(rollout)
-            if len(buffer) < len(requests):
+            if len(buffer) < len(by_key):
                 forwards.look()
-        report.progress("generate", num_completed, len(requests))
+        report.progress("generate", num_completed, len(by_key))
     return Collected(
         rollouts=buffer.drain(),
         stats=stats - before,

@@ -108,15 +108,16 @@ def run_iteration(
         rollout.prompts_per_iteration, rollout.samples_per_prompt, system.sampling
     )
     began_s = time.perf_counter()
-    forwards = system.forward_stream(requests)
-    collected = collect(system, requests, report, forwards)
+    forwards, groups = system.forward_stream(requests), system.useful_groups(requests)
+    collected = collect(system, requests, report, forwards, groups)
+    learned = collected.rollouts if groups is None else groups.batch(collected.rollouts)
     write_rollouts(run_dir.rollouts_file(iteration), collected.rollouts)
     moves = recorder.record(iteration, collected, system.generation.instances)
 
     update_began_s = time.perf_counter()
     report.progress("update", 0, 1)
     streamed = forwards.finish() if forwards is not None else Streamed()
-    rollouts = ray.put(collected.rollouts)
+    rollouts = ray.put(learned)
     update = system.trainers.update(rollouts, recompute_old=system.recomputes_old)
     publish_began_s = time.perf_counter()
     report.progress("publish", 0, 1)
@@ -138,6 +139,8 @@ def run_iteration(
     }
     figures = iteration_figures(collected.rollouts, collected.stats, update, seconds)
     figures["rollout/invariant"] = float(system.generation.is_invariant)
+    if groups is not None:
+        figures |= groups.figures()
     return figures | streamed.figures() | moves | draft_figures
 
 

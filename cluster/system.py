@@ -19,6 +19,7 @@ from actors.ray_utils.remote import Handle
 from actors.ray_utils.watch import watching
 from actors.reward_actors import RewardActor, RewardPool
 from actors.scheduler_actor import SchedulerActor
+from cluster.dynamic_sampling import UsefulGroups
 from cluster.forward_stream import ForwardStream
 from cluster.placement.ray_session import RaySession
 from cluster.placement.spare_cores import nodes_of, streams_forwards
@@ -81,6 +82,17 @@ class System:
             [request.key.sample_index for request in requests],
             block_samples=self.config.trainer.block_samples * self.config.cluster.trainer.num_actors,
             recompute_old=self.recomputes_old,
+        )
+
+    def useful_groups(self, requests: Sequence[SampleRequest]) -> UsefulGroups | None:
+        """What replaces groups of equal rewards; None where none are."""
+        algorithm, rollout = self.config.algorithm, self.config.rollout
+        if not algorithm.dynamic_sampling:
+            return None
+        return UsefulGroups(
+            lambda: self.cursor.next_requests(1, rollout.samples_per_prompt, self.sampling),
+            requests,
+            max_extra=round(algorithm.max_extra_groups * rollout.prompts_per_iteration),
         )
 
     def stop(self) -> None:
@@ -270,5 +282,14 @@ def _trainer_spec(config: Config, inputs: Inputs, max_total_tokens: int) -> Trai
         max_total_tokens=max_total_tokens,
         gpu_bytes=inputs.trainer_gpu_bytes,
         gpu_share=config.cluster.trainer.num_gpus,
+        num_optimizer_steps=num_optimizer_steps(config),
+        max_new_tokens=config.sampling.max_new_tokens,
         timeout_s=config.cluster.order_timeout_s,
     )
+
+
+def num_optimizer_steps(config: Config) -> int:
+    """Steps of the target's optimizer in a whole run."""
+    rollout, trainer = config.rollout, config.trainer
+    num_samples = rollout.prompts_per_iteration * rollout.samples_per_prompt
+    return config.run.iterations * trainer.epochs * -(-num_samples // trainer.minibatch_size)

@@ -111,9 +111,15 @@ class Config(Section):
             )
         if self.speculation.ngram_min > self.speculation.ngram_max:
             raise ValueError("speculation.ngram_min must not exceed speculation.ngram_max")
-        if self.algorithm.kind == "grpo" and self.rollout.samples_per_prompt < 2:
+        if self.algorithm.compares_groups and self.rollout.samples_per_prompt < 2:
             raise ValueError(
-                "algorithm.kind grpo compares samples of one prompt: rollout.samples_per_prompt >= 2"
+                f"algorithm.kind {self.algorithm.kind} compares samples of one prompt: rollout.samples_per_prompt "
+                f">= 2, got {self.rollout.samples_per_prompt}"
+            )
+        if self.algorithm.dynamic_sampling and self.trainer.stream_forwards == "on":
+            raise ValueError(
+                "trainer.stream_forwards on computes blocks of samples that are known beforehand, and "
+                "algorithm.dynamic_sampling chooses them during the rollout; set stream_forwards: off"
             )
         if self.trainer.device == "cuda" and self.cluster.trainer.num_gpus == 0:
             raise ValueError(

@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from core.errors import NumericsError
-from core.records import Rollout
+from core.records import FinishReason, Rollout
 from learning.forward.batching import PackedSequences, pad_right
 
 
@@ -34,6 +34,8 @@ class Experience:
     sampling_logprobs: Float[Tensor, "B R"]
     rewards: Float[Tensor, " B"]
     group_ids: Int[Tensor, " B"]
+    truncated: Bool[Tensor, " B"]
+    "responses that the limit of new tokens cut off"
 
     def packed(self, rows: Sequence[int]) -> PackedSequences:
         """Some samples without padding, in this order; their response tokens are to be predicted."""
@@ -88,6 +90,9 @@ def collate(rollouts: Sequence[Rollout], *, pad_token_id: int) -> Experience:
         sampling_logprobs=_padded([rollout.completion.sampling_logprobs for rollout in ordered], mask),
         rewards=torch.tensor([rollout.reward.value for rollout in ordered], dtype=torch.float32),
         group_ids=torch.tensor([rollout.completion.group_id for rollout in ordered]),
+        truncated=torch.tensor(
+            [rollout.completion.finish_reason is FinishReason.LENGTH for rollout in ordered]
+        ),
     )
 
 

@@ -1,6 +1,6 @@
-"""The learner: PPO and GRPO on finished rollouts, deterministic to the last bit on the CPU.
+"""The learner: PPO, GRPO and kin on finished rollouts, deterministic to the last bit on the CPU.
 
-PPO: Schulman et al. 2017, algorithm 1, with GAE. GRPO: Shao et al. 2024, algorithm 1.
+What an algorithm is made of: `core.settings.algorithm`; its formulas: `learning.algorithms`.
 Old log-probabilities are the engine's, or of one more forward here where it rounds otherwise; the reference is a frozen
 copy of the initial target.
 Equal rollouts give bitwise equal parameters on the CPU (CUDA may add up gradients in any order): samples are
@@ -26,11 +26,9 @@ from core.records import Rollout, UpdateReport
 from engine.decoding.logprobs import scaled_logits
 from engine.weights.chunks import describe_not_finite, not_finite
 from learning.adapter import Adapter
-from learning.algorithms.losses import (
-    clipped_policy_loss,
-    kl_estimate,
-    token_weights,
-)
+from learning.algorithms.controllers import Coefficients
+from learning.algorithms.losses import Sequences, token_weights
+from learning.algorithms.objective import LossInputs, objective
 from learning.algorithms.off_policy import recomputed
 from learning.algorithms.targets import Targets, update_targets
 from learning.critic import Critic
@@ -43,6 +41,7 @@ from learning.forward.token_statistics import token_statistics
 from learning.forward.training_forward import prepare_for_training
 from learning.parallel.learner_state import LearnerState
 from learning.parallel.one_trainer import OneTrainer, gradient_of
+from learning.schedule import Horizon, rate_factor
 from learning.soft_targets import SoftTargetStore
 from learning.update_metrics import MinibatchFigures
 
@@ -67,21 +66,21 @@ class Learner:
         compute_dtype: torch.dtype = torch.float32,
         scorer: EngineScorer | None = None,
         trainers: OneTrainer | None = None,
+        horizon: Horizon | None = None,
     ) -> None:
         """A learner around a model of float32 weights, on the device it is to learn on.
 
         `soft_targets` is filled at every update, for the draft model; it changes nothing here. `compute_dtype` is
         what matrix products are computed in (`learning.forward.precision`). `scorer` values log-probabilities by the
         engine's forward instead of the model's own; `trainer.scoring` engine needs one. `trainers` is the group that
-        learns together, each with an equal model and equal rollouts; None: this one alone.
+        learns together, each with an equal model and equal rollouts; None: this one alone. `horizon` is how far the
+        run goes; a schedule that falls, and `loss_aggregation` constant_length, need one.
         Raises ConfigError: settings that do not go together, or weights that the optimizer cannot step.
         """
         if temperature <= 0.0:
             raise ConfigError(
                 f"cannot train at temperature {temperature}: greedy sampling has no log-probability; use 1.0"
             )
-        if algorithm.kl_placement == "reward" and algorithm.kind != "ppo":
-            raise ConfigError("algorithm.kl_placement 'reward' needs algorithm.kind ppo; use 'loss'")
         if (trainer.scoring == "engine") != (scorer is not None):
             raise ConfigError(
                 f"trainer.scoring is {trainer.scoring}, but the learner was given "
@@ -122,7 +121,7 @@ class Learner:
             block_size=trainer.block_samples * self.trainers.size,
         )
         self.critic: Critic | None = None
-        if algorithm.kind == "ppo":
+        if algorithm.has_critic:
             self.critic = Critic(
                 model.config.get_text_config().hidden_size,
                 seed=seed,
@@ -135,6 +134,14 @@ class Learner:
             self._learned(), lr=trainer.learning_rate, weight_decay=trainer.weight_decay, betas=(0.9, 0.95)
         )
         self._num_optimizer_steps = 0
+        self._coefficients = Coefficients.first(algorithm)
+        self._horizon = horizon or Horizon()
+        self._rate_factor = rate_factor(trainer, self._horizon)
+        if algorithm.loss_aggregation == "constant_length" and self._horizon.max_new_tokens is None:
+            raise ConfigError(
+                "algorithm.loss_aggregation constant_length divides by the most tokens that a response may have, and "
+                "the learner was not told; give it a Horizon with max_new_tokens"
+            )
 
     def update(self, rollouts: Sequence[Rollout], *, recompute_old: bool = False) -> UpdateReport:
         """Learn from one batch of rollouts; `weight_version` grows by one.
@@ -159,6 +166,7 @@ class Learner:
             critic=self.critic,
             trainers=self.trainers,
             generator=generator,
+            kl_coef=self._coefficients.kl,
         )
         if self.soft_targets is not None:
             self.soft_targets.clear()
@@ -181,12 +189,16 @@ class Learner:
             self.soft_targets.merge(self.trainers.gather_to_first(self.soft_targets.kept))
         self.weight_version += 1
         self._first.forget()
+        coefficients = {"kl_coef": self._coefficients.kl, "entropy_coef": self._coefficients.entropy}
+        self._coefficients.after_update(
+            targets.figures.get("reference_kl"), len(experience.lengths), self.algorithm
+        )
         return UpdateReport(
             weight_version=self.weight_version,
             num_samples=len(experience.lengths),
             num_tokens=experience.num_tokens,
             num_optimizer_steps=self._num_optimizer_steps - steps_before,
-            figures={**mismatch, **targets.figures, **figures.means()},
+            figures={**mismatch, **targets.figures, **coefficients, **figures.means()},
         )
 
     def forward_ahead(self, rollouts: Sequence[Rollout], *, recompute_old: bool = False) -> None:
@@ -229,7 +241,7 @@ class Learner:
         state = self._state()
         state.load(folder)
         self.weight_version, self.seed = state.weight_version, state.seed
-        self._num_optimizer_steps = state.num_optimizer_steps
+        self._num_optimizer_steps, self._coefficients = state.num_optimizer_steps, state.coefficients
         self._first.forget()
         if self._scorer is not None:
             self._scorer.holds = None
@@ -253,6 +265,7 @@ class Learner:
             weight_version=self.weight_version,
             num_optimizer_steps=self._num_optimizer_steps,
             seed=self.seed,
+            coefficients=self._coefficients,
             trainers=self.trainers,
         )
 
@@ -260,9 +273,12 @@ class Learner:
         self, experience: Experience, targets: Targets, rows: list[int], figures: MinibatchFigures
     ) -> None:
         """Accumulate the gradient of one minibatch and take one optimizer step."""
-        weights = token_weights(experience.mask[rows], self.algorithm.loss_aggregation)
-        weight_of = torch.zeros(experience.mask.shape)
-        weight_of[rows] = weights
+        weight_of, share_of = torch.zeros(2, *experience.mask.shape)
+        counted = experience.mask[rows] & targets.learned[rows, None]
+        weight_of[rows] = token_weights(
+            counted, self.algorithm.loss_aggregation, max_tokens=self._horizon.max_new_tokens or 1
+        )
+        share_of[rows] = token_weights(counted, "token_mean")
         learned = targets.with_gradient(rows)
         if not learned:
             for parameter in self._learned():
@@ -273,8 +289,10 @@ class Learner:
         packs = self._forward.packs(learned, experience)
         losses: list[Tensor] = []
         for pack in packs:
-            weight = torch.zeros_like(weight_of[pack.rows]) if pack.is_filler else weight_of[pack.rows]
-            loss = self._loss(experience, targets, pack, weight, figures, engine)
+            weights = (
+                (weight_of, share_of) if not pack.is_filler else torch.zeros(2, *weight_of.shape).unbind()
+            )
+            loss = self._loss(experience, targets, pack, weights, figures, engine)
             losses.append(loss.detach())
             loss.backward()
         self.trainers.agree(self._odd_loss(experience, packs, losses))
@@ -303,20 +321,23 @@ class Learner:
         experience: Experience,
         targets: Targets,
         pack: Pack,
-        weights: Tensor,
+        weights: Sequence[Tensor],
         out: MinibatchFigures,
         engine: Tensor | None,
     ) -> Tensor:
-        """Loss of some rows, weighted so that a minibatch's parts add up to its mean."""
+        """Loss of some rows; `weights` [B, R] are those of `LossInputs`: weight, share."""
         rows = pack.rows
         algorithm, mask, device = self.algorithm, experience.mask[rows], self.model.device
 
         def flat(per_token: Tensor) -> Tensor:
             return per_token[rows][mask].to(device)
 
+        def flat_or_none(per_token: Tensor | None) -> Tensor | None:
+            return None if per_token is None else flat(per_token)
+
         packed = experience.packed(rows)
         logits, _ = self._forward.logits(self.model, packed)
-        has_entropy = algorithm.entropy_coef > 0.0 or algorithm.report_entropy
+        has_entropy = algorithm.has_entropy_bonus or algorithm.report_entropy
         logprobs, entropy = token_statistics(
             logits, packed.targets.to(device), self._forward.temperature, entropy=has_entropy
         )
@@ -329,31 +350,32 @@ class Learner:
             )
         if engine is not None:
             logprobs = with_values(logprobs, flat(engine))
-        old = flat(experience.old_logprobs)
-        weight = weights[mask].to(device)
-        policy = clipped_policy_loss(logprobs, old, flat(targets.advantages), clip_ratio=algorithm.clip_ratio)
-        if targets.importance is not None:
-            policy = policy * flat(targets.importance)
-        total = policy
-        if entropy is not None:
-            out.add("entropy", entropy, weight)
-            if algorithm.entropy_coef > 0.0:
-                total = total - algorithm.entropy_coef * entropy
-        if targets.reference is not None and targets.has_kl_loss:
-            kl = kl_estimate(logprobs, flat(targets.reference), algorithm.kl_estimator)
-            total = total + algorithm.kl_coef * kl
-        out.add("policy_loss", policy, weight)
-        out.add_ratio(logprobs, old, weight, clip_ratio=algorithm.clip_ratio)
-        return (total * weight).sum()
+        weight, share = (flat(one) for one in weights)
+        return objective(
+            LossInputs(
+                logprobs=logprobs,
+                entropy=entropy,
+                old_logprobs=flat(experience.old_logprobs),
+                advantages=flat(targets.advantages),
+                importance=flat_or_none(targets.importance),
+                reference=flat_or_none(targets.reference) if targets.has_kl_loss else None,
+                sequences=Sequences.of(mask, device),
+                weight=weight,
+                share=share,
+            ),
+            algorithm=algorithm,
+            kl_coef=self._coefficients.kl,
+            entropy_coef=self._coefficients.entropy_bonus(algorithm),
+            figures=out,
+        )
 
     def _learned(self) -> list[nn.Parameter]:
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
 
     def _step(self, figures: MinibatchFigures) -> None:
         self._num_optimizer_steps += 1
-        warmup = min(1.0, self._num_optimizer_steps / max(self.trainer.warmup_updates, 1))
         for group in self.optimizer.param_groups:
-            group["lr"] = self.trainer.learning_rate * warmup
+            group["lr"] = self.trainer.learning_rate * self._rate_factor(self._num_optimizer_steps)
         norm = self.trainers.clip(self._learned(), self.trainer.max_grad_norm)
         if not math.isfinite(norm):
             raise NotFiniteError(
@@ -362,10 +384,17 @@ class Learner:
             )
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        figures.close_minibatch(self.trainers.gather(figures.open_part()), grad_norm=norm)
+        closed = figures.close_minibatch(
+            self.trainers.gather(figures.open_part()),
+            grad_norm=norm,
+            max_grad_norm=self.trainer.max_grad_norm,
+        )
+        self._coefficients.after_step(closed.get("entropy"), self.algorithm)
 
     def _minibatches(self, num_samples: int, generator: torch.Generator) -> Iterator[list[int]]:
+        """Of equal size up to one sample: a small last one would step as far as a whole one."""
+        num_minibatches = -(-num_samples // self.trainer.minibatch_size)
         for _ in range(self.trainer.epochs):
-            order = torch.randperm(num_samples, generator=generator).tolist()
-            for start in range(0, num_samples, self.trainer.minibatch_size):
-                yield sorted(order[start : start + self.trainer.minibatch_size])
+            order = torch.randperm(num_samples, generator=generator)
+            for rows in order.tensor_split(num_minibatches):
+                yield sorted(rows.tolist())

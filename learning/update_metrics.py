@@ -15,33 +15,34 @@ from jaxtyping import Float
 from torch import Tensor
 
 from core.errors import NumericsError
+from learning.algorithms.losses import PolicyLoss
 
-_OF_SEEN = ("entropy", "approx_kl", "clip_fraction")
+_OF_SEEN = ("entropy", "approx_kl", "clip_fraction", "clip_fraction_low", "clip_fraction_high")
 "Means over the tokens whose logits were computed; of the others they are not known."
 
 
 class OpenPart(NamedTuple):
-    """What one trainer adds to a minibatch: weighted sums by name, their weight, the ratio furthest from 1."""
+    """What one trainer adds to a minibatch: weighted sums by name, their weight, the smallest and largest ratio."""
 
     sums: dict[str, float]
     weight: float
-    furthest_ratio: float | None
+    ratios: tuple[float, float] | None
 
 
 class MinibatchFigures:
     """Weighted sums within a minibatch, plain means over minibatches.
 
-    `ratio_at_first_minibatch` is the policy ratio furthest from 1 before any step was taken: it says
-    how well engine and learner agree on log-probabilities. It is left out where no sample of that minibatch had a
-    gradient: no ratio was computed.
+    `ratio_min` and `ratio_max` are over all of them. `ratio_at_first_minibatch` is the policy ratio furthest from 1
+    before any step was taken: it says how well engine and learner agree on log-probabilities. It is left out where no
+    sample of that minibatch had a gradient: no ratio was computed.
     """
 
     def __init__(self) -> None:
         self._open: dict[str, Tensor] = {}
         self._open_weight: Tensor | None = None
-        self._furthest: Tensor | None = None
+        self._extremes: Tensor | None = None
         self._closed: list[dict[str, float]] = []
-        self._first_ratio: float | None = None
+        self._ratios: list[tuple[float, float] | None] = []
 
     def add(self, name: str, per_token: Float[Tensor, " M"], weight: Float[Tensor, " M"]) -> None:
         """Add a part of the current minibatch; weights of the whole minibatch sum to 1.
@@ -53,49 +54,47 @@ class MinibatchFigures:
         self._open[name] = part if before is None else before + part
 
     def add_ratio(
-        self,
-        logprobs: Float[Tensor, " M"],
-        old_logprobs: Float[Tensor, " M"],
-        weight: Float[Tensor, " M"],
-        *,
-        clip_ratio: float,
+        self, policy: PolicyLoss, differences: Float[Tensor, " M"], weight: Float[Tensor, " M"]
     ) -> None:
-        """Add what depends on the ratio: approx_kl (k3, Schulman 2020) and clip_fraction."""
-        difference = logprobs.detach() - old_logprobs
-        ratio = difference.exp()
+        """Add what depends on the ratio: approx_kl (k3, Schulman 2020, of `differences` new less old), clip fractions.
+
+        The ratios themselves are those of single tokens, whatever level the loss takes them at.
+        """
+        difference = differences.detach()
         total = weight.sum().double()
         self._open_weight = total if self._open_weight is None else self._open_weight + total
         self.add("approx_kl", torch.expm1(difference) - difference, weight)
-        self.add("clip_fraction", ((ratio - 1.0).abs() > clip_ratio).float(), weight)
-        if not self._closed:
-            seen = ratio if self._furthest is None else torch.cat([self._furthest, ratio])
-            # not seen[place]: that would read the place
-            self._furthest = seen.gather(0, (seen - 1.0).abs().argmax(dim=0, keepdim=True))
+        self.add("clip_fraction", (policy.clipped_low | policy.clipped_high).float(), weight)
+        self.add("clip_fraction_low", policy.clipped_low.float(), weight)
+        self.add("clip_fraction_high", policy.clipped_high.float(), weight)
+        ratio = difference.exp()
+        seen = ratio if self._extremes is None else torch.cat([self._extremes, ratio])
+        self._extremes = torch.stack([seen.min(), seen.max()])
 
     def open_part(self) -> OpenPart:
         """This trainer's part of the minibatch that is under way; read from the device."""
-        if self._open_weight is None:
+        if self._open_weight is None or self._extremes is None:
             return OpenPart({}, 0.0, None)
-        numbers = [*self._open.values(), self._open_weight]
-        if self._furthest is not None:
-            numbers.append(self._furthest[0].double())
-        values = torch.stack(numbers).tolist()
+        values = torch.stack([*self._open.values(), self._open_weight, *self._extremes.double()]).tolist()
         sums = dict(zip(self._open, values, strict=False))
-        return OpenPart(sums, values[len(sums)], values[-1] if self._furthest is not None else None)
+        return OpenPart(sums, values[len(sums)], (values[-2], values[-1]))
 
-    def close_minibatch(self, parts: Sequence[OpenPart], *, grad_norm: float) -> None:
-        """End a minibatch after its optimizer step; `parts` are those of all trainers, by rank."""
+    def close_minibatch(
+        self, parts: Sequence[OpenPart], *, grad_norm: float, max_grad_norm: float = math.inf
+    ) -> dict[str, float]:
+        """End a minibatch after its optimizer step; its figures. `parts` are those of all trainers, by rank."""
         sums = dict(parts[0].sums)
         for part in parts[1:]:
             for name, value in part.sums.items():
                 sums[name] = sums.get(name, 0.0) + value
-        if not self._closed:
-            ratios = [part.furthest_ratio for part in parts if part.furthest_ratio is not None]
-            self._first_ratio = max(ratios, key=lambda ratio: abs(ratio - 1.0), default=None)
+        ratios = [part.ratios for part in parts if part.ratios is not None]
+        self._ratios.append((min(r[0] for r in ratios), max(r[1] for r in ratios)) if ratios else None)
         weight = sum(part.weight for part in parts)
         seen = {name: value / weight for name, value in sums.items() if name in _OF_SEEN}
-        self._closed.append({"policy_loss": 0.0, **sums, **seen, "grad_norm": grad_norm})
-        self._open, self._open_weight, self._furthest = {}, None, None
+        own = {"grad_norm": grad_norm, "grad_clipped_share": float(grad_norm > max_grad_norm)}
+        self._closed.append({"policy_loss": 0.0, **sums, **seen, **own})
+        self._open, self._open_weight, self._extremes = {}, None, None
+        return self._closed[-1]
 
     def means(self) -> dict[str, float]:
         """Mean of every figure. Raises NumericsError naming one that is not finite."""
@@ -103,8 +102,10 @@ class MinibatchFigures:
         for name in dict.fromkeys(name for one in self._closed for name in one):
             values = [one[name] for one in self._closed if name in one]
             out[name] = sum(values) / len(values)
-        if self._first_ratio is not None:
-            out["ratio_at_first_minibatch"] = self._first_ratio
+        if self._ratios and self._ratios[0] is not None:
+            out["ratio_at_first_minibatch"] = max(self._ratios[0], key=lambda ratio: abs(ratio - 1.0))
+        if known := [ratios for ratios in self._ratios if ratios is not None]:
+            out["ratio_min"], out["ratio_max"] = min(r[0] for r in known), max(r[1] for r in known)
         for name, value in out.items():
             if not math.isfinite(value):
                 raise NumericsError(f"learner figure {name} is {value}; expected a finite number")

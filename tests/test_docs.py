@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from core.settings.algorithm import ALGORITHMS, AlgorithmConfig
+
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 SOURCES = ("core", "profiles", "policies", "engine", "learning", "actors", "cluster", "benchmarks", "tests")
@@ -47,6 +49,27 @@ def test_every_design_section_named_exists() -> None:
     ]
     assert len(named) > 30
     assert [place for place in named if place[1] not in headings] == []
+
+
+def test_the_table_of_algorithms_is_that_of_the_code() -> None:
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in (ROOT / "docs" / "algorithms.md").read_text().splitlines()
+        if line.startswith("| ") and not line.startswith("| kind")
+    ]
+    assert [row[0] for row in rows] == list(ALGORITHMS)
+    for kind, *shown in rows:
+        algorithm = AlgorithmConfig.model_validate({"kind": kind})
+        kl = f"{algorithm.kl_coef} {algorithm.kl_estimator} {algorithm.kl_placement}"
+        assert shown == [
+            algorithm.advantage,
+            algorithm.ratio_level,
+            algorithm.policy_loss,
+            f"{algorithm.clip_ratio}, {algorithm.upper_clip}",
+            algorithm.loss_aggregation,
+            kl if algorithm.kl_coef else "none",
+            "yes" if algorithm.dynamic_sampling else "no",
+        ]
 
 
 @pytest.mark.parametrize(

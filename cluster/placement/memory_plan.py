@@ -271,7 +271,7 @@ def _learner_bytes(config: Config, target: ModelShape) -> int:
     # the critic learns from the states of every response token; each trainer keeps those of its share
     states = samples * config.sampling.max_new_tokens * target.hidden_size * 4
     states = -(-states // config.cluster.trainer.num_actors)
-    states = states if config.algorithm.kind == "ppo" else 0
+    states = states if config.algorithm.has_critic else 0
     return kept + learned + reference + packing + activations + logits + states
 
 

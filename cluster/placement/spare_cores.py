@@ -31,6 +31,9 @@ def streams_forwards(
         recomputes_old: whether old log-probabilities are the trainer's.
     """
     algorithm, wish = config.algorithm, config.trainer.stream_forwards
+    if algorithm.dynamic_sampling:
+        # which samples make a block is not known before the rollout's end
+        return False, ""
     if not needs_forwards(config, recomputes_old=recomputes_old):
         if wish != "on":
             return False, ""
@@ -52,7 +55,7 @@ def needs_forwards(config: Config, *, recomputes_old: bool) -> bool:
     """Whether an update computes anything before its first step."""
     return (
         config.algorithm.kl_coef > 0.0
-        or config.algorithm.kind == "ppo"
+        or config.algorithm.has_critic
         or config.trainer.scoring == "engine"
         or recomputes_old
     )

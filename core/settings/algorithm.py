@@ -1,34 +1,110 @@
-"""What is learned from rollouts: advantages, losses, KL control."""
+"""What is learned from rollouts: advantages, losses, KL and entropy control.
+
+An algorithm is a row of `ALGORITHMS`: choices of parts that stand for themselves. Whatever a config says beside
+`kind` replaces that part of the row. docs/algorithms.md shows the table with its sources.
+"""
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
 from core.settings.section import Section
 
+Kind = Literal[
+    "ppo", "grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "dapo", "gspo", "cispo"
+]
+
+ALGORITHMS: Mapping[str, Mapping[str, object]] = {
+    "ppo": {"advantage": "gae", "loss_aggregation": "token_mean", "kl_coef": 0.01},
+    "grpo": {"advantage": "group_std", "loss_aggregation": "sequence_mean", "kl_coef": 0.01},
+    "dr_grpo": {"advantage": "group_mean", "loss_aggregation": "constant_length"},
+    "rloo": {
+        "advantage": "leave_one_out",
+        "ratio_level": "sequence",
+        "loss_aggregation": "sequence_mean",
+        "kl_coef": 0.01,
+        "kl_estimator": "k1",
+        "kl_placement": "reward",
+    },
+    "reinforce_pp": {
+        "advantage": "reinforce_pp",
+        "kl_coef": 0.01,
+        "kl_estimator": "k1",
+        "kl_placement": "reward",
+    },
+    "reinforce_pp_baseline": {"advantage": "reinforce_pp_baseline", "kl_coef": 0.01, "kl_estimator": "k2"},
+    "dapo": {"advantage": "group_std", "clip_ratio_high": 0.28, "dynamic_sampling": True},
+    "gspo": {
+        "advantage": "group_std",
+        "ratio_level": "sequence_mean",
+        "clip_ratio": 3e-4,
+        "clip_ratio_high": 4e-4,
+        "loss_aggregation": "sequence_mean",
+    },
+    "cispo": {
+        "advantage": "group_std",
+        "policy_loss": "cispo",
+        "clip_ratio": 1.0,
+        "clip_ratio_high": 4.0,
+    },
+}
+"What each `algorithm.kind` sets; what a row leaves out has the default below."
+
 
 class AlgorithmConfig(Section):
-    """PPO (Schulman et al. 2017) or GRPO (Shao et al. 2024)."""
+    """A row of `ALGORITHMS`, and the parts of it that are chosen otherwise."""
 
-    kind: Literal["ppo", "grpo"] = "ppo"
+    kind: Kind = "ppo"
+    advantage: Literal[
+        "gae", "group_std", "group_mean", "leave_one_out", "reinforce_pp", "reinforce_pp_baseline"
+    ] = "gae"
+    "gae needs a critic, reinforce_pp nothing, the others compare the samples of one prompt"
+    whiten_advantages: bool = True
+    "gae: mean 0 and variance 1 over the batch's tokens"
     gamma: float = Field(default=1.0, gt=0.0, le=1.0)
     gae_lambda: float = Field(default=0.95, ge=0.0, le=1.0)
-    clip_ratio: float = Field(default=0.2, gt=0.0)
     clip_value: float = Field(default=0.2, gt=0.0)
+    ratio_level: Literal["token", "sequence", "sequence_mean"] = "token"
+    "new over old probability: of each token, of the whole response, or its geometric mean over the tokens (GSPO)"
+    policy_loss: Literal["clip", "cispo"] = "clip"
+    "clip: PPO's surrogate; cispo: the clipped ratio is a constant weight, every token keeps its gradient"
+    clip_ratio: float = Field(default=0.2, gt=0.0)
+    "a ratio is clipped below 1 - clip_ratio and above 1 + clip_ratio_high"
+    clip_ratio_high: float | None = Field(default=None, gt=0.0)
+    "null: as clip_ratio; higher: DAPO's clip-higher"
+    dual_clip: float | None = Field(default=None, gt=1.0)
+    "largest ratio that counts where the advantage is negative (Ye et al. 2020; verl's clip_ratio_c); null: none"
+    loss_aggregation: Literal["token_mean", "sequence_mean", "constant_length"] = "token_mean"
+    "constant_length: sums over responses of at most sampling.max_new_tokens, divided by that length"
     entropy_coef: float = Field(default=0.0, ge=0.0)
+    "of a bonus on the mean entropy of the tokens; with entropy_target what it begins with"
+    entropy_target: float | None = Field(default=None, gt=0.0)
+    "nats a token: below it the coefficient grows by entropy_coef_step an optimizer step, above it shrinks and rests"
+    entropy_coef_step: float = Field(default=0.005, gt=0.0)
+    entropy_coef_max: float = Field(default=1.0, gt=0.0)
     report_entropy: bool = True
-    "false: where the coefficient is 0 the entropy is not computed either"
-    kl_coef: float = Field(default=0.01, ge=0.0)
-    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    "Schulman 2020, 'Approximating KL divergence'"
+    "false: where no bonus is paid the entropy is not computed either"
+    kl_coef: float = Field(default=0.0, ge=0.0)
+    "of the KL divergence from the first model; 0: no reference model is held"
+    kl_estimator: Literal["k1", "k2", "k3", "k1+", "k3+"] = "k3"
+    "Schulman 2020; `+`: that value with k2's gradient, which is that of the KL itself"
     kl_placement: Literal["loss", "reward"] = "loss"
-    "where the reference KL counts: a loss term, or (ppo only) a penalty on each token's reward"
-    whiten_advantages: bool = True
-    group_std: bool = True
-    "grpo: divide by the group's standard deviation (false: Dr. GRPO)"
-    loss_aggregation: Literal["token_mean", "sequence_mean"] = "token_mean"
+    "a term of the loss, or a penalty on each token's reward"
+    kl_bias_correction: bool = False
+    "weigh the KL term by the policy ratio: right in later minibatches too (DeepSeek-V3.2, section 3.1)"
+    kl_target: float | None = Field(default=None, gt=0.0)
+    "nats a token that the coefficient is steered to (Ziegler et al. 2019, section 2.2); null: it stays"
+    kl_horizon: float = Field(default=10_000.0, gt=0.0)
+    "kl_target: samples over which the coefficient may change by about its size"
+    truncated: Literal["learn", "mask", "bootstrap"] = "learn"
+    "responses cut at max_new_tokens: as any other, no part of the loss, or (gae) as if they went on"
+    dynamic_sampling: bool = False
+    "groups whose rewards are all equal are replaced by further prompts while the others are generated (DAPO)"
+    max_extra_groups: float = Field(default=3.0, gt=0.0)
+    "dynamic_sampling: further prompts for each that was asked for; beyond, groups without gradient fill the batch"
     old_logprobs: Literal["auto", "sampler", "trainer"] = "auto"
     "what ratios are over: the sampler's log-probabilities, or those of one more forward of the trainer before its "
     "first step; auto: the trainer's where tokens are promised without every bit (CUDA, several threads)"
@@ -39,6 +115,86 @@ class AlgorithmConfig(Section):
     importance_sampling_cap: float = Field(default=2.0, gt=0.0)
     importance_sampling_floor: float = Field(default=0.0, ge=0.0)
     "masks only: what is below counts 0 too; of a geometric mean 1 / cap where it is 0"
+
+    @property
+    def has_critic(self) -> bool:
+        """Whether advantages come from values that are learned."""
+        return self.advantage == "gae"
+
+    @property
+    def compares_groups(self) -> bool:
+        """Whether advantages come from the samples of one prompt."""
+        return self.advantage not in ("gae", "reinforce_pp")
+
+    @property
+    def has_entropy_bonus(self) -> bool:
+        """Whether entropy is a term of the loss, now or later."""
+        return self.entropy_coef > 0.0 or self.entropy_target is not None
+
+    @property
+    def upper_clip(self) -> float:
+        """How far above 1 a ratio may be."""
+        return self.clip_ratio if self.clip_ratio_high is None else self.clip_ratio_high
+
+    @model_validator(mode="before")
+    @classmethod
+    def _row(cls, given: Any) -> Any:
+        """Fill in the algorithm's row; a kind that is none is refused where fields are checked."""
+        if not isinstance(given, dict):
+            return given
+        kind = given.get("kind", "ppo")
+        return {**ALGORITHMS.get(kind if isinstance(kind, str) else "", {}), **given}
+
+    @model_validator(mode="after")
+    def _clipping(self) -> AlgorithmConfig:
+        if self.policy_loss == "clip" and not self.clip_ratio < 1.0:
+            raise ValueError(
+                f"clip_ratio {self.clip_ratio} clips nothing: ratios are above 0 and the lower bound is 1 - clip_ratio "
+                "is not; take one below 1, such as 0.2, or policy_loss cispo"
+            )
+        if self.dual_clip is not None and self.policy_loss != "clip":
+            raise ValueError(
+                f"dual_clip is of policy_loss clip, this is {self.policy_loss}; take it out (null)"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _kl(self) -> AlgorithmConfig:
+        in_loss = self.kl_coef > 0.0 and self.kl_placement == "loss"
+        if in_loss and self.kl_estimator == "k1":
+            raise ValueError(
+                "kl_estimator k1 in the loss has an expected gradient of zero: it would cost a forward and do nothing; "
+                "take k2 or k1+ (the gradient of the KL divergence), k3, or kl_placement reward"
+            )
+        if self.kl_placement == "reward" and self.kl_estimator.endswith("+"):
+            raise ValueError(
+                f"kl_estimator {self.kl_estimator} differs from {self.kl_estimator[:-1]} in its gradient, and a "
+                f"reward has none; take {self.kl_estimator[:-1]}, or kl_placement loss"
+            )
+        if self.kl_bias_correction and not in_loss:
+            raise ValueError(
+                "kl_bias_correction weighs the KL term of the loss, and there is none: kl_coef is "
+                f"{self.kl_coef}, kl_placement {self.kl_placement}; take it out, or set kl_coef with kl_placement loss"
+            )
+        if self.kl_target is not None and self.kl_coef == 0.0:
+            raise ValueError(
+                "kl_target steers kl_coef by factors, and 0 stays 0; give a kl_coef to begin with, such as 0.01"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _truncated(self) -> AlgorithmConfig:
+        if self.truncated == "bootstrap" and not self.has_critic:
+            raise ValueError(
+                f"truncated bootstrap goes by a critic's values, advantage {self.advantage} has none; take mask "
+                "or learn"
+            )
+        if self.dynamic_sampling and not self.compares_groups:
+            raise ValueError(
+                f"dynamic_sampling replaces groups of equal rewards, advantage {self.advantage} compares none; take it "
+                "out, or an algorithm that does, such as dapo"
+            )
+        return self
 
     @model_validator(mode="after")
     def _band(self) -> AlgorithmConfig:

@@ -49,7 +49,10 @@ class TrainerConfig(Section):
     value_learning_rate: float = Field(default=1e-3, gt=0.0, le=1e6)
     value_epochs: int = Field(default=8, ge=1)
     "ppo: passes of the value head over a batch's states; cheap, since the trunk is run once for all"
-    warmup_updates: int = Field(default=0, ge=0)
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    "how the learning rate goes on after the warm-up: linear and cosine fall to 0 at the run's last step"
+    warmup_steps: int = Field(default=0, ge=0)
+    "optimizer steps over which the learning rate rises from 0"
     epochs: int = Field(default=1, ge=1)
     minibatch_size: int = Field(default=32, ge=1)
     "responses per optimizer step"

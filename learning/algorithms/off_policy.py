@@ -22,11 +22,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from learning.algorithms.losses import kl_estimate
+from learning.algorithms.losses import MOST_LOG_RATIO, kl_estimate
 from learning.experience import Experience
-
-MOST_LOG_RATIO = 20.0
-"Larger ones are cut, in nats."
 
 ImportanceSampling = Literal[
     "off", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "geometric_mask"

@@ -11,10 +11,9 @@ from learning.algorithms.advantages import (
     discounted_returns,
     explained_variance,
     gae,
-    place_terminal_reward,
     whiten,
 )
-from learning.algorithms.losses import kl_estimate
+from learning.algorithms.rewards_at_tokens import token_rewards
 from learning.critic import Critic, history_features
 from learning.experience import Experience
 from learning.forward.policy_forward import OwnStates, padded
@@ -24,7 +23,7 @@ def ppo_advantages(
     critic: Critic,
     experience: Experience,
     own: OwnStates,
-    reference: Float[Tensor, "B R"] | None,
+    penalty: Float[Tensor, "B R"],
     *,
     algorithm: AlgorithmConfig,
     trainer: TrainerConfig,
@@ -40,8 +39,8 @@ def ppo_advantages(
         critic: is fitted.
         experience: the batch, `M` response tokens in all.
         own: states that predict its tokens, of this trainer's rows.
-        reference: log-probabilities of the reference model, None without KL control.
-        algorithm: gamma, lambda, where the KL counts.
+        penalty: what each token's reward is lowered by.
+        algorithm: gamma, lambda, what a truncated response is.
         trainer: passes and minibatches of the critic.
         generator: orders the critic's minibatches.
         figures: gets explained_variance and value_loss.
@@ -50,12 +49,12 @@ def ppo_advantages(
     history = history_features(experience.old_logprobs, mask)[mask]
     flat_values = critic.values(own, history)
     values = padded(flat_values, mask)
-    rewards = place_terminal_reward(experience.rewards, mask)
-    if reference is not None and algorithm.kl_placement == "reward":
-        kl = kl_estimate(experience.old_logprobs, reference, algorithm.kl_estimator)
-        rewards = rewards - algorithm.kl_coef * torch.where(mask, kl, torch.zeros_like(kl))
-    advantages, _ = gae(rewards, values, mask, gamma=algorithm.gamma, lam=algorithm.gae_lambda)
-    returns = discounted_returns(rewards, mask, gamma=algorithm.gamma)
+    after = _values_after(values, experience) if algorithm.truncated == "bootstrap" else None
+    rewards = token_rewards(experience, penalty)
+    advantages, _ = gae(
+        rewards, values, mask, gamma=algorithm.gamma, lam=algorithm.gae_lambda, last_values=after
+    )
+    returns = discounted_returns(rewards, mask, gamma=algorithm.gamma, last_values=after)
     figures["explained_variance"] = explained_variance(values, returns, mask)
     figures["value_loss"] = critic.fit(
         own,
@@ -68,3 +67,14 @@ def ppo_advantages(
         generator=generator,
     )
     return whiten(advantages, mask) if algorithm.whiten_advantages else advantages
+
+
+def _values_after(values: Float[Tensor, "B R"], experience: Experience) -> Float[Tensor, " B"]:
+    """What a response that was cut would still have got; 0 of one that ended.
+
+    The value before its last token stands for the one after it, whose state no forward has computed.
+    Source: Pardo et al. 2018, 'Time limits in reinforcement learning', section 3.
+    """
+    places = torch.arange(values.shape[1]).expand_as(values)
+    last = torch.where(experience.mask, places, 0).amax(dim=1)
+    return torch.where(experience.truncated, values[torch.arange(len(values)), last], 0.0)

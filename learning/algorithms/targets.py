@@ -6,13 +6,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from core.config import AlgorithmConfig, TrainerConfig
-from learning.algorithms.advantages import group_advantages, spread
+from learning.algorithms.advantages import (
+    group_advantages,
+    leave_one_out_advantages,
+    num_equal_groups,
+    reinforce_pp_advantages,
+    reinforce_pp_baseline_advantages,
+    spread,
+)
 from learning.algorithms.losses import kl_estimate
 from learning.algorithms.off_policy import importance_figures, importance_weights
 from learning.algorithms.ppo_advantages import ppo_advantages
+from learning.algorithms.rewards_at_tokens import kl_penalty, response_rewards, token_rewards
 from learning.critic import Critic
 from learning.experience import Experience
 from learning.forward.engine_scoring import EngineValues
@@ -30,6 +39,8 @@ class Targets:
     has_kl_loss: bool
     "whether the reference counts as a term of the loss"
     has_entropy_loss: bool
+    learned: Tensor
+    "[B], False for responses that are no part of the loss"
     figures: dict[str, float]
     importance: Tensor | None = None
     "weights of the policy loss against the sampler (`learning.algorithms.off_policy`), None where it is not corrected"
@@ -38,9 +49,8 @@ class Targets:
 
     def with_gradient(self, rows: Sequence[int]) -> list[int]:
         """Rows whose loss has a gradient: of the others (equal rewards in a group) no forward is computed."""
-        if self.has_entropy_loss or self.has_kl_loss:
-            return list(rows)
-        return [row for row in rows if bool(self.advantages[row].any())]
+        everywhere = self.has_entropy_loss or self.has_kl_loss
+        return [row for row in rows if self.learned[row] and (everywhere or bool(self.advantages[row].any()))]
 
 
 def update_targets(
@@ -52,23 +62,26 @@ def update_targets(
     critic: Critic | None,
     trainers: OneTrainer,
     generator: torch.Generator,
+    kl_coef: float,
 ) -> Targets:
     """Advantages and what they come from; the critic, where there is one, is fitted. Collective.
 
-    `first` are the values under the weights before any step; `generator` orders the critic's minibatches.
+    `first` are the values under the weights before any step; `generator` orders the critic's minibatches; `kl_coef` is
+    the coefficient as it stands.
     """
     reference = first.logprobs.get("reference")
     figures = {"num_samples_ahead": float(first.num_ahead)}
     if reference is not None:
         kl = kl_estimate(experience.old_logprobs, reference, algorithm.kl_estimator)
         figures["reference_kl"] = float(kl[experience.mask].mean())
+    penalty = kl_penalty(experience, reference, algorithm, kl_coef)
     if critic is not None:
         assert first.states is not None, "a critic's states are among the first values"
         advantages = ppo_advantages(
             critic,
             experience,
             first.states,
-            reference,
+            penalty,
             algorithm=algorithm,
             trainer=trainer,
             generator=generator,
@@ -77,12 +90,16 @@ def update_targets(
         # trainers on unlike processors round unlike, and would drift apart
         trainers.take_first([advantages, *critic.head.parameters()])
     else:
-        per_response, num_zero = group_advantages(
-            experience.rewards, experience.group_ids, divide_by_std=algorithm.group_std
-        )
+        advantages = _advantages_without_critic(experience, penalty, algorithm)
+    if algorithm.compares_groups:
         figures["num_groups"] = float(len(experience.group_ids.unique()))
-        figures["num_zero_advantage_groups"] = float(num_zero)
-        advantages = spread(per_response, experience.mask)
+        figures["num_zero_advantage_groups"] = float(
+            num_equal_groups(experience.rewards, experience.group_ids)
+        )
+    learned = (
+        ~experience.truncated if algorithm.truncated == "mask" else torch.ones_like(experience.truncated)
+    )
+    figures["truncated_share"] = float(experience.truncated.float().mean())
     importance = None
     if algorithm.importance_sampling != "off":
         importance = importance_weights(
@@ -99,8 +116,24 @@ def update_targets(
         importance=importance,
         reference=reference,
         has_kl_loss=reference is not None and algorithm.kl_placement == "loss",
-        has_entropy_loss=algorithm.entropy_coef > 0.0,
+        has_entropy_loss=algorithm.has_entropy_bonus,
+        learned=learned,
         figures=figures,
     )
     num_learned = len(targets.with_gradient(range(len(advantages))))
     return replace(targets, figures=figures | {"num_skipped_samples": float(len(advantages) - num_learned)})
+
+
+def _advantages_without_critic(
+    experience: Experience, penalty: Tensor, algorithm: AlgorithmConfig
+) -> Float[Tensor, "B R"]:
+    """One estimator a row of `core.settings.algorithm.ALGORITHMS`."""
+    groups, mask = experience.group_ids, experience.mask
+    if algorithm.advantage == "reinforce_pp":
+        return reinforce_pp_advantages(token_rewards(experience, penalty), mask, gamma=algorithm.gamma)
+    rewards = response_rewards(experience, penalty)
+    if algorithm.advantage == "reinforce_pp_baseline":
+        return reinforce_pp_baseline_advantages(rewards, groups, mask)
+    if algorithm.advantage == "leave_one_out":
+        return spread(leave_one_out_advantages(rewards, groups), mask)
+    return spread(group_advantages(rewards, groups, divide_by_std=algorithm.advantage == "group_std"), mask)

@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from core.errors import ConfigError, StorageError
+from learning.algorithms.controllers import Coefficients
 from learning.parallel.one_trainer import OneTrainer
 
 _COUNTERS = ("weight_version", "num_optimizer_steps", "seed")
@@ -44,6 +45,7 @@ class LearnerState:
     weight_version: int
     num_optimizer_steps: int
     seed: int
+    coefficients: Coefficients
     trainers: OneTrainer = field(default_factory=OneTrainer)
 
     def save(self, folder: Path) -> None:
@@ -72,12 +74,15 @@ class LearnerState:
                         "section says otherwise; resume with the same algorithm"
                     )
             alone = self.trainers.size == 1
-            counters: dict[str, Any] = {
-                "counters": {name: torch.zeros((), dtype=torch.int64) for name in _COUNTERS}
+            numbers: dict[str, Any] = {
+                "counters": {name: torch.zeros((), dtype=torch.int64) for name in _COUNTERS},
+                "coefficients": torch.zeros(3, dtype=torch.float64),
             }
-            load(counters, storage_reader=reader, no_dist=alone)
-            for name, value in counters["counters"].items():
+            load(numbers, storage_reader=reader, no_dist=alone)
+            for name, value in numbers["counters"].items():
                 setattr(self, name, int(value))
+            kl, entropy, last_entropy = numbers["coefficients"].tolist()
+            self.coefficients = Coefficients(kl, entropy, None if last_entropy < 0.0 else last_entropy)
             parts = self._parts()
             # a parameter that never had a gradient has no state to be found
             steps = {name: parts.pop(name) for name in ("optimizer", "critic_optimizer") if name in parts}
@@ -90,7 +95,13 @@ class LearnerState:
     def _parts(self) -> dict[str, Any]:
         """The state under names that do not depend on the number of trainers; tensors are those that are in use."""
         counters = {name: torch.tensor(getattr(self, name), dtype=torch.int64) for name in _COUNTERS}
-        parts: dict[str, Any] = {"counters": counters, "model": get_model_state_dict(self.model)}
+        steered = self.coefficients
+        last = -1.0 if steered.last_entropy is None else steered.last_entropy
+        parts: dict[str, Any] = {
+            "counters": counters,
+            "coefficients": torch.tensor([steered.kl, steered.entropy, last], dtype=torch.float64),
+            "model": get_model_state_dict(self.model),
+        }
         if self.reference is not None:
             parts["reference"] = get_model_state_dict(self.reference)
         if self.critic is not None:

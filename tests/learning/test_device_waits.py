@@ -3,10 +3,13 @@
 On the `meta` device tensors have shapes and no numbers, so whatever looks at one fails.
 """
 
+import math
+
 import pytest
 import torch
 
 from core.config import AlgorithmConfig, TrainerConfig
+from learning.algorithms.losses import clipped_policy_loss
 from learning.algorithms.targets import Targets
 from learning.experience import collate
 from learning.forward.policy_forward import Pack
@@ -29,11 +32,17 @@ def test_a_pack_is_computed_without_reading_a_number(make_model, make_rollouts):
     )
     ones = torch.ones(experience.mask.shape)
     targets = Targets(
-        advantages=ones, reference=-ones, has_kl_loss=True, has_entropy_loss=True, importance=ones, figures={}
+        advantages=ones,
+        reference=-ones,
+        has_kl_loss=True,
+        has_entropy_loss=True,
+        learned=torch.ones(len(ones), dtype=torch.bool),
+        importance=ones,
+        figures={},
     )
     figures = MinibatchFigures()
     for rows in ([0, 2], [1, 3]):
-        loss = learner._loss(experience, targets, Pack(rows=rows), ones[rows], figures, -ones)
+        loss = learner._loss(experience, targets, Pack(rows=rows), (ones, ones), figures, -ones)
         loss.backward()
     assert loss.device.type == "meta"
     for read in (figures.open_part, store.settle, lambda: float(loss.detach())):
@@ -46,14 +55,27 @@ def test_sums_of_packs_are_those_of_the_minibatch():
     logprobs = torch.tensor([-1.0, -2.0, -3.0, -1.5])
     old = logprobs - torch.tensor([0.0, 0.5, -0.1, 0.3])
     weight = torch.tensor([0.1, 0.2, 0.3, 0.4])
+    differences = logprobs - old
+    advantages = torch.tensor([1.0, 1.0, 1.0, -1.0])
+
+    def add(part: slice, differences: torch.Tensor) -> None:
+        policy = clipped_policy_loss(differences[part], advantages[part], clip_low=0.2, clip_high=0.2)
+        figures.add_ratio(policy, differences[part], weight[part])
+
     for part in (slice(0, 1), slice(1, 3), slice(3, 4)):
-        figures.add_ratio(logprobs[part], old[part], weight[part], clip_ratio=0.2)
+        add(part, differences)
     part = figures.open_part()
     assert part.weight == pytest.approx(1.0)
-    assert part.furthest_ratio == pytest.approx(torch.tensor(0.5).exp())
-    assert part.sums["clip_fraction"] == pytest.approx(0.6)
-    figures.close_minibatch([part], grad_norm=1.0)
+    assert part.ratios == pytest.approx((math.exp(-0.1), math.exp(0.5)))
+    # the last ratio is as large, but its action is bad: there the loss keeps its gradient
+    assert part.sums["clip_fraction"] == part.sums["clip_fraction_high"] == pytest.approx(0.2)
+    closed = figures.close_minibatch([part], grad_norm=1.0, max_grad_norm=0.5)
+    assert closed["grad_clipped_share"] == 1.0
     assert figures.open_part() == ({}, 0.0, None)
-    figures.add_ratio(logprobs, old + 5.0, weight, clip_ratio=0.2)
-    assert figures.open_part().furthest_ratio is None, "only before the first step it speaks of rounding"
-    assert figures.means()["ratio_at_first_minibatch"] == pytest.approx(torch.tensor(0.5).exp())
+    add(slice(0, 4), differences - 5.0)
+    figures.close_minibatch([figures.open_part()], grad_norm=0.1, max_grad_norm=0.5)
+    means = figures.means()
+    assert means["ratio_at_first_minibatch"] == pytest.approx(torch.tensor(0.5).exp()), "before any step"
+    assert means["ratio_min"] == pytest.approx(torch.tensor(-5.1).exp())
+    assert means["ratio_max"] == pytest.approx(torch.tensor(0.5).exp())
+    assert means["grad_clipped_share"] == 0.5

@@ -10,11 +10,14 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from core.config import AlgorithmConfig, TrainerConfig
 from core.errors import ConfigError, NumericsError, StorageError
-from core.records import Reward
+from core.records import FinishReason, Reward
+from core.settings.algorithm import ALGORITHMS
 from engine.decoding.logprobs import token_logprobs
+from learning.algorithms.targets import update_targets
 from learning.experience import collate
 from learning.forward.training_forward import response_logits
 from learning.learner import Learner
+from learning.schedule import Horizon
 
 TRAINER = TrainerConfig(learning_rate=1e-2, value_learning_rate=1e-2, minibatch_size=3, epochs=2)
 PPO, GRPO = AlgorithmConfig(kind="ppo"), AlgorithmConfig(kind="grpo")
@@ -178,8 +181,17 @@ def test_every_figure_is_reported_and_finite(make_learner, make_rollouts):
         "entropy",
         "approx_kl",
         "clip_fraction",
+        "clip_fraction_low",
+        "clip_fraction_high",
         "grad_norm",
+        "grad_clipped_share",
         "reference_kl",
+        "kl_loss",
+        "kl_coef",
+        "entropy_coef",
+        "ratio_min",
+        "ratio_max",
+        "truncated_share",
         "ratio_at_first_minibatch",
         "num_skipped_samples",
         "num_samples_ahead",
@@ -194,6 +206,116 @@ def test_every_figure_is_reported_and_finite(make_learner, make_rollouts):
         assert all(math.isfinite(value) for value in report.figures.values())
         assert (report.weight_version, report.num_samples, report.num_optimizer_steps) == (1, 6, 4)
     assert report.figures["num_groups"] == 3
+
+
+@mark.parametrize("kind", sorted(ALGORITHMS))
+def test_every_algorithm_makes_rewarded_responses_likelier(make_model, make_rollouts, kind):
+    # seven responses of one prompt; those that begin with an even token are paid
+    algorithm = AlgorithmConfig(kind=kind, clip_ratio=0.2, clip_ratio_high=0.3)
+    model = make_model()
+    rollouts = make_rollouts(model, 8, seed=3, reward=lambda tokens: float(tokens[0] % 2 == 0), group_size=8)
+    learner = Learner(
+        model,
+        algorithm=algorithm,
+        trainer=TrainerConfig(learning_rate=3e-3, minibatch_size=8),
+        temperature=1.0,
+        seed=5,
+        pad_token_id=0,
+        horizon=Horizon(max_new_tokens=16),
+    )
+    before = collate(rollouts, pad_token_id=0)
+    assert 0 < float(before.rewards.sum()) < 8
+    learner.update(rollouts)
+    logits, _ = response_logits(learner.model, before.packed(range(8)), 19)
+    now = torch.zeros_like(before.old_logprobs)
+    now[before.mask] = token_logprobs(logits, before.ids[:, 1:][before.where], 1.0).detach()
+    change = (now - before.old_logprobs).sum(dim=1)
+    assert change[before.rewards == 1].mean() > change[before.rewards == 0].mean()
+
+
+def cut(rollouts, rows):
+    """Let some rollouts end at the limit of new tokens."""
+    return [
+        dataclasses.replace(
+            one, completion=dataclasses.replace(one.completion, finish_reason=FinishReason.LENGTH)
+        )
+        if row in rows
+        else one
+        for row, one in enumerate(rollouts)
+    ]
+
+
+def test_masked_responses_are_no_part_of_the_loss(make_learner, make_rollouts):
+    algorithm = AlgorithmConfig(kind="grpo", truncated="mask", kl_coef=0.1)
+    learners = [make_learner(algorithm=algorithm) for _ in range(2)]
+    rollouts = cut(make_rollouts(learners[0].model), {1, 4})
+    figures = learners[0].update(rollouts).figures
+    assert figures["truncated_share"] == approx(1 / 3)
+    assert figures["num_skipped_samples"] >= 2
+    # other tokens in their place, at the same advantage: nothing changes
+    other = list(rollouts)
+    for row in (1, 4):
+        tokens = rollouts[row].completion.token_ids
+        changed = dataclasses.replace(rollouts[row].completion, token_ids=(tokens + 1) % 17 + 2)
+        other[row] = dataclasses.replace(rollouts[row], completion=changed)
+    learners[1].update(other)
+    for one, same in zip(*map(parameters, learners), strict=True):
+        assert torch.allclose(one, same, atol=1e-6)
+
+
+def test_a_response_that_was_cut_is_not_blamed_for_ending(make_learner, make_rollouts):
+    # values are 1 everywhere, rewards 0: who ended is worth less than expected, who was cut is not
+    seen = {}
+    for truncated in ("learn", "bootstrap"):
+        learner = make_learner(
+            algorithm=AlgorithmConfig(kind="ppo", truncated=truncated, whiten_advantages=False)
+        )
+        torch.nn.init.ones_(learner.critic.head.outer.bias)
+        rollouts = cut(make_rollouts(learner.model, reward=lambda tokens: 0.0), {0, 1, 2, 3, 4, 5})
+        experience = collate(rollouts, pad_token_id=0)
+        first = learner._first.of(experience, learner._first_parts(False))
+        targets = update_targets(
+            experience,
+            first,
+            algorithm=learner.algorithm,
+            trainer=learner.trainer,
+            critic=learner.critic,
+            trainers=learner.trainers,
+            generator=torch.Generator().manual_seed(0),
+            kl_coef=0.0,
+        )
+        seen[truncated] = targets.advantages[experience.mask]
+    assert float(seen["learn"].max()) < 0.0
+    assert float(seen["bootstrap"].abs().max()) == approx(0.0, abs=1e-5)
+
+
+def test_minibatches_are_of_equal_size(make_learner, make_rollouts):
+    learner = make_learner(trainer=TRAINER.model_copy(update={"minibatch_size": 4, "epochs": 1}))
+    generator = torch.Generator().manual_seed(0)
+    parts = list(learner._minibatches(9, generator))
+    assert sorted(len(part) for part in parts) == [3, 3, 3]
+    assert sorted(row for part in parts for row in part) == list(range(9))
+
+
+def test_steered_coefficients_are_part_of_what_is_resumed(make_model, make_learner, make_rollouts, tmp_path):
+    algorithm = AlgorithmConfig(
+        kl_coef=0.1, kl_target=0.5, kl_horizon=10, entropy_target=100.0, entropy_coef_step=0.01
+    )
+    straight = make_learner(algorithm=algorithm)
+    first, second = make_rollouts(straight.model), make_rollouts(straight.model, seed=1)
+    straight.update(first)
+    straight.save(tmp_path / "state")
+    expected = straight.update(second)
+    resumed = make_learner(make_model(seed=9), algorithm=algorithm)
+    resumed.load(tmp_path / "state")
+    assert resumed.update(second).figures == expected.figures
+    assert expected.figures["kl_coef"] != 0.1 and expected.figures["entropy_coef"] == approx(0.08)
+    assert all(torch.equal(a, b) for a, b in zip(parameters(straight), parameters(resumed), strict=True))
+
+
+def test_a_constant_length_needs_to_be_told(make_learner):
+    with raises(ConfigError, match="constant_length"):
+        make_learner(algorithm=AlgorithmConfig(kind="dr_grpo"))
 
 
 def test_a_resumed_learner_goes_on_bitwise(make_model, make_learner, make_rollouts, tmp_path):

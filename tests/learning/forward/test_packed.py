@@ -99,7 +99,7 @@ def test_the_update_is_that_of_a_padded_loop_over_every_group(rewards, max_token
     rollouts = make_rollouts(make_model(), 8, reward=reward, group_size=2)
     learner = Learner(
         make_model(),
-        algorithm=AlgorithmConfig(kind="grpo", kl_coef=0.0),
+        algorithm=AlgorithmConfig(kind="grpo", kl_coef=0.0, loss_aggregation="token_mean"),
         trainer=TrainerConfig(learning_rate=1e-3, minibatch_size=8, max_tokens_per_forward=max_tokens),
         temperature=1.0,
         seed=5,

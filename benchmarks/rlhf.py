@@ -1,0 +1,118 @@
+"""What RLHF runs reach and where their time goes: one short run an algorithm, on the demo's letter chains.
+
+Every run is `rlhfspec train` with a shipped config, in a process of its own; figures come from its `metrics.jsonl`.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from rich.console import Console
+from transformers import AutoModelForSequenceClassification
+
+from benchmarks.oracles.trl_comparison import OURS, differences, frozen
+from benchmarks.support.result import ROOT, write_result
+from benchmarks.support.workload import demo_workload
+from core.errors import RlhfSpecError
+from core.metrics import read_metrics
+
+CONFIGS: Mapping[str, Path] = {"ppo": ROOT / "configs" / "demo.yaml"} | {
+    kind: ROOT / "configs" / "algorithms" / f"{kind}.yaml"
+    for kind in ("grpo", "dr_grpo", "rloo", "reinforce_pp", "dapo", "gspo", "cispo")
+}
+ITERATIONS = {"quick": 2, "default": 15, "full": 30}
+QUICK = ("ppo", "grpo")
+STEP_ITERATIONS = {"quick": 1, "default": 4, "full": 8}
+PLAIN_STATIC = ("speculation.policy=off", "speculation.drafter=none", "reallocation.policy=static")
+_TIMEOUT_S = 1800.0
+
+Metrics = Sequence[Mapping[str, float]]
+
+
+def run(*, out: Path, mode: str, data: Path | None) -> int:
+    """Run the benchmark; returns 0."""
+    console = Console()
+    figures: dict[str, float] = {}
+    for kind, config in CONFIGS.items():
+        if mode == "quick" and kind not in QUICK:
+            continue
+        metrics = train(config, out, kind, [f"run.iterations={ITERATIONS[mode]}"])
+        figures[f"reward_gain_{kind}"] = reward_gain(metrics)
+        console.print(f"reward_gain_{kind}: {figures[f'reward_gain_{kind}']:.3f}")
+        if kind == "ppo":
+            figures["amdahl_bound"] = amdahl_bound(metrics)
+    figures |= _scoring(out, mode)
+    figures |= _steps(out, mode)
+    numbers = frozen()
+    figures["trl_max_abs_difference"] = max(differences(case, numbers) for case in OURS)
+    for name, value in figures.items():
+        console.print(f"{name}: {value:.4g}")
+    write_result(out, "rlhf", figures, provenance={"mode": mode, "iterations": ITERATIONS[mode]})
+    return 0
+
+
+def train(config: Path, out: Path, name: str, settings: Sequence[str]) -> Metrics:
+    """The metrics of one run. Raises RlhfSpecError with the end of its output when it fails."""
+    runs = out / "runs"
+    before = set(runs.glob("*")) if runs.is_dir() else set()
+    words = [f"run.output_dir={runs}", f"run.name={name}", "cluster.dashboard=false", *settings]
+    done = subprocess.run(
+        [sys.executable, "-m", "cluster.cli", "train", "--config", str(config)]
+        + [word for setting in words for word in ("--set", setting)],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=_TIMEOUT_S,
+    )
+    if done.returncode:
+        raise RlhfSpecError(f"the run {name} ended with {done.returncode}: {done.stderr[-2000:]}")
+    (folder,) = set(runs.glob("*")) - before
+    return read_metrics(folder / "metrics.jsonl")
+
+
+def reward_gain(metrics: Metrics) -> float:
+    """Mean reward of the last fifth of the iterations less that of the first, one iteration at least."""
+    fifth = max(1, len(metrics) // 5)
+    rewards = [row["reward/mean"] for row in metrics]
+    return sum(rewards[-fifth:]) / fifth - sum(rewards[:fifth]) / fifth
+
+
+def amdahl_bound(metrics: Metrics) -> float:
+    """How many times as fast a step would be if generation took no time."""
+    total = sum(row["time/iteration_s"] for row in metrics)
+    return total / (total - sum(row["time/generate_s"] for row in metrics))
+
+
+def _scoring(out: Path, mode: str) -> dict[str, float]:
+    """Share of a step between the last sample's end and the update, with a reward model of the target's size."""
+    folder = out / "reward_model"
+    workload = demo_workload(1)
+    model = AutoModelForSequenceClassification.from_pretrained(workload.paths.target, num_labels=1)
+    model.save_pretrained(folder)
+    workload.tokenizer.save_pretrained(folder)
+    metrics = train(
+        CONFIGS["ppo"],
+        out,
+        "scoring",
+        [f"run.iterations={STEP_ITERATIONS[mode]}", "reward.kind=model", f"reward.model={folder}"],
+    )
+    return {
+        "scoring_wait_share": sum(row["time/score_s"] for row in metrics)
+        / sum(row["time/iteration_s"] for row in metrics)
+    }
+
+
+def _steps(out: Path, mode: str) -> dict[str, float]:
+    """Seconds of a whole step with plain decoding and no moves, over ours; interleaved, the first step left out."""
+    seconds: dict[str, list[float]] = {"plain": [], "ours": []}
+    length = [f"run.iterations={STEP_ITERATIONS[mode] + 1}"]
+    for name in ("plain", "ours", "ours", "plain"):
+        metrics = train(CONFIGS["ppo"], out, name, length + list(PLAIN_STATIC if name == "plain" else ()))
+        seconds[name] += [row["time/iteration_s"] for row in metrics[1:]]
+    mean = {name: sum(values) / len(values) for name, values in seconds.items()}
+    return {"step_over_plain_static": mean["plain"] / mean["ours"]}
