@@ -104,8 +104,10 @@ def _explain(item: Any) -> str:
 def _known_keys(path: list[str]) -> list[str]:
     model: Any = Config
     for part in path:
+        if part.isdigit():  # a place in a list of sections
+            continue
         kind = model.model_fields[part].annotation
-        # of `Section | None` the section
+        # of `Section | None` and of `tuple[Section, ...]` the section
         model = next((one for one in get_args(kind) if _is_section(one)), kind)
     return list(model.model_fields) if _is_section(model) else []
 

@@ -6,6 +6,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pytest import fixture, mark, raises
 
+import learning.data.encoding
 import learning.pairs.tokenization
 from core.config import DataConfig, SamplingConfig
 from core.errors import DataError
@@ -194,13 +195,13 @@ def test_a_prompt_beyond_all_tokens_is_refused_without_being_tokenised(tmp_path,
     lengths = (8, most, most + 1, 10**7)
     path.write_text("".join(json.dumps({"question": "a" * n, "answer": ""}) + "\n" for n in lengths))
     encoded = []
-    encode = tokenizer.encode
+    encode = learning.data.encoding.encode_texts
 
-    def counting(text):
-        encoded.append(len(text))
-        return encode(text)
+    def counting(tokenizer, texts, *, special):
+        encoded.extend(len(text) for text in texts)
+        return encode(tokenizer, texts, special=special)
 
-    monkeypatch.setattr(tokenizer, "encode", counting)
+    monkeypatch.setattr(learning.data.encoding, "encode_texts", counting)
     data = DataConfig(path=str(path), max_prompt_tokens=8, on_long_prompt="skip")
     dataset = load_prompts(data, tokenizer, seed=0)
     assert (len(dataset), dataset.num_skipped, encoded) == (1, 3, [8, most])
