@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -118,10 +119,14 @@ def load_prompts(
 
 
 def source_rows(
-    data: DataConfig, seed: int, left_out: LeftOut, progress: ReadProgress | None = None
+    data: DataConfig,
+    seed: int,
+    left_out: LeftOut,
+    progress: ReadProgress | None = None,
+    columns: Counter[str] | None = None,
 ) -> Iterator[Row | DataError]:
     """Yield the rows of a single source, drawn or read, and the faults in the place of rows; errors as `iter_rows`."""
-    return iter(_drawn_rows(data, seed)) if data.task else iter_rows(data, left_out, progress)
+    return iter(_drawn_rows(data, seed)) if data.task else iter_rows(data, left_out, progress, columns)
 
 
 class _Loader:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -48,14 +49,28 @@ def read_rows(data: DataConfig) -> list[Row]:
 
 
 def iter_rows(
-    data: DataConfig, left_out: LeftOut, progress: ReadProgress | None = None
+    data: DataConfig,
+    left_out: LeftOut,
+    progress: ReadProgress | None = None,
+    columns: Counter[str] | None = None,
 ) -> Iterator[Row | DataError]:
     """Yield the rows of a single source, and in the place of one that cannot be used what is wrong with it.
 
-    Raises DataError where reading ends: missing file, damaged file, no row at all; ConfigError for `data.filter`.
+    Args:
+        data: of the source.
+        left_out: counts what `data.filter` refuses.
+        progress: is told how far reading has come.
+        columns: counts in how many rows each column stands; of Parquet all are read then.
+
+    Yields:
+        Rows, or faults of one row each.
+
+    Raises:
+        DataError: reading ends here: missing file, damaged file, no row at all.
+        ConfigError: `data.filter` cannot be imported.
     """
     keep = RowFilter(data.filter) if data.filter is not None else None
-    reader = RowReader(data)
+    reader = RowReader(data, all_columns=keep is not None or columns is not None)
     index = -1
     for index, record in enumerate(iter_records(data, reader.choose_columns, progress)):
         if index < data.skip_rows:
@@ -65,6 +80,8 @@ def iter_rows(
         if record.fault is not None:
             yield record.fault
             continue
+        if columns is not None:
+            columns.update(list(record.values))
         try:
             if keep is not None and not keep.keeps(record.values, record.origin):
                 left_out.filtered += 1
@@ -90,8 +107,9 @@ class _Plan:
 class RowReader:
     """Makes rows of a source's records; the first one says whether they are conversations."""
 
-    def __init__(self, data: DataConfig) -> None:
+    def __init__(self, data: DataConfig, *, all_columns: bool = False) -> None:
         self._data = data
+        self._all_columns = all_columns
         self._plan: _Plan | None = None
 
     def choose_columns(self, kinds: Mapping[str, bool], origin: str) -> list[str] | None:
@@ -105,7 +123,7 @@ class RowReader:
         for name, key in wanted.items():
             if not _has(kinds, name):
                 raise DataError(_missing(origin, name, key, kinds))
-        if data.filter is not None:
+        if self._all_columns:
             return None
         tops = {name if name in kinds else name.split(".")[0] for name in wanted}
         return [name for name in kinds if name in tops]
