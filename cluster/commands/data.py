@@ -78,8 +78,6 @@ def run(args: argparse.Namespace) -> int:
     report = Reporter(PipeConsole(highlight=False, soft_wrap=True, stderr=True))
     config = _config(args)
     try:
-        if not args.json:
-            report.stage("loading tokenizer")
         tokenizer = _tokenizer(args, config, report)
         from cluster.reporting.data_text import data_lines
         from learning.data.statistics import data_report
@@ -124,6 +122,7 @@ def _tokenizer(args: argparse.Namespace, config: Config, report: Reporter) -> An
         name = config.models.target
     if name is None:
         return None
+    report.stage("loading the tokenizer")
     from engine.weights.loading import load_tokenizer
 
     return load_tokenizer(name, trust_remote_code=config.models.trust_remote_code)

@@ -49,7 +49,7 @@ class SourceFields(Section):
     skip_rows: int = Field(default=0, ge=0)
     "rows passed over first, such as those that are held out for evaluation"
     limit: int | None = Field(default=None, ge=1)
-    "use only the first rows"
+    "use only so many rows (of each source)"
 
     @model_validator(mode="after")
     def _usable(self) -> SourceFields:
@@ -57,9 +57,10 @@ class SourceFields(Section):
             raise ValueError(
                 "data.prompt_template must hold {prompt}, or every prompt is the same; put it in"
             )
-        if self.task is not None and (self.limit or 0) > MAX_DRAWN_PROBLEMS:
+        drawn = self.skip_rows + (self.limit or 0)
+        if self.task is not None and drawn > MAX_DRAWN_PROBLEMS:
             raise ValueError(
-                f"data.limit {self.limit:,} is more than a generated task draws; expected at most "
+                f"data.limit with data.skip_rows, {drawn:,}, is more than a generated task draws; expected at most "
                 f"{MAX_DRAWN_PROBLEMS:,}"
             )
         return self

@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from core.config import DataConfig, SamplingConfig
-from core.errors import DataError
+from core.errors import DataError, ModelError
+from core.outside import is_file
 from core.records import Completion, Prompt, SamplingParams
+from engine.weights.loading import num_token_ids
 from learning.data.encoding import PromptEncoder, Rendered, longest_token
-from learning.data.left_out import LeftOut, Seen
+from learning.data.left_out import LeftOut, RowFilter, Seen
 from learning.data.mixing import repeats_of
 from learning.data.packed_prompts import PackedPrompts, PromptPacker
 from learning.data.raw_records import ReadProgress
@@ -125,8 +128,10 @@ def source_rows(
     progress: ReadProgress | None = None,
     columns: Counter[str] | None = None,
 ) -> Iterator[Row | DataError]:
-    """Yield the rows of a single source, drawn or read, and the faults in the place of rows; errors as `iter_rows`."""
-    return iter(_drawn_rows(data, seed)) if data.task else iter_rows(data, left_out, progress, columns)
+    """Yield the rows of a single source, drawn or read, and the faults in the place of rows; see `iter_rows`."""
+    if data.task is None:
+        return iter_rows(data, left_out, progress, columns)
+    return iter(_drawn_rows(data, seed, left_out))
 
 
 class _Loader:
@@ -216,7 +221,9 @@ def sampling_params(
     stops = list(sampling.stop_token_ids)
     eos = tokenizer.eos_token_id
     known = [eos] if isinstance(eos, int) else []
-    known += generation_end_tokens(model) if model is not None else []
+    if model is not None:
+        num_ids = num_token_ids(tokenizer)
+        known += [token for token in generation_end_tokens(model) if 0 <= token < num_ids]
     stops += [token for token in dict.fromkeys(known) if token not in stops]
     return SamplingParams(
         temperature=sampling.temperature,
@@ -228,13 +235,22 @@ def sampling_params(
 
 
 def generation_end_tokens(model: str) -> list[int]:
-    """Ids that a model's generation_config.json ends a response with; none where there is no such file."""
+    """Ids that a model's generation_config.json ends a response with; none where there is no such file.
+
+    Raises ModelError: the file is there and cannot be read.
+    """
     try:
         eos = GenerationConfig.from_pretrained(model).eos_token_id
-    except (OSError, ValueError):
-        return []
+    except (OSError, ValueError, TypeError) as error:
+        file = Path(model).expanduser() / "generation_config.json"
+        if not is_file(file):
+            return []
+        said = " ".join(str(error).split())[:200]
+        raise ModelError(
+            f"cannot read {file}, which names the end tokens: {said}; mend or delete it"
+        ) from error
     listed = eos if isinstance(eos, list) else [eos]
-    return [token for token in listed if isinstance(token, int) and token >= 0]
+    return [token for token in listed if isinstance(token, int)]
 
 
 def response_text(tokenizer: PreTrainedTokenizerBase, completion: Completion) -> str:
@@ -245,14 +261,19 @@ def response_text(tokenizer: PreTrainedTokenizerBase, completion: Completion) ->
     return text if isinstance(text, str) else "".join(text)
 
 
-def _drawn_rows(data: DataConfig, seed: int) -> Sequence[Row]:
+def _drawn_rows(data: DataConfig, seed: int, left_out: LeftOut) -> Iterator[Row]:
     rng = np.random.default_rng([seed, 0xC4A1])
-    count = data.limit or DRAWN_PROMPTS
+    count = data.skip_rows + (data.limit or DRAWN_PROMPTS)
     if data.task == "chain":
         drawn = [(problem.prompt, problem.answer) for problem in (draw_problem(rng) for _ in range(count))]
     else:
         drawn = draw_prompts(count, rng)
-    return [
-        Row(prompt=prompt, reference=reference, origin=f"{data.task} problem {index}", index=index)
-        for index, (prompt, reference) in enumerate(drawn)
-    ]
+    keep = RowFilter(data.filter) if data.filter is not None else None
+    for index, (prompt, reference) in enumerate(drawn):
+        origin = f"{data.task} problem {index}"
+        if index < data.skip_rows:
+            continue
+        if keep is not None and not keep.keeps({"question": prompt, "answer": reference}, origin):
+            left_out.filtered += 1
+            continue
+        yield Row(prompt=prompt, reference=reference, origin=origin, index=index)
