@@ -153,7 +153,7 @@ def _make_actors(
         config=config,
         tokenizer=tokenizer,
         cursor=PromptCursor(dataset, run_seed=config.run.seed, shuffle=config.data.shuffle),
-        sampling=sampling_params(config.sampling, tokenizer),
+        sampling=sampling_params(config.sampling, tokenizer, model=config.models.target),
         scheduler=scheduler,
         generation=generation,
         rewards=_reward_pool(config, topology, context, note),

@@ -25,6 +25,11 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
 
     Raises ConfigError: missing file, malformed YAML, unknown key (with a suggestion), refused value.
     """
+    return config_from_dict(read_tree(path), overrides=overrides, origin=str(path))
+
+
+def read_tree(path: str | Path) -> dict[str, Any]:
+    """Return what a YAML file says, not validated. Raises ConfigError: missing file, malformed YAML, no mapping."""
     path = Path(path)
     if not is_file(path):
         got = "is a folder" if is_dir(path) else "does not exist"
@@ -32,13 +37,18 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
     tree = _read_yaml(path)
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} must hold a mapping of sections, got {type(tree).__name__}")
+    return tree
+
+
+def config_from_dict(
+    tree: dict[str, Any], *, overrides: Iterable[str] = (), origin: str = "config"
+) -> Config:
+    """Validate a nested dict, which `section.key=value` overrides change first.
+
+    Raises ConfigError with every fault, separated by bars.
+    """
     for override in overrides:
         _apply_override(tree, override)
-    return config_from_dict(tree, origin=str(path))
-
-
-def config_from_dict(tree: dict[str, Any], *, origin: str = "config") -> Config:
-    """Validate a nested dict. Raises ConfigError with every fault, separated by bars."""
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
@@ -104,8 +114,10 @@ def _explain(item: Any) -> str:
 def _known_keys(path: list[str]) -> list[str]:
     model: Any = Config
     for part in path:
+        if part.isdigit():  # a place in a list of sections
+            continue
         kind = model.model_fields[part].annotation
-        # of `Section | None` the section
+        # of `Section | None` and of `tuple[Section, ...]` the section
         model = next((one for one in get_args(kind) if _is_section(one)), kind)
     return list(model.model_fields) if _is_section(model) else []
 

@@ -96,8 +96,13 @@ class Prompt:
     token_ids: np.ndarray
     "[T] int64, unpadded"
     text: str = ""
+    "to be read: the data set's text, or the turns of a conversation"
     reference: str = ""
     "what the reward function compares with; may be empty"
+    messages: tuple[tuple[str, str], ...] = ()
+    "(role, content) of the turns the chat template was given; empty for plain text"
+    fields: dict[str, Any] = field(default_factory=dict)
+    "further columns for reward functions (data.reward_fields), JSON values"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

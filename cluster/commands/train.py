@@ -93,6 +93,8 @@ def _run(config: Config, path: Path, report: Reporter, *, dry_run: bool) -> int:
         inputs = replace(checked.inputs, profile=resolve_profile(config, checked.inputs, report))
         if checked.adapter is not None:
             report.note(checked.adapter)
+        for line in inputs.dataset.notes():
+            report.note(line)
         run_dir = RunDir.create(config, path)
         if run_dir.path != path:
             report.note(f"run folder {run_dir.path} (another run took the first name)")

@@ -76,7 +76,7 @@ class CheckReport:
             "models",
             *(f"  {line}" for line in (*self.models, self.adapter) if line is not None),
             "data",
-            f"  {self.data}",
+            *(f"  {line}" for line in (self.data, *self.inputs.dataset.notes())),
             "numerics",
             f"  {self.numerics}",
             f"memory, of {have} available here",

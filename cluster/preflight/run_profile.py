@@ -102,7 +102,7 @@ def describe(config: Config, inputs: Inputs) -> ProfiledRun:
             draft,
             engine=config.engine,
             dtype=models.dtype,
-            sampling=sampling_params(config.sampling, inputs.tokenizer),
+            sampling=sampling_params(config.sampling, inputs.tokenizer, model=config.models.target),
             max_total_tokens=max_total_tokens,
         ),
     )
@@ -134,7 +134,7 @@ def measure(
 
 def _requests(config: Config, inputs: Inputs) -> list[SampleRequest]:
     """The first prompts of the data set, with the run's sampling and keys of their own."""
-    sampling = sampling_params(config.sampling, inputs.tokenizer)
+    sampling = sampling_params(config.sampling, inputs.tokenizer, model=config.models.target)
     count = min(len(inputs.dataset), MAX_PROMPTS)
     return [
         SampleRequest(

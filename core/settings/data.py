@@ -2,48 +2,162 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from core.settings.section import Section, UserPath
+from core.settings.section import Name, Section, UserPath
 
 MAX_DRAWN_PROBLEMS = 1_000_000
+_TEMPLATE_ARGUMENTS = frozenset(
+    {
+        "conversation", "tools", "documents", "chat_template", "add_generation_prompt", "continue_final_message",
+        "tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict", "messages",
+        "return_assistant_tokens_mask", "tokenizer_kwargs", "sanitize_control_tokens", "self",
+    }
+)  # fmt: skip
+"What `apply_chat_template` is given already."
+
+TemplateValue = bool | int | float | str | None
 
 
-class DataConfig(Section):
-    """Where prompts come from: a task that makes them, or a data set of real ones."""
+class SourceFields(Section):
+    """What one source says of itself."""
 
     task: Literal["chain", "one_sentence"] | None = None
     "a generated task, letter chains or questions for a chat model; excludes `path`"
     path: UserPath | None = None
-    "a .jsonl or .parquet file, or the name of a `datasets` data set"
+    "a .jsonl or .parquet file, a pattern (`data/*.parquet`), a folder of such files, or a `datasets` name"
     split: str = "train"
-    "used with a `datasets` name only"
+    "of a `datasets` name, or of a folder whose files are named after their split"
     prompt_field: str = "question"
+    "text, or a list of {role, content}; a path such as `extra.question` reaches into a column"
+    messages_field: Name | None = None
+    "a list of {role, content}; null: messages, prompt, conversation or conversations, where no prompt_field is"
     reference_field: str | None = "answer"
+    "as above; a conversation without it has the answer that was cut off its end"
+    reward_fields: tuple[Name, ...] = ()
+    "further columns that reward functions see as `Prompt.fields`"
     prompt_template: str = "{prompt}"
-    "how the prompt field becomes text"
+    "how the prompt field, or a conversation's last turn, becomes text"
     chat: bool = False
-    "true: the tokenizer's chat template is applied to one user turn"
-    max_prompt_tokens: int = Field(default=512, ge=1)
-    "more characters than so many of the tokenizer's longest tokens hold are too long uncounted"
-    on_long_prompt: Literal["fail", "skip"] = "fail"
-    shuffle: bool = True
+    "true: the chat template is applied to one user turn; to conversations it always is"
+    system_prompt: str | None = None
+    "the first turn of every conversation that has no system turn of its own"
+    filter: Name | None = None
+    "package.module:function of a row (a dict of all its columns) -> bool; false leaves it out"
+    skip_rows: int = Field(default=0, ge=0)
+    "rows passed over first, such as those that are held out for evaluation"
     limit: int | None = Field(default=None, ge=1)
-    "use only the first rows"
+    "use only so many rows (of each source)"
 
     @model_validator(mode="after")
-    def _one_source(self) -> DataConfig:
-        if (self.task is None) == (self.path is None):
-            raise ValueError("give exactly one of data.task (a generated task) and data.path (a data set)")
+    def _usable(self) -> SourceFields:
         if "{prompt}" not in self.prompt_template:
             raise ValueError(
                 "data.prompt_template must hold {prompt}, or every prompt is the same; put it in"
             )
-        if self.task is not None and (self.limit or 0) > MAX_DRAWN_PROBLEMS:
+        drawn = self.skip_rows + (self.limit or 0)
+        if self.task is not None and drawn > MAX_DRAWN_PROBLEMS:
             raise ValueError(
-                f"data.limit {self.limit:,} is more than a generated task draws; expected at most "
+                f"data.limit with data.skip_rows, {drawn:,}, is more than a generated task draws; expected at most "
                 f"{MAX_DRAWN_PROBLEMS:,}"
             )
         return self
+
+
+class SourceConfig(SourceFields):
+    """One of several sources; what it leaves out is as `data` says it."""
+
+    weight: float = Field(default=1.0, gt=0.0, le=1e6)
+    "beside the other sources'; data.weight_of says of what"
+
+    @model_validator(mode="after")
+    def _one_origin(self) -> SourceConfig:
+        if (self.task is None) == (self.path is None):
+            raise ValueError("give every one of data.sources exactly one of task and path")
+        return self
+
+
+class DataConfig(SourceFields):
+    """Where prompts come from: a task that makes them, a data set of real ones, or several of both."""
+
+    sources: tuple[SourceConfig, ...] = ()
+    "several sources, each with its weight; instead of `task` or `path`"
+    weight_of: Literal["prompt", "source"] = "prompt"
+    "prompt: a prompt of weight 2 comes twice as often as one of weight 1; source: that holds for whole sources"
+    stopping: Literal["all_exhausted", "first_exhausted"] = "all_exhausted"
+    "an epoch ends when every prompt has come at least once, or before one comes twice"
+    chat_template: Name | None = None
+    "a Jinja file, or the template itself; null: the tokenizer's"
+    chat_template_kwargs: dict[str, TemplateValue] = Field(default_factory=dict)
+    "further variables of the template, such as enable_thinking"
+    max_prompt_tokens: int = Field(default=512, ge=1)
+    "more characters than so many of the tokenizer's longest tokens hold are too long uncounted"
+    min_prompt_tokens: int = Field(default=1, ge=1)
+    "shorter prompts are left out"
+    on_long_prompt: Literal["fail", "skip"] = "fail"
+    deduplicate: Literal["none", "exact", "normalized"] = "none"
+    "which prompts are left out as seen before; normalized: but for case, white space and Unicode form"
+    shuffle: bool = True
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_sources(cls, given: Any) -> Any:
+        """Write what `data` says into the sources, so that each is whole, and is written so."""
+        if not isinstance(given, dict) or not isinstance(given.get("sources"), list | tuple):
+            return given
+        shared = {key: given[key] for key in SourceFields.model_fields if key in given}
+        for key in ("task", "path"):
+            shared.pop(key, None)
+        sources = [
+            one.model_dump(exclude_unset=True) if isinstance(one, SourceConfig) else one
+            for one in given["sources"]
+        ]
+        return {
+            **given,
+            "sources": tuple({**shared, **one} if isinstance(one, dict) else one for one in sources),
+        }
+
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _template_variables(cls, given: dict[str, TemplateValue]) -> dict[str, TemplateValue]:
+        for key, value in given.items():
+            if not key.isidentifier() or key in _TEMPLATE_ARGUMENTS:
+                raise ValueError(
+                    f"expected names of variables of the template, such as enable_thinking, got {key[:40]!r}"
+                )
+            if isinstance(value, str) and "\0" in value:
+                raise ValueError(f"{key} holds a NUL character; take it out")
+            if isinstance(value, int) and not -(2**63) <= value < 2**63:
+                raise ValueError(f"{key} must fit in 64 bits")
+        return given
+
+    @model_validator(mode="after")
+    def _one_origin(self) -> DataConfig:
+        if (self.task is not None) + (self.path is not None) + bool(self.sources) != 1:
+            raise ValueError(
+                "give exactly one of data.task (a generated task), data.path (a data set) and data.sources (several)"
+            )
+        if self.min_prompt_tokens > self.max_prompt_tokens:
+            raise ValueError("data.min_prompt_tokens must not exceed data.max_prompt_tokens")
+        return self
+
+    def each_source(self) -> tuple[DataConfig, ...]:
+        """One config a source, in their order; a single source's is this one."""
+        if not self.sources:
+            return (self,)
+        return tuple(
+            self.model_copy(
+                update={
+                    "sources": (),
+                    **{key: getattr(source, key) for key in SourceFields.model_fields},
+                }
+            )
+            for source in self.sources
+        )
+
+    @property
+    def name(self) -> str:
+        """What a single source is called in messages."""
+        return self.path or str(self.task)

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import numpy as np
-
 from core.errors import DataError
+from core.outside import quote
 from core.records import Prompt, SampleKey, SampleRequest, SamplingParams, Stream
+from learning.data.mixing import EpochOrder
 from learning.data.prompts import PromptDataset
 
 
 class PromptCursor:
     """Hands out prompts epoch by epoch; gives every sample its index before anything else sees it.
 
-    The order of epoch e is a permutation seeded by (run_seed, e), so `state()` is four numbers.
+    The order of epoch e follows from (run_seed, e) and the sources' weights (`learning.data.mixing`), so `state()`
+    is a few numbers and `restore` replays nothing.
     """
 
     def __init__(
@@ -28,7 +29,14 @@ class PromptCursor:
         self._position = 0
         self._next_sample_index = 0
         self._next_group_id = 0
-        self._order = self._epoch_order()
+        sources = dataset.sources
+        self._epochs = EpochOrder(
+            [source.num_prompts for source in sources] or [len(dataset)],
+            [source.repeats for source in sources] or [1.0],
+            seed=run_seed,
+            shuffle=shuffle,
+        )
+        self._order = self._epochs.order(0)
 
     def next_requests(
         self, num_prompts: int, samples_per_prompt: int, sampling: SamplingParams
@@ -52,38 +60,51 @@ class PromptCursor:
             self._next_group_id += 1
         return requests
 
-    def state(self) -> dict[str, int]:
-        """Return what a checkpoint keeps."""
-        return {
-            "run_seed": self.run_seed,
-            "num_prompts": len(self.dataset),
+    def state(self) -> dict[str, int | str]:
+        """Return what a checkpoint keeps, JSON values."""
+        return self._identity() | {
             "epoch": self._epoch,
             "position": self._position,
             "next_sample_index": self._next_sample_index,
             "next_group_id": self._next_group_id,
         }
 
-    def restore(self, state: Mapping[str, int]) -> None:
-        """Go on where `state` was taken. Raises DataError when seed or data set are not the same."""
-        for name, own in (("run_seed", self.run_seed), ("num_prompts", len(self.dataset))):
-            if state[name] != own:
+    def restore(self, state: Mapping[str, int | str]) -> None:
+        """Go on where `state` was taken.
+
+        Raises DataError when seed, prompts, their sources or their weights are not the same, or `state` is none.
+        """
+        for name, own in self._identity().items():
+            if state.get(name) != own:
                 raise DataError(
-                    f"cannot resume the prompt cursor: {name} was {state[name]}, now {own}; "
+                    f"cannot resume the prompt cursor: {name} was {state.get(name)}, now {own}; "
                     "resume with the same run.seed and data"
                 )
-        self._epoch, self._position = state["epoch"], state["position"]
-        self._next_sample_index, self._next_group_id = state["next_sample_index"], state["next_group_id"]
-        self._order = self._epoch_order()
+        counts = [state.get(name) for name in ("epoch", "position", "next_sample_index", "next_group_id")]
+        epoch, position, sample_index, group_id = (one if isinstance(one, int) else -1 for one in counts)
+        if min(epoch, position, sample_index, group_id) < 0:
+            raise DataError(
+                f"cannot resume the prompt cursor: expected numbers from 0, got {quote(dict(state))}"
+            )
+        self._epoch, self._position = epoch, position
+        self._next_sample_index, self._next_group_id = sample_index, group_id
+        self._order = self._epochs.order(epoch)
+
+    def _identity(self) -> dict[str, int | str]:
+        """What must be the same for the order to be."""
+        sources = " ".join(f"{source.num_prompts}x{source.repeats!r}" for source in self.dataset.sources)
+        return {
+            "run_seed": self.run_seed,
+            "num_prompts": len(self.dataset),
+            "prompts": self.dataset.fingerprint,
+            "sources": sources,
+            "shuffle": str(self.shuffle),
+        }
 
     def _next_prompt(self) -> Prompt:
-        if self._position == len(self.dataset):
+        while self._position >= len(self._order):
             self._epoch, self._position = self._epoch + 1, 0
-            self._order = self._epoch_order()
+            self._order = self._epochs.order(self._epoch)
         prompt = self.dataset.prompts[int(self._order[self._position])]
         self._position += 1
         return prompt
-
-    def _epoch_order(self) -> np.ndarray:
-        if not self.shuffle:
-            return np.arange(len(self.dataset))
-        return np.random.default_rng([self.run_seed, self._epoch]).permutation(len(self.dataset))

@@ -1,101 +1,230 @@
-"""Prompts: read from a task, a file or a data set, and handed out with keys that are never reused."""
+"""Prompts: read from a task, files or data sets, made into what the model sees, tokenised, and kept."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from core.config import DataConfig, SamplingConfig
-from core.errors import DataError
+from core.errors import DataError, ModelError
+from core.outside import is_file
 from core.records import Completion, Prompt, SamplingParams
-from learning.data.records_io import Row, read_rows
+from engine.weights.loading import num_token_ids
+from learning.data.encoding import PromptEncoder, Rendered, longest_token
+from learning.data.left_out import LeftOut, RowFilter, Seen
+from learning.data.mixing import repeats_of
+from learning.data.packed_prompts import PackedPrompts, PromptPacker
+from learning.data.raw_records import ReadProgress
+from learning.data.records_io import Row, iter_rows
 from learning.tasks.chain_task import draw_problem
 from learning.tasks.one_sentence import draw_prompts
 
 DRAWN_PROMPTS = 4096
 """Prompts a generated task draws when data.limit says nothing."""
+_ROWS_AT_ONCE = 1024
+_CHARS_AT_ONCE = 4_000_000
+
+Tick = Callable[[str, float], None]
+"Told a stage and how much of it is done, from 0 to 1."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """One source of a data set: its prompts follow those of the source before it."""
+
+    name: str
+    num_prompts: int
+    repeats: float = 1.0
+    "how often an epoch gives each of its prompts"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptDataset:
-    """All prompts of a run, tokenised, in the order of their source."""
+    """All prompts of a run, tokenised, in the order of their sources."""
 
-    prompts: tuple[Prompt, ...]
-    num_skipped: int = 0
-    "prompts left out because they were too long (data.on_long_prompt: skip)"
+    prompts: Sequence[Prompt]
+    sources: tuple[Source, ...] = ()
+    "empty: one source"
+    left_out: LeftOut | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.prompts, PackedPrompts):
+            object.__setattr__(self, "prompts", PackedPrompts.of(self.prompts))
 
     def __len__(self) -> int:
         return len(self.prompts)
 
     @property
+    def num_skipped(self) -> int:
+        """Prompts left out because they were too long (data.on_long_prompt: skip)."""
+        return self.left_out.too_long if self.left_out else 0
+
+    @property
     def max_prompt_tokens(self) -> int:
         """Length of the longest prompt."""
-        return max(len(prompt.token_ids) for prompt in self.prompts)
+        return self._packed.max_tokens
+
+    @property
+    def fingerprint(self) -> str:
+        """Of all prompts in their order."""
+        return self._packed.fingerprint
+
+    def notes(self) -> list[str]:
+        """What a user should know beside the number of prompts: what was left out, and what an epoch is made of."""
+        lines = []
+        if self.left_out and (said := self.left_out.describe()):
+            lines.append(f"prompts left out: {said}")
+        if len(self.sources) > 1:
+            visits = [source.num_prompts * source.repeats for source in self.sources]
+            lines += [
+                f"source {source.name}: {source.num_prompts:,} prompts, each {source.repeats:g} times an epoch, "
+                f"{count / sum(visits):.1%} of it"
+                for source, count in zip(self.sources, visits, strict=True)
+            ]
+        return lines
+
+    @property
+    def _packed(self) -> PackedPrompts:
+        assert isinstance(self.prompts, PackedPrompts)
+        return self.prompts
 
 
-def load_prompts(data: DataConfig, tokenizer: PreTrainedTokenizerBase, *, seed: int) -> PromptDataset:
+def load_prompts(
+    data: DataConfig, tokenizer: PreTrainedTokenizerBase, *, seed: int, tick: Tick | None = None
+) -> PromptDataset:
     """Read and tokenise the prompts that `data` describes.
 
     `seed` draws the problems of a generated task; files do not depend on it.
-    Raises DataError naming file and line (or row): missing file, malformed record, missing field,
-    empty data set, prompt longer than `max_prompt_tokens`.
+    Raises DataError naming file and line (or row): missing file, malformed record, missing field, chat template
+    that refuses, empty data set, prompt longer than `max_prompt_tokens`; ConfigError for `data.filter`.
     """
-    rows = _drawn_rows(data, seed) if data.task else read_rows(data)
-    max_chars = data.max_prompt_tokens * _longest_token(tokenizer)
-    prompts: list[Prompt] = []
-    num_skipped = 0
-    for index, row in enumerate(rows):
-        # a second for a million tokens: what is too long anyway is not tokenised
-        token_ids = _encode(row, data, tokenizer) if len(row.prompt) <= max_chars else None
-        if token_ids is None or len(token_ids) > data.max_prompt_tokens:
-            if data.on_long_prompt == "fail":
-                raise DataError(_too_long(row, token_ids, data, max_chars))
-            num_skipped += 1
-            continue
-        if not token_ids:
-            raise DataError(f"{row.origin}: the prompt is empty; expected at least one token")
-        prompts.append(
-            Prompt(
-                prompt_id=index,
-                token_ids=np.asarray(token_ids, dtype=np.int64),
-                text=row.prompt,
-                reference=row.reference,
-            )
-        )
-    if not prompts:
+    loader = _Loader(data, tokenizer, seed, tick or (lambda stage, fraction: None))
+    counts = [loader.load(source) for source in data.each_source()]
+    prompts, left_out = loader.packer.packed(), loader.left_out
+    if not len(prompts):
         raise DataError(
-            f"no prompt left of {data.path or data.task}: {num_skipped} were longer than "
-            f"{data.max_prompt_tokens} tokens; expected at least one; check data.path and data.limit"
+            f"no prompt left of {' and '.join(source.name for source in data.each_source())}: left out "
+            f"{left_out.describe() or 'none'} (data.max_prompt_tokens {data.max_prompt_tokens}, min_prompt_tokens "
+            f"{data.min_prompt_tokens}); expected at least one; check data.path and data.limit"
         )
-    return PromptDataset(prompts=tuple(prompts), num_skipped=num_skipped)
-
-
-def _longest_token(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Characters of the longest token; of byte-level BPE its bytes, which are at least as many."""
-    return max(len(token) for token in tokenizer.get_vocab())
-
-
-def _too_long(row: Row, token_ids: list[int] | None, data: DataConfig, max_chars: int) -> str:
-    got = f"{len(row.prompt):,} characters" if token_ids is None else f"{len(token_ids)} tokens"
-    limit = f"{data.max_prompt_tokens}" + (
-        f" (at most {max_chars:,} characters)" if token_ids is None else ""
+    weights = [source.weight for source in data.sources] or [1.0]
+    repeats = repeats_of(counts, weights, weight_of=data.weight_of, stopping=data.stopping)
+    sources = tuple(
+        Source(name=source.name, num_prompts=count, repeats=times)
+        for source, count, times in zip(data.each_source(), counts, repeats, strict=True)
     )
-    return (
-        f"{row.origin}: the prompt has {got}, data.max_prompt_tokens is {limit}; raise it, or set "
-        "data.on_long_prompt to skip"
-    )
+    return PromptDataset(prompts=prompts, sources=sources, left_out=left_out)
 
 
-def sampling_params(sampling: SamplingConfig, tokenizer: PreTrainedTokenizerBase) -> SamplingParams:
-    """Sampling settings as the engine takes them, the tokenizer's end token among the stop tokens."""
+def source_rows(
+    data: DataConfig,
+    seed: int,
+    left_out: LeftOut,
+    progress: ReadProgress | None = None,
+    columns: Counter[str] | None = None,
+) -> Iterator[Row | DataError]:
+    """Yield the rows of a single source, drawn or read, and the faults in the place of rows; see `iter_rows`."""
+    if data.task is None:
+        return iter_rows(data, left_out, progress, columns)
+    return iter(_drawn_rows(data, seed, left_out))
+
+
+class _Loader:
+    """Reads one source after the other into one packer; what is seen before is so over all of them."""
+
+    def __init__(self, data: DataConfig, tokenizer: PreTrainedTokenizerBase, seed: int, tick: Tick) -> None:
+        self.packer = PromptPacker()
+        self.left_out = LeftOut()
+        self._data = data
+        self._tokenizer = tokenizer
+        self._seed = seed
+        self._tick = tick
+        self._seen = Seen(data.deduplicate) if data.deduplicate != "none" else None
+        self._max_chars = data.max_prompt_tokens * longest_token(tokenizer)
+        self._first_id = 0
+
+    def load(self, data: DataConfig) -> int:
+        """Read a source; returns how many prompts it gave."""
+        before, progress = len(self.packer), ReadProgress()
+        encoder = PromptEncoder(data, self._tokenizer)
+        waiting: list[tuple[Row, Rendered]] = []
+        last, num_chars = -1, 0
+        for item in source_rows(data, self._seed, self.left_out, progress):
+            if isinstance(item, DataError):
+                raise item
+            last = item.index
+            if self._seen is not None and self._seen.before(item.prompt, item.messages):
+                self.left_out.duplicates += 1
+                continue
+            rendered = encoder.render(item)
+            # a second for a million tokens: what is too long anyway is not tokenised
+            if len(rendered.text) > self._max_chars:
+                self._pass_over(item, f"{len(rendered.text):,} characters")
+                continue
+            waiting.append((item, rendered))
+            num_chars += len(rendered.text)
+            if len(waiting) == _ROWS_AT_ONCE or num_chars > _CHARS_AT_ONCE:
+                self._take(waiting, encoder)
+                waiting, num_chars = [], 0
+                self._tick(f"prompts of {data.name}", progress.fraction)
+        self._take(waiting, encoder)
+        self._first_id += last + 1
+        return len(self.packer) - before
+
+    def _take(self, waiting: list[tuple[Row, Rendered]], encoder: PromptEncoder) -> None:
+        all_ids = encoder.token_ids([rendered for _, rendered in waiting])
+        for (row, rendered), token_ids in zip(waiting, all_ids, strict=True):
+            if not token_ids:
+                raise DataError(f"{row.origin}: the prompt is empty; expected at least one token")
+            if len(token_ids) > self._data.max_prompt_tokens:
+                self._pass_over(row, f"{len(token_ids)} tokens")
+            elif len(token_ids) < self._data.min_prompt_tokens:
+                self.left_out.too_short += 1
+            else:
+                self.packer.add(
+                    Prompt(
+                        prompt_id=self._first_id + row.index,
+                        token_ids=np.asarray(token_ids, dtype=np.int64),
+                        text=row.prompt,
+                        reference=row.reference,
+                        messages=rendered.messages,
+                        fields=row.fields,
+                    )
+                )
+
+    def _pass_over(self, row: Row, got: str) -> None:
+        if self._data.on_long_prompt == "skip":
+            self.left_out.too_long += 1
+            return
+        limit = f"{self._data.max_prompt_tokens}"
+        if got.endswith("characters"):
+            limit += f" (at most {self._max_chars:,} characters)"
+        raise DataError(
+            f"{row.origin}: the prompt has {got}, data.max_prompt_tokens is {limit}; raise it, or set "
+            "data.on_long_prompt to skip"
+        )
+
+
+def sampling_params(
+    sampling: SamplingConfig, tokenizer: PreTrainedTokenizerBase, *, model: str | None = None
+) -> SamplingParams:
+    """Sampling settings as the engine takes them, the end tokens among the stop tokens.
+
+    These are the tokenizer's and, where `model` is given (path or hub name), those of its generation_config.json,
+    which for chat models often names several.
+    """
     stops = list(sampling.stop_token_ids)
     eos = tokenizer.eos_token_id
-    if isinstance(eos, int) and eos not in stops:
-        stops.append(eos)
+    known = [eos] if isinstance(eos, int) else []
+    if model is not None:
+        num_ids = num_token_ids(tokenizer)
+        known += [token for token in generation_end_tokens(model) if 0 <= token < num_ids]
+    stops += [token for token in dict.fromkeys(known) if token not in stops]
     return SamplingParams(
         temperature=sampling.temperature,
         top_k=sampling.top_k,
@@ -103,6 +232,25 @@ def sampling_params(sampling: SamplingConfig, tokenizer: PreTrainedTokenizerBase
         max_new_tokens=sampling.max_new_tokens,
         stop_token_ids=tuple(stops),
     )
+
+
+def generation_end_tokens(model: str) -> list[int]:
+    """Ids that a model's generation_config.json ends a response with; none where there is no such file.
+
+    Raises ModelError: the file is there and cannot be read.
+    """
+    try:
+        eos = GenerationConfig.from_pretrained(model).eos_token_id
+    except (OSError, ValueError, TypeError) as error:
+        file = Path(model).expanduser() / "generation_config.json"
+        if not is_file(file):
+            return []
+        said = " ".join(str(error).split())[:200]
+        raise ModelError(
+            f"cannot read {file}, which names the end tokens: {said}; mend or delete it"
+        ) from error
+    listed = eos if isinstance(eos, list) else [eos]
+    return [token for token in listed if isinstance(token, int)]
 
 
 def response_text(tokenizer: PreTrainedTokenizerBase, completion: Completion) -> str:
@@ -113,29 +261,19 @@ def response_text(tokenizer: PreTrainedTokenizerBase, completion: Completion) ->
     return text if isinstance(text, str) else "".join(text)
 
 
-def _drawn_rows(data: DataConfig, seed: int) -> Sequence[Row]:
+def _drawn_rows(data: DataConfig, seed: int, left_out: LeftOut) -> Iterator[Row]:
     rng = np.random.default_rng([seed, 0xC4A1])
-    count = data.limit or DRAWN_PROMPTS
+    count = data.skip_rows + (data.limit or DRAWN_PROMPTS)
     if data.task == "chain":
         drawn = [(problem.prompt, problem.answer) for problem in (draw_problem(rng) for _ in range(count))]
     else:
         drawn = draw_prompts(count, rng)
-    return [
-        Row(prompt=prompt, reference=reference, origin=f"{data.task} problem {index}")
-        for index, (prompt, reference) in enumerate(drawn)
-    ]
-
-
-def _encode(row: Row, data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    if data.task is not None and not data.chat:
-        return tokenizer.encode(row.prompt, add_special_tokens=False)
-    if not data.chat:
-        return tokenizer.encode(data.prompt_template.replace("{prompt}", row.prompt))
-    if tokenizer.chat_template is None:
-        raise DataError(
-            "data.chat is true but the tokenizer has no chat template; set data.chat to false, "
-            "or models.tokenizer to one that has"
-        )
-    messages = [{"role": "user", "content": data.prompt_template.replace("{prompt}", row.prompt)}]
-    encoded: Any = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
-    return list(encoded["input_ids"])
+    keep = RowFilter(data.filter) if data.filter is not None else None
+    for index, (prompt, reference) in enumerate(drawn):
+        origin = f"{data.task} problem {index}"
+        if index < data.skip_rows:
+            continue
+        if keep is not None and not keep.keeps({"question": prompt, "answer": reference}, origin):
+            left_out.filtered += 1
+            continue
+        yield Row(prompt=prompt, reference=reference, origin=origin, index=index)

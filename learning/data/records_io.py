@@ -1,25 +1,24 @@
-"""Reads rows of prompt and reference from JSONL, Parquet or a `datasets` name."""
+"""Rows of prompt and reference: which fields hold them, and what they must be."""
 
 from __future__ import annotations
 
 import json
 import math
-import re
-import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
-
-import pyarrow as pa
-import pyarrow.parquet as pq
 
 from core.config import DataConfig
 from core.errors import DataError
-from core.outside import cut, is_dir, is_file
+from core.outside import cut
+from learning.data.left_out import LeftOut, RowFilter
+from learning.data.messages import Messages, looks_like_messages, parse_messages, readable, require_whole_text
+from learning.data.raw_records import ReadProgress, iter_records
 
-FORMATS = (".jsonl", ".json", ".parquet")
-_SURROGATE = re.compile("[\ud800-\udfff]")
+_CONVERSATIONS = ("messages", "prompt", "conversation", "conversations")
+"Columns that hold conversations in TRL's, verl's, LMSYS's and ShareGPT's data."
+_DEFAULT_REFERENCE = DataConfig.model_fields["reference_field"].default
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +28,11 @@ class Row:
     prompt: str
     reference: str
     origin: str
+    index: int = 0
+    "place among the source's rows, counted from 0"
+    messages: Messages = ()
+    "of a conversation, up to the turn that is to be answered"
+    fields: dict[str, Any] = field(default_factory=dict)
 
 
 def read_rows(data: DataConfig) -> list[Row]:
@@ -36,138 +40,174 @@ def read_rows(data: DataConfig) -> list[Row]:
 
     Raises DataError: missing file, malformed JSON (file and line), missing or non-text field, no row.
     """
-    path = data.path
-    if path is None:
-        raise DataError("data.path is not set; expected a .jsonl or .parquet file, or a data set's name")
     rows: list[Row] = []
-    for origin, record in _records(data, path):
-        if data.limit is not None and len(rows) >= data.limit:
-            break
-        rows.append(_row(record, data, origin))
-    if not rows:
-        raise DataError(f"{path} is empty: expected at least one record, got none; check data.path")
+    for item in iter_rows(data, LeftOut()):
+        if isinstance(item, DataError):
+            raise item
+        rows.append(item)
     return rows
 
 
-def read_jsonl(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (file:line, record). Blank lines and a byte order mark are passed over.
+def iter_rows(
+    data: DataConfig,
+    left_out: LeftOut,
+    progress: ReadProgress | None = None,
+    columns: Counter[str] | None = None,
+) -> Iterator[Row | DataError]:
+    """Yield the rows of a single source, and in the place of one that cannot be used what is wrong with it.
 
-    Raises DataError for a malformed line, or a file that cannot be read.
+    Args:
+        data: of the source.
+        left_out: counts what `data.filter` refuses.
+        progress: is told how far reading has come.
+        columns: counts in how many rows each column stands; of Parquet all are read then.
+
+    Yields:
+        Rows, or faults of one row each.
+
+    Raises:
+        DataError: reading ends here: missing file, damaged file, no row at all.
+        ConfigError: `data.filter` cannot be imported.
     """
-    for number, line in enumerate(_lines(path), start=1):
-        if not line.strip():
+    keep = RowFilter(data.filter) if data.filter is not None else None
+    reader = RowReader(data, all_columns=keep is not None or columns is not None)
+    index = -1
+    for index, record in enumerate(iter_records(data, reader.choose_columns, progress)):
+        if index < data.skip_rows:
             continue
-        origin = f"{path}:{number}"
+        if data.limit is not None and index >= data.skip_rows + data.limit:
+            return
+        if record.fault is not None:
+            yield record.fault
+            continue
+        if columns is not None:
+            columns.update(list(record.values))
         try:
-            record = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise DataError(
-                f"{origin} is not valid JSON: {error.msg} at column {error.colno}; "
-                "expected one JSON object a line"
-            ) from error
-        except (ValueError, RecursionError) as error:
-            fault = (
-                "its brackets are nested too deep"
-                if isinstance(error, RecursionError)
-                else (f"an integer has more than {sys.get_int_max_str_digits()} digits")
-            )
-            raise DataError(f"{origin} cannot be read: {fault}; expected one JSON object a line") from None
-        if not isinstance(record, dict):
-            raise DataError(f"{origin} must be a JSON object, got {type(record).__name__}")
-        yield origin, record
-
-
-def _lines(path: Path) -> Iterator[str]:
-    try:
-        with path.open(encoding="utf-8-sig", errors="strict") as file:
-            yield from file
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path} is not UTF-8 text: {error}; save it as UTF-8") from error
-    except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror}; check data.path") from error
-
-
-def _records(data: DataConfig, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    file = Path(path).expanduser()
-    if file.suffix.lower() not in FORMATS:
-        if is_file(file):
-            raise DataError(
-                f"cannot read {file}: expected a file of JSON lines (.jsonl, .json) or Parquet (.parquet), got "
-                f"{file.suffix or 'no suffix'}; convert it, one object a row with the fields data.prompt_field "
-                "and data.reference_field name"
-            )
-        if not is_dir(file) and path.startswith(("/", ".", "~")):
-            raise DataError(f"data file {file} does not exist; check data.path")
-        return _hub(path, data)
-    if not is_file(file):
-        raise DataError(f"data file {file} does not exist; check data.path")
-    return _parquet(file, data) if file.suffix.lower() == ".parquet" else read_jsonl(file)
-
-
-def _parquet(path: Path, data: DataConfig) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (file:row, record) with the columns that are used."""
-    number = 0
-    try:
-        file = pq.ParquetFile(path)
-        columns = _columns(data, file.schema_arrow.names, str(path))
-        for batch in file.iter_batches(columns=columns):
-            for record in batch.to_pylist():
-                yield f"{path}:row {number}", record
-                number += 1
-    except (pa.ArrowException, OSError, ValueError, OverflowError) as error:
+            if keep is not None and not keep.keeps(record.values, record.origin):
+                left_out.filtered += 1
+                continue
+            row = reader.row(record.values, record.origin, index)
+        except DataError as error:
+            yield error
+            continue
+        yield row
+    if index < data.skip_rows:
+        more = f" more than data.skip_rows ({data.skip_rows:,})" if data.skip_rows else ""
         raise DataError(
-            f"{path} is not a readable Parquet file: after {number} rows {error}; write it anew, or check data.path"
-        ) from error
+            f"{data.path} is empty: expected at least one record{more}, got {index + 1 or 'none'}; check data.path"
+        )
 
 
-def _hub(name: str, data: DataConfig) -> Iterator[tuple[str, dict[str, Any]]]:
-    import datasets  # a second to import, and only this branch needs it
-    from datasets.exceptions import DatasetsError
-
-    path, _, subset = name.partition(":")
-    if not path:
-        raise DataError(f"data.path '{name}' names no data set; expected a file, or NAME or NAME:SUBSET")
-    try:
-        table = datasets.load_dataset(path, subset or None, split=data.split)
-        table = table.select_columns(_columns(data, table.column_names, name))
-        for index, record in enumerate(table):
-            yield f"{name}:row {index}", dict(record)
-    except (DatasetsError, pa.ArrowException, OSError, ValueError, RuntimeError) as error:
-        cause = f" ({error.__cause__})" if error.__cause__ else ""
-        raise DataError(
-            f"cannot load the data set '{name}' (split {data.split}): {error}{cause}; "
-            "expected a .jsonl or .parquet file, or the name of a `datasets` data set"
-        ) from error
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    prompt: str
+    is_conversation: bool
 
 
-def _columns(data: DataConfig, names: Sequence[str], origin: str) -> list[str]:
-    """The fields that are used, which must be among `names`."""
-    wanted = {"data.prompt_field": data.prompt_field, "data.reference_field": data.reference_field}
-    for key, name in wanted.items():
-        if name is not None and name not in names:
-            raise DataError(f"{origin} has no field '{name}' ({key}); its fields are {cut(', '.join(names))}")
-    return [name for name in names if name in wanted.values()]
+class RowReader:
+    """Makes rows of a source's records; the first one says whether they are conversations."""
+
+    def __init__(self, data: DataConfig, *, all_columns: bool = False) -> None:
+        self._data = data
+        self._all_columns = all_columns
+        self._plan: _Plan | None = None
+
+    def choose_columns(self, kinds: Mapping[str, bool], origin: str) -> list[str] | None:
+        """Return the columns that are used, None for all. Raises DataError where one is missing."""
+        data = self._data
+        plan = self._plan = self._plan or _plan_fields(data, kinds, origin)
+        reference = data.reference_field
+        wanted = {plan.prompt: _key_of(data, plan)} | dict.fromkeys(data.reward_fields, "data.reward_fields")
+        if reference is not None and not (plan.is_conversation and _may_be_cut(data, kinds)):
+            wanted[reference] = "data.reference_field"
+        for name, key in wanted.items():
+            if not _has(kinds, name):
+                raise DataError(_missing(origin, name, key, kinds))
+        if self._all_columns:
+            return None
+        tops = {name if name in kinds else name.split(".")[0] for name in wanted}
+        return [name for name in kinds if name in tops]
+
+    def row(self, values: dict[str, Any], origin: str, index: int) -> Row:
+        """Raises DataError: a field is missing or not of its kind."""
+        data = self._data
+        if self._plan is None:
+            kinds = {name: looks_like_messages(value) for name, value in values.items()}
+            self._plan = _plan_fields(data, kinds, origin)
+        plan = self._plan
+        messages, answer = (), ""
+        if plan.is_conversation:
+            value = _find(values, plan.prompt, origin, _key_of(data, plan))
+            messages, answer = parse_messages(value, f"{origin}: field '{plan.prompt}'")
+            prompt = readable(messages)
+        else:
+            prompt = _text(values, plan.prompt, origin, "data.prompt_field")
+        if data.reference_field is None:
+            reference = ""
+        elif plan.is_conversation and _may_be_cut(data, values):
+            reference = answer
+        else:
+            reference = _text(values, data.reference_field, origin, "data.reference_field")
+        fields = {name: _plain(values, name, origin) for name in data.reward_fields}
+        return Row(
+            prompt=prompt, reference=reference, origin=origin, index=index, messages=messages, fields=fields
+        )
 
 
-def _row(record: dict[str, Any], data: DataConfig, origin: str) -> Row:
-    prompt = _field(record, data.prompt_field, origin, "data.prompt_field")
-    if data.reference_field is None:
-        return Row(prompt=prompt, reference="", origin=origin)
-    reference = _field(record, data.reference_field, origin, "data.reference_field")
-    return Row(prompt=prompt, reference=reference, origin=origin)
+def _plan_fields(data: DataConfig, kinds: Mapping[str, bool], origin: str) -> _Plan:
+    if data.messages_field is not None:
+        return _Plan(data.messages_field, True)
+    if _has(kinds, data.prompt_field):
+        return _Plan(data.prompt_field, kinds.get(data.prompt_field, False))
+    for name in _CONVERSATIONS:
+        if kinds.get(name):
+            return _Plan(name, True)
+    raise DataError(_missing(origin, data.prompt_field, "data.prompt_field", kinds))
 
 
-def _field(record: dict[str, Any], name: str, origin: str, key: str) -> str:
-    if name not in record:
-        raise DataError(f"{origin} has no field '{name}' ({key}); its fields are {cut(', '.join(record))}")
-    value = record[name]
+def _key_of(data: DataConfig, plan: _Plan) -> str:
+    return "data.messages_field" if plan.is_conversation and data.messages_field else "data.prompt_field"
+
+
+def _may_be_cut(data: DataConfig, fields: Mapping[str, Any]) -> bool:
+    """A conversation's reference is its own last answer where the column that is meant by default is not there."""
+    return data.reference_field == _DEFAULT_REFERENCE and data.reference_field not in fields
+
+
+def _has(fields: Mapping[str, Any], name: str) -> bool:
+    return name in fields or ("." in name and name.split(".")[0] in fields)
+
+
+def _missing(origin: str, name: str, key: str, fields: Mapping[str, Any]) -> str:
+    return f"{origin} has no field '{name}' ({key}); its fields are {cut(', '.join(fields))}"
+
+
+def _find(values: Mapping[str, Any], name: str, origin: str, key: str) -> Any:
+    """What stands under a name, or under a path of names in columns that hold objects."""
+    if name in values:
+        return values[name]
+    node: Any = values
+    for part in name.split("."):
+        if not isinstance(node, dict) or part not in node:
+            raise DataError(_missing(origin, name, key, values))
+        node = node[part]
+    return node
+
+
+def _text(values: Mapping[str, Any], name: str, origin: str, key: str) -> str:
+    value = _find(values, name, origin, key)
     is_plain = isinstance(value, str | int | float) and not isinstance(value, bool)
     if not is_plain or (isinstance(value, float) and not math.isfinite(value)):
         raise DataError(f"{origin}: field '{name}' must be text, got {type(value).__name__}; see {key}")
-    text = str(value)
-    if half := _SURROGATE.search(text):
+    return require_whole_text(str(value), f"{origin}: field '{name}'")
+
+
+def _plain(values: Mapping[str, Any], name: str, origin: str) -> Any:
+    value = _find(values, name, origin, "data.reward_fields")
+    try:
+        return json.loads(json.dumps(value, allow_nan=False))
+    except (TypeError, ValueError) as error:
         raise DataError(
-            f"{origin}: field '{name}' must be text, got half of a surrogate pair at character {half.start() + 1}; "
-            "mend the escape"
-        )
-    return text
+            f"{origin}: field '{name}' must hold text, finite numbers, lists or objects, got "
+            f"{type(value).__name__}: {error}; see data.reward_fields"
+        ) from error

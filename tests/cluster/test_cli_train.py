@@ -19,11 +19,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import cluster.loop
 import cluster.preflight.run_profile
-import learning.data.prompts
 from cluster.cli import main
 from cluster.run_folder.layout import RunDir
 from core.checkpoint_manifest import verify_checkpoint
 from core.metrics import read_metrics
+from learning.data.encoding import PromptEncoder, Rendered
 from learning.data.records_io import Row
 from tests.conftest import TinyPair
 
@@ -60,13 +60,13 @@ def only_run(tmp_path: Path) -> RunDir:
 def tokenised(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The prompts tokenised for the data set in this process, one entry each time."""
     seen: list[str] = []
-    encode = learning.data.prompts._encode
+    render = PromptEncoder.render
 
-    def counting(row: Row, *args: Any) -> list[int]:
+    def counting(self: PromptEncoder, row: Row) -> Rendered:
         seen.append(row.origin)
-        return encode(row, *args)
+        return render(self, row)
 
-    monkeypatch.setattr(learning.data.prompts, "_encode", counting)
+    monkeypatch.setattr(PromptEncoder, "render", counting)
     return seen
 
 

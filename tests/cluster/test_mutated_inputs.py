@@ -36,6 +36,7 @@ from core.config_io import config_from_dict, dump_config, load_config
 from core.errors import InputError
 from engine.weights.loading import load_causal_lm
 from learning.data.prompts import load_prompts
+from learning.data.statistics import data_report
 from learning.pairs.tokenization import character_tokenizer
 from learning.tasks.chain_task import ALPHABET
 from tests.conftest import TinyPair
@@ -51,7 +52,13 @@ TREE = {
 }
 YAML = yaml.safe_dump(TREE).encode() + b"engine: &e {probe: false}\nreward: {kind: 'chain'} # a rule\n"
 JSONL = b'{"question": "01:a+1=", "answer": "b"}\n{"question": "02:b+1=", "answer": 3}\n\n'
+CHAT = (
+    b'{"messages": [{"role": "user", "content": "01:a+1="}, {"role": "assistant", "content": "b"}], "answer": "b"}\n'
+    b'{"messages": [{"role": "system", "content": "a"}, {"role": "user", "content": "02:b+1="}]}\n'
+)
 TOKENIZER = character_tokenizer(ALPHABET)
+CHATTY = character_tokenizer(ALPHABET)
+CHATTY.chat_template = "{% for m in messages %}{{ m['content'] }};{% endfor %}#"
 
 
 def files_below(folder: Path) -> list[Path]:
@@ -116,7 +123,7 @@ def test_any_overrides_make_a_config_or_are_refused(changes: list[str], folder: 
         check_config(config, folder)
 
 
-@examples(0.2)
+@examples(0.1)
 @given(
     raw=changed_bytes(JSONL),
     on_long=st.sampled_from(["fail", "skip"]),
@@ -130,6 +137,20 @@ def test_any_bytes_of_jsonl_make_prompts_or_are_refused(
     data = DataConfig(path=str(file), max_prompt_tokens=64, on_long_prompt=on_long)
     dataset = passes_or_refuses(lambda: load_prompts(data, TOKENIZER, seed=0), below=folder)
     assert dataset is None or len(dataset) > 0
+
+
+@examples(0.1)
+@given(raw=changed_bytes(CHAT))
+def test_any_bytes_of_conversations_make_prompts_or_are_refused_and_are_counted_alike(
+    raw: bytes, folder: Path
+) -> None:
+    file = folder / "d.jsonl"
+    file.write_bytes(raw)
+    data = DataConfig(path=str(file), max_prompt_tokens=64)
+    dataset = passes_or_refuses(lambda: load_prompts(data, CHATTY, seed=0), below=folder)
+    report = passes_or_refuses(lambda: data_report(data, CHATTY, seed=0), below=folder)
+    assert report.num_prompts >= (len(dataset) if dataset is not None else 0)
+    assert (dataset is None) == (report.num_faults > 0 or report.num_prompts == 0)
 
 
 def parquet_bytes(compression: str, use_dictionary: bool) -> bytes:

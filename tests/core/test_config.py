@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Any, cast, get_args, get_origin
 
 import pytest
 from pydantic import BaseModel
@@ -73,6 +73,13 @@ def test_a_malformed_override_is_refused(tmp_path: Path, override: str) -> None:
         ("speculation", {"policy": "capacity", "depth": 0}, "nodes at depth 0"),
         ("data", {"path": "a.jsonl", "prompt_template": "x"}, r"must hold \{prompt\}"),
         ("data", {"task": "chain", "limit": 10**9}, "more than a generated task draws"),
+        ("data", {"path": "a.jsonl", "sources": [{"path": "b.jsonl"}]}, "exactly one of data.task"),
+        ("data", {"sources": [{"path": "b.jsonl", "task": "chain"}]}, r"data\.sources\.0: .*exactly one"),
+        ("data", {"sources": [{"path": "b.jsonl", "weigth": 2}]}, r"did you mean 'weight'"),
+        ("data", {"sources": [{"path": "b.jsonl", "weight": 0}]}, "greater than 0"),
+        ("data", {"path": "a.jsonl", "min_prompt_tokens": 600}, "must not exceed data.max_prompt_tokens"),
+        ("data", {"path": "a.jsonl", "chat_template_kwargs": {"tokenize": True}}, "names of variables"),
+        ("data", {"path": "a.jsonl", "chat_template_kwargs": {"n": 10**30}}, "64 bits"),
         ("sampling", {"stop_token_ids": [5, -1]}, r"stop_token_ids\.1"),
         ("engine", {"num_threads": 5000}, "less than or equal to 1024"),
         ("cluster", {"generation": {"num_actors": 10**9}}, "less than or equal to 4096"),
@@ -94,9 +101,10 @@ def every_float() -> list[tuple[str, ...]]:
     def below(model: type[BaseModel], path: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
         for name, field in model.model_fields.items():
             kind = field.annotation
+            is_list = get_origin(kind) is tuple
             kind = next((one for one in get_args(kind) if hasattr(one, "model_fields")), kind)
             if isinstance(kind, type) and issubclass(kind, BaseModel):
-                yield from below(kind, (*path, name))
+                yield from below(kind, (*path, name, "0") if is_list else (*path, name))
             elif kind is float or float in get_args(kind):
                 yield (*path, name)
 
@@ -108,7 +116,7 @@ def every_float() -> list[tuple[str, ...]]:
 def test_every_float_is_finite(path: tuple[str, ...], value: object) -> None:
     tree: Any = value
     for name in reversed(path):
-        tree = {name: tree}
+        tree = [tree] if name == "0" else {name: tree}
     with pytest.raises(ConfigError, match=rf"{path[-1]}: Input should be"):
         config_from_dict(SMALLEST | tree)
 
@@ -258,3 +266,15 @@ def test_on_gpus_what_is_left_open_is_simple(tmp_path: Path) -> None:
 def test_what_the_user_says_holds_on_gpus_too(tree: dict, expected: tuple[str, int]) -> None:
     config = config_from_dict(SMALLEST | {"cluster": {"generation": {"num_gpus": 1}}} | tree)
     assert (config.speculation.policy, config.engine.max_prefill_tokens) == expected
+
+
+def test_sources_take_what_data_says_and_keep_it_through_a_file(tmp_path: Path) -> None:
+    source = {"path": "b.jsonl", "chat": False, "reference_field": None}
+    config = config_from_dict(
+        SMALLEST | {"data": {"chat": True, "prompt_field": "q", "sources": [{"task": "chain"}, source]}}
+    )
+    first, second = config.data.each_source()
+    assert (first.chat, first.prompt_field, first.task, first.path) == (True, "q", "chain", None)
+    assert (second.chat, second.prompt_field, second.reference_field) == (False, "q", None)
+    dump_config(config, tmp_path / "c.yaml")
+    assert load_config(tmp_path / "c.yaml") == config

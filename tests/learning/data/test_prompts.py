@@ -1,16 +1,20 @@
 """Prompts: sources, faults, and keys that are never reused."""
 
 import json
+from dataclasses import replace
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from pytest import fixture, mark, raises
 
+import learning.data.encoding
 import learning.pairs.tokenization
 from core.config import DataConfig, SamplingConfig
-from core.errors import DataError
-from core.records import SamplingParams
+from core.errors import DataError, ModelError
+from core.records import Prompt, SamplingParams
 from learning.data.cursor import PromptCursor
+from learning.data.packed_prompts import PackedPrompts
 from learning.data.prompts import load_prompts, sampling_params
 from learning.pairs.tokenization import character_tokenizer, train_bpe
 from learning.tasks.chain_task import ALPHABET
@@ -194,13 +198,13 @@ def test_a_prompt_beyond_all_tokens_is_refused_without_being_tokenised(tmp_path,
     lengths = (8, most, most + 1, 10**7)
     path.write_text("".join(json.dumps({"question": "a" * n, "answer": ""}) + "\n" for n in lengths))
     encoded = []
-    encode = tokenizer.encode
+    encode = learning.data.encoding.encode_texts
 
-    def counting(text):
-        encoded.append(len(text))
-        return encode(text)
+    def counting(tokenizer, texts, *, special):
+        encoded.extend(len(text) for text in texts)
+        return encode(tokenizer, texts, special=special)
 
-    monkeypatch.setattr(tokenizer, "encode", counting)
+    monkeypatch.setattr(learning.data.encoding, "encode_texts", counting)
     data = DataConfig(path=str(path), max_prompt_tokens=8, on_long_prompt="skip")
     dataset = load_prompts(data, tokenizer, seed=0)
     assert (len(dataset), dataset.num_skipped, encoded) == (1, 3, [8, most])
@@ -263,3 +267,54 @@ def test_a_restored_cursor_goes_on_as_if_nothing_had_happened(tokenizer):
 def test_the_end_token_is_always_a_stop_token(tokenizer):
     params = sampling_params(SamplingConfig(stop_token_ids=(7,)), tokenizer)
     assert params.stop_token_ids == (7, tokenizer.eos_token_id)
+
+
+@mark.parametrize(("given", "expected"), [(5, [5]), ([4, 5], [4, 5]), ([5, 10**6, -1], [5]), (None, [])])
+def test_end_tokens_of_the_models_generation_config_stop_too(tokenizer, tmp_path, given, expected):
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": given}))
+    params = sampling_params(SamplingConfig(stop_token_ids=(4,)), tokenizer, model=str(tmp_path))
+    assert params.stop_token_ids == (4, tokenizer.eos_token_id, *[one for one in expected if one != 4])
+
+
+def test_a_model_without_a_generation_config_has_the_tokenizers_end_token(tokenizer, tmp_path):
+    assert sampling_params(SamplingConfig(), tokenizer, model=str(tmp_path)).stop_token_ids == (
+        tokenizer.eos_token_id,
+    )
+    (tmp_path / "generation_config.json").write_text("{")
+    with raises(ModelError, match=r"generation_config\.json, which names the end tokens"):
+        sampling_params(SamplingConfig(), tokenizer, model=str(tmp_path))
+
+
+def test_packed_prompts_are_the_prompts(tokenizer):
+    prompts = [
+        Prompt(
+            prompt_id=n,
+            token_ids=np.arange(n % 5),
+            text="x" * n,
+            messages=(("user", str(n)),),
+            fields={"n": n},
+        )
+        for n in range(2500)
+    ]
+    packed = PackedPrompts.of(prompts)
+    assert len(packed) == 2500 and packed.max_tokens == 4
+    for number in (0, 1023, 1024, 2499, -1):
+        one, other = packed[number], prompts[number]
+        assert one.token_ids.tolist() == other.token_ids.tolist() and one.token_ids.dtype == np.int64
+        assert (one.prompt_id, one.text, one.messages, one.fields) == (
+            other.prompt_id, other.text, other.messages, other.fields,
+        )  # fmt: skip
+    assert [p.prompt_id for p in packed[1020:1030]] == list(range(1020, 1030))
+    with raises(IndexError):
+        packed[2500]
+    assert PackedPrompts.of(packed).fingerprint == packed.fingerprint
+
+
+@mark.parametrize(
+    "change", [{"text": "b"}, {"reference": "b"}, {"token_ids": np.array([1, 2])}, {"fields": {"a": 1}}]
+)
+def test_the_fingerprint_tells_prompts_apart(change):
+    one = Prompt(prompt_id=0, token_ids=np.array([1]), text="a", reference="a")
+    two = replace(one, **change)
+    assert PackedPrompts.of([one]).fingerprint != PackedPrompts.of([two]).fingerprint
+    assert PackedPrompts.of([one, two]).fingerprint != PackedPrompts.of([two, one]).fingerprint

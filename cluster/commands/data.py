@@ -1,0 +1,143 @@
+"""`rlhfspec data check`: what a data set holds, as the model would see it; faults with file and line."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+from cluster.commands.arguments import path_argument
+
+if TYPE_CHECKING:
+    from cluster.reporting.console import Reporter
+    from core.config import Config
+
+_ABOUT = """\
+Look at data before a run does.
+
+  rlhfspec data check train.jsonl --tokenizer Qwen/Qwen3-0.6B
+"""
+
+_TEXT = """\
+Read a data set as a run would, and print rows, fields, roles, lengths, duplicates, faults and three prompts.
+
+  rlhfspec data check train.jsonl                          lengths in characters
+  rlhfspec data check 'shards/*.parquet' --tokenizer DIR --set data.chat=true
+  rlhfspec data check --config run.yaml --json             the data of a config, for programs
+
+FILE is what data.path may be: a file, a pattern, a folder, or the name of a `datasets` data set.
+Exit code 2 where a run would stop: a malformed row, a missing field, an empty or too long prompt.
+"""
+
+_BAR_AFTER_S = 2.0
+_NO_MODEL = "demo"
+"Made on the spot by a run, so it has no tokenizer that could be loaded here."
+
+
+def add_parser(commands: Any) -> None:
+    """Describe the command and its one action."""
+    parser = commands.add_parser(
+        "data",
+        help="what a data set holds, and what is wrong with it (data check)",
+        description=_ABOUT,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
+    check = actions.add_parser(
+        "check",
+        help="statistics, faults with file and line, three prompts as the model sees them",
+        description=_TEXT,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    check.add_argument("file", nargs="?", metavar="FILE", help="instead of the config's data.path")
+    check.add_argument("--config", type=path_argument, metavar="FILE", help="YAML file with the data section")
+    check.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="override one key, such as data.prompt_field=text; may be repeated",
+    )
+    check.add_argument(
+        "--tokenizer",
+        metavar="NAME",
+        help="path or hub name; else the config's, else lengths are in characters",
+    )
+    check.add_argument("--json", action="store_true", help="print the report as one JSON object")
+    check.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the report. Raises DataError where a run would stop at the data."""
+    from cluster.reporting.console import PipeConsole, Reporter
+
+    # the report alone goes to standard output
+    report = Reporter(PipeConsole(highlight=False, soft_wrap=True, stderr=True))
+    config = _config(args)
+    try:
+        tokenizer = _tokenizer(args, config, report)
+        from cluster.reporting.data_text import data_lines
+        from learning.data.statistics import data_report
+
+        report.stop()
+        with _late_bar(report, "reading") as tick:
+            found = data_report(config.data, tokenizer, seed=config.run.seed, tick=tick)
+    finally:
+        report.stop()
+    print(json.dumps(found.to_dict(), indent=2) if args.json else "\n".join(data_lines(found)))
+    if found.num_faults or not found.num_prompts:
+        from core.errors import DataError
+
+        first = f"{found.faults[0]}" if found.faults else "no prompt is left of it"
+        raise DataError(f"{found.name}: {found.num_faults:,} faults; the first: {first}")
+    return 0
+
+
+def _config(args: argparse.Namespace) -> Config:
+    from core.config_io import config_from_dict, load_config, read_tree
+    from core.errors import ConfigError
+
+    if args.file is None:
+        if args.config is None:
+            raise ConfigError("name what to check: rlhfspec data check FILE, or --config FILE")
+        return load_config(args.config, args.set)
+    pair = {"models": {"target": _NO_MODEL, "draft": _NO_MODEL}}  # a config needs models, and these data none
+    tree = pair if args.config is None else read_tree(args.config)
+    data = tree.get("data")
+    kept = {
+        key: value
+        for key, value in (data.items() if isinstance(data, dict) else ())
+        if key not in ("task", "sources")
+    }
+    tree["data"] = kept | {"path": args.file}
+    return config_from_dict(tree, overrides=args.set, origin=str(args.config or "--set"))
+
+
+def _tokenizer(args: argparse.Namespace, config: Config, report: Reporter) -> Any:
+    name = args.tokenizer or config.models.tokenizer
+    if name is None and config.models.target != _NO_MODEL:
+        name = config.models.target
+    if name is None:
+        return None
+    report.stage("loading the tokenizer")
+    from engine.weights.loading import load_tokenizer
+
+    return load_tokenizer(name, trust_remote_code=config.models.trust_remote_code)
+
+
+@contextmanager
+def _late_bar(report: Reporter, title: str) -> Iterator[Callable[[str, float], None]]:
+    """A bar that appears where the work takes more than two seconds."""
+    with ExitStack() as bars:
+        started, ticks = time.monotonic(), list[Callable[[str, float], None]]()
+
+        def tick(stage: str, fraction: float) -> None:
+            if not ticks and time.monotonic() - started > _BAR_AFTER_S:
+                ticks.append(bars.enter_context(report.job(title)))
+            for show in ticks:
+                show(stage, fraction)
+
+        yield tick

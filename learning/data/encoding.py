@@ -1,0 +1,143 @@
+"""Turns rows into the text that the model sees, by template or chat template, and that into token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from core.config import DataConfig
+from core.errors import DataError
+from core.outside import cut, is_file
+from learning.data.messages import Messages, as_dicts
+from learning.data.records_io import Row
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """A prompt as the model sees it."""
+
+    text: str
+    messages: Messages
+    "the turns that the chat template was given; empty for plain text"
+
+
+class PromptEncoder:
+    """Renders and tokenises the prompts of one source. Raises DataError for templates that cannot be used."""
+
+    def __init__(self, data: DataConfig, tokenizer: PreTrainedTokenizerBase | None) -> None:
+        self._data = data
+        self._tokenizer = tokenizer
+        self._template = read_template(data.chat_template)
+        # a generated task's prompt is all that the small model has been trained on
+        self._adds_special_tokens = data.task is None
+
+    def render(self, row: Row) -> Rendered:
+        """Apply the templates; without a tokenizer a conversation is shown as its turns.
+
+        Raises DataError: no chat template, or one that refuses the turns.
+        """
+        data = self._data
+        if row.messages:
+            *history, (role, content) = row.messages
+            return self._chat(row, (*history, (role, self._fill(content))))
+        if data.chat:
+            return self._chat(row, (("user", self._fill(row.prompt)),))
+        if data.system_prompt is not None:
+            raise DataError(
+                f"{row.origin}: data.system_prompt needs a conversation, got plain text; set data.chat to true, or "
+                "write it into data.prompt_template"
+            )
+        return Rendered(row.prompt if data.task is not None else self._fill(row.prompt), ())
+
+    def token_ids(self, prompts: Sequence[Rendered]) -> list[list[int]]:
+        """Tokenise many at once, which fast tokenizers do in parallel."""
+        assert self._tokenizer is not None
+        out: list[list[int]] = [[] for _ in prompts]
+        for is_chat in (False, True):
+            chosen = [index for index, prompt in enumerate(prompts) if bool(prompt.messages) == is_chat]
+            # a chat template writes the special tokens itself
+            special = self._adds_special_tokens and not is_chat
+            ids = encode_texts(self._tokenizer, [prompts[index].text for index in chosen], special=special)
+            for index, row in zip(chosen, ids, strict=True):
+                out[index] = row
+        return out
+
+    def _fill(self, text: str) -> str:
+        return self._data.prompt_template.replace("{prompt}", text)
+
+    def _chat(self, row: Row, messages: Messages) -> Rendered:
+        system = self._data.system_prompt
+        if system is not None and messages[0][0] not in ("system", "developer"):
+            messages = (("system", system), *messages)
+        if self._tokenizer is None:
+            return Rendered("\n".join(f"{role}: {content}" for role, content in messages), messages)
+        if self._template is None and self._tokenizer.chat_template is None:
+            asked = "data.chat is true" if not row.messages else f"{row.origin} is a conversation"
+            raise DataError(
+                f"{asked} but the tokenizer has no chat template; name one by data.chat_template, set data.chat to "
+                "false for plain text, or models.tokenizer to one that has a template"
+            )
+        kwargs: dict[str, Any] = dict(self._data.chat_template_kwargs)
+        try:
+            text = self._tokenizer.apply_chat_template(
+                as_dicts(messages),
+                chat_template=self._template,
+                add_generation_prompt=True,
+                tokenize=False,
+                **kwargs,
+            )
+        except Exception as error:  # a template is a program, and not ours
+            said = " ".join(str(error).split())[:200]
+            raise DataError(
+                f"{row.origin}: the chat template refuses its turns ({cut(', '.join(role for role, _ in messages))}): "
+                f"{type(error).__name__}: {said}; {self._advice(row, messages)}"
+            ) from error
+        return Rendered(str(text), messages)
+
+    def _advice(self, row: Row, messages: Messages) -> str:
+        if messages[0][0] in ("system", "developer"):
+            if row.messages and row.messages[0][0] == messages[0][0]:
+                return (
+                    "where it knows no system turn, name another by data.chat_template, or leave the row out "
+                    "by data.filter"
+                )
+            return "where it knows no system turn, take out data.system_prompt or name another by data.chat_template"
+        return "mend the row, leave it out by data.filter, or name another template by data.chat_template"
+
+
+def encode_texts(tokenizer: PreTrainedTokenizerBase, texts: list[str], *, special: bool) -> list[list[int]]:
+    """Token ids of each text, with the tokenizer's own special tokens or without."""
+    if not texts:
+        return []
+    encoded: Any = tokenizer(
+        texts,
+        add_special_tokens=special,
+        return_attention_mask=False,
+        return_token_type_ids=False,
+        verbose=False,
+    )
+    return [list(ids) for ids in encoded["input_ids"]]
+
+
+def longest_token(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Characters of the longest token; of byte-level BPE its bytes, which are at least as many."""
+    return max(len(token) for token in tokenizer.get_vocab())
+
+
+def read_template(given: str | None) -> str | None:
+    """Return the Jinja text that data.chat_template names or is. Raises DataError."""
+    if given is None or "{" in given:
+        return given
+    path = Path(given).expanduser()
+    if not is_file(path):
+        raise DataError(
+            f"data.chat_template: expected a Jinja file or the template itself, and there is no file {cut(given)}"
+        )
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"cannot read data.chat_template {path}: {error}; save it as UTF-8") from error

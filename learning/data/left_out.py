@@ -1,0 +1,110 @@
+"""What is left out of a data set, and how often: too long, too short, seen before, refused by the user's filter."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+import os
+import sys
+import unicodedata
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from core.errors import ConfigError, DataError
+from learning.data.messages import Messages
+
+
+@dataclass(slots=True, kw_only=True)
+class LeftOut:
+    """Counts of prompts that were left out."""
+
+    too_long: int = 0
+    too_short: int = 0
+    duplicates: int = 0
+    filtered: int = 0
+
+    def describe(self) -> str:
+        """Such as `12 too long, 3 duplicates`; empty where nothing is left out."""
+        named = {
+            "too long": self.too_long,
+            "too short": self.too_short,
+            "duplicates": self.duplicates,
+            "by data.filter": self.filtered,
+        }
+        return ", ".join(f"{count:,} {name}" for name, count in named.items() if count)
+
+
+class Seen:
+    """Remembers prompts by 16 bytes of their hash, over all sources."""
+
+    def __init__(self, how: str) -> None:
+        self._normalizes = how == "normalized"
+        self._digests: set[bytes] = set()
+
+    def before(self, text: str, messages: Messages) -> bool:
+        """Return whether the same prompt was asked for before; roles count, system prompts of the row too."""
+        turns = messages or (("", text),)
+        if self._normalizes:
+            turns = tuple((role, normalize(content)) for role, content in turns)
+        digest = hashlib.blake2b(json.dumps(turns).encode(), digest_size=16).digest()
+        if digest in self._digests:
+            return True
+        self._digests.add(digest)
+        return False
+
+
+def normalize(text: str) -> str:
+    """Fold what a reader does not see as another text: Unicode form (NFKC), case, white space."""
+    return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
+
+
+class RowFilter:
+    """The user's function of a row, `package.module:function`. Raises ConfigError where it cannot be imported."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._function = _import_function(path)
+
+    def keeps(self, values: dict[str, Any], origin: str) -> bool:
+        """Return what the function says of a row. Raises DataError, naming the row, unless it is true or false."""
+        try:
+            answer = self._function(values)
+        except (Exception, SystemExit) as error:  # the user's code may raise anything
+            said = " ".join(str(error).split())[:200]
+            raise DataError(
+                f"{origin}: data.filter {self.path} raised {type(error).__name__}: {said}; mend the function"
+            ) from error
+        if not isinstance(answer, bool | np.bool_):
+            raise DataError(
+                f"{origin}: data.filter {self.path} returned {type(answer).__name__}; expected true or false"
+            )
+        return bool(answer)
+
+
+def _import_function(path: str) -> Callable[[dict[str, Any]], Any]:
+    module_name, _, name = path.partition(":")
+    if not all(part.isidentifier() for part in [*module_name.split("."), name]):
+        raise ConfigError(
+            f"data.filter '{path}' names no function: expected package.module:function, such as "
+            "my_data:keep for the function keep in my_data.py"
+        )
+    caller = os.getcwd()  # the console script leaves it out; last, so that nothing of ours is shadowed
+    if caller not in sys.path:
+        sys.path.append(caller)
+    try:
+        function = getattr(importlib.import_module(module_name), name)
+    except AttributeError:
+        raise ConfigError(f"data.filter {path}: {module_name} has no '{name}'; check the name") from None
+    except (Exception, SystemExit) as error:  # the module runs whatever the user wrote
+        said = " ".join(str(error).split())[:200]
+        raise ConfigError(
+            f"data.filter {path}: importing {module_name} raised {type(error).__name__}: {said}; "
+            "run from the folder that holds it, or put it on PYTHONPATH"
+        ) from error
+    if not callable(function):
+        raise ConfigError(f"data.filter {path}: '{name}' is {type(function).__name__}, not a function")
+    return function
