@@ -10,6 +10,9 @@ from core.settings.cluster import ClusterConfig
 from core.settings.section import MAX_THREADS, Name, Section, UserPath, folder_name
 from core.settings.trainer import LoraConfig
 
+USUAL_TOKENS = 1024
+"Of a sequence at most, where data.max_tokens says nothing."
+
 
 class SupervisedRunConfig(Section):
     """What the run is called and where it writes."""
@@ -56,10 +59,15 @@ class ExamplesConfig(Section):
     prompt_field: Name = "prompt"
     prompt_template: str = "{prompt}"
     "how a plain prompt field becomes text"
-    max_tokens: int = Field(default=1024, ge=2)
-    "of one sequence"
+    max_tokens: int | None = Field(default=None, ge=2)
+    "of one sequence; null: 1024, or the model's positions where it has fewer"
     on_long: Literal["truncate", "skip", "fail"] = "truncate"
     "truncate: an example for sft loses its end, a prompt for train-reward its beginning, a response nothing"
+
+    @property
+    def token_limit(self) -> int:
+        """Tokens of one sequence at most."""
+        return self.max_tokens or USUAL_TOKENS
 
     @model_validator(mode="after")
     def _holds_prompt(self) -> ExamplesConfig:
@@ -154,11 +162,11 @@ class SupervisedConfig(Section):
 class SftConfig(SupervisedConfig):
     """`rlhfspec sft`."""
 
-    data: DemonstrationsConfig
+    data: DemonstrationsConfig  # type: ignore[assignment]  # frozen: nobody writes another kind
 
 
 class TrainRewardConfig(SupervisedConfig):
     """`rlhfspec train-reward`."""
 
-    data: PreferencesConfig
+    data: PreferencesConfig  # type: ignore[assignment]  # as above
     loss: PreferenceLossConfig = PreferenceLossConfig()

@@ -65,7 +65,8 @@ def _by_marks(
 ) -> tuple[np.ndarray, np.ndarray]:
     # apply_chat_template itself loses a turn whose mark stands before a blank
     try:
-        (whole,), (spans,) = render_jinja_template(
+        render: Any = render_jinja_template
+        (whole,), (spans,) = render(
             conversations=[list(turns)],
             chat_template=tokenizer.get_chat_template(),
             return_assistant_tokens_mask=True,

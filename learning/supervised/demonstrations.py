@@ -48,20 +48,20 @@ def encode_demonstrations(
     examples: list[Demonstration] = []
     for row in rows:
         ids, mask = _tokens(row, data, tokenizer)
-        if len(ids) > data.max_tokens and data.on_long == "fail":
+        if len(ids) > data.token_limit and data.on_long == "fail":
             raise DataError(
-                f"{row.origin} has {len(ids)} tokens, data.max_tokens is {data.max_tokens}; raise it, or set "
+                f"{row.origin} has {len(ids)} tokens, data.max_tokens is {data.token_limit}; raise it, or set "
                 "data.on_long to truncate or skip"
             )
-        if len(ids) > data.max_tokens and data.on_long == "skip":
+        if len(ids) > data.token_limit and data.on_long == "skip":
             continue
-        ids, mask = ids[: data.max_tokens], mask[: data.max_tokens].copy()
+        ids, mask = ids[: data.token_limit], mask[: data.token_limit].copy()
         mask[:1] = False
         if mask.any():
             examples.append(Demonstration(token_ids=ids, is_learned=mask))
     if not examples:
         raise DataError(
-            f"no example left of {len(rows)} rows: all are too long for data.max_tokens {data.max_tokens}, or have no "
+            f"no example left of {len(rows)} rows: all are too long for data.max_tokens {data.token_limit}, or have no "
             "token to learn; raise data.max_tokens, or mend the rows"
         )
     return examples, len(rows) - len(examples)

@@ -61,24 +61,24 @@ def encode_preferences(
             raise DataError(
                 f"{row.origin}: chosen and rejected are the same response; expected two, take it out"
             )
-        limit = data.max_tokens if data.on_long == "truncate" else None
+        limit = data.token_limit if data.on_long == "truncate" else None
         both = [
             render(tokenizer, texts.prompt, texts.messages, response, max_tokens=limit)
             for response in (texts.chosen, texts.rejected)
         ]
         longest = max(len(ids) for ids in both)
-        if longest > data.max_tokens:
+        if longest > data.token_limit:
             if data.on_long == "skip":
                 continue
             raise DataError(
                 f"{row.origin} has {'a response' if limit else 'a sequence'} of {longest} tokens, data.max_tokens is "
-                f"{data.max_tokens}; raise it, or set data.on_long to skip"
+                f"{data.token_limit}; raise it, or set data.on_long to skip"
             )
         chosen, rejected = (np.asarray(ids, dtype=np.int64) for ids in both)
         pairs.append(PreferencePair(chosen_ids=chosen, rejected_ids=rejected, margin=_margin(row, data)))
     if not pairs:
         raise DataError(
-            f"no pair left of {len(rows)} rows: all are longer than data.max_tokens {data.max_tokens}; raise it"
+            f"no pair left of {len(rows)} rows: all are longer than data.max_tokens {data.token_limit}; raise it"
         )
     return pairs, len(rows) - len(pairs)
 
