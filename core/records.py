@@ -98,6 +98,8 @@ class Prompt:
     text: str = ""
     reference: str = ""
     "what the reward function compares with; may be empty"
+    messages: tuple[tuple[str, str], ...] = ()
+    "(role, content) of the turns the chat template was given; empty for plain text"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

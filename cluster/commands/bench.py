@@ -28,9 +28,10 @@ Run one benchmark and write DIR/NAME.json: figures, intervals, provenance.
   rlhfspec bench onpolicy --out bench            the trainer's log-probabilities beside the sampler's, bit by bit
   rlhfspec bench training --out bench            memory of LoRA, planned and measured; bfloat16 beside float32
   rlhfspec bench models --out bench              which model families run: the page docs/models.md
+  rlhfspec bench chain --out bench               SFT, reward model and PPO from files, by a gold rule
 """
 
-WITH_REAL_MODEL = ("engine", "drafting", "rollout", "exactness", "update", "onpolicy", "training")
+WITH_REAL_MODEL = ("engine", "drafting", "rollout", "exactness", "update", "onpolicy", "training", "chain")
 
 
 def add_parser(commands: Any) -> None:

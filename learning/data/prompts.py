@@ -64,6 +64,9 @@ def load_prompts(data: DataConfig, tokenizer: PreTrainedTokenizerBase, *, seed: 
                 token_ids=np.asarray(token_ids, dtype=np.int64),
                 text=row.prompt,
                 reference=row.reference,
+                messages=(("user", data.prompt_template.replace("{prompt}", row.prompt)),)
+                if data.chat
+                else (),
             )
         )
     if not prompts:

@@ -39,7 +39,10 @@ def render(
         whole = list(tokenizer(prompt_text + response)["input_ids"])
     if max_tokens is None or len(whole) <= max_tokens:
         return whole
-    return whole[min(len(whole) - max_tokens, _num_shared(before, whole)) :]
+    begin = (tokenizer.bos_token_id, tokenizer.cls_token_id)
+    # every text of the model begins with it: it is kept
+    first = whole[:1] if whole[0] in begin else []
+    return first + whole[min(len(whole) - max_tokens + len(first), _num_shared(before, whole)) :]
 
 
 def _templated(
