@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -24,18 +24,6 @@ from learning.supervised.preferences import PreferencePair
 from learning.supervised.reward_head import packed_scores
 
 
-class Sized(Protocol):
-    """An item that knows how many tokens a forward over it has."""
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens in all."""
-        ...
-
-
-Item = TypeVar("Item", bound=Sized, contravariant=True)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardSettings:
     """How all objectives compute."""
@@ -45,15 +33,16 @@ class ForwardSettings:
     "see `learning.forward.precision.autocast`"
 
 
-class Objective(Protocol[Item]):
-    """A loss over items of one kind."""
+@runtime_checkable
+class Objective(Protocol):
+    """A loss over items of one kind, each with its `num_tokens`."""
 
-    def weight(self, item: Item) -> float:
+    def weight(self, item: Any) -> float:
         """What the item counts in the mean over a batch."""
         ...
 
     def sums(
-        self, model: PreTrainedModel, items: Sequence[Item], forward: ForwardSettings
+        self, model: PreTrainedModel, items: Sequence[Any], forward: ForwardSettings
     ) -> dict[str, Tensor]:
         """Sums over the items, `loss` among them, of what is a mean once it is divided by their weights."""
         ...

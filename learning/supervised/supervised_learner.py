@@ -36,7 +36,7 @@ class SupervisedLearner:
     def __init__(
         self,
         model: PreTrainedModel,
-        objective: Objective[Any],
+        objective: Objective,
         trainer: SupervisedTrainerConfig,
         *,
         total_steps: int,
