@@ -176,7 +176,7 @@ def _ppo(chain: Chain, seed: int, *, iterations: int) -> dict[str, Any]:
             "epochs": 2,
             "num_threads": 1,
         },
-        "cluster": {"dashboard": False, "generation": {"num_actors": 1}},
+        "cluster": {"dashboard": False, "start_timeout_s": 900.0, "generation": {"num_actors": 1}},
     }
 
 
