@@ -1,7 +1,7 @@
 """The loss of a reward model on pairs of responses, and what is reported of it.
 
 Sources: Ouyang et al. 2022, equation 1 (Bradley and Terry 1952); Touvron et al. 2023, 'Llama 2', equation 2 (the
-margin); Eisenstein et al. 2023, 'Helping or herding?', section 3.1 (scores kept around zero).
+margin); Eisenstein et al. 2023, 'Helping or herding?', equation 2 (scores kept around zero).
 """
 
 from __future__ import annotations
