@@ -17,6 +17,7 @@ import torch
 import yaml
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from learning.pairs.tokenization import token_id
 from learning.tasks.one_sentence import draw_prompts
 from learning.tasks.preferences import (
     MAX_ANSWER_WORDS,
@@ -192,8 +193,8 @@ def _write_base(folder: Path, seed: int) -> None:
         num_key_value_heads=2,
         max_position_embeddings=256,
         bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=token_id(tokenizer, "eos"),
+        pad_token_id=token_id(tokenizer, "pad"),
         tie_word_embeddings=False,
         initializer_range=0.06,
     )
