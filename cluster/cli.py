@@ -1,5 +1,5 @@
-"""The command line: `rlhfspec demo | train | profile | bench | gpu-selftest | simulate | check | data | models |
-show | replay`.
+"""The command line: `rlhfspec demo | train | sft | train-reward | profile | bench | gpu-selftest | simulate | check |
+data | models | show | replay`.
 
 Exit codes: 0 good, 2 bad input (one line says what to mend), 1 failure, 130 interrupted. Only what a
 command needs is imported, so that `--help` answers at once.
@@ -43,9 +43,11 @@ def build_parser() -> argparse.ArgumentParser:
         models,
         profile,
         replay,
+        sft,
         show,
         simulate,
         train,
+        train_reward,
     )
 
     parser = argparse.ArgumentParser(
@@ -56,7 +58,20 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="print name and version")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for module in (train, profile, bench, gpu_selftest, simulate, check, data, models, show, replay):
+    for module in (
+        train,
+        sft,
+        train_reward,
+        profile,
+        bench,
+        gpu_selftest,
+        simulate,
+        check,
+        data,
+        models,
+        show,
+        replay,
+    ):
         module.add_parser(commands)
     return parser
 

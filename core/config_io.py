@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -14,10 +14,13 @@ from core.config import Config
 from core.errors import ConfigError
 from core.files import write_whole
 from core.outside import cut, is_dir, is_file, quote
+from core.settings.section import Section
 from core.yaml_text import YamlFault, parse_yaml
 
 _MAX_FAULTS = 8
 "Faults of one config that are spelled out."
+
+Whole = TypeVar("Whole", bound=Section)
 
 
 def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
@@ -25,7 +28,29 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
 
     Raises ConfigError: missing file, malformed YAML, unknown key (with a suggestion), refused value.
     """
-    return config_from_dict(read_tree(path), overrides=overrides, origin=str(path))
+    return load_config_of(Config, path, overrides)
+
+
+def load_config_of(
+    kind: type[Whole],
+    path: str | Path | None,
+    overrides: Iterable[str] = (),
+    *,
+    given: dict[str, dict[str, Any]] | None = None,
+) -> Whole:
+    """Load the config of any command: a file or none, then `given` keys of sections, then overrides.
+
+    Raises ConfigError as `load_config`.
+    """
+    tree: dict[str, Any] = {} if path is None else read_tree(path)
+    for section, keys in (given or {}).items():
+        held = tree.get(section) or {}
+        if not isinstance(held, dict):
+            raise ConfigError(f"{path}: {section} must be a section, got {quote(held)}")
+        tree[section] = {**held, **keys}
+    for override in overrides:
+        _apply_override(tree, override)
+    return _validated(kind, tree, origin="config" if path is None else str(path))
 
 
 def read_tree(path: str | Path) -> dict[str, Any]:
@@ -49,15 +74,19 @@ def config_from_dict(
     """
     for override in overrides:
         _apply_override(tree, override)
+    return _validated(Config, tree, origin=origin)
+
+
+def _validated(kind: type[Whole], tree: dict[str, Any], *, origin: str) -> Whole:
     try:
-        return Config.model_validate(tree)
+        return kind.model_validate(tree)
     except ValidationError as error:
-        faults = [_explain(item) for item in error.errors(include_url=False)]
+        faults = [_explain(item, kind) for item in error.errors(include_url=False)]
         more = f" | and {len(faults) - _MAX_FAULTS} more" if len(faults) > _MAX_FAULTS else ""
         raise ConfigError(f"{origin}: " + " | ".join(faults[:_MAX_FAULTS]) + more) from None
 
 
-def dump_config(config: Config, path: str | Path) -> None:
+def dump_config(config: Section, path: str | Path) -> None:
     """Write the resolved config, every default spelled out, as YAML. Raises StorageError."""
     write_whole(Path(path), yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
 
@@ -96,11 +125,11 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
         ) from None
 
 
-def _explain(item: Any) -> str:
+def _explain(item: Any, kind: type[Section]) -> str:
     location = [cut(str(part)) for part in item["loc"]]
     key = ".".join(location) or "config"
     if item["type"] == "extra_forbidden":
-        known = _known_keys(location[:-1])
+        known = _known_keys(location[:-1], kind)
         close = difflib.get_close_matches(location[-1], known, n=1)
         hint = f"did you mean '{close[0]}'?" if close else f"known keys here: {', '.join(known)}"
         return f"unknown key {key}; {hint}"
@@ -111,8 +140,8 @@ def _explain(item: Any) -> str:
     return f"{key}: {item['msg']}, got {quote(item['input'])}"
 
 
-def _known_keys(path: list[str]) -> list[str]:
-    model: Any = Config
+def _known_keys(path: list[str], whole: type[Section]) -> list[str]:
+    model: Any = whole
     for part in path:
         if part.isdigit():  # a place in a list of sections
             continue

@@ -29,21 +29,27 @@ _BASE, _OWN = ".base_layer.", ".lora_"
 "Parts of names in an adapted model: of the frozen weight, of the adapter's own."
 _PREFIX = "base_model.model."
 "Before the names of all tensors in a peft model."
+_WHOLE, _BEFORE = f".modules_to_save.{_NAME}.", ".original_module."
+"Parts of names: of a head that learns whole, and of what it was before."
 
 
 class Adapter:
     """The adapters of one model, which is changed in place: its targeted linears get adapters beside them."""
 
-    def __init__(self, model: PreTrainedModel, settings: LoraConfig, *, seed: int) -> None:
+    def __init__(
+        self, model: PreTrainedModel, settings: LoraConfig, *, seed: int, head: str | None = None
+    ) -> None:
         """Freeze the model and put adapters into it; they start at zero, so the policy is the model's own.
 
+        `head` names a module that learns whole: that of a reward model, which is new.
         Raises ConfigError: peft is not installed, no module has a name that is targeted, or a targeted weight is
         shared with another module, which merging would part.
         """
         peft = require_peft()
         targets = settings.targets if isinstance(settings.targets, str) else list(settings.targets)
         recipe = peft.LoraConfig(
-            task_type="CAUSAL_LM",
+            task_type="CAUSAL_LM" if head is None else "SEQ_CLS",
+            modules_to_save=None if head is None else [head],
             r=settings.rank,
             lora_alpha=settings.alpha,
             lora_dropout=settings.dropout,
@@ -77,8 +83,9 @@ class Adapter:
         """
         layers = {name: module for name, module in self._model.named_modules() if hasattr(module, "lora_A")}
         for name, tensor in tensors:
-            if _OWN in name:
+            if _OWN in name or _BEFORE in name:
                 continue
+            name = name.replace(_WHOLE, ".")
             path, _, kind = name.partition(_BASE)
             is_merged = kind == "weight" and path in layers
             yield name.replace(_BASE, "."), _merged(layers[path], tensor) if is_merged else tensor
@@ -89,15 +96,17 @@ class Adapter:
         `tensors` are the adapted model's, as for `merged_tensors`.
         """
         for name, tensor in tensors:
-            if _OWN not in name:
-                yield name.replace(_BASE, "."), tensor
+            if _OWN not in name and _WHOLE not in name:
+                yield name.replace(_BASE, ".").replace(_BEFORE, "."), tensor
 
     def files(self, tensors: Iterable[tuple[str, Tensor]], *, base_model: str) -> dict[str, bytes]:
         """The adapter as `peft.PeftModel.from_pretrained` loads it onto `base_model`: name and content of each file.
 
         `tensors` are the adapted model's, as for `merged_tensors`.
         """
-        own = {f"{_PREFIX}{name}": tensor.clone() for name, tensor in tensors if _OWN in name}
+        own = {
+            f"{_PREFIX}{name}": tensor.clone() for name, tensor in tensors if _OWN in name or _WHOLE in name
+        }
         self._adapted.peft_config[_NAME].base_model_name_or_path = base_model
         with tempfile.TemporaryDirectory(prefix="rlhfspec-adapter-") as folder:
             # peft would ask the hub whether the vocabulary has grown; it never does here

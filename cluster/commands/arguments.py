@@ -5,9 +5,13 @@ from __future__ import annotations
 import argparse
 import math
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from core.errors import ConfigError
 from core.outside import try_folder
+
+if TYPE_CHECKING:
+    from core.settings.supervised import SupervisedConfig
 
 
 def add_config_arguments(parser: argparse.ArgumentParser, *, default: Path | None = None) -> None:
@@ -27,6 +31,66 @@ def add_config_arguments(parser: argparse.ArgumentParser, *, default: Path | Non
         metavar="KEY=VALUE",
         help="override one key of the file, such as run.iterations=5; may be repeated",
     )
+
+
+def add_supervised_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what `sft` and `train-reward` take: a config, or the three things that have no default, or a run."""
+    parser.add_argument(
+        "--config", type=path_argument, metavar="FILE", help="YAML file; keys: core/settings/supervised.py"
+    )
+    parser.add_argument(
+        "--model", metavar="NAME", help="path, hub name or known name of the model (model.name)"
+    )
+    parser.add_argument("--data", metavar="FILE", help="the rows (data.path)")
+    parser.add_argument(
+        "--out",
+        type=path_argument,
+        metavar="DIR",
+        help="the run folder, new (default: one in run.output_dir, with the time)",
+    )
+    parser.add_argument(
+        "--resume",
+        type=path_argument,
+        metavar="DIR",
+        help="go on with this run folder from its last state, by its own config",
+    )
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="override one key, such as trainer.epochs=3; may be repeated",
+    )
+
+
+def run_supervised(kind: type[SupervisedConfig], args: argparse.Namespace) -> int:
+    """Run one of those two commands. Raises InputError for bad input."""
+    from core.config_io import load_config_of
+
+    if args.resume is not None and (args.config or args.out or args.model or args.data):
+        raise ConfigError(
+            "--resume goes on with a run by its own config; expected no --config, --out, --model or --data beside it; "
+            "change keys with --set"
+        )
+    path = args.config if args.resume is None else args.resume / "config.yaml"
+    keys = (("model", "name", args.model), ("data", "path", args.data))
+    given: dict[str, dict[str, Any]] = {
+        section: {key: value} for section, key, value in keys if value is not None
+    }
+    config = load_config_of(kind, path, args.set, given=given)
+    # what takes seconds to load comes after what may be mistyped
+    from cluster.reporting.console import Reporter
+    from cluster.supervised.supervised_run import resume_supervised, train_supervised
+
+    report = Reporter()
+    try:
+        if args.resume is not None:
+            resume_supervised(config, report, folder=args.resume)
+        else:
+            train_supervised(config, report, out=None if args.out is None else out_folder(args.out))
+    finally:
+        report.stop()
+    return 0
 
 
 def path_argument(text: str) -> Path:

@@ -29,9 +29,10 @@ Run one benchmark and write DIR/NAME.json: figures, intervals, provenance.
   rlhfspec bench training --out bench            memory of LoRA, planned and measured; bfloat16 beside float32
   rlhfspec bench rlhf --out bench                one short run an algorithm; where a step spends its time
   rlhfspec bench models --out bench              which model families run: the page docs/models.md
+  rlhfspec bench chain --out bench               SFT, reward model and PPO from files, by a gold rule
 """
 
-WITH_REAL_MODEL = ("engine", "drafting", "rollout", "exactness", "update", "onpolicy", "training")
+WITH_REAL_MODEL = ("engine", "drafting", "rollout", "exactness", "update", "onpolicy", "training", "chain")
 
 
 def add_parser(commands: Any) -> None:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import errno
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -31,6 +31,7 @@ from core.config import Config, RunConfig
 from core.config_io import dump_config
 from core.errors import ConfigError, StorageError
 from core.outside import is_file, try_folder
+from core.settings.supervised import SupervisedConfig
 
 JOB_RUNS_FOLDER = "~/rlhfspec-runs"
 "Where runs go when the caller's folder is a Ray job's temporary working directory."
@@ -109,21 +110,28 @@ class RunDir:
         object.__setattr__(self, "_writer", StatusWriter(self.status_file))
 
     @classmethod
-    def create(cls, config: Config, path: Path | None = None) -> RunDir:
+    def create(
+        cls,
+        config: Config | SupervisedConfig,
+        path: Path | None = None,
+        *,
+        folders: Sequence[str] = ("rollouts", "checkpoints"),
+    ) -> RunDir:
         """Make the folder, write the resolved config and the status `running`.
 
         A folder of its own even when another run took `path` since it was chosen: the next number then.
         Raises ConfigError when the folder cannot be made; nothing is left of it.
         """
-        path = path or choose_run_path(config.run, caller_dir=Path.cwd(), now=datetime.now())
+        settings = RunConfig(name=config.run.name, output_dir=config.run.output_dir)
+        path = path or choose_run_path(settings, caller_dir=Path.cwd(), now=datetime.now())
         try:
             path = _make_own_folder(path)
         except OSError as error:
             raise _no_run_folder(path.parent, error) from error
         run_dir = cls(path=path)
         try:
-            (path / "rollouts").mkdir()
-            (path / "checkpoints").mkdir()
+            for name in folders:
+                (path / name).mkdir()
             dump_config(config, run_dir.config_file)
             run_dir._writer.reserve()
         except OSError as error:

@@ -1,9 +1,9 @@
-"""The tokenizers that the project makes itself: one token a character, and byte-level BPE."""
+"""The tokenizers that the project makes itself: one token a character or a word, and byte-level BPE."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -23,6 +23,18 @@ def character_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
     return _wrap(tokenizer)
+
+
+def word_tokenizer(
+    words: Sequence[str], *, special: Sequence[str] = (), end: str = EOS
+) -> PreTrainedTokenizerFast:
+    """Make a tokenizer with one token a word between blanks; ids 0 and 1 are padding and end of sequence."""
+    vocab = {token: index for index, token in enumerate([PAD, end, UNKNOWN, *special, *words])}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token=UNKNOWN))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    wrapped = _wrap(tokenizer, end)
+    wrapped.add_special_tokens({"additional_special_tokens": list(special)})
+    return wrapped
 
 
 def train_bpe(texts: Iterable[str], *, vocab_size: int) -> PreTrainedTokenizerFast:
@@ -62,8 +74,8 @@ def token_id(tokenizer: PreTrainedTokenizerBase, which: Literal["eos", "pad"]) -
     return number
 
 
-def _wrap(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
+def _wrap(tokenizer: Tokenizer, end: str = EOS) -> PreTrainedTokenizerFast:
     unknown = UNKNOWN if tokenizer.token_to_id(UNKNOWN) is not None else None
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token=PAD, eos_token=EOS, unk_token=unknown
+        tokenizer_object=tokenizer, pad_token=PAD, eos_token=end, unk_token=unknown
     )

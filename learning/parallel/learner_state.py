@@ -45,7 +45,8 @@ class LearnerState:
     weight_version: int
     num_optimizer_steps: int
     seed: int
-    coefficients: Coefficients
+    coefficients: Coefficients = field(default_factory=lambda: Coefficients(kl=0.0, entropy=0.0))
+    "that are steered, where any are"
     trainers: OneTrainer = field(default_factory=OneTrainer)
 
     def save(self, folder: Path) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from transformers import AutoModelForSequenceClassification
@@ -15,6 +16,7 @@ from transformers.configuration_utils import PretrainedConfig
 from core.errors import ModelError, RewardError
 from core.records import Prompt, Reward
 from engine.weights.loading import load_model, load_tokenizer
+from learning.rewards.rendering import render
 
 
 class ModelReward:
@@ -37,14 +39,17 @@ class ModelReward:
     @torch.inference_mode()
     def score(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> list[Reward]:
         """Score one response a prompt, in order. Raises RewardError when a score is not finite."""
-        texts = [prompt.text + response for prompt, response in zip(prompts, responses, strict=True)]
+        limit = self._tokenizer.model_max_length
+        ids = [
+            render(self._tokenizer, prompt.text, prompt.messages, response, max_tokens=limit)
+            for prompt, response in zip(prompts, responses, strict=True)
+        ]
         rewards: list[Reward] = []
-        for start in range(0, len(texts), self.batch_size):
-            batch = self._tokenizer(
-                texts[start : start + self.batch_size], return_tensors="pt", padding=True, truncation=True
-            )
-            batch.pop("token_type_ids", None)
-            scores = self._model(**batch.to(self._model.device)).logits[:, 0].float().tolist()
+        for start in range(0, len(ids), self.batch_size):
+            batch: Any = self._tokenizer.pad(
+                {"input_ids": ids[start : start + self.batch_size]}, return_tensors="pt"
+            ).to(self._model.device)
+            scores = self._model(**batch).logits[:, 0].float().tolist()
             for offset, score in enumerate(scores):
                 if not math.isfinite(score):
                     prompt = prompts[start + offset]

@@ -1,0 +1,141 @@
+"""From a config to a supervised job: names resolved, rows read and tokenised, everything checked that can be."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from cluster.placement.machine import num_cores
+from cluster.reporting.console import Reporter
+from core.checkpoint_manifest import has_manifest, verify_checkpoint
+from core.errors import ConfigError, DataError
+from core.settings.supervised import (
+    DemonstrationsConfig,
+    ExamplesConfig,
+    PreferenceLossConfig,
+    PreferencesConfig,
+    SupervisedConfig,
+    SupervisedModelConfig,
+    TrainRewardConfig,
+)
+from engine.weights.causal_lm import max_context_tokens
+from engine.weights.loading import load_hf_config, load_tokenizer
+from learning.known_models.catalog import KNOWN_MODELS, KnownModel
+from learning.supervised.demonstrations import encode_demonstrations
+from learning.supervised.preferences import encode_preferences
+from learning.supervised.rows import RawRow, read_raw_rows
+from learning.supervised.supervised_job import SupervisedJob
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """A job, and what a person is told of it first."""
+
+    job: SupervisedJob
+    lines: tuple[str, ...]
+
+
+def prepare(
+    config: SupervisedConfig,
+    folder: Path,
+    report: Reporter,
+    *,
+    resume: Path | None = None,
+    known: Mapping[str, KnownModel] = KNOWN_MODELS,
+) -> Prepared:
+    """Read everything that a job needs. `folder` is for its checkpoints, and is not made here.
+
+    Raises ConfigError, ModelError, DataError: the first fault found.
+    """
+    _require_cores(config)
+    model = _resolved(config, report, known)
+    path = Path(model.name).expanduser()
+    if has_manifest(path):
+        verify_checkpoint(path)
+    trust = model.trust_remote_code
+    room = max_context_tokens(load_hf_config(model.name, trust_remote_code=trust))
+    data = config.data
+    if room is not None and data.token_limit > room:
+        if data.max_tokens is not None:
+            raise ConfigError(
+                f"data.max_tokens is {data.max_tokens}, but the model '{model.name}' has {room} positions; lower it"
+            )
+        data = data.model_copy(update={"max_tokens": room})
+    tokenizer = load_tokenizer(model.tokenizer or model.name, trust_remote_code=trust)
+    if model.chat_template is not None:
+        tokenizer.chat_template = _read_template(model.chat_template)
+    rows, held_out_rows = read_raw_rows(data, seed=config.run.seed)
+    train, num_left_out = _encoded(data, rows, tokenizer)
+    held_out: Sequence[Any] = ()
+    if held_out_rows:
+        held_out, more = _encoded(data, held_out_rows, tokenizer)
+        num_left_out += more
+    job = SupervisedJob(
+        kind="reward" if isinstance(config, TrainRewardConfig) else "sft",
+        model=model,
+        trainer=config.trainer,
+        loss=config.loss if isinstance(config, TrainRewardConfig) else PreferenceLossConfig(),
+        seed=config.run.seed,
+        tokenizer=tokenizer,
+        train=train,
+        held_out=held_out,
+        folder=folder,
+        resume=resume,
+    )
+    what = "pairs" if job.kind == "reward" else "examples"
+    left_out = f", {num_left_out} left out as too long" if num_left_out else ""
+    num_tokens = sum(item.num_tokens for item in train)
+    return Prepared(
+        job=job,
+        lines=(
+            f"{len(train):,} {what} of {num_tokens:,} tokens, {len(held_out):,} held out{left_out}",
+            f"{job.total_steps:,} steps of {config.trainer.batch_size} {what}",
+        ),
+    )
+
+
+def _encoded(
+    data: ExamplesConfig, rows: Sequence[RawRow], tokenizer: PreTrainedTokenizerBase
+) -> tuple[Sequence[Any], int]:
+    if isinstance(data, DemonstrationsConfig):
+        return encode_demonstrations(rows, data, tokenizer)
+    if isinstance(data, PreferencesConfig):
+        return encode_preferences(rows, data, tokenizer)
+    raise ConfigError("the config is neither of rlhfspec sft nor of rlhfspec train-reward; use one of them")
+
+
+def _resolved(
+    config: SupervisedConfig, report: Reporter, known: Mapping[str, KnownModel]
+) -> SupervisedModelConfig:
+    """The model section with the path of a model that is known by name."""
+    model = config.model
+    if model.name not in known or Path(model.name).is_dir():
+        return model
+    from learning.known_models.get import get_model
+
+    with report.job(f"getting {model.name}") as tick:
+        found = get_model(model.name, Path(config.run.cache_dir), progress=tick, known=known)
+    report.note(f"{model.name}: {found.path} (from the {found.source})")
+    return model.model_copy(update={"name": str(found.path)})
+
+
+def _read_template(path: str) -> str:
+    try:
+        return Path(path).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(
+            f"cannot read model.chat_template {path}: {error}; expected a file of Jinja text"
+        ) from error
+
+
+def _require_cores(config: SupervisedConfig) -> None:
+    most = max(num_cores(), 2)
+    if config.cluster.address is None and config.trainer.num_threads > most:
+        raise ConfigError(
+            f"trainer.num_threads is {config.trainer.num_threads}, but this machine has {num_cores()} cores; expected "
+            f"at most {most}: more only wait for one another"
+        )

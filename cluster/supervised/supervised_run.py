@@ -1,0 +1,146 @@
+"""One supervised training from a config to a run folder.
+
+RUN/config.yaml, RUN/status.json    as of `rlhfspec train`
+RUN/metrics.jsonl                   one object a step: train/*, every few steps eval/*; step 0 is before the first
+RUN/checkpoints/model               the last checkpoint, what --model, models.target and reward.model take
+RUN/checkpoints/{adapter,model_0100,state_0100}     see `learning.supervised.supervised_job`
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from datetime import datetime
+from pathlib import Path
+
+from cluster.reporting.console import Reporter
+from cluster.run_folder.layout import RunDir, choose_run_path
+from cluster.supervised.job_inputs import prepare
+from cluster.supervised.job_runner import run
+from core.config import RunConfig
+from core.config_io import dump_config
+from core.errors import ConfigError, describe_error
+from core.files import storage_errors, write_whole
+from core.metrics import MetricsLog, read_metrics
+from core.settings.supervised import SupervisedConfig
+from learning.supervised.supervised_job import SupervisedJob, last_state, state_step
+
+FOLDERS = ("checkpoints",)
+_TOLD_EVERY_S = 2.0
+
+
+def train_supervised(config: SupervisedConfig, report: Reporter, *, out: Path | None) -> Path:
+    """Begin a training and run it to its end; the checkpoint's folder. `out` names the run folder itself.
+
+    Raises ConfigError, ModelError and DataError before the folder is made; then what the job raises.
+    """
+    path = _new_path(config, out)
+    report.note(f"run folder {path}")
+    report.stage("reading model and rows")
+    prepared = prepare(config, path / "checkpoints", report)
+    run_dir = RunDir.create(config, path, folders=FOLDERS)
+    # another run may have taken the name
+    job = prepared.job if run_dir.path == path else prepare(config, run_dir.path / "checkpoints", report).job
+    report.stop()
+    for line in prepared.lines:
+        report.note(line)
+    return _run(config, job, run_dir, report)
+
+
+def resume_supervised(config: SupervisedConfig, report: Reporter, *, folder: Path) -> Path:
+    """Go on with the run in `folder` from its last state; the checkpoint's folder. Errors as above."""
+    run_dir = RunDir.open(folder)
+    state = last_state(run_dir.path / "checkpoints")
+    report.note(f"run folder {run_dir.path}, from {state.name}")
+    report.stage("reading model and rows")
+    prepared = prepare(config, run_dir.path / "checkpoints", report, resume=state)
+    report.stop()
+    for line in prepared.lines:
+        report.note(line)
+    dump_config(config, run_dir.config_file)
+    _forget_later(run_dir, state_step(state))
+    run_dir.set_status("running")
+    return _run(config, prepared.job, run_dir, report)
+
+
+def _run(config: SupervisedConfig, job: SupervisedJob, run_dir: RunDir, report: Reporter) -> Path:
+    metrics = MetricsLog(run_dir.metrics_file)
+    evaluation: Mapping[str, float] = {}
+    try:
+        with (
+            storage_errors(run_dir.path, only_known=True),
+            run_dir.heartbeat(),
+            report.job("training") as tick,
+        ):
+            ticker = _Ticker(tick, report.clock, job.total_steps)
+            for step in run(config, job, run_id=run_dir.path.name):
+                metrics.write(step.step, step.figures)
+                run_dir.progress(step.step, "train")
+                evaluation = _evaluation(step.figures) or evaluation
+                ticker.show(step.step, step.figures)
+    except BaseException as error:
+        is_stop = isinstance(error, KeyboardInterrupt | SystemExit)
+        with suppress(Exception):
+            run_dir.set_status("interrupted" if is_stop else "failed", describe_error(error))
+        raise
+    run_dir.set_status("finished")
+    if evaluation:
+        report.note(
+            "held out  " + "  ".join(f"{name} {value:.4f}" for name, value in sorted(evaluation.items()))
+        )
+    report.note(f"model {job.folder / 'model'}")
+    return job.folder / "model"
+
+
+def _new_path(config: SupervisedConfig, out: Path | None) -> Path:
+    if out is None:
+        settings = RunConfig(name=config.run.name, output_dir=config.run.output_dir)
+        return choose_run_path(settings, caller_dir=Path.cwd(), now=datetime.now())
+    if out.is_dir() and not any(out.iterdir()):
+        with suppress(OSError):
+            out.rmdir()
+    if out.exists():
+        raise ConfigError(
+            f"--out {out} is there already; expected a new folder: name another, or go on with it by --resume {out}"
+        )
+    return out
+
+
+def _forget_later(run_dir: RunDir, step: int) -> None:
+    """Drop metrics of steps after the state that is gone on from: they are taken again."""
+    if run_dir.metrics_file.is_file():
+        rows = [row for row in read_metrics(run_dir.metrics_file) if row.get("iteration", 0) <= step]
+        write_whole(run_dir.metrics_file, "".join(json.dumps(row) + "\n" for row in rows))
+
+
+def _evaluation(figures: Mapping[str, float]) -> dict[str, float]:
+    return {name.removeprefix("eval/"): value for name, value in figures.items() if name.startswith("eval/")}
+
+
+class _Ticker:
+    """Tells of steps as often as a person reads, and of every evaluation."""
+
+    def __init__(self, tick: Callable[[str, float], None], clock: Callable[[], float], total: int) -> None:
+        self._tick, self._clock, self._total = tick, clock, total
+        self._told_s = -_TOLD_EVERY_S
+
+    def show(self, step: int, figures: Mapping[str, float]) -> None:
+        """Say what a step did, unless the last was told of a moment ago."""
+        now_s = self._clock()
+        if now_s - self._told_s < _TOLD_EVERY_S and "eval/loss" not in figures:
+            return
+        self._told_s = now_s
+        self._tick(_line(step, self._total, figures), step / self._total)
+
+
+def _line(step: int, total: int, figures: Mapping[str, float]) -> str:
+    shown = [
+        ("train/loss", "loss {:.4f}"),
+        ("train/accuracy", "accuracy {:.2f}"),
+        ("eval/loss", "held out {:.4f}"),
+        ("eval/accuracy", "accuracy {:.3f}"),
+        ("train/tokens_per_s", "{:,.0f} tokens/s"),
+    ]
+    parts = [form.format(figures[name]) for name, form in shown if name in figures]
+    return "  ".join([f"step {step}/{total}", *parts])

@@ -1,0 +1,172 @@
+"""Supervised training: `rlhfspec sft` and `rlhfspec train-reward`, each with a whole config of its own."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, Field, model_validator
+
+from core.settings.cluster import ClusterConfig
+from core.settings.section import MAX_THREADS, Name, Section, UserPath, folder_name
+from core.settings.trainer import LoraConfig
+
+USUAL_TOKENS = 1024
+"Of a sequence at most, where data.max_tokens says nothing."
+
+
+class SupervisedRunConfig(Section):
+    """What the run is called and where it writes."""
+
+    name: Annotated[str, AfterValidator(folder_name)] = "supervised"
+    "run folders are called NAME-DATE-TIME; --out names the folder itself"
+    seed: int = Field(default=0, ge=0, lt=2**63)
+    "of the order of rows, the held-out split, adapters and a new head"
+    output_dir: UserPath = "runs"
+    cache_dir: UserPath = "~/.cache/rlhfspec"
+    "where models that are known by name are kept"
+
+
+class SupervisedModelConfig(Section):
+    """The model that is trained. All trainers read it from the same path."""
+
+    name: Name
+    "path or hub name of a Hugging Face causal LM, or a name that `rlhfspec models get` knows; train-reward also takes "
+    "a sequence classifier with one output, whose head it goes on with"
+    tokenizer: Name | None = None
+    "path or hub name; the model's by default"
+    chat_template: UserPath | None = None
+    "a Jinja file instead of the tokenizer's own; saved with the checkpoint"
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    "of the checkpoint that is saved, and of matrix products on a GPU; the optimizer steps float32"
+    trust_remote_code: bool = False
+
+
+class ExamplesConfig(Section):
+    """A file of rows, and which of them are held out."""
+
+    path: UserPath
+    "a .jsonl, .json (lines) or .parquet file, or the name of a `datasets` data set"
+    split: str = "train"
+    "used with a `datasets` name only"
+    eval_path: UserPath | None = None
+    "held-out rows; null: a share of `path`"
+    eval_share: float = Field(default=0.05, ge=0.0, lt=1.0)
+    "of the rows, drawn by run.seed, where eval_path is null; 0: nothing is held out"
+    limit: int | None = Field(default=None, ge=1)
+    "use only the first rows"
+    chat: bool = False
+    "true: a plain prompt is one user turn, its answer one of the assistant; rows of messages need no such word"
+    prompt_field: Name = "prompt"
+    prompt_template: str = "{prompt}"
+    "how a plain prompt field becomes text"
+    max_tokens: int | None = Field(default=None, ge=2)
+    "of one sequence; null: 1024, or the model's positions where it has fewer"
+    on_long: Literal["truncate", "skip", "fail"] = "truncate"
+    "truncate: an example for sft loses its end, a prompt for train-reward its beginning, a response nothing"
+
+    @property
+    def token_limit(self) -> int:
+        """Tokens of one sequence at most."""
+        return self.max_tokens or USUAL_TOKENS
+
+    @model_validator(mode="after")
+    def _holds_prompt(self) -> ExamplesConfig:
+        if "{prompt}" not in self.prompt_template:
+            raise ValueError(
+                "data.prompt_template must hold {prompt}, or every prompt is the same; put it in"
+            )
+        return self
+
+
+class DemonstrationsConfig(ExamplesConfig):
+    """Rows of `messages`, or of a prompt and its completion: text, or lists of messages."""
+
+    messages_field: Name = "messages"
+    "taken where a row has it; loss on the assistant's turns"
+    reference_field: Name = "completion"
+    "of rows without messages: the answer to prompt_field"
+
+
+class PreferencesConfig(ExamplesConfig):
+    """Rows of a prompt and two responses; without a prompt, of two conversations that begin alike."""
+
+    chosen_field: Name = "chosen"
+    rejected_field: Name = "rejected"
+    margin_field: Name | None = None
+    "a number by which the chosen response's score is to exceed the other's; null: `margin` where rows have it"
+
+
+class SupervisedTrainerConfig(Section):
+    """The optimizer and its schedule. Weights are float32 whatever `model.dtype` is."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    "auto: a GPU where there is one; of several trainers the one that Ray assigned (cluster.trainer.num_gpus)"
+    lora: LoraConfig | None = None
+    "null: every weight learns; a reward model's head learns whole either way"
+    learning_rate: float = Field(default=2e-5, gt=0.0, le=1e6)
+    schedule: Literal["constant", "linear", "cosine"] = "linear"
+    "of the learning rate after the warm-up, as transformers.get_scheduler"
+    warmup_steps: int = Field(default=0, ge=0)
+    epochs: int = Field(default=1, ge=1)
+    max_steps: int | None = Field(default=None, ge=1)
+    "optimizer steps; null: as many as the epochs have, else the rows come round as often as they must"
+    batch_size: int = Field(default=32, ge=1)
+    "examples or pairs per optimizer step, of all trainers together"
+    max_tokens_per_forward: int = Field(default=4096, ge=16)
+    "in one forward, packed without padding; more are accumulated"
+    max_grad_norm: float = Field(default=1.0, gt=0.0)
+    weight_decay: float = Field(default=0.0, ge=0.0)
+    gradient_checkpointing: bool = False
+    strategy: Literal["fsdp2", "ddp"] = "fsdp2"
+    "with several trainers (cluster.trainer.num_actors): each holds a part of every weight, or all of them"
+    num_threads: int = Field(default=2, ge=1, le=MAX_THREADS)
+    eval_every: int = Field(default=100, ge=0)
+    "steps between evaluations on held-out rows; 0: only at the end"
+    checkpoint_every: int = Field(default=0, ge=0)
+    "steps between checkpoints that --resume goes on from; 0 writes only the last model"
+
+
+class PreferenceLossConfig(Section):
+    """The loss of `rlhfspec train-reward`."""
+
+    center_rewards_coefficient: float = Field(default=0.0, ge=0.0)
+    "of (r_chosen + r_rejected)^2, which keeps scores around zero (Eisenstein et al. 2023); 0.01 is usual"
+
+
+class SupervisedConfig(Section):
+    """What the two commands share."""
+
+    run: SupervisedRunConfig = SupervisedRunConfig()
+    model: SupervisedModelConfig
+    data: ExamplesConfig
+    trainer: SupervisedTrainerConfig = SupervisedTrainerConfig()
+    cluster: ClusterConfig = ClusterConfig()
+    "only what concerns trainers; Ray starts where trainer.num_actors is above 1"
+
+    @model_validator(mode="after")
+    def _shares_for_all(self) -> SupervisedConfig:
+        num_trainers, num_gpus = self.cluster.trainer.num_actors, self.cluster.trainer.num_gpus
+        if num_trainers > self.trainer.batch_size:
+            raise ValueError(
+                f"cluster.trainer.num_actors is {num_trainers}, but trainer.batch_size {self.trainer.batch_size} has "
+                "not one row for each; lower the one or raise the other"
+            )
+        if num_trainers > 1 and num_gpus != int(num_gpus):
+            raise ValueError(
+                f"cluster.trainer.num_gpus is {num_gpus} with {num_trainers} trainers: NCCL takes whole GPUs; set 1, "
+                "or 0 for the CPU"
+            )
+        return self
+
+
+class SftConfig(SupervisedConfig):
+    """`rlhfspec sft`."""
+
+    data: DemonstrationsConfig  # type: ignore[assignment]  # frozen: nobody writes another kind
+
+
+class TrainRewardConfig(SupervisedConfig):
+    """`rlhfspec train-reward`."""
+
+    data: PreferencesConfig  # type: ignore[assignment]  # as above
+    loss: PreferenceLossConfig = PreferenceLossConfig()

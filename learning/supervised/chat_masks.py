@@ -1,0 +1,116 @@
+"""Which tokens of a conversation the assistant wrote: by the template's own marks, else by rendering its beginnings."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from core.errors import DataError, ModelError
+
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_ASSISTANT = "assistant"
+
+
+def conversation_tokens(
+    tokenizer: PreTrainedTokenizerBase, turns: Sequence[dict[str, Any]], *, origin: str
+) -> tuple[np.ndarray, np.ndarray]:
+    """Token ids, int64 [T], of a whole conversation, and which of them the assistant wrote, bool [T].
+
+    A turn's end token is the assistant's; what a template writes behind it is not. `origin` is told in errors.
+    Raises ModelError: no template, or a tokenizer that does not say which characters a token is of. DataError: no turn
+    of the assistant, a conversation that the template refuses, or a template that writes earlier turns differently
+    when more follow.
+    """
+    require_template(tokenizer)
+    if not any(turn.get("role") == _ASSISTANT for turn in turns):
+        raise DataError(f"{origin} has no message of role assistant, so there is nothing to learn from it")
+    if _GENERATION.search(str(tokenizer.chat_template)):
+        return _by_marks(tokenizer, turns, origin)
+    return _by_beginnings(tokenizer, turns, origin)
+
+
+def require_template(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise ModelError when there is no chat template to write messages by."""
+    if tokenizer.chat_template is None:
+        raise ModelError(
+            "the rows hold messages but the tokenizer has no chat template; name one with model.chat_template, or take "
+            "a tokenizer that has one with model.tokenizer"
+        )
+
+
+def rendered(
+    tokenizer: PreTrainedTokenizerBase, turns: Sequence[dict[str, Any]], *, ask: bool, origin: str
+) -> str:
+    """A conversation as the template writes it; with `ask` up to where the assistant begins. Raises DataError."""
+    try:
+        return str(tokenizer.apply_chat_template(list(turns), tokenize=False, add_generation_prompt=ask))
+    except Exception as error:  # templates are programs: they raise what they like
+        raise _refused(origin, error) from error
+
+
+def _refused(origin: str, error: Exception) -> DataError:
+    return DataError(
+        f"{origin}: the chat template refuses the conversation: {' '.join(str(error).split())[:200]}; mend the "
+        "row's roles and their order"
+    )
+
+
+def _by_marks(
+    tokenizer: PreTrainedTokenizerBase, turns: Sequence[dict[str, Any]], origin: str
+) -> tuple[np.ndarray, np.ndarray]:
+    # apply_chat_template itself loses a turn whose mark stands before a blank
+    try:
+        render: Any = render_jinja_template
+        (whole,), (spans,) = render(
+            conversations=[list(turns)],
+            chat_template=tokenizer.get_chat_template(),
+            return_assistant_tokens_mask=True,
+            **tokenizer.special_tokens_map,
+        )
+    except Exception as error:  # templates are programs: they raise what they like
+        raise _refused(origin, error) from error
+    ids, starts = _with_places(tokenizer, whole)
+    mask = np.zeros(len(ids), dtype=bool)
+    for first, end in spans:
+        mask |= (starts >= first) & (starts < end)
+    return ids, mask
+
+
+def _by_beginnings(
+    tokenizer: PreTrainedTokenizerBase, turns: Sequence[dict[str, Any]], origin: str
+) -> tuple[np.ndarray, np.ndarray]:
+    whole = rendered(tokenizer, turns, ask=False, origin=origin)
+    ids, starts = _with_places(tokenizer, whole)
+    mask = np.zeros(len(ids), dtype=bool)
+    for index, turn in enumerate(turns):
+        if turn.get("role") != _ASSISTANT:
+            continue
+        before = rendered(tokenizer, turns[:index], ask=True, origin=origin)
+        through = rendered(tokenizer, turns[: index + 1], ask=False, origin=origin)
+        if not (whole.startswith(through) and through.startswith(before)):
+            raise DataError(
+                f"{origin}: the chat template writes message {index} otherwise when more messages follow, or begins it "
+                "otherwise when it is to be generated, so its tokens cannot be told; put {% generation %} marks into "
+                "the template (model.chat_template)"
+            )
+        own = np.flatnonzero((starts >= len(before)) & (starts < len(through)))
+        ends = own[ids[own] == tokenizer.eos_token_id]
+        mask[own if not len(ends) else own[own <= ends[-1]]] = True
+    return ids, mask
+
+
+def _with_places(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[np.ndarray, np.ndarray]:
+    """Token ids of a rendered text, and the character that each begins at."""
+    if not tokenizer.is_fast:
+        raise ModelError(
+            "the tokenizer does not say which characters a token is of, so the assistant's cannot be found; expected a "
+            "fast tokenizer (tokenizer.json)"
+        )
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    starts = [start for start, _ in encoded["offset_mapping"]]
+    return np.asarray(encoded["input_ids"], dtype=np.int64), np.asarray(starts, dtype=np.int64)

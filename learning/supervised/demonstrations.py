@@ -1,0 +1,120 @@
+"""Examples for supervised fine-tuning: conversations, or prompts with their completions, as token ids with a mask.
+
+Formats are those of TRL: `messages`, or `prompt` and `completion` as text or as lists of messages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from core.errors import DataError
+from core.settings.supervised import DemonstrationsConfig
+from learning.supervised.chat_masks import conversation_tokens, require_template
+from learning.supervised.rows import RawRow, required_field, text_field, turns_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demonstration:
+    """One sequence; the loss is taken on the tokens that the mask marks, each predicted from those before it."""
+
+    token_ids: np.ndarray
+    "[T] int64"
+    is_learned: np.ndarray
+    "[T] bool; never the first token, which nothing precedes"
+
+    @property
+    def num_tokens(self) -> int:
+        """Of the whole sequence: what it takes of a forward."""
+        return len(self.token_ids)
+
+    @property
+    def num_learned(self) -> int:
+        """Tokens that the loss is taken on."""
+        return int(self.is_learned.sum())
+
+
+def encode_demonstrations(
+    rows: Sequence[RawRow], data: DemonstrationsConfig, tokenizer: PreTrainedTokenizerBase
+) -> tuple[list[Demonstration], int]:
+    """Every row as an example, and how many were left out as too long or, cut, without a token to learn.
+
+    Raises DataError naming the row: a missing field, a malformed message, one that is too long with on_long fail.
+    """
+    examples: list[Demonstration] = []
+    for row in rows:
+        ids, mask = _tokens(row, data, tokenizer)
+        if len(ids) > data.token_limit and data.on_long == "fail":
+            raise DataError(
+                f"{row.origin} has {len(ids)} tokens, data.max_tokens is {data.token_limit}; raise it, or set "
+                "data.on_long to truncate or skip"
+            )
+        if len(ids) > data.token_limit and data.on_long == "skip":
+            continue
+        ids, mask = ids[: data.token_limit], mask[: data.token_limit].copy()
+        mask[:1] = False
+        if mask.any():
+            examples.append(Demonstration(token_ids=ids, is_learned=mask))
+    if not examples:
+        raise DataError(
+            f"no example left of {len(rows)} rows: all are too long for data.max_tokens {data.token_limit}, or have no "
+            "token to learn; raise data.max_tokens, or mend the rows"
+        )
+    return examples, len(rows) - len(examples)
+
+
+def _tokens(
+    row: RawRow, data: DemonstrationsConfig, tokenizer: PreTrainedTokenizerBase
+) -> tuple[np.ndarray, np.ndarray]:
+    if row.fields.get(data.messages_field) is not None:
+        turns = turns_of(row, row.fields[data.messages_field], data.messages_field)
+        return conversation_tokens(tokenizer, turns, origin=row.origin)
+    prompt = required_field(row, data.prompt_field, f"data.messages_field or data.prompt_field of {_FORMATS}")
+    if isinstance(prompt, list):
+        before = turns_of(row, prompt, data.prompt_field)
+        completion = required_field(row, data.reference_field, "data.reference_field")
+        return _answered(row, before, turns_of(row, completion, data.reference_field), tokenizer)
+    text = data.prompt_template.replace("{prompt}", text_field(row, data.prompt_field, "data.prompt_field"))
+    answer = text_field(row, data.reference_field, "data.reference_field")
+    if data.chat:
+        before = [{"role": "user", "content": text}]
+        return _answered(row, before, [{"role": "assistant", "content": answer}], tokenizer)
+    return _plain(text, answer, tokenizer)
+
+
+_FORMATS = "a row with `messages`, or with `prompt` and `completion`"
+
+
+def _answered(
+    row: RawRow,
+    before: list[dict[str, Any]],
+    after: list[dict[str, Any]],
+    tokenizer: PreTrainedTokenizerBase,
+) -> tuple[np.ndarray, np.ndarray]:
+    """A prompt of messages with its completion: only what the assistant writes in the completion is learned."""
+    require_template(tokenizer)
+    ids, mask = conversation_tokens(tokenizer, [*before, *after], origin=row.origin)
+    if not any(turn["role"] == "assistant" for turn in before):
+        return ids, mask
+    earlier, _ = conversation_tokens(tokenizer, before, origin=row.origin)
+    mask = mask.copy()
+    mask[: len(earlier)] = False
+    return ids, mask
+
+
+def _plain(text: str, answer: str, tokenizer: PreTrainedTokenizerBase) -> tuple[np.ndarray, np.ndarray]:
+    """Prompt and completion one after another as they are sampled: tokenised apart, the end token behind."""
+    prompt = list(tokenizer(text)["input_ids"])
+    end = tokenizer.eos_token_id
+    # a tokenizer may end a text by itself; the prompt goes on
+    if len(prompt) > 1 and prompt[-1] == end:
+        prompt.pop()
+    response = list(tokenizer(answer, add_special_tokens=False)["input_ids"])
+    if isinstance(end, int) and (not response or response[-1] != end):
+        response.append(end)
+    ids = np.asarray([*prompt, *response], dtype=np.int64)
+    return ids, np.arange(len(ids)) >= len(prompt)

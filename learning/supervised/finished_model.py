@@ -1,0 +1,76 @@
+"""Writes what a supervised learner has as plain Hugging Face checkpoints with manifests: the model, and the adapter."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
+from transformers.initialization import no_init_weights
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from core.checkpoint_manifest import write_manifest
+from core.files import whole_folder
+from engine.weights.causal_lm import DTYPES
+from engine.weights.chunks import load_into, model_checksum
+from learning.supervised.supervised_learner import SupervisedLearner
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelForm:
+    """From what a checkpoint of a model is built: the config that it came with, before training changed it."""
+
+    hf_config_json: str
+    is_classifier: bool
+    dtype: str
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, *, is_classifier: bool, dtype: str) -> ModelForm:
+        """The form of a model that was just loaded."""
+        return cls(
+            hf_config_json=model.config.to_json_string(use_diff=False),
+            is_classifier=is_classifier,
+            dtype=dtype,
+        )
+
+    def build(self) -> PreTrainedModel:
+        """An empty module of it."""
+        auto: Any = AutoModelForSequenceClassification if self.is_classifier else AutoModelForCausalLM
+        with no_init_weights():
+            model = auto.from_config(
+                AutoConfig.for_model(**json.loads(self.hf_config_json)), dtype=DTYPES[self.dtype]
+            )
+        model.tie_weights()
+        return model.eval().requires_grad_(False)
+
+
+def save_model(
+    learner: SupervisedLearner, form: ModelForm, tokenizer: PreTrainedTokenizerBase, folder: Path
+) -> str:
+    """Write model and tokenizer as `folder`, whole or not at all; the parameters' checksum.
+
+    By the first trainer, while the others `accompany_weights`. Raises StorageError, NotFiniteError.
+    """
+    model: Any = form.build()
+    load_into(model, {name: tensor.cpu() for name, tensor in learner.weights()})
+    checksum = model_checksum(model)
+    with whole_folder(folder) as partial:
+        model.save_pretrained(partial)
+        tokenizer.save_pretrained(partial)
+        write_manifest(partial, model="model", weight_version=learner.num_steps, parameter_checksum=checksum)
+    return checksum
+
+
+def save_adapter_folder(
+    files: Mapping[str, bytes], folder: Path, *, weight_version: int, merged_checksum: str
+) -> None:
+    """Write an adapter's files as `folder`, whole or not at all; the checksum is of the model it is merged into."""
+    with whole_folder(folder) as partial:
+        for name, content in files.items():
+            (partial / name).write_bytes(content)
+        write_manifest(
+            partial, model="adapter", weight_version=weight_version, parameter_checksum=merged_checksum
+        )

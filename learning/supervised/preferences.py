@@ -1,0 +1,153 @@
+"""Pairs for a reward model: one prompt, a chosen and a rejected response, as the token ids that PPO will score.
+
+Formats are those of TRL: `prompt`, `chosen`, `rejected` as text or as lists of messages; without `prompt` the two
+begin with it alike.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from core.errors import DataError
+from core.settings.supervised import PreferencesConfig
+from learning.rewards.rendering import render
+from learning.supervised.chat_masks import rendered, require_template
+from learning.supervised.rows import RawRow, required_field, text_field, turns_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreferencePair:
+    """Two sequences, of which the first is to score higher."""
+
+    chosen_ids: np.ndarray
+    "[T] int64"
+    rejected_ids: np.ndarray
+    "[U] int64"
+    margin: float = 0.0
+
+    @property
+    def num_tokens(self) -> int:
+        """Of both: what the pair takes of a forward."""
+        return len(self.chosen_ids) + len(self.rejected_ids)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Texts:
+    prompt: str
+    messages: tuple[tuple[str, str], ...]
+    chosen: str
+    rejected: str
+
+
+def encode_preferences(
+    rows: Sequence[RawRow], data: PreferencesConfig, tokenizer: PreTrainedTokenizerBase
+) -> tuple[list[PreferencePair], int]:
+    """Every row as a pair, and how many were left out as too long.
+
+    Raises DataError naming the row: a missing field, a malformed message, two equal responses, a margin that is no
+    number, a sequence that is too long with on_long fail, or a response that alone is too long.
+    """
+    pairs: list[PreferencePair] = []
+    for row in rows:
+        texts = _texts(row, data, tokenizer)
+        if texts.chosen == texts.rejected:
+            raise DataError(
+                f"{row.origin}: chosen and rejected are the same response; expected two, take it out"
+            )
+        limit = data.token_limit if data.on_long == "truncate" else None
+        both = [
+            render(tokenizer, texts.prompt, texts.messages, response, max_tokens=limit)
+            for response in (texts.chosen, texts.rejected)
+        ]
+        longest = max(len(ids) for ids in both)
+        if longest > data.token_limit:
+            if data.on_long == "skip":
+                continue
+            raise DataError(
+                f"{row.origin} has {'a response' if limit else 'a sequence'} of {longest} tokens, data.max_tokens is "
+                f"{data.token_limit}; raise it, or set data.on_long to skip"
+            )
+        chosen, rejected = (np.asarray(ids, dtype=np.int64) for ids in both)
+        pairs.append(PreferencePair(chosen_ids=chosen, rejected_ids=rejected, margin=_margin(row, data)))
+    if not pairs:
+        raise DataError(
+            f"no pair left of {len(rows)} rows: all are longer than data.max_tokens {data.token_limit}; raise it"
+        )
+    return pairs, len(rows) - len(pairs)
+
+
+def _margin(row: RawRow, data: PreferencesConfig) -> float:
+    name = data.margin_field or "margin"
+    if data.margin_field is None and row.fields.get(name) is None:
+        return 0.0
+    value = required_field(row, name, "data.margin_field")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise DataError(f"{row.origin}: field '{name}' must be a finite number, got {value!r}")
+    return float(value)
+
+
+def _texts(row: RawRow, data: PreferencesConfig, tokenizer: PreTrainedTokenizerBase) -> _Texts:
+    chosen = required_field(row, data.chosen_field, "data.chosen_field")
+    rejected = required_field(row, data.rejected_field, "data.rejected_field")
+    if isinstance(chosen, list) or isinstance(rejected, list):
+        require_template(tokenizer)
+        return _of_messages(row, data, chosen, rejected, tokenizer)
+    chosen = text_field(row, data.chosen_field, "data.chosen_field")
+    rejected = text_field(row, data.rejected_field, "data.rejected_field")
+    if row.fields.get(data.prompt_field) is None:
+        prompt = _shared_text(chosen, rejected)
+        return _Texts(
+            prompt=prompt, messages=(), chosen=chosen[len(prompt) :], rejected=rejected[len(prompt) :]
+        )
+    text = data.prompt_template.replace("{prompt}", text_field(row, data.prompt_field, "data.prompt_field"))
+    if data.chat:
+        require_template(tokenizer)
+    return _Texts(
+        prompt=text, messages=(("user", text),) if data.chat else (), chosen=chosen, rejected=rejected
+    )
+
+
+def _of_messages(
+    row: RawRow, data: PreferencesConfig, chosen: Any, rejected: Any, tokenizer: PreTrainedTokenizerBase
+) -> _Texts:
+    ends = [
+        turns_of(row, chosen, data.chosen_field),
+        turns_of(row, rejected, data.rejected_field),
+    ]
+    given = row.fields.get(data.prompt_field)
+    if isinstance(given, str):
+        given = [{"role": "user", "content": data.prompt_template.replace("{prompt}", given)}]
+    before = [] if given is None else turns_of(row, given, data.prompt_field)
+    shared = [one for one, _ in takewhile(lambda pair: pair[0] == pair[1], zip(*ends, strict=False))]
+    before = [*before, *shared]
+    responses = [turns[len(shared) :] for turns in ends]
+    for turns, name in zip(responses, (data.chosen_field, data.rejected_field), strict=True):
+        if len(turns) != 1 or turns[0]["role"] != "assistant":
+            got = ", ".join(turn["role"] for turn in turns) or "none"
+            raise DataError(
+                f"{row.origin}: '{name}' must end in one message of role assistant that the other has not, got "
+                f"messages of roles: {got}; mend the row"
+            )
+    # the template's own words for a conversation that it refuses
+    rendered(tokenizer, [*before, *responses[0]], ask=False, origin=row.origin)
+    return _Texts(
+        prompt="".join(turn["content"] for turn in before),
+        messages=tuple((turn["role"], turn["content"]) for turn in before),
+        chosen=responses[0][0]["content"],
+        rejected=responses[1][0]["content"],
+    )
+
+
+def _shared_text(one: str, other: str) -> str:
+    """What both begin with, up to a blank: the response begins with a word."""
+    length = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
+    shared = one[:length]
+    # TRL cuts before the blank, so that the response's first token has it
+    return shared[: shared.rfind(" ")] if " " in shared else shared

@@ -1,0 +1,149 @@
+"""Raw rows of a data set for supervised training, and which of them are held out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from core.errors import DataError
+from core.outside import cut, is_dir, is_file
+from core.settings.supervised import ExamplesConfig
+from learning.data.data_files import FORMATS
+from learning.data.raw_records import read_jsonl
+
+_HELD_OUT = 0x5EED
+"In the seed of the split, so that it is not the seed of the rows' order."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RawRow:
+    """One record as it was read; `origin` names file and line for error messages."""
+
+    fields: dict[str, Any]
+    origin: str
+
+
+def read_raw_rows(data: ExamplesConfig, *, seed: int) -> tuple[list[RawRow], list[RawRow]]:
+    """The rows to learn from and those that are held out, each in the order of its file.
+
+    Raises DataError: a file that is missing, malformed (naming the line) or empty, or too short to hold any row out.
+    """
+    rows = _some(data, data.path, "data.path")
+    if data.eval_path is not None:
+        return rows, _some(data, data.eval_path, "data.eval_path")
+    num_held_out = round(len(rows) * data.eval_share)
+    if data.eval_share > 0.0:
+        num_held_out = max(num_held_out, 1)
+    if num_held_out >= len(rows):
+        raise DataError(
+            f"{data.path} has {len(rows)} row(s), too few to learn from some and hold {num_held_out} out; expected "
+            "more, or name data.eval_path, or set data.eval_share to 0"
+        )
+    order = np.random.default_rng([seed, _HELD_OUT]).permutation(len(rows))
+    held_out = set(order[:num_held_out].tolist())
+    learned = [row for index, row in enumerate(rows) if index not in held_out]
+    return learned, [rows[index] for index in sorted(held_out)]
+
+
+def text_field(row: RawRow, name: str, key: str) -> str:
+    """A field that must be text. Raises DataError naming the row and the setting."""
+    value = required_field(row, name, key)
+    if not isinstance(value, str):
+        raise DataError(f"{row.origin}: field '{name}' must be text, got {type(value).__name__}; see {key}")
+    return value
+
+
+def required_field(row: RawRow, name: str, key: str) -> Any:
+    """A field that must be there. Raises DataError naming the row and the setting."""
+    value = row.fields.get(name)
+    if value is None:
+        raise DataError(
+            f"{row.origin} has no field '{name}' ({key}); its fields are {cut(', '.join(row.fields))}"
+        )
+    return value
+
+
+def turns_of(row: RawRow, value: Any, name: str) -> list[dict[str, Any]]:
+    """A list of messages, each a role and a text. Raises DataError naming the row and the message."""
+    if not isinstance(value, list) or not value:
+        raise DataError(f"{row.origin}: field '{name}' must be a list of messages, got {cut(repr(value))}")
+    for number, turn in enumerate(value):
+        good = isinstance(turn, dict) and isinstance(turn.get("role"), str)
+        if not good or not isinstance(turn.get("content"), str):
+            raise DataError(
+                f"{row.origin}: message {number} of '{name}' must hold role and content as text, got {cut(repr(turn))}"
+            )
+    # Parquet gives every message all keys that any has
+    return [{key: held for key, held in turn.items() if held is not None} for turn in value]
+
+
+def _some(data: ExamplesConfig, path: str, key: str) -> list[RawRow]:
+    rows: list[RawRow] = []
+    for row in _read(path, data.split, key):
+        rows.append(row)
+        if data.limit is not None and len(rows) >= data.limit:
+            break
+    if not rows:
+        raise DataError(f"{path} is empty: expected at least one record, got none; check {key}")
+    return rows
+
+
+def _read(path: str, split: str, key: str) -> Iterator[RawRow]:
+    file = Path(path).expanduser()
+    suffix = file.suffix.lower()
+    if suffix in FORMATS:
+        if not is_file(file):
+            raise DataError(f"data file {file} does not exist; check {key}")
+        return _parquet(file, key) if suffix == ".parquet" else _jsonl(file)
+    if is_file(file):
+        raise DataError(
+            f"cannot read {file}: expected a file of JSON lines (.jsonl, .json) or Parquet (.parquet), got "
+            f"{suffix or 'no suffix'}; convert it, or check {key}"
+        )
+    if not is_dir(file) and path.startswith(("/", ".", "~")):
+        raise DataError(f"data file {file} does not exist; check {key}")
+    return _hub(path, split, key)
+
+
+def _jsonl(file: Path) -> Iterator[RawRow]:
+    for origin, record in read_jsonl(file):
+        yield RawRow(fields=record, origin=origin)
+
+
+def _parquet(file: Path, key: str) -> Iterator[RawRow]:
+    number = 0
+    try:
+        for batch in pq.ParquetFile(file).iter_batches():
+            for record in batch.to_pylist():
+                yield RawRow(fields=record, origin=f"{file}:row {number}")
+                number += 1
+    except (pa.ArrowException, OSError, ValueError, OverflowError) as error:
+        raise DataError(
+            f"{file} is not a readable Parquet file: after {number} rows {error}; write it anew, or check {key}"
+        ) from error
+
+
+def _hub(name: str, split: str, key: str) -> Iterator[RawRow]:
+    import datasets  # a second to import, and only this branch needs it
+    from datasets.exceptions import DatasetsError
+
+    path, _, subset = name.partition(":")
+    if not path:
+        raise DataError(
+            f"{key} '{name}' names no data set; expected a file, or NAME or NAME:SUBSET of a data set"
+        )
+    try:
+        for index, record in enumerate(datasets.load_dataset(path, subset or None, split=split)):
+            yield RawRow(fields=dict(record), origin=f"{name}:row {index}")
+    except (DatasetsError, pa.ArrowException, OSError, ValueError, RuntimeError) as error:
+        cause = f" ({error.__cause__})" if error.__cause__ else ""
+        raise DataError(
+            f"cannot load the data set '{name}' (split {split}): {error}{cause}; expected a .jsonl or .parquet file, "
+            f"or the name of a `datasets` data set in {key}"
+        ) from error

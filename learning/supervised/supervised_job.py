@@ -1,0 +1,210 @@
+"""A whole supervised training as one job: batches in a seeded order, evaluations, checkpoints; the same in one process
+and in each of several actors.
+
+    FOLDER/model          the last checkpoint, Hugging Face format; FOLDER/model_0100 of step 100
+    FOLDER/adapter        the PEFT adapter beside it, where trainer.lora is set
+    FOLDER/state_0100     what --resume goes on from (torch.distributed.checkpoint); only the last is kept
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from core.errors import ConfigError
+from core.settings.supervised import PreferenceLossConfig, SupervisedModelConfig, SupervisedTrainerConfig
+from engine.weights.causal_lm import DTYPES
+from engine.weights.loading import load_causal_lm, num_token_ids
+from learning.forward.precision import compute_dtype_on
+from learning.parallel.one_trainer import OneTrainer
+from learning.supervised.finished_model import ModelForm, save_adapter_folder, save_model
+from learning.supervised.objectives import NextTokens, Preferences
+from learning.supervised.reward_head import HEAD, load_scorer, set_pad_token
+from learning.supervised.supervised_learner import SupervisedLearner
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SupervisedJob:
+    """Everything that a trainer needs, as it can be sent to another process."""
+
+    kind: Literal["sft", "reward"]
+    model: SupervisedModelConfig
+    "its name a path or hub name that every trainer can read"
+    trainer: SupervisedTrainerConfig
+    loss: PreferenceLossConfig
+    seed: int
+    tokenizer: PreTrainedTokenizerBase
+    train: Sequence[Any]
+    held_out: Sequence[Any]
+    folder: Path
+    "of checkpoints; one that all trainers share"
+    resume: Path | None = None
+    "a state folder to go on from"
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Optimizer steps over all rows once; the last has what is left of them."""
+        return math.ceil(len(self.train) / self.trainer.batch_size)
+
+    @property
+    def total_steps(self) -> int:
+        """Optimizer steps in all."""
+        return self.trainer.max_steps or self.trainer.epochs * self.steps_per_epoch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepReport:
+    """What one optimizer step did; step 0 is an evaluation before the first."""
+
+    step: int
+    figures: dict[str, float]
+    saved: str | None = None
+    "a folder that was written after it"
+
+
+def run_job(
+    job: SupervisedJob, *, device: torch.device, trainers: OneTrainer | None = None
+) -> Iterator[StepReport]:
+    """Train, and report each step. Collective: every trainer runs the same job to its end.
+
+    Raises ModelError, ConfigError, NotFiniteError, StorageError, PeerLost.
+    """
+    trainers = trainers or OneTrainer()
+    torch.set_num_threads(job.trainer.num_threads)
+    model, form = _load(job)
+    learner = SupervisedLearner(
+        model if trainers.is_sharded else model.to(device),  # type: ignore[arg-type]
+        _objective(job),
+        job.trainer,
+        total_steps=job.total_steps,
+        seed=job.seed,
+        head=HEAD if job.kind == "reward" else None,
+        compute_dtype=compute_dtype_on(device, DTYPES[job.model.dtype]),
+        trainers=trainers,
+    )
+    if job.resume is not None:
+        learner.load(job.resume)
+        if learner.num_steps >= job.total_steps:
+            raise ConfigError(
+                f"{job.resume} is of step {learner.num_steps}, and the config asks for {job.total_steps} in all; raise "
+                "trainer.epochs or trainer.max_steps to go on"
+            )
+    elif job.held_out:
+        yield StepReport(step=0, figures=_named("eval", learner.evaluate(job.held_out)))
+    while learner.num_steps < job.total_steps:
+        batch = batch_of(job, learner.num_steps)
+        began_s = time.perf_counter()
+        figures = _named("train", learner.step(batch))
+        seconds = time.perf_counter() - began_s
+        figures["train/tokens_per_s"] = sum(item.num_tokens for item in batch) / seconds
+        figures["train/epoch"] = learner.num_steps / job.steps_per_epoch
+        figures["time/step_s"] = seconds
+        is_last = learner.num_steps == job.total_steps
+        if job.held_out and (is_last or _is_due(learner.num_steps, job.trainer.eval_every)):
+            figures |= _named("eval", learner.evaluate(job.held_out))
+        saved = _save(learner, form, job, is_last=is_last)
+        yield StepReport(step=learner.num_steps, figures=figures, saved=saved)
+
+
+def batch_of(job: SupervisedJob, step: int) -> list[Any]:
+    """The items of a step, counted from 0: each once an epoch, in an order drawn from (seed, epoch)."""
+    epoch, place = divmod(step, job.steps_per_epoch)
+    order = np.random.default_rng([job.seed, epoch]).permutation(len(job.train))
+    first = place * job.trainer.batch_size
+    return [job.train[index] for index in order[first : first + job.trainer.batch_size]]
+
+
+def last_state(folder: Path) -> Path:
+    """The newest complete state in a folder of checkpoints. Raises ConfigError when there is none."""
+    states = [path for path in sorted(folder.glob("state_*")) if (path / ".metadata").is_file()]
+    if not states:
+        raise ConfigError(
+            f"{folder} holds no state to go on from; expected state_STEP, which trainer.checkpoint_every writes; start "
+            "anew, with trainer.checkpoint_every above 0"
+        )
+    return max(states, key=state_step)
+
+
+def state_step(state: Path) -> int:
+    """The step that a state folder is of."""
+    return int(state.name.removeprefix("state_"))
+
+
+def _load(job: SupervisedJob) -> tuple[PreTrainedModel, ModelForm]:
+    name, trust = job.model.name, job.model.trust_remote_code
+    if job.kind == "reward":
+        model, _ = load_scorer(name, job.tokenizer, seed=job.seed, trust_remote_code=trust)
+    else:
+        model = load_causal_lm(name, "float32", trust_remote_code=trust)
+        if model.config.pad_token_id is None:
+            set_pad_token(model, job.tokenizer)
+    return model, ModelForm.of(model, is_classifier=job.kind == "reward", dtype=job.model.dtype)
+
+
+def _objective(job: SupervisedJob) -> NextTokens | Preferences:
+    if job.kind == "reward":
+        return Preferences(center_coefficient=job.loss.center_rewards_coefficient)
+    return NextTokens(vocab_size=num_token_ids(job.tokenizer))
+
+
+def _save(learner: SupervisedLearner, form: ModelForm, job: SupervisedJob, *, is_last: bool) -> str | None:
+    is_due = _is_due(learner.num_steps, job.trainer.checkpoint_every)
+    if not (is_last or is_due):
+        return None
+    if is_due:
+        _save_state(learner, job)
+    mark = "" if is_last else f"_{learner.num_steps:04d}"
+    folder = job.folder / f"model{mark}"
+    is_first = learner.trainers.rank == 0
+    checksum = save_model(learner, form, job.tokenizer, folder) if is_first else _accompany(learner)
+    if learner.adapter is not None:
+        if is_first:
+            files = learner.adapter_files(base_model=job.model.name)
+            save_adapter_folder(
+                files,
+                job.folder / f"adapter{mark}",
+                weight_version=learner.num_steps,
+                merged_checksum=checksum,
+            )
+        else:
+            _accompany(learner)
+    return str(folder)
+
+
+def _save_state(learner: SupervisedLearner, job: SupervisedJob) -> None:
+    folder = job.folder / f"state_{learner.num_steps:04d}"
+    if learner.trainers.rank == 0:
+        # left by a run that was killed while it wrote, or that went on from an earlier one
+        shutil.rmtree(folder, ignore_errors=True)
+    learner.trainers.gather(None)
+    learner.save(folder)
+    learner.trainers.gather(None)
+    if learner.trainers.rank == 0:
+        for old in job.folder.glob("state_*"):
+            if old != folder:
+                with suppress(OSError):
+                    shutil.rmtree(old)
+
+
+def _accompany(learner: SupervisedLearner) -> str:
+    learner.accompany_weights()
+    return ""
+
+
+def _is_due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+def _named(area: str, figures: dict[str, float]) -> dict[str, float]:
+    return {f"{area}/{name}": value for name, value in figures.items()}

@@ -1,0 +1,206 @@
+"""`rlhfspec sft` and `rlhfspec train-reward` from files to a run folder, resumed, by one trainer and by two."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
+from word_chat import WORDS, word_chat
+
+from cluster.cli import main
+from cluster.run_folder.layout import RunDir
+from core.checkpoint_manifest import verify_checkpoint
+from core.metrics import read_metrics
+from core.records import Prompt
+from learning.rewards.rendering import render
+
+NUM_ROWS = 40
+SMALL = [
+    "trainer.num_threads=1",
+    "trainer.batch_size=8",
+    "trainer.learning_rate=0.01",
+    "trainer.eval_every=2",
+]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model with a chat template, conversations and pairs."""
+    folder = tmp_path_factory.mktemp("files")
+    tokenizer = word_chat()
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=64,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder / "base")
+    tokenizer.save_pretrained(folder / "base")
+    rng = np.random.default_rng(0)
+    with (folder / "talks.jsonl").open("w") as talks, (folder / "pairs.jsonl").open("w") as pairs:
+        for _ in range(NUM_ROWS):
+            question = " ".join(WORDS[i] for i in rng.integers(0, len(WORDS), 3))
+            user = {"role": "user", "content": question}
+            good, bad = ({"role": "assistant", "content": f"{word} you"} for word in ("good", "bad"))
+            talks.write(json.dumps({"messages": [user, good]}) + "\n")
+            pairs.write(json.dumps({"prompt": [user], "chosen": [good], "rejected": [bad]}) + "\n")
+    return folder
+
+
+def run(command: str, *args: object, sets: tuple[str, ...] = ()) -> int:
+    words = [command, *map(str, args)]
+    for item in (*SMALL, *sets) if "--resume" not in words else sets:
+        words += ["--set", item]
+    return main(words)
+
+
+def sft(files: Path, out: Path, *sets: str) -> RunDir:
+    data = files / "talks.jsonl"
+    assert run("sft", "--model", files / "base", "--data", data, "--out", out, sets=sets) == 0
+    return RunDir.open(out)
+
+
+def reward(files: Path, out: Path, *sets: str) -> RunDir:
+    data = files / "pairs.jsonl"
+    assert run("train-reward", "--model", files / "base", "--data", data, "--out", out, sets=sets) == 0
+    return RunDir.open(out)
+
+
+def weights(folder: Path, auto=AutoModelForCausalLM) -> dict[str, torch.Tensor]:
+    return dict(auto.from_pretrained(folder).named_parameters())
+
+
+def test_sft_leaves_a_complete_folder_and_learns(files: Path, tmp_path: Path):
+    folder = sft(files, tmp_path / "run", "trainer.epochs=6")
+    rows = read_metrics(folder.metrics_file)
+    steps = 6 * -(-38 // 8)  # 2 of 40 rows are held out
+    assert [row["iteration"] for row in rows] == list(range(steps + 1))
+    assert [row["iteration"] for row in rows if "eval/loss" in row] == list(range(0, steps + 1, 2))
+    assert rows[-1]["eval/loss"] < 0.5 * rows[0]["eval/loss"]
+    assert folder.status()["state"] == "finished"
+    saved = folder.path / "checkpoints" / "model"
+    assert verify_checkpoint(saved)["weight_version"] == steps
+    assert (saved / "tokenizer_config.json").is_file() and weights(saved)
+    assert yaml.safe_load(folder.config_file.read_text())["data"]["path"] == str(files / "talks.jsonl")
+
+
+@pytest.mark.parametrize("lora", [(), ("trainer.lora.rank=4",)], ids=["full", "lora"])
+def test_a_resumed_run_ends_where_an_unbroken_one_does(files: Path, tmp_path: Path, lora: tuple[str, ...]):
+    sets = ("trainer.max_steps=6", "trainer.schedule=constant", *lora)
+    whole = sft(files, tmp_path / "whole", *sets)
+    saving = ("trainer.checkpoint_every=2", "trainer.schedule=constant", *lora)
+    cut = sft(files, tmp_path / "cut", "trainer.max_steps=4", *saving)
+    assert [path.name for path in (cut.path / "checkpoints").glob("state_*")] == ["state_0004"]
+    # a line of a step that the state knows nothing of
+    with cut.metrics_file.open("a") as file:
+        file.write('{"iteration": 5, "train/loss": 9.0}\n')
+    assert run("sft", "--resume", cut.path, sets=("trainer.max_steps=6",)) == 0
+    assert [row["iteration"] for row in read_metrics(cut.metrics_file)] == list(range(7))
+    assert cut.status()["state"] == "finished"
+    expected, resumed = (weights(one.path / "checkpoints" / "model") for one in (whole, cut))
+    assert all(torch.equal(resumed[name], weight) for name, weight in expected.items())
+
+
+def test_a_reward_model_scores_in_ppo_what_it_was_trained_on(files: Path, tmp_path: Path):
+    from learning.rewards.reward_model import ModelReward
+
+    folder = reward(files, tmp_path / "run", "trainer.epochs=4")
+    last = read_metrics(folder.metrics_file)[-1]
+    assert last["eval/accuracy"] == 1.0 and last["eval/margin"] > 0.5
+    saved = folder.path / "checkpoints" / "model"
+    assert verify_checkpoint(saved)["model"] == "model"
+    prompts = [
+        Prompt(prompt_id=0, token_ids=np.array([1]), text="who me", messages=(("user", "who me"),))
+    ] * 2
+    scorer = ModelReward(str(saved), batch_size=2)
+    good, bad = (one.value for one in scorer.score(prompts, ["good you", "bad you"]))
+    model = AutoModelForSequenceClassification.from_pretrained(saved)
+    tokenizer = word_chat()
+    for response, score in (("good you", good), ("bad you", bad)):
+        ids = torch.tensor([render(tokenizer, "", prompts[0].messages, response, max_tokens=None)])
+        assert model(ids).logits.item() == pytest.approx(score, abs=1e-5)
+    assert good - bad > 0.5
+
+
+def test_an_adapter_with_its_head_is_what_was_merged(files: Path, tmp_path: Path):
+    peft = pytest.importorskip("peft")
+    folder = reward(files, tmp_path / "run", "trainer.max_steps=4", "trainer.lora.rank=4")
+    checkpoints = folder.path / "checkpoints"
+    merged = AutoModelForSequenceClassification.from_pretrained(checkpoints / "model")
+    base = AutoModelForSequenceClassification.from_pretrained(files / "base", num_labels=1, pad_token_id=0)
+    adapted = peft.PeftModel.from_pretrained(base, checkpoints / "adapter")
+    ids = torch.tensor([[4, 6, 7, 8, 1, 5, 11, 1]])
+    torch.testing.assert_close(adapted(ids).logits, merged(ids).logits, rtol=1e-4, atol=1e-5)
+    assert verify_checkpoint(checkpoints / "adapter")["model"] == "adapter"
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["--out", "{files}"], "is there already"),
+        (["--out", "{new}", "--set", "trainer.learning_rat=1"], "did you mean 'learning_rate'"),
+        (["--out", "{new}", "--set", "data.max_tokens=65"], "has 64 positions"),
+        (["--out", "{new}", "--set", "data.eval_share=0.99"], "too few to learn from"),
+        (["--out", "{new}", "--set", "data.eval_path=/no.jsonl"], "does not exist; check data.eval_path"),
+        (["--out", "{new}", "--set", "data.path=x.csv"], "does not|cannot"),
+        (["--out", "{new}", "--set", "cluster.trainer.num_actors=40"], "has not one row for each"),
+        (["--resume", "{files}"], "expected no --config"),
+    ],
+)
+def test_bad_input_is_one_line_and_leaves_no_folder(files: Path, tmp_path: Path, capsys, args, said):
+    import re
+
+    given = [arg.format(files=files, new=tmp_path / "new") for arg in args]
+    words = ["sft", "--model", str(files / "base"), "--data", str(files / "talks.jsonl"), *given]
+    assert main(words) == 2
+    error = capsys.readouterr().err.strip()
+    assert re.search(said, error) and len(error.splitlines()) == 1
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_run_without_a_state_cannot_be_gone_on_with(files: Path, tmp_path: Path, capsys):
+    sft(files, tmp_path / "run", "trainer.max_steps=1")
+    assert run("sft", "--resume", tmp_path / "run") == 2
+    assert "holds no state to go on from" in capsys.readouterr().err
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.usefixtures("local_ray")
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_two_actors_learn_what_one_process_does(files: Path, tmp_path: Path, strategy: str):
+    one = reward(files, tmp_path / "one", "trainer.max_steps=4")
+    two = reward(
+        files,
+        tmp_path / "two",
+        "trainer.max_steps=4",
+        "trainer.checkpoint_every=2",
+        f"trainer.strategy={strategy}",
+        "cluster.trainer.num_actors=2",
+    )
+    both = [weights(run_dir.path / "checkpoints" / "model", AutoModelForSequenceClassification)
+            for run_dir in (one, two)]  # fmt: skip
+    for name, weight in both[0].items():
+        torch.testing.assert_close(both[1][name], weight, rtol=0, atol=2e-4, msg=name)
+    figures = [read_metrics(run_dir.metrics_file)[-1]["eval/loss"] for run_dir in (one, two)]
+    assert figures[1] == pytest.approx(figures[0], rel=1e-3)
+    # what two saved, one goes on with
+    sets = ("trainer.max_steps=5", "cluster.trainer.num_actors=1")
+    assert run("train-reward", "--resume", two.path, sets=sets) == 0
+    assert read_metrics(two.metrics_file)[-1]["iteration"] == 5

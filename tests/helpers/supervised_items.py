@@ -1,0 +1,108 @@
+"""Tiny models and items for supervised learners, and what each process of a group does with them."""
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from trainer_group import trainers_of
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedModel
+
+from core.settings.supervised import SupervisedTrainerConfig
+from core.settings.trainer import LoraConfig
+from learning.parallel.one_trainer import OneTrainer
+from learning.supervised.demonstrations import Demonstration
+from learning.supervised.objectives import NextTokens, Preferences
+from learning.supervised.preferences import PreferencePair
+from learning.supervised.reward_head import HEAD
+from learning.supervised.supervised_learner import SupervisedLearner
+
+VOCABULARY, PAD = 20, 0
+KINDS = ("sft", "reward")
+CASES = {
+    (kind, form): LoraConfig(rank=4) if form == "lora" else None
+    for kind in KINDS
+    for form in ("full", "lora")
+}
+STRATEGIES = ("ddp", "fsdp2")
+STEPS, SAVED_AFTER, BATCH = 4, 2, 5
+
+
+def tiny(kind: str, seed: int = 0) -> PreTrainedModel:
+    """Two layers, far from uniform, so that a mistake shows."""
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=64,
+        pad_token_id=PAD,
+        eos_token_id=1,
+        initializer_range=0.3,
+        num_labels=1,
+    )
+    torch.manual_seed(seed)
+    return (LlamaForCausalLM if kind == "sft" else LlamaForSequenceClassification)(config).eval()
+
+
+def items_of(kind: str, num: int = 9, seed: int = 0) -> list:
+    """Sequences of unlike lengths; of demonstrations the last half is learned, of pairs some have a margin."""
+    rng = np.random.default_rng(seed)
+
+    def ids() -> np.ndarray:
+        return rng.integers(2, VOCABULARY, size=int(rng.integers(3, 12)))
+
+    if kind == "reward":
+        return [
+            PreferencePair(chosen_ids=ids(), rejected_ids=ids(), margin=0.5 * (i % 2)) for i in range(num)
+        ]
+    found = [ids() for _ in range(num)]
+    return [Demonstration(token_ids=one, is_learned=np.arange(len(one)) >= len(one) // 2) for one in found]
+
+
+def new_learner(
+    kind: str, lora: LoraConfig | None, trainers: OneTrainer | None = None, **settings
+) -> SupervisedLearner:
+    """Packs of a few sequences, so that several trainers have unlike numbers of them."""
+    given = {
+        "learning_rate": 1e-2,
+        "max_tokens_per_forward": 24,
+        "schedule": "cosine",
+        "warmup_steps": 1,
+        "lora": lora,
+    }
+    return SupervisedLearner(
+        tiny(kind),
+        NextTokens(vocab_size=VOCABULARY) if kind == "sft" else Preferences(center_coefficient=0.01),
+        SupervisedTrainerConfig(**given | settings),
+        total_steps=STEPS,
+        seed=5,
+        head=HEAD if kind == "reward" else None,
+        trainers=trainers,
+    )
+
+
+def learn(learner: SupervisedLearner, items: list, save_as: Path | None = None):
+    """The remaining steps; the weights, and the last figures with those of held-out items."""
+    figures: dict[str, float] = {}
+    while learner.num_steps < STEPS:
+        if save_as is not None and learner.num_steps == SAVED_AFTER:
+            learner.save(save_as)
+        start = learner.num_steps % 2 * (len(items) - BATCH)
+        figures = learner.step(items[start : start + BATCH])
+    held_out = {f"eval/{name}": value for name, value in learner.evaluate(items[:3]).items()}
+    return {name: tensor.clone().numpy() for name, tensor in learner.weights()}, figures | held_out
+
+
+def learn_in_group(rank: int, folder: Path, resumed_from: Path):
+    """Every case each way, saved on the way; and gone on with from what one trainer saved."""
+    found = {}
+    for strategy in STRATEGIES:
+        for (kind, form), lora in CASES.items():
+            learner = new_learner(kind, lora, trainers_of(strategy))
+            found[strategy, kind, form] = learn(learner, items_of(kind), folder / f"{strategy}-{kind}-{form}")
+            resumed = new_learner(kind, lora, trainers_of(strategy))
+            resumed.load(resumed_from / f"{kind}-{form}")
+            found["resumed", strategy, kind, form] = learn(resumed, items_of(kind))
+    return found

@@ -1,0 +1,35 @@
+"""What a reward model reads: the template's text, or prompt and response; cut from the prompt's beginning only."""
+
+import pytest
+from word_chat import word_chat
+
+from learning.rewards.rendering import render
+
+ASKED = (("system", "be kind"), ("user", "who are you"))
+WHOLE = "<system> be kind <end> <user> who are you <end> <assistant> me <end>"
+
+
+def words(tokenizer, *args, **kwargs):
+    return " ".join(tokenizer.convert_ids_to_tokens(render(tokenizer, *args, **kwargs)))
+
+
+def test_messages_and_the_response_as_the_assistant_s_go_through_the_template():
+    assert words(word_chat(), "not this", ASKED, "me", max_tokens=None) == WHOLE
+
+
+@pytest.mark.parametrize(("template", "messages"), [(None, ASKED), (word_chat().chat_template, ())])
+def test_without_template_or_messages_it_is_prompt_and_response(template, messages):
+    assert words(word_chat(template), "who are", messages, " you", max_tokens=None) == "who are you"
+
+
+@pytest.mark.parametrize("max_tokens", [13, 12, 7, 2, 1])
+def test_the_prompt_is_cut_from_its_beginning_and_the_response_never(max_tokens):
+    whole = WHOLE.split()
+    kept = whole[-max(max_tokens, 2) :]  # the response and its end token
+    assert words(word_chat(), "", ASKED, "me", max_tokens=max_tokens).split() == kept
+
+
+def test_plain_text_is_cut_the_same_way():
+    tokenizer = word_chat()
+    assert words(tokenizer, "who are you ", (), "me no", max_tokens=3) == "you me no"
+    assert words(tokenizer, "who are you ", (), "me no yes", max_tokens=1) == "me no yes"

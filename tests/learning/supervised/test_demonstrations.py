@@ -1,0 +1,106 @@
+"""Which tokens are learned: what the assistant wrote and its end token, whatever format and template."""
+
+import numpy as np
+import pytest
+from word_chat import MARKED, PLAIN, word_chat
+
+from core.errors import DataError, ModelError
+from core.settings.supervised import DemonstrationsConfig
+from learning.supervised.demonstrations import encode_demonstrations
+from learning.supervised.rows import RawRow
+
+TALK = [
+    {"role": "system", "content": "be kind"},
+    {"role": "user", "content": "hi there"},
+    {"role": "assistant", "content": "hi you"},
+    {"role": "user", "content": "who are you"},
+    {"role": "assistant", "content": "me"},
+]
+
+
+def shown(fields, *, template=PLAIN, **settings):
+    """Each token, those that are learned in brackets."""
+    tokenizer = word_chat(template)
+    data = DemonstrationsConfig(path="x.jsonl", **settings)
+    (example,), _ = encode_demonstrations([RawRow(fields=fields, origin="x.jsonl:1")], data, tokenizer)
+    tokens = tokenizer.convert_ids_to_tokens(example.token_ids.tolist())
+    marked = zip(tokens, example.is_learned, strict=True)
+    return " ".join(f"[{token}]" if learned else token for token, learned in marked)
+
+
+@pytest.mark.parametrize("template", [MARKED, PLAIN], ids=["marked", "plain"])
+def test_every_assistant_turn_is_learned_with_its_end_token_and_nothing_else(template):
+    assert shown({"messages": TALK}, template=template) == (
+        "<system> be kind <end> <user> hi there <end> <assistant> [hi] [you] [<end>] "
+        "<user> who are you <end> <assistant> [me] [<end>]"
+    )
+
+
+@pytest.mark.parametrize("template", [MARKED, PLAIN], ids=["marked", "plain"])
+def test_of_prompt_and_completion_as_messages_only_the_completion_is_learned(template):
+    assert shown({"prompt": TALK[1:4], "completion": TALK[4:]}, template=template) == (
+        "<user> hi there <end> <assistant> hi you <end> <user> who are you <end> <assistant> [me] [<end>]"
+    )
+
+
+def test_plain_prompt_and_completion_are_learned_from_the_completion_on_with_an_end_token():
+    assert shown({"prompt": "who are you", "completion": "me"}) == "who are you [me] [<end>]"
+    assert shown({"prompt": "who are you", "completion": "me <end>"}) == "who are you [me] [<end>]"
+
+
+def test_named_fields_and_a_plain_prompt_as_a_user_turn():
+    fields = {"question": "who are you", "answer": "me"}
+    names = {"prompt_field": "question", "reference_field": "answer"}
+    assert shown(fields, **names) == "who are you [me] [<end>]"
+    assert shown(fields, chat=True, prompt_template="hi {prompt}", **names) == (
+        "<user> hi who are you <end> <assistant> [me] [<end>]"
+    )
+
+
+def test_a_long_example_is_cut_left_out_or_refused():
+    fields = {"prompt": "hi", "completion": "me me me me"}
+    assert shown(fields, max_tokens=4) == "hi [me] [me] [me]"
+    rows = [RawRow(fields=fields, origin="x:1"), RawRow(fields={**fields, "completion": "me"}, origin="x:2")]
+
+    def encode(on_long, limit=4):
+        data = DemonstrationsConfig(path="x.jsonl", on_long=on_long, max_tokens=limit)
+        return encode_demonstrations(rows, data, word_chat())
+
+    (kept,), num_left_out = encode("skip")
+    assert (kept.num_tokens, num_left_out) == (3, 1)
+    with pytest.raises(DataError, match=r"x:1 has 6 tokens, data\.max_tokens is 4"):
+        encode("fail")
+    with pytest.raises(DataError, match="no example left of 2 rows"):
+        encode("skip", 2)
+
+
+def test_a_cut_that_leaves_nothing_to_learn_leaves_the_example_out():
+    rows = [RawRow(fields={"prompt": "hi hi hi", "completion": "me"}, origin="x:1")]
+    rows.append(RawRow(fields={"prompt": "hi", "completion": "me"}, origin="x:2"))
+    kept, num_left_out = encode_demonstrations(
+        rows, DemonstrationsConfig(path="x.jsonl", max_tokens=3), word_chat()
+    )
+    assert num_left_out == 1
+    np.testing.assert_array_equal(kept[0].is_learned, [False, True, True])
+
+
+REWRITING = "{% for m in messages %}{% if loop.last %}<user>{% endif %} {{ m.content }} <end>{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("fields", "template", "kind", "said"),
+    [
+        ({"messages": "hi"}, PLAIN, DataError, "field 'messages' must be a list of messages"),
+        ({"messages": [{"role": "user"}]}, PLAIN, DataError, "message 0 of 'messages' must hold role and"),
+        ({"messages": TALK[:2]}, PLAIN, DataError, "no message of role assistant"),
+        ({"messages": TALK}, None, ModelError, "no chat template"),
+        ({"messages": TALK}, REWRITING, DataError, "writes message 2 otherwise"),
+        ({"messages": TALK}, "{{ raise_exception('no') }}", DataError, "the chat template refuses"),
+        ({"question": "hi"}, PLAIN, DataError, "has no field 'prompt'"),
+        ({"prompt": "hi"}, PLAIN, DataError, "has no field 'completion'"),
+        ({"prompt": "hi", "completion": 3}, PLAIN, DataError, "must be text, got int"),
+    ],
+)
+def test_what_cannot_be_learned_from_is_named(fields, template, kind, said):
+    with pytest.raises(kind, match=said):
+        shown(fields, template=template)

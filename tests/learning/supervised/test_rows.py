@@ -1,0 +1,74 @@
+"""Rows come from JSONL and Parquet alike, and which are held out is a matter of the seed alone."""
+
+import json
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from core.errors import DataError
+from core.settings.supervised import ExamplesConfig
+from learning.supervised.rows import read_raw_rows, turns_of
+
+ROWS = [{"prompt": f"p{i}", "completion": f"c{i}"} for i in range(20)]
+
+
+@pytest.fixture
+def jsonl(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    return path
+
+
+def fields(rows):
+    return [row.fields for row in rows]
+
+
+def test_parquet_and_jsonl_give_the_same_rows_and_messages(tmp_path, jsonl):
+    pq.write_table(pa.Table.from_pylist(ROWS), tmp_path / "rows.parquet")
+    both = [
+        read_raw_rows(ExamplesConfig(path=str(path)), seed=3) for path in (jsonl, tmp_path / "rows.parquet")
+    ]
+    assert [fields(part) for part in both[0]] == [fields(part) for part in both[1]]
+    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "name": "me"}]
+    pq.write_table(pa.Table.from_pylist([{"messages": talk}]), tmp_path / "talks.parquet")
+    (row,), _ = read_raw_rows(ExamplesConfig(path=str(tmp_path / "talks.parquet"), eval_share=0.0), seed=0)
+    assert turns_of(row, row.fields["messages"], "messages") == talk
+
+
+def test_the_split_is_the_seed_s_and_every_row_is_in_one_part(jsonl):
+    data = ExamplesConfig(path=str(jsonl), eval_share=0.2)
+    first, again, other = (read_raw_rows(data, seed=seed) for seed in (1, 1, 2))
+    assert [fields(part) for part in first] == [fields(part) for part in again]
+    assert fields(first[1]) != fields(other[1])
+    assert (len(first[0]), len(first[1])) == (16, 4)
+    assert sorted(row["prompt"] for part in first for row in fields(part)) == sorted(
+        row["prompt"] for row in ROWS
+    )
+
+
+def test_a_held_out_file_leaves_all_rows_to_learn_from(jsonl, tmp_path):
+    other = tmp_path / "other.jsonl"
+    other.write_text(json.dumps(ROWS[0]) + "\n")
+    train, held_out = read_raw_rows(ExamplesConfig(path=str(jsonl), eval_path=str(other)), seed=0)
+    assert fields(train) == ROWS and fields(held_out) == ROWS[:1]
+    assert read_raw_rows(ExamplesConfig(path=str(jsonl), eval_share=0.0), seed=0)[1] == []
+    limited, _ = read_raw_rows(ExamplesConfig(path=str(jsonl), eval_share=0.0, limit=3), seed=0)
+    assert fields(limited) == ROWS[:3]
+
+
+@pytest.mark.parametrize(
+    ("text", "settings", "said"),
+    [
+        ("", {}, "is empty"),
+        ("{", {}, "rows.jsonl:1 is not valid JSON"),
+        ('{"a": 1}\n', {"eval_share": 0.5}, "too few to learn from some"),
+        (None, {}, "does not exist; check data.path"),
+    ],
+)
+def test_what_cannot_be_read_is_named(tmp_path, text, settings, said):
+    path = tmp_path / "rows.jsonl"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(DataError, match=said):
+        read_raw_rows(ExamplesConfig(path=str(path), **settings), seed=0)

@@ -1,0 +1,126 @@
+"""One supervised learner: packed losses are the dense ones, batches add up, schedules, adapters, state."""
+
+import numpy as np
+import pytest
+import torch
+from supervised_items import CASES, PAD, SAVED_AFTER, STEPS, items_of, learn, new_learner, tiny
+from transformers.optimization import get_scheduler
+
+from core.errors import ConfigError, NotFiniteError
+from core.settings.trainer import LoraConfig
+from learning.supervised.objectives import packed_sequences
+from learning.supervised.preference_loss import bradley_terry_loss
+from learning.supervised.reward_head import packed_scores, scored_places
+
+
+def dense_token_loss(model, items):
+    """Mean over all learned tokens of the batch, one sequence at a time."""
+    losses = []
+    for item in items:
+        ids = torch.from_numpy(item.token_ids)[None]
+        logprobs = torch.log_softmax(model(ids).logits[0, :-1], dim=-1)
+        own = logprobs.gather(-1, ids[0, 1:, None])[:, 0]
+        losses.append(-own[torch.from_numpy(item.is_learned[1:])])
+    return torch.cat(losses).mean()
+
+
+def dense_scores(model, sequences):
+    return torch.cat([model(torch.from_numpy(ids)[None]).logits[:, 0] for ids in sequences])
+
+
+def dense_pair_loss(model, items):
+    chosen = dense_scores(model, [item.chosen_ids for item in items])
+    rejected = dense_scores(model, [item.rejected_ids for item in items])
+    margins = torch.tensor([item.margin for item in items])
+    return bradley_terry_loss(chosen, rejected, margins, center_coefficient=0.01).mean()
+
+
+DENSE = {"sft": dense_token_loss, "reward": dense_pair_loss}
+
+
+@pytest.mark.parametrize("kind", list(DENSE))
+def test_loss_and_gradient_of_packs_are_those_of_single_sequences(kind):
+    items, model = items_of(kind), tiny(kind)
+    expected = DENSE[kind](model, items)
+    expected.backward()
+    learner = new_learner(kind, None)
+    means = learner._means(items, with_gradient=True)
+    assert means["loss"] == pytest.approx(expected.item(), rel=1e-5)
+    for (name, one), other in zip(model.named_parameters(), learner.model.parameters(), strict=True):
+        torch.testing.assert_close(other.grad, one.grad, rtol=1e-3, atol=1e-5, msg=name)
+
+
+def test_gradient_checkpointing_changes_nothing():
+    items = items_of("reward")
+    plain = new_learner("reward", None)._means(items, with_gradient=True)
+    assert new_learner("reward", None, gradient_checkpointing=True)._means(
+        items, with_gradient=True
+    ) == pytest.approx(plain, rel=1e-6)
+
+
+def test_a_packed_score_is_the_model_s_own_even_where_the_end_token_is_the_padding():
+    model = tiny("reward")
+    sequences = [np.array([5, 6, 7]), np.array([8, 9, PAD]), np.array([4, PAD, 3, PAD, PAD])]
+    packed = packed_sequences(sequences)
+    assert scored_places(packed, PAD) == [2, 4, 8]
+    assert scored_places(packed, None) == [2, 5, 10]
+    with torch.no_grad():
+        expected = dense_scores(model, sequences)
+        learner = new_learner("reward", None)
+        torch.testing.assert_close(packed_scores(learner.model, packed), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "name"), [("constant", "constant_with_warmup"), ("linear", "linear"), ("cosine", "cosine")]
+)
+def test_rates_follow_the_schedules_of_transformers(schedule, name):
+    learner = new_learner("sft", None, schedule=schedule, warmup_steps=2)
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=1e-2)
+    reference = get_scheduler(name, optimizer, num_warmup_steps=2, num_training_steps=STEPS)
+    expected, seen = [], []
+    for _ in range(STEPS):
+        expected.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        reference.step()
+        seen.append(learner.step(items_of("sft")[:2])["learning_rate"])
+    assert seen == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("case", list(CASES), ids="-".join)
+def test_what_was_saved_is_gone_on_with_to_the_bit(case, tmp_path):
+    items, lora = items_of(case[0]), CASES[case]
+    weights, figures = learn(new_learner(case[0], lora), items, tmp_path / "state")
+    resumed = new_learner(case[0], lora)
+    resumed.load(tmp_path / "state")
+    assert resumed.num_steps == SAVED_AFTER
+    again, same = learn(resumed, items)
+    assert figures == same
+    assert all(np.array_equal(weights[name], again[name]) for name in weights)
+
+
+def test_a_state_of_other_adapters_is_refused(tmp_path):
+    new_learner("sft", None).save(tmp_path / "state")
+    with pytest.raises(ConfigError, match="does not fit this trainer"):
+        new_learner("sft", LoraConfig(rank=4)).load(tmp_path / "state")
+
+
+def test_with_adapters_the_head_learns_whole_and_the_weights_below_stay():
+    start = dict(tiny("reward").named_parameters())
+    learner = new_learner("reward", LoraConfig(rank=4))
+    weights, _ = learn(learner, items_of("reward"))
+    assert weights.keys() == start.keys()
+    moved = {name for name, weight in weights.items() if not np.array_equal(weight, start[name].detach())}
+    assert "score.weight" in moved and "model.embed_tokens.weight" not in moved
+    assert {name for name in start if "_proj" in name} <= moved
+    held = dict(learner.model.named_parameters())
+    below = "model.layers.0.mlp.up_proj"
+    torch.testing.assert_close(held[f"{below}.base_layer.weight"], start[f"{below}.weight"], rtol=0, atol=0)
+
+
+def test_a_loss_that_is_not_finite_takes_no_step():
+    learner = new_learner("sft", None)
+    with torch.no_grad():
+        learner.model.get_input_embeddings().weight.fill_(float("nan"))
+    with pytest.raises(NotFiniteError, match="the loss of step 1 is nan"):
+        learner.step(items_of("sft"))
+    assert learner.num_steps == 0
