@@ -121,7 +121,7 @@ class _Reader:
                     self._measure(waiting, encoder)
                     waiting = []
                 if self._out.num_rows % _ROWS_AT_ONCE == 0:
-                    tick(f"{self._out.num_rows:,} rows", progress.fraction)
+                    tick(data.name, progress.fraction)
         except DataError as error:  # what ends a source
             self._fault(error)
         self._measure(waiting, encoder)
