@@ -47,6 +47,8 @@ def collect(
     requests: Sequence[SampleRequest],
     report: Reporter,
     forwards: ForwardStream | None = None,
+    *,
+    phase: str = "generate",
 ) -> Collected:
     """Generate and score every request; `forwards` gets each sample when it is scored.
 
@@ -85,7 +87,7 @@ def collect(
                 forwards.add(rollout)
             if len(buffer) < len(requests):
                 forwards.look()
-        report.progress("generate", num_completed, len(requests))
+        report.progress(phase, num_completed, len(requests))
     return Collected(
         rollouts=buffer.drain(),
         stats=stats - before,

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import ray
 
 from cluster.collect import collect
+from cluster.evaluate import Evaluator
 from cluster.forward_stream import Streamed
 from cluster.placement.ray_session import ray_session, sigterm_exits
 from cluster.preflight.inputs import Inputs
@@ -20,10 +21,10 @@ from cluster.recorder import Recorder
 from cluster.refit_step import refit_draft
 from cluster.reporting.console import Reporter
 from cluster.reporting.iteration_metrics import iteration_figures
+from cluster.run_checkpoints import save_checkpoints
 from cluster.run_folder.layout import RunDir
 from cluster.run_folder.rollout_files import write_rollouts
 from cluster.system import System, running_system
-from cluster.weights.checkpoints import save_adapter, save_checkpoint
 from core.config import Config
 from core.errors import NumericsError, StorageError
 from core.metrics import MetricsLog
@@ -77,15 +78,23 @@ def train(system: System, run_dir: RunDir, report: Reporter) -> None:
     run = system.config.run
     metrics = MetricsLog(run_dir.metrics_file)
     recorder = Recorder(run_dir, report, step_log=run.step_log)
+    evaluator = Evaluator(system, run_dir, report, recorder)
     report.on_progress = run_dir.progress
     report.start(run.iterations)
     try:
+        evaluator.at_start()
         for iteration in range(run.iterations):
             try:
                 figures = run_iteration(system, iteration, run_dir, report, recorder)
             except NumericsError as error:
                 raise type(error)(f"iteration {iteration + 1} of {run.iterations}: {error}") from error
-            metrics.write(iteration, figures)
+            try:
+                evaluated = evaluator.after(iteration)
+                figures |= evaluated
+                figures["time/iteration_s"] += evaluated.get("time/evaluate_s", 0.0)
+            finally:
+                # what was trained is told, however an evaluation ends
+                metrics.write(iteration, figures)
             report.iteration(iteration, figures)
             if run.checkpoint_every and (iteration + 1) % run.checkpoint_every == 0:
                 save_checkpoints(system, run_dir, iteration=iteration)
@@ -118,6 +127,8 @@ def run_iteration(
     streamed = forwards.finish() if forwards is not None else Streamed()
     rollouts = ray.put(collected.rollouts)
     update = system.trainers.update(rollouts, recompute_old=system.recomputes_old)
+    # again, since an update that fails must not take the rollouts with it
+    write_rollouts(run_dir.rollouts_file(iteration), collected.rollouts, update.sample_advantages)
     publish_began_s = time.perf_counter()
     report.progress("publish", 0, 1)
     instances = system.generation.instances
@@ -139,22 +150,3 @@ def run_iteration(
     figures = iteration_figures(collected.rollouts, collected.stats, update, seconds)
     figures["rollout/invariant"] = float(system.generation.is_invariant)
     return figures | streamed.figures() | moves | draft_figures
-
-
-def save_checkpoints(system: System, run_dir: RunDir, *, iteration: int | None = None) -> None:
-    """Save the trained target and the drafter as Hugging Face checkpoints, an adapter beside its merged target."""
-    for model, weights in (("target", system.target), ("draft", system.draft)):
-        if weights is not None:
-            save_checkpoint(
-                weights,
-                system.tokenizer,
-                run_dir.checkpoint_dir(model, iteration),
-                dtype=system.config.models.dtype,
-                timeout_s=system.config.cluster.order_timeout_s,
-            )
-    if system.config.trainer.lora is not None:
-        save_adapter(
-            system.trainers.adapter_files(),
-            run_dir.checkpoint_dir("adapter", iteration),
-            merged=system.target.manifest,
-        )

@@ -23,6 +23,7 @@ from cluster.forward_stream import ForwardStream
 from cluster.placement.ray_session import RaySession
 from cluster.placement.spare_cores import nodes_of, streams_forwards
 from cluster.placement.topology import PlacementContext, Topology, actor_options, place, plan
+from cluster.preflight.evaluation_prompts import EvaluationPrompts
 from cluster.preflight.inputs import Inputs
 from cluster.scheduling.generation_pool import GenerationPool
 from cluster.scheduling.instance_table import InstanceTable
@@ -61,6 +62,7 @@ class System:
     target: PublishedWeights
     draft: PublishedWeights | None
     broadcast: Broadcast
+    evaluation: EvaluationPrompts | None = None
     streams_forwards: bool = False
     "whether trainers compute what they can during the rollout (`cluster.placement.spare_cores`)"
     refit_overhead_s: float = 0.0
@@ -124,8 +126,9 @@ def _make_actors(
     cluster, tokenizer, dataset = config.cluster, inputs.tokenizer, inputs.dataset
     instances = InstanceTable()
     scheduler = _scheduler(config, inputs, topology, context, instances)
-    max_total_tokens = dataset.max_prompt_tokens + config.sampling.max_new_tokens
-    trainer_spec = _trainer_spec(config, inputs, max_total_tokens)
+    max_total_tokens = inputs.max_total_tokens(config)
+    longest_trained = dataset.max_prompt_tokens + config.sampling.max_new_tokens
+    trainer_spec = _trainer_spec(config, inputs, longest_trained)
     trainers = TrainerPool.start(trainer_spec, topology.trainer, context, cluster)
     generation = GenerationPool(
         cluster=cluster,
@@ -149,6 +152,7 @@ def _make_actors(
         target=load_and_put(config, config.models.target, "target"),
         draft=_draft(config),
         broadcast=Broadcast(cluster, trainers, note),
+        evaluation=inputs.evaluation,
     )
 
 

@@ -187,6 +187,7 @@ class Learner:
             num_tokens=experience.num_tokens,
             num_optimizer_steps=self._num_optimizer_steps - steps_before,
             figures={**mismatch, **targets.figures, **figures.means()},
+            sample_advantages=targets.sample_advantages(experience.mask),
         )
 
     def forward_ahead(self, rollouts: Sequence[Rollout], *, recompute_old: bool = False) -> None:

@@ -61,6 +61,7 @@ class CheckReport:
     adapter: str | None
     "what learns where not all does; a run says it at its start"
     data: str
+    evaluation: tuple[str, ...]
     numerics: str
     memory: MemoryPlan
     available_bytes: int | None
@@ -77,6 +78,7 @@ class CheckReport:
             *(f"  {line}" for line in (*self.models, self.adapter) if line is not None),
             "data",
             f"  {self.data}",
+            *(f"  {line}" for line in self.evaluation),
             "numerics",
             f"  {self.numerics}",
             f"memory, of {have} available here",
@@ -130,8 +132,10 @@ def check_run(config: Config, *, output_dir: Path) -> CheckReport:
     inputs = read_inputs(config, tokenizer)
     longest = inputs.dataset.max_prompt_tokens
     _check_lengths(config, inputs.dataset, [target_config, draft_config])
+    if inputs.evaluation is not None:
+        inputs.evaluation.require_context([target_config, draft_config])
     reward_params = _check_reward(config)
-    max_total_tokens = longest + config.sampling.max_new_tokens
+    max_total_tokens = inputs.max_total_tokens(config)
     plan = plan_memory(
         config,
         target=target,
@@ -151,6 +155,7 @@ def check_run(config: Config, *, output_dir: Path) -> CheckReport:
         models=tuple(lines),
         adapter=_describe_adapter(target, plan),
         data=f"{len(inputs.dataset)} prompts, the longest {longest} tokens",
+        evaluation=inputs.evaluation.lines if inputs.evaluation is not None else (),
         numerics=numerics,
         memory=plan,
         available_bytes=machine.memory_bytes(),
