@@ -20,7 +20,7 @@ from cluster.reporting.evaluation_figures import evaluation_figures
 from cluster.run_checkpoints import save_best
 from cluster.run_folder.layout import RunDir
 from cluster.run_folder.rollout_files import write_rollouts
-from cluster.system import System
+from cluster.system import GeneratingSystem, System
 from core.errors import ConfigError
 from core.files import append_whole, storage_errors
 from core.records import EPOCHS_OF_AN_ASKING, SampleKey, SampleRequest, Stream
@@ -59,7 +59,7 @@ def evaluation_requests(evaluation: EvaluationPrompts, *, asking: int) -> list[S
     ]
 
 
-def evaluate(system: System, requests: Sequence[SampleRequest], report: Reporter) -> Evaluated:
+def evaluate(system: GeneratingSystem, requests: Sequence[SampleRequest], report: Reporter) -> Evaluated:
     """Generate and score the samples with the weights that the instances hold. Raises what `collect` raises."""
     began_s = time.perf_counter()
     collected = collect(system, requests, report, phase="evaluate")
@@ -107,7 +107,7 @@ class Evaluator:
         row = {
             "num_iterations": num_iterations,
             "weight_version": system.target.manifest.weight_version,
-            "is_best": is_best,
+            "is_best": float(is_best),
             **done.figures,
             "time/evaluate_s": time.perf_counter() - began_s,
         }

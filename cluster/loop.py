@@ -20,14 +20,15 @@ from cluster.preflight.inputs import Inputs
 from cluster.recorder import Recorder
 from cluster.refit_step import refit_draft
 from cluster.reporting.console import Reporter
-from cluster.reporting.iteration_metrics import iteration_figures
+from cluster.reporting.iteration_metrics import iteration_figures, with_evaluation
 from cluster.run_checkpoints import save_checkpoints
 from cluster.run_folder.layout import RunDir
 from cluster.run_folder.rollout_files import write_rollouts
 from cluster.system import System, running_system
+from cluster.tracking.run_log import RunLog
+from cluster.tracking.trackers import Trackers
 from core.config import Config
 from core.errors import NumericsError, StorageError
-from core.metrics import MetricsLog
 
 BY_SIGTERM = "stopped by SIGTERM (ray job stop, or kill)"
 
@@ -76,25 +77,23 @@ def run_training(config: Config, inputs: Inputs, run_dir: RunDir, report: Report
 def train(system: System, run_dir: RunDir, report: Reporter) -> None:
     """Run every iteration, writing metrics, rollouts, moves and checkpoints as they come; a timeline at the end."""
     run = system.config.run
-    metrics = MetricsLog(run_dir.metrics_file)
+    log = RunLog(system.config, run_dir, Trackers.of(system.config, run_dir, report.note))
     recorder = Recorder(run_dir, report, step_log=run.step_log)
     evaluator = Evaluator(system, run_dir, report, recorder)
     report.on_progress = run_dir.progress
     report.start(run.iterations)
     try:
-        evaluator.at_start()
+        log.before_training(evaluator.at_start())
         for iteration in range(run.iterations):
             try:
-                figures = run_iteration(system, iteration, run_dir, report, recorder)
+                figures = run_iteration(system, iteration, run_dir, report, recorder, log)
             except NumericsError as error:
                 raise type(error)(f"iteration {iteration + 1} of {run.iterations}: {error}") from error
             try:
-                evaluated = evaluator.after(iteration)
-                figures |= evaluated
-                figures["time/iteration_s"] += evaluated.get("time/evaluate_s", 0.0)
+                figures = with_evaluation(figures, evaluator.after(iteration))
             finally:
                 # what was trained is told, however an evaluation ends
-                metrics.write(iteration, figures)
+                log.write(iteration, figures)
             report.iteration(iteration, figures)
             if run.checkpoint_every and (iteration + 1) % run.checkpoint_every == 0:
                 save_checkpoints(system, run_dir, iteration=iteration)
@@ -105,11 +104,13 @@ def train(system: System, run_dir: RunDir, report: Reporter) -> None:
     except BaseException:
         recorder.write_timeline()
         raise
+    finally:
+        log.close()
     recorder.write_timeline()
 
 
 def run_iteration(
-    system: System, iteration: int, run_dir: RunDir, report: Reporter, recorder: Recorder
+    system: System, iteration: int, run_dir: RunDir, report: Reporter, recorder: Recorder, log: RunLog
 ) -> dict[str, float]:
     """Sample, score, update, publish, refit once; return the iteration's figures."""
     rollout = system.config.rollout
@@ -145,8 +146,11 @@ def run_iteration(
         "update": publish_began_s - update_began_s,
         "publish": refit_began_s - publish_began_s,
         "refit": ended_s - refit_began_s,
+        "evaluate": 0.0,
         "iteration": ended_s - began_s,
     }
     figures = iteration_figures(collected.rollouts, collected.stats, update, seconds)
     figures["rollout/invariant"] = float(system.generation.is_invariant)
-    return figures | streamed.figures() | moves | draft_figures
+    figures["data/epoch"] = system.cursor.num_passes
+    kept = log.record(iteration, collected.rollouts, update)
+    return figures | streamed.figures() | moves | draft_figures | kept

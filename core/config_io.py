@@ -25,6 +25,11 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
 
     Raises ConfigError: missing file, malformed YAML, unknown key (with a suggestion), refused value.
     """
+    return config_from_dict(apply_overrides(read_tree(path), overrides), origin=str(path))
+
+
+def read_tree(path: str | Path) -> dict[str, Any]:
+    """A config file as nested mappings, not validated. Raises ConfigError: missing file, malformed YAML."""
     path = Path(path)
     if not is_file(path):
         got = "is a folder" if is_dir(path) else "does not exist"
@@ -32,9 +37,14 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
     tree = _read_yaml(path)
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} must hold a mapping of sections, got {type(tree).__name__}")
+    return tree
+
+
+def apply_overrides(tree: dict[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
+    """Set `section.key=value` of each in `tree`, which is returned. Raises ConfigError for what is no such text."""
     for override in overrides:
         _apply_override(tree, override)
-    return config_from_dict(tree, origin=str(path))
+    return tree
 
 
 def config_from_dict(tree: dict[str, Any], *, origin: str = "config") -> Config:

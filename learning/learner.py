@@ -186,7 +186,12 @@ class Learner:
             num_samples=len(experience.lengths),
             num_tokens=experience.num_tokens,
             num_optimizer_steps=self._num_optimizer_steps - steps_before,
-            figures={**mismatch, **targets.figures, **figures.means()},
+            figures={
+                **mismatch,
+                **targets.figures,
+                **figures.means(),
+                "lr": self.optimizer.param_groups[0]["lr"],
+            },
             sample_advantages=targets.sample_advantages(experience.mask),
         )
 

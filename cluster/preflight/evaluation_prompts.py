@@ -68,6 +68,18 @@ def split_evaluation(
         except InputError as error:
             raise type(error)(f"evaluation.data: {error}") from error
         lines = _overlap(prompts, dataset)
+    return dataset, evaluation_of(config, prompts, tokenizer, lines=lines)
+
+
+def evaluation_of(
+    config: Config,
+    prompts: Sequence[Prompt],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    lines: tuple[str, ...] = (),
+) -> EvaluationPrompts:
+    """The evaluation of these prompts, or of the first `evaluation.limit`; `lines` go below what is said of it."""
+    settings = config.evaluation
     prompts = prompts[: settings.limit]
     sampling = config.sampling.model_copy(
         update={
@@ -78,11 +90,11 @@ def split_evaluation(
         }
     )
     how = "greedy" if settings.temperature == 0.0 else f"temperature {settings.temperature:g}"
+    often = f", every {settings.every} iterations" if settings.every else ""
     first = (
-        f"evaluation of {len(prompts)} prompts with {settings.samples_per_prompt} samples each ({how}), every "
-        f"{settings.every} iterations"
+        f"evaluation of {len(prompts)} prompts with {settings.samples_per_prompt} samples each ({how}){often}"
     )
-    return dataset, EvaluationPrompts(
+    return EvaluationPrompts(
         prompts=tuple(prompts),
         sampling=sampling_params(sampling, tokenizer),
         samples_per_prompt=settings.samples_per_prompt,

@@ -29,6 +29,7 @@ from cluster.placement.ray_session import check_local_ray, is_local, object_stor
 from cluster.placement.topology import plan as plan_topology
 from cluster.placement.topology import require_machine
 from cluster.preflight.inputs import Inputs, read_inputs, read_tokenizer
+from cluster.tracking.trackers import require_trackers
 from core.checkpoint_manifest import has_manifest, verify_checkpoint
 from core.config import Config
 from core.errors import ConfigError, DataError, ModelError, PlacementError
@@ -107,6 +108,7 @@ def check_run(config: Config, *, output_dir: Path) -> CheckReport:
         numerics = describe_numerics(config.engine, device)
     if config.trainer.scoring == "engine":
         _check_scoring(config)
+    require_trackers(config)
     topology = plan_topology(config)
     if is_local(config):
         require_machine(topology, num_cpus=machine.num_cores(), num_gpus=torch.cuda.device_count())

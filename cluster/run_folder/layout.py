@@ -4,6 +4,9 @@
     RUN/status.json                     running | finished | interrupted | failed, why, and a heartbeat
     RUN/metrics.jsonl                   one object an iteration (`core.metrics`)
     RUN/rollouts/iteration_0000.parquet prompts, responses, rewards, log-probabilities
+    RUN/histograms.jsonl                one object an iteration: lengths, rewards, advantages
+    RUN/samples/iteration-00000.md      a few samples for people to read, where tracking.samples is above 0
+    RUN/tensorboard/, RUN/wandb/        of the trackers that `tracking` asks for
     RUN/evaluations.jsonl               one object an evaluation, where evaluation.every is set
     RUN/evaluations/                    the evaluated samples of each, columns as in rollouts/
     RUN/moves.jsonl                     one object for each move of a sample; no file where none moved
@@ -194,6 +197,15 @@ class RunDir:
     def rollouts_file(self, iteration: int) -> Path:
         """Parquet file of one iteration's rollouts; iterations count from 0."""
         return self.path / "rollouts" / f"iteration_{iteration:04d}.parquet"
+
+    @property
+    def histograms_file(self) -> Path:
+        """One JSON object an iteration."""
+        return self.path / "histograms.jsonl"
+
+    def samples_file(self, iteration: int) -> Path:
+        """Markdown of a few samples of one iteration, counted from 0 as in the other files."""
+        return self.path / "samples" / f"iteration-{iteration:05d}.md"
 
     @property
     def evaluations_file(self) -> Path:

@@ -52,6 +52,11 @@ class PromptCursor:
             self._next_group_id += 1
         return requests
 
+    @property
+    def num_passes(self) -> float:
+        """Passes over the prompts so far."""
+        return self._epoch + self._position / len(self.dataset)
+
     def state(self) -> dict[str, int]:
         """Return what a checkpoint keeps."""
         return {
