@@ -78,7 +78,11 @@ class Evaluator:
 
     def at_start(self) -> dict[str, float]:
         """Evaluate the first weights, where asked for; they set the mark that a best checkpoint has to pass."""
-        if self._system.evaluation is None or not self._settings.at_start:
+        if self._system.evaluation is None:
+            return {}
+        for line in self._system.evaluation.lines:
+            self._report.note(line)
+        if not self._settings.at_start:
             return {}
         return self._evaluate(self._system.evaluation, num_iterations=0)
 

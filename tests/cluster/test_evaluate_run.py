@@ -133,7 +133,8 @@ def test_the_first_weights_every_second_and_the_last_are_evaluated_and_said(eval
     assert metrics[1]["time/iteration_s"] > metrics[1]["time/evaluate_s"] > 0.0
     # a share of vowels is neither right nor wrong
     assert "eval/accuracy" not in metrics[1] and "eval/pass_at_k" not in metrics[1]
-    assert sum(note.startswith("evaluation ") for note in evaluated.notes) == 3
+    assert sum(note.startswith(("evaluation after", "evaluation before")) for note in evaluated.notes) == 3
+    assert any(note.startswith("evaluation of 5 prompts with 2 samples each") for note in evaluated.notes)
 
 
 def test_the_best_evaluated_weights_are_kept_and_the_newest_of_the_others(evaluated):
