@@ -85,7 +85,7 @@ class Summary:
         rows.append(
             (
                 "faster generation (Amdahl)",
-                f"{twice:.2f} x in all if 2 x as fast, {self.amdahl_bound:.2f} x if free",
+                f"{twice:.2f} x if 2 x as fast, {self.amdahl_bound:.2f} x if free",
             )
         )
         return rows

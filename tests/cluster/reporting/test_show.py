@@ -52,7 +52,7 @@ def test_a_run_is_drawn_with_curves_histograms_and_what_faster_generation_would_
     write_histograms(run_dir.histograms_file, 4, {"reward": [0.0, 0.5, 0.5]})
     text = shown(capsys, run_dir.path)
     assert "▁▃▅▆█" in text and "histograms of iteration 5" in text and "eval/reward_mean" in text
-    assert "1.60 x in all if 2 x as fast, 4.00 x if free" in text
+    assert "1.60 x if 2 x as fast, 4.00 x if free" in text
 
 
 def test_several_runs_stand_side_by_side_with_ratios_to_the_first(run_dir, tmp_path, capsys):
