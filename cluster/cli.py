@@ -1,5 +1,5 @@
-"""The command line: `rlhfspec demo | train | sft | train-reward | profile | bench | gpu-selftest | simulate | check |
-data | models | show | replay`.
+"""The command line: `rlhfspec demo | train | sft | train-reward | eval | profile | bench | gpu-selftest | simulate |
+check | data | models | show | replay`.
 
 Exit codes: 0 good, 2 bad input (one line says what to mend), 1 failure, 130 interrupted. Only what a
 command needs is imported, so that `--help` answers at once.
@@ -39,6 +39,7 @@ def build_parser() -> argparse.ArgumentParser:
         bench,
         check,
         data,
+        evaluate,
         gpu_selftest,
         models,
         profile,
@@ -62,6 +63,7 @@ def build_parser() -> argparse.ArgumentParser:
         train,
         sft,
         train_reward,
+        evaluate,
         profile,
         bench,
         gpu_selftest,

@@ -17,7 +17,7 @@ from cluster.dynamic_sampling import UsefulGroups
 from cluster.forward_stream import ForwardStream
 from cluster.reporting.console import Reporter
 from cluster.rollout_buffer import RolloutBuffer
-from cluster.system import Scored, System
+from cluster.system import GeneratingSystem, Scored
 from core.decode_records import GenerationStats
 from core.records import Rollout, SampleRequest
 from learning.data.prompts import response_text
@@ -44,11 +44,13 @@ class Collected:
 
 
 def collect(
-    system: System,
+    system: GeneratingSystem,
     requests: Sequence[SampleRequest],
     report: Reporter,
     forwards: ForwardStream | None = None,
     groups: UsefulGroups | None = None,
+    *,
+    phase: str = "generate",
 ) -> Collected:
     """Generate and score every request; `forwards` gets each sample when it is scored, `groups` may ask for more.
 
@@ -93,7 +95,7 @@ def collect(
                 forwards.add(rollout)
             if len(buffer) < len(by_key):
                 forwards.look()
-        report.progress("generate", num_completed, len(by_key))
+        report.progress(phase, num_completed, len(by_key))
     return Collected(
         rollouts=buffer.drain(),
         stats=stats - before,
@@ -104,7 +106,7 @@ def collect(
     )
 
 
-def _take(system: System, *, wait_s: float, report: Reporter) -> Taken:
+def _take(system: GeneratingSystem, *, wait_s: float, report: Reporter) -> Taken:
     """Ask the scheduler for news; replace what was lost, say what is odd."""
     taken = system.scheduler.take(wait_s)
     for line in system.scheduler.news():
@@ -121,7 +123,7 @@ def _take(system: System, *, wait_s: float, report: Reporter) -> Taken:
     return taken
 
 
-def _send(system: System, unscored: list[Scored], *, is_last: bool) -> None:
+def _send(system: GeneratingSystem, unscored: list[Scored], *, is_last: bool) -> None:
     """Send full batches; a partial one only to an idle actor or at the end."""
     size = system.config.reward.batch_size
     while unscored and (len(unscored) >= size or is_last or system.rewards.has_idle):
@@ -132,7 +134,7 @@ def _send(system: System, unscored: list[Scored], *, is_last: bool) -> None:
         )
 
 
-def _receive(system: System, buffer: RolloutBuffer, *, wait_s: float) -> list[Rollout]:
+def _receive(system: GeneratingSystem, buffer: RolloutBuffer, *, wait_s: float) -> list[Rollout]:
     received = []
     for (request, completion, text), reward in system.rewards.collect(wait_s=wait_s):
         rollout = Rollout(prompt=request.prompt, completion=completion, response_text=text, reward=reward)

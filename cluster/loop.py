@@ -13,20 +13,22 @@ from dataclasses import dataclass
 import ray
 
 from cluster.collect import collect
+from cluster.evaluate import Evaluator
 from cluster.forward_stream import Streamed
 from cluster.placement.ray_session import ray_session, sigterm_exits
 from cluster.preflight.inputs import Inputs
 from cluster.recorder import Recorder
 from cluster.refit_step import refit_draft
 from cluster.reporting.console import Reporter
-from cluster.reporting.iteration_metrics import iteration_figures
+from cluster.reporting.iteration_metrics import iteration_figures, with_evaluation
+from cluster.run_checkpoints import save_checkpoints
 from cluster.run_folder.layout import RunDir
 from cluster.run_folder.rollout_files import write_rollouts
 from cluster.system import System, running_system
-from cluster.weights.checkpoints import save_adapter, save_checkpoint
+from cluster.tracking.run_log import RunLog
+from cluster.tracking.trackers import Trackers
 from core.config import Config
 from core.errors import NumericsError, StorageError
-from core.metrics import MetricsLog
 
 BY_SIGTERM = "stopped by SIGTERM (ray job stop, or kill)"
 
@@ -75,17 +77,23 @@ def run_training(config: Config, inputs: Inputs, run_dir: RunDir, report: Report
 def train(system: System, run_dir: RunDir, report: Reporter) -> None:
     """Run every iteration, writing metrics, rollouts, moves and checkpoints as they come; a timeline at the end."""
     run = system.config.run
-    metrics = MetricsLog(run_dir.metrics_file)
+    log = RunLog(system.config, run_dir, Trackers.of(system.config, run_dir, report.note))
     recorder = Recorder(run_dir, report, step_log=run.step_log)
+    evaluator = Evaluator(system, run_dir, report, recorder)
     report.on_progress = run_dir.progress
     report.start(run.iterations)
     try:
+        log.before_training(evaluator.at_start())
         for iteration in range(run.iterations):
             try:
-                figures = run_iteration(system, iteration, run_dir, report, recorder)
+                figures = run_iteration(system, iteration, run_dir, report, recorder, log)
             except NumericsError as error:
                 raise type(error)(f"iteration {iteration + 1} of {run.iterations}: {error}") from error
-            metrics.write(iteration, figures)
+            try:
+                figures = with_evaluation(figures, evaluator.after(iteration))
+            finally:
+                # what was trained is told, however an evaluation ends
+                log.write(iteration, figures)
             report.iteration(iteration, figures)
             if run.checkpoint_every and (iteration + 1) % run.checkpoint_every == 0:
                 save_checkpoints(system, run_dir, iteration=iteration)
@@ -96,11 +104,13 @@ def train(system: System, run_dir: RunDir, report: Reporter) -> None:
     except BaseException:
         recorder.write_timeline()
         raise
+    finally:
+        log.close()
     recorder.write_timeline()
 
 
 def run_iteration(
-    system: System, iteration: int, run_dir: RunDir, report: Reporter, recorder: Recorder
+    system: System, iteration: int, run_dir: RunDir, report: Reporter, recorder: Recorder, log: RunLog
 ) -> dict[str, float]:
     """Sample, score, update, publish, refit once; return the iteration's figures."""
     rollout = system.config.rollout
@@ -119,6 +129,13 @@ def run_iteration(
     streamed = forwards.finish() if forwards is not None else Streamed()
     rollouts = ray.put(learned)
     update = system.trainers.update(rollouts, recompute_old=system.recomputes_old)
+    # again, since an update that fails must not take the rollouts with it
+    advantages = dict(zip(map(id, learned), update.sample_advantages or (), strict=False))
+    write_rollouts(
+        run_dir.rollouts_file(iteration),
+        collected.rollouts,
+        [advantages.get(id(rollout)) for rollout in collected.rollouts],
+    )
     publish_began_s = time.perf_counter()
     report.progress("publish", 0, 1)
     instances = system.generation.instances
@@ -135,29 +152,13 @@ def run_iteration(
         "update": publish_began_s - update_began_s,
         "publish": refit_began_s - publish_began_s,
         "refit": ended_s - refit_began_s,
+        "evaluate": 0.0,
         "iteration": ended_s - began_s,
     }
     figures = iteration_figures(collected.rollouts, collected.stats, update, seconds)
     figures["rollout/invariant"] = float(system.generation.is_invariant)
     if groups is not None:
         figures |= groups.figures()
-    return figures | streamed.figures() | moves | draft_figures
-
-
-def save_checkpoints(system: System, run_dir: RunDir, *, iteration: int | None = None) -> None:
-    """Save the trained target and the drafter as Hugging Face checkpoints, an adapter beside its merged target."""
-    for model, weights in (("target", system.target), ("draft", system.draft)):
-        if weights is not None:
-            save_checkpoint(
-                weights,
-                system.tokenizer,
-                run_dir.checkpoint_dir(model, iteration),
-                dtype=system.config.models.dtype,
-                timeout_s=system.config.cluster.order_timeout_s,
-            )
-    if system.config.trainer.lora is not None:
-        save_adapter(
-            system.trainers.adapter_files(),
-            run_dir.checkpoint_dir("adapter", iteration),
-            merged=system.target.manifest,
-        )
+    figures["data/epoch"] = system.cursor.num_passes
+    kept = log.record(iteration, learned, update)
+    return figures | streamed.figures() | moves | draft_figures | kept

@@ -50,6 +50,13 @@ class Recorder:
             collected.moves, stats=collected.stats, planning_s=collected.planning_s, timeline=timeline
         )
 
+    def pass_over(self, instances: Mapping[str, Handle]) -> None:
+        """Drop the spans of what was no training: the next timeline is not to show an evaluation.
+
+        Decode steps stay: a log with a gap cannot be replayed.
+        """
+        self._take_spans(instances)
+
     def _write_steps(self, iteration: int, instances: Mapping[str, Handle]) -> None:
         """Write each instance's decode steps since the last call; one that does not answer is left out with a note.
 

@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
@@ -24,6 +24,7 @@ from cluster.forward_stream import ForwardStream
 from cluster.placement.ray_session import RaySession
 from cluster.placement.spare_cores import nodes_of, streams_forwards
 from cluster.placement.topology import PlacementContext, Topology, actor_options, place, plan
+from cluster.preflight.evaluation_prompts import EvaluationPrompts
 from cluster.preflight.inputs import Inputs
 from cluster.scheduling.generation_pool import GenerationPool
 from cluster.scheduling.instance_table import InstanceTable
@@ -48,19 +49,31 @@ Scored = tuple[SampleRequest, Completion, str]
 
 
 @dataclass(slots=True, kw_only=True)
-class System:
-    """Handles to everything; `draft` and `target` are the versions published last."""
+class GeneratingSystem:
+    """Handles to what generates and scores; `draft` and `target` are the versions published last."""
 
     config: Config
     tokenizer: PreTrainedTokenizerBase
-    cursor: PromptCursor
-    sampling: SamplingParams
     scheduler: SchedulerClient
     generation: GenerationPool
     rewards: RewardPool[Scored]
-    trainers: TrainerPool
     target: PublishedWeights
     draft: PublishedWeights | None
+    evaluation: EvaluationPrompts | None = None
+
+    def stop(self) -> None:
+        """Let the actors end their loops; what is left ends with their bundles."""
+        self.scheduler.stop()
+        self.generation.stop()
+
+
+@dataclass(slots=True, kw_only=True)
+class System(GeneratingSystem):
+    """Handles to everything."""
+
+    cursor: PromptCursor
+    sampling: SamplingParams
+    trainers: TrainerPool
     broadcast: Broadcast
     streams_forwards: bool = False
     "whether trainers compute what they can during the rollout (`cluster.placement.spare_cores`)"
@@ -95,11 +108,6 @@ class System:
             max_extra=round(algorithm.max_extra_groups * rollout.prompts_per_iteration),
         )
 
-    def stop(self) -> None:
-        """Let the actors end their loops; what is left ends with their bundles."""
-        self.scheduler.stop()
-        self.generation.stop()
-
 
 @contextmanager
 def running_system(
@@ -129,18 +137,43 @@ def running_system(
         remove_placement_group(group)
 
 
-def _make_actors(
+@contextmanager
+def running_generation(
+    config: Config, session: RaySession, inputs: Inputs, *, note: Callable[[str], None] = logger.warning
+) -> Iterator[GeneratingSystem]:
+    """Run what generates and scores, without a trainer. Otherwise, and in what it raises, as `running_system`."""
+    topology = replace(plan(config), trainer=())
+    group = place(topology, is_local=session.is_local)
+    try:
+        context = PlacementContext(group=group, namespace=session.namespace)
+        with watching(note), watching_raylet(own_raylet() if session.is_local else None, note):
+            scheduler, generation = _make_generation(config, inputs, topology, context, note)
+            system = GeneratingSystem(
+                config=config,
+                tokenizer=inputs.tokenizer,
+                scheduler=scheduler,
+                generation=generation,
+                rewards=_reward_pool(config, topology, context, note),
+                target=load_and_put(config, config.models.target, "target"),
+                draft=_draft(config),
+                evaluation=inputs.evaluation,
+            )
+            _bring_up_generation(system)
+            yield system
+            system.stop()
+    finally:
+        remove_placement_group(group)
+
+
+def _make_generation(
     config: Config, inputs: Inputs, topology: Topology, context: PlacementContext, note: Callable[[str], None]
-) -> System:
-    """Start every process; they come up at the same time, while the models are read here."""
-    cluster, tokenizer, dataset = config.cluster, inputs.tokenizer, inputs.dataset
+) -> tuple[SchedulerClient, GenerationPool]:
+    """Start the scheduler and the processes of all instances."""
     instances = InstanceTable()
     scheduler = _scheduler(config, inputs, topology, context, instances)
-    max_total_tokens = dataset.max_prompt_tokens + config.sampling.max_new_tokens
-    trainer_spec = _trainer_spec(config, inputs, max_total_tokens)
-    trainers = TrainerPool.start(trainer_spec, topology.trainer, context, cluster)
+    max_total_tokens = inputs.max_total_tokens(config)
     generation = GenerationPool(
-        cluster=cluster,
+        cluster=config.cluster,
         places=topology.generation,
         context=context,
         scheduler=scheduler,
@@ -149,6 +182,24 @@ def _make_actors(
         note=note,
     )
     generation.make_all()
+    return scheduler, generation
+
+
+def _bring_up_generation(system: GeneratingSystem) -> None:
+    system.rewards.prove(timeout_s=system.config.cluster.start_timeout_s)
+    system.generation.bring_up(*[weights for weights in (system.target, system.draft) if weights is not None])
+
+
+def _make_actors(
+    config: Config, inputs: Inputs, topology: Topology, context: PlacementContext, note: Callable[[str], None]
+) -> System:
+    """Start every process; they come up at the same time, while the models are read here."""
+    cluster, tokenizer, dataset = config.cluster, inputs.tokenizer, inputs.dataset
+    longest_trained = dataset.max_prompt_tokens + config.sampling.max_new_tokens
+    trainers = TrainerPool.start(
+        _trainer_spec(config, inputs, longest_trained), topology.trainer, context, cluster
+    )
+    scheduler, generation = _make_generation(config, inputs, topology, context, note)
     return System(
         config=config,
         tokenizer=tokenizer,
@@ -161,14 +212,14 @@ def _make_actors(
         target=load_and_put(config, config.models.target, "target"),
         draft=_draft(config),
         broadcast=Broadcast(cluster, trainers, note),
+        evaluation=inputs.evaluation,
     )
 
 
 def _bring_up(system: System) -> None:
     """Give trainers and instances their first weights, all at the same time; the reward functions must build."""
     system.trainers.begin_loading(system.target, system.draft if system.config.refits_draft else None)
-    system.rewards.prove(timeout_s=system.config.cluster.start_timeout_s)
-    system.generation.bring_up(*[weights for weights in (system.target, system.draft) if weights is not None])
+    _bring_up_generation(system)
     system.trainers.confirm_loaded()
 
 

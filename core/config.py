@@ -14,6 +14,7 @@ from core.ranges import LEAST_TEMPERATURE
 from core.settings.algorithm import AlgorithmConfig
 from core.settings.cluster import ClusterConfig
 from core.settings.data import DataConfig
+from core.settings.evaluation import EvaluationConfig
 from core.settings.generation import (
     EngineConfig,
     ReallocationConfig,
@@ -24,6 +25,7 @@ from core.settings.generation import (
 from core.settings.reward import RewardConfig
 from core.settings.run import ModelsConfig, RunConfig
 from core.settings.section import Section
+from core.settings.tracking import TrackingConfig
 from core.settings.trainer import DrafterTrainingConfig, TrainerConfig
 
 _GPU_DEFAULTS: dict[str, tuple[str, object, frozenset[str]]] = {
@@ -50,6 +52,8 @@ class Config(Section):
     algorithm: AlgorithmConfig = AlgorithmConfig()
     trainer: TrainerConfig = TrainerConfig()
     drafter_training: DrafterTrainingConfig = DrafterTrainingConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    tracking: TrackingConfig = TrackingConfig()
     cluster: ClusterConfig = ClusterConfig()
 
     @property

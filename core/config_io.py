@@ -72,9 +72,14 @@ def config_from_dict(
 
     Raises ConfigError with every fault, separated by bars.
     """
+    return _validated(Config, apply_overrides(tree, overrides), origin=origin)
+
+
+def apply_overrides(tree: dict[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
+    """Set `section.key=value` of each in `tree`, which is returned. Raises ConfigError for what is no such text."""
     for override in overrides:
         _apply_override(tree, override)
-    return _validated(Config, tree, origin=origin)
+    return tree
 
 
 def _validated(kind: type[Whole], tree: dict[str, Any], *, origin: str) -> Whole:

@@ -1,4 +1,4 @@
-"""Metric names and the JSONL sink. Names read `area/name_unit`; one JSON object an iteration."""
+"""The JSONL sink of metrics: one JSON object an iteration, of names that `core.metric_registry` declares."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ from pathlib import Path
 
 from core.errors import RlhfSpecError
 from core.files import append_whole
+from core.metric_registry import require_declared
 
 
 class MetricsLog:
     """Appends one object a line to `metrics.jsonl`; every line is complete or absent.
 
-    Raises RlhfSpecError when a value is not finite, naming the metric: a run must not go on with it.
+    Raises RlhfSpecError when a value is not finite, naming the metric: a run must not go on with it. The same for a
+    name that is not declared (`core.metric_registry`).
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -23,6 +25,7 @@ class MetricsLog:
 
     def write(self, iteration: int, figures: Mapping[str, float]) -> None:
         """Append the figures of one iteration. Raises StorageError when the disk is full."""
+        require_declared(figures)
         for name, value in figures.items():
             if not math.isfinite(value):
                 raise RlhfSpecError(

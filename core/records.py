@@ -50,6 +50,15 @@ class SampleKey:
     "uint64, assigned once by the data cursor, never reused; group members differ."
 
 
+EPOCHS_OF_AN_ASKING = 1024
+"Epochs apart that a sample is asked for again (with other weights): more owners than it may have in one asking."
+
+
+def next_asking(epoch: int) -> int:
+    """The first epoch under which a sample may be asked for again that was delivered under `epoch`; 0 for -1."""
+    return (epoch // EPOCHS_OF_AN_ASKING + 1) * EPOCHS_OF_AN_ASKING
+
+
 _SAMPLING = SamplingConfig()
 
 
@@ -180,6 +189,8 @@ class UpdateReport:
     num_optimizer_steps: int
     figures: dict[str, float]
     "policy_loss, value_loss, entropy, approx_kl, clip_fraction, grad_norm, ..."
+    sample_advantages: tuple[float, ...] | None = None
+    "mean advantage of each sample's tokens, in the order of the sample index"
 
 
 def record_to_dict(record: Any) -> dict[str, Any]:

@@ -43,7 +43,7 @@ from learning.parallel.learner_state import LearnerState
 from learning.parallel.one_trainer import OneTrainer, gradient_of
 from learning.schedule import Horizon, rate_factor
 from learning.soft_targets import SoftTargetStore
-from learning.update_metrics import MinibatchFigures
+from learning.update_metrics import MinibatchFigures, describe_odd_loss
 
 
 class Learner:
@@ -198,7 +198,14 @@ class Learner:
             num_samples=len(experience.lengths),
             num_tokens=experience.num_tokens,
             num_optimizer_steps=self._num_optimizer_steps - steps_before,
-            figures={**mismatch, **targets.figures, **coefficients, **figures.means()},
+            figures={
+                **mismatch,
+                **targets.figures,
+                **coefficients,
+                **figures.means(),
+                "lr": self.optimizer.param_groups[0]["lr"],
+            },
+            sample_advantages=targets.sample_advantages(experience.mask),
         )
 
     def forward_ahead(self, rollouts: Sequence[Rollout], *, recompute_old: bool = False) -> None:
@@ -295,26 +302,17 @@ class Learner:
             loss = self._loss(experience, targets, pack, weights, figures, engine)
             losses.append(loss.detach())
             loss.backward()
-        self.trainers.agree(self._odd_loss(experience, packs, losses))
+        self.trainers.agree(
+            describe_odd_loss(
+                losses, [pack.rows for pack in packs], experience.sample_indices, self.weight_version
+            )
+        )
         self.trainers.sum_gradients(self._learned())
         self._step(figures)
         if self.soft_targets is not None:
             self.soft_targets.settle()
         if targets.engine is not None:
             targets.engine.changed()
-
-    def _odd_loss(
-        self, experience: Experience, packs: Sequence[Pack], losses: Sequence[Tensor]
-    ) -> str | None:
-        """What to say of the first pack whose loss is not finite. They are read here, all at once."""
-        for pack, loss in zip(packs, torch.stack([*losses]).tolist() if losses else [], strict=True):
-            if not math.isfinite(loss):
-                samples = [experience.sample_indices[row] for row in pack.rows]
-                return (
-                    f"the loss of weight version {self.weight_version} is {loss}; "
-                    f"expected a finite number; samples {samples[:8]}; lower trainer.learning_rate"
-                )
-        return None
 
     def _loss(
         self,

@@ -110,3 +110,20 @@ class MinibatchFigures:
             if not math.isfinite(value):
                 raise NumericsError(f"learner figure {name} is {value}; expected a finite number")
         return out
+
+
+def describe_odd_loss(
+    losses: Sequence[Tensor],
+    rows: Sequence[Sequence[int]],
+    sample_indices: Sequence[int],
+    weight_version: int,
+) -> str | None:
+    """What to say of the first pack, of these rows, whose loss is not finite. They are read here, all at once."""
+    for of_pack, loss in zip(rows, torch.stack([*losses]).tolist() if losses else [], strict=True):
+        if not math.isfinite(loss):
+            samples = [sample_indices[row] for row in of_pack]
+            return (
+                f"the loss of weight version {weight_version} is {loss}; "
+                f"expected a finite number; samples {samples[:8]}; lower trainer.learning_rate"
+            )
+    return None

@@ -1,19 +1,25 @@
-"""`rlhfspec show`: the summary of a run folder, finished or not."""
+"""`rlhfspec show`: draws a run folder, finished or not, or compares several."""
 
 from __future__ import annotations
 
 import argparse
+import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cluster.commands.arguments import path_argument
+from core.errors import ConfigError
 
 if TYPE_CHECKING:
-    pass
+    from cluster.reporting.console import Reporter
+    from cluster.reporting.run_record import RunRecord
 
 _TEXT = """\
-Print what a run achieved, from its folder alone.
+Print what a run achieved, from its folder alone: state, summary, curves, histograms. Several runs stand side by side.
 
   rlhfspec show runs/demo-20260101-120000
+  rlhfspec show runs/a runs/b --metric 'reward/*' --out compared.png
+  rlhfspec show runs/a --samples --iteration 12
 """
 
 
@@ -21,28 +27,125 @@ def add_parser(commands: Any) -> None:
     """Describe the command."""
     parser = commands.add_parser(
         "show",
-        help="print what a run achieved",
+        help="draw a run, or compare several",
         description=_TEXT,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "run_dir", type=path_argument, metavar="RUN_DIR", help="folder that the run printed first"
+        "run_dirs",
+        type=path_argument,
+        nargs="+",
+        metavar="RUN_DIR",
+        help="folder that the run printed first; several are compared",
     )
+    parser.add_argument(
+        "--metric",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="show this metric, or those of a pattern such as 'learner/*'; may be repeated",
+    )
+    parser.add_argument(
+        "--out", type=path_argument, metavar="FILE.png", help="draw the curves into a picture"
+    )
+    parser.add_argument("--samples", action="store_true", help="print a few samples of an iteration")
+    parser.add_argument(
+        "--iteration", type=int, metavar="N", help="whose samples, counted from 1; the last by default"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print state and summary, of a damaged folder what can be read. Raises ConfigError when it is no run folder."""
-    from cluster.reporting.console import Reporter
-    from cluster.reporting.summary import summarise
-    from cluster.run_folder.layout import RunDir
-    from cluster.run_folder.run_status import describe_status
-    from core.metrics import read_metrics
+    """Print; of a damaged folder what can be read.
 
-    run_dir = RunDir.open(args.run_dir)
+    Raises ConfigError: one is no run folder, no run has the metric, there are no samples, or --out is no place.
+    """
+    from cluster.reporting.console import Reporter
+    from cluster.reporting.run_record import RunRecord
+    from cluster.reporting.run_tables import run_tree, shown_names
+
     report = Reporter()
-    for line in describe_status(run_dir.status()):
-        report.note(line)
-    metrics = read_metrics(run_dir.metrics_file, note=report.note) if run_dir.metrics_file.is_file() else []
-    report.finish(summarise(metrics), run_dir)
+    notes: list[str] = []
+    runs = [RunRecord.read(path, notes.append if args.json else report.note) for path in args.run_dirs]
+    names = shown_names(runs, args.metric)
+    if args.metric and not names:
+        raise ConfigError(
+            f"no metric of {', '.join(run.name for run in runs)} is called {', '.join(args.metric)}; they have "
+            f"{', '.join(sorted({name for run in runs for name in run.names()})) or 'none'}"
+        )
+    if args.out is not None:
+        _draw(runs, names, args.out, report if not args.json else None)
+    if args.json:
+        print(json.dumps({"runs": [run_tree(run, names) for run in runs], "notes": notes}))
+    elif args.samples:
+        for one in runs:
+            report.console.print(_samples(one, args.iteration), markup=False)
+    elif len(runs) > 1:
+        _compare(runs, names, report)
+    else:
+        _show(runs[0], names, report)
     return 0
+
+
+def _show(one: RunRecord, names: list[str], report: Reporter) -> None:
+    from cluster.reporting.run_tables import curves_table, histogram_table
+    from cluster.reporting.summary import summarise
+    from cluster.run_folder.run_status import describe_status
+    from cluster.tracking.histograms import read_histograms
+
+    for line in describe_status(one.run_dir.status()):
+        report.note(line)
+    if any(one.series(name)[1] for name in names):
+        report.console.print(curves_table(one, names))
+    histograms = read_histograms(one.run_dir.histograms_file)
+    if histograms and histograms[-1][1]:
+        report.console.print(histogram_table(*histograms[-1]))
+    report.finish(summarise(one.metrics), one.run_dir)
+
+
+def _compare(runs: list[RunRecord], names: list[str], report: Reporter) -> None:
+    from cluster.reporting.run_tables import comparison_table
+    from cluster.run_folder.run_status import describe_status
+
+    for one in runs:
+        report.note(f"{one.name}: {describe_status(one.run_dir.status())[0]}")
+    report.console.print(comparison_table(runs, names))
+
+
+def _draw(runs: list[RunRecord], names: list[str], path: Path, report: Reporter | None) -> None:
+    from cluster.reporting.run_picture import write_run_picture
+
+    if path.suffix.lower() != ".png" or not path.parent.is_dir():
+        raise ConfigError(f"--out {path}: expected a .png file in a folder that exists")
+    num_drawn = write_run_picture(runs, names, path)
+    if report is not None:
+        report.note(f"{num_drawn} metrics drawn into {path}" if num_drawn else "nothing to draw")
+
+
+def _samples(one: RunRecord, iteration: int | None) -> str:
+    """The sample table of one iteration, counted from 1, or of the last whose rollouts can be read."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    from cluster.tracking.sample_table import SampleRow, as_markdown, choose_samples
+
+    if iteration is not None:
+        files = [one.run_dir.rollouts_file(iteration - 1)] if iteration > 0 else []
+    else:
+        files = sorted((one.run_dir.path / "rollouts").glob("iteration_*.parquet"), reverse=True)
+    faults = []
+    for file in files:
+        try:
+            rows = [SampleRow.of_row(row) for row in pq.read_table(file).to_pylist()]
+        except (pa.ArrowException, OSError, KeyError, TypeError, ValueError) as error:
+            faults.append(f"{file.name}: {error}")
+            continue
+        number = int(file.stem.rpartition("_")[2])
+        title = f"{one.name}, iteration {number + 1}"
+        return as_markdown(title, choose_samples(rows, 8, seed=number))
+    asked = f"of iteration {iteration}" if iteration is not None else "in its rollouts folder"
+    raise ConfigError(
+        f"{one.run_dir.path} has no samples {asked} that can be read; expected rollouts/iteration_0000.parquet and the "
+        f"like{'; ' + faults[0] if faults else ''}"
+    )

@@ -308,8 +308,12 @@ def _reward_bytes(reward_params: int | None) -> int:
 def _disk_bytes(config: Config, target: ModelShape, draft: ModelShape | None) -> int:
     dtype = config.models.dtype
     checkpoint = target.weight_bytes(dtype) + (draft.weight_bytes(dtype) if draft else 0)
-    every = config.run.checkpoint_every
-    num_checkpoints = 1 + (config.run.iterations // every if every else 0)
+    every, keep = config.run.checkpoint_every, config.run.keep_checkpoints
+    num_numbered = config.run.iterations // every if every else 0
+    # one more than are kept for the moment in which the oldest goes
+    num_checkpoints = 1 + (num_numbered if keep is None else min(num_numbered, keep + 1))
     samples = config.rollout.prompts_per_iteration * config.rollout.samples_per_prompt
     rollouts = config.run.iterations * samples * config.sampling.max_new_tokens * _ROLLOUT_BYTES_PER_TOKEN
-    return num_checkpoints * checkpoint + rollouts
+    keeps_best = config.evaluation.every > 0 and config.evaluation.keep_best
+    best = 2 * target.weight_bytes(dtype) if keeps_best else 0
+    return num_checkpoints * checkpoint + best + rollouts

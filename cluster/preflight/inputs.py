@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from cluster.placement.machine import num_cores
+from cluster.preflight.evaluation_prompts import EvaluationPrompts, split_evaluation
 from core.config import Config
 from core.errors import ConfigError
 from engine.weights.loading import load_tokenizer, num_token_ids
@@ -24,6 +25,8 @@ class Inputs:
 
     tokenizer: PreTrainedTokenizerBase
     dataset: PromptDataset
+    evaluation: EvaluationPrompts | None = None
+    "what is held out of `dataset` or stands beside it; None where nothing is evaluated"
     profile: Profile | None = None
     "what the policy `goodput` goes by"
     object_store_bytes: int | None = None
@@ -32,6 +35,11 @@ class Inputs:
     "what an instance takes of its GPU, where the check has reckoned it; 0: it is not asked"
     trainer_gpu_bytes: int = 0
     "the same of a trainer"
+
+    def max_total_tokens(self, config: Config) -> int:
+        """Tokens of prompt and response that an instance must hold for any sample, those of evaluations too."""
+        trained = self.dataset.max_prompt_tokens + config.sampling.max_new_tokens
+        return max(trained, self.evaluation.max_total_tokens if self.evaluation else 0)
 
 
 def read_tokenizer(config: Config) -> PreTrainedTokenizerBase:
@@ -72,4 +80,5 @@ def read_inputs(config: Config, tokenizer: PreTrainedTokenizerBase | None = None
             "token is never sampled, so it would stop nothing: take it out"
         )
     dataset = load_prompts(config.data, tokenizer, seed=config.run.seed)
-    return Inputs(tokenizer=tokenizer, dataset=dataset)
+    dataset, evaluation = split_evaluation(config, dataset, tokenizer)
+    return Inputs(tokenizer=tokenizer, dataset=dataset, evaluation=evaluation)

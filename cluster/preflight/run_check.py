@@ -29,6 +29,7 @@ from cluster.placement.ray_session import check_local_ray, is_local, object_stor
 from cluster.placement.topology import plan as plan_topology
 from cluster.placement.topology import require_machine
 from cluster.preflight.inputs import Inputs, read_inputs, read_tokenizer
+from cluster.tracking.trackers import require_trackers
 from core.checkpoint_manifest import has_manifest, verify_checkpoint
 from core.config import Config
 from core.errors import ConfigError, DataError, ModelError, PlacementError
@@ -61,6 +62,7 @@ class CheckReport:
     adapter: str | None
     "what learns where not all does; a run says it at its start"
     data: str
+    evaluation: tuple[str, ...]
     numerics: str
     memory: MemoryPlan
     available_bytes: int | None
@@ -76,7 +78,7 @@ class CheckReport:
             "models",
             *(f"  {line}" for line in (*self.models, self.adapter) if line is not None),
             "data",
-            *(f"  {line}" for line in (self.data, *self.inputs.dataset.notes())),
+            *(f"  {line}" for line in (self.data, *self.inputs.dataset.notes(), *self.evaluation)),
             "numerics",
             f"  {self.numerics}",
             f"memory, of {have} available here",
@@ -105,6 +107,7 @@ def check_run(config: Config, *, output_dir: Path) -> CheckReport:
         numerics = describe_numerics(config.engine, device)
     if config.trainer.scoring == "engine":
         _check_scoring(config)
+    require_trackers(config)
     topology = plan_topology(config)
     if is_local(config):
         require_machine(topology, num_cpus=machine.num_cores(), num_gpus=torch.cuda.device_count())
@@ -130,8 +133,10 @@ def check_run(config: Config, *, output_dir: Path) -> CheckReport:
     inputs = read_inputs(config, tokenizer)
     longest = inputs.dataset.max_prompt_tokens
     _check_lengths(config, inputs.dataset, [target_config, draft_config])
+    if inputs.evaluation is not None:
+        inputs.evaluation.require_context([target_config, draft_config])
     reward_params = _check_reward(config)
-    max_total_tokens = longest + config.sampling.max_new_tokens
+    max_total_tokens = inputs.max_total_tokens(config)
     plan = plan_memory(
         config,
         target=target,
@@ -151,6 +156,7 @@ def check_run(config: Config, *, output_dir: Path) -> CheckReport:
         models=tuple(lines),
         adapter=_describe_adapter(target, plan),
         data=f"{len(inputs.dataset)} prompts, the longest {longest} tokens",
+        evaluation=inputs.evaluation.lines if inputs.evaluation is not None else (),
         numerics=numerics,
         memory=plan,
         available_bytes=machine.memory_bytes(),

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from cluster.reporting.summary import amdahl_bound
 from core.decode_records import GenerationStats
 from core.records import Rollout, UpdateReport
 
@@ -22,8 +23,8 @@ def iteration_figures(
         rollouts: all samples of the iteration.
         stats: what the instances' decode steps did in it.
         update: the learner's report.
-        seconds: `generate`, `score`, `update`, `publish`, `refit`, `iteration`; score counts only what follows
-            the last completion, because the rest is hidden behind generation.
+        seconds: `generate`, `score`, `update`, `publish`, `refit`, `evaluate`, `iteration`; score counts only what
+            follows the last completion, because the rest is hidden behind generation.
     """
     rewards = np.array([rollout.reward.value for rollout in rollouts])
     lengths = np.array([rollout.completion.num_tokens for rollout in rollouts])
@@ -46,3 +47,11 @@ def iteration_figures(
     return figures | {
         name if "/" in name else f"learner/{name}": value for name, value in update.figures.items()
     }
+
+
+def with_evaluation(figures: Mapping[str, float], evaluated: Mapping[str, float]) -> dict[str, float]:
+    """The figures of an iteration with those of the evaluation after it, whose seconds belong to it; none: as it is."""
+    spent_s = evaluated.get("time/evaluate_s", 0.0)
+    total_s = figures["time/iteration_s"] + spent_s
+    bound = amdahl_bound(total_s, figures["time/generate_s"])
+    return {**figures, **evaluated, "time/iteration_s": total_s, "time/amdahl_bound": bound}

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-STEP_PARTS = ("generate", "score", "update", "publish", "refit")
+STEP_PARTS = ("generate", "score", "update", "publish", "refit", "evaluate")
 "Parts of an iteration that the loop times as `time/<part>_s`."
 
 
@@ -33,6 +34,11 @@ class Summary:
     total_s: float
     part_s: Mapping[str, float]
     "seconds by part of the iteration; `other` is what no part claims"
+
+    @property
+    def amdahl_bound(self) -> float:
+        """How many times faster the iterations were if generation took no time."""
+        return amdahl_bound(self.total_s, self.part_s["generate"])
 
     @property
     def reward_gain(self) -> float:
@@ -73,7 +79,15 @@ class Summary:
         rows += [
             (f"  {name}", f"{seconds:.1f} s ({seconds / max(self.total_s, 1e-9):.0%})")
             for name, seconds in self.part_s.items()
+            if seconds or name != "evaluate"
         ]
+        twice = amdahl_bound(self.total_s, self.part_s["generate"], times=2.0)
+        rows.append(
+            (
+                "faster generation (Amdahl)",
+                f"{twice:.2f} x if 2 x as fast, {self.amdahl_bound:.2f} x if free",
+            )
+        )
         return rows
 
     def text(self) -> str:
@@ -81,6 +95,16 @@ class Summary:
         rows = self.rows()
         width = max(len(label) for label, _ in rows)
         return "\n".join(f"{label:<{width}}  {value}" for label, value in rows) + "\n"
+
+
+def amdahl_bound(total_s: float, generate_s: float, *, times: float = math.inf) -> float:
+    """How many times faster the whole were if generation were `times` as fast, by default infinitely.
+
+    Source: Amdahl 1967, 'Validity of the single processor approach to achieving large scale computing capabilities'.
+    """
+    generate_s = min(max(generate_s, 0.0), total_s)
+    left_s = total_s - generate_s + generate_s / times
+    return total_s / max(left_s, 1e-9 * total_s, 1e-9)
 
 
 def summarise(metrics: Sequence[Mapping[str, float]]) -> Summary | None:

@@ -4,10 +4,16 @@
     RUN/status.json                     running | finished | interrupted | failed, why, and a heartbeat
     RUN/metrics.jsonl                   one object an iteration (`core.metrics`)
     RUN/rollouts/iteration_0000.parquet prompts, responses, rewards, log-probabilities
+    RUN/histograms.jsonl                one object an iteration: lengths, rewards, advantages
+    RUN/samples/iteration-00000.md      a few samples for people to read, where tracking.samples is above 0
+    RUN/tensorboard/, RUN/wandb/        of the trackers that `tracking` asks for
+    RUN/evaluations.jsonl               one object an evaluation, where evaluation.every is set
+    RUN/evaluations/                    the evaluated samples of each, columns as in rollouts/
     RUN/moves.jsonl                     one object for each move of a sample; no file where none moved
     RUN/steps/INSTANCE/                 a step log, one Parquet file an iteration, where run.step_log is true
     RUN/checkpoints/{target,draft}/     Hugging Face checkpoints, tokenizer included
     RUN/checkpoints/adapter/            a PEFT adapter, where trainer.lora is set
+    RUN/checkpoints/best/               the target at its best evaluation; best_adapter/ likewise
     RUN/timeline.{json,png}             what the instances did in the last iteration, as trace and as picture
     RUN/progress.png, RUN/summary.txt   written at the end, after an interruption too
 
@@ -200,12 +206,30 @@ class RunDir:
         """Parquet file of one iteration's rollouts; iterations count from 0."""
         return self.path / "rollouts" / f"iteration_{iteration:04d}.parquet"
 
+    @property
+    def histograms_file(self) -> Path:
+        """One JSON object an iteration."""
+        return self.path / "histograms.jsonl"
+
+    def samples_file(self, iteration: int) -> Path:
+        """Markdown of a few samples of one iteration, counted from 0 as in the other files."""
+        return self.path / "samples" / f"iteration-{iteration:05d}.md"
+
+    @property
+    def evaluations_file(self) -> Path:
+        """One JSON object an evaluation."""
+        return self.path / "evaluations.jsonl"
+
+    def evaluated_file(self, num_iterations: int) -> Path:
+        """Parquet file of the samples that were evaluated after so many iterations."""
+        return self.path / "evaluations" / f"evaluation_{num_iterations:04d}.parquet"
+
     def steps_file(self, instance: str, iteration: int) -> Path:
         """Parquet file of what one instance's decode steps did in one iteration."""
         return self.path / "steps" / instance / f"iteration_{iteration:04d}.parquet"
 
     def checkpoint_dir(self, model: str, iteration: int | None = None) -> Path:
-        """Folder of a checkpoint of `target`, `draft` or `adapter`; the last one has no number."""
+        """Folder of a checkpoint of `target`, `draft`, `adapter`, `best`; the last one has no number."""
         name = model if iteration is None else f"{model}_{iteration:04d}"
         return self.path / "checkpoints" / name
 

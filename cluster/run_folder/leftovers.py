@@ -18,6 +18,7 @@ from core.files import PARTIAL, REPLACED, recover_folder, write_whole
 
 RAY_FOLDER = "rlhfspec-ray-"
 "Begins the name of the temporary folder of a local Ray."
+_WRITTEN = ("rollouts", "checkpoints", "evaluations", "samples")
 OWNER_FILE = "rlhfspec-owner.json"
 
 
@@ -50,7 +51,7 @@ def sweep_run_folders(output_dir: Path) -> list[str]:
         who = ProcessIdentity.from_tree(read_status(run / "status.json"))
         if who is None or not who.is_gone:
             continue
-        for folder in (run, run / "rollouts", run / "checkpoints"):
+        for folder in (run, *(run / name for name in _WRITTEN)):
             for replaced in folder.glob(REPLACED + "*"):
                 with suppress(OSError):
                     recover_folder(folder / replaced.name.removeprefix(REPLACED))

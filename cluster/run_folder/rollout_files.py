@@ -13,7 +13,8 @@ import pyarrow.parquet as pq
 from core.files import write_whole
 from core.records import Rollout
 
-SCHEMA_VERSION = "1"
+SCHEMA_VERSION = "2"
+"1 had no advantages."
 
 SCHEMA = pa.schema(
     [
@@ -31,6 +32,7 @@ SCHEMA = pa.schema(
         ("sampling_logprobs", pa.list_(pa.float32())),
         ("reward", pa.float64()),
         ("reward_parts", pa.map_(pa.string(), pa.float64())),
+        ("advantage", pa.float32()),
         ("finish_reason", pa.string()),
         ("weight_version", pa.int64()),
         ("epoch", pa.int32()),
@@ -42,9 +44,17 @@ SCHEMA = pa.schema(
 )
 
 
-def write_rollouts(path: Path, rollouts: Sequence[Rollout]) -> None:
-    """Write the file whole or not at all. Raises StorageError."""
-    table = pa.Table.from_pylist([_row(rollout) for rollout in rollouts], schema=SCHEMA)
+def write_rollouts(
+    path: Path, rollouts: Sequence[Rollout], advantages: Sequence[float | None] | None = None
+) -> None:
+    """Write the file whole or not at all. Raises StorageError.
+
+    `advantages` are the samples' means, null of those that it has not computed, or not learned from.
+    """
+    rows = [_row(rollout) for rollout in rollouts]
+    for row, advantage in zip(rows, advantages or [None] * len(rows), strict=True):
+        row["advantage"] = advantage
+    table = pa.Table.from_pylist(rows, schema=SCHEMA)
     file = BytesIO()
     pq.write_table(table, file, compression="zstd")
     write_whole(path, file.getvalue())

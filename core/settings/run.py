@@ -22,6 +22,8 @@ class RunConfig(Section):
     "the only thing kept in the home folder: model pairs the project made itself, models it got by name, profiles"
     checkpoint_every: int = Field(default=0, ge=0)
     "iterations between checkpoints; 0 writes only the last"
+    keep_checkpoints: int | None = Field(default=None, ge=1)
+    "how many of those between are kept, the newest; the last and the best stay beside them. null: all"
     step_log: bool = False
     "true: write what every decode step saw, decided and did, for `rlhfspec replay`"
 

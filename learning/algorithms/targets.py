@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from core.config import AlgorithmConfig, TrainerConfig
@@ -46,6 +46,11 @@ class Targets:
     "weights of the policy loss against the sampler (`learning.algorithms.off_policy`), None where it is not corrected"
     engine: EngineValues | None = None
     "the policy's log-probabilities by the engine's forward; None: by the learner's own"
+
+    def sample_advantages(self, mask: Bool[Tensor, "B R"]) -> tuple[float, ...]:
+        """Mean advantage of each response's tokens."""
+        sums = torch.where(mask, self.advantages, torch.zeros_like(self.advantages)).sum(dim=1)
+        return tuple((sums / mask.sum(dim=1).clamp_min(1)).tolist())
 
     def with_gradient(self, rows: Sequence[int]) -> list[int]:
         """Rows whose loss has a gradient: of the others (equal rewards in a group) no forward is computed."""

@@ -60,6 +60,11 @@ class PromptCursor:
             self._next_group_id += 1
         return requests
 
+    @property
+    def num_passes(self) -> float:
+        """Passes over the prompts so far."""
+        return self._epoch + self._position / max(len(self._order), 1)
+
     def state(self) -> dict[str, int | str]:
         """Return what a checkpoint keeps, JSON values."""
         return self._identity() | {

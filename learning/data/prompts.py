@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -58,6 +58,16 @@ class PromptDataset:
 
     def __len__(self) -> int:
         return len(self.prompts)
+
+    def only(self, places: Sequence[int]) -> PromptDataset:
+        """The same without some prompts: those at `places`, ascending, of which each keeps its source's weight."""
+        ends = np.cumsum([source.num_prompts for source in self.sources])
+        counts = np.diff(np.searchsorted(places, ends), prepend=0)
+        sources = tuple(
+            replace(source, num_prompts=int(count))
+            for source, count in zip(self.sources, counts, strict=True)
+        )
+        return replace(self, prompts=[self.prompts[place] for place in places], sources=sources)
 
     @property
     def num_skipped(self) -> int:

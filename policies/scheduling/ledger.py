@@ -52,7 +52,9 @@ class Ledger:
 
     def add(self, request: SampleRequest) -> None:
         """Note a new sample."""
-        self.samples[request.key] = OpenSample(arrival=self._num_arrived, request=request)
+        self.samples[request.key] = OpenSample(
+            arrival=self._num_arrived, request=request, first_epoch=request.epoch
+        )
         heapq.heappush(self.waiting, (self._num_arrived, request.key))
         self._num_arrived += 1
 
@@ -114,7 +116,7 @@ class Ledger:
                 break
             arrival, key = heapq.heappop(self.waiting)
             _, name = min(free)
-            if static and not self.samples[key].request.epoch:
+            if static and self.samples[key].request.epoch == self.samples[key].first_epoch:
                 name = sorted(members)[arrival % len(members)]
             self.samples[key].owner = name
             members[name].owned.add(key)

@@ -17,6 +17,8 @@ class OpenSample:
     arrival: int
     request: SampleRequest
     "its epoch is the current one"
+    first_epoch: int = 0
+    "under which it was asked for; what has a lower one is of an earlier time that it was asked for"
     owner: str | None = None
     num_tokens: int = 0
     "of its response at the last poll"

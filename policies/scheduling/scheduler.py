@@ -1,6 +1,7 @@
 """The central scheduler as a pure state machine: events in, orders out; no clock, no threads, no Ray.
 
-Laws: every sample is delivered exactly once. A waiting sample is bound to an instance when a slot
+Laws: every sample is delivered exactly once each time that it is asked for (an evaluation asks for the same ones again,
+under higher epochs: `core.records.EPOCHS_OF_AN_ASKING`). A waiting sample is bound to an instance when a slot
 frees there or soon will (pull; design 3.3), and a reallocation policy may move running ones. A sample
 belongs to `(sample, epoch, owner)` (`policies.scheduling.ledger`): when its owner is lost it is queued again
 under a higher epoch and recomputed from its prompt to the same tokens, because a rollout is a pure
@@ -15,7 +16,7 @@ from dataclasses import replace
 
 from core.awake import AwakeClock
 from core.errors import RlhfSpecError
-from core.records import Completion, SampleKey, SampleRequest
+from core.records import Completion, SampleKey, SampleRequest, next_asking
 from policies.migration.move_messages import MoveOutcome
 from policies.reallocation.pool_records import Move, ReallocationPolicy
 from policies.scheduling.events import (
@@ -204,11 +205,13 @@ class Scheduler:
 
     def _arrive(self, requests: tuple[SampleRequest, ...]) -> None:
         for request in requests:
-            if request.key in self._ledger.samples or request.key in self._accepted:
+            accepted_epoch, _ = self._accepted.get(request.key, (-1, ""))
+            if request.key in self._ledger.samples or request.epoch < next_asking(accepted_epoch):
                 raise RlhfSpecError(
                     f"sample {request.key} was handed to the scheduler twice; expected every sample index "
-                    "once; the data cursor must never reuse one"
+                    "once, or again under the epochs of a next asking; the data cursor must never reuse one"
                 )
+            self._accepted.pop(request.key, None)
             self._ledger.add(request)
             self._max_new_tokens = max(self._max_new_tokens, request.sampling.max_new_tokens)
 
@@ -226,6 +229,7 @@ class Scheduler:
         held += [
             (s.set_aside[key][1], s.instance, s.set_aside[key][0]) for s in snapshots if key in s.set_aside
         ]
+        held = [copy for copy in held if copy[0] >= sample.first_epoch]
         newest = max((epoch for epoch, _, _ in held), default=-1)
         holders = {(instance, move_id) for epoch, instance, move_id in held if epoch == newest}
         epoch = max(newest, sample.request.epoch) + 1
@@ -290,10 +294,13 @@ class Scheduler:
     def _complete(self, instance: str, completion: Completion) -> list[Order]:
         key, epoch = completion.key, completion.epoch
         if key in self._accepted:
-            return self._compare(key, instance, epoch, digest(completion))
+            of_another_asking = next_asking(epoch) != next_asking(self._accepted[key][0])
+            return [] if of_another_asking else self._compare(key, instance, epoch, digest(completion))
         sample = self._ledger.samples.get(key)
         if sample is None:
             return [Alarm(key=key, instance=instance, epoch=epoch, what="a sample nobody asked for")]
+        if epoch < sample.first_epoch:
+            return []
         move = self._ledger.moves.of(key)
         is_uncommitted = move is not None and (instance, epoch) == (move.destination, move.epoch + 1)
         if epoch < sample.request.epoch or is_uncommitted:

@@ -62,8 +62,17 @@ def test_the_summary_follows_from_the_metrics() -> None:
     assert summary.reward_last == pytest.approx(0.85)  # iterations 8 and 9
     assert summary.reward_gain == pytest.approx(0.80)
     assert summary.goodput_tokens_per_s == pytest.approx(100.0)  # 2000 tokens in 20 s of generation
-    parts = {"generate": 20.0, "score": 5.0, "update": 10.0, "publish": 2.5, "refit": 1.25, "other": 1.25}
+    parts = {
+        "generate": 20.0,
+        "score": 5.0,
+        "update": 10.0,
+        "publish": 2.5,
+        "refit": 1.25,
+        "other": 1.25,
+        "evaluate": 0.0,
+    }
     assert summary.part_s == parts
+    assert summary.amdahl_bound == pytest.approx(2.0)  # 40 s, 20 of them generation
     assert summary.acceptance_first == pytest.approx(0.455)
     assert summary.acceptance_last == pytest.approx(0.535)
 

@@ -1,6 +1,7 @@
 """Laws of the scheduler: exactly once, pull, epochs, alarms, replay, rebuild. No Ray here."""
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ from move_messages import complete, request
 
 from core.decode_records import GenerationStats, InstanceLoad
 from core.errors import RlhfSpecError
-from core.records import Completion, SampleKey, SampleRequest
+from core.records import EPOCHS_OF_AN_ASKING, Completion, SampleKey, SampleRequest
 from policies.scheduling.events import (
     Abandon,
     Alarm,
@@ -250,6 +251,45 @@ def test_a_sample_handed_over_twice_is_refused():
     scheduler.handle(arrived(1))
     with pytest.raises(RlhfSpecError, match="twice"):
         scheduler.handle(arrived(1))
+
+
+def again(index: int, asking: int) -> SampleRequest:
+    return replace(request(index), epoch=asking * EPOCHS_OF_AN_ASKING)
+
+
+def test_a_delivered_sample_may_be_asked_for_again_under_higher_epochs_and_is_delivered_again():
+    scheduler = machine()
+    scheduler.handle(joined("a"))
+    scheduler.handle(SamplesArrived(requests=(request(0),)))
+    first = complete(request(0), "a")
+    scheduler.handle(report("a", first))
+    orders = submitted(scheduler.handle(SamplesArrived(requests=(again(0, 1),))))
+    (asked,) = orders["a"]
+    assert asked.epoch == EPOCHS_OF_AN_ASKING
+    # a late copy of the first asking, of other weights, is neither taken nor an alarm
+    assert scheduler.handle(report("a", first)) == []
+    other = replace(complete(asked, "a"), token_ids=np.array([9, 9, 9]))
+    assert [type(order) for order in scheduler.handle(report("a", other))] == [Deliver]
+    assert scheduler.handle(report("a", first)) == []
+    with pytest.raises(RlhfSpecError, match="twice"):
+        scheduler.handle(SamplesArrived(requests=(again(0, 1),)))
+
+
+def test_a_sample_that_is_still_open_may_not_be_asked_for_again():
+    scheduler = machine()
+    scheduler.handle(SamplesArrived(requests=(request(0),)))
+    with pytest.raises(RlhfSpecError, match="twice"):
+        scheduler.handle(SamplesArrived(requests=(again(0, 1),)))
+
+
+def test_a_rebuild_takes_nothing_of_an_earlier_asking():
+    old = complete(request(0), "a")
+    snapshot = InstanceSnapshot(instance="a", num_slots=1, open_epochs={}, completions=(old,))
+    scheduler, orders = Scheduler.rebuild(
+        requests=[again(0, 1)], delivered=[], snapshots=[snapshot], heartbeat_timeout_s=1.0, now_s=0.0
+    )
+    ((_, (asked,)),) = submitted(orders).items()
+    assert len(orders) == 1 and asked.epoch > EPOCHS_OF_AN_ASKING and scheduler.num_open == 1
 
 
 def test_an_instance_name_is_used_by_one_living_instance():

@@ -1,0 +1,139 @@
+"""Evaluates models that are not being trained: what generates and scores in a run, without a trainer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cluster.evaluate import evaluate, evaluation_requests
+from cluster.placement.ray_session import ray_session
+from cluster.preflight.evaluation_prompts import evaluation_of
+from cluster.preflight.inputs import Inputs, read_tokenizer, require_cores
+from cluster.reporting.console import Reporter
+from cluster.run_folder.rollout_files import write_rollouts
+from cluster.system import running_generation
+from cluster.tracking.sample_table import SampleRow, as_markdown, choose_samples
+from core.config import Config
+from core.config_io import apply_overrides, config_from_dict
+from core.errors import ConfigError
+from core.files import storage_errors, write_whole
+from core.records import Rollout
+from engine.weights.loading import load_hf_config
+from learning.data.prompts import load_prompts
+from learning.rewards.reward_function import build_reward
+
+_DRAFTS_WITHOUT_A_PROFILE = ("fixed", "bandit", "batch_table", "capacity")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelResult:
+    """What one model scored."""
+
+    model: str
+    figures: dict[str, float]
+    seconds: float
+    rollouts: list[Rollout]
+
+
+def evaluation_config(
+    tree: dict[str, Any], *, model: str, data: str | None, overrides: Sequence[str], sampling: dict[str, Any]
+) -> Config:
+    """The config of one evaluation, from that of a run or from nothing.
+
+    Args:
+        tree: a run's config as nested mappings, or an empty one; it stays as it is.
+        model: to be evaluated, in the place of the run's target.
+        data: a file of prompts, None for `evaluation.data` of the config, or its `data`.
+        overrides: `section.key=value`, which go before all else.
+        sampling: keys of the section `evaluation`.
+
+    Raises:
+        ConfigError: nothing names prompts, or what the config's classes refuse.
+    """
+    made = {name: dict(section or {}) for name, section in tree.items()}
+    evaluation = {**made.get("evaluation", {}), **sampling, "every": 0}
+    prompts = evaluation.pop("data", None) or made.get("data", {})
+    if data is not None:
+        prompts = {key: value for key, value in prompts.items() if key not in ("task", "limit")}
+        prompts["path"] = data
+    if not prompts:
+        raise ConfigError("nothing says which prompts to evaluate: expected --data FILE, or data in --config")
+    models = {**made.get("models", {}), "target": model}
+    speculation = made.get("speculation", {})
+    if not models.get("draft") and speculation.get("drafter", "model") == "model":
+        models["draft"] = None
+        speculation = {"drafter": "none", "policy": "off"}
+    elif speculation.get("policy") not in (*_DRAFTS_WITHOUT_A_PROFILE, "off"):
+        # a profile is of one target, and drafting changes no token
+        speculation = {**speculation, "policy": "fixed"}
+    made |= {"models": models, "speculation": speculation, "data": prompts, "evaluation": evaluation}
+    return config_from_dict(apply_overrides(made, overrides), origin="the evaluation")
+
+
+def evaluate_model(config: Config, report: Reporter) -> ModelResult:
+    """Evaluate `models.target` on all prompts of `data`, or the first `evaluation.limit`, on Ray.
+
+    Raises InputError for model, data or reward that cannot be used; what `collect` raises.
+    """
+    require_cores(config)
+    tokenizer = read_tokenizer(config)
+    models = config.models
+    hf_config = load_hf_config(models.target, trust_remote_code=models.trust_remote_code)
+    dataset = load_prompts(config.data, tokenizer, seed=config.run.seed)
+    evaluation = evaluation_of(config, dataset.prompts, tokenizer)
+    evaluation.require_context([hf_config])
+    # nothing longer than an evaluation's samples is generated
+    config = config.model_copy(
+        update={
+            "sampling": config.sampling.model_copy(
+                update={"max_new_tokens": evaluation.sampling.max_new_tokens}
+            )
+        }
+    )
+    if config.reward.kind != "model":
+        build_reward(config.reward)
+    for line in evaluation.lines:
+        report.note(line)
+    inputs = Inputs(tokenizer=tokenizer, dataset=dataset, evaluation=evaluation)
+    with (
+        ray_session(config, "evaluation") as session,
+        running_generation(config, session, inputs, note=report.note) as system,
+    ):
+        report.start(1)
+        done = evaluate(system, evaluation_requests(evaluation, asking=0), report)
+        report.stop()
+    return ModelResult(
+        model=config.models.target,
+        figures=done.figures,
+        seconds=done.seconds,
+        rollouts=done.collected.rollouts,
+    )
+
+
+def write_results(folder: Path, results: Sequence[ModelResult], config: Config) -> None:
+    """Write `results.json`, and of each model `samples-N.parquet` with all samples and `samples-N.md` with a few.
+
+    Raises StorageError.
+    """
+    with storage_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    tree = {
+        "models": [
+            {
+                "model": one.model,
+                "figures": one.figures,
+                "seconds": one.seconds,
+                "samples": f"samples-{number}.parquet",
+            }
+            for number, one in enumerate(results)
+        ],
+        "config": config.model_dump(mode="json"),
+    }
+    write_whole(folder / "results.json", json.dumps(tree, indent=2) + "\n")
+    for number, one in enumerate(results):
+        write_rollouts(folder / f"samples-{number}.parquet", one.rollouts)
+        chosen = choose_samples([SampleRow.of(rollout, None) for rollout in one.rollouts], 12, seed=0)
+        write_whole(folder / f"samples-{number}.md", as_markdown(one.model, chosen))

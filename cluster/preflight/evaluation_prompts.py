@@ -1,0 +1,142 @@
+"""The prompts of evaluations: data of their own, or the last ones of the training data, which are then held out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from transformers.configuration_utils import PretrainedConfig
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from core.config import Config
+from core.errors import DataError, InputError
+from core.records import Prompt, SamplingParams
+from engine.weights.causal_lm import max_context_tokens
+from learning.data.prompts import PromptDataset, load_prompts, sampling_params
+
+_OTHER_PROBLEMS = 0xE7A1
+"Added to the seed: a generated task draws other problems for evaluations than for training."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationPrompts:
+    """What every evaluation of a run generates: the same samples each time."""
+
+    prompts: tuple[Prompt, ...]
+    sampling: SamplingParams
+    samples_per_prompt: int
+    run_seed: int
+    lines: tuple[str, ...] = ()
+    "what `check` says of them, overlaps with the training prompts among it"
+
+    @property
+    def max_total_tokens(self) -> int:
+        """Longest prompt and longest response together."""
+        return max(len(prompt.token_ids) for prompt in self.prompts) + self.sampling.max_new_tokens
+
+    def require_context(self, models: Sequence[PretrainedConfig | None]) -> None:
+        """Raise DataError where a sample might not fit the context of one of the models."""
+        limits = [limit for model in models if model is not None and (limit := max_context_tokens(model))]
+        if limits and self.max_total_tokens > min(limits):
+            raise DataError(
+                f"the longest evaluation prompt and evaluation.max_new_tokens {self.sampling.max_new_tokens} are "
+                f"{self.max_total_tokens} tokens together, but the models' context holds {min(limits)}; lower "
+                "evaluation.max_new_tokens, or evaluation.data.max_prompt_tokens (with on_long_prompt=skip)"
+            )
+
+
+def split_evaluation(
+    config: Config, dataset: PromptDataset, tokenizer: PreTrainedTokenizerBase
+) -> tuple[PromptDataset, EvaluationPrompts | None]:
+    """Return the prompts to train on and those to evaluate on, None where `evaluation.every` is 0.
+
+    Of held-out prompts no equal one is left in the training data. Data of their own leaves it as it is, and equal
+    prompts are told.
+
+    Raises:
+        DataError: no prompt is left on one of the two sides; what reading `evaluation.data` raises, with that name
+            before it.
+    """
+    settings = config.evaluation
+    if not settings.every:
+        return dataset, None
+    if settings.data is None:
+        dataset, prompts, lines = _hold_out(dataset, settings.holdout)
+    else:
+        try:
+            prompts = load_prompts(settings.data, tokenizer, seed=config.run.seed + _OTHER_PROBLEMS).prompts
+        except InputError as error:
+            raise type(error)(f"evaluation.data: {error}") from error
+        lines = _overlap(prompts, dataset)
+    return dataset, evaluation_of(config, prompts, tokenizer, lines=lines)
+
+
+def evaluation_of(
+    config: Config,
+    prompts: Sequence[Prompt],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    lines: tuple[str, ...] = (),
+) -> EvaluationPrompts:
+    """The evaluation of these prompts, or of the first `evaluation.limit`; `lines` go below what is said of it."""
+    settings = config.evaluation
+    prompts = prompts[: settings.limit]
+    sampling = config.sampling.model_copy(
+        update={
+            "temperature": settings.temperature,
+            "top_p": settings.top_p,
+            "top_k": 0,
+            "max_new_tokens": settings.max_new_tokens or config.sampling.max_new_tokens,
+        }
+    )
+    how = "greedy" if settings.temperature == 0.0 else f"temperature {settings.temperature:g}"
+    often = f", every {settings.every} iterations" if settings.every else ""
+    first = (
+        f"evaluation of {len(prompts)} prompts with {settings.samples_per_prompt} samples each ({how}){often}"
+    )
+    return EvaluationPrompts(
+        prompts=tuple(prompts),
+        sampling=sampling_params(sampling, tokenizer, model=config.models.target),
+        samples_per_prompt=settings.samples_per_prompt,
+        run_seed=config.run.seed,
+        lines=(first, *lines),
+    )
+
+
+def _hold_out(
+    dataset: PromptDataset, holdout: int
+) -> tuple[PromptDataset, tuple[Prompt, ...], tuple[str, ...]]:
+    """Take the last prompts out of the training data, and all that equal one of them."""
+    num_kept = max(len(dataset) - holdout, 0)
+    held = tuple(dataset.prompts[number] for number in range(num_kept, len(dataset)))
+    texts = _texts(held)
+    kept = [number for number in range(num_kept) if _text(dataset.prompts[number]) not in texts]
+    if not kept:
+        raise DataError(
+            f"evaluation.holdout is {holdout} and no training prompt is left of {len(dataset)} beside them and their "
+            "equals; lower evaluation.holdout, or give evaluation.data prompts of its own"
+        )
+    num_equal = num_kept - len(kept)
+    lines = (f"  {len(held)} prompts are held out and never trained on",)
+    if num_equal:
+        lines = (f"{lines[0]}, with {num_equal} training prompts that equal one of them",)
+    return dataset.only(kept), held, lines
+
+
+def _overlap(prompts: Sequence[Prompt], dataset: PromptDataset) -> tuple[str, ...]:
+    trained = _texts(dataset.prompts)
+    num_known = sum(_text(prompt) in trained for prompt in prompts)
+    if not num_known:
+        return ()
+    return (
+        f"  {num_known} of {len(prompts)} evaluation prompts are training prompts too: what they score is no measure "
+        "of new ones",
+    )
+
+
+def _texts(prompts: Sequence[Prompt]) -> set[bytes]:
+    return {_text(prompt) for prompt in prompts}
+
+
+def _text(prompt: Prompt) -> bytes:
+    return prompt.token_ids.tobytes()

@@ -1,0 +1,69 @@
+"""Which checkpoints a run writes and keeps: numbered ones, the last, the best."""
+
+from __future__ import annotations
+
+import re
+import shutil
+
+from cluster.run_folder.layout import RunDir
+from cluster.system import System
+from cluster.weights.checkpoints import save_adapter, save_checkpoint
+from cluster.weights.publish import PublishedWeights
+from core.files import PARTIAL, storage_errors
+
+_MODELS = ("target", "draft", "adapter")
+
+
+def save_checkpoints(system: System, run_dir: RunDir, *, iteration: int | None = None) -> None:
+    """Save the trained target and the drafter as Hugging Face checkpoints, an adapter beside its merged target.
+
+    Numbered ones beyond `run.keep_checkpoints` go, the oldest first. Raises WeightsError, StorageError.
+    """
+    for model, weights in (("target", system.target), ("draft", system.draft)):
+        if weights is not None:
+            _save(system, run_dir, weights, model, iteration)
+    if system.config.trainer.lora is not None:
+        _save_adapter(system, run_dir, "adapter", iteration)
+    if system.config.run.keep_checkpoints is not None:
+        remove_old(run_dir, keep=system.config.run.keep_checkpoints)
+
+
+def save_best(system: System, run_dir: RunDir) -> None:
+    """Save the target, and its adapter, in the place of the best before. Raises WeightsError, StorageError."""
+    _save(system, run_dir, system.target, "best")
+    if system.config.trainer.lora is not None:
+        _save_adapter(system, run_dir, "best_adapter")
+
+
+def remove_old(run_dir: RunDir, *, keep: int) -> None:
+    """Delete numbered checkpoints but the newest `keep` of each model. Raises StorageError."""
+    folder = run_dir.path / "checkpoints"
+    for model in _MODELS:
+        numbered = [path for path in folder.iterdir() if re.fullmatch(rf"{model}_\d+", path.name)]
+        for old in sorted(numbered, key=lambda path: int(path.name.rpartition("_")[2]))[:-keep]:
+            # whoever is killed in between leaves what a later run removes, and no half checkpoint
+            doomed = old.with_name(PARTIAL + old.name)
+            with storage_errors(old):
+                shutil.rmtree(doomed, ignore_errors=True)
+                old.rename(doomed)
+                shutil.rmtree(doomed)
+
+
+def _save(
+    system: System, run_dir: RunDir, weights: PublishedWeights, name: str, iteration: int | None = None
+) -> None:
+    save_checkpoint(
+        weights,
+        system.tokenizer,
+        run_dir.checkpoint_dir(name, iteration),
+        dtype=system.config.models.dtype,
+        timeout_s=system.config.cluster.order_timeout_s,
+    )
+
+
+def _save_adapter(system: System, run_dir: RunDir, name: str, iteration: int | None = None) -> None:
+    save_adapter(
+        system.trainers.adapter_files(),
+        run_dir.checkpoint_dir(name, iteration),
+        merged=system.target.manifest,
+    )

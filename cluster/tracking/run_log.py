@@ -1,0 +1,71 @@
+"""Everything that is written of a run's iterations: metrics, histograms, samples, other trackers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from cluster.run_folder.layout import RunDir
+from cluster.tracking.distribution_figures import distribution_figures
+from cluster.tracking.histograms import write_histograms
+from cluster.tracking.sample_table import SampleRow, as_markdown, choose_samples
+from cluster.tracking.trackers import Trackers
+from core.config import Config
+from core.files import storage_errors, write_whole
+from core.metrics import MetricsLog
+from core.records import Rollout, UpdateReport
+
+
+class RunLog:
+    """Of one run. Iterations count from 0; trackers get the number of finished ones as their step."""
+
+    def __init__(self, config: Config, run_dir: RunDir, trackers: Trackers) -> None:
+        self._tracking, self._run_dir, self._trackers = config.tracking, run_dir, trackers
+        self._metrics = MetricsLog(run_dir.metrics_file)
+
+    def record(self, iteration: int, rollouts: Sequence[Rollout], update: UpdateReport) -> dict[str, float]:
+        """Keep what was learned from as histograms and samples; return the figures of its distribution.
+
+        `rollouts` in the order of their sample index. Raises StorageError.
+        """
+        advantages = update.sample_advantages
+        values: dict[str, Sequence[float]] = {
+            "response_tokens": [rollout.completion.num_tokens for rollout in rollouts],
+            "reward": [rollout.reward.value for rollout in rollouts],
+        }
+        if advantages is not None:
+            values["advantage"] = advantages
+        write_histograms(self._run_dir.histograms_file, iteration, values)
+        self._trackers.histograms(iteration + 1, values)
+        self._keep_samples(iteration, rollouts, advantages)
+        figures = distribution_figures(rollouts, advantages)
+        return figures | {"learner/num_optimizer_steps": float(update.num_optimizer_steps)}
+
+    def before_training(self, figures: Mapping[str, float]) -> None:
+        """Hand on what the first weights' evaluation gave."""
+        if figures:
+            self._trackers.figures(0, figures)
+
+    def write(self, iteration: int, figures: Mapping[str, float]) -> None:
+        """Write the figures of one iteration. Raises StorageError; RlhfSpecError for one that may not be set."""
+        self._metrics.write(iteration, figures)
+        self._trackers.figures(iteration + 1, figures)
+
+    def close(self) -> None:
+        """End the trackers."""
+        self._trackers.close()
+
+    def _keep_samples(
+        self, iteration: int, rollouts: Sequence[Rollout], advantages: Sequence[float] | None
+    ) -> None:
+        if not self._tracking.samples:
+            return
+        rows = [
+            SampleRow.of(rollout, advantage)
+            for rollout, advantage in zip(rollouts, advantages or [None] * len(rollouts), strict=True)
+        ]
+        chosen = choose_samples(rows, self._tracking.samples, seed=iteration)
+        path = self._run_dir.samples_file(iteration)
+        with storage_errors(path):
+            path.parent.mkdir(exist_ok=True)
+        write_whole(path, as_markdown(f"Iteration {iteration + 1}", chosen))
+        self._trackers.samples(iteration + 1, chosen)

@@ -1,0 +1,100 @@
+"""`rlhfspec eval`: a model's figures without a trainer, the same as an engine of one process gives."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from cluster.cli import main
+from cluster.evaluate_models import evaluation_config
+from core.errors import ConfigError, InputError
+
+SMALL = ["--set", "cluster.generation.num_actors=1", "--set", "engine.max_running_samples=4"]
+
+
+def write(path: Path, prompts: list[str]) -> str:
+    path.write_text("".join(json.dumps({"question": one, "answer": "a"}) + "\n" for one in prompts))
+    return str(path)
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_two_models_are_compared_and_equal_ones_give_equal_samples(local_ray, tiny_pair, tmp_path, capsys):
+    data = write(tmp_path / "test.jsonl", ["03:c+5=", "04:a+1=", "02:b+2="])
+    out = tmp_path / "results"
+    models = ["--model", str(tiny_pair.target), str(tiny_pair.target), "--data", data]
+    rest = ["--reward", "sample_rewards:vowel_share", "--max-new-tokens", "12", "--out", str(out)]
+    k = ["--samples-per-prompt", "2", "--temperature", "1.0"]
+    assert main(["eval", *models, *rest, *k, *SMALL]) == 0
+    assert "reward_mean" in capsys.readouterr().out
+    first, second = json.loads((out / "results.json").read_text())["models"]
+    assert first["figures"] == second["figures"] and first["figures"]["eval/num_samples"] == 6
+    one, other = (pq.read_table(out / f"samples-{number}.parquet").to_pylist() for number in (0, 1))
+    assert [row["response_token_ids"] for row in one] == [row["response_token_ids"] for row in other]
+    assert max(len(row["response_token_ids"]) for row in one) <= 12
+    assert "## Sample" in (out / "samples-0.md").read_text()
+
+
+def made(tree: dict, **given):
+    return evaluation_config(
+        tree,
+        **{"model": "m", "data": None, "overrides": [], "sampling": {}, **given},  # type: ignore[arg-type]
+    )
+
+
+def test_without_a_config_the_model_decodes_plainly_and_greedily():
+    config = made({}, data="test.jsonl")
+    assert (config.models.target, config.models.draft, config.data.path) == ("m", None, "test.jsonl")
+    assert config.speculation.policy == "off" and config.evaluation.temperature == 0.0
+
+
+def test_a_runs_config_keeps_templates_reward_and_draft_and_needs_no_profile():
+    tree = {
+        "models": {"target": "t", "draft": "d"},
+        "data": {"path": "train.jsonl", "prompt_template": "Q: {prompt}", "limit": 3},
+        "reward": {"kind": "gsm8k"},
+        "evaluation": {"every": 5, "samples_per_prompt": 4, "temperature": 0.7},
+    }
+    config = made(tree, data="test.jsonl", sampling={"samples_per_prompt": 2})
+    assert (config.data.path, config.data.prompt_template, config.data.limit) == (
+        "test.jsonl",
+        "Q: {prompt}",
+        None,
+    )
+    assert (config.models.draft, config.speculation.policy, config.reward.kind) == ("d", "fixed", "gsm8k")
+    assert (config.evaluation.samples_per_prompt, config.evaluation.temperature) == (2, 0.7)
+    assert tree["evaluation"]["every"] == 5, "what was given stays"
+
+
+def test_the_evaluation_data_of_a_config_goes_before_its_training_data():
+    tree = {"data": {"path": "train.jsonl"}, "evaluation": {"data": {"path": "held.jsonl"}}}
+    assert made(tree).data.path == "held.jsonl" and made(tree, data="x.jsonl").data.path == "x.jsonl"
+
+
+def test_a_setting_goes_before_all_else():
+    config = made({}, data="a.jsonl", overrides=["data.path=b.jsonl", "run.seed=3"])
+    assert (config.data.path, config.run.seed) == ("b.jsonl", 3)
+
+
+@pytest.mark.parametrize(
+    ("given", "what"),
+    [
+        ({}, "nothing says which prompts"),
+        ({"data": "a.jsonl", "sampling": {"samples_per_prompt": 4096, "temperature": 1.0}}, "1024"),
+        ({"data": "a.jsonl", "sampling": {"samples_per_prompt": 8}}, "greedy samples"),
+    ],
+)
+def test_what_cannot_be_evaluated_is_refused(given, what):
+    with pytest.raises(ConfigError, match=what):
+        made({}, **given)
+
+
+@pytest.mark.parametrize("text", ["", "{"])
+def test_data_that_is_empty_or_damaged_ends_with_exit_code_2(tiny_pair, tmp_path, capsys, text):
+    (tmp_path / "bad.jsonl").write_text(text)
+    command = ["eval", "--model", str(tiny_pair.target), "--data", str(tmp_path / "bad.jsonl")]
+    assert main(command) == InputError.exit_code
+    assert "bad.jsonl" in capsys.readouterr().err

@@ -1,0 +1,68 @@
+"""Samples for people: best, worst and random ones, none twice, and nothing in them breaks the page."""
+
+from __future__ import annotations
+
+import pyarrow.parquet as pq
+import pytest
+from made_rollouts import rollout
+
+from cluster.run_folder.rollout_files import write_rollouts
+from cluster.tracking.distribution_figures import distribution_figures
+from cluster.tracking.sample_table import SampleRow, as_markdown, choose_samples
+
+ROLLOUTS = [rollout(index, reward=float(index % 7), parts={"length": 2.0}) for index in range(20)]
+ROWS = [SampleRow.of(one, advantage=0.5) for one in ROLLOUTS]
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 3, 8, 19, 20, 50])
+def test_as_many_as_asked_for_and_none_twice(count):
+    chosen = choose_samples(ROWS, count, seed=1)
+    assert len({row.sample_index for _, row in chosen}) == len(chosen) == min(count, len(ROWS))
+
+
+def test_best_and_worst_are_what_they_say_and_random_ones_follow_the_seed():
+    chosen = choose_samples(ROWS, 9, seed=1)
+    rewards = {
+        why: [row.reward for name, row in chosen if name == why] for why in ("best", "worst", "random")
+    }
+    assert rewards["best"] == [6.0, 6.0, 5.0] and rewards["worst"] == [0.0, 0.0, 0.0]
+    assert chosen == choose_samples(ROWS, 9, seed=1) != choose_samples(ROWS, 9, seed=2)
+
+
+def test_no_text_leaves_its_fence():
+    row = SampleRow.of(rollout(prompt="# not a heading", response="```python\n````\nx"), advantage=None)
+    text = as_markdown("Iteration 1", [("best", row)])
+    assert "`````text\n```python\n````\nx\n`````" in text
+    assert [line for line in text.splitlines() if line.startswith("#")] == [
+        "# Iteration 1",
+        "## Sample 0 (best)",
+        "# not a heading",
+    ]
+
+
+def test_a_long_text_is_cut_and_says_by_how_much():
+    row = SampleRow.of(rollout(response="x" * 5000), advantage=0.25)
+    text = as_markdown("t", [("best", row)])
+    assert "(1,000 more characters)" in text and "advantage +0.250" in text
+
+
+def test_a_row_of_the_rollouts_file_gives_the_same_table(tmp_path):
+    write_rollouts(tmp_path / "r.parquet", ROLLOUTS, [0.5] * len(ROLLOUTS))
+    rows = pq.read_table(tmp_path / "r.parquet").to_pylist()
+    assert [SampleRow.of_row(row) for row in rows] == ROWS
+
+
+def test_figures_of_a_distribution():
+    rollouts = [rollout(i, reward=float(i), num_tokens=i + 1, is_cut=i == 9) for i in range(10)]
+    figures = distribution_figures(rollouts, [float(i - 2) for i in range(10)])
+    assert figures["rollout/length_cut_share"] == 0.1
+    assert figures["rollout/response_tokens_p50"] == 5.5 and figures["reward/p90"] == pytest.approx(8.1)
+    assert (figures["learner/advantage_min"], figures["learner/advantage_max"]) == (-2.0, 7.0)
+    assert "learner/advantage_mean" not in distribution_figures(rollouts, None)
+
+
+def test_parts_are_means_over_the_samples_that_have_them():
+    rollouts = [rollout(0, parts={"a": 1.0}), rollout(1, parts={"a": 0.0, "b": 4.0, "mean": 9.0})]
+    figures = distribution_figures(rollouts, None)
+    assert figures["reward/a"] == 0.5 and figures["reward/b"] == 4.0
+    assert "reward/mean" not in figures, "that is the mean of the rewards"

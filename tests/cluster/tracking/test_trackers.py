@@ -1,0 +1,150 @@
+"""Trackers: by their own libraries where they are installed; one that fails is told of once and ends no run."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+from made_rollouts import rollout
+
+from cluster.run_folder.layout import RunDir
+from cluster.tracking.run_log import RunLog
+from cluster.tracking.sample_table import SampleRow, choose_samples
+from cluster.tracking.trackers import Trackers, require_trackers
+from core.config import Config
+from core.config_io import config_from_dict
+from core.errors import ConfigError
+from core.metrics import read_metrics
+from core.records import UpdateReport
+
+ROLLOUTS = [rollout(index, reward=float(index), parts={"length": 1.0}) for index in range(6)]
+UPDATE = UpdateReport(
+    weight_version=1,
+    num_samples=6,
+    num_tokens=24,
+    num_optimizer_steps=2,
+    figures={},
+    sample_advantages=tuple(float(index) - 2.5 for index in range(6)),
+)
+
+
+def config(**tracking) -> Config:
+    tree = {"models": {"target": "a", "draft": "b"}, "data": {"task": "chain"}, "tracking": tracking}
+    return config_from_dict(tree)
+
+
+def needs(package: str):
+    return pytest.mark.skipif(importlib.util.find_spec(package) is None, reason=f"{package} is not installed")
+
+
+class Failing:
+    """Takes one call and then no more."""
+
+    name = "Failing"
+
+    def __init__(self) -> None:
+        self.taken: list[int] = []
+
+    def figures(self, step, figures) -> None:
+        if self.taken:
+            raise ConnectionError("the server is gone")
+        self.taken.append(step)
+
+    def histograms(self, step, values) -> None: ...
+
+    def samples(self, step, chosen) -> None: ...
+
+    def close(self) -> None:
+        raise AssertionError("what has failed is not called again")
+
+
+def run_log(made: Config, folder: Path, trackers: Trackers) -> tuple[RunLog, RunDir]:
+    run_dir = RunDir.create(made, folder / "run")
+    return RunLog(made, run_dir, trackers), run_dir
+
+
+def test_a_tracker_that_fails_is_told_once_and_the_run_goes_on(tmp_path):
+    notes: list[str] = []
+    failing = Failing()
+    log, run_dir = run_log(config(), tmp_path, Trackers({"Failing": lambda: failing}, notes.append))
+    for iteration in range(4):
+        log.write(iteration, {"reward/mean": 0.5})
+    log.close()
+    assert failing.taken == [1] and len(read_metrics(run_dir.metrics_file)) == 4
+    (note,) = notes
+    assert "Failing could not take figures" in note and "the server is gone" in note
+
+
+def test_a_tracker_that_cannot_start_is_told_and_left_out():
+    def broken():
+        raise OSError("no route")
+
+    notes: list[str] = []
+    trackers = Trackers({"Broken": broken}, notes.append)
+    assert not trackers and "Broken could not start" in notes[0]
+
+
+@pytest.mark.parametrize(
+    ("tracking", "package"), [({"tensorboard": True}, "tensorboard"), ({"wandb": {}}, "wandb")]
+)
+def test_a_tracker_that_is_not_installed_is_refused_before_anything_starts(monkeypatch, tracking, package):
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == package else found(name))
+    with pytest.raises(ConfigError, match=rf"package {package} is not installed.*pip install"):
+        require_trackers(config(**tracking))
+    require_trackers(config())
+
+
+def test_an_iteration_leaves_samples_histograms_and_figures(tmp_path):
+    log, run_dir = run_log(config(samples=4), tmp_path, Trackers({}, print))
+    figures = log.record(11, ROLLOUTS, UPDATE)
+    text = (run_dir.path / "samples" / "iteration-00011.md").read_text()
+    assert text.count("## Sample") == 4 and "advantage +2.500" in text
+    (row,) = [json.loads(line) for line in run_dir.histograms_file.read_text().splitlines()]
+    assert row["iteration"] == 11 and {"response_tokens", "reward", "advantage"} <= row.keys()
+    assert figures["learner/num_optimizer_steps"] == 2.0
+
+
+def test_no_samples_are_written_where_none_are_asked_for(tmp_path):
+    log, run_dir = run_log(config(samples=0), tmp_path, Trackers({}, print))
+    log.record(0, ROLLOUTS, UPDATE)
+    assert not (run_dir.path / "samples").exists()
+
+
+def track(made: Config, folder: Path) -> RunDir:
+    notes: list[str] = []
+    run_dir = RunDir.create(made, folder / "run")
+    log = RunLog(made, run_dir, Trackers.of(made, run_dir, notes.append))
+    log.before_training({"eval/reward_mean": 0.25})
+    for iteration in range(2):
+        log.write(iteration, {"reward/mean": 0.5 + iteration, **log.record(iteration, ROLLOUTS, UPDATE)})
+    log.close()
+    assert notes == []
+    return run_dir
+
+
+@needs("tensorboard")
+def test_tensorboard_reads_back_what_was_written(tmp_path):
+    run_dir = track(config(tensorboard=True), tmp_path)
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(run_dir.path / "tensorboard"), {"histograms": 0}).Reload()
+    assert [(e.step, e.value) for e in events.Scalars("reward/mean")] == [(1, 0.5), (2, 1.5)]
+    assert [e.step for e in events.Scalars("eval/reward_mean")] == [0]
+    assert len(events.Histograms("histogram/advantage")) == 2
+    assert "samples/text_summary" in events.Tags()["tensors"]
+
+
+@needs("wandb")
+def test_wandb_offline_writes_a_run_into_the_run_folder(tmp_path):
+    run_dir = track(config(wandb={"project": "p", "mode": "offline"}), tmp_path)
+    (file,) = (run_dir.path / "wandb").glob("offline-run-*/*.wandb")
+    assert file.stat().st_size > 0
+    assert list((run_dir.path / "wandb").glob("offline-run-*/files/media/table/samples*"))
+
+
+def test_chosen_samples_hold_the_advantage_of_their_own_sample():
+    rows = [SampleRow.of(one, advantage=float(i)) for i, one in enumerate(ROLLOUTS)]
+    assert all(row.advantage == row.sample_index for _, row in choose_samples(rows, 6, seed=0))
