@@ -16,7 +16,7 @@ from core.errors import RlhfSpecError
 from core.metrics import read_metrics
 from engine.weights.loading import load_causal_lm, load_tokenizer
 from learning.pairs.hf_sampling import sample_responses
-from learning.tasks.preferences import MAX_ANSWER_WORDS, draw_question, gold_score
+from learning.tasks.preference_task import MAX_ANSWER_WORDS, draw_question, gold_score
 
 STAGES = ("sft", "reward", "ppo")
 NUM_GOLD_SAMPLES = 512

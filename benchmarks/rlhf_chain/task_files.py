@@ -19,7 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from learning.pairs.tokenization import token_id
 from learning.tasks.one_sentence import draw_prompts
-from learning.tasks.preferences import (
+from learning.tasks.preference_task import (
     MAX_ANSWER_WORDS,
     chat_tokenizer,
     draw_answer,

@@ -73,7 +73,7 @@ def run_supervised(kind: type[SupervisedConfig], args: argparse.Namespace) -> in
             "change keys with --set"
         )
     path = args.config if args.resume is None else args.resume / "config.yaml"
-    keys = (("model", "name", args.model), ("data", "path", args.data))
+    keys = (("model", "name", _absolute(args.model)), ("data", "path", _absolute(args.data)))
     given: dict[str, dict[str, Any]] = {
         section: {key: value} for section, key, value in keys if value is not None
     }
@@ -91,6 +91,12 @@ def run_supervised(kind: type[SupervisedConfig], args: argparse.Namespace) -> in
     finally:
         report.stop()
     return 0
+
+
+def _absolute(name: str | None) -> str | None:
+    """A path that is there, so that --resume finds it from any folder; a hub name as it is."""
+    path = None if name is None else path_argument(name)
+    return str(path.absolute()) if path is not None and path.exists() else name
 
 
 def path_argument(text: str) -> Path:

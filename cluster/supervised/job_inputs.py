@@ -111,9 +111,13 @@ def _encoded(
 def _resolved(
     config: SupervisedConfig, report: Reporter, known: Mapping[str, KnownModel]
 ) -> SupervisedModelConfig:
-    """The model section with the path of a model that is known by name."""
+    """The model section with an absolute path for a folder, or for a model that is known by name."""
     model = config.model
-    if model.name not in known or Path(model.name).is_dir():
+    folder = Path(model.name).expanduser()
+    if folder.is_dir():
+        # trainers of several may work in other folders
+        return model.model_copy(update={"name": str(folder.absolute())})
+    if model.name not in known:
         return model
     from learning.known_models.get import get_model
 
