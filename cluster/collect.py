@@ -18,12 +18,15 @@ from cluster.reporting.console import Reporter
 from cluster.rollout_buffer import RolloutBuffer
 from cluster.system import Scored, System
 from core.decode_records import GenerationStats
-from core.records import Rollout, SampleRequest
+from core.errors import RewardError
+from core.records import ResponseFacts, Rollout, SampleRequest
 from learning.data.prompts import response_text
 from policies.scheduling.events import MoveRecord
 
 _WAIT_S = 0.2
 "How long one look at the scheduler or the reward pool may take when there is nothing new."
+_MAX_SKIP_NOTES = 5
+"Samples of an iteration that are named when they are skipped; the rest is counted."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +43,8 @@ class Collected:
     "until the last completion"
     score_s: float
     "from there to the last reward"
+    num_skipped: int = 0
+    "samples without a reward (`reward.on_error: skip`)"
 
 
 def collect(
@@ -60,14 +65,14 @@ def collect(
     by_key = {request.key: request for request in requests}
     buffer = RolloutBuffer(max_staleness=system.config.rollout.max_staleness)
     unscored: list[Scored] = []
-    num_completed, stats, generated_s = 0, before, began_s
+    num_completed, num_skipped, stats, generated_s = 0, 0, before, began_s
     wait = OpenWait(
         waiter="the scheduler",
         waited_for="the generation pool",
         order="generate more tokens",
         timeout_s=system.config.cluster.order_timeout_s,
     )
-    while len(buffer) < len(requests):
+    while len(buffer) + num_skipped < len(requests):
         if num_completed < len(requests):
             taken = _take(system, wait_s=_WAIT_S, report=report)
             if taken.completions or system.scheduler.stats.num_emitted_tokens != stats.num_emitted_tokens:
@@ -80,10 +85,11 @@ def collect(
             stats, generated_s = system.scheduler.stats, time.perf_counter()
         _send(system, unscored, is_last=num_completed == len(requests))
         scored = _receive(system, buffer, wait_s=_WAIT_S if num_completed == len(requests) else 0.0)
+        num_skipped += _skip(system, report, before=num_skipped, of=len(requests))
         if forwards is not None:
             for rollout in scored:
                 forwards.add(rollout)
-            if len(buffer) < len(requests):
+            if len(buffer) + num_skipped < len(requests):
                 forwards.look()
         report.progress("generate", num_completed, len(requests))
     return Collected(
@@ -93,6 +99,7 @@ def collect(
         planning_s=system.scheduler.planning_s - planned_before_s,
         generate_s=generated_s - began_s,
         score_s=time.perf_counter() - generated_s,
+        num_skipped=num_skipped,
     )
 
 
@@ -120,8 +127,25 @@ def _send(system: System, unscored: list[Scored], *, is_last: bool) -> None:
         batch = unscored[:size]
         del unscored[:size]
         system.rewards.submit(
-            batch, [request.prompt for request, _, _ in batch], [text for _, _, text in batch]
+            batch,
+            [request.prompt for request, _, _ in batch],
+            [text for _, _, text in batch],
+            [ResponseFacts.of(completion) for _, completion, _ in batch],
         )
+
+
+def _skip(system: System, report: Reporter, *, before: int, of: int) -> int:
+    """Count what got no reward and say why; raise RewardError when it is every sample of the iteration."""
+    skipped = system.rewards.skipped()
+    for number, (_, unscored) in enumerate(skipped, start=before + 1):
+        if number <= _MAX_SKIP_NOTES:
+            report.note(f"skipped: {unscored.reason}")
+    if before + len(skipped) == of:
+        raise RewardError(
+            f"none of the {of} samples of the iteration could be scored, and nothing is left to learn from; the last: "
+            f"{skipped[-1][1].reason}"
+        )
+    return len(skipped)
 
 
 def _receive(system: System, buffer: RolloutBuffer, *, wait_s: float) -> list[Rollout]:

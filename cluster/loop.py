@@ -138,6 +138,7 @@ def run_iteration(
     }
     figures = iteration_figures(collected.rollouts, collected.stats, update, seconds)
     figures["rollout/invariant"] = float(system.generation.is_invariant)
+    figures["reward/num_skipped"] = float(collected.num_skipped)
     return figures | streamed.figures() | moves | draft_figures
 
 

@@ -98,6 +98,8 @@ class Prompt:
     text: str = ""
     reference: str = ""
     "what the reward function compares with; may be empty"
+    messages: tuple[tuple[str, str], ...] = ()
+    "(role, content) of a chat, empty when the prompt is plain text"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,6 +155,32 @@ class Reward:
     value: float
     parts: dict[str, float] = field(default_factory=dict)
     "named summands or diagnostics, all finite"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResponseFacts:
+    """What a reward may know of a response beside its text."""
+
+    sample_index: int
+    num_tokens: int
+    "the stop token counts"
+    finish_reason: FinishReason
+
+    @staticmethod
+    def of(completion: Completion) -> ResponseFacts:
+        """The facts of a finished response."""
+        return ResponseFacts(
+            sample_index=completion.key.sample_index,
+            num_tokens=completion.num_tokens,
+            finish_reason=completion.finish_reason,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unscored:
+    """A response without a reward, and why: one line that names the sample."""
+
+    reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
