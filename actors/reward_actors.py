@@ -19,8 +19,10 @@ from actors.ray_utils.watch import OpenWait
 from core.config import RewardConfig
 from core.errors import WaitTimeout
 from core.records import Prompt, ResponseFacts, Reward, Unscored
+from core.settings.reward import Scorer
 from learning.rewards.reward_function import build_reward
 from learning.rewards.reward_stage import RewardStage
+from learning.rewards.score_request import RewardSource
 
 T = TypeVar("T")
 
@@ -52,11 +54,17 @@ class RewardActor:
         """
         # Built here and not in the constructor, so that its error arrives as itself and after a restart.
         if self._reward is None:
-            self._reward = build_reward(self._config, device=_own_device())
+            self._reward = build_reward(self._config, device=own_device(), served=self._served)
         return self._reward.score_each(prompts, responses, facts) if responses else []
 
+    def _served(self, scorer: Scorer) -> RewardSource:
+        # imported here: Ray Serve takes its time, and few rewards are served
+        from actors.serving.reward_client import ServedReward
 
-def _own_device() -> str:
+        return ServedReward(scorer, self._config.server)
+
+
+def own_device() -> str:
     """The GPU that Ray assigned (cluster.reward.num_gpus), else the CPU. Raises ConfigError."""
     gpus = assigned_gpus()
     if not gpus:

@@ -1,5 +1,5 @@
-"""The command line: `rlhfspec demo | train | profile | bench | gpu-selftest | simulate | check | models | show |
-replay`.
+"""The command line: `rlhfspec demo | train | profile | bench | gpu-selftest | simulate | check | models | serve |
+show | replay`.
 
 Exit codes: 0 good, 2 bad input (one line says what to mend), 1 failure, 130 interrupted. Only what a
 command needs is imported, so that `--help` answers at once.
@@ -35,7 +35,18 @@ _INTERRUPTED = 130
 
 def build_parser() -> argparse.ArgumentParser:
     """The whole command line, one sub-command a module of `cluster.commands`."""
-    from cluster.commands import bench, check, gpu_selftest, models, profile, replay, show, simulate, train
+    from cluster.commands import (
+        bench,
+        check,
+        gpu_selftest,
+        models,
+        profile,
+        replay,
+        serve,
+        show,
+        simulate,
+        train,
+    )
 
     parser = argparse.ArgumentParser(
         prog=NAME,
@@ -45,7 +56,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="print name and version")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for module in (train, profile, bench, gpu_selftest, simulate, check, models, show, replay):
+    for module in (train, profile, bench, gpu_selftest, simulate, check, models, serve, show, replay):
         module.add_parser(commands)
     return parser
 

@@ -11,24 +11,23 @@ from learning.rewards.reward_function import build_reward
 from learning.rewards.reward_model import require_one_output
 
 
-def check_reward(config: Config) -> int | None:
+def check_reward(reward: RewardConfig) -> int | None:
     """Parameters of all reward models in the pool, None where there are only rules.
 
     Raises ModelError for a model, ConfigError for a function that cannot be used. A reward server is asked at the
     start of the run, from where it is used.
     """
     num_params = None
-    for name in config.reward.models:
-        reward_config = load_hf_config(name)
-        require_one_output(name, reward_config)
-        load_tokenizer(name)
-        num_params = (num_params or 0) + count_params(reward_config, AutoModelForSequenceClassification, name)
-    for scorer in config.reward.scorers:
-        if scorer.kind not in ("model", "serve"):
-            alone = config.reward.model_copy(
-                update={"parts": (), "kind": scorer.kind, "pattern": scorer.pattern}
-            )
-            build_reward(alone)
+    for scorer in reward.scorers:
+        if scorer.kind == "model" and scorer.model is not None:
+            name = scorer.model
+            config = load_hf_config(name)
+            require_one_output(name, config)
+            load_tokenizer(name)
+            params = count_params(config, AutoModelForSequenceClassification, name)
+            num_params = (num_params or 0) + params
+        elif scorer.kind != "serve":
+            build_reward(RewardConfig(kind=scorer.kind, pattern=scorer.pattern))
     return num_params
 
 

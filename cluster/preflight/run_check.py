@@ -128,7 +128,7 @@ def check_run(config: Config, *, output_dir: Path) -> CheckReport:
     inputs = read_inputs(config, tokenizer)
     longest = inputs.dataset.max_prompt_tokens
     _check_lengths(config, inputs.dataset, [target_config, draft_config])
-    reward_params = check_reward(config)
+    reward_params = check_reward(config.reward)
     max_total_tokens = longest + config.sampling.max_new_tokens
     plan = plan_memory(
         config,

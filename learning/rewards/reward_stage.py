@@ -9,7 +9,7 @@ from core.config import RewardConfig
 from core.errors import ConfigError, RewardError
 from core.records import Prompt, ResponseFacts, Reward, Unscored
 from core.settings.reward import Scorer
-from learning.rewards.score_request import RewardSource, ScoreRequest
+from learning.rewards.score_request import RewardSource, ScoreRequest, score_requests
 from learning.rewards.shaping import shape, standardise
 
 
@@ -32,7 +32,8 @@ class RewardStage:
         facts: Sequence[ResponseFacts] | None = None,
     ) -> list[Reward]:
         """Score one response a prompt, in order. Raises RewardError naming the first sample that cannot be scored."""
-        return [r for r in self._score(prompts, responses, facts, fail=True) if isinstance(r, Reward)]
+        outcomes = self._outcomes(score_requests(prompts, responses, facts), fail=True)
+        return [outcome for outcome in outcomes if isinstance(outcome, Reward)]
 
     def score_each(
         self,
@@ -41,45 +42,38 @@ class RewardStage:
         facts: Sequence[ResponseFacts] | None = None,
     ) -> list[Reward | Unscored]:
         """As `score`; with `reward.on_error: skip` a sample that cannot be scored has its reason instead."""
-        return self._score(prompts, responses, facts, fail=self._config.on_error == "fail")
+        return self.outcomes(score_requests(prompts, responses, facts))
 
-    def _score(
-        self,
-        prompts: Sequence[Prompt],
-        responses: Sequence[str],
-        facts: Sequence[ResponseFacts] | None,
-        *,
-        fail: bool,
-    ) -> list[Reward | Unscored]:
-        if self._config.shaping.is_on and facts is None:
+    def outcomes(self, requests: Sequence[ScoreRequest]) -> list[Reward | Unscored]:
+        """As `score_each`."""
+        return self._outcomes(requests, fail=self._config.on_error == "fail")
+
+    def _outcomes(self, requests: Sequence[ScoreRequest], *, fail: bool) -> list[Reward | Unscored]:
+        if self._config.shaping.is_on and any(request.facts is None for request in requests):
             raise ConfigError(
                 "reward.shaping needs each response's length and ending, and got texts alone; pass `facts`"
             )
-        requests = [
-            ScoreRequest(prompt=prompt, response=text, place=place, facts=facts[place] if facts else None)
-            for place, (prompt, text) in enumerate(zip(prompts, responses, strict=True))
-        ]
         found: list[list[Reward]] = [[] for _ in requests]
         faults: dict[int, Unscored] = {}
         for scorer, source in self._parts:
             # what one part cannot score needs no other
-            asked = [request for request in requests if request.place not in faults]
+            asked = [index for index in range(len(requests)) if index not in faults]
             num_answers = 0
-            for request, outcome in zip(asked, source.outcomes(asked), strict=False):
+            for index, outcome in zip(asked, source.outcomes([requests[i] for i in asked]), strict=False):
                 num_answers += 1
                 if isinstance(outcome, Reward):
-                    found[request.place].append(_scaled(outcome, scorer))
+                    found[index].append(_scaled(outcome, scorer))
                 elif fail:
                     raise RewardError(outcome.reason)
                 else:
-                    faults[request.place] = outcome
+                    faults[index] = outcome
             if num_answers != len(asked):
                 raise RewardError(
                     f"the reward function '{scorer.kind}' was given {len(asked)} responses and returned "
                     f"{num_answers} rewards; it must return one for each"
                 )
         return [
-            faults.get(request.place) or self._whole(request, found[request.place]) for request in requests
+            faults.get(index) or self._whole(request, found[index]) for index, request in enumerate(requests)
         ]
 
     def _whole(self, request: ScoreRequest, rewards: list[Reward]) -> Reward:

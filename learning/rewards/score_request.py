@@ -32,6 +32,16 @@ class ScoreRequest:
         return f"response began '{self.response[:60]}'"
 
 
+def score_requests(
+    prompts: Sequence[Prompt], responses: Sequence[str], facts: Sequence[ResponseFacts] | None = None
+) -> list[ScoreRequest]:
+    """One request a response."""
+    return [
+        ScoreRequest(prompt=prompt, response=text, place=place, facts=facts[place] if facts else None)
+        for place, (prompt, text) in enumerate(zip(prompts, responses, strict=True))
+    ]
+
+
 @runtime_checkable
 class RewardSource(Protocol):
     """One kind of reward, for many responses at once."""

@@ -76,3 +76,9 @@ def asks(prompt, response, reference, *, finish_reason, num_tokens, messages, sa
 def takes_all(prompt, response, reference, **columns):
     """Whatever there is."""
     return float(sorted(columns) == ["finish_reason", "messages", "num_tokens", "prompt_id", "sample_index"])
+
+
+def slow(prompt, response, reference):
+    """A fifth of a second each; tells in which replica."""
+    time.sleep(0.2)
+    return {"value": float(len(response)), "replica": os.getppid()}
