@@ -109,6 +109,7 @@ class RewardConfig(Scorer):
     parts: tuple[RewardPart, ...] = ()
     "a weighted mixture; excludes `kind` and what belongs to one reward alone"
     batch_size: int = Field(default=32, ge=1)
+    "samples that an actor takes at once; on a GPU also those of one forward of a reward model"
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     "of reward models; auto: bfloat16 on a GPU, float32 on a CPU"
     max_tokens: int | None = Field(default=None, ge=1)

@@ -20,14 +20,21 @@ from engine.weights.loading import load_model, load_tokenizer
 from learning.rewards.model_text import ModelText
 from learning.rewards.score_request import ScoreRequest
 
+_LEAST_FILL = 0.75
+"Of a batch's longest text, the least share of tokens that others in it have."
+
 
 class ModelReward:
-    """Scores responses in batches of similar length, padded on the right to the longest."""
+    """Scores responses, on a GPU in batches of similar length, padded on the right to the longest.
+
+    On a CPU each text has a forward of its own: its score is the same to the bit whatever is scored beside it, and
+    a batch would save little time. On a GPU scores depend on the batch by rounding.
+    """
 
     def __init__(self, model: str, config: RewardConfig, *, device: str = "cpu") -> None:
         """Load `model` by path or hub name. Raises ModelError."""
         self.name = model
-        self.batch_size = config.batch_size
+        self.batch_size = 1 if device == "cpu" else config.batch_size
         try:
             tokenizer = load_tokenizer(model)
             dtype = DTYPES[resolve_dtype(config, on_gpu=device != "cpu")]
@@ -50,8 +57,7 @@ class ModelReward:
                 found[index] = Unscored(reason=f"reward model {self.name}, {request.where}: {error}")
         # longest first: what does not fit into memory fails at once
         texts.sort(key=lambda text: len(text[1]), reverse=True)
-        for start in range(0, len(texts), self.batch_size):
-            batch = texts[start : start + self.batch_size]
+        for batch in _batches(texts, self.batch_size):
             for (index, _), score in zip(batch, self._scores([ids for _, ids in batch]), strict=True):
                 found[index] = self._outcome(requests[index], score)
         yield from (found[index] for index in range(len(requests)))
@@ -94,6 +100,21 @@ def require_one_output(name: str, config: PretrainedConfig) -> None:
 def _longest(config: RewardConfig, model: PretrainedConfig) -> int | None:
     limits = [limit for limit in (config.max_tokens, max_context_tokens(model)) if limit]
     return min(limits) if limits else None
+
+
+def _batches(texts: list[tuple[int, list[int]]], batch_size: int) -> Iterator[list[tuple[int, list[int]]]]:
+    """Cut texts, the longest first, into batches whose shortest has most of the longest's tokens.
+
+    Lengths of responses have a long tail: in one batch of all, most of the work would be padding.
+    """
+    batch: list[tuple[int, list[int]]] = []
+    for text in texts:
+        if batch and (len(batch) == batch_size or len(text[1]) < _LEAST_FILL * len(batch[0][1])):
+            yield batch
+            batch = []
+        batch.append(text)
+    if batch:
+        yield batch
 
 
 def _unused_at_the_end(batch: list[list[int]]) -> int:

@@ -11,6 +11,7 @@ from core.errors import ModelError, RewardError
 from core.records import Prompt, Reward, Unscored
 from learning.rewards.model_text import ModelText
 from learning.rewards.reward_function import build_reward
+from learning.rewards.reward_model import _batches
 from learning.rewards.score_request import score_requests
 
 TEXTS = ["h;", "h;02:h+5=m;", "#b", "h;02:h+5=m;01:m+5=b;#b" * 3, "", "a", "b"]
@@ -36,7 +37,8 @@ def test_scores_are_those_of_each_text_alone_in_order_whatever_the_batch(tmp_pat
     tokenizer = AutoTokenizer.from_pretrained(path)
     alone = [plain_score(path, tokenizer("03:c+5=" + text)["input_ids"]) for text in TEXTS]
     for batch_size in (1, 2, 3, 7):
-        stage = build_reward(RewardConfig(kind="model", model=path, batch_size=batch_size))
+        stage = build_reward(RewardConfig(kind="model", model=path))
+        stage._parts[0][1].batch_size = batch_size  # type: ignore[attr-defined]  # as on a GPU
         together = [reward.value for reward in stage.score(prompts(len(TEXTS)), TEXTS)]
         assert together == approx(alone, abs=1e-6)
     assert len({round(value, 4) for value in alone}) == len(TEXTS)
@@ -52,6 +54,19 @@ def test_a_chat_is_written_by_the_template_with_its_roles(tmp_path):
     )
     [plain] = build_reward(RewardConfig(kind="model", model=path)).score(prompts(1), ["m;"])
     assert plain.value != approx(score.value, abs=1e-3)
+
+
+def test_on_a_cpu_a_score_is_the_same_to_the_bit_whatever_is_scored_beside_it(tmp_path):
+    stage = build_reward(RewardConfig(kind="model", model=save_reward_model(tmp_path)))
+    together = [reward.value for reward in stage.score(prompts(len(TEXTS)), TEXTS)]
+    assert together == [stage.score(prompts(1), [text])[0].value for text in TEXTS]
+
+
+def test_little_of_a_batch_is_padding():
+    lengths = [40, 39, 30, 29, 20, 10, 9, 1, 1, 1]
+    texts = [(index, [0] * length) for index, length in enumerate(lengths)]
+    batches = [[len(ids) for _, ids in batch] for batch in _batches(texts, 2)]
+    assert batches == [[40, 39], [30, 29], [20], [10, 9], [1, 1], [1]]
 
 
 @mark.parametrize("chat", [True, False])
