@@ -7,11 +7,12 @@ import os
 import socket
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from cluster.placement import machine
-from cluster.placement.ray_session import ray_session
+from cluster.placement.ray_session import is_local, ray_session
 from cluster.preflight.reward_plan import check_reward
 from core.config import ClusterConfig, Config, DataConfig
 from core.errors import PlacementError, RlhfSpecError, one_line
@@ -62,9 +63,9 @@ def serve_reward(
     config = Config(
         data=DataConfig(task="chain"), cluster=ClusterConfig(address=place.address, dashboard=False)
     )
+    if is_local(config):
+        _require_room(parsed, place)
     with ray_session(config, f"serve-{place.name}") as session:
-        if session.is_local:
-            _require_room(parsed, place)
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
         quiet = {"log_level": "WARNING", "enable_access_log": False}
         serve.start(http_options={"host": place.host, "port": place.port}, logging_config=quiet)
@@ -86,9 +87,10 @@ def serve_reward(
             )
             _watch(serve, place.name, note, is_over)
         finally:
-            serve.delete(place.name)
-            if session.is_local:
-                serve.shutdown()
+            with suppress(Exception):  # nothing here may hide what ended the server
+                serve.delete(place.name)
+                if session.is_local:
+                    serve.shutdown()
 
 
 def caller_dir() -> str:
