@@ -14,7 +14,7 @@ from typing import Any
 from cluster.placement import machine
 from cluster.placement.ray_session import is_local, ray_session
 from cluster.preflight.reward_plan import check_reward
-from core.config import ClusterConfig, Config, DataConfig
+from core.config import ClusterConfig, Config, DataConfig, SpeculationConfig
 from core.errors import PlacementError, RlhfSpecError, one_line
 
 _LOOK_S = 2.0
@@ -61,7 +61,9 @@ def serve_reward(
     check_reward(parsed.reward_config())
     # the cluster is all that a session asks the config of
     config = Config(
-        data=DataConfig(task="chain"), cluster=ClusterConfig(address=place.address, dashboard=False)
+        data=DataConfig(task="chain"),
+        speculation=SpeculationConfig(drafter="none", policy="off"),
+        cluster=ClusterConfig(address=place.address, dashboard=False),
     )
     if is_local(config):
         _require_room(parsed, place)

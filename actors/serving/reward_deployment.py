@@ -66,8 +66,7 @@ class ServerArguments(BaseModel):
         try:
             config = RewardConfig.model_validate(section)
         except ValidationError as error:
-            faults = " | ".join(item["msg"] for item in error.errors())
-            raise ConfigError(f"the served reward: {faults}") from None
+            raise ConfigError(f"the served reward: {_faults(error)}") from None
         if config.shaping.is_on:
             raise ConfigError("reward.shaping belongs to the config of the run; take it out of the server's")
         if any(scorer.kind == "serve" for scorer in config.scorers):
@@ -81,10 +80,7 @@ def build(args: dict[str, Any]) -> serve.Application:
     try:
         arguments = ServerArguments.model_validate(args)
     except ValidationError as error:
-        faults = " | ".join(
-            f"{'.'.join(map(str, item['loc'])) or 'arguments'}: {item['msg']}" for item in error.errors()
-        )
-        raise ConfigError(f"arguments of the reward server: {faults}") from None
+        raise ConfigError(f"arguments of the reward server: {_faults(error)}") from None
     scaling: dict[str, Any] = {"num_replicas": arguments.max_replicas}
     if arguments.min_replicas < arguments.max_replicas:
         look_s = max(1.0, min(10.0, arguments.upscale_delay_s))
@@ -108,6 +104,13 @@ def build(args: dict[str, Any]) -> serve.Application:
         health_check_timeout_s=30.0,
         **scaling,
     ).bind(arguments.reward_config().model_dump(mode="json"), arguments.batch_wait_s, arguments.import_dir)
+
+
+def _faults(error: ValidationError) -> str:
+    """Every fault with its key, separated by bars."""
+    return " | ".join(
+        ": ".join(filter(None, (".".join(map(str, item["loc"])), item["msg"]))) for item in error.errors()
+    )
 
 
 @serve.ingress(http)
