@@ -17,9 +17,12 @@ from actors.ray_utils.remote import Handle, remote
 from actors.ray_utils.waiting import ActorDied, get, wait_any
 from actors.ray_utils.watch import OpenWait
 from core.config import RewardConfig
-from core.errors import RewardError, WaitTimeout
-from core.records import Prompt, Reward
-from learning.rewards.reward_function import RewardFunction, build_reward
+from core.errors import WaitTimeout
+from core.records import Prompt, ResponseFacts, Reward, Unscored
+from core.settings.reward import Scorer
+from learning.rewards.reward_function import build_reward
+from learning.rewards.reward_stage import RewardStage
+from learning.rewards.score_request import RewardSource
 
 T = TypeVar("T")
 
@@ -34,29 +37,34 @@ class RewardActor:
             sys.path.append(caller_dir)
         self._name = name
         self._config = config
-        self._reward: RewardFunction | None = None
+        self._reward: RewardStage | None = None
 
     def __repr__(self) -> str:
         return f"RewardActor({self._name})"
 
-    def score(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> list[Reward]:
+    def score(
+        self,
+        prompts: Sequence[Prompt],
+        responses: Sequence[str],
+        facts: Sequence[ResponseFacts] | None = None,
+    ) -> list[Reward | Unscored]:
         """Score one response a prompt, in order. No response: only build the reward function.
 
-        Raises RewardError naming the sample, or what building the function raises.
+        Raises RewardError naming the sample, where `reward.on_error` says so, or what building the function raises.
         """
         # Built here and not in the constructor, so that its error arrives as itself and after a restart.
         if self._reward is None:
-            self._reward = build_reward(self._config, device=_own_device())
-        rewards = self._reward.score(prompts, responses) if responses else []
-        if len(rewards) != len(responses):
-            raise RewardError(
-                f"the reward function '{self._config.kind}' was given {len(responses)} responses and "
-                f"returned {len(rewards)} rewards; it must return one for each"
-            )
-        return rewards
+            self._reward = build_reward(self._config, device=own_device(), served=self._served)
+        return self._reward.score_each(prompts, responses, facts) if responses else []
+
+    def _served(self, scorer: Scorer) -> RewardSource:
+        # imported here: Ray Serve takes its time, and few rewards are served
+        from actors.serving.reward_client import ServedReward
+
+        return ServedReward(scorer, self._config.server)
 
 
-def _own_device() -> str:
+def own_device() -> str:
     """The GPU that Ray assigned (cluster.reward.num_gpus), else the CPU. Raises ConfigError."""
     gpus = assigned_gpus()
     if not gpus:
@@ -69,6 +77,7 @@ class _Batch(Generic[T]):
     items: Sequence[T]
     prompts: Sequence[Prompt]
     responses: Sequence[str]
+    facts: Sequence[ResponseFacts] | None
     actor: int
     name: str
     handle: Handle
@@ -107,6 +116,7 @@ class RewardPool(Generic[T]):
         self._num_restarts = [0] * len(self._actors)
         self._names = [f"reward-{actor}" for actor in range(len(self._actors))]
         self._in_flight: dict[Any, _Batch[T]] = {}
+        self._skipped: list[tuple[T, Unscored]] = []
 
     @property
     def has_idle(self) -> bool:
@@ -124,13 +134,19 @@ class RewardPool(Generic[T]):
                 timeout_s=timeout_s,
             )
 
-    def submit(self, items: Sequence[T], prompts: Sequence[Prompt], responses: Sequence[str]) -> None:
-        """Send one batch; it is scored while the caller goes on."""
+    def submit(
+        self,
+        items: Sequence[T],
+        prompts: Sequence[Prompt],
+        responses: Sequence[str],
+        facts: Sequence[ResponseFacts] | None = None,
+    ) -> None:
+        """Send one batch; it is scored while the caller goes on. Shaping needs `facts`."""
         loads = self._loads()
-        self._send(loads.index(min(loads)), items, prompts, responses)
+        self._send(loads.index(min(loads)), items, prompts, responses, facts)
 
     def collect(self, *, wait_s: float) -> list[tuple[T, Reward]]:
-        """Return what has been scored, waiting up to `wait_s` for the first batch.
+        """Return what has been scored, waiting up to `wait_s` for the first batch; see `skipped` too.
 
         Raises RewardError or whatever scoring raised; WaitTimeout when a batch takes too long; ActorDied
         when an actor died more often than it may be replaced.
@@ -153,22 +169,38 @@ class RewardPool(Generic[T]):
             for other in self._in_flight.values():
                 if other.actor == batch.actor:
                     other.wait.restart()
-            scored += zip(batch.items, rewards, strict=True)
+            for item, reward in zip(batch.items, rewards, strict=True):
+                if isinstance(reward, Reward):
+                    scored.append((item, reward))
+                else:
+                    self._skipped.append((item, reward))
         self._refuse_late()
         return scored
 
+    def skipped(self) -> list[tuple[T, Unscored]]:
+        """What could not be scored since the last call (`reward.on_error: skip`)."""
+        skipped, self._skipped = self._skipped, []
+        return skipped
+
     def _send(
-        self, actor: int, items: Sequence[T], prompts: Sequence[Prompt], responses: Sequence[str]
+        self,
+        actor: int,
+        items: Sequence[T],
+        prompts: Sequence[Prompt],
+        responses: Sequence[str],
+        facts: Sequence[ResponseFacts] | None,
     ) -> None:
         handle = self._actors[actor]
-        ref = handle.score.remote(prompts, responses)
+        ref = handle.score.remote(prompts, responses, facts)
         wait = OpenWait(
             waiter="the loop",
             waited_for=self._names[actor],
             order=f"score {len(items)} responses",
             timeout_s=self._timeout_s,
         )
-        self._in_flight[ref] = _Batch(items, prompts, responses, actor, self._names[actor], handle, wait)
+        self._in_flight[ref] = _Batch(
+            items, prompts, responses, facts, actor, self._names[actor], handle, wait
+        )
 
     def _replace(self, batch: _Batch[T], death: ActorDied) -> None:
         """Let a new actor score what the dead one had; its other batches come back here one by one."""
@@ -188,7 +220,7 @@ class RewardPool(Generic[T]):
             self._note(
                 f"{death}; {self._names[batch.actor]} takes its place and scores {num_waiting} samples again"
             )
-        self._send(batch.actor, batch.items, batch.prompts, batch.responses)
+        self._send(batch.actor, batch.items, batch.prompts, batch.responses, batch.facts)
 
     def _loads(self) -> list[int]:
         loads = [0] * len(self._actors)

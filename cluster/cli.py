@@ -1,5 +1,5 @@
 """The command line: `rlhfspec demo | train | sft | train-reward | eval | profile | bench | gpu-selftest | simulate |
-check | data | models | show | replay`.
+check | data | models | serve | show | replay`.
 
 Exit codes: 0 good, 2 bad input (one line says what to mend), 1 failure, 130 interrupted. Only what a
 command needs is imported, so that `--help` answers at once.
@@ -44,6 +44,7 @@ def build_parser() -> argparse.ArgumentParser:
         models,
         profile,
         replay,
+        serve,
         sft,
         show,
         simulate,
@@ -71,6 +72,7 @@ def build_parser() -> argparse.ArgumentParser:
         check,
         data,
         models,
+        serve,
         show,
         replay,
     ):

@@ -19,12 +19,15 @@ from cluster.reporting.console import Reporter
 from cluster.rollout_buffer import RolloutBuffer
 from cluster.system import GeneratingSystem, Scored
 from core.decode_records import GenerationStats
-from core.records import Rollout, SampleRequest
+from core.errors import RewardError
+from core.records import ResponseFacts, Rollout, SampleRequest
 from learning.data.prompts import response_text
 from policies.scheduling.events import MoveRecord
 
 _WAIT_S = 0.2
 "How long one look at the scheduler or the reward pool may take when there is nothing new."
+_MAX_SKIP_NOTES = 5
+"Samples of an iteration that are named when they are skipped; the rest is counted."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +44,8 @@ class Collected:
     "until the last completion"
     score_s: float
     "from there to the last reward"
+    num_skipped: int = 0
+    "samples without a reward (`reward.on_error: skip`)"
 
 
 def collect(
@@ -64,14 +69,14 @@ def collect(
     by_key = {request.key: request for request in requests}
     buffer = RolloutBuffer(max_staleness=system.config.rollout.max_staleness)
     unscored: list[Scored] = []
-    num_completed, stats, generated_s = 0, before, began_s
+    num_completed, num_skipped, stats, generated_s = 0, 0, before, began_s
     wait = OpenWait(
         waiter="the scheduler",
         waited_for="the generation pool",
         order="generate more tokens",
         timeout_s=system.config.cluster.order_timeout_s,
     )
-    while len(buffer) < len(by_key):
+    while len(buffer) + num_skipped < len(by_key):
         if num_completed < len(by_key):
             taken = _take(system, wait_s=_WAIT_S, report=report)
             if taken.completions or system.scheduler.stats.num_emitted_tokens != stats.num_emitted_tokens:
@@ -84,16 +89,19 @@ def collect(
             stats, generated_s = system.scheduler.stats, time.perf_counter()
         _send(system, unscored, is_last=num_completed == len(by_key))
         scored = _receive(system, buffer, wait_s=_WAIT_S if num_completed == len(by_key) else 0.0)
+        skipped = _skip(system, report, before=num_skipped, of=len(by_key))
+        num_skipped += len(skipped)
         if groups is not None:
-            for rollout in scored:
-                further = groups.ended(rollout.completion.group_id, rollout.reward.value)
+            ended = [(rollout.completion.group_id, rollout.reward.value) for rollout in scored]
+            for group_id, reward in [*ended, *((group_id, None) for group_id in skipped)]:
+                further = groups.ended(group_id, reward)
                 if further:
                     system.scheduler.enqueue(tuple(further))
                     by_key |= {request.key: request for request in further}
         if forwards is not None:
             for rollout in scored:
                 forwards.add(rollout)
-            if len(buffer) < len(by_key):
+            if len(buffer) + num_skipped < len(by_key):
                 forwards.look()
         report.progress(phase, num_completed, len(by_key))
     return Collected(
@@ -103,6 +111,7 @@ def collect(
         planning_s=system.scheduler.planning_s - planned_before_s,
         generate_s=generated_s - began_s,
         score_s=time.perf_counter() - generated_s,
+        num_skipped=num_skipped,
     )
 
 
@@ -130,8 +139,25 @@ def _send(system: GeneratingSystem, unscored: list[Scored], *, is_last: bool) ->
         batch = unscored[:size]
         del unscored[:size]
         system.rewards.submit(
-            batch, [request.prompt for request, _, _ in batch], [text for _, _, text in batch]
+            batch,
+            [request.prompt for request, _, _ in batch],
+            [text for _, _, text in batch],
+            [ResponseFacts.of(completion) for _, completion, _ in batch],
         )
+
+
+def _skip(system: GeneratingSystem, report: Reporter, *, before: int, of: int) -> list[int]:
+    """Say why samples got no reward; their groups. Raises RewardError when it is every sample of the iteration."""
+    skipped = system.rewards.skipped()
+    for number, (_, unscored) in enumerate(skipped, start=before + 1):
+        if number <= _MAX_SKIP_NOTES:
+            report.note(f"skipped: {unscored.reason}")
+    if before + len(skipped) == of:
+        raise RewardError(
+            f"none of the {of} samples of the iteration could be scored, and nothing is left to learn from; the last: "
+            f"{skipped[-1][1].reason}"
+        )
+    return [completion.group_id for (_, completion, _), _ in skipped]
 
 
 def _receive(system: GeneratingSystem, buffer: RolloutBuffer, *, wait_s: float) -> list[Rollout]:

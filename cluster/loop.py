@@ -28,7 +28,7 @@ from cluster.system import System, running_system
 from cluster.tracking.run_log import RunLog
 from cluster.tracking.trackers import Trackers
 from core.config import Config
-from core.errors import NumericsError, StorageError
+from core.errors import NumericsError, RewardServerLost, StorageError
 
 BY_SIGTERM = "stopped by SIGTERM (ray job stop, or kill)"
 
@@ -98,6 +98,9 @@ def train(system: System, run_dir: RunDir, report: Reporter) -> None:
             if run.checkpoint_every and (iteration + 1) % run.checkpoint_every == 0:
                 save_checkpoints(system, run_dir, iteration=iteration)
         save_checkpoints(system, run_dir)
+    except RewardServerLost as error:
+        recorder.write_timeline()
+        raise RewardServerLost(f"{error}; {_keep_what_was_learned(system, run_dir)}") from error
     except (StorageError, SystemExit):
         # a full disk has no room for pictures, and SIGTERM leaves no time for them
         raise
@@ -107,6 +110,24 @@ def train(system: System, run_dir: RunDir, report: Reporter) -> None:
     finally:
         log.close()
     recorder.write_timeline()
+
+
+def _keep_what_was_learned(system: System, run_dir: RunDir) -> str:
+    """Save the weights of the iterations that are finished; how to go on from them."""
+    finished = system.target.manifest.weight_version
+    if not finished:
+        return "no iteration was finished"
+    save_checkpoints(system, run_dir)
+    models = [("target", system.target), ("draft", system.draft)]
+    paths = [
+        f"--set models.{model}={run_dir.checkpoint_dir(model)}"
+        for model, weights in models
+        if weights is not None
+    ]
+    return (
+        f"{finished} iterations are finished and their weights kept; go on from them with `rlhfspec train --config "
+        f"{run_dir.config_file} {' '.join(paths)} --set run.iterations={system.config.run.iterations - finished}`"
+    )
 
 
 def run_iteration(
@@ -157,6 +178,7 @@ def run_iteration(
     }
     figures = iteration_figures(collected.rollouts, collected.stats, update, seconds)
     figures["rollout/invariant"] = float(system.generation.is_invariant)
+    figures["reward/num_skipped"] = float(collected.num_skipped)
     if groups is not None:
         figures |= groups.figures()
     figures["data/epoch"] = system.cursor.num_passes

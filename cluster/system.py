@@ -26,6 +26,7 @@ from cluster.placement.spare_cores import nodes_of, streams_forwards
 from cluster.placement.topology import PlacementContext, Topology, actor_options, place, plan
 from cluster.preflight.evaluation_prompts import EvaluationPrompts
 from cluster.preflight.inputs import Inputs
+from cluster.preflight.reward_plan import resolved_reward, scoring_timeout_s
 from cluster.scheduling.generation_pool import GenerationPool
 from cluster.scheduling.instance_table import InstanceTable
 from cluster.scheduling.reallocation import migration_settings, reallocation_policy
@@ -258,17 +259,19 @@ def _draft(config: Config) -> PublishedWeights | None:
 def _reward_pool(
     config: Config, topology: Topology, context: PlacementContext, note: Callable[[str], None]
 ) -> RewardPool[Scored]:
+    reward = resolved_reward(config)
+
     def make(actor: int, number: int) -> Handle:
         where = topology.reward[actor]
         name = f"{where.name}-r{number}" if number else where.name
         return RewardActor.options(**actor_options(where, context) | {"name": name}).remote(
-            name, config.reward, os.getcwd()
+            name, reward, os.getcwd()
         )
 
     return RewardPool(
         [make(actor, 0) for actor in range(len(topology.reward))],
-        timeout_s=config.cluster.order_timeout_s,
-        kind=config.reward.kind,
+        timeout_s=scoring_timeout_s(config),
+        kind=reward.title,
         make=make,
         max_restarts=config.cluster.max_instance_restarts,
         note=note,

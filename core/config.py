@@ -130,8 +130,14 @@ class Config(Section):
                 "trainer.device is cuda but cluster.trainer.num_gpus is 0, which is a CPU whatever the machine has; "
                 "set it to 1, or trainer.device to auto"
             )
-        if self.reward.kind == "model" and self.reward.model is None:
-            raise ValueError("reward.kind is 'model' but reward.model names none")
+        overlong = self.reward.shaping.overlong
+        if overlong is not None:
+            longest = overlong.max_tokens or self.sampling.max_new_tokens
+            if overlong.buffer_tokens > longest:
+                raise ValueError(
+                    f"reward.shaping.overlong.buffer_tokens is {overlong.buffer_tokens}, more than the {longest} "
+                    "tokens of the longest response; lower it"
+                )
         return self
 
 

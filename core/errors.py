@@ -15,6 +15,7 @@
     |-- WaitTimeout           one process waited for another for too long
     |-- TransferError         a channel between two instances failed, or a frame arrived damaged
     |-- NodeDied              Ray itself died under the run
+    |-- RewardServerLost      a reward server did not answer, however often it was asked
     |-- InstanceLost          a generation instance died or froze
     `-- SchedulerLost         the scheduler died more often than it may be restarted
 
@@ -150,6 +151,10 @@ class TransferError(RlhfSpecError):
 
 class NodeDied(RlhfSpecError):
     """The Ray node under the process that runs the loop died, and all its actors with it."""
+
+
+class RewardServerLost(RlhfSpecError):
+    """A reward server is down or refuses; the iterations before are whole, and a run can go on from their weights."""
 
 
 class InstanceLost(RlhfSpecError):

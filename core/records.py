@@ -170,6 +170,32 @@ class Reward:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ResponseFacts:
+    """What a reward may know of a response beside its text."""
+
+    sample_index: int
+    num_tokens: int
+    "the stop token counts"
+    finish_reason: FinishReason
+
+    @staticmethod
+    def of(completion: Completion) -> ResponseFacts:
+        """The facts of a finished response."""
+        return ResponseFacts(
+            sample_index=completion.key.sample_index,
+            num_tokens=completion.num_tokens,
+            finish_reason=completion.finish_reason,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unscored:
+    """A response without a reward, and why: one line that names the sample."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
     """A scored response: what the rollout buffer holds."""
 

@@ -21,7 +21,7 @@ ALLOWED = {
     "policies": {"numpy"},
     "engine": _TORCH | {"xxhash", "xformers", "triton", "llvmlite"},
     "learning": _TORCH | {"pyarrow", "datasets", "peft", "huggingface_hub", "filelock", "gguf"},
-    "actors": _TORCH | {"ray"},
+    "actors": _TORCH | {"ray", "fastapi", "pydantic", "requests"},
     "cluster": _TORCH | {"ray", "pyarrow", "rich", "matplotlib", "yaml"},
 }
 """Third-party packages a folder may import, besides the standard library."""

@@ -82,7 +82,7 @@ def _shared(config: Config, topology: Topology, cores_of: Mapping[int, tuple[str
             return f"trainer and instances may share a GPU (cluster.trainer.num_gpus {trainer.num_gpus:g})"
         return ""
     busy = [*topology.generation, *topology.trainer]
-    if config.reward.kind == "model" and not config.cluster.reward.num_gpus:
+    if config.reward.models and not config.cluster.reward.num_gpus:
         busy += topology.reward
     for place in topology.trainer:
         node, cores = cores_of[place.bundle]

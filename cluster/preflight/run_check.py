@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoModelForCausalLM
 from transformers.configuration_utils import PretrainedConfig
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
@@ -29,6 +28,8 @@ from cluster.placement.ray_session import check_local_ray, is_local, object_stor
 from cluster.placement.topology import plan as plan_topology
 from cluster.placement.topology import require_machine
 from cluster.preflight.inputs import Inputs, read_inputs, read_tokenizer
+from cluster.preflight.param_count import count_params
+from cluster.preflight.reward_plan import check_reward
 from cluster.tracking.trackers import require_trackers
 from core.checkpoint_manifest import has_manifest, verify_checkpoint
 from core.config import Config
@@ -45,12 +46,9 @@ from engine.weights.loading import (
     meta_model,
     num_token_ids,
 )
-from engine.weights.weight_files import check_weight_files
 from learning.adapter import count_adapter_params
 from learning.data.prompts import PromptDataset
 from learning.forward.engine_scoring import require_engine_scoring
-from learning.rewards.reward_function import build_reward
-from learning.rewards.reward_model import require_one_output
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,7 +133,7 @@ def check_run(config: Config, *, output_dir: Path) -> CheckReport:
     _check_lengths(config, inputs.dataset, [target_config, draft_config])
     if inputs.evaluation is not None:
         inputs.evaluation.require_context([target_config, draft_config])
-    reward_params = _check_reward(config)
+    reward_params = check_reward(config.reward)
     max_total_tokens = inputs.max_total_tokens(config)
     plan = plan_memory(
         config,
@@ -187,14 +185,6 @@ def model_shape(config: PretrainedConfig, name: str | None = None) -> ModelShape
         hidden_size=text.hidden_size,
         vocab_size=text.vocab_size,
     )
-
-
-def count_params(config: PretrainedConfig, auto_class: Any, name: str | None = None) -> int:
-    """Parameters of a model, counted on the meta device; arguments and errors as above."""
-    model = meta_model(name or config.model_type, config, auto_class)
-    if name is not None:
-        check_weight_files(name, model)
-    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def _check_scoring(config: Config) -> None:
@@ -263,18 +253,6 @@ def _check_lengths(config: Config, dataset: PromptDataset, models: list[Pretrain
             f"{min(limits)}; lower sampling.max_new_tokens or data.max_prompt_tokens "
             "(with data.on_long_prompt=skip)"
         )
-
-
-def _check_reward(config: Config) -> int | None:
-    """Parameters of the reward model, None for a rule."""
-    if config.reward.kind == "model" and config.reward.model is not None:
-        name = config.reward.model
-        reward_config = load_hf_config(name)
-        require_one_output(name, reward_config)
-        load_tokenizer(name)
-        return count_params(reward_config, AutoModelForSequenceClassification, name)
-    build_reward(config.reward)
-    return None
 
 
 def _require_room(config: Config, report: CheckReport, output_dir: Path) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from cluster.reporting.reward_figures import reward_figures
 from cluster.reporting.summary import amdahl_bound
 from core.decode_records import GenerationStats
 from core.records import Rollout, UpdateReport
@@ -26,12 +27,8 @@ def iteration_figures(
         seconds: `generate`, `score`, `update`, `publish`, `refit`, `evaluate`, `iteration`; score counts only what
             follows the last completion, because the rest is hidden behind generation.
     """
-    rewards = np.array([rollout.reward.value for rollout in rollouts])
     lengths = np.array([rollout.completion.num_tokens for rollout in rollouts])
-    correct = [r.reward.parts["correct"] for r in rollouts if "correct" in r.reward.parts]
-    figures = {"reward/mean": float(rewards.mean()), "reward/std": float(rewards.std())}
-    if correct:
-        figures["reward/accuracy"] = float(np.mean(correct))
+    figures = reward_figures([rollout.reward for rollout in rollouts])
     figures |= {
         "rollout/mean_acceptance_length": stats.mean_acceptance_length,
         "rollout/acceptance_rate": stats.acceptance_rate,

@@ -1,17 +1,163 @@
-"""How responses are scored."""
+"""How responses are scored: one reward or a weighted mixture, shaping, what a failing function does to the run."""
 
 from __future__ import annotations
 
-from pydantic import Field
+import re
+from typing import Annotated, Any, Literal
 
-from core.settings.section import Name, Section
+from pydantic import Field, model_validator
+
+from core.settings.section import Name, Seconds, Section
+
+PartName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_.-]*$", max_length=60)]
+
+RESERVED_NAMES = ("mean", "std", "accuracy", "num_skipped", "unshaped", "overlong", "length", "missing_eos")
+"names under `reward/` in metrics.jsonl that no part of a mixture may take"
 
 
-class RewardConfig(Section):
-    """How a response is scored."""
+class Scorer(Section):
+    """What one reward is made of."""
 
     kind: str = "chain"
-    "`chain`, `one_sentence`, `gsm8k`, `model`, or a Python function as `package.module:function`"
+    "`chain`, `one_sentence`, `gsm8k`, `model`, `serve`, `format`, or a Python function as `package.module:function`"
     model: Name | None = None
     "kind model: path or hub name of a sequence-classification model"
+    url: Name | None = None
+    "kind serve: address of a reward server, such as http://127.0.0.1:8000/score"
+    app: Name | None = None
+    "kind serve: name of a Ray Serve application of the same Ray cluster, called by handle instead of `url`"
+    pattern: str | None = None
+    "kind format: 1.0 for a response that this regular expression matches as a whole (`.` takes line ends), else 0.0"
+    mean: float = 0.0
+    "taken off the value"
+    std: float = Field(default=1.0, gt=0.0)
+    "the value is divided by it"
+    clip: tuple[float, float] | None = None
+    "the value, after `mean` and `std`, is kept between these two"
+
+    @model_validator(mode="after")
+    def _complete(self) -> Any:
+        if self.kind == "model" and self.model is None:
+            raise ValueError("reward.kind is 'model' but reward.model names none; give a path or hub name")
+        if self.kind == "serve" and (self.url is None) == (self.app is None):
+            raise ValueError(
+                "reward.kind serve needs exactly one of reward.url (a server) and reward.app (a Ray Serve application)"
+            )
+        if self.url is not None and not self.url.startswith(("http://", "https://")):
+            raise ValueError(f"reward.url must begin with http:// or https://, got '{self.url}'")
+        if self.kind == "format":
+            if self.pattern is None:
+                raise ValueError(
+                    "reward.kind is 'format' but reward.pattern is null; give a regular expression"
+                )
+            try:
+                re.compile(self.pattern)
+            except re.error as error:
+                raise ValueError(f"reward.pattern is no regular expression: {error}") from None
+        if self.clip is not None and self.clip[0] >= self.clip[1]:
+            raise ValueError(f"reward.clip must be [low, high] with low below high, got {list(self.clip)}")
+        return self
+
+
+class RewardPart(Scorer):
+    """One reward of a mixture."""
+
+    name: PartName
+    "its mean is `reward/NAME` in metrics.jsonl, its own parts are `reward/NAME/PART`"
+    weight: float = 1.0
+    "the mixture is the sum of weight times value"
+
+
+class OverlongConfig(Section):
+    """DAPO's soft overlong punishment: nothing up to max_tokens - buffer_tokens, `factor` at max_tokens."""
+
+    max_tokens: int | None = Field(default=None, ge=1)
+    "null: sampling.max_new_tokens"
+    buffer_tokens: int = Field(ge=1)
+    factor: float = Field(default=1.0, ge=0.0)
+
+
+class ShapingConfig(Section):
+    """What is taken off the reward for how the response ended and how long it is; KL counts in `algorithm`."""
+
+    overlong: OverlongConfig | None = None
+    length_penalty: float = 0.0
+    "taken off for each response token"
+    missing_eos_penalty: float = Field(default=0.0, ge=0.0)
+    "taken off a response that was cut at sampling.max_new_tokens"
+
+    @property
+    def is_on(self) -> bool:
+        """Whether anything is shaped."""
+        return self.overlong is not None or bool(self.length_penalty or self.missing_eos_penalty)
+
+
+class RewardServerConfig(Section):
+    """How a reward server is asked (kind serve)."""
+
+    timeout_s: Seconds = 120.0
+    "for one batch"
+    retries: int = Field(default=6, ge=0)
+    "after the first try, when the server is down, refuses, or loses a replica"
+    backoff_s: Seconds = 0.5
+    "before the first retry; doubles with each"
+
+
+class RewardConfig(Scorer):
+    """How a response is scored."""
+
+    parts: tuple[RewardPart, ...] = ()
+    "a weighted mixture; excludes `kind` and what belongs to one reward alone"
     batch_size: int = Field(default=32, ge=1)
+    "samples that an actor takes at once; on a GPU also those of one forward of a reward model"
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    "of reward models; auto: bfloat16 on a GPU, float32 on a CPU"
+    max_tokens: int | None = Field(default=None, ge=1)
+    "of prompt and response in a reward model, null: what it holds; prompts are cut on their left, responses never"
+    timeout_s: Seconds = 10.0
+    "for one call of a Python function"
+    on_error: Literal["fail", "skip"] = "fail"
+    "a sample whose function raises, hangs, or gives no finite number: ends the run, or leaves the batch"
+    shaping: ShapingConfig = ShapingConfig()
+    server: RewardServerConfig = RewardServerConfig()
+
+    @property
+    def scorers(self) -> tuple[Scorer, ...]:
+        """The parts of the mixture, or the one reward."""
+        return self.parts or (self,)
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """Reward models that run in the pool."""
+        return tuple(part.model for part in self.scorers if part.kind == "model" and part.model is not None)
+
+    @property
+    def calls_functions(self) -> bool:
+        """Whether Python functions of the user's are called."""
+        return any(":" in part.kind or part.kind == "format" for part in self.scorers)
+
+    @property
+    def title(self) -> str:
+        """For messages: the kind, of a mixture all kinds."""
+        return " + ".join(part.kind for part in self.scorers)
+
+    @model_validator(mode="after")
+    def _one_form(self) -> RewardConfig:
+        if not self.parts:
+            return self
+        alone = [
+            name
+            for name, field in Scorer.model_fields.items()
+            if getattr(self, name) != field.default  # a written-out config names all defaults
+        ]
+        if alone:
+            raise ValueError(
+                f"reward.parts excludes reward.{alone[0]}: give each part its own, or take reward.parts out"
+            )
+        names = [part.name for part in self.parts]
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"reward.parts has two parts called '{name}'; rename one")
+            if name in RESERVED_NAMES:
+                raise ValueError(f"reward.parts: the name '{name}' is a figure of its own; choose another")
+        return self

@@ -1,56 +1,57 @@
-"""The reward function protocol and the one place that builds one from the config."""
+"""The one place that builds a reward from the config."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from collections.abc import Callable
 
 from core.config import RewardConfig
 from core.errors import ConfigError
-from core.records import Prompt, Reward
+from core.settings.reward import Scorer
+from learning.rewards.reward_stage import RewardStage
+from learning.rewards.score_request import RewardSource, RuleSource
+
+ServedSource = Callable[[Scorer], RewardSource]
+"Makes what asks a reward server: only processes with Ray can."
 
 
-@runtime_checkable
-class RewardFunction(Protocol):
-    """Scores responses. Must be a pure function of its arguments: a retry gives the same reward."""
-
-    def score(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> list[Reward]:
-        """Score one response a prompt, in order.
-
-        Raises RewardError naming the sample when it cannot be scored.
-        """
-        ...
-
-
-def build_reward(config: RewardConfig, *, device: str = "cpu") -> RewardFunction:
-    """Build the reward function that `reward.kind` names; a model works on `device`, as torch names it.
+def build_reward(
+    config: RewardConfig, *, device: str = "cpu", served: ServedSource | None = None
+) -> RewardStage:
+    """Build the reward that the config describes; models work on `device`, as torch names it.
 
     Raises ConfigError for an unknown kind or a function that cannot be imported, ModelError for a
     reward model that cannot be loaded.
     """
+    return RewardStage(config, [_source(scorer, config, device, served) for scorer in config.scorers])
+
+
+def _source(scorer: Scorer, config: RewardConfig, device: str, served: ServedSource | None) -> RewardSource:
     # imported here so that a rule reward does not wait for what it never uses
-    if config.kind == "chain":
+    if scorer.kind == "chain":
         from learning.tasks.chain_task import ChainReward
 
-        return ChainReward()
-    if config.kind == "one_sentence":
+        return RuleSource(ChainReward())
+    if scorer.kind == "one_sentence":
         from learning.tasks.one_sentence import OneSentenceReward
 
-        return OneSentenceReward()
-    if config.kind == "gsm8k":
+        return RuleSource(OneSentenceReward())
+    if scorer.kind == "gsm8k":
         from learning.tasks.gsm8k import Gsm8kReward
 
-        return Gsm8kReward()
-    if config.kind == "model":
+        return RuleSource(Gsm8kReward())
+    if scorer.kind == "model" and scorer.model is not None:
         from learning.rewards.reward_model import ModelReward
 
-        if config.model is None:
-            raise ConfigError("reward.kind is 'model' but reward.model names none; give a path or hub name")
-        return ModelReward(config.model, batch_size=config.batch_size, device=device)
-    if ":" in config.kind:
+        return ModelReward(scorer.model, config, device=device)
+    if scorer.kind == "serve":
+        if served is None:
+            raise ConfigError("reward.kind serve is asked by the reward pool of a run; it is not built here")
+        return served(scorer)
+    if ":" in scorer.kind or scorer.kind == "format":
         from learning.rewards.user_function import UserReward
 
-        return UserReward(config.kind)
+        return UserReward(scorer.kind, timeout_s=config.timeout_s, pattern=scorer.pattern)
     raise ConfigError(
-        f"unknown reward.kind '{config.kind}': expected chain, one_sentence, gsm8k, model or package.module:function"
+        f"unknown reward.kind '{scorer.kind}': expected chain, one_sentence, gsm8k, model, serve, format or "
+        "package.module:function"
     )

@@ -6,59 +6,86 @@ Source: Ouyang et al. 2022, section 3.5 (a reward model reads prompt and respons
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import torch
 from transformers import AutoModelForSequenceClassification
 from transformers.configuration_utils import PretrainedConfig
 
-from core.errors import ModelError, RewardError
-from core.records import Prompt, Reward
+from core.config import RewardConfig
+from core.errors import ModelError
+from core.records import Reward, Unscored
+from engine.weights.causal_lm import DTYPES, max_context_tokens
 from engine.weights.loading import load_model, load_tokenizer
-from learning.rewards.rendering import render
+from learning.rewards.model_text import ModelText
+from learning.rewards.score_request import ScoreRequest
+
+_LEAST_FILL = 0.75
+"Of a batch's longest text, the least share of tokens that others in it have."
 
 
 class ModelReward:
-    """Scores prompt + response text in batches, padded to the longest."""
+    """Scores responses, on a GPU in batches of similar length, padded on the right to the longest.
 
-    def __init__(self, model: str, *, batch_size: int, device: str = "cpu") -> None:
+    On a CPU each text has a forward of its own: its score is the same to the bit whatever is scored beside it, and
+    a batch would save little time. On a GPU scores depend on the batch by rounding.
+    """
+
+    def __init__(self, model: str, config: RewardConfig, *, device: str = "cpu") -> None:
+        """Load `model` by path or hub name. Raises ModelError."""
         self.name = model
-        self.batch_size = batch_size
+        self.batch_size = 1 if device == "cpu" else config.batch_size
         try:
-            self._tokenizer = load_tokenizer(model)
-            self._model = load_model(AutoModelForSequenceClassification, model).to(device)  # type: ignore[arg-type]
+            tokenizer = load_tokenizer(model)
+            dtype = DTYPES[resolve_dtype(config, on_gpu=device != "cpu")]
+            self._model = load_model(AutoModelForSequenceClassification, model, dtype=dtype).to(device)  # type: ignore[arg-type]
         except ModelError as error:
             raise ModelError(f"cannot load reward.model: {error}") from error
         require_one_output(model, self._model.config)
-        if self._tokenizer.pad_token_id is None:
-            self._tokenizer.pad_token = self._tokenizer.eos_token
-        # the head finds the last real token by this id
-        self._model.config.pad_token_id = self._tokenizer.pad_token_id
+        self._text = ModelText(tokenizer, _longest(config, self._model.config))
+        # some heads find the last real token by this id; where the model has none, each batch chooses (`_pad_id`)
+        self._pad_id: int | None = self._model.config.pad_token_id
+
+    def outcomes(self, requests: Sequence[ScoreRequest]) -> Iterator[Reward | Unscored]:
+        """One answer a request, in order; a score that is not finite has none."""
+        found: dict[int, Reward | Unscored] = {}
+        texts: list[tuple[int, list[int]]] = []
+        for index, request in enumerate(requests):
+            try:
+                texts.append((index, self._text.token_ids(request)))
+            except ValueError as error:
+                found[index] = Unscored(reason=f"reward model {self.name}, {request.where}: {error}")
+        # longest first: what does not fit into memory fails at once
+        texts.sort(key=lambda text: len(text[1]), reverse=True)
+        for batch in _batches(texts, self.batch_size):
+            for (index, _), score in zip(batch, self._scores([ids for _, ids in batch]), strict=True):
+                found[index] = self._outcome(requests[index], score)
+        yield from (found[index] for index in range(len(requests)))
 
     @torch.inference_mode()
-    def score(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> list[Reward]:
-        """Score one response a prompt, in order. Raises RewardError when a score is not finite."""
-        limit = self._tokenizer.model_max_length
-        ids = [
-            render(self._tokenizer, prompt.text, prompt.messages, response, max_tokens=limit)
-            for prompt, response in zip(prompts, responses, strict=True)
-        ]
-        rewards: list[Reward] = []
-        for start in range(0, len(ids), self.batch_size):
-            batch: Any = self._tokenizer.pad(
-                {"input_ids": ids[start : start + self.batch_size]}, return_tensors="pt"
-            ).to(self._model.device)
-            scores = self._model(**batch).logits[:, 0].float().tolist()
-            for offset, score in enumerate(scores):
-                if not math.isfinite(score):
-                    prompt = prompts[start + offset]
-                    raise RewardError(
-                        f"reward model {self.name} gave {score} for sample {start + offset} "
-                        f"(prompt {prompt.prompt_id}); expected a finite number; check the model"
-                    )
-                rewards.append(Reward(value=score))
-        return rewards
+    def _scores(self, batch: list[list[int]]) -> list[float]:
+        longest = max(len(ids) for ids in batch)
+        pad = self._pad_id if self._pad_id is not None else _unused_at_the_end(batch)
+        self._model.config.pad_token_id = pad
+        device = self._model.device
+        ids = torch.tensor([ids + [pad] * (longest - len(ids)) for ids in batch], device=device)
+        mask = torch.tensor([[1] * len(ids) + [0] * (longest - len(ids)) for ids in batch], device=device)
+        return self._model(input_ids=ids, attention_mask=mask).logits[:, 0].float().tolist()
+
+    def _outcome(self, request: ScoreRequest, score: float) -> Reward | Unscored:
+        if math.isfinite(score):
+            return Reward(value=score)
+        return Unscored(
+            reason=f"reward model {self.name} gave {score} for {request.where}; expected a finite number; "
+            "check the model"
+        )
+
+
+def resolve_dtype(config: RewardConfig, *, on_gpu: bool) -> str:
+    """The dtype that `reward.dtype` comes to on a device."""
+    if config.dtype != "auto":
+        return config.dtype
+    return "bfloat16" if on_gpu else "float32"
 
 
 def require_one_output(name: str, config: PretrainedConfig) -> None:
@@ -68,3 +95,29 @@ def require_one_output(name: str, config: PretrainedConfig) -> None:
             f"reward.model '{name}' must have one output, it has {config.num_labels}; "
             "use a model trained with num_labels=1"
         )
+
+
+def _longest(config: RewardConfig, model: PretrainedConfig) -> int | None:
+    limits = [limit for limit in (config.max_tokens, max_context_tokens(model)) if limit]
+    return min(limits) if limits else None
+
+
+def _batches(texts: list[tuple[int, list[int]]], batch_size: int) -> Iterator[list[tuple[int, list[int]]]]:
+    """Cut texts, the longest first, into batches whose shortest has most of the longest's tokens.
+
+    Lengths of responses have a long tail: in one batch of all, most of the work would be padding.
+    """
+    batch: list[tuple[int, list[int]]] = []
+    for text in texts:
+        if batch and (len(batch) == batch_size or len(text[1]) < _LEAST_FILL * len(batch[0][1])):
+            yield batch
+            batch = []
+        batch.append(text)
+    if batch:
+        yield batch
+
+
+def _unused_at_the_end(batch: list[list[int]]) -> int:
+    """A token that no sequence ends with, so that a head that looks for the last other one finds the end."""
+    ends = {ids[-1] for ids in batch}
+    return next(token for token in range(len(ends) + 1) if token not in ends)

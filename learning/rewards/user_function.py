@@ -1,114 +1,159 @@
-"""A reward from the user's own Python function, `package.module:function`.
+"""A reward from the user's own Python function, `package.module:function`, each call within a time limit.
 
-Signature: `f(prompt: str, response: str, reference: str) -> float | dict` with the reward under
-"value" and any further finite numbers as parts.
+Signature: `f(prompt: str, response: str, reference: str) -> float | dict` with the reward under "value" and any
+further finite numbers as parts. By name it may ask for more (`function_child.EXTRAS`), as TRL passes columns.
 """
 
 from __future__ import annotations
 
-import importlib
-import inspect
-import math
+import json
+import multiprocessing
 import os
+import subprocess
 import sys
-import traceback
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from collections.abc import Iterator, Sequence
+from multiprocessing.connection import Connection
 from typing import Any
 
-from core.errors import ConfigError, RewardError
-from core.records import Prompt, Reward
+from core.errors import ConfigError
+from core.records import Reward, Unscored
+from learning.rewards.function_child import PARTS, READY
+from learning.rewards.score_request import ScoreRequest
+
+_START_S = 120.0
+"what importing the user's module may take"
+_MAIN = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[3]); "
+    "from learning.rewards.function_child import main; main(int(sys.argv[1]), int(sys.argv[2]))"
+)
 
 
 class UserReward:
-    """Calls the user's function once a response."""
+    """Calls the user's function once a response, in a child process that is replaced when a call hangs."""
 
-    def __init__(self, path: str) -> None:
-        self.path = path
-        self._function = _import_function(path)
+    def __init__(self, path: str, *, timeout_s: float, pattern: str | None = None) -> None:
+        """`pattern`: of kind format, whose function is our own.
 
-    def score(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> list[Reward]:
-        """Score one response a prompt, in order.
-
-        Raises RewardError, naming the prompt and the place in the batch, when the function raises or
-        returns something that is not finite.
+        Raises ConfigError when the function cannot be imported or called.
         """
-        pairs = zip(prompts, responses, strict=True)
-        return [self._score_one(index, prompt, response) for index, (prompt, response) in enumerate(pairs)]
+        self.path = path
+        self._timeout_s = timeout_s
+        self._order = ("format", pattern) if pattern is not None else ("import", path)
+        self._child = _Child(self._order, path)
 
-    def _score_one(self, index: int, prompt: Prompt, response: str) -> Reward:
-        where = f"reward function {self.path}, sample {index} of the batch (prompt {prompt.prompt_id})"
-        shown = f"response began '{response[:60]}'"
+    def outcomes(self, requests: Sequence[ScoreRequest]) -> Iterator[Reward | Unscored]:
+        """One answer a request, in order, as they come; a call that hangs or crashes is one of them."""
+        asked = 0
         try:
-            result = self._function(prompt.text, response, prompt.reference)
-        # the user's code may raise anything, and sys.exit would end the actor; we say where
-        except (Exception, SystemExit) as error:
-            raise RewardError(
-                f"{where} raised {type(error).__name__}: {one_line(error)}; {shown}; mend the function"
-            ) from error
-        if isinstance(result, Mapping):
-            if "value" not in result:
-                raise RewardError(f"{where} returned a dict without 'value'; got keys {sorted(result)}")
-            parts = {str(k): _finite(v, f"{where}, part '{k}'", shown) for k, v in result.items()}
-            return Reward(value=parts.pop("value"), parts=parts)
-        return Reward(value=_finite(result, where, shown))
+            while asked < len(requests):
+                # after a hang or a crash, a new child goes on behind the sample
+                self._renew()
+                self._child.parent_end.send([_columns(request) for request in requests[asked:]])
+                for request in requests[asked:]:
+                    answer = self._child.answer(self._timeout_s)
+                    asked += 1
+                    yield _outcome(self.path, request, answer)
+                    if not self._child.is_alive:
+                        break
+        finally:
+            if asked < len(requests):
+                # whoever reads has read enough: answers to come belong to nobody
+                self._child.kill()
+
+    def close(self) -> None:
+        """End the child process."""
+        self._child.kill()
+
+    def _renew(self) -> None:
+        if not self._child.is_alive:
+            self._child = _Child(self._order, self.path)
 
 
-def _finite(value: Any, where: str, shown: str) -> float:
-    try:
-        number = float(value)
-    except (TypeError, ValueError) as error:
-        raise RewardError(
-            f"{where} returned {value!r}; expected a finite number; {shown}; mend the function"
-        ) from error
-    if not math.isfinite(number):
-        raise RewardError(f"{where} returned {number}; expected a finite number; {shown}; mend the function")
-    return number
+class _Child:
+    """One child process with the function in it."""
 
-
-def _import_function(path: str) -> Callable[[str, str, str], Any]:
-    module_name, _, name = path.partition(":")
-    if not all(part.isidentifier() for part in [*module_name.split("."), name]):
-        raise ConfigError(
-            f"reward.kind '{path}' names no function: expected package.module:function, such as "
-            "my_rewards:score for the function score in my_rewards.py"
+    def __init__(self, order: tuple[str, str], path: str) -> None:
+        self.parent_end, child_end = multiprocessing.Pipe()
+        descriptor = child_end.fileno()
+        arguments = [str(descriptor), str(os.getpid()), json.dumps([entry for entry in sys.path if entry])]
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-c", _MAIN, *arguments],
+            stdin=subprocess.DEVNULL,
+            pass_fds=[descriptor],
         )
-    caller = os.getcwd()  # the console script leaves it out; last, so that nothing of ours is shadowed
-    if caller not in sys.path:
-        sys.path.append(caller)
-    try:
-        function = vars(importlib.import_module(module_name))[name]
-    except (ModuleNotFoundError, SyntaxError) as error:
-        raise ConfigError(
-            f"reward.kind {path}: cannot import {module_name}: {error}; "
-            "run from the folder that holds it, or put it on PYTHONPATH"
-        ) from error
-    except KeyError:
-        raise ConfigError(f"reward.kind {path}: {module_name} has no '{name}'; check the name") from None
-    except (Exception, SystemExit) as error:  # the module runs whatever the user wrote
-        raise ConfigError(
-            f"reward.kind {path}: importing {module_name} raised {type(error).__name__}: {one_line(error)} "
-            f"({_place(error)}); mend the module"
-        ) from error
-    if not callable(function):
-        raise ConfigError(f"reward.kind {path}: '{name}' is {type(function).__name__}, not a function")
-    try:
-        inspect.signature(function).bind("prompt", "response", "reference")
-    except TypeError as error:
-        raise ConfigError(
-            f"reward.kind {path}: '{name}' cannot be called as {name}(prompt, response, reference): {error}; "
-            "give it these three arguments"
-        ) from error
-    except ValueError:
-        pass  # a function of C without a signature; its first call will tell
-    return function
+        child_end.close()
+        self._is_killed = False
+        self._end = weakref.finalize(self, _end, self._process, self.parent_end)
+        try:
+            self.parent_end.send(order)
+            state, fault = (
+                self.parent_end.recv() if self.parent_end.poll(_START_S) else (None, "takes too long")
+            )
+        except (EOFError, BrokenPipeError, ConnectionResetError):
+            state, fault = None, f"ended its process ({self._exit()})"
+        if state != READY:
+            self.kill()
+            if state is None:
+                fault = f"reward.kind {path}: importing it {fault}; mend the module"
+            raise ConfigError(str(fault))
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it can be asked."""
+        return not self._is_killed and self._process.poll() is None
+
+    def answer(self, timeout_s: float) -> tuple[str, Any]:
+        """The next answer; when none comes, why, and the child is gone."""
+        try:
+            if self.parent_end.poll(timeout_s):
+                return self.parent_end.recv()
+        except (EOFError, ConnectionResetError):
+            fault = f"ended its process ({self._exit()})"
+        else:
+            fault = f"did not return within reward.timeout_s ({timeout_s:g} s)"
+        self.kill()
+        return "bad", fault
+
+    def kill(self) -> None:
+        """End the process, whatever it is doing."""
+        self._is_killed = True
+        self._end()
+
+    def _exit(self) -> str:
+        try:
+            code = self._process.wait(timeout=5.0)
+        except subprocess.TimeoutExpired:
+            return "still ending"
+        return f"exit code {code}" if code >= 0 else f"signal {-code}"
 
 
-def one_line(error: BaseException) -> str:
-    """An error's message without line breaks."""
-    return " ".join(str(error).split())[:200]
+def _end(process: subprocess.Popen[bytes], parent_end: Connection) -> None:
+    process.kill()
+    process.wait()
+    parent_end.close()
 
 
-def _place(error: BaseException) -> str:
-    """File and line of the user's code that raised, as far as it is known."""
-    frames = traceback.extract_tb(error.__traceback__)
-    return f"{os.path.basename(frames[-1].filename)}, line {frames[-1].lineno}" if frames else "no line known"
+def _columns(request: ScoreRequest) -> dict[str, Any]:
+    """What a function may be given; plain values, so that the child needs nothing of ours."""
+    prompt, facts = request.prompt, request.facts
+    return {
+        "prompt": prompt.text,
+        "response": request.response,
+        "reference": prompt.reference,
+        "messages": [{"role": role, "content": content} for role, content in prompt.messages],
+        "prompt_id": prompt.prompt_id,
+        "sample_index": facts.sample_index if facts else None,
+        "num_tokens": facts.num_tokens if facts else None,
+        "finish_reason": str(facts.finish_reason) if facts else None,
+    }
+
+
+def _outcome(path: str, request: ScoreRequest, answer: tuple[str, Any]) -> Reward | Unscored:
+    kind, content = answer
+    if kind == PARTS:
+        return Reward(value=content.pop("value"), parts=content)
+    return Unscored(
+        reason=f"reward function {path}, {request.where} {content}; expected a finite number; {request.shown}; "
+        "mend the function, or set reward.on_error to skip"
+    )

@@ -15,7 +15,7 @@ from cluster.commands.bench import WITH_REAL_MODEL, benchmark_names
 from cluster.placement.origin import PACKAGES, ROOT, shadowed_packages
 from tests.conftest import TinyPair
 
-COMMANDS = ("demo", "train", "bench", "check", "models", "show")
+COMMANDS = ("demo", "train", "bench", "check", "models", "serve", "show")
 
 
 @pytest.fixture
@@ -345,3 +345,25 @@ def test_scoring_by_the_engine_is_refused_where_bits_are_not_promised_or_not_tak
     assert said in message and (
         "set trainer.scoring: model" in message or "take out one of the two" in message
     )
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (("--kind", "no_such_module:f"), "cannot import no_such_module"),
+        (("--model", "/nowhere"), "does not exist"),
+        (("--kind", "chain", "--replicas", "2:1"), "--replicas expects"),
+        (("--kind", "chain", "--replicas", "0"), "--replicas expects"),
+        (("--kind", "chain", "--set", "batch=1"), "batch"),
+        (
+            ("--kind", "chain", "--set", "shaping={missing_eos_penalty: 1}"),
+            "belongs to the config of the run",
+        ),
+        (("--kind", "chain", "--replicas", "999"), "lower --replicas"),
+    ],
+)
+def test_a_reward_that_cannot_be_served_is_refused(
+    argv: tuple[str, ...], words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cluster.reward_server.ray_session", None)  # nothing may start
+    assert words in refused(capsys, "serve", "reward", *argv)

@@ -1,5 +1,6 @@
 """Collecting one iteration, over a scheduler and a reward pool made by hand. No Ray, no torch models."""
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,15 +11,17 @@ from made_moves import move
 from actors.actor_messages import LostInstance, Taken
 from cluster.collect import collect
 from core.decode_records import GenerationStats
-from core.errors import WeightsError
+from core.errors import RewardError, WeightsError
 from core.records import (
     Completion,
     FinishReason,
     Prompt,
+    ResponseFacts,
     Reward,
     SampleKey,
     SampleRequest,
     SamplingParams,
+    Unscored,
     WeightSpan,
 )
 from learning.pairs.tokenization import character_tokenizer
@@ -86,7 +89,9 @@ class Scheduler:
 class Rewards:
     """One actor: busy from a batch until the next collection, which scores the newest batch first."""
 
-    def __init__(self) -> None:
+    def __init__(self, refused: Sequence[int] = ()) -> None:
+        self.refused = refused
+        self.unscored: list = []
         self.sent: list[list[int]] = []
         self.sent_after: list[int] = []
         self.num_collections = 0
@@ -96,8 +101,9 @@ class Rewards:
     def has_idle(self) -> bool:
         return not self.waiting
 
-    def submit(self, items: list, prompts: list, responses: list[str]) -> None:
+    def submit(self, items: list, prompts: list, responses: list[str], facts: list[ResponseFacts]) -> None:
         assert [item[0].prompt for item in items] == prompts and [item[2] for item in items] == responses
+        assert [item[1].key.sample_index for item in items] == [fact.sample_index for fact in facts]
         self.sent_after.append(self.num_collections)
         self.sent.append([item[1].key.sample_index for item in items])
         self.waiting.append(list(items))
@@ -105,7 +111,21 @@ class Rewards:
     def collect(self, *, wait_s: float) -> list:
         self.num_collections += 1
         batch = self.waiting.pop() if self.waiting else []
-        return [(item, Reward(value=float(item[1].key.sample_index))) for item in batch]
+        indices = [item[1].key.sample_index for item in batch]
+        self.unscored += [
+            (item, Unscored(reason=f"sample {i} is refused"))
+            for i, item in zip(indices, batch, strict=True)
+            if i in self.refused
+        ]
+        return [
+            (item, Reward(value=float(i)))
+            for i, item in zip(indices, batch, strict=True)
+            if i not in self.refused
+        ]
+
+    def skipped(self) -> list:
+        unscored, self.unscored = self.unscored, []
+        return unscored
 
 
 class Report:
@@ -231,3 +251,21 @@ def test_a_response_of_older_weights_ends_the_iteration():
     stale = Taken(completions=(done(0, version=1),))
     with pytest.raises(WeightsError, match="sample 0 holds tokens of weight version 1"):
         collected(system(stale), 0)
+
+
+def test_samples_without_a_reward_leave_the_iteration_with_a_count_and_their_reason():
+    made, report = system(taken(3), taken(1, 4), taken(0, 2)), Report()
+    made.rewards = Rewards(refused=[1, 4])
+    gathered = collected(made, 0, 1, 2, 3, 4, report=report)
+    assert [r.completion.key.sample_index for r in gathered.rollouts] == [0, 2, 3]
+    assert gathered.num_skipped == 2
+    assert sorted(report.notes) == ["skipped: sample 1 is refused", "skipped: sample 4 is refused"]
+
+
+def test_an_iteration_without_any_reward_is_an_error():
+    made = system(taken(0, 1))
+    made.rewards = Rewards(refused=[0, 1])
+    with pytest.raises(
+        RewardError, match=r"none of the 2 samples of the iteration could be scored.*is refused"
+    ):
+        collected(made, 0, 1)

@@ -1,0 +1,128 @@
+"""What a reward server is asked and answers over HTTP, as JSON: POST /score. FastAPI shows it at /docs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field
+
+from core.records import FinishReason, Prompt, ResponseFacts, Reward, Unscored
+from learning.rewards.score_request import ScoreRequest
+
+
+class Message(BaseModel):
+    """One turn of a chat."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    role: str
+    content: str
+
+
+class Sample(BaseModel):
+    """One response to score. `messages` wins over `prompt` where the reward model has a chat template."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    response: str
+    prompt: str = ""
+    messages: list[Message] = []
+    reference: str = ""
+    prompt_id: int = 0
+    sample_index: int | None = None
+    num_tokens: int | None = Field(default=None, ge=0)
+    finish_reason: Literal["stop", "length"] | None = None
+
+
+class ScoreBody(BaseModel):
+    """The body of POST /score. No sample at all is a way to ask whether the server is there."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    samples: list[Sample]
+
+
+class ScoredSample(BaseModel):
+    """The reward of one sample, or in `error` why it has none."""
+
+    value: float | None = None
+    parts: dict[str, float] = {}
+    error: str | None = None
+
+
+class ScoreAnswer(BaseModel):
+    """One reward a sample, in order."""
+
+    rewards: list[ScoredSample]
+
+
+def to_body(requests: Sequence[ScoreRequest]) -> ScoreBody:
+    """What is sent. Token ids are not: the server has a tokenizer of its own."""
+    return ScoreBody(
+        samples=[
+            Sample(
+                response=request.response,
+                prompt=request.prompt.text,
+                messages=[Message(role=role, content=text) for role, text in request.prompt.messages],
+                reference=request.prompt.reference,
+                prompt_id=request.prompt.prompt_id,
+                sample_index=request.facts.sample_index if request.facts else None,
+                num_tokens=request.facts.num_tokens if request.facts else None,
+                finish_reason=request.facts.finish_reason.value if request.facts else None,
+            )
+            for request in requests
+        ]
+    )
+
+
+def from_body(body: ScoreBody) -> list[ScoreRequest]:
+    """What is scored."""
+    return [
+        ScoreRequest(
+            prompt=Prompt(
+                prompt_id=sample.prompt_id,
+                token_ids=np.empty(0, dtype=np.int64),
+                text=sample.prompt,
+                reference=sample.reference,
+                messages=tuple((message.role, message.content) for message in sample.messages),
+            ),
+            response=sample.response,
+            facts=_facts(sample),
+            place=place,
+        )
+        for place, sample in enumerate(body.samples)
+    ]
+
+
+def _facts(sample: Sample) -> ResponseFacts | None:
+    if sample.sample_index is None or sample.num_tokens is None or sample.finish_reason is None:
+        return None
+    return ResponseFacts(
+        sample_index=sample.sample_index,
+        num_tokens=sample.num_tokens,
+        finish_reason=FinishReason(sample.finish_reason),
+    )
+
+
+def to_answer(outcomes: Sequence[Reward | Unscored]) -> ScoreAnswer:
+    """What is answered."""
+    return ScoreAnswer(
+        rewards=[
+            ScoredSample(value=outcome.value, parts=outcome.parts)
+            if isinstance(outcome, Reward)
+            else ScoredSample(error=outcome.reason)
+            for outcome in outcomes
+        ]
+    )
+
+
+def from_answer(answer: ScoreAnswer) -> list[Reward | Unscored]:
+    """What the asking side goes on with."""
+    return [
+        Reward(value=scored.value, parts=scored.parts)
+        if scored.value is not None
+        else Unscored(reason=scored.error or "the reward server gave neither a value nor an error")
+        for scored in answer.rewards
+    ]

@@ -1,0 +1,51 @@
+"""The reward of a run before it starts: what is wrong with it, what it needs, what other sections tell it."""
+
+from __future__ import annotations
+
+from transformers import AutoModelForSequenceClassification
+
+from cluster.preflight.param_count import count_params
+from core.config import Config, RewardConfig
+from engine.weights.loading import load_hf_config, load_tokenizer
+from learning.rewards.reward_function import build_reward
+from learning.rewards.reward_model import require_one_output
+
+
+def check_reward(reward: RewardConfig) -> int | None:
+    """Parameters of all reward models in the pool, None where there are only rules.
+
+    Raises ModelError for a model, ConfigError for a function that cannot be used. A reward server is asked at the
+    start of the run, from where it is used.
+    """
+    num_params = None
+    for scorer in reward.scorers:
+        if scorer.kind == "model" and scorer.model is not None:
+            name = scorer.model
+            config = load_hf_config(name)
+            require_one_output(name, config)
+            load_tokenizer(name)
+            params = count_params(config, AutoModelForSequenceClassification, name)
+            num_params = (num_params or 0) + params
+        elif scorer.kind != "serve":
+            build_reward(RewardConfig(kind=scorer.kind, pattern=scorer.pattern))
+    return num_params
+
+
+def resolved_reward(config: Config) -> RewardConfig:
+    """The reward section with what it takes from others: the longest response."""
+    shaping = config.reward.shaping
+    if shaping.overlong is None or shaping.overlong.max_tokens is not None:
+        return config.reward
+    overlong = shaping.overlong.model_copy(update={"max_tokens": config.sampling.max_new_tokens})
+    return config.reward.model_copy(update={"shaping": shaping.model_copy(update={"overlong": overlong})})
+
+
+def scoring_timeout_s(config: Config) -> float:
+    """How long one batch may take: functions may hang at every call, a server is asked again and again."""
+    reward, limit = config.reward, config.cluster.order_timeout_s
+    if reward.calls_functions:
+        limit += reward.batch_size * reward.timeout_s
+    if any(scorer.kind == "serve" for scorer in reward.scorers):
+        server = reward.server
+        limit += (server.retries + 1) * server.timeout_s + server.backoff_s * 2**server.retries
+    return limit

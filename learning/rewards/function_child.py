@@ -1,0 +1,180 @@
+"""The process in which a user's reward function runs: a call that hangs or crashes takes nobody else with it.
+
+Imports the standard library only, besides what the user's module does: it starts in a few hundredths of a second.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import importlib
+import inspect
+import math
+import os
+import re
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from multiprocessing.connection import Connection
+from typing import Any
+
+PARTS, BAD = "parts", "bad"
+READY, CANNOT_IMPORT = "ready", "cannot import"
+
+EXTRAS = ("messages", "finish_reason", "num_tokens", "sample_index", "prompt_id")
+"what a function may ask for by name"
+_POSITIONAL = ("prompt", "response", "reference")
+_SET_DEATH_SIGNAL = 1
+
+
+def main(descriptor: int, parent: int) -> None:
+    """Import the function that the parent names, then answer calls until it hangs up."""
+    _die_with(parent)
+    parent_end = Connection(descriptor)
+    kind, argument = parent_end.recv()
+    try:
+        function = format_function(argument) if kind == "format" else import_function(argument)
+    except ValueError as error:
+        parent_end.send((CANNOT_IMPORT, str(error)))
+        return
+    parent_end.send((READY, None))
+    call = caller(function)
+    try:
+        while True:
+            for columns in parent_end.recv():
+                parent_end.send(call(columns))
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        pass
+
+
+def caller(function: Callable[..., Any]) -> Callable[[dict[str, Any]], tuple[str, Any]]:
+    """The function with what it asks for by name beside prompt, response and reference."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except ValueError:  # a function of C without a signature
+        parameters = []
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    wanted = {p.name for p in parameters if p.kind is not p.POSITIONAL_ONLY}
+
+    def call(columns: dict[str, Any]) -> tuple[str, Any]:
+        columns = dict(columns)
+        given = [columns.pop(name) for name in _POSITIONAL]
+        extras = {name: value for name, value in columns.items() if takes_all or name in wanted}
+        try:
+            result = function(*given, **extras)
+            if inspect.iscoroutine(result):
+                result = asyncio.run(result)
+            return plain(result)
+        # the user's code may raise anything, and sys.exit is no end of ours
+        except (Exception, SystemExit) as error:
+            return BAD, f"raised {type(error).__name__}: {one_line(error)} ({_place(error)})"
+
+    return call
+
+
+def plain(result: Any) -> tuple[str, Any]:
+    """A function's result as {"value": number, part: number, ...}, or what is wrong with it."""
+    if not isinstance(result, Mapping):
+        number, fault = _finite(result)
+        return (BAD, f"returned {fault}") if fault else (PARTS, {"value": number})
+    if "value" not in result:
+        return BAD, f"returned a dict without 'value', with the keys {sorted(map(str, result))}"
+    parts = {}
+    for name, value in result.items():
+        number, fault = _finite(value)
+        if fault:
+            return BAD, f"returned for '{name}' {fault}"
+        parts[str(name)] = number
+    return PARTS, parts
+
+
+def _finite(value: Any) -> tuple[float, str]:
+    """The number, or what stands in its place."""
+    shown = repr(value)[:80]
+    if isinstance(value, str | bytes):
+        return 0.0, f"{shown}, a {type(value).__name__}"
+    try:
+        number = float(value)
+    except Exception:  # whatever the user's class does
+        return 0.0, shown
+    return (number, "") if math.isfinite(number) else (0.0, str(number))
+
+
+def format_function(pattern: str) -> Callable[..., float]:
+    """1.0 for a response that the pattern matches as a whole, else 0.0."""
+    compiled = re.compile(pattern, re.DOTALL)
+
+    def score(prompt: str, response: str, reference: str) -> float:
+        return float(compiled.fullmatch(response) is not None)
+
+    return score
+
+
+def import_function(path: str) -> Callable[..., Any]:
+    """The function `package.module:function`. Raises ValueError saying what is wrong with it."""
+    module_name, _, name = path.partition(":")
+    if not all(part.isidentifier() for part in [*module_name.split("."), name]):
+        raise ValueError(
+            f"reward.kind '{path}' names no function: expected package.module:function, such as "
+            "my_rewards:score for the function score in my_rewards.py"
+        )
+    caller_dir = os.getcwd()  # the console script leaves it out; last, so that nothing of ours is shadowed
+    if caller_dir not in sys.path:
+        sys.path.append(caller_dir)
+    try:
+        function = vars(importlib.import_module(module_name))[name]
+    except (ModuleNotFoundError, SyntaxError) as error:
+        raise ValueError(
+            f"reward.kind {path}: cannot import {module_name}: {error}; "
+            "run from the folder that holds it, or put it on PYTHONPATH"
+        ) from error
+    except KeyError:
+        raise ValueError(f"reward.kind {path}: {module_name} has no '{name}'; check the name") from None
+    except (Exception, SystemExit) as error:  # the module runs whatever the user wrote
+        raise ValueError(
+            f"reward.kind {path}: importing {module_name} raised {type(error).__name__}: {one_line(error)} "
+            f"({_place(error)}); mend the module"
+        ) from error
+    if not callable(function):
+        raise ValueError(f"reward.kind {path}: '{name}' is {type(function).__name__}, not a function")
+    _require_three_arguments(path, name, function)
+    return function
+
+
+def _require_three_arguments(path: str, name: str, function: Callable[..., Any]) -> None:
+    try:
+        signature = inspect.signature(function)
+    except ValueError:
+        return  # a function of C without a signature; its first call will tell
+    extras = {p.name: None for p in signature.parameters.values() if p.kind is p.KEYWORD_ONLY}
+    places = [p.name for p in signature.parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD][3:]
+    known = set(EXTRAS)
+    given = {name: None for name in (*extras, *places) if name in known}
+    try:
+        signature.bind(*_POSITIONAL, **given)
+    except TypeError as error:
+        raise ValueError(
+            f"reward.kind {path}: '{name}' cannot be called as {name}(prompt, response, reference): {error}; "
+            f"give it these three arguments, and by name what it needs of {', '.join(EXTRAS)}"
+        ) from error
+
+
+def one_line(error: BaseException) -> str:
+    """An error's message without line breaks."""
+    return " ".join(str(error).split())[:200]
+
+
+def _place(error: BaseException) -> str:
+    """File and line of the user's code that raised, as far as it is known."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return f"{os.path.basename(frames[-1].filename)}, line {frames[-1].lineno}" if frames else "no line known"
+
+
+def _die_with(parent: int) -> None:
+    """End when the parent does, even inside a call that never returns (Linux)."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the run's, which ends this process
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)

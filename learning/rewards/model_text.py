@@ -1,0 +1,32 @@
+"""What a reward model reads of a scored response: as in its training, and refused where the response has no room."""
+
+from __future__ import annotations
+
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from learning.rewards.rendering import render
+from learning.rewards.score_request import ScoreRequest
+
+
+class ModelText:
+    """Token ids of a scored response: from the left cut to what the model holds, the response never."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, max_tokens: int | None) -> None:
+        self._tokenizer = tokenizer
+        self.max_tokens = max_tokens
+
+    def token_ids(self, request: ScoreRequest) -> list[int]:
+        """The ids of one request. Raises ValueError: no place for the response, or what the template refuses."""
+        prompt = request.prompt
+        try:
+            ids = render(
+                self._tokenizer, prompt.text, prompt.messages, request.response, max_tokens=self.max_tokens
+            )
+        except Exception as error:  # templates are programs: they raise what they like
+            raise ValueError(f"the reward model's chat template refuses the chat: {error}") from error
+        if self.max_tokens is not None and len(ids) > self.max_tokens:
+            raise ValueError(
+                f"the response has {len(ids)} tokens and the reward model reads {self.max_tokens}; lower "
+                "sampling.max_new_tokens, or raise reward.max_tokens where the model allows it"
+            )
+        return ids

@@ -1,0 +1,99 @@
+"""The whole reward of a run: a mixture of parts, each kept under its name, then shaping."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from core.config import RewardConfig
+from core.errors import ConfigError, RewardError
+from core.records import Prompt, ResponseFacts, Reward, Unscored
+from core.settings.reward import Scorer
+from learning.rewards.score_request import RewardSource, ScoreRequest, score_requests
+from learning.rewards.shaping import shape, standardise
+
+
+class RewardStage:
+    """Scores responses with every part of the config and sums them with their weights.
+
+    Source: `reward_funcs` and `reward_weights` of TRL. A mixture keeps each part's value under the part's name, before
+    its weight, and what the part itself reports under NAME/PART.
+    """
+
+    def __init__(self, config: RewardConfig, sources: Sequence[RewardSource]) -> None:
+        """`sources` belong to `config.scorers`, in their order."""
+        self._config = config
+        self._parts = list(zip(config.scorers, sources, strict=True))
+
+    def score(
+        self,
+        prompts: Sequence[Prompt],
+        responses: Sequence[str],
+        facts: Sequence[ResponseFacts] | None = None,
+    ) -> list[Reward]:
+        """Score one response a prompt, in order. Raises RewardError naming the first sample that cannot be scored."""
+        outcomes = self._outcomes(score_requests(prompts, responses, facts), fail=True)
+        return [outcome for outcome in outcomes if isinstance(outcome, Reward)]
+
+    def score_each(
+        self,
+        prompts: Sequence[Prompt],
+        responses: Sequence[str],
+        facts: Sequence[ResponseFacts] | None = None,
+    ) -> list[Reward | Unscored]:
+        """As `score`; with `reward.on_error: skip` a sample that cannot be scored has its reason instead."""
+        return self.outcomes(score_requests(prompts, responses, facts))
+
+    def outcomes(self, requests: Sequence[ScoreRequest]) -> list[Reward | Unscored]:
+        """As `score_each`."""
+        return self._outcomes(requests, fail=self._config.on_error == "fail")
+
+    def _outcomes(self, requests: Sequence[ScoreRequest], *, fail: bool) -> list[Reward | Unscored]:
+        if self._config.shaping.is_on and any(request.facts is None for request in requests):
+            raise ConfigError(
+                "reward.shaping needs each response's length and ending, and got texts alone; pass `facts`"
+            )
+        found: list[list[Reward]] = [[] for _ in requests]
+        faults: dict[int, Unscored] = {}
+        for scorer, source in self._parts:
+            # what one part cannot score needs no other
+            asked = [index for index in range(len(requests)) if index not in faults]
+            num_answers = 0
+            for index, outcome in zip(asked, source.outcomes([requests[i] for i in asked]), strict=False):
+                num_answers += 1
+                if isinstance(outcome, Reward):
+                    found[index].append(_scaled(outcome, scorer))
+                elif fail:
+                    raise RewardError(outcome.reason)
+                else:
+                    faults[index] = outcome
+            if num_answers != len(asked):
+                raise RewardError(
+                    f"the reward function '{scorer.kind}' was given {len(asked)} responses and returned "
+                    f"{num_answers} rewards; it must return one for each"
+                )
+        return [
+            faults.get(index) or self._whole(request, found[index]) for index, request in enumerate(requests)
+        ]
+
+    def _whole(self, request: ScoreRequest, rewards: list[Reward]) -> Reward:
+        reward = self._mixed(rewards) if self._config.parts else rewards[0]
+        if request.facts is None or not self._config.shaping.is_on:
+            return reward
+        return shape(reward, request.facts, self._config.shaping)
+
+    def _mixed(self, rewards: list[Reward]) -> Reward:
+        value, parts = [], {}
+        for part, reward in zip(self._config.parts, rewards, strict=True):
+            value.append(part.weight * reward.value)
+            parts[part.name] = reward.value
+            parts |= {f"{part.name}/{name}": number for name, number in reward.parts.items()}
+        return Reward(value=math.fsum(value), parts=parts)
+
+
+def _scaled(reward: Reward, scorer: Scorer) -> Reward:
+    """The part's reward by the config's mean, std and clip; untouched where they say nothing."""
+    value = standardise(reward.value, scorer)
+    if value == reward.value:
+        return reward
+    return Reward(value=value, parts=reward.parts | {"unscaled": reward.value})

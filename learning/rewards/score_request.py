@@ -1,0 +1,78 @@
+"""One response on its way to its reward, and what each part of a reward answers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+from core.errors import RewardError
+from core.records import Prompt, ResponseFacts, Reward, Unscored
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoreRequest:
+    """One response to score."""
+
+    prompt: Prompt
+    response: str
+    facts: ResponseFacts | None = None
+    place: int = 0
+    "in the batch"
+
+    @property
+    def where(self) -> str:
+        """Names the sample in messages."""
+        index = f"{self.place} of the batch" if self.facts is None else str(self.facts.sample_index)
+        return f"sample {index} (prompt {self.prompt.prompt_id})"
+
+    @property
+    def shown(self) -> str:
+        """The response's beginning, for messages."""
+        return f"response began '{self.response[:60]}'"
+
+
+def score_requests(
+    prompts: Sequence[Prompt], responses: Sequence[str], facts: Sequence[ResponseFacts] | None = None
+) -> list[ScoreRequest]:
+    """One request a response."""
+    return [
+        ScoreRequest(prompt=prompt, response=text, place=place, facts=facts[place] if facts else None)
+        for place, (prompt, text) in enumerate(zip(prompts, responses, strict=True))
+    ]
+
+
+@runtime_checkable
+class RewardSource(Protocol):
+    """One kind of reward, for many responses at once."""
+
+    def outcomes(self, requests: Sequence[ScoreRequest]) -> Iterable[Reward | Unscored]:
+        """One answer a request, in order; whoever has read enough may stop reading.
+
+        Raises what is no sample's fault, such as a server that is down.
+        """
+        ...
+
+
+@runtime_checkable
+class SimpleReward(Protocol):
+    """A rule that needs prompt and response only (`learning.tasks`)."""
+
+    def score(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> list[Reward]:
+        """One reward a response, in order. Raises RewardError naming the prompt."""
+        ...
+
+
+class RuleSource:
+    """A rule, response by response: what it cannot score does not take others with it."""
+
+    def __init__(self, rule: SimpleReward) -> None:
+        self._rule = rule
+
+    def outcomes(self, requests: Sequence[ScoreRequest]) -> Iterable[Reward | Unscored]:
+        """As the protocol says."""
+        for request in requests:
+            try:
+                yield from self._rule.score([request.prompt], [request.response])
+            except RewardError as error:
+                yield Unscored(reason=f"{error} ({request.where})")

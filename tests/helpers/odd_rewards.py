@@ -1,0 +1,84 @@
+"""Reward functions that misbehave, each as its name says, where the response says `bad`."""
+
+import os
+import time
+
+
+def fine(prompt, response, reference):
+    """The length."""
+    return float(len(response))
+
+
+def hangs(prompt, response, reference):
+    """A loop that no exception ends."""
+    while response == "bad":
+        pass
+    return float(len(response))
+
+
+def sleeps_in_c(prompt, response, reference):
+    """A call into C that never comes back."""
+    if response == "bad":
+        time.sleep(3600)
+    return float(len(response))
+
+
+def raises(prompt, response, reference):
+    """An exception of the user's."""
+    if response == "bad":
+        raise ValueError("no such thing")
+    return float(len(response))
+
+
+def crashes(prompt, response, reference):
+    """The process is gone, as after a fault in C."""
+    if response == "bad":
+        os._exit(7)
+    return float(len(response))
+
+
+def gives_none(prompt, response, reference):
+    """A forgotten return."""
+    return None if response == "bad" else float(len(response))
+
+
+def gives_nan(prompt, response, reference):
+    """No number."""
+    return float("nan") if response == "bad" else float(len(response))
+
+
+def gives_infinity(prompt, response, reference):
+    """No number either."""
+    return float("inf") if response == "bad" else float(len(response))
+
+
+def gives_text(prompt, response, reference):
+    """A number as text is text."""
+    return "1.0" if response == "bad" else float(len(response))
+
+
+def gives_bad_part(prompt, response, reference):
+    """A part that is no number."""
+    return {"value": 1.0, "part": None if response == "bad" else 2.0}
+
+
+async def waits(prompt, response, reference):
+    """A coroutine."""
+    return float(len(response))
+
+
+def asks(prompt, response, reference, *, finish_reason, num_tokens, messages, sample_index):
+    """By name, what the stage knows beside the texts."""
+    assert messages == [{"role": "user", "content": "hi"}]
+    return {"value": float(num_tokens), "index": sample_index, "cut": finish_reason == "length"}
+
+
+def takes_all(prompt, response, reference, **columns):
+    """Whatever there is."""
+    return float(sorted(columns) == ["finish_reason", "messages", "num_tokens", "prompt_id", "sample_index"])
+
+
+def slow(prompt, response, reference):
+    """A fifth of a second each; tells in which replica."""
+    time.sleep(0.2)
+    return {"value": float(len(response)), "replica": os.getppid()}

@@ -1,0 +1,96 @@
+"""A user's function: whatever it does to its process, its sample is named and the next one is scored."""
+
+import os
+import signal
+
+import numpy as np
+from pytest import mark, raises
+
+from core.config import RewardConfig
+from core.errors import RewardError
+from core.records import FinishReason, Prompt, ResponseFacts, Reward, Unscored
+from learning.rewards.reward_function import build_reward
+from learning.rewards.user_function import UserReward
+
+ODD = [
+    ("hangs", r"did not return within reward.timeout_s \(0.5 s\)"),
+    ("sleeps_in_c", r"did not return within reward.timeout_s \(0.5 s\)"),
+    ("raises", r"raised ValueError: no such thing \(odd_rewards.py, line \d+\)"),
+    ("crashes", r"ended its process \(exit code 7\)"),
+    ("gives_none", "returned None; expected a finite number"),
+    ("gives_nan", "returned nan"),
+    ("gives_infinity", "returned inf"),
+    ("gives_text", "returned '1.0', a str"),
+    ("gives_bad_part", "returned for 'part' None"),
+]
+CHAT = (("user", "hi"),)
+
+
+def batch(*responses: str):
+    prompts = [
+        Prompt(prompt_id=40 + i, token_ids=np.array([1]), text="p", messages=CHAT)
+        for i in range(len(responses))
+    ]
+    facts = [
+        ResponseFacts(sample_index=900 + i, num_tokens=5, finish_reason=FinishReason.LENGTH)
+        for i in range(len(responses))
+    ]
+    return prompts, list(responses), facts
+
+
+def reward(name: str, **settings):
+    return build_reward(RewardConfig(kind=f"odd_rewards:{name}", timeout_s=0.5, **settings))
+
+
+@mark.parametrize(("name", "words"), ODD)
+def test_a_sample_that_cannot_be_scored_is_named_and_the_others_are_scored(name, words):
+    outcomes = reward(name, on_error="skip").score_each(*batch("one", "bad", "three", "bad", "seven"))
+    assert [isinstance(outcome, Reward) for outcome in outcomes] == [True, False, True, False, True]
+    for place in (1, 3):
+        fault = outcomes[place]
+        assert isinstance(fault, Unscored)
+        with raises(
+            RewardError, match=rf"sample 90{place} \(prompt 4{place}\) {words}.*response began 'bad'"
+        ):
+            raise RewardError(fault.reason)
+
+
+@mark.parametrize(("name", "words"), ODD)
+def test_where_errors_end_the_run_the_first_one_is_raised_and_the_next_batch_is_scored(name, words):
+    stage = reward(name)
+    with raises(RewardError, match=rf"sample 901 \(prompt 41\) {words}"):
+        stage.score_each(*batch("one", "bad", "three", "bad"))
+    # answers of the first batch that nobody read do not come out now
+    assert [r.value for r in stage.score(*batch("seven!"))] in ([6.0], [1.0])
+
+
+def test_a_child_that_was_killed_between_calls_costs_no_sample():
+    source = UserReward("odd_rewards:fine", timeout_s=30.0)
+    os.kill(source._child._process.pid, signal.SIGKILL)
+    source._child._process.wait()
+    stage = build_reward(RewardConfig(kind="odd_rewards:fine"))
+    stage._parts = [(stage._parts[0][0], source)]
+    assert [r.value for r in stage.score(*batch("one", "three"))] == [3.0, 5.0]
+
+
+def test_a_coroutine_is_awaited():
+    assert [r.value for r in reward("waits").score(*batch("one"))] == [3.0]
+
+
+def test_a_function_gets_what_it_asks_for_by_name():
+    [found] = reward("asks").score(*batch("one"))
+    assert (found.value, found.parts) == (5.0, {"index": 900.0, "cut": 1.0})
+    assert [r.value for r in reward("takes_all").score(*batch("one"))] == [1.0]
+
+
+def test_a_format_pays_for_a_response_that_matches_as_a_whole():
+    stage = build_reward(RewardConfig(kind="format", pattern=r"<think>.*</think>\d+"))
+    rewards = stage.score(*batch("<think>a\nb</think>7", "<think>a</think>7 or so", "7"))
+    assert [r.value for r in rewards] == [1.0, 0.0, 0.0]
+
+
+def test_a_pattern_that_takes_for_ever_is_a_call_that_hangs():
+    stage = build_reward(RewardConfig(kind="format", pattern=r"(a+)+b", timeout_s=0.5, on_error="skip"))
+    outcomes = stage.score_each(*batch("a" * 60, "aab"))
+    assert isinstance(outcomes[0], Unscored) and "did not return" in outcomes[0].reason
+    assert outcomes[1] == Reward(value=1.0)
