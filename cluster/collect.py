@@ -24,6 +24,8 @@ from policies.scheduling.events import MoveRecord
 
 _WAIT_S = 0.2
 "How long one look at the scheduler or the reward pool may take when there is nothing new."
+_ASKING_S = 0.02
+"The same while environments are asked, whose answers nobody waits for."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +42,8 @@ class Collected:
     "until the last completion"
     score_s: float
     "from there to the last reward"
+    environment: dict[str, float]
+    "figures of its episodes; empty without an environment"
 
 
 def collect(
@@ -56,7 +60,11 @@ def collect(
     began_s = time.perf_counter()
     moves = list(_take(system, wait_s=0.0, report=report).moves)
     before, planned_before_s = system.scheduler.stats, system.scheduler.planning_s
-    system.scheduler.enqueue(tuple(requests))
+    episodes = system.episodes
+    if episodes is None:
+        system.scheduler.enqueue(tuple(requests))
+    else:
+        episodes.begin(requests)
     by_key = {request.key: request for request in requests}
     buffer = RolloutBuffer(max_staleness=system.config.rollout.max_staleness)
     unscored: list[Scored] = []
@@ -69,14 +77,21 @@ def collect(
     )
     while len(buffer) < len(requests):
         if num_completed < len(requests):
-            taken = _take(system, wait_s=_WAIT_S, report=report)
+            is_asking = episodes is not None and episodes.num_asked > 0
+            taken = _take(system, wait_s=_ASKING_S if is_asking else _WAIT_S, report=report)
             if taken.completions or system.scheduler.stats.num_emitted_tokens != stats.num_emitted_tokens:
                 wait.answered()
                 wait.restart()
+            elif is_asking:
+                wait.restart()
             wait.look()
-            unscored += [(by_key[c.key], c, response_text(system.tokenizer, c)) for c in taken.completions]
+            if episodes is None:
+                done = [(by_key[c.key], c, response_text(system.tokenizer, c)) for c in taken.completions]
+            else:
+                done = episodes.advance(taken.completions, system.scheduler)
+            unscored += done
             moves += taken.moves
-            num_completed += len(taken.completions)
+            num_completed += len(done)
             stats, generated_s = system.scheduler.stats, time.perf_counter()
         _send(system, unscored, is_last=num_completed == len(requests))
         scored = _receive(system, buffer, wait_s=_WAIT_S if num_completed == len(requests) else 0.0)
@@ -93,6 +108,7 @@ def collect(
         planning_s=system.scheduler.planning_s - planned_before_s,
         generate_s=generated_s - began_s,
         score_s=time.perf_counter() - generated_s,
+        environment=episodes.figures() if episodes is not None else {},
     )
 
 

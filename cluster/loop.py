@@ -138,7 +138,7 @@ def run_iteration(
     }
     figures = iteration_figures(collected.rollouts, collected.stats, update, seconds)
     figures["rollout/invariant"] = float(system.generation.is_invariant)
-    return figures | streamed.figures() | moves | draft_figures
+    return figures | streamed.figures() | moves | draft_figures | collected.environment
 
 
 def save_checkpoints(system: System, run_dir: RunDir, *, iteration: int | None = None) -> None:

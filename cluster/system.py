@@ -19,6 +19,7 @@ from actors.ray_utils.remote import Handle
 from actors.ray_utils.watch import watching
 from actors.reward_actors import RewardActor, RewardPool
 from actors.scheduler_actor import SchedulerActor
+from cluster.episodes import EpisodeRewards, Episodes, start_episodes
 from cluster.forward_stream import ForwardStream
 from cluster.placement.ray_session import RaySession
 from cluster.placement.spare_cores import nodes_of, streams_forwards
@@ -56,7 +57,9 @@ class System:
     sampling: SamplingParams
     scheduler: SchedulerClient
     generation: GenerationPool
-    rewards: RewardPool[Scored]
+    rewards: RewardPool[Scored] | EpisodeRewards
+    episodes: Episodes | None
+    "None: every response is one turn"
     trainers: TrainerPool
     target: PublishedWeights
     draft: PublishedWeights | None
@@ -124,7 +127,7 @@ def _make_actors(
     cluster, tokenizer, dataset = config.cluster, inputs.tokenizer, inputs.dataset
     instances = InstanceTable()
     scheduler = _scheduler(config, inputs, topology, context, instances)
-    max_total_tokens = dataset.max_prompt_tokens + config.sampling.max_new_tokens
+    max_total_tokens = dataset.max_prompt_tokens + config.max_response_tokens
     trainer_spec = _trainer_spec(config, inputs, max_total_tokens)
     trainers = TrainerPool.start(trainer_spec, topology.trainer, context, cluster)
     generation = GenerationPool(
@@ -137,6 +140,7 @@ def _make_actors(
         note=note,
     )
     generation.make_all()
+    episodes = start_episodes(config, tokenizer, topology, context, note)
     return System(
         config=config,
         tokenizer=tokenizer,
@@ -144,7 +148,10 @@ def _make_actors(
         sampling=sampling_params(config.sampling, tokenizer),
         scheduler=scheduler,
         generation=generation,
-        rewards=_reward_pool(config, topology, context, note),
+        rewards=EpisodeRewards(episodes)
+        if episodes is not None and config.reward.kind == "environment"
+        else _reward_pool(config, topology, context, note),
+        episodes=episodes,
         trainers=trainers,
         target=load_and_put(config, config.models.target, "target"),
         draft=_draft(config),
@@ -156,6 +163,8 @@ def _bring_up(system: System) -> None:
     """Give trainers and instances their first weights, all at the same time; the reward functions must build."""
     system.trainers.begin_loading(system.target, system.draft if system.config.refits_draft else None)
     system.rewards.prove(timeout_s=system.config.cluster.start_timeout_s)
+    if system.episodes is not None:
+        system.episodes.prove(timeout_s=system.config.cluster.start_timeout_s)
     system.generation.bring_up(*[weights for weights in (system.target, system.draft) if weights is not None])
     system.trainers.confirm_loaded()
 

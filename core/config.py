@@ -14,6 +14,7 @@ from core.ranges import LEAST_TEMPERATURE
 from core.settings.algorithm import AlgorithmConfig
 from core.settings.cluster import ClusterConfig
 from core.settings.data import DataConfig
+from core.settings.environment import EnvironmentConfig
 from core.settings.generation import (
     EngineConfig,
     ReallocationConfig,
@@ -42,6 +43,7 @@ class Config(Section):
     models: ModelsConfig = ModelsConfig()
     data: DataConfig
     reward: RewardConfig = RewardConfig()
+    environment: EnvironmentConfig = EnvironmentConfig()
     sampling: SamplingConfig = SamplingConfig()
     speculation: SpeculationConfig = SpeculationConfig()
     engine: EngineConfig = EngineConfig()
@@ -61,6 +63,12 @@ class Config(Section):
     def learns_on_gpu(self) -> bool:
         """The same of trainers."""
         return _takes_gpus(self.trainer.device, self.cluster.trainer.num_gpus)
+
+    @property
+    def max_response_tokens(self) -> int:
+        """Most tokens behind a data set's prompt: the response, and what an environment's reset may add before it."""
+        first_words = self.environment.max_observation_tokens if self.environment.kind else 0
+        return self.sampling.max_new_tokens + first_words
 
     @property
     def refits_draft(self) -> bool:
@@ -119,6 +127,10 @@ class Config(Section):
             raise ValueError(
                 "trainer.device is cuda but cluster.trainer.num_gpus is 0, which is a CPU whatever the machine has; "
                 "set it to 1, or trainer.device to auto"
+            )
+        if self.reward.kind == "environment" and self.environment.kind is None:
+            raise ValueError(
+                "reward.kind is 'environment' but environment.kind is null: nothing answers; name an environment"
             )
         if self.reward.kind == "model" and self.reward.model is None:
             raise ValueError("reward.kind is 'model' but reward.model names none")

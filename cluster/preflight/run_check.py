@@ -47,6 +47,7 @@ from engine.weights.loading import (
 from engine.weights.weight_files import check_weight_files
 from learning.adapter import count_adapter_params
 from learning.data.prompts import PromptDataset
+from learning.environments.environment_protocol import environment_maker, stop_texts
 from learning.forward.engine_scoring import require_engine_scoring
 from learning.rewards.reward_function import build_reward
 from learning.rewards.reward_model import require_one_output
@@ -131,7 +132,7 @@ def check_run(config: Config, *, output_dir: Path) -> CheckReport:
     longest = inputs.dataset.max_prompt_tokens
     _check_lengths(config, inputs.dataset, [target_config, draft_config])
     reward_params = _check_reward(config)
-    max_total_tokens = longest + config.sampling.max_new_tokens
+    max_total_tokens = longest + config.max_response_tokens
     plan = plan_memory(
         config,
         target=target,
@@ -249,7 +250,7 @@ def _describe_adapter(target: ModelShape, memory: MemoryPlan) -> str | None:
 def _check_lengths(config: Config, dataset: PromptDataset, models: list[PretrainedConfig | None]) -> None:
     longest = dataset.max_prompt_tokens
     limits = [limit for model in models if model is not None and (limit := max_context_tokens(model))]
-    needed = longest + config.sampling.max_new_tokens
+    needed = longest + config.max_response_tokens
     if limits and needed > min(limits):
         raise DataError(
             f"the longest prompt has {longest} tokens and sampling.max_new_tokens is "
@@ -267,7 +268,10 @@ def _check_reward(config: Config) -> int | None:
         require_one_output(name, reward_config)
         load_tokenizer(name)
         return count_params(reward_config, AutoModelForSequenceClassification, name)
-    build_reward(config.reward)
+    if config.environment.kind is not None:
+        stop_texts(environment_maker(config.environment)())
+    if config.reward.kind != "environment":
+        build_reward(config.reward)
     return None
 
 

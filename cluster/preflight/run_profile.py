@@ -92,7 +92,7 @@ def describe(config: Config, inputs: Inputs) -> ProfiledRun:
         load_causal_lm(name, models.dtype, trust_remote_code=models.trust_remote_code)
         for name in (models.target, models.draft)
     )
-    max_total_tokens = inputs.dataset.max_prompt_tokens + config.sampling.max_new_tokens
+    max_total_tokens = inputs.dataset.max_prompt_tokens + config.max_response_tokens
     return ProfiledRun(
         target=target,
         draft=draft,

@@ -26,7 +26,7 @@ def iteration_figures(
             the last completion, because the rest is hidden behind generation.
     """
     rewards = np.array([rollout.reward.value for rollout in rollouts])
-    lengths = np.array([rollout.completion.num_tokens for rollout in rollouts])
+    lengths = np.array([int(rollout.completion.is_sampled.sum()) for rollout in rollouts])
     correct = [r.reward.parts["correct"] for r in rollouts if "correct" in r.reward.parts]
     figures = {"reward/mean": float(rewards.mean()), "reward/std": float(rewards.std())}
     if correct:

@@ -11,7 +11,8 @@ class RewardConfig(Section):
     """How a response is scored."""
 
     kind: str = "chain"
-    "`chain`, `one_sentence`, `gsm8k`, `model`, or a Python function as `package.module:function`"
+    """`chain`, `one_sentence`, `gsm8k`, `model`, `environment` (what its steps give), or a Python function as
+    `package.module:function`"""
     model: Name | None = None
     "kind model: path or hub name of a sequence-classification model"
     batch_size: int = Field(default=32, ge=1)

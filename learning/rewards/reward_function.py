@@ -47,6 +47,10 @@ def build_reward(config: RewardConfig, *, device: str = "cpu") -> RewardFunction
         if config.model is None:
             raise ConfigError("reward.kind is 'model' but reward.model names none; give a path or hub name")
         return ModelReward(config.model, batch_size=config.batch_size, device=device)
+    if config.kind == "environment":
+        raise ConfigError(
+            "reward.kind 'environment' is what an environment gives; there is no function to build"
+        )
     if ":" in config.kind:
         from learning.rewards.user_function import UserReward
 
