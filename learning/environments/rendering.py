@@ -43,7 +43,7 @@ class ObservationRenderer:
             observation = [{"role": "user", "content": observation}]
         if len(observation) and isinstance(observation[0], dict):
             return self._messages(observation, last_token)  # type: ignore[arg-type]
-        ids = np.array(self._cut(list(observation)), dtype=np.int64)  # type: ignore[arg-type]
+        ids = np.array(self._cut([int(one) for one in observation]), dtype=np.int64)  # type: ignore[arg-type]
         if len(ids) and not 0 <= ids.min() <= ids.max() < self._num_ids:
             raise EpisodeError(
                 f"expected token ids from 0 to {self._num_ids - 1}, the tokenizer's, got {ids.min()} to {ids.max()}"
