@@ -27,6 +27,7 @@ Run one benchmark and write DIR/NAME.json: figures, intervals, provenance.
   rlhfspec bench update --out bench              the learner beside a bare loop over the same tokens
   rlhfspec bench onpolicy --out bench            the trainer's log-probabilities beside the sampler's, bit by bit
   rlhfspec bench training --out bench            memory of LoRA, planned and measured; bfloat16 beside float32
+  rlhfspec bench episodes --out bench            several turns with a calculator, moved: the same bits as unmoved
   rlhfspec bench models --out bench              which model families run: the page docs/models.md
 """
 
