@@ -73,16 +73,17 @@ class Topology:
         pools = {
             "generation": self.generation,
             "reward": self.reward,
-            "environment": self.environment,
+            # one letter longer than its column
+            "environment ": self.environment,
             "trainer": self.trainer,
             "scheduler": (self.scheduler,),
         }
         lines = [
-            f"{name:<12}{len(places)} x {_amounts(places[0].resources())}, {places[0].num_threads} thread(s)"
+            f"{name:<11}{len(places)} x {_amounts(places[0].resources())}, {places[0].num_threads} thread(s)"
             for name, places in pools.items()
             if places
         ]
-        return "\n".join([*lines, f"{'total':<12}{_amounts(self.wanted())}, {self.strategy}"])
+        return "\n".join([*lines, f"{'total':<11}{_amounts(self.wanted())}, {self.strategy}"])
 
 
 def plan(config: Config) -> Topology:
