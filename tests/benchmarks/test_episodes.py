@@ -1,8 +1,5 @@
 """Episodes over two instances, drafted and moved, are those of one instance without speculation, bit for bit."""
 
-import os
-import signal
-
 import pytest
 import ray
 
@@ -50,12 +47,10 @@ def test_episodes_over_two_instances_change_no_bit_by_moves_or_by_a_death(local_
         assert moved.num_kept_tokens > 0 and any(move.outcome == "moved" for move in moved.moves)
         assert moved.figures["environment/turns_mean"] > 2
 
-        pid = ray.get(pool.handles["gen-1"].__ray_call__.remote(lambda actor: os.getpid()), timeout=60)
-
         def kill(played: Played) -> bool:
             if not played.completions and not played.num_kept_tokens:
                 return False
-            os.kill(pid, signal.SIGKILL)
+            ray.kill(pool.handles["gen-1"])
             return True
 
         survived = play_over(pool, workload, config, requests, reallocation=policy, strike=kill)
