@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from actors.actor_messages import Taken
 from actors.ray_utils.watch import OpenWait
@@ -28,6 +28,8 @@ _WAIT_S = 0.2
 "How long one look at the scheduler or the reward pool may take when there is nothing new."
 _MAX_SKIP_NOTES = 5
 "Samples of an iteration that are named when they are skipped; the rest is counted."
+_ASKING_S = 0.02
+"The same while environments are asked, whose answers nobody waits for."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +48,8 @@ class Collected:
     "from there to the last reward"
     num_skipped: int = 0
     "samples without a reward (`reward.on_error: skip`)"
+    environment: dict[str, float] = field(default_factory=dict)
+    "figures of its episodes; empty without an environment"
 
 
 def collect(
@@ -65,7 +69,11 @@ def collect(
     began_s = time.perf_counter()
     moves = list(_take(system, wait_s=0.0, report=report).moves)
     before, planned_before_s = system.scheduler.stats, system.scheduler.planning_s
-    system.scheduler.enqueue(tuple(requests))
+    episodes = system.episodes
+    if episodes is None:
+        system.scheduler.enqueue(tuple(requests))
+    else:
+        episodes.begin(requests)
     by_key = {request.key: request for request in requests}
     buffer = RolloutBuffer(max_staleness=system.config.rollout.max_staleness)
     unscored: list[Scored] = []
@@ -78,14 +86,21 @@ def collect(
     )
     while len(buffer) + num_skipped < len(by_key):
         if num_completed < len(by_key):
-            taken = _take(system, wait_s=_WAIT_S, report=report)
+            is_asking = episodes is not None and episodes.num_asked > 0
+            taken = _take(system, wait_s=_ASKING_S if is_asking else _WAIT_S, report=report)
             if taken.completions or system.scheduler.stats.num_emitted_tokens != stats.num_emitted_tokens:
                 wait.answered()
                 wait.restart()
+            elif is_asking:
+                wait.restart()
             wait.look()
-            unscored += [(by_key[c.key], c, response_text(system.tokenizer, c)) for c in taken.completions]
+            if episodes is None:
+                done = [(by_key[c.key], c, response_text(system.tokenizer, c)) for c in taken.completions]
+            else:
+                done = episodes.advance(taken.completions, system.scheduler)
+            unscored += done
             moves += taken.moves
-            num_completed += len(taken.completions)
+            num_completed += len(done)
             stats, generated_s = system.scheduler.stats, time.perf_counter()
         _send(system, unscored, is_last=num_completed == len(by_key))
         scored = _receive(system, buffer, wait_s=_WAIT_S if num_completed == len(by_key) else 0.0)
@@ -95,9 +110,11 @@ def collect(
             ended = [(rollout.completion.group_id, rollout.reward.value) for rollout in scored]
             for group_id, reward in [*ended, *((group_id, None) for group_id in skipped)]:
                 further = groups.ended(group_id, reward)
-                if further:
+                by_key |= {request.key: request for request in further}
+                if further and episodes is not None:
+                    episodes.add(further)
+                elif further:
                     system.scheduler.enqueue(tuple(further))
-                    by_key |= {request.key: request for request in further}
         if forwards is not None:
             for rollout in scored:
                 forwards.add(rollout)
@@ -112,6 +129,7 @@ def collect(
         generate_s=generated_s - began_s,
         score_s=time.perf_counter() - generated_s,
         num_skipped=num_skipped,
+        environment=episodes.figures() if episodes is not None else {},
     )
 
 

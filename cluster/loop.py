@@ -183,4 +183,4 @@ def run_iteration(
         figures |= groups.figures()
     figures["data/epoch"] = system.cursor.num_passes
     kept = log.record(iteration, learned, update)
-    return figures | streamed.figures() | moves | draft_figures | kept
+    return figures | streamed.figures() | moves | draft_figures | collected.environment | kept

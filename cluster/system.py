@@ -20,6 +20,7 @@ from actors.ray_utils.watch import watching
 from actors.reward_actors import RewardActor, RewardPool
 from actors.scheduler_actor import SchedulerActor
 from cluster.dynamic_sampling import UsefulGroups
+from cluster.episodes import EpisodeRewards, Episodes, start_episodes
 from cluster.forward_stream import ForwardStream
 from cluster.placement.ray_session import RaySession
 from cluster.placement.spare_cores import nodes_of, streams_forwards
@@ -57,7 +58,9 @@ class GeneratingSystem:
     tokenizer: PreTrainedTokenizerBase
     scheduler: SchedulerClient
     generation: GenerationPool
-    rewards: RewardPool[Scored]
+    rewards: RewardPool[Scored] | EpisodeRewards
+    episodes: Episodes | None
+    "None: every response is one turn"
     target: PublishedWeights
     draft: PublishedWeights | None
     evaluation: EvaluationPrompts | None = None
@@ -149,12 +152,14 @@ def running_generation(
         context = PlacementContext(group=group, namespace=session.namespace)
         with watching(note), watching_raylet(own_raylet() if session.is_local else None, note):
             scheduler, generation = _make_generation(config, inputs, topology, context, note)
+            episodes = start_episodes(config, inputs.tokenizer, topology, context, note)
             system = GeneratingSystem(
                 config=config,
                 tokenizer=inputs.tokenizer,
                 scheduler=scheduler,
                 generation=generation,
-                rewards=_reward_pool(config, topology, context, note),
+                rewards=_rewards(config, topology, context, note, episodes),
+                episodes=episodes,
                 target=load_and_put(config, config.models.target, "target"),
                 draft=_draft(config),
                 evaluation=inputs.evaluation,
@@ -187,7 +192,10 @@ def _make_generation(
 
 
 def _bring_up_generation(system: GeneratingSystem) -> None:
-    system.rewards.prove(timeout_s=system.config.cluster.start_timeout_s)
+    start_timeout_s = system.config.cluster.start_timeout_s
+    system.rewards.prove(timeout_s=start_timeout_s)
+    if system.episodes is not None:
+        system.episodes.prove(timeout_s=start_timeout_s)
     system.generation.bring_up(*[weights for weights in (system.target, system.draft) if weights is not None])
 
 
@@ -196,11 +204,12 @@ def _make_actors(
 ) -> System:
     """Start every process; they come up at the same time, while the models are read here."""
     cluster, tokenizer, dataset = config.cluster, inputs.tokenizer, inputs.dataset
-    longest_trained = dataset.max_prompt_tokens + config.sampling.max_new_tokens
+    longest_trained = dataset.max_prompt_tokens + config.max_response_tokens
     trainers = TrainerPool.start(
         _trainer_spec(config, inputs, longest_trained), topology.trainer, context, cluster
     )
     scheduler, generation = _make_generation(config, inputs, topology, context, note)
+    episodes = start_episodes(config, tokenizer, topology, context, note)
     return System(
         config=config,
         tokenizer=tokenizer,
@@ -208,7 +217,8 @@ def _make_actors(
         sampling=sampling_params(config.sampling, tokenizer, model=config.models.target),
         scheduler=scheduler,
         generation=generation,
-        rewards=_reward_pool(config, topology, context, note),
+        rewards=_rewards(config, topology, context, note, episodes),
+        episodes=episodes,
         trainers=trainers,
         target=load_and_put(config, config.models.target, "target"),
         draft=_draft(config),
@@ -256,9 +266,15 @@ def _draft(config: Config) -> PublishedWeights | None:
     return load_and_put(config, config.models.draft, "draft")
 
 
-def _reward_pool(
-    config: Config, topology: Topology, context: PlacementContext, note: Callable[[str], None]
-) -> RewardPool[Scored]:
+def _rewards(
+    config: Config,
+    topology: Topology,
+    context: PlacementContext,
+    note: Callable[[str], None],
+    episodes: Episodes | None,
+) -> RewardPool[Scored] | EpisodeRewards:
+    if episodes is not None and config.reward.kind == "environment":
+        return EpisodeRewards(episodes)
     reward = resolved_reward(config)
 
     def make(actor: int, number: int) -> Handle:

@@ -14,6 +14,7 @@ from core.ranges import LEAST_TEMPERATURE
 from core.settings.algorithm import AlgorithmConfig
 from core.settings.cluster import ClusterConfig
 from core.settings.data import DataConfig
+from core.settings.environment import EnvironmentConfig
 from core.settings.evaluation import EvaluationConfig
 from core.settings.generation import (
     EngineConfig,
@@ -44,6 +45,7 @@ class Config(Section):
     models: ModelsConfig = ModelsConfig()
     data: DataConfig
     reward: RewardConfig = RewardConfig()
+    environment: EnvironmentConfig = EnvironmentConfig()
     sampling: SamplingConfig = SamplingConfig()
     speculation: SpeculationConfig = SpeculationConfig()
     engine: EngineConfig = EngineConfig()
@@ -65,6 +67,16 @@ class Config(Section):
     def learns_on_gpu(self) -> bool:
         """The same of trainers."""
         return _takes_gpus(self.trainer.device, self.cluster.trainer.num_gpus)
+
+    @property
+    def max_first_words_tokens(self) -> int:
+        """Most tokens that an environment's reset may add to a data set's prompt."""
+        return self.environment.max_observation_tokens if self.environment.kind else 0
+
+    @property
+    def max_response_tokens(self) -> int:
+        """Most tokens behind a data set's prompt: the response, and what an environment's reset may add before it."""
+        return self.sampling.max_new_tokens + self.max_first_words_tokens
 
     @property
     def refits_draft(self) -> bool:
@@ -138,6 +150,15 @@ class Config(Section):
                     f"reward.shaping.overlong.buffer_tokens is {overlong.buffer_tokens}, more than the {longest} "
                     "tokens of the longest response; lower it"
                 )
+        if self.reward.kind == "environment" and self.environment.kind is None:
+            raise ValueError(
+                "reward.kind is 'environment' but environment.kind is null: nothing answers; name an environment"
+            )
+        if self.reward.kind == "environment" and self.reward.shaping.is_on:
+            raise ValueError(
+                "reward.kind environment takes what the environment gives; reward.shaping would have no effect; let "
+                "the environment shape its rewards"
+            )
         return self
 
 

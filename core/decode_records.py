@@ -109,6 +109,8 @@ class GenerationStats:
     num_sample_steps: int = 0
     "sum over decode steps of the samples in them"
     num_prefill_tokens: int = 0
+    num_kept_tokens: int = 0
+    "that were not prefilled, because caches had been kept since an earlier turn"
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     num_accepted_rank2_plus: int = 0

@@ -7,7 +7,8 @@
     |   |-- DataError         a file, a record, a field, a prompt
     |   |-- ProfileError      a profile that is missing or describes another run
     |   |-- PlacementError    the cluster or the memory cannot hold what was asked for
-    |   `-- RewardError       a reward function raised or returned no finite number
+    |   |-- RewardError       a reward function raised or returned no finite number
+    |   `-- EpisodeError      an environment raised, took too long, or returned what is no step
     |-- WeightsError          a manifest, a chunk or a version that does not match
     |-- NumericsError         the invariance probe failed, or an exactness check found a difference
     |   `-- NotFiniteError    weights or logits that are NaN or infinite
@@ -80,6 +81,10 @@ class PlacementError(InputError):
 
 class RewardError(InputError):
     """A reward function raised, or returned something that is not a finite number."""
+
+
+class EpisodeError(InputError):
+    """An environment raised, took too long, or returned what is no step; the message names sample and turn."""
 
 
 class WeightsError(RlhfSpecError):

@@ -38,6 +38,7 @@ class Progress(Mapping[SampleKey, int]):
             [key.run_seed for key in self._keys],
             [key.stream for key in self._keys],
             [key.sample_index for key in self._keys],
+            [key.turn for key in self._keys],
             self._num_tokens,
         )
 
@@ -46,10 +47,11 @@ def _unpack(
     run_seeds: Sequence[int],
     streams: Sequence[Stream],
     sample_indices: Sequence[int],
+    turns: Sequence[int],
     num_tokens: Sequence[int],
 ) -> dict[SampleKey, int]:
-    named = zip(run_seeds, streams, sample_indices, num_tokens, strict=True)
+    named = zip(run_seeds, streams, sample_indices, turns, num_tokens, strict=True)
     return {
-        SampleKey(run_seed=seed, stream=stream, sample_index=index): count
-        for seed, stream, index, count in named
+        SampleKey(run_seed=seed, stream=stream, sample_index=index, turn=turn): count
+        for seed, stream, index, turn, count in named
     }

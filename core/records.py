@@ -11,7 +11,7 @@ over the running batch; `n` counts draft nodes, the root (last committed token) 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
@@ -48,6 +48,14 @@ class SampleKey:
     stream: Stream = Stream.TRAIN
     sample_index: int
     "uint64, assigned once by the data cursor, never reused; group members differ."
+    turn: int = 0
+    """of an episode with an environment. Turns share the sample's noise: positions count through the whole conversation
+    and none is sampled twice."""
+
+    @property
+    def sample(self) -> SampleKey:
+        """The key of the whole sample, whichever turn this is."""
+        return replace(self, turn=0) if self.turn else self
 
 
 EPOCHS_OF_AN_ASKING = 1024
@@ -115,6 +123,24 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class History:
+    """An episode's response before a turn begins. Arrays are [T]; what was not sampled is the environment's."""
+
+    token_ids: np.ndarray
+    "int64"
+    sampled: np.ndarray
+    "bool; False: given by the environment, and without log-probability"
+    policy_logprobs: np.ndarray
+    "float32, 0 where not sampled"
+    sampling_logprobs: np.ndarray
+    "float32, 0 where not sampled"
+    num_decode_steps: int = 0
+    num_accepted_tokens: int = 0
+    instance: str = ""
+    "that ended the turn before: it may still hold the caches"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SampleRequest:
     """One response to be generated. `epoch` grows with every change of owner (migration, re-queue)."""
 
@@ -124,6 +150,10 @@ class SampleRequest:
     group_id: int = 0
     "samples of one prompt in one iteration share it (GRPO)"
     epoch: int = 0
+    history: History | None = None
+    "what the response begins with: earlier turns; sampling.max_new_tokens counts it too"
+    keeps_caches: bool = False
+    "an environment answers, and another turn may follow: caches wait for it where there is room"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,11 +183,18 @@ class Completion:
     instance: str
     num_decode_steps: int
     num_accepted_tokens: int
+    sampled: np.ndarray | None = None
+    "bool; False: given by an environment, nothing to learn from, its log-probabilities are 0. None: all sampled"
 
     @property
     def num_tokens(self) -> int:
         """Number of response tokens."""
         return len(self.token_ids)
+
+    @property
+    def is_sampled(self) -> np.ndarray:
+        """Which response tokens the policy sampled, bool [T]."""
+        return np.ones(len(self.token_ids), dtype=bool) if self.sampled is None else self.sampled
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

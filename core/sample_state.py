@@ -27,7 +27,18 @@ class SampleState:
 
     @staticmethod
     def fresh(request: SampleRequest, *, weight_version: int = 0) -> SampleState:
-        """A sample of which nothing has been generated yet."""
+        """A sample, or a turn of an episode, of which nothing has been generated yet."""
+        before = request.history
+        if before is not None:
+            return SampleState(
+                request=request,
+                weight_version=weight_version,
+                token_ids=before.token_ids,
+                policy_logprobs=before.policy_logprobs,
+                sampling_logprobs=before.sampling_logprobs,
+                num_decode_steps=before.num_decode_steps,
+                num_accepted_tokens=before.num_accepted_tokens,
+            )
         return SampleState(
             request=request,
             weight_version=weight_version,
@@ -35,6 +46,11 @@ class SampleState:
             policy_logprobs=np.zeros(0, dtype=np.float32),
             sampling_logprobs=np.zeros(0, dtype=np.float32),
         )
+
+    @property
+    def num_new_tokens(self) -> int:
+        """Tokens that this turn has sampled so far."""
+        return len(self.token_ids) - (len(self.request.history.token_ids) if self.request.history else 0)
 
     @property
     def num_committed_tokens(self) -> int:

@@ -14,6 +14,7 @@ import numpy as np
 from jaxtyping import Int
 
 from core.errors import ConfigError
+from engine.cache.kept_caches import KeptCaches
 from engine.cache.kv_pool import KVPool
 from engine.decoding.running_batch import RunningBatch
 
@@ -37,6 +38,8 @@ class KVAdmission:
         self._batch = batch
         self._pools = tuple(pools)
         self._max_bytes = max_bytes
+        self.kept: KeptCaches | None = None
+        "caches of samples that do not run, in the same memory: they yield to those that do"
         if max_bytes is None:
             return
         longest = batch.tokens.shape[1]
@@ -88,6 +91,8 @@ class KVAdmission:
         if self._max_bytes is not None:
             for pool in self._pools:
                 pool.memory.hold(pool.extents(self._lengths))
+            if self.kept is not None:
+                self.kept.shrink_to(max(self._max_bytes - self._bytes_of(self._lengths), 0))
 
     @property
     def _growth_bytes(self) -> int:

@@ -128,6 +128,7 @@ def build_engine(
         clock=clock,
         scorer=Scorer(profile.acceptance) if profile is not None else None,
         max_cache_bytes=None if engine.kv_cache_mb is None else int(engine.kv_cache_mb * MB),
+        max_kept_bytes=int(engine.turn_cache_mb * MB),
         numerics=numerics,
         promise=describe_numerics(engine, device, refused=refused),
     )

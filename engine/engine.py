@@ -60,6 +60,7 @@ class Engine:
         clock: Callable[[], float] = time.perf_counter,
         scorer: Scorer | None = None,
         max_cache_bytes: int | None = None,
+        max_kept_bytes: int = 0,
         numerics: Numerics = "fast",
         promise: str = "",
     ) -> None:
@@ -98,6 +99,7 @@ class Engine:
             self._waiting,
             max_prefill_tokens=max_prefill_tokens,
             max_cache_bytes=max_cache_bytes,
+            max_kept_bytes=max_kept_bytes,
         )
 
     def submit(self, request: SampleRequest) -> None:
@@ -314,6 +316,7 @@ class Engine:
                 raise WeightsError(f"instance {self.instance} has no draft model to load weights into")
             self.drafter.runner.load(tensors)
             self.drafter.drop()
+            self.exchange.kept.shrink_to(0)
             self.drafter_version = manifest.weight_version
             return
         self.load_parts(manifest, [tensors])
@@ -328,6 +331,7 @@ class Engine:
                 f"instance {self.instance} got target weights version {manifest.weight_version} with "
                 f"{len(self._batch)} running and {len(self._waiting)} waiting samples; drain it first"
             )
+        self.exchange.kept.shrink_to(0)
         self.runner.load_parts([spec.name for spec in manifest.tensors], parts)
         self.weight_version = manifest.weight_version
 
@@ -339,31 +343,35 @@ class Engine:
             self._tally.add(num_preemptions=1)
 
     def _admit(self) -> None:
-        first, room = len(self._batch), self.exchange.kv_admission
+        first, room, kept = len(self._batch), self.exchange.kv_admission, []
         free = self.runner.pool.num_slots - first - self.exchange.num_reserved
         while free > 0 and self._waiting and room.admits(self._waiting[0].num_committed_tokens):
-            self._batch.add(self._waiting.popleft())
+            kept.append(self.exchange.take_kept(self._batch.add(self._waiting.popleft())))
             free -= 1
         room.hold()
         if len(self._batch) == first:
             return
         started = self._clock()
-        slots = range(first, len(self._batch))
+        slots, cached = range(first, len(self._batch)), self._batch.lengths[: len(self._batch)] - 1
+        if self.drafter is not None:
+            self.drafter.admit(slots, self._batch)
+        missing = cached[first:].tolist()
+        cached[first:] = list(map(self.exchange.restore, slots, kept))
         pieces = [
-            PrefillPiece(slot=slot, start=0, length=int(self._batch.lengths[slot]) - 1) for slot in slots
+            PrefillPiece(slot=slot, start=int(cached[slot]), length=length - int(cached[slot]))
+            for slot, length in zip(slots, missing, strict=True)
         ]
-        cached = self._batch.lengths[: len(self._batch)] - 1
-        cached[first:] = 0
         computed = fill_committed(
             self.runner, self._batch.tokens, pieces, self._max_prefill_tokens, cached=cached
         )
-        if self.drafter is not None:
-            self.drafter.admit(slots, self._batch)
-        self._tally.add(num_prefill_tokens=computed, prefill_s=self._clock() - started)
+        seconds, num_kept = self._clock() - started, int(cached[first:].sum())
+        self._tally.add(num_prefill_tokens=computed, num_kept_tokens=num_kept, prefill_s=seconds)
 
     def _finish(self, slot: int) -> Completion:
         """Take a finished sample out of its slot; the last one moves in."""
         state = self._batch.state(slot, weight_version=self.weight_version)
+        if state.request.keeps_caches:
+            self.exchange.keep(slot)
         self.exchange.vacate(slot)
         return completion_of(state, instance=self.instance)
 

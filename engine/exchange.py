@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -16,6 +15,7 @@ from core.errors import RlhfSpecError
 from core.records import SampleKey
 from core.sample_state import SampleState
 from engine.admission import KVAdmission
+from engine.cache.kept_caches import CachePiece, KeptCaches
 from engine.cache.kv_pool import KVPool
 from engine.cache.leases import Lease, Leases, as_cells
 from engine.decoding.running_batch import RunningBatch
@@ -26,18 +26,6 @@ from engine.model.runner import ModelRunner
 
 TARGET = "target"
 DRAFT = "draft"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CachePiece:
-    """A token range of one cache as bytes: cells [L, 2, H, T, E] behind one another."""
-
-    part: str
-    "`target` or `draft`"
-    start: int
-    stop: int
-    cells: np.ndarray
-    "uint8"
 
 
 class SampleExchange:
@@ -52,7 +40,9 @@ class SampleExchange:
         *,
         max_prefill_tokens: int,
         max_cache_bytes: int | None = None,
+        max_kept_bytes: int = 0,
     ) -> None:
+        """`max_kept_bytes`: of caches that wait for an episode's next turn, in the host's memory."""
         self._runner = runner
         self._drafter = drafter
         self._batch = batch
@@ -63,6 +53,10 @@ class SampleExchange:
             self._pools[DRAFT] = drafter.cache
         self._leases = Leases(self._pools)
         self.kv_admission = KVAdmission(batch, self._pools.values(), max_bytes=max_cache_bytes)
+        self.kept = KeptCaches(max_kept_bytes)
+        if runner.device.type == "cpu":
+            # elsewhere they lie in other memory than the running samples'
+            self.kv_admission.kept = self.kept
         self.num_reserved = 0
         "slots kept free for samples on their way here"
 
@@ -154,8 +148,7 @@ class SampleExchange:
         self.kv_admission.hold()
         if self._drafter is not None:
             self._drafter.admit(range(slot, slot + 1), self._batch)
-            self._drafter.adopt(slot, self._store(DRAFT, slot, pieces))
-        held = self._store(TARGET, slot, pieces)
+        held = self.restore(slot, pieces)
         missing = state.num_committed_tokens - 1 - held
         if missing <= 0:
             return 0
@@ -180,6 +173,26 @@ class SampleExchange:
                 self.vacate(slot)
                 return True
         return False
+
+    def keep(self, slot: int) -> None:
+        """Set the caches of a sample that has ended its turn aside, for the turn that may follow."""
+        key, length = self._batch.requests[slot].key, int(self._batch.lengths[slot])
+        # a draft cache reaches beyond what was committed where a stop token or a limit has cut it
+        counts = {part: min(n, length - 1) for part, n in (self.cached_tokens(key) or {}).items()}
+        if self.kept.has_room(sum(n * self.token_bytes[part] for part, n in counts.items())):
+            pieces = tuple(self._piece(part, slot, 0, n) for part, n in counts.items() if n)
+            self.kept.put(key, self._batch.tokens[slot, : length - 1].copy(), pieces)
+
+    def take_kept(self, slot: int) -> tuple[CachePiece, ...]:
+        """Return what is kept of the sample in a slot, from its earlier turns, and keep it no longer."""
+        length = int(self._batch.lengths[slot])
+        return self.kept.take(self._batch.requests[slot].key, self._batch.tokens[slot, : length - 1])
+
+    def restore(self, slot: int, pieces: Sequence[CachePiece]) -> int:
+        """Put pieces into the caches of a sample that was just admitted; return how many tokens the target's holds."""
+        if self._drafter is not None:
+            self._drafter.adopt(slot, self._store(DRAFT, slot, pieces))
+        return self._store(TARGET, slot, pieces)
 
     def preempt(self, slot: int, *, weight_version: int) -> None:
         """Take a running sample back into the line, ahead of those that wait: its tokens stay, its caches go."""

@@ -28,6 +28,9 @@ def completion_of(state: SampleState, *, instance: str) -> Completion:
         instance=instance,
         num_decode_steps=state.num_decode_steps,
         num_accepted_tokens=state.num_accepted_tokens,
+        sampled=None
+        if request.history is None
+        else np.concatenate([request.history.sampled, np.ones(state.num_new_tokens, dtype=bool)]),
     )
 
 

@@ -47,11 +47,18 @@ def require_can_go_on(state: SampleState, *, vocab_size: int, max_total_tokens: 
         return
     who = f"sample {state.request.key.sample_index}"
     lengths = {len(ids), len(state.policy_logprobs), len(state.sampling_logprobs)}
+    before = state.request.history
+    if before is not None and not len(before.token_ids) == len(before.sampled) <= len(ids):
+        raise DataError(
+            f"{who}: its history has {len(before.token_ids)} tokens, {len(before.sampled)} marks and its response "
+            f"{len(ids)} tokens; a response begins with its whole history"
+        )
     if len(lengths) > 1 or ids.dtype.kind not in "iu" or not 0 <= ids.min() <= ids.max() < vocab_size:
         raise DataError(
             f"{who}: expected as many log-probabilities as tokens, all from 0 to {vocab_size - 1}; it cannot go on"
         )
-    if len(ids) >= sampling.max_new_tokens or np.isin(ids, sampling.stop_token_ids).any():
+    new = ids[len(ids) - state.num_new_tokens :]
+    if len(ids) >= sampling.max_new_tokens or np.isin(new, sampling.stop_token_ids).any():
         raise DataError(
             f"{who}: its {len(ids)} tokens are a whole response (sampling.max_new_tokens {sampling.max_new_tokens}); "
             "there is nothing to go on with"

@@ -17,14 +17,17 @@ from learning.forward.batching import PackedSequences, pad_right
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experience:
-    """One update's material. `B` responses, `R` response tokens, `T` prompt and response tokens.
+    """One update's material. `B` responses, `R` sampled tokens, `T` prompt and response tokens.
 
-    Row-major, `mask` [B, R] and `where` [B, T - 1] select the same tokens in the same order.
+    Row-major, `mask` [B, R] and `where` [B, T - 1] select the same tokens in the same order: those the policy sampled.
+    What an environment gave in between is context only: in `ids`, and in nothing that is [B, R]. So the last token of a
+    turn is followed, for advantages as for returns, by the first sampled one of the next.
     """
 
     sample_indices: tuple[int, ...]
     lengths: tuple[int, ...]
     "prompt + response tokens"
+    prompt_lengths: tuple[int, ...]
     ids: Int[Tensor, "B T"]
     where: Bool[Tensor, "B S"]
     mask: Bool[Tensor, "B R"]
@@ -38,7 +41,7 @@ class Experience:
     "responses that the limit of new tokens cut off"
 
     def packed(self, rows: Sequence[int]) -> PackedSequences:
-        """Some samples without padding, in this order; their response tokens are to be predicted."""
+        """Some samples without padding, in this order; their sampled tokens are to be predicted."""
         lengths = tuple(self.lengths[row] for row in rows)
         before = [
             torch.nn.functional.pad(self.where[row, : length - 1], (0, 1))
@@ -53,7 +56,7 @@ class Experience:
 
     @property
     def num_tokens(self) -> int:
-        """Number of response tokens."""
+        """Number of sampled response tokens."""
         return int(self.mask.sum())
 
 
@@ -76,18 +79,25 @@ def collate(rollouts: Sequence[Rollout], *, pad_token_id: int) -> Experience:
     ids, real = pad_right(
         [np.concatenate(pair) for pair in zip(prompts, responses, strict=True)], pad_token_id=pad_token_id
     )
-    first = torch.tensor([len(prompt) for prompt in prompts])
-    where = real[:, 1:] & (torch.arange(1, ids.shape[1])[None] >= first[:, None])
-    _, mask = pad_right(responses, pad_token_id=pad_token_id)
+    chosen = [rollout.completion.is_sampled for rollout in ordered]
+    learned, _ = pad_right(
+        [np.concatenate([np.zeros(len(p), dtype=np.int64), s]) for p, s in zip(prompts, chosen, strict=True)],
+        pad_token_id=0,
+    )
+    where = real[:, 1:] & (learned[:, 1:] == 1)
+    _, mask = pad_right([ids[s] for ids, s in zip(responses, chosen, strict=True)], pad_token_id=pad_token_id)
+    policy = [r.completion.policy_logprobs[s] for r, s in zip(ordered, chosen, strict=True)]
+    sampling = [r.completion.sampling_logprobs[s] for r, s in zip(ordered, chosen, strict=True)]
     return Experience(
         sample_indices=indices,
         lengths=tuple(len(p) + len(r) for p, r in zip(prompts, responses, strict=True)),
+        prompt_lengths=tuple(len(prompt) for prompt in prompts),
         ids=ids,
         where=where,
         mask=mask,
-        old_logprobs=_padded([rollout.completion.policy_logprobs for rollout in ordered], mask),
-        sampler_logprobs=_padded([rollout.completion.policy_logprobs for rollout in ordered], mask),
-        sampling_logprobs=_padded([rollout.completion.sampling_logprobs for rollout in ordered], mask),
+        old_logprobs=_padded(policy, mask),
+        sampler_logprobs=_padded(policy, mask),
+        sampling_logprobs=_padded(sampling, mask),
         rewards=torch.tensor([rollout.reward.value for rollout in ordered], dtype=torch.float32),
         group_ids=torch.tensor([rollout.completion.group_id for rollout in ordered]),
         truncated=torch.tensor(
@@ -105,7 +115,7 @@ def _padded(rows: Sequence[np.ndarray], mask: Tensor) -> Tensor:
 def _check(rollout: Rollout) -> None:
     completion = rollout.completion
     where = f"sample {completion.key.sample_index} (prompt {completion.prompt_id})"
-    if completion.num_tokens == 0:
+    if not completion.is_sampled.any():
         raise NumericsError(f"{where}: the response is empty; expected at least the end token")
     named = {
         "reward": np.asarray(rollout.reward.value),

@@ -28,6 +28,7 @@ Run one benchmark and write DIR/NAME.json: figures, intervals, provenance.
   rlhfspec bench onpolicy --out bench            the trainer's log-probabilities beside the sampler's, bit by bit
   rlhfspec bench training --out bench            memory of LoRA, planned and measured; bfloat16 beside float32
   rlhfspec bench rlhf --out bench                one short run an algorithm; where a step spends its time
+  rlhfspec bench episodes --out bench            several turns with a calculator, moved: the same bits as unmoved
   rlhfspec bench models --out bench              which model families run: the page docs/models.md
   rlhfspec bench chain --out bench               SFT, reward model and PPO from files, by a gold rule
 """

@@ -7,6 +7,7 @@ ones (Linux, CPU torch 2.13, Ray 2.60), the rest follows from the sizes:
     trainer     weights, gradients and two Adam moments in float32 (LoRA: the adapters', and the weights below),
                 reference, shared by all trainers with fsdp2; buckets on their way out + one forward's activations;
                 with refits the draft's, and its targets
+    environment the interpreter; between turns instances keep caches on the host (engine.turn_cache_mb)
     reward      the interpreter alone, or the reward model's weights
 """
 
@@ -113,6 +114,8 @@ class MemoryPlan:
     num_reward: int
     disk_bytes: int
     "checkpoints and rollouts of the whole run"
+    environment_bytes: int = 0
+    "all environment actors"
 
     @property
     def total_bytes(self) -> int:
@@ -121,6 +124,7 @@ class MemoryPlan:
             self.num_generation * self.generation_bytes
             + self.num_trainer * self.trainer_bytes
             + self.num_reward * self.reward_bytes
+            + self.environment_bytes
             + self.object_store_bytes
             + self.ray_bytes
         )
@@ -132,6 +136,7 @@ class MemoryPlan:
             ("generation", f"{self.num_generation} x {gib(self.generation_bytes)} ({kv_pool})"),
             ("trainer", f"{self.num_trainer} x {gib(self.trainer_bytes)}"),
             ("reward", f"{self.num_reward} x {gib(self.reward_bytes)}"),
+            *([("environment", gib(self.environment_bytes))] if self.environment_bytes else []),
             ("object store", gib(self.object_store_bytes)),
             ("ray and driver", gib(self.ray_bytes)),
             ("total", gib(self.total_bytes)),
@@ -158,13 +163,16 @@ def plan_memory(
     kv_pool = config.engine.max_running_samples * longest_sample
     if config.engine.kv_cache_mb is not None:
         kv_pool = min(kv_pool, int(config.engine.kv_cache_mb * MB))
+    has_turns = config.environment.kind is not None
+    kept_mb = config.engine.turn_cache_mb if has_turns else 0.0
     learning_bytes = _learner_bytes(config, target) + _refit_bytes(config, draft)
     return MemoryPlan(
-        generation_bytes=TORCH_PROCESS_BYTES + kv_pool + engine_bytes,
+        generation_bytes=TORCH_PROCESS_BYTES + kv_pool + engine_bytes + int(kept_mb * MB),
         kv_pool_bytes=kv_pool,
         longest_sample_bytes=longest_sample,
         trainer_bytes=TORCH_PROCESS_BYTES + learning_bytes + _scorer_bytes(config, target, max_total_tokens),
         reward_bytes=_reward_bytes(reward_params),
+        environment_bytes=PLAIN_PROCESS_BYTES * (config.cluster.environment.num_actors if has_turns else 0),
         object_store_bytes=object_store_bytes,
         gpu_bytes=kv_pool + engine_bytes + _graph_bytes(config, draft) if config.decodes_on_gpu else 0,
         trainer_gpu_bytes=learning_bytes if config.learns_on_gpu else 0,
@@ -202,7 +210,7 @@ def object_store_need(config: Config, target: ModelShape, draft: ModelShape | No
     weights = target.weight_bytes(dtype) + (draft.weight_bytes(dtype) if draft else 0)
     samples = rollout.prompts_per_iteration * rollout.samples_per_prompt
     rollouts = (
-        samples * (config.data.max_prompt_tokens + config.sampling.max_new_tokens) * _ROLLOUT_BYTES_PER_TOKEN
+        samples * (config.data.max_prompt_tokens + config.max_response_tokens) * _ROLLOUT_BYTES_PER_TOKEN
     )
     return _PUBLISHED_VERSIONS * weights + rollouts + _STORE_SLACK_BYTES
 

@@ -47,6 +47,7 @@ class Topology:
     trainer: tuple[Place, ...]
     generation: tuple[Place, ...]
     reward: tuple[Place, ...]
+    environment: tuple[Place, ...] = ()
     strategy: str
     placement_timeout_s: float
 
@@ -54,7 +55,10 @@ class Topology:
     def places(self) -> tuple[Place, ...]:
         """Every place, in the order of the bundles."""
         return tuple(
-            sorted((self.scheduler, *self.trainer, *self.generation, *self.reward), key=lambda p: p.bundle)
+            sorted(
+                (self.scheduler, *self.trainer, *self.generation, *self.reward, *self.environment),
+                key=lambda p: p.bundle,
+            )
         )
 
     def wanted(self) -> dict[str, float]:
@@ -69,12 +73,15 @@ class Topology:
         pools = {
             "generation": self.generation,
             "reward": self.reward,
+            # one letter longer than its column
+            "environment ": self.environment,
             "trainer": self.trainer,
             "scheduler": (self.scheduler,),
         }
         lines = [
             f"{name:<11}{len(places)} x {_amounts(places[0].resources())}, {places[0].num_threads} thread(s)"
             for name, places in pools.items()
+            if places
         ]
         return "\n".join([*lines, f"{'total':<11}{_amounts(self.wanted())}, {self.strategy}"])
 
@@ -105,11 +112,23 @@ def plan(config: Config) -> Topology:
         )
         for i in range(num_trainers)
     )
+    num_environments = cluster.environment.num_actors if config.environment.kind else 0
+    environment = tuple(
+        _place(
+            f"environment-{i}",
+            first + 1 + num_trainers + i,
+            cluster.environment.num_cpus,
+            cluster.environment.num_gpus,
+            1,
+        )
+        for i in range(num_environments)
+    )
     return Topology(
         scheduler=_place("scheduler", first, cluster.scheduler_num_cpus, 0.0, 1),
         trainer=trainer,
         generation=generation,
         reward=reward,
+        environment=environment,
         strategy=cluster.placement,
         placement_timeout_s=cluster.placement_timeout_s,
     )  # fmt: skip

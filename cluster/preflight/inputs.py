@@ -39,7 +39,8 @@ class Inputs:
     def max_total_tokens(self, config: Config) -> int:
         """Tokens of prompt and response that an instance must hold for any sample, those of evaluations too."""
         trained = self.dataset.max_prompt_tokens + config.sampling.max_new_tokens
-        return max(trained, self.evaluation.max_total_tokens if self.evaluation else 0)
+        evaluated = self.evaluation.max_total_tokens if self.evaluation else 0
+        return max(trained, evaluated) + config.max_first_words_tokens
 
 
 def read_tokenizer(config: Config) -> PreTrainedTokenizerBase:

@@ -26,7 +26,7 @@ def check_reward(reward: RewardConfig) -> int | None:
             load_tokenizer(name)
             params = count_params(config, AutoModelForSequenceClassification, name)
             num_params = (num_params or 0) + params
-        elif scorer.kind != "serve":
+        elif scorer.kind not in ("serve", "environment"):
             build_reward(RewardConfig(kind=scorer.kind, pattern=scorer.pattern))
     return num_params
 

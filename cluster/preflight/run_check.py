@@ -48,6 +48,7 @@ from engine.weights.loading import (
 )
 from learning.adapter import count_adapter_params
 from learning.data.prompts import PromptDataset
+from learning.environments.environment_protocol import environment_maker, stop_texts
 from learning.forward.engine_scoring import require_engine_scoring
 
 
@@ -134,6 +135,8 @@ def check_run(config: Config, *, output_dir: Path) -> CheckReport:
     if inputs.evaluation is not None:
         inputs.evaluation.require_context([target_config, draft_config])
     reward_params = check_reward(config.reward)
+    if config.environment.kind is not None:
+        stop_texts(environment_maker(config.environment)())
     max_total_tokens = inputs.max_total_tokens(config)
     plan = plan_memory(
         config,
@@ -245,7 +248,7 @@ def _describe_adapter(target: ModelShape, memory: MemoryPlan) -> str | None:
 def _check_lengths(config: Config, dataset: PromptDataset, models: list[PretrainedConfig | None]) -> None:
     longest = dataset.max_prompt_tokens
     limits = [limit for model in models if model is not None and (limit := max_context_tokens(model))]
-    needed = longest + config.sampling.max_new_tokens
+    needed = longest + config.max_response_tokens
     if limits and needed > min(limits):
         raise DataError(
             f"the longest prompt has {longest} tokens and sampling.max_new_tokens is "

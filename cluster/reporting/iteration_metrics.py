@@ -27,7 +27,7 @@ def iteration_figures(
         seconds: `generate`, `score`, `update`, `publish`, `refit`, `evaluate`, `iteration`; score counts only what
             follows the last completion, because the rest is hidden behind generation.
     """
-    lengths = np.array([rollout.completion.num_tokens for rollout in rollouts])
+    lengths = np.array([int(rollout.completion.is_sampled.sum()) for rollout in rollouts])
     figures = reward_figures([rollout.reward for rollout in rollouts])
     figures |= {
         "rollout/mean_acceptance_length": stats.mean_acceptance_length,

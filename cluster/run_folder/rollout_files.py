@@ -30,6 +30,7 @@ SCHEMA = pa.schema(
         ("response_token_ids", pa.list_(pa.int32())),
         ("policy_logprobs", pa.list_(pa.float32())),
         ("sampling_logprobs", pa.list_(pa.float32())),
+        ("response_sampled", pa.list_(pa.bool_())),
         ("reward", pa.float64()),
         ("reward_parts", pa.map_(pa.string(), pa.float64())),
         ("advantage", pa.float32()),
@@ -75,6 +76,8 @@ def _row(rollout: Rollout) -> dict[str, object]:
         "response_token_ids": completion.token_ids.astype(np.int32),
         "policy_logprobs": completion.policy_logprobs,
         "sampling_logprobs": completion.sampling_logprobs,
+        # null where all were sampled
+        "response_sampled": completion.sampled,
         "reward": reward.value,
         "reward_parts": list(reward.parts.items()),
         "finish_reason": str(completion.finish_reason),

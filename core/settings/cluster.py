@@ -31,6 +31,12 @@ class RewardPoolConfig(PoolConfig):
     num_cpus: float = Field(default=0.25, ge=0.0)
 
 
+class EnvironmentPoolConfig(PoolConfig):
+    """The actors that run environments, where `environment.kind` names one."""
+
+    num_cpus: float = Field(default=0.25, ge=0.0)
+
+
 class PublicationConfig(Section):
     """How new weights of the target travel from the trainer to the instances."""
 
@@ -52,6 +58,7 @@ class ClusterConfig(Section):
     placement: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = "PACK"
     generation: GenerationPoolConfig = GenerationPoolConfig()
     reward: RewardPoolConfig = RewardPoolConfig()
+    environment: EnvironmentPoolConfig = EnvironmentPoolConfig()
     trainer: PoolConfig = PoolConfig()
     publication: PublicationConfig = PublicationConfig()
     scheduler_num_cpus: float = Field(default=0.1, ge=0.0)

@@ -64,6 +64,9 @@ class EngineConfig(Section):
     max_running_samples: int = Field(default=32, ge=1)
     kv_cache_mb: float | None = Field(default=None, gt=0.0)
     "keys and values of all running samples; beyond, the shortest wait. None: room for every slot at full length"
+    turn_cache_mb: float = Field(default=256.0, ge=0.0)
+    """environments: host memory for caches that wait for an episode's next turn; they yield to running samples where
+    kv_cache_mb is short, and what was given up is computed again"""
     max_prefill_tokens: int = Field(default=512, ge=4)
     "prompt tokens in one prefill forward; 8192 by default where instances have GPUs"
     num_threads: int = Field(default=1, ge=1, le=MAX_THREADS)

@@ -19,7 +19,8 @@ class Scorer(Section):
     """What one reward is made of."""
 
     kind: str = "chain"
-    "`chain`, `one_sentence`, `gsm8k`, `model`, `serve`, `format`, or a Python function as `package.module:function`"
+    """`chain`, `one_sentence`, `gsm8k`, `model`, `serve`, `format`, `environment` (what its steps give), or a Python
+    function as `package.module:function`"""
     model: Name | None = None
     "kind model: path or hub name of a sequence-classification model"
     url: Name | None = None

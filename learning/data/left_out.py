@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-import importlib
 import json
-import os
-import sys
 import unicodedata
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from core.errors import ConfigError, DataError
+from core.named_code import describe, named_code
 from learning.data.messages import Messages
 
 
@@ -67,44 +64,26 @@ class RowFilter:
 
     def __init__(self, path: str) -> None:
         self.path = path
-        self._function = _import_function(path)
+        function = named_code(
+            path,
+            key="data.filter",
+            kind="function",
+            example="my_data:keep for the function keep in my_data.py",
+        )
+        if not callable(function):
+            raise ConfigError(f"data.filter {path}: it is {type(function).__name__}, not a function")
+        self._function = function
 
     def keeps(self, values: dict[str, Any], origin: str) -> bool:
         """Return what the function says of a row. Raises DataError, naming the row, unless it is true or false."""
         try:
             answer = self._function(values)
         except (Exception, SystemExit) as error:  # the user's code may raise anything
-            said = " ".join(str(error).split())[:200]
             raise DataError(
-                f"{origin}: data.filter {self.path} raised {type(error).__name__}: {said}; mend the function"
+                f"{origin}: data.filter {self.path} raised {type(error).__name__}: {describe(error)}; mend the function"
             ) from error
         if not isinstance(answer, bool | np.bool_):
             raise DataError(
                 f"{origin}: data.filter {self.path} returned {type(answer).__name__}; expected true or false"
             )
         return bool(answer)
-
-
-def _import_function(path: str) -> Callable[[dict[str, Any]], Any]:
-    module_name, _, name = path.partition(":")
-    if not all(part.isidentifier() for part in [*module_name.split("."), name]):
-        raise ConfigError(
-            f"data.filter '{path}' names no function: expected package.module:function, such as "
-            "my_data:keep for the function keep in my_data.py"
-        )
-    caller = os.getcwd()  # the console script leaves it out; last, so that nothing of ours is shadowed
-    if caller not in sys.path:
-        sys.path.append(caller)
-    try:
-        function = getattr(importlib.import_module(module_name), name)
-    except AttributeError:
-        raise ConfigError(f"data.filter {path}: {module_name} has no '{name}'; check the name") from None
-    except (Exception, SystemExit) as error:  # the module runs whatever the user wrote
-        said = " ".join(str(error).split())[:200]
-        raise ConfigError(
-            f"data.filter {path}: importing {module_name} raised {type(error).__name__}: {said}; "
-            "run from the folder that holds it, or put it on PYTHONPATH"
-        ) from error
-    if not callable(function):
-        raise ConfigError(f"data.filter {path}: '{name}' is {type(function).__name__}, not a function")
-    return function

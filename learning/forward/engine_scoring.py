@@ -124,7 +124,7 @@ class EngineScorer:
         """Score one sample a slot. The last prompt token's logits are those of the first response token."""
         runner = self._runner
         lengths = np.array([experience.lengths[row] for row in rows])
-        firsts = lengths - experience.mask[rows].sum(dim=1).numpy() - 1
+        firsts = np.array([experience.prompt_lengths[row] for row in rows]) - 1
         ids = experience.ids[rows].numpy()
         runner.pool.memory.hold(lengths)
         prompts = [
@@ -147,8 +147,10 @@ class EngineScorer:
             targets = np.concatenate([ids[p.slot, p.start + 1 : p.start + 1 + p.length] for p in pack])
             scored = token_logprobs(logits, torch.from_numpy(targets), 1.0)
             for piece, values in zip(pack, scored.split([p.length for p in pack]), strict=True):
-                begin = piece.start - int(firsts[piece.slot])
-                out[rows[piece.slot], begin : begin + piece.length] = values
+                row, stop = rows[piece.slot], piece.start + piece.length
+                sampled = experience.where[row, piece.start : stop]
+                begin = int(experience.where[row, : piece.start].sum())
+                out[row, begin : begin + int(sampled.sum())] = values[sampled]
 
 
 class EngineValues:

@@ -7,17 +7,18 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
-import importlib
 import inspect
 import math
 import os
 import re
 import signal
 import sys
-import traceback
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from typing import Any
+
+from core.errors import ConfigError
+from core.named_code import describe, named_code, place_of
 
 PARTS, BAD = "parts", "bad"
 READY, CANNOT_IMPORT = "ready", "cannot import"
@@ -68,7 +69,7 @@ def caller(function: Callable[..., Any]) -> Callable[[dict[str, Any]], tuple[str
             return plain(result)
         # the user's code may raise anything, and sys.exit is no end of ours
         except (Exception, SystemExit) as error:
-            return BAD, f"raised {type(error).__name__}: {one_line(error)} ({_place(error)})"
+            return BAD, f"raised {type(error).__name__}: {describe(error)} ({place_of(error)})"
 
     return call
 
@@ -113,29 +114,16 @@ def format_function(pattern: str) -> Callable[..., float]:
 
 def import_function(path: str) -> Callable[..., Any]:
     """The function `package.module:function`. Raises ValueError saying what is wrong with it."""
-    module_name, _, name = path.partition(":")
-    if not all(part.isidentifier() for part in [*module_name.split("."), name]):
-        raise ValueError(
-            f"reward.kind '{path}' names no function: expected package.module:function, such as "
-            "my_rewards:score for the function score in my_rewards.py"
-        )
-    caller_dir = os.getcwd()  # the console script leaves it out; last, so that nothing of ours is shadowed
-    if caller_dir not in sys.path:
-        sys.path.append(caller_dir)
     try:
-        function = vars(importlib.import_module(module_name))[name]
-    except (ModuleNotFoundError, SyntaxError) as error:
-        raise ValueError(
-            f"reward.kind {path}: cannot import {module_name}: {error}; "
-            "run from the folder that holds it, or put it on PYTHONPATH"
-        ) from error
-    except KeyError:
-        raise ValueError(f"reward.kind {path}: {module_name} has no '{name}'; check the name") from None
-    except (Exception, SystemExit) as error:  # the module runs whatever the user wrote
-        raise ValueError(
-            f"reward.kind {path}: importing {module_name} raised {type(error).__name__}: {one_line(error)} "
-            f"({_place(error)}); mend the module"
-        ) from error
+        function = named_code(
+            path,
+            key="reward.kind",
+            kind="function",
+            example="my_rewards:score for the function score in my_rewards.py",
+        )
+    except ConfigError as error:
+        raise ValueError(str(error)) from error
+    name = path.partition(":")[2]
     if not callable(function):
         raise ValueError(f"reward.kind {path}: '{name}' is {type(function).__name__}, not a function")
     _require_three_arguments(path, name, function)
@@ -158,17 +146,6 @@ def _require_three_arguments(path: str, name: str, function: Callable[..., Any])
             f"reward.kind {path}: '{name}' cannot be called as {name}(prompt, response, reference): {error}; "
             f"give it these three arguments, and by name what it needs of {', '.join(EXTRAS)}"
         ) from error
-
-
-def one_line(error: BaseException) -> str:
-    """An error's message without line breaks."""
-    return " ".join(str(error).split())[:200]
-
-
-def _place(error: BaseException) -> str:
-    """File and line of the user's code that raised, as far as it is known."""
-    frames = traceback.extract_tb(error.__traceback__)
-    return f"{os.path.basename(frames[-1].filename)}, line {frames[-1].lineno}" if frames else "no line known"
 
 
 def _die_with(parent: int) -> None:

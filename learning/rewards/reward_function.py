@@ -47,6 +47,11 @@ def _source(scorer: Scorer, config: RewardConfig, device: str, served: ServedSou
         if served is None:
             raise ConfigError("reward.kind serve is asked by the reward pool of a run; it is not built here")
         return served(scorer)
+    if scorer.kind == "environment":
+        raise ConfigError(
+            "reward.kind 'environment' is what an environment gives, and no part of a mixture; there is no function "
+            "to build"
+        )
     if ":" in scorer.kind or scorer.kind == "format":
         from learning.rewards.user_function import UserReward
 

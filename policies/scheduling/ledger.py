@@ -32,6 +32,8 @@ from policies.scheduling.ownership import (
 )
 
 Binding = Literal["pull", "static"]
+GOES_ON = 1 << 62
+"Arrivals by which an episode's later turn is ahead of samples that have not begun: its caches wait for it."
 AHEAD_SHARE = 4
 "A fourth of its slots is how many samples an instance may have in line while the scheduler's own line is long."
 
@@ -51,11 +53,10 @@ class Ledger:
         self._num_arrived = 0
 
     def add(self, request: SampleRequest) -> None:
-        """Note a new sample."""
-        self.samples[request.key] = OpenSample(
-            arrival=self._num_arrived, request=request, first_epoch=request.epoch
-        )
-        heapq.heappush(self.waiting, (self._num_arrived, request.key))
+        """Note a new sample, or a turn of one: what goes on is ahead of what has not begun."""
+        arrival = self._num_arrived - (GOES_ON if request.key.turn else 0)
+        self.samples[request.key] = OpenSample(arrival=arrival, request=request, first_epoch=request.epoch)
+        heapq.heappush(self.waiting, (arrival, request.key))
         self._num_arrived += 1
 
     def can_move(self, move: Move) -> bool:
@@ -116,7 +117,11 @@ class Ledger:
                 break
             arrival, key = heapq.heappop(self.waiting)
             _, name = min(free)
-            if static and self.samples[key].request.epoch == self.samples[key].first_epoch:
+            request = self.samples[key].request
+            if request.history is not None and any(request.history.instance == each for _, each in free):
+                # which may hold its caches
+                name = request.history.instance
+            elif static and request.epoch == self.samples[key].first_epoch:
                 name = sorted(members)[arrival % len(members)]
             self.samples[key].owner = name
             members[name].owned.add(key)

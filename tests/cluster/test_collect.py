@@ -153,6 +153,7 @@ def system(*script: Taken, batch_size: int = 2) -> Any:
     return SimpleNamespace(
         scheduler=Scheduler(*script),
         rewards=Rewards(),
+        episodes=None,
         generation=Generation(),
         tokenizer=TOKENIZER,
         target=SimpleNamespace(manifest=SimpleNamespace(weight_version=2)),

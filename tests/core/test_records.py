@@ -32,6 +32,7 @@ def test_a_control_record_becomes_json() -> None:
         "run_seed": 3,
         "stream": "bench",
         "sample_index": 2**63,
+        "turn": 0,
     }
 
 

@@ -1,0 +1,262 @@
+"""Environment pool: actors that run episodes' environments, and the client that asks them.
+
+An episode stays with one actor while that lives. Every call names all turns so far, so an actor that does not know the
+episode (it took a dead one's place) plays them again. Each call runs on a thread of its own and has a limit of time: a
+slow step holds up nothing but its episode.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from actors.ray_utils.remote import Handle, remote
+from actors.ray_utils.waiting import ActorDied, get, wait_any
+from actors.ray_utils.watch import OpenWait
+from core.config import EnvironmentConfig
+from core.errors import EpisodeError, InputError, WaitTimeout, one_line
+from core.records import Prompt, SampleKey
+from learning.environments.environment_protocol import Environment, Step, checked_step, environment_maker
+
+T = TypeVar("T")
+Answer = Step | str | None
+"Of a step, or of a reset."
+
+
+@dataclass(slots=True)
+class _Running:
+    environment: Environment
+    num_steps: int = 0
+
+
+@remote
+class EnvironmentActor:
+    """Runs the environments of some episodes, several at once."""
+
+    def __init__(self, name: str, config: EnvironmentConfig, caller_dir: str | None = None) -> None:
+        """`caller_dir`: the driver's folder, importable here where it exists; last, so that it shadows nothing."""
+        if caller_dir is not None and caller_dir not in sys.path:
+            sys.path.append(caller_dir)
+        self._name = name
+        self._config = config
+        self._make: Callable[[], Environment] | None = None
+        self._running: dict[SampleKey, _Running] = {}
+
+    def __repr__(self) -> str:
+        return f"EnvironmentActor({self._name})"
+
+    def prove(self) -> None:
+        """Make one environment. Raises ConfigError."""
+        self._maker()()
+
+    def answer(self, key: SampleKey, prompt: Prompt, responses: tuple[str, ...]) -> Answer:
+        """Answer an episode's last turn, or begin it where there is none.
+
+        Raises EpisodeError, naming environment, sample and turn, for what raises, returns no step, or takes too long.
+        """
+        answers: list[Any] = []
+
+        def play() -> None:
+            try:
+                answers.append(self._play(key, prompt, responses))
+            except BaseException as error:  # the user's code may raise anything, sys.exit included
+                answers.append(error)
+
+        # a thread that hangs cannot be ended: it is left behind, and ends with the process
+        thread = threading.Thread(target=play, daemon=True, name=f"episode-{key.sample_index}")
+        thread.start()
+        thread.join(self._config.timeout_s)
+        where = describe(self._config, key, len(responses))
+        if not answers:
+            self._running.pop(key, None)
+            raise EpisodeError(
+                f"{where} has not answered for {self._config.timeout_s:.0f} s (environment.timeout_s); mend it, raise "
+                "the limit, or set environment.on_error to end"
+            )
+        answer = answers[0]
+        if isinstance(answer, EpisodeError):
+            raise EpisodeError(f"{where}: {answer}; mend the environment")
+        if isinstance(answer, InputError):
+            raise answer
+        if isinstance(answer, BaseException):
+            raise EpisodeError(
+                f"{where} raised {type(answer).__name__}: {one_line(str(answer))[:200]}; mend the environment"
+            )
+        return answer
+
+    def forget(self, keys: Sequence[SampleKey]) -> None:
+        """Drop episodes that end without being done."""
+        for key in keys:
+            self._running.pop(key, None)
+
+    def _play(self, key: SampleKey, prompt: Prompt, responses: tuple[str, ...]) -> Answer:
+        known = self._running.pop(key, None)
+        if not responses or known is None or known.num_steps != len(responses) - 1:
+            known = _Running(self._maker()())
+            first = known.environment.reset(prompt)
+            if not responses:
+                if not isinstance(first, str | None):
+                    raise EpisodeError(f"expected reset to return None or a text, got {type(first).__name__}")
+                self._running[key] = known
+                return first
+            for response in responses[:-1]:
+                known.environment.step(response)
+        step = checked_step(known.environment.step(responses[-1]))
+        known.num_steps = len(responses)
+        if not step.done:
+            self._running[key] = known
+        return step
+
+    def _maker(self) -> Callable[[], Environment]:
+        # not in the constructor, so that its error arrives as itself
+        if self._make is None:
+            self._make = environment_maker(self._config)
+        return self._make
+
+
+def describe(config: EnvironmentConfig, key: SampleKey, num_responses: int) -> str:
+    """Name environment, sample and turn."""
+    what = f"turn {num_responses - 1}" if num_responses else "reset"
+    return f"environment {config.kind}, sample {key.sample_index} (seed {key.run_seed}), {what}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked(Generic[T]):
+    item: T
+    key: SampleKey
+    prompt: Prompt
+    responses: tuple[str, ...]
+    actor: int
+    handle: Handle
+    wait: OpenWait
+
+
+class EnvironmentPool(Generic[T]):
+    """Asks the actors; `items` come back beside their answers. One episode is with one actor."""
+
+    def __init__(
+        self,
+        actors: Sequence[Handle],
+        config: EnvironmentConfig,
+        *,
+        order_timeout_s: float,
+        make: Callable[[int, int], Handle] | None = None,
+        max_restarts: int = 0,
+        note: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        """A pool around living actors.
+
+        Args:
+            actors: they are called environment-0, environment-1, ... in this order.
+            config: of their environments.
+            order_timeout_s: how long an actor may be silent beyond a step's own limit.
+            make: makes the n-th replacement (from 1) of the i-th actor; None replaces none.
+            max_restarts: replacements of each actor.
+            note: told of every replacement, one line.
+        """
+        self._actors = list(actors)
+        self._config = config
+        self._order_timeout_s = order_timeout_s
+        self._make = make
+        self._max_restarts = max_restarts if make is not None else 0
+        self._note = note
+        self._num_restarts = [0] * len(self._actors)
+        self._asked: dict[Any, _Asked[T]] = {}
+
+    @property
+    def num_asked(self) -> int:
+        """Questions without an answer."""
+        return len(self._asked)
+
+    def prove(self, *, timeout_s: float) -> None:
+        """Let every actor make an environment. Raises what that raises."""
+        for index, actor in enumerate(self._actors):
+            get(
+                actor.prove.remote(),
+                waiter="the loop",
+                waited_for=f"environment-{index}",
+                order=f"make an environment {self._config.kind}",
+                timeout_s=timeout_s,
+            )
+
+    def ask(self, item: T, key: SampleKey, prompt: Prompt, responses: tuple[str, ...]) -> None:
+        """Let an episode's last turn be answered, or begin the episode; the caller goes on."""
+        actor = key.sample_index % len(self._actors)
+        handle = self._actors[actor]
+        wait = OpenWait(
+            waiter="the loop",
+            waited_for=f"environment-{actor}",
+            order="answer a turn",
+            timeout_s=self._config.timeout_s + self._order_timeout_s,
+        )
+        ref = handle.answer.remote(key, prompt, responses)
+        self._asked[ref] = _Asked(item, key, prompt, responses, actor, handle, wait)
+
+    def collect(self, *, wait_s: float) -> list[tuple[T, Answer | EpisodeError]]:
+        """Return what has been answered, waiting up to `wait_s` for the first; an error of a step is an answer too.
+
+        Raises WaitTimeout when an actor is silent, ActorDied when one died more often than it may be replaced.
+        """
+        found: list[tuple[T, Answer | EpisodeError]] = []
+        for ref in wait_any(list(self._asked), timeout_s=wait_s):
+            asked = self._asked.pop(ref)
+            try:
+                found.append(
+                    (
+                        asked.item,
+                        get(
+                            ref,
+                            waiter="the loop",
+                            waited_for=f"environment-{asked.actor}",
+                            order="answer a turn",
+                            timeout_s=self._order_timeout_s,
+                        ),
+                    )
+                )
+            except ActorDied as death:
+                self._replace(asked, death)
+                continue
+            except EpisodeError as error:
+                found.append((asked.item, error))
+            asked.wait.answered()
+            for other in self._asked.values():
+                if other.actor == asked.actor:
+                    other.wait.restart()
+        self._refuse_late()
+        return found
+
+    def forget(self, key: SampleKey) -> None:
+        """Let an episode's environment go."""
+        self._actors[key.sample_index % len(self._actors)].forget.remote([key])
+
+    def _replace(self, asked: _Asked[T], death: ActorDied) -> None:
+        """Let a new actor play what the dead one had; its other questions come back here one by one."""
+        if asked.handle is self._actors[asked.actor]:
+            number = self._num_restarts[asked.actor]
+            if self._make is None or number == self._max_restarts:
+                raise ActorDied(
+                    f"{death}; all {self._max_restarts} replacements of environment-{asked.actor} are used up; look "
+                    "whether the environment ends its process or needs more memory, or raise "
+                    "cluster.max_instance_restarts"
+                ) from None
+            self._num_restarts[asked.actor] = number + 1
+            self._actors[asked.actor] = self._make(asked.actor, number + 1)
+            self._note(
+                f"{death}; environment-{asked.actor}-r{number + 1} takes its place and plays its episodes again"
+            )
+        self.ask(asked.item, asked.key, asked.prompt, asked.responses)
+
+    def _refuse_late(self) -> None:
+        for asked in self._asked.values():
+            asked.wait.look()
+            if asked.wait.left_s == 0.0:
+                raise WaitTimeout(
+                    waiter="the loop",
+                    waited_for=f"environment-{asked.actor}",
+                    order=f"answer for {describe(self._config, asked.key, len(asked.responses))}",
+                    waited_s=asked.wait.waited_s,
+                    advice="look at its stack in the Ray dashboard",
+                )

@@ -1,0 +1,1 @@
+"""Episodes of several turns: what `bench episodes` plays, alone and over two instances."""

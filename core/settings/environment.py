@@ -1,0 +1,30 @@
+"""Episodes of several turns: what answers the policy, how long it may take, when an episode ends."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from core.settings.section import Name, Seconds, Section
+
+
+class EnvironmentConfig(Section):
+    """What answers between turns (docs/operations.md). `sampling.max_new_tokens` counts all turns and all answers."""
+
+    kind: Name | None = None
+    "`calculator`, or a Python class as `package.module:Class`; null: every response is one turn"
+    options: dict[str, bool | int | float | str] = Field(default_factory=dict)
+    "keyword arguments of the class"
+    max_turns: int = Field(default=8, ge=1)
+    "an episode that is not done by then ends as one cut by its length"
+    max_turn_tokens: int | None = Field(default=None, ge=1)
+    "most tokens sampled in one turn; null: what sampling.max_new_tokens leaves"
+    max_observation_tokens: int = Field(default=256, ge=1)
+    "more of one answer is cut off"
+    timeout_s: Seconds = 60.0
+    "for each reset and each step"
+    on_error: Literal["fail", "end"] = "fail"
+    "a step that raises, or takes too long: fail the run, or end that episode as it is and count it"
+    concurrency: int = Field(default=16, ge=1, le=256)
+    "steps at once in one actor (cluster.environment): most environments wait for others"

@@ -1,0 +1,127 @@
+"""The environment protocol, what a step returns, and how a class is found by its import path.
+
+The same two calls as Gymnasium's and OpenEnv's: `reset` begins an episode, `step` takes what the policy said and
+answers with observation, reward and done.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, cast, runtime_checkable
+
+import numpy as np
+
+from core.config import EnvironmentConfig
+from core.errors import ConfigError, EpisodeError
+from core.named_code import describe, named_code
+from core.records import Prompt
+
+Message = Mapping[str, str]
+Observation = str | Sequence[Message] | Sequence[int] | np.ndarray
+NAMED = {"calculator": "learning.environments.calculator:Calculator"}
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What an environment answers to a turn."""
+
+    observation: Observation = ""
+    "text, chat messages (`role`, `content`) or token ids; empty: the policy goes on where it stopped"
+    reward: float = 0.0
+    done: bool = False
+    "the episode is over; the observation is not shown any more"
+
+
+@runtime_checkable
+class Environment(Protocol):
+    """One episode. Must be a pure function of its arguments: after an actor's death the same turns are played again.
+
+    An attribute `stop_texts`, a tuple of strings, ends a turn behind every token whose text ends with one of them,
+    besides the tokenizer's end token.
+    """
+
+    def reset(self, prompt: Prompt) -> str | None:
+        """Begin an episode; a text that is returned is added to the prompt (in a chat, to its last message)."""
+        ...
+
+    def step(self, response: str) -> Step:
+        """Answer the text of one turn, without special tokens."""
+        ...
+
+
+def environment_maker(config: EnvironmentConfig) -> Callable[[], Environment]:
+    """Return what makes one environment an episode.
+
+    Raises ConfigError: no such class, or one that cannot be made with `environment.options`.
+    """
+    path = NAMED.get(config.kind or "", config.kind or "")
+    where = f"environment.kind {config.kind}"
+    found = named_code(
+        path,
+        key="environment.kind",
+        kind="class",
+        example=f"my_tools:Shop for the class Shop in my_tools.py, or one of: {', '.join(NAMED)}",
+    )
+    if not (inspect.isclass(found) and callable(getattr(found, "reset", None)) and hasattr(found, "step")):
+        raise ConfigError(f"{where}: expected a class with the methods reset and step, got {found!r}")
+
+    def make() -> Environment:
+        try:
+            return cast(Environment, found(**config.options))
+        except (Exception, SystemExit) as error:
+            raise ConfigError(
+                f"{where}: making it with environment.options {config.options} raised {type(error).__name__}: "
+                f"{describe(error)}; mend the class or its options"
+            ) from error
+
+    return make
+
+
+def stop_texts(environment: Environment) -> tuple[str, ...]:
+    """Return the texts that end a turn. Raises ConfigError for what is no tuple of strings."""
+    texts: Any = getattr(environment, "stop_texts", ())
+    if not isinstance(texts, tuple) or not all(isinstance(text, str) and text for text in texts):
+        raise ConfigError(
+            f"{type(environment).__name__}.stop_texts: expected a tuple of strings, got {texts!r}; mend the class"
+        )
+    return texts
+
+
+def checked_step(step: Any) -> Step:
+    """Return a step whose every part is what it must be, token ids as int64. Raises EpisodeError saying what is not."""
+    names = ("observation", "reward", "done")
+    if not all(hasattr(step, name) for name in names):
+        raise EpisodeError(f"expected a Step with {', '.join(names)}, got {type(step).__name__}")
+    try:
+        reward = float(step.reward if step.reward is not None else 0.0)
+    except (TypeError, ValueError):
+        raise EpisodeError(f"expected a number as reward, got {step.reward!r}") from None
+    if not math.isfinite(reward):
+        raise EpisodeError(f"expected a finite reward, got {reward}")
+    return Step(_checked_observation(step.observation), reward, bool(step.done))
+
+
+def _checked_observation(observation: Any) -> Observation:
+    if observation is None:
+        return ""
+    if isinstance(observation, str):
+        return observation
+    if isinstance(observation, (list, tuple)) and observation and isinstance(observation[0], Mapping):
+        if all(
+            isinstance(one, Mapping) and {"role", "content"} <= set(one) and isinstance(one["content"], str)
+            for one in observation
+        ):
+            return [dict(one) for one in observation]
+        raise EpisodeError("expected messages as mappings with role and content, the content a string")
+    try:
+        ids = np.asarray(observation if len(observation) else np.zeros(0, dtype=np.int64))
+    except (TypeError, ValueError):
+        ids = np.zeros((0, 0))
+    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+        raise EpisodeError(
+            f"expected an observation as text, messages or token ids, got {type(observation).__name__}"
+        )
+    return ids.astype(np.int64)

@@ -1,0 +1,97 @@
+"""The bookkeeping of one episode: turns in, requests for the next turn or the whole completion out.
+
+A turn is a sample of its own for scheduler and instances, with the key of the episode and a number. Its request holds
+the first prompt and everything since, so noise, which depends on key, first prompt and absolute position, is that of
+one long response: tokens are a pure function of weights, first prompt, key and what the environment says (design 3.1).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+from jaxtyping import Int
+
+from core.records import Completion, FinishReason, History, Prompt, SampleRequest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodeLimits:
+    """When turns and episodes end, besides by what is said in them."""
+
+    max_turns: int
+    max_turn_tokens: int | None
+    stop_token_ids: tuple[int, ...] = ()
+    "that end a turn, besides the sampling's own"
+
+
+class Episode:
+    """One sample's turns."""
+
+    def __init__(self, request: SampleRequest, limits: EpisodeLimits) -> None:
+        self.request = request
+        "as asked for: turn 0, its sampling over the whole episode"
+        self.responses: list[str] = []
+        "the text of each turn so far"
+        self.rewards: list[float] = []
+        self._limits = limits
+        self._begins = 0
+
+    @property
+    def num_turns(self) -> int:
+        """Turns that the policy has taken."""
+        return len(self.responses)
+
+    def first(self, prompt: Prompt | None = None) -> SampleRequest:
+        """Return the request of the first turn; `prompt` takes the place of the one asked for."""
+        if prompt is not None:
+            self.request = replace(self.request, prompt=prompt)
+        return self._turn(0, None)
+
+    def new_tokens(self, completion: Completion) -> Int[np.ndarray, " T"]:
+        """Return what the policy has sampled in the turn that a completion ends."""
+        return completion.token_ids[self._begins :]
+
+    def goes_on(
+        self, completion: Completion, observation: Int[np.ndarray, " T"], *, reward: float, done: bool
+    ) -> SampleRequest | Completion:
+        """Take the environment's answer to a turn; return the next turn's request, or the episode's completion.
+
+        One that is not done ends as LENGTH where turns or tokens are used up; the last answer is not shown then.
+        """
+        self.rewards.append(reward)
+        most = self.request.sampling.max_new_tokens
+        num_tokens = completion.num_tokens + len(observation)
+        if done or self.num_turns >= self._limits.max_turns or num_tokens >= most:
+            return self.whole(completion, FinishReason.STOP if done else FinishReason.LENGTH)
+        self._begins = num_tokens
+        nothing = np.zeros(len(observation), dtype=np.float32)
+        history = History(
+            token_ids=np.concatenate([completion.token_ids, observation]),
+            sampled=np.concatenate([completion.is_sampled, np.zeros(len(observation), dtype=bool)]),
+            policy_logprobs=np.concatenate([completion.policy_logprobs, nothing]),
+            sampling_logprobs=np.concatenate([completion.sampling_logprobs, nothing]),
+            num_decode_steps=completion.num_decode_steps,
+            num_accepted_tokens=completion.num_accepted_tokens,
+            instance=completion.instance,
+        )
+        return self._turn(self.num_turns, history)
+
+    def whole(self, completion: Completion, reason: FinishReason) -> Completion:
+        """Return the completion of the episode, from that of its last turn."""
+        return replace(completion, key=self.request.key, sampled=completion.is_sampled, finish_reason=reason)
+
+    def _turn(self, number: int, history: History | None) -> SampleRequest:
+        sampling, limits = self.request.sampling, self._limits
+        most = sampling.max_new_tokens
+        if limits.max_turn_tokens is not None:
+            before = len(history.token_ids) if history is not None else 0
+            most = min(most, before + limits.max_turn_tokens)
+        stops = dict.fromkeys((*sampling.stop_token_ids, *limits.stop_token_ids))
+        return replace(
+            self.request,
+            key=replace(self.request.key, turn=number),
+            sampling=replace(sampling, max_new_tokens=most, stop_token_ids=tuple(stops)),
+            history=history,
+            keeps_caches=number + 1 < limits.max_turns,
+        )

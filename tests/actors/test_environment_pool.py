@@ -1,0 +1,133 @@
+"""The environment pool: answers beside their items, bad steps named, dead actors' episodes played again."""
+
+import numpy as np
+import pytest
+import ray
+
+from actors.environment_actors import EnvironmentActor, EnvironmentPool
+from core.config import EnvironmentConfig
+from core.errors import ConfigError, EpisodeError
+from core.records import Prompt, SampleKey
+
+pytestmark = pytest.mark.ray
+TIMEOUT_S = 120.0
+
+
+def key(index: int) -> SampleKey:
+    return SampleKey(run_seed=3, sample_index=index)
+
+
+def prompt(text: str = "p") -> Prompt:
+    return Prompt(prompt_id=0, token_ids=np.arange(2), text=text)
+
+
+@pytest.fixture
+def make_pool(local_ray):
+    pools = []
+
+    def make(
+        kind: str, *, num_actors: int = 1, timeout_s: float = TIMEOUT_S, options=None, restarts: int = 0
+    ):
+        config = EnvironmentConfig(kind=kind, timeout_s=timeout_s, options=options or {})
+
+        def start(actor: int, number: int):
+            name = f"environment-{actor}-{number}"
+            return EnvironmentActor.options(num_cpus=0, max_concurrency=4).remote(name, config)
+
+        actors = [start(actor, 0) for actor in range(num_actors)]
+        pools.extend(actors)
+        notes: list[str] = []
+        pool = EnvironmentPool(
+            actors,
+            config,
+            order_timeout_s=TIMEOUT_S,
+            make=start,
+            max_restarts=restarts,
+            note=notes.append,
+        )
+        return pool, notes
+
+    yield make
+    for actor in pools:
+        ray.kill(actor)
+
+
+def answers(pool: EnvironmentPool, count: int) -> dict:
+    found: dict = {}
+    while len(found) < count:
+        found.update(pool.collect(wait_s=1.0))
+    return found
+
+
+def test_answers_come_back_beside_their_items_from_every_actor(make_pool):
+    pool, _ = make_pool("sample_environments:Parrot", num_actors=2)
+    pool.prove(timeout_s=TIMEOUT_S)
+    for index in range(4):
+        pool.ask(index, key(index), prompt(), ())
+    assert answers(pool, 4) == dict.fromkeys(range(4))
+    for index in range(4):
+        pool.ask(index, key(index), prompt(), (f"x{index}",))
+    assert {i: step.observation for i, step in answers(pool, 4).items()} == {i: f"{i}x" for i in range(4)}
+    assert pool.num_asked == 0
+
+
+@pytest.mark.parametrize(
+    ("said", "what"),
+    [
+        ("raise", "raised KeyError: 'no such tool'"),
+        ("exit", "raised SystemExit: 3"),
+        ("number", "expected a Step with observation, reward, done, got int"),
+        ("nan", "expected a finite reward"),
+    ],
+)
+def test_a_bad_step_is_named_with_environment_sample_and_turn(make_pool, said, what):
+    pool, _ = make_pool("sample_environments:Wayward")
+    pool.ask("item", key(7), prompt(), ("fine", said))
+    error = answers(pool, 1)["item"]
+    assert isinstance(error, EpisodeError)
+    assert "environment sample_environments:Wayward, sample 7 (seed 3), turn 1" in str(error)
+    assert what in str(error)
+
+
+def test_a_step_that_hangs_is_named_and_holds_up_nobody(make_pool):
+    pool, _ = make_pool("sample_environments:Wayward", timeout_s=5.0)
+    pool.ask("hung", key(1), prompt(), ("hang",))
+    pool.ask("other", key(2), prompt(), ("abc",))
+    found = pool.collect(wait_s=TIMEOUT_S)
+    assert [item for item, _ in found] == ["other"], "it is answered while the other hangs"
+    error = answers(pool, 1)["hung"]
+    assert isinstance(error, EpisodeError) and "turn 0 has not answered for 5 s" in str(error)
+
+
+def test_a_dead_actors_episodes_are_played_again_by_the_next(make_pool, tmp_path):
+    pool, notes = make_pool(
+        "sample_environments:Counting", options={"marker": str(tmp_path / "died")}, restarts=1
+    )
+    for index, text in enumerate(("dies", "lives")):
+        pool.ask(index, key(index), prompt(text), ())
+    answers(pool, 2)
+    said: list[tuple[str, ...]] = [(), ()]
+    for turn in range(3):
+        for index in range(2):
+            said[index] = (*said[index], f"turn {turn}")
+            pool.ask(index, key(index), prompt(("dies", "lives")[index]), said[index])
+        found = answers(pool, 2)
+        assert [found[i].observation for i in range(2)] == [f"{turn + 1}:turn {turn}"] * 2
+    (note,) = notes
+    assert "environment-0-r1 takes its place" in note
+
+
+@pytest.mark.parametrize(
+    ("kind", "what"),
+    [
+        ("sample_environments:Nothing", "has no 'Nothing'"),
+        ("no_such_module:Class", "cannot import no_such_module"),
+        ("sample_environments:NoSteps", "methods reset and step"),
+        ("just words", "names no class"),
+        ("sample_environments:Counting", "environment.options"),
+    ],
+)
+def test_a_class_that_cannot_be_made_is_refused_before_anything_runs(make_pool, kind, what):
+    pool, _ = make_pool(kind)
+    with pytest.raises(ConfigError, match=what):
+        pool.prove(timeout_s=TIMEOUT_S)

@@ -1,0 +1,96 @@
+"""Answers become tokens behind what was sampled: in a chat as the template's next turns, else as they are."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from core.errors import EpisodeError
+from core.records import Prompt
+from learning.environments.environment_protocol import checked_step
+from learning.environments.rendering import ObservationRenderer, ending_with, turn_text
+from learning.pairs.tokenization import character_tokenizer
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz:;!|-?"
+TEMPLATE = (
+    "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }}"
+    "{% if m['role'] == 'assistant' %}<eos>{% else %};{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}a:{% endif %}"
+)
+
+
+@pytest.fixture
+def tokenizer():
+    made = character_tokenizer(LETTERS)
+    made.chat_template = TEMPLATE
+    return made
+
+
+def text(tokenizer, ids) -> str:
+    return tokenizer.decode(list(ids))
+
+
+def test_text_follows_as_it_is(tokenizer):
+    renderer = ObservationRenderer(tokenizer, chat=False, max_tokens=10)
+    assert text(tokenizer, renderer.tokens("hello", last_token=5)) == "hello"
+    assert len(renderer.tokens("", last_token=5)) == 0
+
+
+@pytest.mark.parametrize("closed", [True, False])
+def test_a_chat_goes_on_with_the_next_turns_and_closes_what_was_left_open(tokenizer, closed):
+    renderer = ObservationRenderer(tokenizer, chat=True, max_tokens=10)
+    last = tokenizer.eos_token_id if closed else tokenizer.encode("b")[0]
+    found = text(tokenizer, renderer.tokens("hello", last_token=last))
+    assert found == ("" if closed else "<eos>") + "u:hello;a:"
+    several = renderer.tokens(
+        [{"role": "tool", "content": "x"}, {"role": "user", "content": "y"}],
+        last_token=tokenizer.eos_token_id,
+    )
+    assert text(tokenizer, several) == "t:x;u:y;a:"
+    whole = tokenizer.apply_chat_template(
+        [
+            {"role": "user", "content": "q"},
+            {"role": "assistant", "content": "b"},
+            {"role": "user", "content": "hello"},
+        ],
+        add_generation_prompt=True,
+        tokenize=False,
+    )
+    if not closed:
+        assert whole == "u:q;a:b" + found, "prompt, turn and answer are the template's own rendering"
+
+
+def test_token_ids_are_taken_as_they_are_and_checked(tokenizer):
+    renderer = ObservationRenderer(tokenizer, chat=True, max_tokens=3)
+    assert renderer.tokens(np.array([4, 5]), last_token=1).tolist() == [4, 5]
+    assert renderer.tokens([4, 5, 6, 7], last_token=1).tolist() == [4, 5, 6] and renderer.num_cut == 1
+    with pytest.raises(EpisodeError, match="token ids from 0"):
+        renderer.tokens([len(tokenizer)], last_token=1)
+
+
+def test_long_answers_are_cut_and_counted_inside_their_message(tokenizer):
+    renderer = ObservationRenderer(tokenizer, chat=True, max_tokens=3)
+    found = renderer.tokens("abcdef", last_token=tokenizer.eos_token_id)
+    assert text(tokenizer, found) == "u:abc;a:" and renderer.num_cut == 1
+
+
+def test_first_words_end_the_prompt_or_its_last_message(tokenizer):
+    plain = Prompt(prompt_id=0, token_ids=np.array(tokenizer.encode("ask")), text="ask")
+    found = ObservationRenderer(tokenizer, chat=False, max_tokens=9).with_text(plain, "ed")
+    assert text(tokenizer, found.token_ids) == found.text == "asked"
+    chat = Prompt(prompt_id=0, token_ids=np.array(tokenizer.encode("u:ask;a:")), text="ask")
+    found = ObservationRenderer(tokenizer, chat=True, max_tokens=9).with_text(chat, "ed")
+    assert text(tokenizer, found.token_ids) == "u:asked;a:" and found.text == "asked"
+
+
+def test_tokens_that_end_with_a_text_end_a_turn(tokenizer):
+    assert ending_with(tokenizer, ("b", "!")) == tuple(sorted(tokenizer.encode("b!")))
+    assert ending_with(tokenizer, ()) == ()
+    ids = np.array([*tokenizer.encode("ab"), tokenizer.eos_token_id])
+    assert turn_text(tokenizer, ids) == "ab"
+
+
+@pytest.mark.parametrize("observation", [{"a": 1}, [{"role": "user"}], [1.5], [[1]]])
+def test_what_is_no_observation_is_refused(observation):
+    with pytest.raises(EpisodeError):
+        checked_step(SimpleNamespace(observation=observation, reward=0.0, done=False))
