@@ -29,7 +29,7 @@ from core.records import (
 from learning.data.prompts import response_text
 from learning.environments.environment_protocol import Step, environment_maker, stop_texts
 from learning.environments.episode import Episode, EpisodeLimits
-from learning.environments.rendering import ObservationRenderer, ending_with, turn_text
+from learning.environments.observations import ObservationRenderer, ending_with, turn_text
 
 Ended = tuple[SampleRequest, Completion, str]
 "An episode that is over: its request, the whole completion, the text of it."

@@ -16,7 +16,7 @@ from core.records import Completion, Prompt, SampleKey, SampleRequest, SamplingP
 from engine.engine import Engine
 from learning.environments.environment_protocol import Environment, environment_maker, stop_texts
 from learning.environments.episode import Episode, EpisodeLimits
-from learning.environments.rendering import ObservationRenderer, ending_with, turn_text
+from learning.environments.observations import ObservationRenderer, ending_with, turn_text
 from learning.pairs.make import PairPaths
 from learning.pairs.tokenization import character_tokenizer
 

@@ -71,7 +71,8 @@ class RowFilter:
             example="my_data:keep for the function keep in my_data.py",
         )
         if not callable(function):
-            raise ConfigError(f"data.filter {path}: it is {type(function).__name__}, not a function")
+            name = path.partition(":")[2]
+            raise ConfigError(f"data.filter {path}: '{name}' is {type(function).__name__}, not a function")
         self._function = function
 
     def keeps(self, values: dict[str, Any], origin: str) -> bool:

@@ -24,7 +24,7 @@ from engine.weights.loading import load_causal_lm
 from learning.data.cursor import PromptCursor
 from learning.data.prompts import sampling_params
 from learning.environments.episode import Episode, EpisodeLimits
-from learning.environments.rendering import ObservationRenderer, ending_with, turn_text
+from learning.environments.observations import ObservationRenderer, ending_with, turn_text
 
 SAMPLES = 8
 LIMITS = {"max_turns": 6, "max_turn_tokens": 20}

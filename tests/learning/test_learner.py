@@ -192,6 +192,7 @@ def test_every_figure_is_reported_and_finite(make_learner, make_rollouts):
         "ratio_min",
         "ratio_max",
         "truncated_share",
+        "lr",
         "ratio_at_first_minibatch",
         "num_skipped_samples",
         "num_samples_ahead",

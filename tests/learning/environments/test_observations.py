@@ -8,7 +8,7 @@ import pytest
 from core.errors import EpisodeError
 from core.records import Prompt
 from learning.environments.environment_protocol import checked_step
-from learning.environments.rendering import ObservationRenderer, ending_with, turn_text
+from learning.environments.observations import ObservationRenderer, ending_with, turn_text
 from learning.pairs.tokenization import character_tokenizer
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz:;!|-?"
