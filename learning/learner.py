@@ -205,6 +205,9 @@ class Learner:
                 **figures.means(),
                 "lr": self.optimizer.param_groups[0]["lr"],
             },
+            log_ratio_counts=tuple(
+                map(sum, zip(*self.trainers.gather(figures.log_ratio_counts()), strict=True))
+            ),
             sample_advantages=targets.sample_advantages(experience.mask),
         )
 

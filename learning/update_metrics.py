@@ -21,6 +21,10 @@ _OF_SEEN = ("entropy", "approx_kl", "clip_fraction", "clip_fraction_low", "clip_
 "Means over the tokens whose logits were computed; of the others they are not known."
 
 
+LOG_RATIO_BINS, LOG_RATIO_WIDTH = 32, 2.0**-6
+"Of the histogram of token log-ratios, new over old: from -0.25 to 0.25, what is beyond in the outermost."
+
+
 class OpenPart(NamedTuple):
     """What one trainer adds to a minibatch: weighted sums by name, their weight, the smallest and largest ratio."""
 
@@ -43,6 +47,7 @@ class MinibatchFigures:
         self._extremes: Tensor | None = None
         self._closed: list[dict[str, float]] = []
         self._ratios: list[tuple[float, float] | None] = []
+        self._log_ratio_counts: Tensor | None = None
 
     def add(self, name: str, per_token: Float[Tensor, " M"], weight: Float[Tensor, " M"]) -> None:
         """Add a part of the current minibatch; weights of the whole minibatch sum to 1.
@@ -67,6 +72,12 @@ class MinibatchFigures:
         self.add("clip_fraction", (policy.clipped_low | policy.clipped_high).float(), weight)
         self.add("clip_fraction_low", policy.clipped_low.float(), weight)
         self.add("clip_fraction_high", policy.clipped_high.float(), weight)
+        bins = (difference / LOG_RATIO_WIDTH).floor().long() + LOG_RATIO_BINS // 2
+        before = self._log_ratio_counts
+        if before is None:
+            before = torch.zeros(LOG_RATIO_BINS, device=difference.device)
+        counted = (weight > 0.0).float()
+        self._log_ratio_counts = before.index_add(0, bins.clamp(0, LOG_RATIO_BINS - 1), counted)
         ratio = difference.exp()
         seen = ratio if self._extremes is None else torch.cat([self._extremes, ratio])
         self._extremes = torch.stack([seen.min(), seen.max()])
@@ -95,6 +106,11 @@ class MinibatchFigures:
         self._closed.append({"policy_loss": 0.0, **sums, **seen, **own})
         self._open, self._open_weight, self._extremes = {}, None, None
         return self._closed[-1]
+
+    def log_ratio_counts(self) -> tuple[int, ...]:
+        """Tokens of this trainer in each bin of the histogram, over all minibatches; read from the device."""
+        counts = self._log_ratio_counts
+        return (0,) * LOG_RATIO_BINS if counts is None else tuple(int(count) for count in counts.tolist())
 
     def means(self) -> dict[str, float]:
         """Mean of every figure. Raises NumericsError naming one that is not finite."""

@@ -6,13 +6,14 @@ from collections.abc import Mapping, Sequence
 
 from cluster.run_folder.layout import RunDir
 from cluster.tracking.distribution_figures import distribution_figures
-from cluster.tracking.histograms import write_histograms
+from cluster.tracking.histograms import Histogram, write_histograms
 from cluster.tracking.sample_table import SampleRow, as_markdown, choose_samples
 from cluster.tracking.trackers import Trackers
 from core.config import Config
 from core.files import storage_errors, write_whole
 from core.metrics import MetricsLog
 from core.records import Rollout, UpdateReport
+from learning.update_metrics import LOG_RATIO_BINS, LOG_RATIO_WIDTH
 
 
 class RunLog:
@@ -34,7 +35,7 @@ class RunLog:
         }
         if advantages is not None:
             values["advantage"] = advantages
-        write_histograms(self._run_dir.histograms_file, iteration, values)
+        write_histograms(self._run_dir.histograms_file, iteration, values, _log_ratios(update))
         self._trackers.histograms(iteration + 1, values)
         self._keep_samples(iteration, rollouts, advantages)
         figures = distribution_figures(rollouts, advantages)
@@ -69,3 +70,11 @@ class RunLog:
             path.parent.mkdir(exist_ok=True)
         write_whole(path, as_markdown(f"Iteration {iteration + 1}", chosen))
         self._trackers.samples(iteration + 1, chosen)
+
+
+def _log_ratios(update: UpdateReport) -> dict[str, Histogram]:
+    """How far the policy moved at each token, over all optimizer steps."""
+    if not any(update.log_ratio_counts):
+        return {}
+    first = -LOG_RATIO_WIDTH * (LOG_RATIO_BINS // 2)
+    return {"log_ratio": Histogram(first=first, width=LOG_RATIO_WIDTH, counts=update.log_ratio_counts)}

@@ -79,3 +79,7 @@ def test_sums_of_packs_are_those_of_the_minibatch():
     assert means["ratio_min"] == pytest.approx(torch.tensor(-5.1).exp())
     assert means["ratio_max"] == pytest.approx(torch.tensor(0.5).exp())
     assert means["grad_clipped_share"] == 0.5
+    # log-ratios 0, 0.5, -0.1, 0.3, then five less: bins of 1/64 from -1/4 on, what is beyond in the outermost
+    counts = figures.log_ratio_counts()
+    assert sum(counts) == 8
+    assert (counts[16], counts[31], counts[9], counts[0]) == (1, 2, 1, 4)
