@@ -43,7 +43,7 @@ from learning.parallel.learner_state import LearnerState
 from learning.parallel.one_trainer import OneTrainer, gradient_of
 from learning.schedule import Horizon, rate_factor
 from learning.soft_targets import SoftTargetStore
-from learning.update_metrics import MinibatchFigures, describe_odd_loss
+from learning.update_metrics import MinibatchFigures, added_up, describe_odd_loss
 
 
 class Learner:
@@ -205,9 +205,7 @@ class Learner:
                 **figures.means(),
                 "lr": self.optimizer.param_groups[0]["lr"],
             },
-            log_ratio_counts=tuple(
-                map(sum, zip(*self.trainers.gather(figures.log_ratio_counts()), strict=True))
-            ),
+            log_ratio_counts=added_up(self.trainers.gather(figures.log_ratio_counts())),
             sample_advantages=targets.sample_advantages(experience.mask),
         )
 

@@ -128,6 +128,11 @@ class MinibatchFigures:
         return out
 
 
+def added_up(counts: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    """Counts of all trainers, bin by bin."""
+    return tuple(sum(of_bin) for of_bin in zip(*counts, strict=True))
+
+
 def describe_odd_loss(
     losses: Sequence[Tensor],
     rows: Sequence[Sequence[int]],

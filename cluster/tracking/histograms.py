@@ -64,7 +64,7 @@ def write_histograms(
     values: Mapping[str, Sequence[float]],
     counted: Mapping[str, Histogram] | None = None,
 ) -> None:
-    """Append a line of `histograms.jsonl`: one histogram a name, of values or `counted` already. Raises StorageError."""
+    """Append a line of `histograms.jsonl`: a histogram a name, of values or counted already. Raises StorageError."""
     row = {name: Histogram.of(those).as_tree() for name, those in values.items() if len(those)}
     row |= {name: histogram.as_tree() for name, histogram in (counted or {}).items()}
     append_whole(path, json.dumps({"iteration": iteration, **row}) + "\n")
