@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
 
     report = Reporter()
     notes: list[str] = []
-    runs = [RunRecord.read(path, notes.append if args.json else report.note) for path in args.run_dirs]
+    runs = [RunRecord.read(path, notes.append) for path in args.run_dirs]
     names = shown_names(runs, args.metric)
     if args.metric and not names:
         raise ConfigError(
@@ -85,6 +85,8 @@ def run(args: argparse.Namespace) -> int:
         _compare(runs, names, report)
     else:
         _show(runs[0], names, report)
+    for note in notes if not args.json else ():
+        report.note(note)
     return 0
 
 
