@@ -107,9 +107,8 @@ def collect(
         skipped = _skip(system, report, before=num_skipped, of=len(by_key))
         num_skipped += len(skipped)
         if groups is not None:
-            ended = [(rollout.completion.group_id, rollout.reward.value) for rollout in scored]
-            for group_id, reward in [*ended, *((group_id, None) for group_id in skipped)]:
-                further = groups.ended(group_id, reward)
+            asked = [groups.scored(rollout) for rollout in scored]
+            for further in asked + [groups.ended(group_id, None) for group_id in skipped]:
                 by_key |= {request.key: request for request in further}
                 if further and episodes is not None:
                     episodes.add(further)

@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 
-from core.errors import NumericsError
-from core.records import Rollout, SampleRequest
+from core.errors import ConfigError, NumericsError
+from core.records import Reward, Rollout, SampleRequest
 
 
 class UsefulGroups:
@@ -26,8 +26,14 @@ class UsefulGroups:
         requests: Sequence[SampleRequest],
         *,
         max_extra: int,
+        metric: str | None = None,
     ) -> None:
-        """`next_group` gives the requests of one further prompt; `max_extra` of them are asked for at most."""
+        """`next_group` gives the requests of one further prompt; `max_extra` of them are asked for at most.
+
+        `metric` is the part of the reward that is to differ; None: the reward before shaping, which tells a long
+        right answer from a short one where both are right.
+        """
+        self._metric = metric
         self._next_group = next_group
         self._left = max_extra
         self._open: dict[int, int] = defaultdict(int)
@@ -35,8 +41,12 @@ class UsefulGroups:
         self._expect(requests)
         self._num_wanted = len(self._open)
 
+    def scored(self, rollout: Rollout) -> list[SampleRequest]:
+        """Take note of a sample's reward; what is to be sampled besides. Raises ConfigError: no such part."""
+        return self.ended(rollout.completion.group_id, self._judged(rollout.reward))
+
     def ended(self, group_id: int, reward: float | None) -> list[SampleRequest]:
-        """Take note of one sample's reward, None of a sample that is left out; what is to be sampled besides."""
+        """The same by the number itself, None of a sample that is left out."""
         self._open[group_id] -= 1
         if reward is not None:
             self._rewards[group_id].append(reward)
@@ -75,6 +85,16 @@ class UsefulGroups:
             "rollout/num_groups_sampled": float(len(self._open)),
             "rollout/num_groups_useful": float(num_useful),
         }
+
+    def _judged(self, reward: Reward) -> float:
+        if self._metric is None:
+            return reward.parts.get("unshaped", reward.value)
+        if self._metric not in reward.parts:
+            raise ConfigError(
+                f"algorithm.dynamic_sampling_metric '{self._metric}' is no part of the reward; its parts are "
+                f"{', '.join(sorted(reward.parts)) or 'none'}; name one of them, or leave it out"
+            )
+        return reward.parts[self._metric]
 
     def _expect(self, requests: Sequence[SampleRequest]) -> None:
         for request in requests:

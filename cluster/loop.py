@@ -8,6 +8,7 @@ cursor -> scheduler -> generation instances -> completions as they finish -> rew
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 
 import ray
@@ -28,7 +29,7 @@ from cluster.system import System, running_system
 from cluster.tracking.run_log import RunLog
 from cluster.tracking.trackers import Trackers
 from core.config import Config
-from core.errors import NumericsError, RewardServerLost, StorageError
+from core.errors import NumericsError, RewardServerLost, RlhfSpecError, StorageError
 
 BY_SIGTERM = "stopped by SIGTERM (ray job stop, or kill)"
 
@@ -104,6 +105,12 @@ def train(system: System, run_dir: RunDir, report: Reporter) -> None:
     except (StorageError, SystemExit):
         # a full disk has no room for pictures, and SIGTERM leaves no time for them
         raise
+    except RlhfSpecError:
+        recorder.write_timeline()
+        with suppress(RlhfSpecError):
+            # what ended the run is what is told; weights are here, whoever died
+            report.note(_keep_what_was_learned(system, run_dir))
+        raise
     except BaseException:
         recorder.write_timeline()
         raise
@@ -117,7 +124,7 @@ def _keep_what_was_learned(system: System, run_dir: RunDir) -> str:
     finished = system.target.manifest.weight_version
     if not finished:
         return "no iteration was finished"
-    save_checkpoints(system, run_dir)
+    save_checkpoints(system, run_dir, with_adapter=False)
     models = [("target", system.target), ("draft", system.draft)]
     paths = [
         f"--set models.{model}={run_dir.checkpoint_dir(model)}"
@@ -126,7 +133,9 @@ def _keep_what_was_learned(system: System, run_dir: RunDir) -> str:
     ]
     return (
         f"{finished} iterations are finished and their weights kept; go on from them with `rlhfspec train --config "
-        f"{run_dir.config_file} {' '.join(paths)} --set run.iterations={system.config.run.iterations - finished}`"
+        f"{run_dir.config_file} {' '.join(paths)} --set run.iterations={system.config.run.iterations - finished} "
+        f"--set run.seed={system.config.run.seed + 1}` (prompts in another order; the optimizer, its schedule and the "
+        "reference of the KL control begin anew)"
     )
 
 
@@ -141,8 +150,8 @@ def run_iteration(
     began_s = time.perf_counter()
     forwards, groups = system.forward_stream(requests), system.useful_groups(requests)
     collected = collect(system, requests, report, forwards, groups)
-    learned = collected.rollouts if groups is None else groups.batch(collected.rollouts)
     write_rollouts(run_dir.rollouts_file(iteration), collected.rollouts)
+    learned = collected.rollouts if groups is None else groups.batch(collected.rollouts)
     moves = recorder.record(iteration, collected, system.generation.instances)
 
     update_began_s = time.perf_counter()

@@ -14,15 +14,19 @@ from core.files import PARTIAL, storage_errors
 _MODELS = ("target", "draft", "adapter")
 
 
-def save_checkpoints(system: System, run_dir: RunDir, *, iteration: int | None = None) -> None:
+def save_checkpoints(
+    system: System, run_dir: RunDir, *, iteration: int | None = None, with_adapter: bool = True
+) -> None:
     """Save the trained target and the drafter as Hugging Face checkpoints, an adapter beside its merged target.
+
+    The adapter alone needs the trainers, which may be gone.
 
     Numbered ones beyond `run.keep_checkpoints` go, the oldest first. Raises WeightsError, StorageError.
     """
     for model, weights in (("target", system.target), ("draft", system.draft)):
         if weights is not None:
             _save(system, run_dir, weights, model, iteration)
-    if system.config.trainer.lora is not None:
+    if system.config.trainer.lora is not None and with_adapter:
         _save_adapter(system, run_dir, "adapter", iteration)
     if system.config.run.keep_checkpoints is not None:
         remove_old(run_dir, keep=system.config.run.keep_checkpoints)

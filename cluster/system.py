@@ -110,6 +110,7 @@ class System(GeneratingSystem):
             lambda: self.cursor.next_requests(1, rollout.samples_per_prompt, self.sampling),
             requests,
             max_extra=round(algorithm.max_extra_groups * rollout.prompts_per_iteration),
+            metric=algorithm.dynamic_sampling_metric,
         )
 
 

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from core.settings.section import Section
+from core.settings.section import Name, Section
 
 Kind = Literal[
     "ppo", "grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "dapo", "gspo", "cispo"
@@ -103,6 +103,9 @@ class AlgorithmConfig(Section):
     "responses cut at max_new_tokens: as any other, no part of the loss, or (gae) as if they went on"
     dynamic_sampling: bool = False
     "groups whose rewards are all equal are replaced by further prompts while the others are generated (DAPO)"
+    dynamic_sampling_metric: Name | None = None
+    "the part of the reward that is to differ, such as correct (verl's filter_groups.metric); null: the reward before "
+    "shaping"
     max_extra_groups: float = Field(default=3.0, gt=0.0)
     "dynamic_sampling: further prompts for each that was asked for; beyond, groups without gradient fill the batch"
     old_logprobs: Literal["auto", "sampler", "trainer"] = "auto"

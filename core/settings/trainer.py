@@ -50,7 +50,7 @@ class TrainerConfig(Section):
     value_epochs: int = Field(default=8, ge=1)
     "ppo: passes of the value head over a batch's states; cheap, since the trunk is run once for all"
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    "how the learning rate goes on after the warm-up: linear and cosine fall to 0 at the run's last step"
+    "how the learning rate goes on after the warm-up: linear and cosine fall towards 0 at the run's end"
     warmup_steps: int = Field(default=0, ge=0)
     "optimizer steps over which the learning rate rises from 0"
     epochs: int = Field(default=1, ge=1)

@@ -79,6 +79,8 @@ def whiten(
     Source: Huang et al. 2024, 'The N+ implementation details of RLHF with PPO', detail 9.
     """
     real = values[mask]
+    if not len(real):
+        return torch.zeros_like(values)
     # one token has no variance, and no advantage over itself
     mean, variance = real.mean(), real.var() if len(real) > 1 else torch.zeros(())
     return torch.where(mask, (values - mean) * torch.rsqrt(variance + epsilon), torch.zeros_like(values))
@@ -136,11 +138,6 @@ def reinforce_pp_baseline_advantages(
     """
     centred = group_advantages(rewards, group_ids, divide_by_std=False)
     return whiten(spread(centred, mask), mask)
-
-
-def num_equal_groups(rewards: Float[Tensor, " B"], group_ids: Int[Tensor, " B"]) -> int:
-    """Groups whose rewards are all equal: they teach nothing."""
-    return len(group_ids.unique()) - sum(1 for _ in _unequal_groups(rewards, group_ids))
 
 
 def _unequal_groups(rewards: Tensor, group_ids: Tensor) -> Iterator[tuple[Tensor, Tensor]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from core.config import AlgorithmConfig, TrainerConfig
@@ -24,6 +24,7 @@ def ppo_advantages(
     experience: Experience,
     own: OwnStates,
     penalty: Float[Tensor, "B R"],
+    learned: Bool[Tensor, " B"],
     *,
     algorithm: AlgorithmConfig,
     trainer: TrainerConfig,
@@ -40,6 +41,7 @@ def ppo_advantages(
         experience: the batch, `M` response tokens in all.
         own: states that predict its tokens, of this trainer's rows.
         penalty: what each token's reward is lowered by.
+        learned: responses that are part of the loss; over them advantages are whitened. The critic learns from all.
         algorithm: gamma, lambda, what a truncated response is.
         trainer: passes and minibatches of the critic.
         generator: orders the critic's minibatches.
@@ -66,7 +68,7 @@ def ppo_advantages(
         clip_value=algorithm.clip_value,
         generator=generator,
     )
-    return whiten(advantages, mask) if algorithm.whiten_advantages else advantages
+    return whiten(advantages, mask & learned[:, None]) if algorithm.whiten_advantages else advantages
 
 
 def _values_after(values: Float[Tensor, "B R"], experience: Experience) -> Float[Tensor, " B"]:

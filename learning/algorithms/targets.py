@@ -13,7 +13,6 @@ from core.config import AlgorithmConfig, TrainerConfig
 from learning.algorithms.advantages import (
     group_advantages,
     leave_one_out_advantages,
-    num_equal_groups,
     reinforce_pp_advantages,
     reinforce_pp_baseline_advantages,
     spread,
@@ -80,6 +79,9 @@ def update_targets(
         kl = kl_estimate(experience.old_logprobs, reference, algorithm.kl_estimator)
         figures["reference_kl"] = float(kl[experience.mask].mean())
     penalty = kl_penalty(experience, reference, algorithm, kl_coef)
+    learned = (
+        ~experience.truncated if algorithm.truncated == "mask" else torch.ones_like(experience.truncated)
+    )
     if critic is not None:
         assert first.states is not None, "a critic's states are among the first values"
         advantages = ppo_advantages(
@@ -87,6 +89,7 @@ def update_targets(
             experience,
             first.states,
             penalty,
+            learned,
             algorithm=algorithm,
             trainer=trainer,
             generator=generator,
@@ -95,15 +98,11 @@ def update_targets(
         # trainers on unlike processors round unlike, and would drift apart
         trainers.take_first([advantages, *critic.head.parameters()])
     else:
-        advantages = _advantages_without_critic(experience, penalty, algorithm)
+        advantages = _advantages_without_critic(experience, penalty, learned, algorithm)
     if algorithm.compares_groups:
         figures["num_groups"] = float(len(experience.group_ids.unique()))
-        figures["num_zero_advantage_groups"] = float(
-            num_equal_groups(experience.rewards, experience.group_ids)
-        )
-    learned = (
-        ~experience.truncated if algorithm.truncated == "mask" else torch.ones_like(experience.truncated)
-    )
+        teaching = experience.group_ids[advantages.any(dim=1)].unique()
+        figures["num_zero_advantage_groups"] = figures["num_groups"] - float(len(teaching))
     figures["truncated_share"] = float(experience.truncated.float().mean())
     importance = None
     if algorithm.importance_sampling != "off":
@@ -130,15 +129,16 @@ def update_targets(
 
 
 def _advantages_without_critic(
-    experience: Experience, penalty: Tensor, algorithm: AlgorithmConfig
+    experience: Experience, penalty: Tensor, learned: Tensor, algorithm: AlgorithmConfig
 ) -> Float[Tensor, "B R"]:
-    """One estimator a row of `core.settings.algorithm.ALGORITHMS`."""
+    """One estimator a row of `core.settings.algorithm.ALGORITHMS`; whitened over what is learned."""
     groups, mask = experience.group_ids, experience.mask
+    counted = mask & learned[:, None]
     if algorithm.advantage == "reinforce_pp":
-        return reinforce_pp_advantages(token_rewards(experience, penalty), mask, gamma=algorithm.gamma)
+        return reinforce_pp_advantages(token_rewards(experience, penalty), counted, gamma=algorithm.gamma)
     rewards = response_rewards(experience, penalty)
     if algorithm.advantage == "reinforce_pp_baseline":
-        return reinforce_pp_baseline_advantages(rewards, groups, mask)
+        return reinforce_pp_baseline_advantages(rewards, groups, counted)
     if algorithm.advantage == "leave_one_out":
         return spread(leave_one_out_advantages(rewards, groups), mask)
     return spread(group_advantages(rewards, groups, divide_by_std=algorithm.advantage == "group_std"), mask)

@@ -1,12 +1,13 @@
 """Which groups make a batch: the same ones, whoever finishes first."""
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from cluster.dynamic_sampling import UsefulGroups
-from core.errors import NumericsError
+from core.errors import ConfigError, NumericsError
 from core.records import (
     Completion,
     FinishReason,
@@ -92,6 +93,21 @@ def test_useless_groups_fill_a_batch_when_too_few_are_useful():
 def test_nothing_useful_at_all_is_an_error_that_says_so():
     with pytest.raises(NumericsError, match=r"of 4 prompts none has samples with different rewards"):
         run([False] * 9, num_prompts=2, max_extra=2, order=random.Random(0))
+
+
+def test_groups_are_judged_before_shaping_or_by_the_part_that_is_named():
+    rewards = [
+        Reward(value=0.9, parts={"unshaped": 1.0, "correct": 1.0}),
+        Reward(value=1.0, parts={"unshaped": 1.0, "correct": 0.0}),
+    ]
+    for metric, useful in ((None, False), ("correct", True)):
+        groups = UsefulGroups(list, group(0), max_extra=0, metric=metric)
+        for request, reward in zip(group(0), rewards, strict=True):
+            groups.scored(replace(rollout(request, 0.0), reward=reward))
+        assert groups.is_useful(0) is useful
+    groups = UsefulGroups(list, group(0), max_extra=0, metric="form")
+    with pytest.raises(ConfigError, match="'form' is no part of the reward; its parts are correct, unshaped"):
+        groups.scored(replace(rollout(group(0)[0], 0.0), reward=rewards[0]))
 
 
 def test_a_sample_that_is_left_out_does_not_hold_up_its_group():

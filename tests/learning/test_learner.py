@@ -264,6 +264,25 @@ def test_masked_responses_are_no_part_of_the_loss(make_learner, make_rollouts):
         assert torch.allclose(one, same, atol=1e-6)
 
 
+def test_what_is_no_part_of_the_loss_is_no_part_of_whitening(make_learner, make_rollouts):
+    learner = make_learner(algorithm=AlgorithmConfig(kind="reinforce_pp", truncated="mask", kl_coef=0.0))
+    rollouts = make_rollouts(learner.model, reward=lambda tokens: float(len(tokens)))
+    experience = collate(cut(rollouts, {0}), pad_token_id=0)
+    targets = update_targets(
+        experience,
+        learner._first.of(experience, []),
+        algorithm=learner.algorithm,
+        trainer=learner.trainer,
+        critic=None,
+        trainers=learner.trainers,
+        generator=torch.Generator(),
+        kl_coef=0.0,
+    )
+    kept = targets.advantages[1:][experience.mask[1:]]
+    assert float(kept.mean()) == approx(0.0, abs=1e-5)
+    assert not targets.advantages[0].any()
+
+
 def test_a_response_that_was_cut_is_not_blamed_for_ending(make_learner, make_rollouts):
     # values are 1 everywhere, rewards 0: who ended is worth less than expected, who was cut is not
     seen = {}
