@@ -24,10 +24,12 @@ from core.records import (
     Reward,
     SampleKey,
     SampleRequest,
+    Stream,
     Unscored,
 )
+from learning.data.encoding import read_template
 from learning.data.prompts import response_text
-from learning.environments.environment_protocol import Step, environment_maker, stop_texts
+from learning.environments.environment_protocol import Step, environment_maker, is_raw, stop_texts
 from learning.environments.episode import Episode, EpisodeLimits
 from learning.environments.observations import ObservationRenderer, ending_with, turn_text
 
@@ -60,13 +62,24 @@ class Episodes:
         settings = config.environment
         self._tokenizer, self._pool, self._note = tokenizer, pool, note
         self._on_error = settings.on_error
-        self._renderer = ObservationRenderer(
-            tokenizer, chat=config.data.chat, max_tokens=settings.max_observation_tokens
-        )
+        example = environment_maker(settings)()
+        self._renderers = {
+            stream: ObservationRenderer(
+                tokenizer,
+                max_tokens=settings.max_observation_tokens,
+                raw=is_raw(example),
+                chat_template=read_template(data.chat_template),
+                chat_template_kwargs=data.chat_template_kwargs,
+            )
+            for stream, data in {
+                **dict.fromkeys(Stream, config.data),
+                Stream.EVAL: config.evaluation.data or config.data,
+            }.items()
+        }
         self._limits = EpisodeLimits(
             max_turns=settings.max_turns,
             max_turn_tokens=settings.max_turn_tokens,
-            stop_token_ids=ending_with(tokenizer, stop_texts(environment_maker(settings)())),
+            stop_token_ids=ending_with(tokenizer, stop_texts(example)),
         )
         self._open: dict[SampleKey, Episode] = {}
         self._rewards: dict[SampleKey, Reward] = {}
@@ -85,7 +98,8 @@ class Episodes:
         """Begin an iteration's episodes: their first turns are asked for as environments are reset."""
         self._rewards.clear()
         self._num_ended = self._num_turns = self._num_failed = self._num_given = self._num_tokens = 0
-        self._renderer.num_cut = 0
+        for renderer in self._renderers.values():
+            renderer.num_cut = 0
         self.add(requests)
 
     def add(self, requests: Sequence[SampleRequest]) -> None:
@@ -129,7 +143,7 @@ class Episodes:
         return {
             "environment/turns_mean": self._num_turns / max(self._num_ended, 1),
             "environment/given_token_share": self._num_given / max(self._num_tokens, 1),
-            "environment/num_cut_observations": float(self._renderer.num_cut),
+            "environment/num_cut_observations": float(sum(one.num_cut for one in self._renderers.values())),
             "environment/num_failed": float(self._num_failed),
         }
 
@@ -139,7 +153,7 @@ class Episodes:
             raise answer
         prompt: Prompt | None = None
         if isinstance(answer, str) and answer:
-            prompt = self._renderer.with_text(episode.request.prompt, answer)
+            prompt = self._renderers[episode.request.key.stream].with_text(episode.request.prompt, answer)
         return episode.first(prompt)
 
     def _after(
@@ -149,14 +163,18 @@ class Episodes:
             if isinstance(answer, EpisodeError):
                 raise answer
             assert isinstance(answer, Step)
-            given = self._renderer.tokens(answer.observation, last_token=int(completion.token_ids[-1]))
+            given = self._renderers[episode.request.key.stream].give(
+                answer.observation,
+                prompt=episode.request.prompt,
+                last_token=int(completion.token_ids[-1]),
+            )
         except EpisodeError as error:
             if self._on_error == "fail":
                 raise
             self._num_failed += 1
             self._note(f"{error}; the episode ends there")
             return episode.whole(completion, FinishReason.LENGTH)
-        return episode.goes_on(completion, given, reward=answer.reward, done=answer.done)
+        return episode.goes_on(completion, given.token_ids, reward=answer.reward, done=answer.done)
 
     def _end(self, episode: Episode, completion: Completion) -> Ended:
         key = completion.key

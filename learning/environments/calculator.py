@@ -26,6 +26,7 @@ class Calculator:
     """Answers what stands before `=`; done when a turn ends otherwise, with the GSM8K reward of all that was said."""
 
     stop_texts = ("=",)
+    raw = True
 
     def __init__(self, answer_all: bool = False, turn_reward: float = 0.0) -> None:
         """A calculator.

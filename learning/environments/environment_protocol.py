@@ -40,7 +40,8 @@ class Environment(Protocol):
     """One episode. Must be a pure function of its arguments: after an actor's death the same turns are played again.
 
     An attribute `stop_texts`, a tuple of strings, ends a turn behind every token whose text ends with one of them,
-    besides the tokenizer's end token.
+    besides the tokenizer's end token. With an attribute `raw = True` texts go on where the policy stopped in a chat too,
+    inside of its own message; else they are the user's next message there.
     """
 
     def reset(self, prompt: Prompt) -> str | None:
@@ -88,6 +89,16 @@ def stop_texts(environment: Environment) -> tuple[str, ...]:
             f"{type(environment).__name__}.stop_texts: expected a tuple of strings, got {texts!r}; mend the class"
         )
     return texts
+
+
+def is_raw(environment: Environment) -> bool:
+    """Whether texts go on where the policy stopped, in a chat too. Raises ConfigError for what is no bool."""
+    raw: Any = getattr(environment, "raw", False)
+    if not isinstance(raw, bool):
+        raise ConfigError(
+            f"{type(environment).__name__}.raw: expected True or False, got {raw!r}; mend the class"
+        )
+    return raw
 
 
 def checked_step(step: Any) -> Step:
