@@ -40,7 +40,7 @@ class Environment(Protocol):
     """One episode. Must be a pure function of its arguments: after an actor's death the same turns are played again.
 
     An attribute `stop_texts`, a tuple of strings, ends a turn behind every token whose text ends with one of them,
-    besides the tokenizer's end token. With an attribute `raw = True` texts go on where the policy stopped in a chat too,
+    besides the tokenizer's end token. With an attribute `raw = True` texts go on where the policy stopped, in a chat
     inside of its own message; else they are the user's next message there.
     """
 

@@ -57,13 +57,15 @@ class Episode:
     ) -> SampleRequest | Completion:
         """Take the environment's answer to a turn; return the next turn's request, or the episode's completion.
 
-        One that is not done ends as LENGTH where turns or tokens are used up; the last answer is not shown then.
+        One that is not done ends as LENGTH where turns or tokens are used up; the last answer is not shown then. So does
+        one whose last turn was cut: an environment cannot tell that from an end.
         """
         self.rewards.append(reward)
         most = self.request.sampling.max_new_tokens
         num_tokens = completion.num_tokens + len(observation)
         if done or self.num_turns >= self._limits.max_turns or num_tokens >= most:
-            return self.whole(completion, FinishReason.STOP if done else FinishReason.LENGTH)
+            is_cut = not done or completion.finish_reason is FinishReason.LENGTH
+            return self.whole(completion, FinishReason.LENGTH if is_cut else FinishReason.STOP)
         self._begins = num_tokens
         nothing = np.zeros(len(observation), dtype=np.float32)
         history = History(

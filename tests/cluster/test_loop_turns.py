@@ -126,7 +126,8 @@ def test_rewards_are_the_sums_of_the_steps(run_dir):
         for row in pq.read_table(run_dir.rollouts_file(iteration)).to_pylist():
             turns = dict(row["reward_parts"])["num_turns"]
             assert row["reward"] == pytest.approx(0.25 * turns)
-            assert row["finish_reason"] == ("stop" if turns == 4 else "length")
+            # Parrot's turns end with an `a` or the end token, unless they are cut
+            assert turns == 4 or row["finish_reason"] == "length"
 
 
 @pytest.mark.ray
