@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from actors.actor_messages import Taken
 from actors.ray_utils.watch import OpenWait
@@ -156,12 +156,14 @@ def _send(system: GeneratingSystem, unscored: list[Scored], *, is_last: bool) ->
     while unscored and (len(unscored) >= size or is_last or system.rewards.has_idle):
         batch = unscored[:size]
         del unscored[:size]
-        system.rewards.submit(
-            batch,
-            [request.prompt for request, _, _ in batch],
-            [text for _, _, text in batch],
-            [ResponseFacts.of(completion) for _, completion, _ in batch],
-        )
+        texts = [text for _, _, text in batch]
+        facts = [ResponseFacts.of(completion) for _, completion, _ in batch]
+        if system.episodes is not None:
+            # nobody is paid for what an environment said
+            spoken = [system.episodes.spoken(completion.key) for _, completion, _ in batch]
+            texts = [text for text, _ in spoken]
+            facts = [replace(fact, turns=turns) for fact, (_, turns) in zip(facts, spoken, strict=True)]
+        system.rewards.submit(batch, [request.prompt for request, _, _ in batch], texts, facts)
 
 
 def _skip(system: GeneratingSystem, report: Reporter, *, before: int, of: int) -> list[int]:

@@ -28,6 +28,7 @@ from core.records import (
     Unscored,
 )
 from learning.data.encoding import read_template
+from learning.data.messages import Messages
 from learning.data.prompts import response_text
 from learning.environments.environment_protocol import Step, environment_maker, is_raw, stop_texts
 from learning.environments.episode import Episode, EpisodeLimits
@@ -83,6 +84,7 @@ class Episodes:
         )
         self._open: dict[SampleKey, Episode] = {}
         self._rewards: dict[SampleKey, Reward] = {}
+        self._spoken: dict[SampleKey, tuple[str, Messages]] = {}
         self._num_ended = self._num_turns = self._num_failed = self._num_given = self._num_tokens = 0
 
     @property
@@ -97,6 +99,7 @@ class Episodes:
     def begin(self, requests: Sequence[SampleRequest]) -> None:
         """Begin an iteration's episodes: their first turns are asked for as environments are reset."""
         self._rewards.clear()
+        self._spoken.clear()
         self._num_ended = self._num_turns = self._num_failed = self._num_given = self._num_tokens = 0
         for renderer in self._renderers.values():
             renderer.num_cut = 0
@@ -116,7 +119,7 @@ class Episodes:
         """
         for completion in completions:
             episode = self._open[completion.key.sample]
-            episode.responses.append(turn_text(self._tokenizer, episode.new_tokens(completion)))
+            episode.say(turn_text(self._tokenizer, episode.new_tokens(completion)))
             request = episode.request
             self._pool.ask((episode, completion), request.key, request.prompt, tuple(episode.responses))
         ended: list[Ended] = []
@@ -137,6 +140,10 @@ class Episodes:
     def reward(self, key: SampleKey) -> Reward:
         """Return what an ended episode's environment gave: the sum over its steps."""
         return self._rewards[key]
+
+    def spoken(self, key: SampleKey) -> tuple[str, Messages]:
+        """Return the policy's own words in an ended episode, and who said what since the prompt."""
+        return self._spoken[key]
 
     def figures(self) -> dict[str, float]:
         """For `metrics.jsonl`, of the iteration that `begin` began."""
@@ -174,7 +181,9 @@ class Episodes:
             self._num_failed += 1
             self._note(f"{error}; the episode ends there")
             return episode.whole(completion, FinishReason.LENGTH)
-        return episode.goes_on(completion, given.token_ids, reward=answer.reward, done=answer.done)
+        return episode.goes_on(
+            completion, given.token_ids, reward=answer.reward, done=answer.done, messages=given.messages
+        )
 
     def _end(self, episode: Episode, completion: Completion) -> Ended:
         key = completion.key
@@ -184,6 +193,7 @@ class Episodes:
         self._num_turns += episode.num_turns
         self._num_tokens += completion.num_tokens
         self._num_given += int((~completion.is_sampled).sum())
+        self._spoken[key] = episode.spoken, tuple(episode.turns)
         self._rewards[key] = Reward(
             value=float(sum(episode.rewards)), parts={"num_turns": float(episode.num_turns)}
         )

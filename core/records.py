@@ -214,6 +214,8 @@ class ResponseFacts:
     num_tokens: int
     "the stop token counts"
     finish_reason: FinishReason
+    turns: tuple[tuple[str, str], ...] = ()
+    "(role, content) of an episode since the prompt, the assistant's last; empty: the response is the only turn"
 
     @staticmethod
     def of(completion: Completion) -> ResponseFacts:

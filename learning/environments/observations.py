@@ -26,7 +26,7 @@ class Given:
 
     token_ids: Int[np.ndarray, " T"]
     messages: Messages = ()
-    "(role, content) of the turns that it makes; empty where it goes on in the text"
+    "(role, content) of the turns that it makes; what goes on in the policy's own turn is the assistant's"
 
 
 class ObservationRenderer:
@@ -68,16 +68,16 @@ class ObservationRenderer:
             if not observation:
                 return Given(np.zeros(0, dtype=np.int64))
             if self._raw or not prompt.messages:
-                return Given(np.array(self._cut(self._encode(observation)), dtype=np.int64))
+                return self._further(self._cut(self._encode(observation)))
             observation = [{"role": "user", "content": observation}]
         if len(observation) and isinstance(observation[0], dict):
             return self._turns(observation, last_token)  # type: ignore[arg-type]
-        ids = np.array(self._cut([int(one) for one in observation]), dtype=np.int64)  # type: ignore[arg-type]
-        if len(ids) and not 0 <= ids.min() <= ids.max() < self._num_ids:
+        ids = self._cut([int(one) for one in observation])  # type: ignore[arg-type]
+        if ids and not 0 <= min(ids) <= max(ids) < self._num_ids:
             raise EpisodeError(
-                f"expected token ids from 0 to {self._num_ids - 1}, the tokenizer's, got {ids.min()} to {ids.max()}"
+                f"expected token ids from 0 to {self._num_ids - 1}, the tokenizer's, got {min(ids)} to {max(ids)}"
             )
-        return Given(ids)
+        return self._further(ids)
 
     def with_text(self, prompt: Prompt, text: str) -> Prompt:
         """Return the prompt with an environment's first words: at its end, in a chat at the end of its last message.
@@ -98,6 +98,9 @@ class ObservationRenderer:
             text=prompt.text + shown,
             messages=messages,
         )
+
+    def _further(self, ids: list[int]) -> Given:
+        return Given(np.array(ids, dtype=np.int64), (("assistant", self._decode(ids)),) if ids else ())
 
     def _turns(self, observation: Sequence[Message], last_token: int) -> Given:
         shown = [
