@@ -36,6 +36,7 @@ class Sample(BaseModel):
     finish_reason: Literal["stop", "length"] | None = None
     turns: list[Message] = []
     "of an episode since the prompt, the assistant's last"
+    num_given_tokens: int = Field(default=0, ge=0)
 
 
 class ScoreBody(BaseModel):
@@ -73,6 +74,7 @@ def to_body(requests: Sequence[ScoreRequest]) -> ScoreBody:
                 sample_index=request.facts.sample_index if request.facts else None,
                 num_tokens=request.facts.num_tokens if request.facts else None,
                 finish_reason=request.facts.finish_reason.value if request.facts else None,
+                num_given_tokens=request.facts.num_given_tokens if request.facts else 0,
                 turns=[Message(role=role, content=text) for role, text in request.facts.turns]
                 if request.facts
                 else [],
@@ -108,6 +110,7 @@ def _facts(sample: Sample) -> ResponseFacts | None:
         sample_index=sample.sample_index,
         num_tokens=sample.num_tokens,
         finish_reason=FinishReason(sample.finish_reason),
+        num_given_tokens=sample.num_given_tokens,
         turns=tuple((turn.role, turn.content) for turn in sample.turns),
     )
 
