@@ -85,6 +85,7 @@ class Episodes:
         self._open: dict[SampleKey, Episode] = {}
         self._rewards: dict[SampleKey, Reward] = {}
         self._spoken: dict[SampleKey, tuple[str, Messages]] = {}
+        self._skipped: list[tuple[SampleRequest, Unscored]] = []
         self._num_ended = self._num_turns = self._num_failed = self._num_given = self._num_tokens = 0
 
     @property
@@ -121,14 +122,17 @@ class Episodes:
             episode = self._open[completion.key.sample]
             episode.say(turn_text(self._tokenizer, episode.new_tokens(completion)))
             request = episode.request
-            self._pool.ask((episode, completion), request.key, request.prompt, tuple(episode.responses))
+            self._pool.ask((episode, completion), request.key, episode.prompt, tuple(episode.responses))
         ended: list[Ended] = []
         following: list[SampleRequest] = []
         for (episode, completion), answer in self._pool.collect(wait_s=wait_s):
-            if completion is None:
-                following.append(self._first(episode, answer))
+            try:
+                then = self._then(episode, completion, answer)
+            except EpisodeError as error:
+                if self._on_error != "skip":
+                    raise
+                self._skip(episode, error)
                 continue
-            then = self._after(episode, completion, answer)
             if isinstance(then, SampleRequest):
                 following.append(then)
             else:
@@ -136,6 +140,11 @@ class Episodes:
         if following:
             queue.enqueue(tuple(following))
         return ended
+
+    def skipped(self) -> list[tuple[SampleRequest, Unscored]]:
+        """Return what has been left out since the last call (`environment.on_error: skip`), and why."""
+        skipped, self._skipped = self._skipped, []
+        return skipped
 
     def reward(self, key: SampleKey) -> Reward:
         """Return what an ended episode's environment gave: the sum over its steps."""
@@ -153,6 +162,20 @@ class Episodes:
             "environment/num_cut_observations": float(sum(one.num_cut for one in self._renderers.values())),
             "environment/num_failed": float(self._num_failed),
         }
+
+    def _then(
+        self, episode: Episode, completion: Completion | None, answer: Answer | EpisodeError
+    ) -> SampleRequest | Completion:
+        if completion is None:
+            return self._first(episode, answer)
+        return self._after(episode, completion, answer)
+
+    def _skip(self, episode: Episode, error: EpisodeError) -> None:
+        key = episode.request.key
+        del self._open[key]
+        self._pool.forget(key)
+        self._num_failed += 1
+        self._skipped.append((episode.request, Unscored(reason=str(error))))
 
     def _first(self, episode: Episode, answer: Answer | EpisodeError) -> SampleRequest:
         if isinstance(answer, EpisodeError):
@@ -176,11 +199,12 @@ class Episodes:
                 last_token=int(completion.token_ids[-1]),
             )
         except EpisodeError as error:
-            if self._on_error == "fail":
+            if self._on_error != "end":
                 raise
             self._num_failed += 1
             self._note(f"{error}; the episode ends there")
             return episode.whole(completion, FinishReason.LENGTH)
+        episode.add_parts(answer.parts)
         return episode.goes_on(
             completion, given.token_ids, reward=answer.reward, done=answer.done, messages=given.messages
         )
@@ -195,7 +219,8 @@ class Episodes:
         self._num_given += int((~completion.is_sampled).sum())
         self._spoken[key] = episode.spoken, tuple(episode.turns)
         self._rewards[key] = Reward(
-            value=float(sum(episode.rewards)), parts={"num_turns": float(episode.num_turns)}
+            value=float(sum(episode.rewards)),
+            parts=episode.parts | {"num_turns": float(episode.num_turns)},
         )
         return episode.request, completion, response_text(self._tokenizer, completion)
 

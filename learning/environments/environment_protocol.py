@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, cast, runtime_checkable
 
 import numpy as np
@@ -33,6 +33,8 @@ class Step:
     reward: float = 0.0
     done: bool = False
     "the episode is over; the observation is not shown any more"
+    parts: Mapping[str, float] = field(default_factory=dict)
+    "kept beside the reward, summed over the steps; `correct` gives accuracy and pass@k"
 
 
 @runtime_checkable
@@ -112,7 +114,18 @@ def checked_step(step: Any) -> Step:
         raise EpisodeError(f"expected a number as reward, got {step.reward!r}") from None
     if not math.isfinite(reward):
         raise EpisodeError(f"expected a finite reward, got {reward}")
-    return Step(_checked_observation(step.observation), reward, bool(step.done))
+    observation = _checked_observation(step.observation)
+    return Step(observation, reward, bool(step.done), _checked_parts(getattr(step, "parts", None)))
+
+
+def _checked_parts(parts: Any) -> dict[str, float]:
+    try:
+        checked = {str(name): float(value) for name, value in dict(parts or {}).items()}
+    except (TypeError, ValueError):
+        raise EpisodeError(f"expected parts as a mapping of names to numbers, got {parts!r}") from None
+    if not all(math.isfinite(value) for value in checked.values()):
+        raise EpisodeError(f"expected finite parts, got {parts!r}")
+    return checked
 
 
 def _checked_observation(observation: Any) -> Observation:

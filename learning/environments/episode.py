@@ -7,6 +7,7 @@ one long response: tokens are a pure function of weights, first prompt, key and 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -32,11 +33,15 @@ class Episode:
     def __init__(self, request: SampleRequest, limits: EpisodeLimits) -> None:
         self.request = request
         "as asked for: turn 0, its sampling over the whole episode"
+        self.prompt = request.prompt
+        "the data set's, which an environment is reset with; that of `request` holds what its reset added"
         self.responses: list[str] = []
         "the text of each turn so far"
         self.turns: list[tuple[str, str]] = []
         "(role, content) since the prompt, the assistant's and the environment's"
         self.rewards: list[float] = []
+        self.parts: dict[str, float] = {}
+        "sums over the steps"
         self._spoken: list[str] = []
         self._limits = limits
         self._begins = 0
@@ -61,6 +66,11 @@ class Episode:
             self._spoken.append(text)
         self.responses.append(text)
         self._add("assistant", text)
+
+    def add_parts(self, parts: Mapping[str, float]) -> None:
+        """Add a step's parts of the reward to those so far."""
+        for name, value in parts.items():
+            self.parts[name] = self.parts.get(name, 0.0) + value
 
     def first(self, prompt: Prompt | None = None) -> SampleRequest:
         """Return the request of the first turn; `prompt` takes the place of the one asked for."""

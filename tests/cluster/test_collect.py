@@ -292,3 +292,19 @@ def test_an_episode_is_scored_by_the_policys_own_words():
     ((responses, (facts,)),) = sent
     assert responses == ["said\nmore"] and facts.turns == turns
     assert rollout.response_text == "said told more", "the record shows the whole conversation"
+
+
+def test_an_episode_that_is_left_out_counts_as_skipped():
+    made, report = system(taken(0)), Report()
+    refused = [(request(1), Unscored(reason="environment broke"))]
+    made.episodes = SimpleNamespace(
+        num_asked=0,
+        begin=made.scheduler.enqueue,
+        advance=lambda completions, queue: [(request(0), done(0), "said") for _ in completions],
+        skipped=lambda: [refused.pop()] if refused else [],
+        spoken=lambda key: ("said", ()),
+        figures=dict,
+    )
+    found = collected(made, 0, 1, report=report)
+    assert len(found.rollouts) == 1 and found.num_skipped == 1
+    assert report.notes == ["skipped: environment broke"]
