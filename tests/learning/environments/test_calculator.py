@@ -3,9 +3,10 @@
 import numpy as np
 import pytest
 
+from core.errors import ConfigError
 from core.records import Prompt
 from learning.environments.calculator import Calculator, calculate
-from learning.environments.environment_protocol import Step
+from learning.environments.environment_protocol import Step, is_raw
 
 PROMPT = Prompt(prompt_id=0, token_ids=np.arange(3), text="q", reference="so #### 72")
 
@@ -58,3 +59,11 @@ def test_every_call_may_be_answered_and_paid():
     calculator.reset(PROMPT)
     assert calculator.step("abc 3+4=") == Step("7", reward=0.1, parts=WRONG)
     assert calculator.step("xyz=") == Step("?", parts=WRONG)
+
+
+def test_the_calculator_goes_on_inside_of_the_policys_message_and_raw_is_a_bool():
+    assert is_raw(Calculator())
+    calculator = Calculator()
+    calculator.raw = "yes"  # type: ignore[assignment]
+    with pytest.raises(ConfigError, match="expected True or False"):
+        is_raw(calculator)
