@@ -74,7 +74,7 @@ class EnvironmentActor:
             self._running.pop(key, None)
             raise EpisodeError(
                 f"{where} has not answered for {self._config.timeout_s:.0f} s (environment.timeout_s); mend it, raise "
-                "the limit, or set environment.on_error to end"
+                "the limit, or set environment.on_error to end or skip"
             )
         answer = answers[0]
         if isinstance(answer, EpisodeError):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from actors.actor_messages import Taken
 from actors.ray_utils.watch import OpenWait
@@ -20,7 +20,7 @@ from cluster.rollout_buffer import RolloutBuffer
 from cluster.system import GeneratingSystem, Scored
 from core.decode_records import GenerationStats
 from core.errors import RewardError
-from core.records import ResponseFacts, Rollout, SampleRequest
+from core.records import ResponseFacts, Rollout, SampleRequest, Unscored
 from learning.data.prompts import response_text
 from policies.scheduling.events import MoveRecord
 
@@ -47,7 +47,7 @@ class Collected:
     score_s: float
     "from there to the last reward"
     num_skipped: int = 0
-    "samples without a reward (`reward.on_error: skip`)"
+    "samples without a reward (`on_error: skip` of `reward` or `environment`)"
     environment: dict[str, float] = field(default_factory=dict)
     "figures of its episodes; empty without an environment"
 
@@ -85,6 +85,7 @@ def collect(
         timeout_s=system.config.cluster.order_timeout_s,
     )
     while len(buffer) + num_skipped < len(by_key):
+        refused: list[tuple[SampleRequest, Unscored]] = []
         if num_completed < len(by_key):
             is_asking = episodes is not None and episodes.num_asked > 0
             taken = _take(system, wait_s=_ASKING_S if is_asking else _WAIT_S, report=report)
@@ -98,13 +99,15 @@ def collect(
                 done = [(by_key[c.key], c, response_text(system.tokenizer, c)) for c in taken.completions]
             else:
                 done = episodes.advance(taken.completions, system.scheduler)
+                refused = episodes.skipped()
             unscored += done
             moves += taken.moves
-            num_completed += len(done)
+            num_completed += len(done) + len(refused)
             stats, generated_s = system.scheduler.stats, time.perf_counter()
         _send(system, unscored, is_last=num_completed == len(by_key))
         scored = _receive(system, buffer, wait_s=_WAIT_S if num_completed == len(by_key) else 0.0)
-        skipped = _skip(system, report, before=num_skipped, of=len(by_key))
+        refused += [(request, unscored) for (request, _, _), unscored in system.rewards.skipped()]
+        skipped = _skip(refused, report, before=num_skipped, of=len(by_key))
         num_skipped += len(skipped)
         if groups is not None:
             asked = [groups.scored(rollout) for rollout in scored]
@@ -155,26 +158,29 @@ def _send(system: GeneratingSystem, unscored: list[Scored], *, is_last: bool) ->
     while unscored and (len(unscored) >= size or is_last or system.rewards.has_idle):
         batch = unscored[:size]
         del unscored[:size]
-        system.rewards.submit(
-            batch,
-            [request.prompt for request, _, _ in batch],
-            [text for _, _, text in batch],
-            [ResponseFacts.of(completion) for _, completion, _ in batch],
-        )
+        texts = [text for _, _, text in batch]
+        facts = [ResponseFacts.of(completion) for _, completion, _ in batch]
+        if system.episodes is not None:
+            # nobody is paid for what an environment said
+            spoken = [system.episodes.spoken(completion.key) for _, completion, _ in batch]
+            texts = [text for text, _ in spoken]
+            facts = [replace(fact, turns=turns) for fact, (_, turns) in zip(facts, spoken, strict=True)]
+        system.rewards.submit(batch, [request.prompt for request, _, _ in batch], texts, facts)
 
 
-def _skip(system: GeneratingSystem, report: Reporter, *, before: int, of: int) -> list[int]:
+def _skip(
+    skipped: Sequence[tuple[SampleRequest, Unscored]], report: Reporter, *, before: int, of: int
+) -> list[int]:
     """Say why samples got no reward; their groups. Raises RewardError when it is every sample of the iteration."""
-    skipped = system.rewards.skipped()
     for number, (_, unscored) in enumerate(skipped, start=before + 1):
         if number <= _MAX_SKIP_NOTES:
             report.note(f"skipped: {unscored.reason}")
-    if before + len(skipped) == of:
+    if skipped and before + len(skipped) == of:
         raise RewardError(
             f"none of the {of} samples of the iteration could be scored, and nothing is left to learn from; the last: "
             f"{skipped[-1][1].reason}"
         )
-    return [completion.group_id for (_, completion, _), _ in skipped]
+    return [request.group_id for request, _ in skipped]
 
 
 def _receive(system: GeneratingSystem, buffer: RolloutBuffer, *, wait_s: float) -> list[Rollout]:

@@ -24,10 +24,13 @@ from core.records import (
     Reward,
     SampleKey,
     SampleRequest,
+    Stream,
     Unscored,
 )
+from learning.data.encoding import read_template
+from learning.data.messages import Messages
 from learning.data.prompts import response_text
-from learning.environments.environment_protocol import Step, environment_maker, stop_texts
+from learning.environments.environment_protocol import Step, environment_maker, is_raw, stop_texts
 from learning.environments.episode import Episode, EpisodeLimits
 from learning.environments.observations import ObservationRenderer, ending_with, turn_text
 
@@ -60,16 +63,29 @@ class Episodes:
         settings = config.environment
         self._tokenizer, self._pool, self._note = tokenizer, pool, note
         self._on_error = settings.on_error
-        self._renderer = ObservationRenderer(
-            tokenizer, chat=config.data.chat, max_tokens=settings.max_observation_tokens
-        )
+        example = environment_maker(settings)()
+        self._renderers = {
+            stream: ObservationRenderer(
+                tokenizer,
+                max_tokens=settings.max_observation_tokens,
+                raw=is_raw(example),
+                chat_template=read_template(data.chat_template),
+                chat_template_kwargs=data.chat_template_kwargs,
+            )
+            for stream, data in {
+                **dict.fromkeys(Stream, config.data),
+                Stream.EVAL: config.evaluation.data or config.data,
+            }.items()
+        }
         self._limits = EpisodeLimits(
             max_turns=settings.max_turns,
             max_turn_tokens=settings.max_turn_tokens,
-            stop_token_ids=ending_with(tokenizer, stop_texts(environment_maker(settings)())),
+            stop_token_ids=ending_with(tokenizer, stop_texts(example)),
         )
         self._open: dict[SampleKey, Episode] = {}
         self._rewards: dict[SampleKey, Reward] = {}
+        self._spoken: dict[SampleKey, tuple[str, Messages]] = {}
+        self._skipped: list[tuple[SampleRequest, Unscored]] = []
         self._num_ended = self._num_turns = self._num_failed = self._num_given = self._num_tokens = 0
 
     @property
@@ -84,8 +100,10 @@ class Episodes:
     def begin(self, requests: Sequence[SampleRequest]) -> None:
         """Begin an iteration's episodes: their first turns are asked for as environments are reset."""
         self._rewards.clear()
+        self._spoken.clear()
         self._num_ended = self._num_turns = self._num_failed = self._num_given = self._num_tokens = 0
-        self._renderer.num_cut = 0
+        for renderer in self._renderers.values():
+            renderer.num_cut = 0
         self.add(requests)
 
     def add(self, requests: Sequence[SampleRequest]) -> None:
@@ -102,16 +120,19 @@ class Episodes:
         """
         for completion in completions:
             episode = self._open[completion.key.sample]
-            episode.responses.append(turn_text(self._tokenizer, episode.new_tokens(completion)))
+            episode.say(turn_text(self._tokenizer, episode.new_tokens(completion)))
             request = episode.request
-            self._pool.ask((episode, completion), request.key, request.prompt, tuple(episode.responses))
+            self._pool.ask((episode, completion), request.key, episode.prompt, tuple(episode.responses))
         ended: list[Ended] = []
         following: list[SampleRequest] = []
         for (episode, completion), answer in self._pool.collect(wait_s=wait_s):
-            if completion is None:
-                following.append(self._first(episode, answer))
+            try:
+                then = self._then(episode, completion, answer)
+            except EpisodeError as error:
+                if self._on_error != "skip":
+                    raise
+                self._skip(episode, error)
                 continue
-            then = self._after(episode, completion, answer)
             if isinstance(then, SampleRequest):
                 following.append(then)
             else:
@@ -120,18 +141,41 @@ class Episodes:
             queue.enqueue(tuple(following))
         return ended
 
+    def skipped(self) -> list[tuple[SampleRequest, Unscored]]:
+        """Return what has been left out since the last call (`environment.on_error: skip`), and why."""
+        skipped, self._skipped = self._skipped, []
+        return skipped
+
     def reward(self, key: SampleKey) -> Reward:
         """Return what an ended episode's environment gave: the sum over its steps."""
         return self._rewards[key]
+
+    def spoken(self, key: SampleKey) -> tuple[str, Messages]:
+        """Return the policy's own words in an ended episode, and who said what since the prompt."""
+        return self._spoken[key]
 
     def figures(self) -> dict[str, float]:
         """For `metrics.jsonl`, of the iteration that `begin` began."""
         return {
             "environment/turns_mean": self._num_turns / max(self._num_ended, 1),
             "environment/given_token_share": self._num_given / max(self._num_tokens, 1),
-            "environment/num_cut_observations": float(self._renderer.num_cut),
+            "environment/num_cut_observations": float(sum(one.num_cut for one in self._renderers.values())),
             "environment/num_failed": float(self._num_failed),
         }
+
+    def _then(
+        self, episode: Episode, completion: Completion | None, answer: Answer | EpisodeError
+    ) -> SampleRequest | Completion:
+        if completion is None:
+            return self._first(episode, answer)
+        return self._after(episode, completion, answer)
+
+    def _skip(self, episode: Episode, error: EpisodeError) -> None:
+        key = episode.request.key
+        del self._open[key]
+        self._pool.forget(key)
+        self._num_failed += 1
+        self._skipped.append((episode.request, Unscored(reason=str(error))))
 
     def _first(self, episode: Episode, answer: Answer | EpisodeError) -> SampleRequest:
         if isinstance(answer, EpisodeError):
@@ -139,7 +183,7 @@ class Episodes:
             raise answer
         prompt: Prompt | None = None
         if isinstance(answer, str) and answer:
-            prompt = self._renderer.with_text(episode.request.prompt, answer)
+            prompt = self._renderers[episode.request.key.stream].with_text(episode.request.prompt, answer)
         return episode.first(prompt)
 
     def _after(
@@ -149,14 +193,21 @@ class Episodes:
             if isinstance(answer, EpisodeError):
                 raise answer
             assert isinstance(answer, Step)
-            given = self._renderer.tokens(answer.observation, last_token=int(completion.token_ids[-1]))
+            given = self._renderers[episode.request.key.stream].give(
+                answer.observation,
+                prompt=episode.request.prompt,
+                last_token=int(completion.token_ids[-1]),
+            )
         except EpisodeError as error:
-            if self._on_error == "fail":
+            if self._on_error != "end":
                 raise
             self._num_failed += 1
             self._note(f"{error}; the episode ends there")
             return episode.whole(completion, FinishReason.LENGTH)
-        return episode.goes_on(completion, given, reward=answer.reward, done=answer.done)
+        episode.add_parts(answer.parts)
+        return episode.goes_on(
+            completion, given.token_ids, reward=answer.reward, done=answer.done, messages=given.messages
+        )
 
     def _end(self, episode: Episode, completion: Completion) -> Ended:
         key = completion.key
@@ -166,8 +217,10 @@ class Episodes:
         self._num_turns += episode.num_turns
         self._num_tokens += completion.num_tokens
         self._num_given += int((~completion.is_sampled).sum())
+        self._spoken[key] = episode.spoken, tuple(episode.turns)
         self._rewards[key] = Reward(
-            value=float(sum(episode.rewards)), parts={"num_turns": float(episode.num_turns)}
+            value=float(sum(episode.rewards)),
+            parts=episode.parts | {"num_turns": float(episode.num_turns)},
         )
         return episode.request, completion, response_text(self._tokenizer, completion)
 

@@ -159,6 +159,13 @@ _DECLARED = [
         ("overhead_share", "share", "mean", "both over the seconds of generation"),
     ),
     *_of(
+        "environment",
+        ("turns_mean", "turns", "mean", "turns of an episode"),
+        ("given_token_share", "share", "mean", "response tokens that environments gave"),
+        ("num_cut_observations", "answers", "sum", "cut at environment.max_observation_tokens"),
+        ("num_failed", "episodes", "sum", "of which a reset or a step failed"),
+    ),
+    *_of(
         "train",
         ("loss", "nats", "mean", "loss of supervised training, or of a reward model's pairs"),
         ("accuracy", "share", "mean", "pairs that are ordered rightly"),

@@ -192,6 +192,11 @@ class Completion:
         return len(self.token_ids)
 
     @property
+    def num_sampled_tokens(self) -> int:
+        """Those that the policy sampled: what figures, penalties and learning count."""
+        return int(self.is_sampled.sum())
+
+    @property
     def is_sampled(self) -> np.ndarray:
         """Which response tokens the policy sampled, bool [T]."""
         return np.ones(len(self.token_ids), dtype=bool) if self.sampled is None else self.sampled
@@ -212,16 +217,21 @@ class ResponseFacts:
 
     sample_index: int
     num_tokens: int
-    "the stop token counts"
+    "that the policy sampled; the stop token counts"
     finish_reason: FinishReason
+    turns: tuple[tuple[str, str], ...] = ()
+    "(role, content) of an episode since the prompt, the assistant's last; empty: the response is the only turn"
+    num_given_tokens: int = 0
+    "that an environment gave; sampling.max_new_tokens counts them too"
 
     @staticmethod
     def of(completion: Completion) -> ResponseFacts:
         """The facts of a finished response."""
         return ResponseFacts(
             sample_index=completion.key.sample_index,
-            num_tokens=completion.num_tokens,
+            num_tokens=completion.num_sampled_tokens,
             finish_reason=completion.finish_reason,
+            num_given_tokens=completion.num_tokens - completion.num_sampled_tokens,
         )
 
 

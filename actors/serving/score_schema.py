@@ -34,6 +34,9 @@ class Sample(BaseModel):
     sample_index: int | None = None
     num_tokens: int | None = Field(default=None, ge=0)
     finish_reason: Literal["stop", "length"] | None = None
+    turns: list[Message] = []
+    "of an episode since the prompt, the assistant's last"
+    num_given_tokens: int = Field(default=0, ge=0)
 
 
 class ScoreBody(BaseModel):
@@ -71,6 +74,10 @@ def to_body(requests: Sequence[ScoreRequest]) -> ScoreBody:
                 sample_index=request.facts.sample_index if request.facts else None,
                 num_tokens=request.facts.num_tokens if request.facts else None,
                 finish_reason=request.facts.finish_reason.value if request.facts else None,
+                num_given_tokens=request.facts.num_given_tokens if request.facts else 0,
+                turns=[Message(role=role, content=text) for role, text in request.facts.turns]
+                if request.facts
+                else [],
             )
             for request in requests
         ]
@@ -103,6 +110,8 @@ def _facts(sample: Sample) -> ResponseFacts | None:
         sample_index=sample.sample_index,
         num_tokens=sample.num_tokens,
         finish_reason=FinishReason(sample.finish_reason),
+        num_given_tokens=sample.num_given_tokens,
+        turns=tuple((turn.role, turn.content) for turn in sample.turns),
     )
 
 

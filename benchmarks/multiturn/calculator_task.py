@@ -77,9 +77,7 @@ def play_alone(
 ) -> dict[SampleKey, Completion]:
     """Play every episode on one engine, each answer at once: what a pool must equal bit by bit."""
     make = environment_maker(config.environment)
-    renderer = ObservationRenderer(
-        tokenizer, chat=False, max_tokens=config.environment.max_observation_tokens
-    )
+    renderer = ObservationRenderer(tokenizer, max_tokens=config.environment.max_observation_tokens)
     limits = EpisodeLimits(
         max_turns=config.environment.max_turns,
         max_turn_tokens=config.environment.max_turn_tokens,
@@ -97,7 +95,9 @@ def play_alone(
             text = turn_text(tokenizer, episode.new_tokens(completion))
             episode.responses.append(text)
             step = environment.step(text)
-            given = renderer.tokens(step.observation, last_token=int(completion.token_ids[-1]))
+            given = renderer.give(
+                step.observation, prompt=episode.request.prompt, last_token=int(completion.token_ids[-1])
+            ).token_ids
             then = episode.goes_on(completion, given, reward=step.reward, done=step.done)
             if isinstance(then, SampleRequest):
                 engine.submit(then)

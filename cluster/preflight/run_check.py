@@ -48,7 +48,7 @@ from engine.weights.loading import (
 )
 from learning.adapter import count_adapter_params
 from learning.data.prompts import PromptDataset
-from learning.environments.environment_protocol import environment_maker, stop_texts
+from learning.environments.environment_protocol import environment_maker, is_raw, stop_texts
 from learning.forward.engine_scoring import require_engine_scoring
 
 
@@ -136,7 +136,9 @@ def check_run(config: Config, *, output_dir: Path) -> CheckReport:
         inputs.evaluation.require_context([target_config, draft_config])
     reward_params = check_reward(config.reward)
     if config.environment.kind is not None:
-        stop_texts(environment_maker(config.environment)())
+        environment = environment_maker(config.environment)()
+        stop_texts(environment)
+        is_raw(environment)
     max_total_tokens = inputs.max_total_tokens(config)
     plan = plan_memory(
         config,

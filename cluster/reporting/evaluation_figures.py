@@ -25,7 +25,7 @@ def evaluation_figures(rollouts: Sequence[Rollout]) -> dict[str, float]:
         rollouts: all samples; those of one prompt share a group.
     """
     rewards = np.array([rollout.reward.value for rollout in rollouts])
-    lengths = np.array([rollout.completion.num_tokens for rollout in rollouts])
+    lengths = np.array([rollout.completion.num_sampled_tokens for rollout in rollouts])
     cut = [rollout.completion.finish_reason is FinishReason.LENGTH for rollout in rollouts]
     figures = {
         "eval/reward_mean": float(rewards.mean()),

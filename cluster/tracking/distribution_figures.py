@@ -14,7 +14,7 @@ from core.records import FinishReason, Rollout
 def distribution_figures(rollouts: Sequence[Rollout], advantages: Sequence[float] | None) -> dict[str, float]:
     """Name every figure; `advantages` are the samples' means, None where the update reports none."""
     rewards = np.array([rollout.reward.value for rollout in rollouts])
-    lengths = np.array([rollout.completion.num_tokens for rollout in rollouts])
+    lengths = np.array([rollout.completion.num_sampled_tokens for rollout in rollouts])
     cut = [rollout.completion.finish_reason is FinishReason.LENGTH for rollout in rollouts]
     figures = {"rollout/length_cut_share": float(np.mean(cut))}
     for percent in (10, 50, 90, 99):

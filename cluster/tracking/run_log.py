@@ -30,7 +30,7 @@ class RunLog:
         """
         advantages = update.sample_advantages
         values: dict[str, Sequence[float]] = {
-            "response_tokens": [rollout.completion.num_tokens for rollout in rollouts],
+            "response_tokens": [rollout.completion.num_sampled_tokens for rollout in rollouts],
             "reward": [rollout.reward.value for rollout in rollouts],
         }
         if advantages is not None:

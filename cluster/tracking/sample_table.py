@@ -42,7 +42,7 @@ class SampleRow:
             parts=rollout.reward.parts,
             advantage=advantage,
             finish_reason=str(rollout.completion.finish_reason),
-            num_tokens=rollout.completion.num_tokens,
+            num_tokens=rollout.completion.num_sampled_tokens,
         )
 
     @classmethod
@@ -58,7 +58,7 @@ class SampleRow:
             parts=dict(row.get("reward_parts") or ()),
             advantage=None if advantage is None else float(advantage),
             finish_reason=str(row["finish_reason"]),
-            num_tokens=len(row["response_token_ids"]),
+            num_tokens=sum(row.get("response_sampled") or [1] * len(row["response_token_ids"])),
         )
 
     @property

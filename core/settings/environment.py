@@ -24,7 +24,8 @@ class EnvironmentConfig(Section):
     "more of one answer is cut off"
     timeout_s: Seconds = 60.0
     "for each reset and each step"
-    on_error: Literal["fail", "end"] = "fail"
-    "a step that raises, or takes too long: fail the run, or end that episode as it is and count it"
+    on_error: Literal["fail", "end", "skip"] = "fail"
+    """a step that raises, or takes too long: fail the run, end that episode as it is, or leave the sample out of the
+    batch; the latter two are counted"""
     concurrency: int = Field(default=16, ge=1, le=256)
     "steps at once in one actor (cluster.environment): most environments wait for others"

@@ -55,6 +55,11 @@ class Scorer(Section):
                 re.compile(self.pattern)
             except re.error as error:
                 raise ValueError(f"reward.pattern is no regular expression: {error}") from None
+        if self.kind == "environment" and (self.mean, self.std, self.clip) != (0.0, 1.0, None):
+            raise ValueError(
+                "reward.kind environment takes what the environment gives; reward.mean, std and clip would have no "
+                "effect; take them out, and let the environment scale its rewards"
+            )
         if self.clip is not None and self.clip[0] >= self.clip[1]:
             raise ValueError(f"reward.clip must be [low, high] with low below high, got {list(self.clip)}")
         return self
@@ -144,6 +149,11 @@ class RewardConfig(Scorer):
 
     @model_validator(mode="after")
     def _one_form(self) -> RewardConfig:
+        if self.kind == "environment" and self.on_error != "fail":
+            raise ValueError(
+                "reward.kind environment calls no function; reward.on_error would have no effect; take it out, and set "
+                "environment.on_error"
+            )
         if not self.parts:
             return self
         alone = [
@@ -154,6 +164,11 @@ class RewardConfig(Scorer):
         if alone:
             raise ValueError(
                 f"reward.parts excludes reward.{alone[0]}: give each part its own, or take reward.parts out"
+            )
+        if any(part.kind == "environment" for part in self.parts):
+            raise ValueError(
+                "reward.parts cannot hold kind environment: an environment's reward is the whole reward; set "
+                "reward.kind to environment, or take the part out"
             )
         names = [part.name for part in self.parts]
         for name in names:

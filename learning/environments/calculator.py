@@ -20,12 +20,14 @@ _BARE = re.compile(r"(?P<sum>[-+*/().\d ]{1,80})=$")
 _OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
 _LARGEST = 10**15
 UNKNOWN = "?"
+CORRECT = "correct"
 
 
 class Calculator:
     """Answers what stands before `=`; done when a turn ends otherwise, with the GSM8K reward of all that was said."""
 
     stop_texts = ("=",)
+    raw = True
 
     def __init__(self, answer_all: bool = False, turn_reward: float = 0.0) -> None:
         """A calculator.
@@ -47,20 +49,27 @@ class Calculator:
         """Answer a call, or score the end."""
         self._said += response
         if not response.endswith("="):
-            return Step(reward=self._final_reward(), done=True)
+            return self._end()
         call = _CALL.search(self._said)
         if call is None and not self._answer_all:
-            return Step()
+            return Step(parts=self._no_answer)
         found = call or _BARE.search(self._said)
         value = calculate(found["sum"]) if found is not None else UNKNOWN
         answer = f"{value}>>" if call is not None else value
         self._said += answer
-        return Step(answer, reward=0.0 if value == UNKNOWN else self._turn_reward)
+        reward = 0.0 if value == UNKNOWN else self._turn_reward
+        return Step(answer, reward=reward, parts=self._no_answer)
 
-    def _final_reward(self) -> float:
+    @property
+    def _no_answer(self) -> dict[str, float]:
+        """Parts of a step that does not end the episode: one that is cut has not answered, and is wrong."""
+        return {CORRECT: 0.0} if self._prompt is not None and self._prompt.reference else {}
+
+    def _end(self) -> Step:
         if self._prompt is None or not self._prompt.reference:
-            return 0.0
-        return Gsm8kReward().score([self._prompt], [self._said])[0].value
+            return Step(done=True)
+        (reward,) = Gsm8kReward().score([self._prompt], [self._said])
+        return Step(reward=reward.value, done=True, parts={CORRECT: reward.parts[CORRECT]})
 
 
 def calculate(text: str) -> str:

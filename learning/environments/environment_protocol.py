@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, cast, runtime_checkable
 
 import numpy as np
@@ -33,6 +33,8 @@ class Step:
     reward: float = 0.0
     done: bool = False
     "the episode is over; the observation is not shown any more"
+    parts: Mapping[str, float] = field(default_factory=dict)
+    "kept beside the reward, summed over the steps; `correct` gives accuracy and pass@k"
 
 
 @runtime_checkable
@@ -40,7 +42,8 @@ class Environment(Protocol):
     """One episode. Must be a pure function of its arguments: after an actor's death the same turns are played again.
 
     An attribute `stop_texts`, a tuple of strings, ends a turn behind every token whose text ends with one of them,
-    besides the tokenizer's end token.
+    besides the tokenizer's end token. With an attribute `raw = True` texts go on where the policy stopped, in a chat
+    inside of its own message; else they are the user's next message there.
     """
 
     def reset(self, prompt: Prompt) -> str | None:
@@ -90,6 +93,16 @@ def stop_texts(environment: Environment) -> tuple[str, ...]:
     return texts
 
 
+def is_raw(environment: Environment) -> bool:
+    """Whether texts go on where the policy stopped, in a chat too. Raises ConfigError for what is no bool."""
+    raw: Any = getattr(environment, "raw", False)
+    if not isinstance(raw, bool):
+        raise ConfigError(
+            f"{type(environment).__name__}.raw: expected True or False, got {raw!r}; mend the class"
+        )
+    return raw
+
+
 def checked_step(step: Any) -> Step:
     """Return a step whose every part is what it must be, token ids as int64. Raises EpisodeError saying what is not."""
     names = ("observation", "reward", "done")
@@ -101,7 +114,18 @@ def checked_step(step: Any) -> Step:
         raise EpisodeError(f"expected a number as reward, got {step.reward!r}") from None
     if not math.isfinite(reward):
         raise EpisodeError(f"expected a finite reward, got {reward}")
-    return Step(_checked_observation(step.observation), reward, bool(step.done))
+    observation = _checked_observation(step.observation)
+    return Step(observation, reward, bool(step.done), _checked_parts(getattr(step, "parts", None)))
+
+
+def _checked_parts(parts: Any) -> dict[str, float]:
+    try:
+        checked = {str(name): float(value) for name, value in dict(parts or {}).items()}
+    except (TypeError, ValueError):
+        raise EpisodeError(f"expected parts as a mapping of names to numbers, got {parts!r}") from None
+    if not all(math.isfinite(value) for value in checked.values()):
+        raise EpisodeError(f"expected finite parts, got {parts!r}")
+    return checked
 
 
 def _checked_observation(observation: Any) -> Observation:

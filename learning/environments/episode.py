@@ -7,12 +7,14 @@ one long response: tokens are a pure function of weights, first prompt, key and 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
 from jaxtyping import Int
 
 from core.records import Completion, FinishReason, History, Prompt, SampleRequest
+from learning.data.messages import Messages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,16 +33,44 @@ class Episode:
     def __init__(self, request: SampleRequest, limits: EpisodeLimits) -> None:
         self.request = request
         "as asked for: turn 0, its sampling over the whole episode"
+        self.prompt = request.prompt
+        "the data set's, which an environment is reset with; that of `request` holds what its reset added"
         self.responses: list[str] = []
         "the text of each turn so far"
+        self.turns: list[tuple[str, str]] = []
+        "(role, content) since the prompt, the assistant's and the environment's"
         self.rewards: list[float] = []
+        self.parts: dict[str, float] = {}
+        "sums over the steps"
+        self._spoken: list[str] = []
         self._limits = limits
         self._begins = 0
+        self._was_given = False
 
     @property
     def num_turns(self) -> int:
         """Turns that the policy has taken."""
         return len(self.responses)
+
+    @property
+    def spoken(self) -> str:
+        """The policy's own words: a line of its own behind each observation."""
+        return "\n".join(self._spoken)
+
+    def say(self, text: str) -> None:
+        """Take the text of a turn."""
+        # nothing was given in between: the policy went on where it stopped
+        if self._spoken and not self._was_given:
+            self._spoken[-1] += text
+        else:
+            self._spoken.append(text)
+        self.responses.append(text)
+        self._add("assistant", text)
+
+    def add_parts(self, parts: Mapping[str, float]) -> None:
+        """Add a step's parts of the reward to those so far."""
+        for name, value in parts.items():
+            self.parts[name] = self.parts.get(name, 0.0) + value
 
     def first(self, prompt: Prompt | None = None) -> SampleRequest:
         """Return the request of the first turn; `prompt` takes the place of the one asked for."""
@@ -53,18 +83,29 @@ class Episode:
         return completion.token_ids[self._begins :]
 
     def goes_on(
-        self, completion: Completion, observation: Int[np.ndarray, " T"], *, reward: float, done: bool
+        self,
+        completion: Completion,
+        observation: Int[np.ndarray, " T"],
+        *,
+        reward: float,
+        done: bool,
+        messages: Messages = (),
     ) -> SampleRequest | Completion:
         """Take the environment's answer to a turn; return the next turn's request, or the episode's completion.
 
-        One that is not done ends as LENGTH where turns or tokens are used up; the last answer is not shown then.
+        One that is not done ends as LENGTH where turns or tokens are used up; the last answer is not shown then. So
+        does one whose last turn was cut: an environment cannot tell that from an end.
         """
         self.rewards.append(reward)
         most = self.request.sampling.max_new_tokens
         num_tokens = completion.num_tokens + len(observation)
         if done or self.num_turns >= self._limits.max_turns or num_tokens >= most:
-            return self.whole(completion, FinishReason.STOP if done else FinishReason.LENGTH)
+            is_cut = not done or completion.finish_reason is FinishReason.LENGTH
+            return self.whole(completion, FinishReason.LENGTH if is_cut else FinishReason.STOP)
         self._begins = num_tokens
+        self._was_given = len(observation) > 0
+        for role, content in messages:
+            self._add(role, content)
         nothing = np.zeros(len(observation), dtype=np.float32)
         history = History(
             token_ids=np.concatenate([completion.token_ids, observation]),
@@ -80,6 +121,11 @@ class Episode:
     def whole(self, completion: Completion, reason: FinishReason) -> Completion:
         """Return the completion of the episode, from that of its last turn."""
         return replace(completion, key=self.request.key, sampled=completion.is_sampled, finish_reason=reason)
+
+    def _add(self, role: str, content: str) -> None:
+        if self.turns and self.turns[-1][0] == role == "assistant":
+            content = self.turns.pop()[1] + content
+        self.turns.append((role, content))
 
     def _turn(self, number: int, history: History | None) -> SampleRequest:
         sampling, limits = self.request.sampling, self._limits

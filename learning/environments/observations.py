@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -13,83 +13,125 @@ from transformers import PreTrainedTokenizerBase
 from core.errors import EpisodeError
 from core.records import Prompt
 from engine.weights.loading import num_token_ids
+from learning.data.messages import Messages, as_dicts
 from learning.environments.environment_protocol import Message, Observation
 
 _SAID = "what-the-policy-said"
 "Stands for a turn's text where the template renders what follows it."
 
 
+@dataclass(frozen=True, slots=True)
+class Given:
+    """An answer as the policy reads it."""
+
+    token_ids: Int[np.ndarray, " T"]
+    messages: Messages = ()
+    "(role, content) of the turns that it makes; what goes on in the policy's own turn is the assistant's"
+
+
 class ObservationRenderer:
     """Renders observations for one tokenizer; counts those that were cut."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, chat: bool, max_tokens: int) -> None:
-        """`chat`: texts are messages of the user, in the tokenizer's chat template; else they follow as they are."""
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        max_tokens: int,
+        raw: bool = False,
+        chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        """A renderer.
+
+        Args:
+            tokenizer: of the policy.
+            max_tokens: of one answer; more is cut off.
+            raw: in a chat too, a text goes on where the policy stopped; else it is the user's next message.
+            chat_template: the Jinja text that rendered the prompts; None: the tokenizer's.
+            chat_template_kwargs: its further variables.
+        """
         self._tokenizer = tokenizer
-        self._chat = chat
         self._max_tokens = max_tokens
+        self._raw = raw
+        self._template = chat_template
+        self._template_kwargs = dict(chat_template_kwargs or {})
         self._num_ids = num_token_ids(tokenizer)
         self.num_cut = 0
 
-    def tokens(self, observation: Observation, *, last_token: int) -> Int[np.ndarray, " T"]:
-        """Return the tokens between a turn that ended with `last_token` and the next one.
+    def give(self, observation: Observation, *, prompt: Prompt, last_token: int) -> Given:
+        """Return what stands between a turn that ended with `last_token` and the next one.
 
-        Raises EpisodeError for token ids that the tokenizer does not know and messages that cannot be rendered.
+        Texts follow as they are behind a prompt without messages. Raises EpisodeError for token ids that the tokenizer
+        does not know and messages that cannot be rendered.
         """
         if isinstance(observation, str):
             if not observation:
-                return np.zeros(0, dtype=np.int64)
-            if not self._chat:
-                return np.array(self._cut(self._encode(observation)), dtype=np.int64)
+                return Given(np.zeros(0, dtype=np.int64))
+            if self._raw or not prompt.messages:
+                return self._further(self._cut(self._encode(observation)))
             observation = [{"role": "user", "content": observation}]
         if len(observation) and isinstance(observation[0], dict):
-            return self._messages(observation, last_token)  # type: ignore[arg-type]
-        ids = np.array(self._cut([int(one) for one in observation]), dtype=np.int64)  # type: ignore[arg-type]
-        if len(ids) and not 0 <= ids.min() <= ids.max() < self._num_ids:
+            return self._turns(observation, last_token)  # type: ignore[arg-type]
+        ids = self._cut([int(one) for one in observation])  # type: ignore[arg-type]
+        if ids and not 0 <= min(ids) <= max(ids) < self._num_ids:
             raise EpisodeError(
-                f"expected token ids from 0 to {self._num_ids - 1}, the tokenizer's, got {ids.min()} to {ids.max()}"
+                f"expected token ids from 0 to {self._num_ids - 1}, the tokenizer's, got {min(ids)} to {max(ids)}"
             )
-        return ids
+        return self._further(ids)
 
     def with_text(self, prompt: Prompt, text: str) -> Prompt:
         """Return the prompt with an environment's first words: at its end, in a chat at the end of its last message.
 
-        Raises EpisodeError where the message cannot be found in the rendered prompt.
+        Raises EpisodeError where the chat template refuses the longer message.
         """
         ids = self._cut(self._encode(text))
-        if not self._chat:
+        if not prompt.messages:
             token_ids = np.concatenate([prompt.token_ids, np.array(ids, dtype=np.int64)])
             return replace(prompt, token_ids=token_ids, text=prompt.text + text)
-        rendered = self._decode(prompt.token_ids.tolist())
-        at = rendered.rfind(prompt.text)
-        if not prompt.text or at < 0:
-            raise EpisodeError(
-                "reset returned text, but the chat template does not show the prompt's own text"
-            )
-        at += len(prompt.text)
-        longer = self._encode(rendered[:at] + self._decode(ids) + rendered[at:])
-        return replace(prompt, token_ids=np.array(longer, dtype=np.int64), text=prompt.text + text)
+        shown = self._decode(ids)
+        *earlier, (role, content) = prompt.messages
+        messages = (*earlier, (role, content + shown))
+        longer = self._encode(self._render(as_dicts(messages)))
+        return replace(
+            prompt,
+            token_ids=np.array(longer, dtype=np.int64),
+            text=prompt.text + shown,
+            messages=messages,
+        )
 
-    def _messages(self, messages: Sequence[Message], last_token: int) -> Int[np.ndarray, " T"]:
-        if self._tokenizer.chat_template is None:
-            raise EpisodeError(
-                "the observation is a list of messages, and the tokenizer has no chat template"
-            )
+    def _further(self, ids: list[int]) -> Given:
+        return Given(np.array(ids, dtype=np.int64), (("assistant", self._decode(ids)),) if ids else ())
+
+    def _turns(self, observation: Sequence[Message], last_token: int) -> Given:
         shown = [
-            {**one, "content": self._decode(self._cut(self._encode(one["content"])))} for one in messages
+            {**one, "content": self._decode(self._cut(self._encode(one["content"])))} for one in observation
         ]
-        before = [{"role": "user", "content": "-"}, {"role": "assistant", "content": _SAID}]
-        try:
-            whole: Any = self._tokenizer.apply_chat_template(
-                [*before, *shown], add_generation_prompt=True, tokenize=False
-            )
-            said_at = whole.rindex(_SAID)
-        except Exception as error:  # templates raise what they like
-            raise EpisodeError(f"the chat template cannot show the messages {shown}: {error}") from error
+        whole = self._render([*as_dicts((("user", "-"), ("assistant", _SAID))), *shown])
+        said_at = whole.rfind(_SAID)
+        if said_at < 0:
+            raise EpisodeError("the chat template does not show what the policy said before the observation")
         rest = whole[said_at + len(_SAID) :]
         if last_token in self._tokenizer.all_special_ids:
             # the policy has closed its message itself
             rest = rest.removeprefix(self._decode([last_token]))
-        return np.array(self._encode(rest), dtype=np.int64)
+        turns = tuple((one["role"], one["content"]) for one in shown)
+        return Given(np.array(self._encode(rest), dtype=np.int64), turns)
+
+    def _render(self, messages: list[dict[str, str]]) -> str:
+        if self._template is None and self._tokenizer.chat_template is None:
+            raise EpisodeError("there are messages to show, and the tokenizer has no chat template")
+        try:
+            return str(
+                self._tokenizer.apply_chat_template(
+                    messages,
+                    chat_template=self._template,
+                    add_generation_prompt=True,
+                    tokenize=False,
+                    **self._template_kwargs,
+                )
+            )
+        except Exception as error:  # templates raise what they like
+            raise EpisodeError(f"the chat template cannot show the messages {messages}: {error}") from error
 
     def _cut(self, ids: list[int]) -> list[int]:
         self.num_cut += len(ids) > self._max_tokens

@@ -17,10 +17,13 @@ class ModelText:
 
     def token_ids(self, request: ScoreRequest) -> list[int]:
         """The ids of one request. Raises ValueError: no place for the response, or what the template refuses."""
-        prompt = request.prompt
         try:
             ids = render(
-                self._tokenizer, prompt.text, prompt.messages, request.response, max_tokens=self.max_tokens
+                self._tokenizer,
+                request.prompt.text,
+                request.messages,
+                request.last_turn,
+                max_tokens=self.max_tokens,
             )
         except Exception as error:  # templates are programs: they raise what they like
             raise ValueError(f"the reward model's chat template refuses the chat: {error}") from error

@@ -16,9 +16,20 @@ class ScoreRequest:
 
     prompt: Prompt
     response: str
+    "what the policy said; an episode's turns joined, without what the environment said"
     facts: ResponseFacts | None = None
     place: int = 0
     "in the batch"
+
+    @property
+    def messages(self) -> tuple[tuple[str, str], ...]:
+        """(role, content) of what was said before `last_turn`; empty for plain text."""
+        return self.prompt.messages + (self.facts.turns[:-1] if self.facts else ())
+
+    @property
+    def last_turn(self) -> str:
+        """What the assistant said last; of plain text all behind the prompt, what an environment said too."""
+        return self.facts.turns[-1][1] if self.facts and self.facts.turns else self.response
 
     @property
     def where(self) -> str:

@@ -45,7 +45,8 @@ def shape(reward: Reward, facts: ResponseFacts, config: ShapingConfig) -> Reward
     if config.overlong is not None:
         assert config.overlong.max_tokens is not None
         punishment = soft_overlong_punishment(
-            facts.num_tokens,
+            # the limit counts an environment's tokens too
+            facts.num_tokens + facts.num_given_tokens,
             max_tokens=config.overlong.max_tokens,
             buffer_tokens=config.overlong.buffer_tokens,
         )

@@ -270,3 +270,41 @@ def test_an_iteration_without_any_reward_is_an_error():
         RewardError, match=r"none of the 2 samples of the iteration could be scored.*is refused"
     ):
         collected(made, 0, 1)
+
+
+def test_an_episode_is_scored_by_the_policys_own_words():
+    made = system(taken(0))
+    turns = (("assistant", "said"), ("user", "told"), ("assistant", "more"))
+    sent = []
+    made.rewards.submit = lambda items, prompts, responses, facts: (
+        sent.append((responses, facts)),
+        made.rewards.waiting.append(items),
+    )
+    made.episodes = SimpleNamespace(
+        num_asked=0,
+        begin=made.scheduler.enqueue,
+        advance=lambda completions, queue: [(request(0), done(0), "said told more") for _ in completions],
+        skipped=list,
+        spoken=lambda key: ("said\nmore", turns),
+        figures=dict,
+    )
+    (rollout,) = collected(made, 0).rollouts
+    ((responses, (facts,)),) = sent
+    assert responses == ["said\nmore"] and facts.turns == turns
+    assert rollout.response_text == "said told more", "the record shows the whole conversation"
+
+
+def test_an_episode_that_is_left_out_counts_as_skipped():
+    made, report = system(taken(0)), Report()
+    refused = [(request(1), Unscored(reason="environment broke"))]
+    made.episodes = SimpleNamespace(
+        num_asked=0,
+        begin=made.scheduler.enqueue,
+        advance=lambda completions, queue: [(request(0), done(0), "said") for _ in completions],
+        skipped=lambda: [refused.pop()] if refused else [],
+        spoken=lambda key: ("said", ()),
+        figures=dict,
+    )
+    found = collected(made, 0, 1, report=report)
+    assert len(found.rollouts) == 1 and found.num_skipped == 1
+    assert report.notes == ["skipped: environment broke"]

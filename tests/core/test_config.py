@@ -58,6 +58,11 @@ def test_a_malformed_override_is_refused(tmp_path: Path, override: str) -> None:
         ("algorithm", {"kind": "grpo"}, "samples_per_prompt >= 2"),
         ("speculation", {"ngram_min": 5}, "ngram_min must not exceed"),
         ("reward", {"kind": "model"}, "reward.model names none"),
+        ("reward", {"kind": "environment", "mean": 1.0}, "mean, std and clip would have no effect"),
+        ("reward", {"kind": "environment", "std": 2.0}, "mean, std and clip would have no effect"),
+        ("reward", {"kind": "environment", "clip": [0.0, 1.0]}, "mean, std and clip would have no effect"),
+        ("reward", {"kind": "environment", "on_error": "skip"}, "set environment.on_error"),
+        ("reward", {"parts": [{"name": "a", "kind": "environment"}]}, "cannot hold kind environment"),
         ("algorithm", {"importance_sampling_floor": 0.5}, "of the modes that mask"),
         (
             "algorithm",

@@ -27,7 +27,13 @@ def requests(count: int):
         for i in range(count)
     ]
     facts = [
-        ResponseFacts(sample_index=2**63 + i, num_tokens=7, finish_reason=FinishReason.LENGTH)
+        ResponseFacts(
+            sample_index=2**63 + i,
+            num_tokens=7,
+            finish_reason=FinishReason.LENGTH,
+            turns=(("assistant", "a"), ("user", "b"), ("assistant", "c")),
+            num_given_tokens=2,
+        )
         for i in range(count)
     ]
     return score_requests(prompts, [f"response {i}" for i in range(count)], facts)

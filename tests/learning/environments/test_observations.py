@@ -26,23 +26,54 @@ def tokenizer():
     return made
 
 
+PLAIN = Prompt(prompt_id=0, token_ids=np.arange(2), text="q")
+CHAT = Prompt(prompt_id=0, token_ids=np.arange(2), text="q", messages=(("user", "q"),))
+
+
+def given(renderer: ObservationRenderer, prompt: Prompt, observation, *, last_token: int):
+    return renderer.give(observation, prompt=prompt, last_token=last_token).token_ids
+
+
 def text(tokenizer, ids) -> str:
     return tokenizer.decode(list(ids))
 
 
 def test_text_follows_as_it_is(tokenizer):
-    renderer = ObservationRenderer(tokenizer, chat=False, max_tokens=10)
-    assert text(tokenizer, renderer.tokens("hello", last_token=5)) == "hello"
-    assert len(renderer.tokens("", last_token=5)) == 0
+    renderer = ObservationRenderer(tokenizer, max_tokens=10)
+    assert text(tokenizer, given(renderer, PLAIN, "hello", last_token=5)) == "hello"
+    assert len(given(renderer, PLAIN, "", last_token=5)) == 0
+
+
+def test_what_a_prompt_is_decides_whether_its_answers_are_turns(tokenizer):
+    renderer = ObservationRenderer(tokenizer, max_tokens=10)
+    last = tokenizer.eos_token_id
+    assert text(tokenizer, given(renderer, PLAIN, "hello", last_token=last)) == "hello"
+    found = renderer.give("hello", prompt=CHAT, last_token=last)
+    assert text(tokenizer, found.token_ids) == "u:hello;a:" and found.messages == (("user", "hello"),)
+    raw = ObservationRenderer(tokenizer, max_tokens=10, raw=True)
+    assert text(tokenizer, given(raw, CHAT, "hello", last_token=last)) == "hello"
+
+
+def test_later_turns_take_the_template_and_its_variables_that_the_first_took(tokenizer):
+    template = TEMPLATE.replace("}}a:{%", "}}a:{{ mood }}{%").replace("%}a:{%", "%}a{{ mood }}:{%")
+    renderer = ObservationRenderer(
+        tokenizer, max_tokens=10, chat_template=template, chat_template_kwargs={"mood": "!"}
+    )
+    found = given(renderer, CHAT, "hello", last_token=tokenizer.eos_token_id)
+    assert text(tokenizer, found) == "u:hello;a!:"
+    first = renderer.with_text(CHAT, "x")
+    assert text(tokenizer, first.token_ids) == "u:qx;a!:" and first.messages == (("user", "qx"),)
 
 
 @pytest.mark.parametrize("closed", [True, False])
 def test_a_chat_goes_on_with_the_next_turns_and_closes_what_was_left_open(tokenizer, closed):
-    renderer = ObservationRenderer(tokenizer, chat=True, max_tokens=10)
+    renderer = ObservationRenderer(tokenizer, max_tokens=10)
     last = tokenizer.eos_token_id if closed else tokenizer.encode("b")[0]
-    found = text(tokenizer, renderer.tokens("hello", last_token=last))
+    found = text(tokenizer, given(renderer, CHAT, "hello", last_token=last))
     assert found == ("" if closed else "<eos>") + "u:hello;a:"
-    several = renderer.tokens(
+    several = given(
+        renderer,
+        CHAT,
         [{"role": "tool", "content": "x"}, {"role": "user", "content": "y"}],
         last_token=tokenizer.eos_token_id,
     )
@@ -61,26 +92,31 @@ def test_a_chat_goes_on_with_the_next_turns_and_closes_what_was_left_open(tokeni
 
 
 def test_token_ids_are_taken_as_they_are_and_checked(tokenizer):
-    renderer = ObservationRenderer(tokenizer, chat=True, max_tokens=3)
-    assert renderer.tokens(np.array([4, 5]), last_token=1).tolist() == [4, 5]
-    assert renderer.tokens([4, 5, 6, 7], last_token=1).tolist() == [4, 5, 6] and renderer.num_cut == 1
+    renderer = ObservationRenderer(tokenizer, max_tokens=3)
+    assert given(renderer, CHAT, np.array([4, 5]), last_token=1).tolist() == [4, 5]
+    assert given(renderer, CHAT, [4, 5, 6, 7], last_token=1).tolist() == [4, 5, 6] and renderer.num_cut == 1
     with pytest.raises(EpisodeError, match="token ids from 0"):
-        renderer.tokens([len(tokenizer)], last_token=1)
+        given(renderer, CHAT, [len(tokenizer)], last_token=1)
 
 
 def test_long_answers_are_cut_and_counted_inside_their_message(tokenizer):
-    renderer = ObservationRenderer(tokenizer, chat=True, max_tokens=3)
-    found = renderer.tokens("abcdef", last_token=tokenizer.eos_token_id)
+    renderer = ObservationRenderer(tokenizer, max_tokens=3)
+    found = given(renderer, CHAT, "abcdef", last_token=tokenizer.eos_token_id)
     assert text(tokenizer, found) == "u:abc;a:" and renderer.num_cut == 1
 
 
 def test_first_words_end_the_prompt_or_its_last_message(tokenizer):
-    plain = Prompt(prompt_id=0, token_ids=np.array(tokenizer.encode("ask")), text="ask")
-    found = ObservationRenderer(tokenizer, chat=False, max_tokens=9).with_text(plain, "ed")
-    assert text(tokenizer, found.token_ids) == found.text == "asked"
-    chat = Prompt(prompt_id=0, token_ids=np.array(tokenizer.encode("u:ask;a:")), text="ask")
-    found = ObservationRenderer(tokenizer, chat=True, max_tokens=9).with_text(chat, "ed")
-    assert text(tokenizer, found.token_ids) == "u:asked;a:" and found.text == "asked"
+    renderer = ObservationRenderer(tokenizer, max_tokens=9)
+    plain = Prompt(prompt_id=0, token_ids=np.array(tokenizer.encode("ask:")), text="ask")
+    found = renderer.with_text(plain, "ed")
+    assert text(tokenizer, found.token_ids) == "ask:ed" and found.text == "asked"
+    turns = (("user", "b"), ("assistant", "b"), ("user", "ask"))
+    chat = Prompt(
+        prompt_id=0, token_ids=np.array(tokenizer.encode("u:ask;a:")), text="a readable view", messages=turns
+    )
+    found = renderer.with_text(chat, "ed")
+    assert found.messages == (*turns[:-1], ("user", "asked"))
+    assert text(tokenizer, found.token_ids) == "u:b;a:b<eos>u:asked;a:"
 
 
 def test_tokens_that_end_with_a_text_end_a_turn(tokenizer):

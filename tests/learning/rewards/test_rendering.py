@@ -1,9 +1,13 @@
 """What a reward model reads: the template's text, or prompt and response; cut from the prompt's beginning only."""
 
+import numpy as np
 import pytest
 from word_chat import word_chat
 
+from core.records import FinishReason, Prompt, ResponseFacts
+from learning.rewards.model_text import ModelText
 from learning.rewards.rendering import render
+from learning.rewards.score_request import score_requests
 
 ASKED = (("system", "be kind"), ("user", "who are you"))
 WHOLE = "<system> be kind <end> <user> who are you <end> <assistant> me <end>"
@@ -15,6 +19,17 @@ def words(tokenizer, *args, **kwargs):
 
 def test_messages_and_the_response_as_the_assistant_s_go_through_the_template():
     assert words(word_chat(), "not this", ASKED, "me", max_tokens=None) == WHOLE
+
+
+def test_of_several_turns_each_is_rendered_as_who_said_it():
+    turns = (("assistant", "me"), ("user", "no"), ("assistant", "you"))
+    facts = ResponseFacts(sample_index=0, num_tokens=2, finish_reason=FinishReason.STOP, turns=turns)
+    prompt = Prompt(prompt_id=0, token_ids=np.arange(2), text="not this", messages=ASKED)
+    (request,) = score_requests([prompt], ["me\nyou"], [facts])
+    tokenizer = word_chat()
+    ids = ModelText(tokenizer, max_tokens=None).token_ids(request)
+    further = " <user> no <end> <assistant> you <end>"
+    assert " ".join(tokenizer.convert_ids_to_tokens(ids)) == WHOLE + further
 
 
 @pytest.mark.parametrize(("template", "messages"), [(None, ASKED), (word_chat().chat_template, ())])

@@ -1,5 +1,7 @@
 """Shaping: the papers' formulas at their corners, and what is kept of the value before."""
 
+from dataclasses import replace
+
 from pytest import approx, mark
 
 from core.records import FinishReason, ResponseFacts, Reward
@@ -35,6 +37,16 @@ def test_every_term_is_taken_off_and_kept_beside_the_value_before():
         "missing_eos": -0.25,
     }
     assert shaped.value == approx(1.0 - 2.0 - 0.1 - 0.25)
+
+
+def test_an_environments_tokens_count_towards_the_limit_but_cost_nothing():
+    config = ShapingConfig(overlong=OverlongConfig(max_tokens=100, buffer_tokens=50), length_penalty=0.01)
+    told = replace(facts(40), num_given_tokens=60)
+    assert shape(Reward(value=0.0), told, config).parts == {
+        "unshaped": 0.0,
+        "overlong": -1.0,
+        "length": approx(-0.4),
+    }
 
 
 def test_a_response_that_ended_by_itself_misses_no_end():

@@ -1,0 +1,125 @@
+"""Episodes: environments are reset with the data set's prompt, failed ones leave the batch, parts are kept."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cluster.episodes import Episodes
+from core.config import Config
+from core.config_io import config_from_dict
+from core.errors import EpisodeError
+from core.records import (
+    Completion,
+    FinishReason,
+    Prompt,
+    SampleKey,
+    SampleRequest,
+    SamplingParams,
+    WeightSpan,
+)
+from learning.environments.environment_protocol import Step
+from learning.pairs.tokenization import character_tokenizer
+
+TOKENIZER = character_tokenizer("abcdefghijklmnopqrstuvwxyz")
+
+
+class Pool:
+    """Answers the last question with what the test says."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[Any, Prompt]] = []
+        self.answers: list[Any] = []
+        self.forgotten: list[SampleKey] = []
+
+    def ask(self, item: Any, key: SampleKey, prompt: Prompt, responses: tuple[str, ...]) -> None:
+        self.asked.append((item, prompt))
+
+    def collect(self, *, wait_s: float) -> list:
+        answers, self.answers = self.answers, []
+        return [(self.asked[-1][0], answer) for answer in answers]
+
+    def forget(self, key: SampleKey) -> None:
+        self.forgotten.append(key)
+
+
+def config(on_error: str) -> Config:
+    return config_from_dict(
+        {
+            "data": {"task": "chain"},
+            "models": {"draft": "demo"},
+            "environment": {"kind": "sample_environments:Parrot", "on_error": on_error},
+        }
+    )
+
+
+def request(text: str = "ask") -> SampleRequest:
+    prompt = Prompt(prompt_id=0, token_ids=np.array(TOKENIZER.encode(text)), text=text)
+    key = SampleKey(run_seed=0, sample_index=0)
+    return SampleRequest(key=key, prompt=prompt, sampling=SamplingParams(max_new_tokens=40))
+
+
+def completion(text: str, key: SampleKey) -> Completion:
+    ids = np.array(TOKENIZER.encode(text))
+    zeros = np.zeros(len(ids), dtype=np.float32)
+    return Completion(
+        key=key,
+        prompt_id=0,
+        group_id=0,
+        epoch=0,
+        token_ids=ids,
+        policy_logprobs=zeros,
+        sampling_logprobs=zeros,
+        finish_reason=FinishReason.STOP,
+        weight_spans=(WeightSpan(weight_version=0, first_position=0),),
+        instance="i",
+        num_decode_steps=1,
+        num_accepted_tokens=0,
+    )
+
+
+def begun(on_error: str = "fail") -> tuple[Episodes, Pool, SimpleNamespace, list[SampleRequest]]:
+    pool, queued = Pool(), []
+    episodes = Episodes(config(on_error), TOKENIZER, pool)  # type: ignore[arg-type]
+    queue = SimpleNamespace(enqueue=queued.extend)
+    episodes.begin([request()])
+    return episodes, pool, queue, queued
+
+
+def test_an_environment_is_always_reset_with_the_data_sets_prompt():
+    episodes, pool, queue, queued = begun()
+    pool.answers = ["more"]
+    episodes.advance([], queue)
+    assert queued[0].prompt.text == "askmore"
+    episodes.advance([completion("a", queued[0].key)], queue)
+    assert [prompt.text for _, prompt in pool.asked] == ["ask", "ask"]
+
+
+@pytest.mark.parametrize("at", ["reset", "step"])
+def test_a_failed_episode_may_leave_the_batch_and_is_counted(at):
+    episodes, pool, queue, queued = begun("skip")
+    ended: list[Completion] = []
+    if at == "step":
+        pool.answers = [None]
+        episodes.advance([], queue)
+        ended = [completion("a", queued[0].key)]
+    pool.answers = [EpisodeError("broke")]
+    assert episodes.advance(ended, queue) == []
+    ((skipped, unscored),) = episodes.skipped()
+    assert skipped.key == request().key and unscored.reason == "broke" and episodes.skipped() == []
+    assert pool.forgotten == [skipped.key] and episodes.figures()["environment/num_failed"] == 1.0
+
+
+def test_parts_of_the_steps_are_summed_and_kept_with_the_reward():
+    episodes, pool, queue, queued = begun()
+    pool.answers = [None]
+    episodes.advance([], queue)
+    pool.answers = [Step("b", reward=0.5, parts={"correct": 0.0, "calls": 1.0})]
+    episodes.advance([completion("a", queued[0].key)], queue)
+    pool.answers = [Step(reward=1.0, done=True, parts={"correct": 1.0, "calls": 1.0})]
+    ((asked, whole, _),) = episodes.advance([completion("abc", queued[1].key)], queue)
+    assert asked.key == whole.key
+    reward = episodes.reward(whole.key)
+    assert reward.value == 1.5 and reward.parts == {"correct": 1.0, "calls": 2.0, "num_turns": 2.0}
+    assert episodes.spoken(whole.key)[0] == "a\nc"

@@ -1,0 +1,26 @@
+"""Whatever counts a response's tokens counts what the policy sampled, not what an environment gave."""
+
+from dataclasses import replace
+
+import numpy as np
+from made_rollouts import rollout
+
+from cluster.reporting.evaluation_figures import evaluation_figures
+from cluster.tracking.distribution_figures import distribution_figures
+from cluster.tracking.sample_table import SampleRow
+from core.records import ResponseFacts, Rollout
+
+
+def told(num_sampled: int, num_given: int) -> Rollout:
+    made = rollout(num_tokens=num_sampled + num_given)
+    sampled = np.arange(num_sampled + num_given) < num_sampled
+    return replace(made, completion=replace(made.completion, sampled=sampled))
+
+
+def test_figures_and_facts_count_sampled_tokens():
+    one = told(3, 7)
+    assert evaluation_figures([one])["eval/response_tokens_mean"] == 3.0
+    assert distribution_figures([one], None)["rollout/response_tokens_p50"] == 3.0
+    assert SampleRow.of(one, None).num_tokens == 3
+    facts = ResponseFacts.of(one.completion)
+    assert (facts.num_tokens, facts.num_given_tokens) == (3, 7)
