@@ -13,7 +13,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -33,9 +33,9 @@ def main(descriptor: int, parent: int) -> None:
     """Import the function that the parent names, then answer calls until it hangs up."""
     _die_with(parent)
     parent_end = Connection(descriptor)
-    kind, argument = parent_end.recv()
+    kind, argument, fields = parent_end.recv()
     try:
-        function = format_function(argument) if kind == "format" else import_function(argument)
+        function = format_function(argument) if kind == "format" else import_function(argument, fields)
     except ValueError as error:
         parent_end.send((CANNOT_IMPORT, str(error)))
         return
@@ -52,16 +52,20 @@ def main(descriptor: int, parent: int) -> None:
 def caller(function: Callable[..., Any]) -> Callable[[dict[str, Any]], tuple[str, Any]]:
     """The function with what it asks for by name beside prompt, response and reference."""
     try:
-        parameters = inspect.signature(function).parameters.values()
+        parameters = list(inspect.signature(function).parameters.values())
     except ValueError:  # a function of C without a signature
         parameters = []
+    # the three that go by place, whatever the function calls them
+    by_place = {p.name for p in parameters[:3] if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)}
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    wanted = {p.name for p in parameters if p.kind is not p.POSITIONAL_ONLY}
+    wanted = {p.name for p in parameters if p.kind is not p.POSITIONAL_ONLY} - by_place
 
     def call(columns: dict[str, Any]) -> tuple[str, Any]:
         columns = dict(columns)
         given = [columns.pop(name) for name in _POSITIONAL]
-        extras = {name: value for name, value in columns.items() if takes_all or name in wanted}
+        extras = {name: value for name, value in columns.items() if name in wanted or takes_all}
+        for name in by_place:
+            extras.pop(name, None)
         try:
             result = function(*given, **extras)
             if inspect.iscoroutine(result):
@@ -112,8 +116,11 @@ def format_function(pattern: str) -> Callable[..., float]:
     return score
 
 
-def import_function(path: str) -> Callable[..., Any]:
-    """The function `package.module:function`. Raises ValueError saying what is wrong with it."""
+def import_function(path: str, fields: Sequence[str] | None = ()) -> Callable[..., Any]:
+    """The function `package.module:function`, which may ask for `fields` too; None: for any, as nobody knows them yet.
+
+    Raises ValueError saying what is wrong with it.
+    """
     try:
         function = named_code(
             path,
@@ -126,25 +133,28 @@ def import_function(path: str) -> Callable[..., Any]:
     name = path.partition(":")[2]
     if not callable(function):
         raise ValueError(f"reward.kind {path}: '{name}' is {type(function).__name__}, not a function")
-    _require_three_arguments(path, name, function)
+    _require_three_arguments(path, name, function, fields)
     return function
 
 
-def _require_three_arguments(path: str, name: str, function: Callable[..., Any]) -> None:
+def _require_three_arguments(
+    path: str, name: str, function: Callable[..., Any], fields: Sequence[str] | None
+) -> None:
     try:
         signature = inspect.signature(function)
     except ValueError:
         return  # a function of C without a signature; its first call will tell
     extras = {p.name: None for p in signature.parameters.values() if p.kind is p.KEYWORD_ONLY}
     places = [p.name for p in signature.parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD][3:]
-    known = set(EXTRAS)
-    given = {name: None for name in (*extras, *places) if name in known}
+    known = {*EXTRAS, *(fields or ())}
+    given = {name: None for name in (*extras, *places) if name in known or fields is None}
     try:
         signature.bind(*_POSITIONAL, **given)
     except TypeError as error:
         raise ValueError(
             f"reward.kind {path}: '{name}' cannot be called as {name}(prompt, response, reference): {error}; "
-            f"give it these three arguments, and by name what it needs of {', '.join(EXTRAS)}"
+            f"give it these three arguments, and by name what it needs of {', '.join(EXTRAS)} and the "
+            "columns that data.reward_fields of every source names"
         ) from error
 
 

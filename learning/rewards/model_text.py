@@ -20,7 +20,11 @@ class ModelText:
         prompt = request.prompt
         try:
             ids = render(
-                self._tokenizer, prompt.text, prompt.messages, request.response, max_tokens=self.max_tokens
+                self._tokenizer,
+                prompt.read_text,
+                prompt.messages,
+                request.response,
+                max_tokens=self.max_tokens,
             )
         except Exception as error:  # templates are programs: they raise what they like
             raise ValueError(f"the reward model's chat template refuses the chat: {error}") from error

@@ -1,7 +1,8 @@
 """A reward from the user's own Python function, `package.module:function`, each call within a time limit.
 
 Signature: `f(prompt: str, response: str, reference: str) -> float | dict` with the reward under "value" and any
-further finite numbers as parts. By name it may ask for more (`function_child.EXTRAS`), as TRL passes columns.
+further finite numbers as parts. By name it may ask for more (`function_child.EXTRAS`) and for
+the columns of `data.reward_fields`, as TRL passes columns.
 """
 
 from __future__ import annotations
@@ -32,14 +33,16 @@ _MAIN = (
 class UserReward:
     """Calls the user's function once a response, in a child process that is replaced when a call hangs."""
 
-    def __init__(self, path: str, *, timeout_s: float, pattern: str | None = None) -> None:
-        """`pattern`: of kind format, whose function is our own.
+    def __init__(
+        self, path: str, *, timeout_s: float, pattern: str | None = None, fields: Sequence[str] | None = ()
+    ) -> None:
+        """`pattern`: of kind format, whose function is our own. `fields`: columns that it may ask for, None for any.
 
         Raises ConfigError when the function cannot be imported or called.
         """
         self.path = path
         self._timeout_s = timeout_s
-        self._order = ("format", pattern) if pattern is not None else ("import", path)
+        self._order = ("format", pattern, ()) if pattern is not None else ("import", path, fields)
         self._child = _Child(self._order, path)
 
     def outcomes(self, requests: Sequence[ScoreRequest]) -> Iterator[Reward | Unscored]:
@@ -73,7 +76,7 @@ class UserReward:
 class _Child:
     """One child process with the function in it."""
 
-    def __init__(self, order: tuple[str, str], path: str) -> None:
+    def __init__(self, order: tuple[str, str, Sequence[str] | None], path: str) -> None:
         self.parent_end, child_end = multiprocessing.Pipe()
         descriptor = child_end.fileno()
         arguments = [str(descriptor), str(os.getpid()), json.dumps([entry for entry in sys.path if entry])]
@@ -138,6 +141,7 @@ def _columns(request: ScoreRequest) -> dict[str, Any]:
     """What a function may be given; plain values, so that the child needs nothing of ours."""
     prompt, facts = request.prompt, request.facts
     return {
+        **prompt.fields,
         "prompt": prompt.text,
         "response": request.response,
         "reference": prompt.reference,

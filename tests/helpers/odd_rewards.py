@@ -73,6 +73,16 @@ def asks(prompt, response, reference, *, finish_reason, num_tokens, messages, sa
     return {"value": float(num_tokens), "index": sample_index, "cut": finish_reason == "length"}
 
 
+def asks_for_a_column(prompt, response, answer, *, level):
+    """A column of the data set; its third argument is called as another."""
+    return float(level)
+
+
+def sees_a_column(prompt, response, reference, **columns):
+    """The same with all columns."""
+    return float(columns["level"])
+
+
 def takes_all(prompt, response, reference, **columns):
     """Whatever there is."""
     return float(sorted(columns) == ["finish_reason", "messages", "num_tokens", "prompt_id", "sample_index"])
