@@ -48,6 +48,8 @@ class Collected:
     "from there to the last reward"
     num_skipped: int = 0
     "samples without a reward (`reward.on_error: skip`)"
+    skipped_groups: tuple[int, ...] = ()
+    "the group of each of these"
     environment: dict[str, float] = field(default_factory=dict)
     "figures of its episodes; empty without an environment"
 
@@ -78,6 +80,7 @@ def collect(
     buffer = RolloutBuffer(max_staleness=system.config.rollout.max_staleness)
     unscored: list[Scored] = []
     num_completed, num_skipped, stats, generated_s = 0, 0, before, began_s
+    skipped_groups: list[int] = []
     wait = OpenWait(
         waiter="the scheduler",
         waited_for="the generation pool",
@@ -106,6 +109,7 @@ def collect(
         scored = _receive(system, buffer, wait_s=_WAIT_S if num_completed == len(by_key) else 0.0)
         skipped = _skip(system, report, before=num_skipped, of=len(by_key))
         num_skipped += len(skipped)
+        skipped_groups += skipped
         if groups is not None:
             ended = [(rollout.completion.group_id, rollout.reward.value) for rollout in scored]
             for group_id, reward in [*ended, *((group_id, None) for group_id in skipped)]:
@@ -129,6 +133,7 @@ def collect(
         generate_s=generated_s - began_s,
         score_s=time.perf_counter() - generated_s,
         num_skipped=num_skipped,
+        skipped_groups=tuple(skipped_groups),
         environment=episodes.figures() if episodes is not None else {},
     )
 
