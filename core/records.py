@@ -237,6 +237,8 @@ class Unscored:
     """A response without a reward, and why: one line that names the sample."""
 
     reason: str
+    is_none: bool = False
+    "the function returned None: of an optional part of a mixture that it does not apply"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

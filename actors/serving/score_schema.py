@@ -56,6 +56,7 @@ class ScoredSample(BaseModel):
     value: float | None = None
     parts: dict[str, float] = {}
     error: str | None = None
+    is_none: bool = False
 
 
 class ScoreAnswer(BaseModel):
@@ -122,7 +123,7 @@ def to_answer(outcomes: Sequence[Reward | Unscored]) -> ScoreAnswer:
         rewards=[
             ScoredSample(value=outcome.value, parts=outcome.parts)
             if isinstance(outcome, Reward)
-            else ScoredSample(error=outcome.reason)
+            else ScoredSample(error=outcome.reason, is_none=outcome.is_none)
             for outcome in outcomes
         ]
     )
@@ -133,6 +134,9 @@ def from_answer(answer: ScoreAnswer) -> list[Reward | Unscored]:
     return [
         Reward(value=scored.value, parts=scored.parts)
         if scored.value is not None
-        else Unscored(reason=scored.error or "the reward server gave neither a value nor an error")
+        else Unscored(
+            reason=scored.error or "the reward server gave neither a value nor an error",
+            is_none=scored.is_none,
+        )
         for scored in answer.rewards
     ]

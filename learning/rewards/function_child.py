@@ -20,7 +20,7 @@ from typing import Any
 from core.errors import ConfigError
 from core.named_code import describe, named_code, place_of
 
-PARTS, BAD = "parts", "bad"
+PARTS, BAD, NONE = "parts", "bad", "none"
 READY, CANNOT_IMPORT = "ready", "cannot import"
 
 EXTRAS = ("messages", "finish_reason", "num_tokens", "sample_index", "prompt_id")
@@ -80,6 +80,8 @@ def caller(function: Callable[..., Any]) -> Callable[[dict[str, Any]], tuple[str
 
 def plain(result: Any) -> tuple[str, Any]:
     """A function's result as {"value": number, part: number, ...}, or what is wrong with it."""
+    if result is None:
+        return NONE, "returned None"
     if not isinstance(result, Mapping):
         number, fault = _finite(result)
         return (BAD, f"returned {fault}") if fault else (PARTS, {"value": number})

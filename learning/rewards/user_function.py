@@ -19,7 +19,7 @@ from typing import Any
 
 from core.errors import ConfigError
 from core.records import Reward, Unscored
-from learning.rewards.function_child import PARTS, READY
+from learning.rewards.function_child import NONE, PARTS, READY
 from learning.rewards.score_request import ScoreRequest
 
 _START_S = 120.0
@@ -159,5 +159,6 @@ def _outcome(path: str, request: ScoreRequest, answer: tuple[str, Any]) -> Rewar
         return Reward(value=content.pop("value"), parts=content)
     return Unscored(
         reason=f"reward function {path}, {request.where} {content}; expected a finite number; {request.shown}; "
-        "mend the function, or set reward.on_error to skip"
+        "mend the function, or set reward.on_error to skip",
+        is_none=kind == NONE,
     )

@@ -85,6 +85,22 @@ def test_a_function_gets_what_it_asks_for_by_name():
     assert [r.value for r in reward("takes_all").score(*batch("one"))] == [1.0]
 
 
+def test_none_of_an_optional_part_adds_nothing_and_of_another_is_a_fault():
+    fine = {"name": "fine", "kind": "odd_rewards:fine"}
+    maybe = {"name": "maybe", "kind": "odd_rewards:gives_none", "weight": 2.0}
+
+    def outcomes(optional: bool):
+        parts = [fine, {**maybe, "optional": optional}]
+        config = RewardConfig.model_validate({"parts": parts, "on_error": "skip"})
+        return build_reward(config).score_each(*batch("bad", "three"))
+
+    assert outcomes(True) == [
+        Reward(value=3.0, parts={"fine": 3.0}),
+        Reward(value=15.0, parts={"fine": 5.0, "maybe": 5.0}),
+    ]
+    assert [type(outcome) for outcome in outcomes(False)] == [Unscored, Reward]
+
+
 @mark.parametrize("name", ["asks_for_a_column", "sees_a_column"])
 def test_a_function_gets_the_data_set_s_columns_by_name(name):
     fields = {"level": 3, "answer": "not by name", "messages": "our own go before"}
