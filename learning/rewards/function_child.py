@@ -39,17 +39,52 @@ def main(descriptor: int, parent: int) -> None:
     except ValueError as error:
         parent_end.send((CANNOT_IMPORT, str(error)))
         return
-    parent_end.send((READY, None))
+    parent_end.send((READY, is_async(function)))
     call = caller(function)
     try:
         while True:
-            for columns in parent_end.recv():
+            order = parent_end.recv()
+            if isinstance(order, tuple):
+                timeout_s, batch = order
+                asyncio.run(_together(bound(function), batch, timeout_s, parent_end.send))
+                continue
+            for columns in order:
                 parent_end.send(call(columns))
     except (EOFError, BrokenPipeError, ConnectionResetError):
         pass
 
 
-def caller(function: Callable[..., Any]) -> Callable[[dict[str, Any]], tuple[str, Any]]:
+def is_async(function: Callable[..., Any]) -> bool:
+    """Whether calls of it give coroutines, which can wait beside one another."""
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+
+
+async def _together(
+    invoke: Callable[[dict[str, Any]], Any],
+    batch: Sequence[dict[str, Any]],
+    timeout_s: float,
+    send: Callable[[Any], None],
+) -> None:
+    """All calls of a batch at once, each with a limit of its own; (place, answer) is sent as they end."""
+
+    async def one(place: int, columns: dict[str, Any]) -> None:
+        limit = asyncio.timeout(timeout_s)
+        try:
+            async with limit:
+                answer = plain(await invoke(columns))
+        except (Exception, SystemExit) as error:
+            late = f"did not return within reward.timeout_s ({timeout_s:g} s)"
+            answer = (BAD, late if limit.expired() else _raised(error))
+        send((place, answer))
+
+    await asyncio.gather(*(one(place, columns) for place, columns in enumerate(batch)))
+
+
+def _raised(error: BaseException) -> str:
+    return f"raised {type(error).__name__}: {describe(error)} ({place_of(error)})"
+
+
+def bound(function: Callable[..., Any]) -> Callable[[dict[str, Any]], Any]:
     """The function with what it asks for by name beside prompt, response and reference."""
     try:
         parameters = list(inspect.signature(function).parameters.values())
@@ -60,20 +95,30 @@ def caller(function: Callable[..., Any]) -> Callable[[dict[str, Any]], tuple[str
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
     wanted = {p.name for p in parameters if p.kind is not p.POSITIONAL_ONLY} - by_place
 
-    def call(columns: dict[str, Any]) -> tuple[str, Any]:
+    def invoke(columns: dict[str, Any]) -> Any:
         columns = dict(columns)
         given = [columns.pop(name) for name in _POSITIONAL]
         extras = {name: value for name, value in columns.items() if name in wanted or takes_all}
         for name in by_place:
             extras.pop(name, None)
+        return function(*given, **extras)
+
+    return invoke
+
+
+def caller(function: Callable[..., Any]) -> Callable[[dict[str, Any]], tuple[str, Any]]:
+    """One call of it after the other, whatever it does."""
+    invoke = bound(function)
+
+    def call(columns: dict[str, Any]) -> tuple[str, Any]:
         try:
-            result = function(*given, **extras)
+            result = invoke(columns)
             if inspect.iscoroutine(result):
                 result = asyncio.run(result)
             return plain(result)
         # the user's code may raise anything, and sys.exit is no end of ours
         except (Exception, SystemExit) as error:
-            return BAD, f"raised {type(error).__name__}: {describe(error)} ({place_of(error)})"
+            return BAD, _raised(error)
 
     return call
 

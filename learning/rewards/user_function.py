@@ -13,7 +13,7 @@ import os
 import subprocess
 import sys
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -24,6 +24,8 @@ from learning.rewards.score_request import ScoreRequest
 
 _START_S = 120.0
 "what importing the user's module may take"
+_GRACE_S = 5.0
+"An async call has its limit in the child, which needs a moment to say so."
 _MAIN = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[3]); "
     "from learning.rewards.function_child import main; main(int(sys.argv[1]), int(sys.argv[2]))"
@@ -46,17 +48,43 @@ class UserReward:
         self._child = _Child(self._order, path)
 
     def outcomes(self, requests: Sequence[ScoreRequest]) -> Iterator[Reward | Unscored]:
-        """One answer a request, in order, as they come; a call that hangs or crashes is one of them."""
+        """One answer a request, in order, as they come; a call that hangs or crashes is one of them.
+
+        Calls of an async function wait beside one another; where one of them takes the process with it, those that
+        have no answer are made again one by one, so that the fault is told of the sample it is of.
+        """
+        together = self._together(requests)
+        rest = self._one_by_one([request for place, request in enumerate(requests) if place not in together])
+        try:
+            for place, request in enumerate(requests):
+                yield _outcome(self.path, request, together[place] if place in together else next(rest))
+        finally:
+            rest.close()
+
+    def _together(self, requests: Sequence[ScoreRequest]) -> dict[int, tuple[str, Any]]:
+        self._renew()
+        found: dict[int, tuple[str, Any]] = {}
+        if not self._child.is_async or len(requests) < 2:
+            return found
+        self._child.parent_end.send((self._timeout_s, [_columns(request) for request in requests]))
+        for _ in requests:
+            place, answer = self._child.answer(self._timeout_s + _GRACE_S)
+            if not isinstance(place, int):
+                break
+            found[place] = answer
+        return found
+
+    def _one_by_one(self, requests: Sequence[ScoreRequest]) -> Generator[tuple[str, Any], None, None]:
         asked = 0
         try:
             while asked < len(requests):
                 # after a hang or a crash, a new child goes on behind the sample
                 self._renew()
                 self._child.parent_end.send([_columns(request) for request in requests[asked:]])
-                for request in requests[asked:]:
+                for _ in requests[asked:]:
                     answer = self._child.answer(self._timeout_s)
                     asked += 1
-                    yield _outcome(self.path, request, answer)
+                    yield answer
                     if not self._child.is_alive:
                         break
         finally:
@@ -95,6 +123,7 @@ class _Child:
             )
         except (EOFError, BrokenPipeError, ConnectionResetError):
             state, fault = None, f"ended its process ({self._exit()})"
+        self.is_async = state == READY and fault is True
         if state != READY:
             self.kill()
             if state is None:
@@ -106,7 +135,7 @@ class _Child:
         """Whether it can be asked."""
         return not self._is_killed and self._process.poll() is None
 
-    def answer(self, timeout_s: float) -> tuple[str, Any]:
+    def answer(self, timeout_s: float) -> tuple[Any, Any]:
         """The next answer; when none comes, why, and the child is gone."""
         try:
             if self.parent_end.poll(timeout_s):

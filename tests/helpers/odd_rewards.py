@@ -1,5 +1,6 @@
 """Reward functions that misbehave, each as its name says, where the response says `bad`."""
 
+import asyncio
 import os
 import time
 
@@ -64,6 +65,40 @@ def gives_bad_part(prompt, response, reference):
 
 async def waits(prompt, response, reference):
     """A coroutine."""
+    return float(len(response))
+
+
+_arrived: list[str] = []
+
+
+async def waits_for_ten(prompt, response, reference):
+    """Comes back when ten calls have come."""
+    _arrived.append(response)
+    while len(_arrived) < 10:
+        await asyncio.sleep(0.001)
+    return float(len(response))
+
+
+async def hangs_in_await(prompt, response, reference):
+    """A judge that never answers."""
+    if response == "bad":
+        await asyncio.sleep(3600)
+    return float(len(response))
+
+
+async def raises_in_await(prompt, response, reference):
+    """A judge whose line breaks off."""
+    await asyncio.sleep(0)
+    if response == "bad":
+        raise ValueError("no such thing")
+    return float(len(response))
+
+
+async def crashes_in_await(prompt, response, reference):
+    """The process is gone while other calls wait."""
+    await asyncio.sleep(0)
+    if response == "bad":
+        os._exit(7)
     return float(len(response))
 
 

@@ -19,6 +19,9 @@ ODD = [
     ("sleeps_in_c", r"did not return within reward.timeout_s \(0.5 s\)"),
     ("raises", r"raised ValueError: no such thing \(odd_rewards.py, line \d+\)"),
     ("crashes", r"ended its process \(exit code 7\)"),
+    ("hangs_in_await", r"did not return within reward.timeout_s \(0.5 s\)"),
+    ("raises_in_await", r"raised ValueError: no such thing"),
+    ("crashes_in_await", r"ended its process \(exit code 7\)"),
     ("gives_none", "returned None; expected a finite number"),
     ("gives_nan", "returned nan"),
     ("gives_infinity", "returned inf"),
@@ -77,6 +80,11 @@ def test_a_child_that_was_killed_between_calls_costs_no_sample():
 
 def test_a_coroutine_is_awaited():
     assert [r.value for r in reward("waits").score(*batch("one"))] == [3.0]
+
+
+def test_coroutines_of_a_batch_wait_beside_one_another():
+    stage = build_reward(RewardConfig(kind="odd_rewards:waits_for_ten", timeout_s=60.0))
+    assert [r.value for r in stage.score(*batch(*"abcdefghij"))] == [1.0] * 10
 
 
 def test_a_function_gets_what_it_asks_for_by_name():
