@@ -54,7 +54,7 @@ class RewardActor:
         """
         # Built here and not in the constructor, so that its error arrives as itself and after a restart.
         if self._reward is None:
-            self._reward = build_reward(self._config, device=own_device(), served=self._served)
+            self._reward = build_reward(self._config, device=own_device(), served=self._served, fields=None)
         return self._reward.score_each(prompts, responses, facts) if responses else []
 
     def _served(self, scorer: Scorer) -> RewardSource:

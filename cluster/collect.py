@@ -48,6 +48,8 @@ class Collected:
     "from there to the last reward"
     num_skipped: int = 0
     "samples without a reward (`on_error: skip` of `reward` or `environment`)"
+    skipped_groups: tuple[int, ...] = ()
+    "the group of each of these"
     environment: dict[str, float] = field(default_factory=dict)
     "figures of its episodes; empty without an environment"
 
@@ -78,6 +80,7 @@ def collect(
     buffer = RolloutBuffer(max_staleness=system.config.rollout.max_staleness)
     unscored: list[Scored] = []
     num_completed, num_skipped, stats, generated_s = 0, 0, before, began_s
+    skipped_groups: list[int] = []
     wait = OpenWait(
         waiter="the scheduler",
         waited_for="the generation pool",
@@ -109,6 +112,7 @@ def collect(
         refused += [(request, unscored) for (request, _, _), unscored in system.rewards.skipped()]
         skipped = _skip(refused, report, before=num_skipped, of=len(by_key))
         num_skipped += len(skipped)
+        skipped_groups += skipped
         if groups is not None:
             asked = [groups.scored(rollout) for rollout in scored]
             for further in asked + [groups.ended(group_id, None) for group_id in skipped]:
@@ -131,6 +135,7 @@ def collect(
         generate_s=generated_s - began_s,
         score_s=time.perf_counter() - generated_s,
         num_skipped=num_skipped,
+        skipped_groups=tuple(skipped_groups),
         environment=episodes.figures() if episodes is not None else {},
     )
 

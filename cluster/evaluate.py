@@ -21,10 +21,11 @@ from cluster.run_checkpoints import save_best
 from cluster.run_folder.layout import RunDir
 from cluster.run_folder.rollout_files import write_rollouts
 from cluster.system import GeneratingSystem, System
-from core.errors import ConfigError
 from core.files import append_whole, storage_errors
 from core.records import EPOCHS_OF_AN_ASKING, SampleKey, SampleRequest, Stream
 from core.settings.evaluation import MAX_SAMPLES_PER_PROMPT
+
+_ALWAYS_THERE = "eval/reward_mean"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +64,7 @@ def evaluate(system: GeneratingSystem, requests: Sequence[SampleRequest], report
     """Generate and score the samples with the weights that the instances hold. Raises what `collect` raises."""
     began_s = time.perf_counter()
     collected = collect(system, requests, report, phase="evaluate")
-    figures = evaluation_figures(collected.rollouts)
+    figures = evaluation_figures(collected.rollouts, collected.skipped_groups)
     return Evaluated(collected=collected, figures=figures, seconds=time.perf_counter() - began_s)
 
 
@@ -73,6 +74,7 @@ class Evaluator:
     def __init__(self, system: System, run_dir: RunDir, report: Reporter, recorder: Recorder) -> None:
         self._system, self._run_dir, self._report, self._recorder = system, run_dir, report, recorder
         self._settings = system.config.evaluation
+        self._metric = self._settings.metric
         self._num_done = 0
         self._best: float | None = None
 
@@ -87,10 +89,7 @@ class Evaluator:
         return self._evaluate(self._system.evaluation, num_iterations=0)
 
     def after(self, iteration: int) -> dict[str, float]:
-        """Evaluate after an iteration, counted from 0, where one is due; the figures and `time/evaluate_s`.
-
-        Raises ConfigError where the rewards do not have what `evaluation.metric` is made of.
-        """
+        """Evaluate after an iteration, counted from 0, where one is due; the figures and `time/evaluate_s`."""
         num_iterations = iteration + 1
         is_last = num_iterations == self._system.config.run.iterations
         if self._system.evaluation is None or (num_iterations % self._settings.every and not is_last):
@@ -116,20 +115,21 @@ class Evaluator:
             "time/evaluate_s": time.perf_counter() - began_s,
         }
         append_whole(self._run_dir.evaluations_file, json.dumps(row) + "\n")
-        self._report.note(_line(num_iterations, done, self._settings.metric, is_best=is_best))
+        self._report.note(_line(num_iterations, done, self._metric, is_best=is_best))
         return done.figures | {"time/evaluate_s": row["time/evaluate_s"]}
 
     def _take_mark(self, figures: dict[str, float]) -> bool:
         """Whether this is better than every evaluation before it."""
-        metric = self._settings.metric
-        if metric not in figures:
-            raise ConfigError(
-                f"evaluation.metric is {metric}, but the reward says nothing of it: expected a part 'correct' in every "
-                f"reward; set evaluation.metric to one of {', '.join(name for name in figures if 'reward' in name)}"
+        if self._metric not in figures:
+            # trained weights are worth more than the choice of the best: it goes on by what every reward has
+            self._report.note(
+                f"evaluation.metric is {self._metric}, but not every reward has a part 'correct' to make it of; the "
+                f"best checkpoint is from here on chosen by {_ALWAYS_THERE}"
             )
-        if self._best is not None and figures[metric] <= self._best:
+            self._metric, self._best = _ALWAYS_THERE, None
+        if self._best is not None and figures[self._metric] <= self._best:
             return False
-        self._best = figures[metric]
+        self._best = figures[self._metric]
         return True
 
     def _write_samples(self, done: Evaluated, num_iterations: int) -> None:

@@ -8,10 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
 from cluster.evaluate import evaluate, evaluation_requests
 from cluster.placement.ray_session import ray_session
-from cluster.preflight.evaluation_prompts import evaluation_of
+from cluster.preflight.evaluation_prompts import EvaluationPrompts, evaluation_of, split_evaluation
 from cluster.preflight.inputs import Inputs, read_tokenizer, require_cores
+from cluster.preflight.reward_plan import reward_columns
 from cluster.reporting.console import Reporter
 from cluster.run_folder.rollout_files import write_rollouts
 from cluster.system import running_generation
@@ -22,9 +25,13 @@ from core.errors import ConfigError
 from core.files import storage_errors, write_whole
 from core.records import Rollout
 from engine.weights.loading import load_hf_config
-from learning.data.prompts import load_prompts
+from learning.data.prompts import PromptDataset, load_prompts
 from learning.rewards.reward_function import build_reward
 
+_OF_THE_RUN_S_ROWS = (
+    "task", "path", "sources", "weight_of", "stopping", "skip_rows", "filter", "limit", "deduplicate"
+)  # fmt: skip
+"Keys of `data` that say which rows a run trains on, and nothing of another file."
 _DRAFTS_WITHOUT_A_PROFILE = ("fixed", "bandit", "batch_table", "capacity")
 
 
@@ -46,7 +53,8 @@ def evaluation_config(
     Args:
         tree: a run's config as nested mappings, or an empty one; it stays as it is.
         model: to be evaluated, in the place of the run's target.
-        data: a file of prompts, None for `evaluation.data` of the config, or its `data`.
+        data: a file of prompts, of which all rows count; None for `evaluation.data` of the config, else its `data`,
+            of which `evaluate_model` takes the holdout.
         overrides: `section.key=value`, which go before all else.
         sampling: keys of the section `evaluation`.
 
@@ -55,9 +63,12 @@ def evaluation_config(
     """
     made = {name: dict(section or {}) for name, section in tree.items()}
     evaluation = {**made.get("evaluation", {}), **sampling, "every": 0}
-    prompts = evaluation.pop("data", None) or made.get("data", {})
+    evaluation.pop("metric", None)  # of a run's best checkpoint; nothing is kept here
+    own = evaluation.pop("data", None)
+    holds_out = data is None and not own and made.get("evaluation", {}).get("every")
+    prompts = own or made.get("data", {})
     if data is not None:
-        prompts = {key: value for key, value in prompts.items() if key not in ("task", "limit")}
+        prompts = {key: value for key, value in prompts.items() if key not in _OF_THE_RUN_S_ROWS}
         prompts["path"] = data
     if not prompts:
         raise ConfigError("nothing says which prompts to evaluate: expected --data FILE, or data in --config")
@@ -69,13 +80,16 @@ def evaluation_config(
     elif speculation.get("policy") not in (*_DRAFTS_WITHOUT_A_PROFILE, "off"):
         # a profile is of one target, and drafting changes no token
         speculation = {**speculation, "policy": "fixed"}
+    # a holdout is of a run that evaluates; any count above 0 says so here
+    evaluation["every"] = 1 if holds_out else 0
     made |= {"models": models, "speculation": speculation, "data": prompts, "evaluation": evaluation}
     return config_from_dict(apply_overrides(made, overrides), origin="the evaluation")
 
 
 def evaluate_model(config: Config, report: Reporter) -> ModelResult:
-    """Evaluate `models.target` on all prompts of `data`, or the first `evaluation.limit`, on Ray.
+    """Evaluate `models.target` on Ray: on what the run held out of `data`, where it evaluates, else on all of it.
 
+    Of these at most the first `evaluation.limit`.
     Raises InputError for model, data or reward that cannot be used; what `collect` raises.
     """
     require_cores(config)
@@ -83,7 +97,7 @@ def evaluate_model(config: Config, report: Reporter) -> ModelResult:
     models = config.models
     hf_config = load_hf_config(models.target, trust_remote_code=models.trust_remote_code)
     dataset = load_prompts(config.data, tokenizer, seed=config.run.seed)
-    evaluation = evaluation_of(config, dataset.prompts, tokenizer)
+    config, evaluation = prompts_of(config, dataset, tokenizer)
     evaluation.require_context([hf_config])
     # nothing longer than an evaluation's samples is generated
     config = config.model_copy(
@@ -94,7 +108,7 @@ def evaluate_model(config: Config, report: Reporter) -> ModelResult:
         }
     )
     if config.reward.kind != "model":
-        build_reward(config.reward)
+        build_reward(config.reward, fields=reward_columns(config))
     for line in evaluation.lines:
         report.note(line)
     inputs = Inputs(tokenizer=tokenizer, dataset=dataset, evaluation=evaluation)
@@ -111,6 +125,22 @@ def evaluate_model(config: Config, report: Reporter) -> ModelResult:
         seconds=done.seconds,
         rollouts=done.collected.rollouts,
     )
+
+
+def prompts_of(
+    config: Config, dataset: PromptDataset, tokenizer: PreTrainedTokenizerBase
+) -> tuple[Config, EvaluationPrompts]:
+    """The prompts that are evaluated; where the config's own evaluations hold some out, those, and a line says so.
+
+    Raises DataError: the holdout leaves nothing to train on.
+    """
+    _, held_out = split_evaluation(config, dataset, tokenizer)
+    once = config.model_copy(update={"evaluation": config.evaluation.model_copy(update={"every": 0})})
+    if held_out is None:
+        lines = (f"  all {len(dataset):,} prompts of data, whether a run was trained on them or not",)
+        return once, evaluation_of(once, dataset.prompts, tokenizer, lines=lines)
+    lines = ("  the prompts that the run held out of its data (evaluation.holdout)",)
+    return once, evaluation_of(once, held_out.prompts, tokenizer, lines=lines)
 
 
 def write_results(folder: Path, results: Sequence[ModelResult], config: Config) -> None:

@@ -142,6 +142,13 @@ class Config(Section):
                 "trainer.device is cuda but cluster.trainer.num_gpus is 0, which is a CPU whatever the machine has; "
                 "set it to 1, or trainer.device to auto"
             )
+        silent = all(part.kind in ("model", "format") for part in self.reward.scorers)
+        metric = self.evaluation.metric
+        if self.evaluation.every and silent and metric not in ("eval/reward_mean", "eval/best_at_k"):
+            raise ValueError(
+                f"evaluation.metric is {metric}, which is made of a part 'correct', and rewards of kind "
+                f"{self.reward.title} have none; set it to eval/reward_mean or eval/best_at_k"
+            )
         overlong = self.reward.shaping.overlong
         if overlong is not None:
             longest = overlong.max_tokens or self.sampling.max_new_tokens

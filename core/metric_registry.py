@@ -191,6 +191,7 @@ _DECLARED = [
         ("length_cut_share", "share", "last", "samples that ended at the limit"),
         ("num_prompts", "prompts", "last", "prompts of the evaluation"),
         ("num_samples", "samples", "last", "samples of the evaluation"),
+        ("num_skipped", "samples", "last", "of these without a reward, which count as wrong"),
     ),
 ]
 _BY_NAME = {metric.name: metric for metric in _DECLARED if "*" not in metric.name}

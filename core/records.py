@@ -120,6 +120,13 @@ class Prompt:
     "(role, content) of the turns the chat template was given; empty for plain text"
     fields: dict[str, Any] = field(default_factory=dict)
     "further columns for reward functions (data.reward_fields), JSON values"
+    rendered: str = ""
+    "the text that the policy reads in the place of `text`, where data.prompt_template made another of it"
+
+    @property
+    def read_text(self) -> str:
+        """What policy and reward model read where there are no messages."""
+        return self.rendered or self.text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -240,6 +247,8 @@ class Unscored:
     """A response without a reward, and why: one line that names the sample."""
 
     reason: str
+    is_none: bool = False
+    "the function returned None: of an optional part of a mixture that it does not apply"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -122,7 +122,7 @@ class RewardServer:
         if import_dir is not None and import_dir not in sys.path:
             sys.path.append(import_dir)
         config = RewardConfig.model_validate(reward)
-        self._stage = build_reward(config, device=own_device())
+        self._stage = build_reward(config, device=own_device(), fields=None)
         self._stuck_s = _STUCK_S + config.batch_size * config.timeout_s
         self._began_s: float | None = None
         batch: Any = self._score_batch

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
 from core.records import FinishReason, Prompt, ResponseFacts, Reward, Unscored
 from learning.rewards.score_request import ScoreRequest
@@ -22,15 +22,21 @@ class Message(BaseModel):
 
 
 class Sample(BaseModel):
-    """One response to score. `messages` wins over `prompt` where the reward model has a chat template."""
+    """One response to score.
+
+    A reward model reads `messages` where it has a chat template, else `rendered_prompt`, the text that the policy read,
+    else `prompt`; functions are given `prompt`, and `fields` as further columns.
+    """
 
     model_config = ConfigDict(extra="forbid")
 
     response: str
     prompt: str = ""
+    rendered_prompt: str = ""
     messages: list[Message] = []
     reference: str = ""
     prompt_id: int = 0
+    fields: dict[str, JsonValue] = {}
     sample_index: int | None = None
     num_tokens: int | None = Field(default=None, ge=0)
     finish_reason: Literal["stop", "length"] | None = None
@@ -53,6 +59,7 @@ class ScoredSample(BaseModel):
     value: float | None = None
     parts: dict[str, float] = {}
     error: str | None = None
+    is_none: bool = False
 
 
 class ScoreAnswer(BaseModel):
@@ -68,9 +75,11 @@ def to_body(requests: Sequence[ScoreRequest]) -> ScoreBody:
             Sample(
                 response=request.response,
                 prompt=request.prompt.text,
+                rendered_prompt=request.prompt.rendered,
                 messages=[Message(role=role, content=text) for role, text in request.prompt.messages],
                 reference=request.prompt.reference,
                 prompt_id=request.prompt.prompt_id,
+                fields=request.prompt.fields,
                 sample_index=request.facts.sample_index if request.facts else None,
                 num_tokens=request.facts.num_tokens if request.facts else None,
                 finish_reason=request.facts.finish_reason.value if request.facts else None,
@@ -92,6 +101,8 @@ def from_body(body: ScoreBody) -> list[ScoreRequest]:
                 prompt_id=sample.prompt_id,
                 token_ids=np.empty(0, dtype=np.int64),
                 text=sample.prompt,
+                rendered=sample.rendered_prompt,
+                fields=dict(sample.fields),
                 reference=sample.reference,
                 messages=tuple((message.role, message.content) for message in sample.messages),
             ),
@@ -121,7 +132,7 @@ def to_answer(outcomes: Sequence[Reward | Unscored]) -> ScoreAnswer:
         rewards=[
             ScoredSample(value=outcome.value, parts=outcome.parts)
             if isinstance(outcome, Reward)
-            else ScoredSample(error=outcome.reason)
+            else ScoredSample(error=outcome.reason, is_none=outcome.is_none)
             for outcome in outcomes
         ]
     )
@@ -132,6 +143,9 @@ def from_answer(answer: ScoreAnswer) -> list[Reward | Unscored]:
     return [
         Reward(value=scored.value, parts=scored.parts)
         if scored.value is not None
-        else Unscored(reason=scored.error or "the reward server gave neither a value nor an error")
+        else Unscored(
+            reason=scored.error or "the reward server gave neither a value nor an error",
+            is_none=scored.is_none,
+        )
         for scored in answer.rewards
     ]

@@ -33,7 +33,10 @@ def add_parser(commands: Any) -> None:
         "--model", nargs="+", required=True, metavar="MODEL", help="folder or name; several are compared"
     )
     parser.add_argument(
-        "--data", metavar="FILE", help="prompts: JSONL, Parquet or a data set's name; data.path by default"
+        "--data",
+        metavar="FILE",
+        help="prompts, all rows: JSONL, Parquet or a data set's name; by default what the config's run evaluates "
+        "on, else its data",
     )
     parser.add_argument(
         "--config", type=path_argument, metavar="FILE", help="a run's config: its data, reward, cluster"

@@ -1,4 +1,4 @@
-"""The prompts of evaluations: data of their own, or the last ones of the training data, which are then held out."""
+"""The prompts of evaluations: data of their own, or the last ones of each training source, which are then held out."""
 
 from __future__ import annotations
 
@@ -106,21 +106,37 @@ def evaluation_of(
 def _hold_out(
     dataset: PromptDataset, holdout: int
 ) -> tuple[PromptDataset, tuple[Prompt, ...], tuple[str, ...]]:
-    """Take the last prompts out of the training data, and all that equal one of them."""
-    num_kept = max(len(dataset) - holdout, 0)
-    held = tuple(dataset.prompts[number] for number in range(num_kept, len(dataset)))
-    texts = _texts(held)
-    kept = [number for number in range(num_kept) if _text(dataset.prompts[number]) not in texts]
+    """Take the last prompts of every source out of the training data, and all that equal one of them."""
+    places = _last_of_each([source.num_prompts for source in dataset.sources] or [len(dataset)], holdout)
+    held = tuple(dataset.prompts[number] for number in places)
+    texts, chosen = _texts(held), set(places)
+    left = [number for number in range(len(dataset)) if number not in chosen]
+    kept = [number for number in left if _text(dataset.prompts[number]) not in texts]
     if not kept:
         raise DataError(
             f"evaluation.holdout is {holdout} and no training prompt is left of {len(dataset)} beside them and their "
             "equals; lower evaluation.holdout, or give evaluation.data prompts of its own"
         )
-    num_equal = num_kept - len(kept)
+    num_equal = len(left) - len(kept)
     lines = (f"  {len(held)} prompts are held out and never trained on",)
     if num_equal:
         lines = (f"{lines[0]}, with {num_equal} training prompts that equal one of them",)
     return dataset.only(kept), held, lines
+
+
+def _last_of_each(counts: Sequence[int], holdout: int) -> list[int]:
+    """Places of the last prompts of each source, as many of each as its share of all (largest remainders)."""
+    total = sum(counts)
+    holdout = min(holdout, total)
+    shares = [count * holdout // total for count in counts]
+    by_remainder = sorted(range(len(counts)), key=lambda index: -(counts[index] * holdout % total))
+    for index in by_remainder[: holdout - sum(shares)]:
+        shares[index] += 1
+    places, end = [], 0
+    for count, share in zip(counts, shares, strict=True):
+        end += count
+        places += range(end - share, end)
+    return places
 
 
 def _overlap(prompts: Sequence[Prompt], dataset: PromptDataset) -> tuple[str, ...]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from transformers import AutoModelForSequenceClassification
 
 from cluster.preflight.param_count import count_params
@@ -11,7 +13,7 @@ from learning.rewards.reward_function import build_reward
 from learning.rewards.reward_model import require_one_output
 
 
-def check_reward(reward: RewardConfig) -> int | None:
+def check_reward(reward: RewardConfig, fields: Sequence[str] | None = ()) -> int | None:
     """Parameters of all reward models in the pool, None where there are only rules.
 
     Raises ModelError for a model, ConfigError for a function that cannot be used. A reward server is asked at the
@@ -27,8 +29,17 @@ def check_reward(reward: RewardConfig) -> int | None:
             params = count_params(config, AutoModelForSequenceClassification, name)
             num_params = (num_params or 0) + params
         elif scorer.kind not in ("serve", "environment"):
-            build_reward(RewardConfig(kind=scorer.kind, pattern=scorer.pattern))
+            build_reward(RewardConfig(kind=scorer.kind, pattern=scorer.pattern), fields=fields)
     return num_params
+
+
+def reward_columns(config: Config) -> tuple[str, ...]:
+    """The columns that every prompt of a run has for reward functions."""
+    sources = [*config.data.each_source()]
+    if config.evaluation.every and config.evaluation.data is not None:
+        sources += config.evaluation.data.each_source()
+    named = [source.reward_fields for source in sources]
+    return tuple(name for name in named[0] if all(name in other for other in named))
 
 
 def resolved_reward(config: Config) -> RewardConfig:

@@ -29,7 +29,7 @@ from cluster.placement.topology import plan as plan_topology
 from cluster.placement.topology import require_machine
 from cluster.preflight.inputs import Inputs, read_inputs, read_tokenizer
 from cluster.preflight.param_count import count_params
-from cluster.preflight.reward_plan import check_reward
+from cluster.preflight.reward_plan import check_reward, reward_columns
 from cluster.tracking.trackers import require_trackers
 from core.checkpoint_manifest import has_manifest, verify_checkpoint
 from core.config import Config
@@ -134,7 +134,7 @@ def check_run(config: Config, *, output_dir: Path) -> CheckReport:
     _check_lengths(config, inputs.dataset, [target_config, draft_config])
     if inputs.evaluation is not None:
         inputs.evaluation.require_context([target_config, draft_config])
-    reward_params = check_reward(config.reward)
+    reward_params = check_reward(config.reward, reward_columns(config))
     if config.environment.kind is not None:
         environment = environment_maker(config.environment)()
         stop_texts(environment)

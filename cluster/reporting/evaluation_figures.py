@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -13,16 +13,22 @@ CORRECT = "correct"
 "The part of a reward that says whether a response is right; from 0.5 on it counts as passed."
 
 
-def evaluation_figures(rollouts: Sequence[Rollout]) -> dict[str, float]:
+def correctness(parts: Mapping[str, float]) -> float | None:
+    """The first part called `correct`, or NAME/correct in a mixture; None where a reward has none."""
+    return next((value for name, value in parts.items() if name.split("/")[-1] == CORRECT), None)
+
+
+def evaluation_figures(rollouts: Sequence[Rollout], skipped: Sequence[int] = ()) -> dict[str, float]:
     """Name every figure of one evaluation.
 
     `eval/accuracy` is the share of right samples, and so is `eval/mean_at_k`, its name where each prompt has k
     samples; `eval/pass_at_k` the share of prompts with a right one among k, `eval/pass_at_1`, `_2`, `_4`, ... the
-    estimate for fewer. Without the part `correct` in every reward these are left out. `eval/best_at_k` is the mean
-    over prompts of the best reward.
+    estimate for fewer. Without the part `correct` (of a mixture: NAME/correct) in every reward these are left out; a
+    sample without a reward counts in them as wrong. `eval/best_at_k` is the mean over prompts of the best reward.
 
     Args:
-        rollouts: all samples; those of one prompt share a group.
+        rollouts: the samples with a reward; those of one prompt share a group.
+        skipped: the group of each sample without one (`reward.on_error: skip`).
     """
     rewards = np.array([rollout.reward.value for rollout in rollouts])
     lengths = np.array([rollout.completion.num_sampled_tokens for rollout in rollouts])
@@ -33,14 +39,16 @@ def evaluation_figures(rollouts: Sequence[Rollout]) -> dict[str, float]:
         "eval/best_at_k": float(np.mean([values.max() for values in _by_group(rollouts, rewards)])),
         "eval/response_tokens_mean": float(lengths.mean()),
         "eval/length_cut_share": float(np.mean(cut)),
-        "eval/num_prompts": float(len({rollout.completion.group_id for rollout in rollouts})),
-        "eval/num_samples": float(len(rollouts)),
+        "eval/num_prompts": float(len({*skipped, *(rollout.completion.group_id for rollout in rollouts)})),
+        "eval/num_samples": float(len(rollouts) + len(skipped)),
+        "eval/num_skipped": float(len(skipped)),
     }
-    if not all(CORRECT in rollout.reward.parts for rollout in rollouts):
+    found = [correctness(rollout.reward.parts) for rollout in rollouts]
+    passed = [value for value in found if value is not None]
+    if len(passed) < len(rollouts):
         return figures
-    passed = np.array([rollout.reward.parts[CORRECT] for rollout in rollouts])
-    groups = _by_group(rollouts, passed)
-    figures["eval/accuracy"] = float(passed.mean())
+    groups = _by_group(rollouts, np.array(passed), skipped)
+    figures["eval/accuracy"] = sum(passed) / (len(rollouts) + len(skipped))
     figures["eval/mean_at_k"] = float(np.mean([values.mean() for values in groups]))
     num_samples = min(len(values) for values in groups)
     for name, k in [("k", num_samples), *((str(k), k) for k in _powers_of_two(num_samples))]:
@@ -73,8 +81,12 @@ def _powers_of_two(below: int) -> list[int]:
     return [1 << power for power in range(below.bit_length()) if 1 << power < below]
 
 
-def _by_group(rollouts: Sequence[Rollout], values: np.ndarray) -> list[np.ndarray]:
+def _by_group(
+    rollouts: Sequence[Rollout], values: np.ndarray, skipped: Sequence[int] = ()
+) -> list[np.ndarray]:
     groups: dict[int, list[float]] = defaultdict(list)
     for rollout, value in zip(rollouts, values, strict=True):
         groups[rollout.completion.group_id].append(float(value))
+    for group_id in skipped:
+        groups[group_id].append(0.0)
     return [np.array(group) for group in groups.values()]

@@ -25,7 +25,7 @@ from core.settings.supervised import (
 from engine.weights.causal_lm import max_context_tokens
 from engine.weights.loading import load_hf_config, load_tokenizer
 from learning.known_models.catalog import KNOWN_MODELS, KnownModel
-from learning.supervised.demonstrations import encode_demonstrations
+from learning.supervised.demonstrations import Demonstration, encode_demonstrations
 from learning.supervised.preferences import encode_preferences
 from learning.supervised.rows import RawRow, read_raw_rows
 from learning.supervised.supervised_job import SupervisedJob
@@ -68,6 +68,8 @@ def prepare(
     tokenizer = load_tokenizer(model.tokenizer or model.name, trust_remote_code=trust)
     if model.chat_template is not None:
         tokenizer.chat_template = _read_template(model.chat_template)
+    if model.eos_token is not None:
+        set_end_token(tokenizer, model.eos_token)
     rows, held_out_rows = read_raw_rows(data, seed=config.run.seed)
     train, num_left_out = _encoded(data, rows, tokenizer)
     held_out: Sequence[Any] = ()
@@ -94,8 +96,36 @@ def prepare(
         lines=(
             f"{len(train):,} {what} of {num_tokens:,} tokens, {len(held_out):,} held out{left_out}",
             f"{job.total_steps:,} steps of {config.trainer.batch_size} {what}",
+            *(open_end(train, tokenizer) if job.kind == "sft" else ()),
         ),
     )
+
+
+def set_end_token(tokenizer: PreTrainedTokenizerBase, token: str) -> None:
+    """Make a token the one that ends a text. Raises ConfigError: the tokenizer does not know it."""
+    if token not in tokenizer.get_vocab():
+        raise ConfigError(
+            f"model.eos_token is '{token}', which is no token of the tokenizer; expected the one that ends a turn in "
+            "its chat template, such as <|im_end|>"
+        )
+    tokenizer.eos_token = token
+
+
+def open_end(examples: Sequence[Demonstration], tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
+    """A line where what is learned ends with a special token that does not end a response of the saved model."""
+    special = set(tokenizer.all_special_ids)
+    for example in examples:
+        learned = example.token_ids[example.is_learned].tolist()
+        last = next((token for token in reversed(learned) if token in special), None)
+        if last == tokenizer.eos_token_id:
+            return ()
+        if last is not None:
+            name = tokenizer.convert_ids_to_tokens(last)
+            return (
+                f"the learned turns end with {name}, but the tokenizer's end token is {tokenizer.eos_token}: the model "
+                f"will not stop there; set model.eos_token to '{name}'",
+            )
+    return ()
 
 
 def _encoded(

@@ -21,7 +21,7 @@ class EvaluationConfig(Section):
     at_start: bool = True
     "the first weights too"
     data: DataConfig | None = None
-    "prompts of their own; null: the last `holdout` prompts of the training data, which are then never trained on"
+    "prompts of their own; null: the last `holdout` prompts of the training data, each source's share, never trained on"
     holdout: int = Field(default=64, ge=1)
     limit: int | None = Field(default=None, ge=1)
     "use only the first prompts"
@@ -35,6 +35,7 @@ class EvaluationConfig(Section):
     keep_best: bool = True
     "keep `checkpoints/best`, of the trained weights whose `metric` was highest"
     metric: Name = "eval/reward_mean"
+    "where rewards turn out to have no part `correct` for it, eval/reward_mean"
 
     @model_validator(mode="after")
     def _consistent(self) -> EvaluationConfig:

@@ -72,6 +72,8 @@ class RewardPart(Scorer):
     "its mean is `reward/NAME` in metrics.jsonl, its own parts are `reward/NAME/PART`"
     weight: float = 1.0
     "the mixture is the sum of weight times value"
+    optional: bool = False
+    "None from its function means that it does not apply: it adds nothing, and is no fault"
 
 
 class OverlongConfig(Section):

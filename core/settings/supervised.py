@@ -36,6 +36,8 @@ class SupervisedModelConfig(Section):
     "path or hub name; the model's by default"
     chat_template: UserPath | None = None
     "a Jinja file instead of the tokenizer's own; saved with the checkpoint"
+    eos_token: Name | None = None
+    "the token that ends a turn, where a chat template's is not the tokenizer's own; saved with the checkpoint"
     dtype: Literal["float32", "bfloat16"] = "float32"
     "of the checkpoint that is saved, and of matrix products on a GPU; the optimizer steps float32"
     trust_remote_code: bool = False
@@ -51,7 +53,7 @@ class ExamplesConfig(Section):
     eval_path: UserPath | None = None
     "held-out rows; null: a share of `path`"
     eval_share: float = Field(default=0.05, ge=0.0, lt=1.0)
-    "of the rows, drawn by run.seed, where eval_path is null; 0: nothing is held out"
+    "of the rows, drawn by run.seed, all rows of a prompt on one side, where eval_path is null; 0: nothing is held out"
     limit: int | None = Field(default=None, ge=1)
     "use only the first rows"
     chat: bool = False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,8 @@ class Rendered:
     text: str
     messages: Messages
     "the turns that the chat template was given; empty for plain text"
+    plain: str = ""
+    "the question with data.prompt_template around it, without a chat template; empty of conversations"
 
 
 class PromptEncoder:
@@ -45,13 +47,15 @@ class PromptEncoder:
             *history, (role, content) = row.messages
             return self._chat(row, (*history, (role, self._fill(content))))
         if data.chat:
-            return self._chat(row, (("user", self._fill(row.prompt)),))
+            filled = self._fill(row.prompt)
+            return replace(self._chat(row, (("user", filled),)), plain=filled)
         if data.system_prompt is not None:
             raise DataError(
                 f"{row.origin}: data.system_prompt needs a conversation, got plain text; set data.chat to true, or "
                 "write it into data.prompt_template"
             )
-        return Rendered(row.prompt if data.task is not None else self._fill(row.prompt), ())
+        text = row.prompt if data.task is not None else self._fill(row.prompt)
+        return Rendered(text, (), plain=text)
 
     def token_ids(self, prompts: Sequence[Rendered]) -> list[list[int]]:
         """Tokenise many at once, which fast tokenizers do in parallel."""

@@ -22,6 +22,7 @@ _SCHEMA = pa.schema(
         ("reference", pa.large_string()),
         ("messages", pa.list_(_TURN)),
         ("fields", pa.string()),
+        ("rendered", pa.large_string()),
     ]
 )
 
@@ -68,6 +69,7 @@ class PackedPrompts(Sequence[Prompt]):
                 (turn["role"], turn["content"]) for turn in batch.column("messages")[row].as_py() or ()
             ),
             fields=json.loads(batch.column("fields")[row].as_py() or "{}"),
+            rendered=batch.column("rendered")[row].as_py() or "",
         )
 
     def __iter__(self) -> Iterator[Prompt]:
@@ -106,6 +108,7 @@ class PromptPacker:
                 "reference": prompt.reference,
                 "messages": [{"role": role, "content": content} for role, content in prompt.messages] or None,
                 "fields": json.dumps(prompt.fields) if prompt.fields else None,
+                "rendered": prompt.rendered or None,
             }
         )
         self._length += 1

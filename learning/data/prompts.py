@@ -204,6 +204,7 @@ class _Loader:
                         reference=row.reference,
                         messages=rendered.messages,
                         fields=row.fields,
+                        rendered=rendered.plain if rendered.plain != row.prompt else "",
                     )
                 )
 

@@ -13,14 +13,14 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
 from core.errors import ConfigError
 from core.named_code import describe, named_code, place_of
 
-PARTS, BAD = "parts", "bad"
+PARTS, BAD, NONE = "parts", "bad", "none"
 READY, CANNOT_IMPORT = "ready", "cannot import"
 
 EXTRAS = ("messages", "finish_reason", "num_tokens", "sample_index", "prompt_id")
@@ -33,49 +33,100 @@ def main(descriptor: int, parent: int) -> None:
     """Import the function that the parent names, then answer calls until it hangs up."""
     _die_with(parent)
     parent_end = Connection(descriptor)
-    kind, argument = parent_end.recv()
+    kind, argument, fields = parent_end.recv()
     try:
-        function = format_function(argument) if kind == "format" else import_function(argument)
+        function = format_function(argument) if kind == "format" else import_function(argument, fields)
     except ValueError as error:
         parent_end.send((CANNOT_IMPORT, str(error)))
         return
-    parent_end.send((READY, None))
+    parent_end.send((READY, is_async(function)))
     call = caller(function)
     try:
         while True:
-            for columns in parent_end.recv():
+            order = parent_end.recv()
+            if isinstance(order, tuple):
+                timeout_s, batch = order
+                asyncio.run(_together(bound(function), batch, timeout_s, parent_end.send))
+                continue
+            for columns in order:
                 parent_end.send(call(columns))
     except (EOFError, BrokenPipeError, ConnectionResetError):
         pass
 
 
-def caller(function: Callable[..., Any]) -> Callable[[dict[str, Any]], tuple[str, Any]]:
+def is_async(function: Callable[..., Any]) -> bool:
+    """Whether calls of it give coroutines, which can wait beside one another."""
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+
+
+async def _together(
+    invoke: Callable[[dict[str, Any]], Any],
+    batch: Sequence[dict[str, Any]],
+    timeout_s: float,
+    send: Callable[[Any], None],
+) -> None:
+    """All calls of a batch at once, each with a limit of its own; (place, answer) is sent as they end."""
+
+    async def one(place: int, columns: dict[str, Any]) -> None:
+        limit = asyncio.timeout(timeout_s)
+        try:
+            async with limit:
+                answer = plain(await invoke(columns))
+        except (Exception, SystemExit) as error:
+            late = f"did not return within reward.timeout_s ({timeout_s:g} s)"
+            answer = (BAD, late if limit.expired() else _raised(error))
+        send((place, answer))
+
+    await asyncio.gather(*(one(place, columns) for place, columns in enumerate(batch)))
+
+
+def _raised(error: BaseException) -> str:
+    return f"raised {type(error).__name__}: {describe(error)} ({place_of(error)})"
+
+
+def bound(function: Callable[..., Any]) -> Callable[[dict[str, Any]], Any]:
     """The function with what it asks for by name beside prompt, response and reference."""
     try:
-        parameters = inspect.signature(function).parameters.values()
+        parameters = list(inspect.signature(function).parameters.values())
     except ValueError:  # a function of C without a signature
         parameters = []
+    # the three that go by place, whatever the function calls them
+    by_place = {p.name for p in parameters[:3] if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)}
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    wanted = {p.name for p in parameters if p.kind is not p.POSITIONAL_ONLY}
+    wanted = {p.name for p in parameters if p.kind is not p.POSITIONAL_ONLY} - by_place
 
-    def call(columns: dict[str, Any]) -> tuple[str, Any]:
+    def invoke(columns: dict[str, Any]) -> Any:
         columns = dict(columns)
         given = [columns.pop(name) for name in _POSITIONAL]
-        extras = {name: value for name, value in columns.items() if takes_all or name in wanted}
+        extras = {name: value for name, value in columns.items() if name in wanted or takes_all}
+        for name in by_place:
+            extras.pop(name, None)
+        return function(*given, **extras)
+
+    return invoke
+
+
+def caller(function: Callable[..., Any]) -> Callable[[dict[str, Any]], tuple[str, Any]]:
+    """One call of it after the other, whatever it does."""
+    invoke = bound(function)
+
+    def call(columns: dict[str, Any]) -> tuple[str, Any]:
         try:
-            result = function(*given, **extras)
+            result = invoke(columns)
             if inspect.iscoroutine(result):
                 result = asyncio.run(result)
             return plain(result)
         # the user's code may raise anything, and sys.exit is no end of ours
         except (Exception, SystemExit) as error:
-            return BAD, f"raised {type(error).__name__}: {describe(error)} ({place_of(error)})"
+            return BAD, _raised(error)
 
     return call
 
 
 def plain(result: Any) -> tuple[str, Any]:
     """A function's result as {"value": number, part: number, ...}, or what is wrong with it."""
+    if result is None:
+        return NONE, "returned None"
     if not isinstance(result, Mapping):
         number, fault = _finite(result)
         return (BAD, f"returned {fault}") if fault else (PARTS, {"value": number})
@@ -112,8 +163,11 @@ def format_function(pattern: str) -> Callable[..., float]:
     return score
 
 
-def import_function(path: str) -> Callable[..., Any]:
-    """The function `package.module:function`. Raises ValueError saying what is wrong with it."""
+def import_function(path: str, fields: Sequence[str] | None = ()) -> Callable[..., Any]:
+    """The function `package.module:function`, which may ask for `fields` too; None: for any, as nobody knows them yet.
+
+    Raises ValueError saying what is wrong with it.
+    """
     try:
         function = named_code(
             path,
@@ -126,25 +180,28 @@ def import_function(path: str) -> Callable[..., Any]:
     name = path.partition(":")[2]
     if not callable(function):
         raise ValueError(f"reward.kind {path}: '{name}' is {type(function).__name__}, not a function")
-    _require_three_arguments(path, name, function)
+    _require_three_arguments(path, name, function, fields)
     return function
 
 
-def _require_three_arguments(path: str, name: str, function: Callable[..., Any]) -> None:
+def _require_three_arguments(
+    path: str, name: str, function: Callable[..., Any], fields: Sequence[str] | None
+) -> None:
     try:
         signature = inspect.signature(function)
     except ValueError:
         return  # a function of C without a signature; its first call will tell
     extras = {p.name: None for p in signature.parameters.values() if p.kind is p.KEYWORD_ONLY}
     places = [p.name for p in signature.parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD][3:]
-    known = set(EXTRAS)
-    given = {name: None for name in (*extras, *places) if name in known}
+    known = {*EXTRAS, *(fields or ())}
+    given = {name: None for name in (*extras, *places) if name in known or fields is None}
     try:
         signature.bind(*_POSITIONAL, **given)
     except TypeError as error:
         raise ValueError(
             f"reward.kind {path}: '{name}' cannot be called as {name}(prompt, response, reference): {error}; "
-            f"give it these three arguments, and by name what it needs of {', '.join(EXTRAS)}"
+            f"give it these three arguments, and by name what it needs of {', '.join(EXTRAS)} and the "
+            "columns that data.reward_fields of every source names"
         ) from error
 
 

@@ -20,7 +20,7 @@ class ModelText:
         try:
             ids = render(
                 self._tokenizer,
-                request.prompt.text,
+                request.prompt.read_text,
                 request.messages,
                 request.last_turn,
                 max_tokens=self.max_tokens,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from core.config import RewardConfig
 from core.errors import ConfigError
@@ -15,17 +15,29 @@ ServedSource = Callable[[Scorer], RewardSource]
 
 
 def build_reward(
-    config: RewardConfig, *, device: str = "cpu", served: ServedSource | None = None
+    config: RewardConfig,
+    *,
+    device: str = "cpu",
+    served: ServedSource | None = None,
+    fields: Sequence[str] | None = (),
 ) -> RewardStage:
     """Build the reward that the config describes; models work on `device`, as torch names it.
+
+    `fields` are the columns (data.reward_fields) that a function may ask for by name; None: whatever it asks for.
 
     Raises ConfigError for an unknown kind or a function that cannot be imported, ModelError for a
     reward model that cannot be loaded.
     """
-    return RewardStage(config, [_source(scorer, config, device, served) for scorer in config.scorers])
+    return RewardStage(config, [_source(scorer, config, device, served, fields) for scorer in config.scorers])
 
 
-def _source(scorer: Scorer, config: RewardConfig, device: str, served: ServedSource | None) -> RewardSource:
+def _source(
+    scorer: Scorer,
+    config: RewardConfig,
+    device: str,
+    served: ServedSource | None,
+    fields: Sequence[str] | None,
+) -> RewardSource:
     # imported here so that a rule reward does not wait for what it never uses
     if scorer.kind == "chain":
         from learning.tasks.chain_task import ChainReward
@@ -55,7 +67,7 @@ def _source(scorer: Scorer, config: RewardConfig, device: str, served: ServedSou
     if ":" in scorer.kind or scorer.kind == "format":
         from learning.rewards.user_function import UserReward
 
-        return UserReward(scorer.kind, timeout_s=config.timeout_s, pattern=scorer.pattern)
+        return UserReward(scorer.kind, timeout_s=config.timeout_s, pattern=scorer.pattern, fields=fields)
     raise ConfigError(
         f"unknown reward.kind '{scorer.kind}': expected chain, one_sentence, gsm8k, model, serve, format or "
         "package.module:function"

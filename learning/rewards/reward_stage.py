@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from core.config import RewardConfig
 from core.errors import ConfigError, RewardError
 from core.records import Prompt, ResponseFacts, Reward, Unscored
-from core.settings.reward import Scorer
+from core.settings.reward import RewardPart, Scorer
 from learning.rewards.score_request import RewardSource, ScoreRequest, score_requests
 from learning.rewards.shaping import shape, standardise
 
@@ -53,7 +53,7 @@ class RewardStage:
             raise ConfigError(
                 "reward.shaping needs each response's length and ending, and got texts alone; pass `facts`"
             )
-        found: list[list[Reward]] = [[] for _ in requests]
+        found: list[list[Reward | None]] = [[] for _ in requests]
         faults: dict[int, Unscored] = {}
         for scorer, source in self._parts:
             # what one part cannot score needs no other
@@ -63,6 +63,8 @@ class RewardStage:
                 num_answers += 1
                 if isinstance(outcome, Reward):
                     found[index].append(_scaled(outcome, scorer))
+                elif outcome.is_none and isinstance(scorer, RewardPart) and scorer.optional:
+                    found[index].append(None)
                 elif fail:
                     raise RewardError(outcome.reason)
                 else:
@@ -76,15 +78,19 @@ class RewardStage:
             faults.get(index) or self._whole(request, found[index]) for index, request in enumerate(requests)
         ]
 
-    def _whole(self, request: ScoreRequest, rewards: list[Reward]) -> Reward:
-        reward = self._mixed(rewards) if self._config.parts else rewards[0]
+    def _whole(self, request: ScoreRequest, rewards: list[Reward | None]) -> Reward:
+        alone = None if self._config.parts else rewards[0]
+        reward = alone or self._mixed(rewards)
         if request.facts is None or not self._config.shaping.is_on:
             return reward
         return shape(reward, request.facts, self._config.shaping)
 
-    def _mixed(self, rewards: list[Reward]) -> Reward:
-        value, parts = [], {}
+    def _mixed(self, rewards: list[Reward | None]) -> Reward:
+        value: list[float] = []
+        parts: dict[str, float] = {}
         for part, reward in zip(self._config.parts, rewards, strict=True):
+            if reward is None:  # does not apply
+                continue
             value.append(part.weight * reward.value)
             parts[part.name] = reward.value
             parts |= {f"{part.name}/{name}": number for name, number in reward.parts.items()}

@@ -1,7 +1,8 @@
 """A reward from the user's own Python function, `package.module:function`, each call within a time limit.
 
 Signature: `f(prompt: str, response: str, reference: str) -> float | dict` with the reward under "value" and any
-further finite numbers as parts. By name it may ask for more (`function_child.EXTRAS`), as TRL passes columns.
+further finite numbers as parts. By name it may ask for more (`function_child.EXTRAS`) and for
+the columns of `data.reward_fields`, as TRL passes columns.
 """
 
 from __future__ import annotations
@@ -12,17 +13,19 @@ import os
 import subprocess
 import sys
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
 from core.errors import ConfigError
 from core.records import Reward, Unscored
-from learning.rewards.function_child import PARTS, READY
+from learning.rewards.function_child import NONE, PARTS, READY
 from learning.rewards.score_request import ScoreRequest
 
 _START_S = 120.0
 "what importing the user's module may take"
+_GRACE_S = 5.0
+"An async call has its limit in the child, which needs a moment to say so."
 _MAIN = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[3]); "
     "from learning.rewards.function_child import main; main(int(sys.argv[1]), int(sys.argv[2]))"
@@ -32,28 +35,56 @@ _MAIN = (
 class UserReward:
     """Calls the user's function once a response, in a child process that is replaced when a call hangs."""
 
-    def __init__(self, path: str, *, timeout_s: float, pattern: str | None = None) -> None:
-        """`pattern`: of kind format, whose function is our own.
+    def __init__(
+        self, path: str, *, timeout_s: float, pattern: str | None = None, fields: Sequence[str] | None = ()
+    ) -> None:
+        """`pattern`: of kind format, whose function is our own. `fields`: columns that it may ask for, None for any.
 
         Raises ConfigError when the function cannot be imported or called.
         """
         self.path = path
         self._timeout_s = timeout_s
-        self._order = ("format", pattern) if pattern is not None else ("import", path)
+        self._order = ("format", pattern, ()) if pattern is not None else ("import", path, fields)
         self._child = _Child(self._order, path)
 
     def outcomes(self, requests: Sequence[ScoreRequest]) -> Iterator[Reward | Unscored]:
-        """One answer a request, in order, as they come; a call that hangs or crashes is one of them."""
+        """One answer a request, in order, as they come; a call that hangs or crashes is one of them.
+
+        Calls of an async function wait beside one another; where one of them takes the process with it, those that
+        have no answer are made again one by one, so that the fault is told of the sample it is of.
+        """
+        together = self._together(requests)
+        rest = self._one_by_one([request for place, request in enumerate(requests) if place not in together])
+        try:
+            for place, request in enumerate(requests):
+                yield _outcome(self.path, request, together[place] if place in together else next(rest))
+        finally:
+            rest.close()
+
+    def _together(self, requests: Sequence[ScoreRequest]) -> dict[int, tuple[str, Any]]:
+        self._renew()
+        found: dict[int, tuple[str, Any]] = {}
+        if not self._child.is_async or len(requests) < 2:
+            return found
+        self._child.parent_end.send((self._timeout_s, [_columns(request) for request in requests]))
+        for _ in requests:
+            place, answer = self._child.answer(self._timeout_s + _GRACE_S)
+            if not isinstance(place, int):
+                break
+            found[place] = answer
+        return found
+
+    def _one_by_one(self, requests: Sequence[ScoreRequest]) -> Generator[tuple[str, Any], None, None]:
         asked = 0
         try:
             while asked < len(requests):
                 # after a hang or a crash, a new child goes on behind the sample
                 self._renew()
                 self._child.parent_end.send([_columns(request) for request in requests[asked:]])
-                for request in requests[asked:]:
+                for _ in requests[asked:]:
                     answer = self._child.answer(self._timeout_s)
                     asked += 1
-                    yield _outcome(self.path, request, answer)
+                    yield answer
                     if not self._child.is_alive:
                         break
         finally:
@@ -73,7 +104,7 @@ class UserReward:
 class _Child:
     """One child process with the function in it."""
 
-    def __init__(self, order: tuple[str, str], path: str) -> None:
+    def __init__(self, order: tuple[str, str, Sequence[str] | None], path: str) -> None:
         self.parent_end, child_end = multiprocessing.Pipe()
         descriptor = child_end.fileno()
         arguments = [str(descriptor), str(os.getpid()), json.dumps([entry for entry in sys.path if entry])]
@@ -92,6 +123,7 @@ class _Child:
             )
         except (EOFError, BrokenPipeError, ConnectionResetError):
             state, fault = None, f"ended its process ({self._exit()})"
+        self.is_async = state == READY and fault is True
         if state != READY:
             self.kill()
             if state is None:
@@ -103,7 +135,7 @@ class _Child:
         """Whether it can be asked."""
         return not self._is_killed and self._process.poll() is None
 
-    def answer(self, timeout_s: float) -> tuple[str, Any]:
+    def answer(self, timeout_s: float) -> tuple[Any, Any]:
         """The next answer; when none comes, why, and the child is gone."""
         try:
             if self.parent_end.poll(timeout_s):
@@ -138,6 +170,7 @@ def _columns(request: ScoreRequest) -> dict[str, Any]:
     """What a function may be given; plain values, so that the child needs nothing of ours."""
     prompt, facts = request.prompt, request.facts
     return {
+        **prompt.fields,
         "prompt": prompt.text,
         "response": request.response,
         "reference": prompt.reference,
@@ -155,5 +188,6 @@ def _outcome(path: str, request: ScoreRequest, answer: tuple[str, Any]) -> Rewar
         return Reward(value=content.pop("value"), parts=content)
     return Unscored(
         reason=f"reward function {path}, {request.where} {content}; expected a finite number; {request.shown}; "
-        "mend the function, or set reward.on_error to skip"
+        "mend the function, or set reward.on_error to skip",
+        is_none=kind == NONE,
     )

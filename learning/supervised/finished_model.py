@@ -55,6 +55,8 @@ def save_model(
     By the first trainer, while the others `accompany_weights`. Raises StorageError, NotFiniteError.
     """
     model: Any = form.build()
+    if not form.is_classifier:
+        _name_end(model, tokenizer)
     load_into(model, {name: tensor.cpu() for name, tensor in learner.weights()})
     checksum = model_checksum(model)
     with whole_folder(folder) as partial:
@@ -62,6 +64,18 @@ def save_model(
         tokenizer.save_pretrained(partial)
         write_manifest(partial, model="model", weight_version=learner.num_steps, parameter_checksum=checksum)
     return checksum
+
+
+def _name_end(model: Any, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Let config and generation_config.json name the tokenizer's end token, which was learned, before all others."""
+    end, settings = tokenizer.eos_token_id, model.generation_config
+    if not isinstance(end, int) or settings is None:
+        return
+    known = settings.eos_token_id
+    others = [] if known is None else [known] if isinstance(known, int) else list(known)
+    if end not in others:
+        settings.eos_token_id = [end, *others] if others else end
+        model.config.eos_token_id = end
 
 
 def save_adapter_folder(

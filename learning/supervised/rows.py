@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pyarrow.parquet as pq
 
 from core.errors import DataError
 from core.outside import cut, is_dir, is_file
-from core.settings.supervised import ExamplesConfig
+from core.settings.supervised import DemonstrationsConfig, ExamplesConfig, PreferencesConfig
 from learning.data.data_files import FORMATS
 from learning.data.raw_records import read_jsonl
 
@@ -46,9 +47,44 @@ def read_raw_rows(data: ExamplesConfig, *, seed: int) -> tuple[list[RawRow], lis
             "more, or name data.eval_path, or set data.eval_share to 0"
         )
     order = np.random.default_rng([seed, _HELD_OUT]).permutation(len(rows))
-    held_out = set(order[:num_held_out].tolist())
+    prompts = [_prompt_of(row, data) for row in rows]
+    if len(set(prompts)) == 1:  # of one prompt only rows can be held out
+        prompts = [row.origin for row in rows]
+    held_out = _with_equals(order.tolist(), prompts, num_held_out)
     learned = [row for index, row in enumerate(rows) if index not in held_out]
     return learned, [rows[index] for index in sorted(held_out)]
+
+
+def _with_equals(order: Sequence[int], prompts: Sequence[str], num_held_out: int) -> set[int]:
+    """About so many rows in the order drawn, each with all rows of its prompt; at least one prompt is left."""
+    by_prompt: dict[str, list[int]] = {}
+    for index, prompt in enumerate(prompts):
+        by_prompt.setdefault(prompt, []).append(index)
+    held_out: set[int] = set()
+    num_left = len(by_prompt)
+    for index in order:
+        if len(held_out) >= num_held_out or num_left == 1:
+            break
+        if index not in held_out:
+            held_out.update(by_prompt[prompts[index]])
+            num_left -= 1
+    return held_out
+
+
+def _prompt_of(row: RawRow, data: ExamplesConfig) -> str:
+    """What rows of one prompt have alike: the field, or the turns up to where the assistant first answers."""
+    given = row.fields.get(data.prompt_field)
+    if given is None:
+        name = data.messages_field if isinstance(data, DemonstrationsConfig) else None
+        name = data.chosen_field if isinstance(data, PreferencesConfig) else name
+        given = row.fields.get(name) if name is not None else None
+        other = row.fields.get(data.rejected_field) if isinstance(data, PreferencesConfig) else None
+        if isinstance(given, str) and isinstance(other, str):
+            given = _shared(given, other)
+        elif isinstance(given, list):
+            answers = (isinstance(turn, dict) and turn.get("role") == "assistant" for turn in given)
+            given = given[: next((place for place, answer in enumerate(answers) if answer), len(given))]
+    return given.strip() if isinstance(given, str) else repr(given if given is not None else row.origin)
 
 
 def text_field(row: RawRow, name: str, key: str) -> str:
@@ -147,3 +183,8 @@ def _hub(name: str, split: str, key: str) -> Iterator[RawRow]:
             f"cannot load the data set '{name}' (split {split}): {error}{cause}; expected a .jsonl or .parquet file, "
             f"or the name of a `datasets` data set in {key}"
         ) from error
+
+
+def _shared(one: str, other: str) -> str:
+    pairs = takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))
+    return "".join(letter for letter, _ in pairs)

@@ -9,8 +9,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from cluster.cli import main
-from cluster.evaluate_models import evaluation_config
+from cluster.evaluate_models import evaluation_config, prompts_of
 from core.errors import ConfigError, InputError
+from learning.data.prompts import load_prompts
+from learning.pairs.tokenization import character_tokenizer
 
 SMALL = ["--set", "cluster.generation.num_actors=1", "--set", "engine.max_running_samples=4"]
 
@@ -72,6 +74,35 @@ def test_a_runs_config_keeps_templates_reward_and_draft_and_needs_no_profile():
 def test_the_evaluation_data_of_a_config_goes_before_its_training_data():
     tree = {"data": {"path": "train.jsonl"}, "evaluation": {"data": {"path": "held.jsonl"}}}
     assert made(tree).data.path == "held.jsonl" and made(tree, data="x.jsonl").data.path == "x.jsonl"
+
+
+def test_data_of_its_own_is_read_whole_whatever_rows_the_run_left_out():
+    rows = {"skip_rows": 500, "limit": 3, "filter": "m:f", "deduplicate": "exact", "chat": True}
+    for origin in (
+        {"path": "train.jsonl"},
+        {"sources": [{"path": "a.jsonl"}, {"path": "b.jsonl", "weight": 2}]},
+    ):
+        data = made({"data": {**rows, **origin}}, data="test.jsonl").data
+        assert (data.path, data.sources, data.chat) == ("test.jsonl", (), True)
+        assert (data.skip_rows, data.limit, data.filter, data.deduplicate) == (0, None, None, "none")
+
+
+@pytest.mark.parametrize(
+    ("evaluation", "evaluated", "said"),
+    [
+        ({"every": 5, "holdout": 2}, "ef", "held out"),
+        ({"holdout": 2}, "abcdef", "all 6 prompts of data"),
+        ({}, "abcdef", "all 6 prompts of data"),
+    ],
+)
+def test_without_data_of_its_own_a_run_s_holdout_is_evaluated_where_it_has_one(
+    tmp_path, evaluation, evaluated, said
+):
+    tokenizer = character_tokenizer("abcdef")
+    config = made({"data": {"path": write(tmp_path / "a.jsonl", list("abcdef"))}, "evaluation": evaluation})
+    once, prompts = prompts_of(config, load_prompts(config.data, tokenizer, seed=0), tokenizer)
+    assert "".join(prompt.text for prompt in prompts.prompts) == evaluated
+    assert once.evaluation.every == 0 and said in prompts.lines[1]
 
 
 def test_a_setting_goes_before_all_else():

@@ -1,5 +1,6 @@
 """Reward functions that misbehave, each as its name says, where the response says `bad`."""
 
+import asyncio
 import os
 import time
 
@@ -67,10 +68,54 @@ async def waits(prompt, response, reference):
     return float(len(response))
 
 
+_arrived: list[str] = []
+
+
+async def waits_for_ten(prompt, response, reference):
+    """Comes back when ten calls have come."""
+    _arrived.append(response)
+    while len(_arrived) < 10:
+        await asyncio.sleep(0.001)
+    return float(len(response))
+
+
+async def hangs_in_await(prompt, response, reference):
+    """A judge that never answers."""
+    if response == "bad":
+        await asyncio.sleep(3600)
+    return float(len(response))
+
+
+async def raises_in_await(prompt, response, reference):
+    """A judge whose line breaks off."""
+    await asyncio.sleep(0)
+    if response == "bad":
+        raise ValueError("no such thing")
+    return float(len(response))
+
+
+async def crashes_in_await(prompt, response, reference):
+    """The process is gone while other calls wait."""
+    await asyncio.sleep(0)
+    if response == "bad":
+        os._exit(7)
+    return float(len(response))
+
+
 def asks(prompt, response, reference, *, finish_reason, num_tokens, messages, sample_index):
     """By name, what the stage knows beside the texts."""
     assert messages == [{"role": "user", "content": "hi"}]
     return {"value": float(num_tokens), "index": sample_index, "cut": finish_reason == "length"}
+
+
+def asks_for_a_column(prompt, response, answer, *, level):
+    """A column of the data set; its third argument is called as another."""
+    return float(level)
+
+
+def sees_a_column(prompt, response, reference, **columns):
+    """The same with all columns."""
+    return float(columns["level"])
 
 
 def takes_all(prompt, response, reference, **columns):

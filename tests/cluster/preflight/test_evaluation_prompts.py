@@ -44,6 +44,14 @@ def test_the_last_prompts_are_held_out_and_none_that_equals_one_is_left(tmp_path
     assert "2 prompts are held out" in held.lines[1] and "2 training prompts that equal" in held.lines[1]
 
 
+def test_every_source_gives_its_share_of_the_holdout(tmp_path):
+    sources = [{"path": write(tmp_path / f"{prompts}.jsonl", prompts)} for prompts in ("abcdef", "g", "hij")]
+    tree = {"data": {"sources": sources}, "evaluation": {"every": 1, "holdout": 3}}
+    trained, held = split(config_from_dict({"models": {"target": "a", "draft": "b"}, **tree}))
+    assert held is not None and texts(held.prompts) == "efj" and texts(trained.prompts) == "abcdghi"
+    assert [source.num_prompts for source in trained.sources] == [4, 1, 2]
+
+
 def test_a_limit_evaluates_fewer_and_holds_out_as_many(tmp_path):
     trained, held = split(config(tmp_path, "abcdef", holdout=3, limit=1))
     assert held is not None and texts(held.prompts) == "d" and texts(trained.prompts) == "abc"
@@ -96,3 +104,15 @@ def test_a_generated_task_draws_other_problems_for_evaluations(tiny_pair):
 def test_settings_that_measure_nothing_are_refused(tmp_path, evaluation, what):
     with pytest.raises(ConfigError, match=what):
         config(tmp_path, "abc", **evaluation)
+
+
+@pytest.mark.parametrize("metric", ["eval/accuracy", "eval/pass_at_k", "eval/best_at_k", "eval/reward_mean"])
+def test_a_metric_that_the_reward_can_never_have_is_refused_before_the_run(metric):
+    tree = {"models": {"target": "a", "draft": "b"}, "data": {"task": "chain"}}
+    tree |= {"evaluation": {"every": 1, "metric": metric}, "reward": {"kind": "format", "pattern": "a"}}
+    if metric in ("eval/best_at_k", "eval/reward_mean"):
+        assert config_from_dict(tree).evaluation.metric == metric
+        return
+    with pytest.raises(ConfigError, match="made of a part 'correct'"):
+        config_from_dict(tree)
+    assert config_from_dict(tree | {"reward": {"kind": "my:own"}}).evaluation.metric == metric

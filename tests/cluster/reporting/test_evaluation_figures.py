@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from itertools import combinations
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 from made_rollouts import rollout
 
+from cluster.evaluate import Evaluator
 from cluster.reporting.evaluation_figures import evaluation_figures, pass_at_k
+from core.metric_registry import require_declared
+from core.settings.evaluation import EvaluationConfig
 
 
 @pytest.mark.parametrize("num_samples", [1, 2, 5, 8])
@@ -47,3 +52,37 @@ def test_without_a_part_that_says_what_is_right_in_every_reward_there_is_no_accu
     rollouts = [rollout(0, parts={"correct": 1.0}), rollout(1, group=1, parts={})]
     figures = evaluation_figures(rollouts)
     assert not {"eval/accuracy", "eval/mean_at_k", "eval/pass_at_k", "eval/pass_at_1"} & figures.keys()
+
+
+def test_samples_without_a_reward_count_as_wrong_and_are_counted():
+    rollouts = [rollout(0, parts={"correct": 1.0}), rollout(2, group=1, parts={"correct": 1.0})]
+    figures = evaluation_figures(rollouts, skipped=[0, 1, 2, 2])
+    assert (
+        figures["eval/accuracy"]
+        == figures["eval/mean_at_k"]
+        == figures["eval/pass_at_1"]
+        == pytest.approx(1 / 3)
+    )
+    assert figures["eval/pass_at_k"] == pytest.approx(2 / 3)
+    assert [figures[f"eval/num_{name}"] for name in ("prompts", "samples", "skipped")] == [3, 6, 4]
+    require_declared(figures)
+
+
+def test_a_mixture_s_part_says_what_is_right_too():
+    figures = evaluation_figures([rollout(0, parts={"form": 1.0, "maths": 0.2, "maths/correct": 0.0})])
+    assert figures["eval/accuracy"] == 0.0
+
+
+def test_a_metric_that_the_rewards_do_not_have_gives_way_and_is_told():
+    notes: list[str] = []
+    settings = EvaluationConfig(every=1, metric="eval/accuracy")
+    parts: Any = (
+        SimpleNamespace(config=SimpleNamespace(evaluation=settings)),
+        None,
+        SimpleNamespace(note=notes.append),
+        None,
+    )
+    evaluator = Evaluator(*parts)
+    better = [evaluator._take_mark({"eval/reward_mean": value}) for value in (0.5, 0.4, 0.6)]
+    assert better == [True, False, True]
+    assert len(notes) == 1 and "chosen by eval/reward_mean" in notes[0]

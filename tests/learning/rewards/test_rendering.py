@@ -1,13 +1,21 @@
 """What a reward model reads: the template's text, or prompt and response; cut from the prompt's beginning only."""
 
+import json
+
 import numpy as np
 import pytest
 from word_chat import word_chat
 
+from actors.serving.score_schema import ScoreBody, from_body, to_body
+from core.config import DataConfig
 from core.records import FinishReason, Prompt, ResponseFacts
+from core.settings.supervised import PreferencesConfig
+from learning.data.prompts import load_prompts
 from learning.rewards.model_text import ModelText
 from learning.rewards.rendering import render
-from learning.rewards.score_request import score_requests
+from learning.rewards.score_request import ScoreRequest, score_requests
+from learning.supervised.preferences import encode_preferences
+from learning.supervised.rows import RawRow
 
 ASKED = (("system", "be kind"), ("user", "who are you"))
 WHOLE = "<system> be kind <end> <user> who are you <end> <assistant> me <end>"
@@ -48,3 +56,26 @@ def test_plain_text_is_cut_the_same_way():
     tokenizer = word_chat()
     assert words(tokenizer, "who are you ", (), "me no", max_tokens=3) == "you me no"
     assert words(tokenizer, "who are you ", (), "me no yes", max_tokens=1) == "me no yes"
+
+
+def test_a_prompt_s_template_reaches_the_reward_model_in_ppo_as_in_its_training(tmp_path):
+    tokenizer, template = word_chat(None), "who {prompt} are "
+    row = {"prompt": "you", "chosen": "me", "rejected": "no"}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    pairs = PreferencesConfig(path="x.jsonl", prompt_template=template)
+    (pair,), _ = encode_preferences([RawRow(fields=row, origin="x:1")], pairs, tokenizer)
+    data = DataConfig(
+        path=str(tmp_path / "rows.jsonl"),
+        prompt_field="prompt",
+        reference_field=None,
+        reward_fields=("chosen",),
+        prompt_template=template,
+    )
+    [prompt] = load_prompts(data, tokenizer, seed=0).prompts
+    request = ScoreRequest(prompt=prompt, response="me")
+    assert ModelText(tokenizer, None).token_ids(request) == pair.chosen_ids.tolist()
+    # a server's reward model reads the same, and functions the row's own text
+    [served] = from_body(ScoreBody.model_validate_json(to_body([request]).model_dump_json()))
+    assert ModelText(tokenizer, None).token_ids(served) == pair.chosen_ids.tolist()
+    assert prompt.text == served.prompt.text == "you"
+    assert served.prompt.fields == prompt.fields == {"chosen": "me"}

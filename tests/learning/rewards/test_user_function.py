@@ -6,8 +6,10 @@ import signal
 import numpy as np
 from pytest import mark, raises
 
+from cluster.preflight.reward_plan import reward_columns
 from core.config import RewardConfig
-from core.errors import RewardError
+from core.config_io import config_from_dict
+from core.errors import ConfigError, RewardError
 from core.records import FinishReason, Prompt, ResponseFacts, Reward, Unscored
 from learning.rewards.reward_function import build_reward
 from learning.rewards.user_function import UserReward
@@ -17,6 +19,9 @@ ODD = [
     ("sleeps_in_c", r"did not return within reward.timeout_s \(0.5 s\)"),
     ("raises", r"raised ValueError: no such thing \(odd_rewards.py, line \d+\)"),
     ("crashes", r"ended its process \(exit code 7\)"),
+    ("hangs_in_await", r"did not return within reward.timeout_s \(0.5 s\)"),
+    ("raises_in_await", r"raised ValueError: no such thing"),
+    ("crashes_in_await", r"ended its process \(exit code 7\)"),
     ("gives_none", "returned None; expected a finite number"),
     ("gives_nan", "returned nan"),
     ("gives_infinity", "returned inf"),
@@ -77,10 +82,49 @@ def test_a_coroutine_is_awaited():
     assert [r.value for r in reward("waits").score(*batch("one"))] == [3.0]
 
 
+def test_coroutines_of_a_batch_wait_beside_one_another():
+    stage = build_reward(RewardConfig(kind="odd_rewards:waits_for_ten", timeout_s=60.0))
+    assert [r.value for r in stage.score(*batch(*"abcdefghij"))] == [1.0] * 10
+
+
 def test_a_function_gets_what_it_asks_for_by_name():
     [found] = reward("asks").score(*batch("one"))
     assert (found.value, found.parts) == (5.0, {"index": 900.0, "cut": 1.0})
     assert [r.value for r in reward("takes_all").score(*batch("one"))] == [1.0]
+
+
+def test_none_of_an_optional_part_adds_nothing_and_of_another_is_a_fault():
+    fine = {"name": "fine", "kind": "odd_rewards:fine"}
+    maybe = {"name": "maybe", "kind": "odd_rewards:gives_none", "weight": 2.0}
+
+    def outcomes(optional: bool):
+        parts = [fine, {**maybe, "optional": optional}]
+        config = RewardConfig.model_validate({"parts": parts, "on_error": "skip"})
+        return build_reward(config).score_each(*batch("bad", "three"))
+
+    assert outcomes(True) == [
+        Reward(value=3.0, parts={"fine": 3.0}),
+        Reward(value=15.0, parts={"fine": 5.0, "maybe": 5.0}),
+    ]
+    assert [type(outcome) for outcome in outcomes(False)] == [Unscored, Reward]
+
+
+@mark.parametrize("name", ["asks_for_a_column", "sees_a_column"])
+def test_a_function_gets_the_data_set_s_columns_by_name(name):
+    fields = {"level": 3, "answer": "not by name", "messages": "our own go before"}
+    prompt = Prompt(prompt_id=0, token_ids=np.array([1]), text="p", fields=fields)
+    stage = build_reward(RewardConfig(kind=f"odd_rewards:{name}"), fields=("level",))
+    assert [r.value for r in stage.score([prompt], ["one"])] == [3.0]
+
+
+def test_a_function_that_asks_for_a_column_that_no_data_has_is_refused_before_the_run():
+    with raises(ConfigError, match=r"asks_for_a_column' cannot be called .*'level'.*data\.reward_fields"):
+        build_reward(RewardConfig(kind="odd_rewards:asks_for_a_column"))
+    data = {"path": "a.jsonl", "reward_fields": ["level", "kind"]}
+    both = {"sources": [data, {"path": "b.jsonl", "reward_fields": ["level"]}]}
+    for tree, columns in ((data, ("level", "kind")), (both, ("level",))):
+        made = config_from_dict({"models": {"target": "a", "draft": "b"}, "data": tree})
+        assert reward_columns(made) == columns
 
 
 def test_a_format_pays_for_a_response_that_matches_as_a_whole():

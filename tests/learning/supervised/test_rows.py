@@ -7,7 +7,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from core.errors import DataError
-from core.settings.supervised import ExamplesConfig
+from core.settings.supervised import DemonstrationsConfig, ExamplesConfig, PreferencesConfig
 from learning.supervised.rows import read_raw_rows, turns_of
 
 ROWS = [{"prompt": f"p{i}", "completion": f"c{i}"} for i in range(20)]
@@ -72,3 +72,40 @@ def test_what_cannot_be_read_is_named(tmp_path, text, settings, said):
         path.write_text(text)
     with pytest.raises(DataError, match=said):
         read_raw_rows(ExamplesConfig(path=str(path), **settings), seed=0)
+
+
+def turn(role, content):
+    return {"role": role, "content": content}
+
+
+@pytest.mark.parametrize(
+    ("kind", "row"),
+    [
+        (PreferencesConfig, lambda i, p: {"prompt": f"p{p}", "chosen": f"c{i}", "rejected": f"r{i}"}),
+        (PreferencesConfig, lambda i, p: {"chosen": f"p{p}: c{i}", "rejected": f"p{p}: r{i}"}),
+        (
+            PreferencesConfig,
+            lambda i, p: {
+                "chosen": [turn("user", f"p{p}"), turn("assistant", f"c{i}")],
+                "rejected": [turn("user", f"p{p}"), turn("assistant", f"r{i}")],
+            },
+        ),
+        (
+            DemonstrationsConfig,
+            lambda i, p: {"messages": [turn("user", f"p{p}"), turn("assistant", f"c{i}")]},
+        ),
+    ],
+    ids=["prompt", "implicit text", "implicit messages", "messages"],
+)
+def test_all_rows_of_a_prompt_are_on_one_side(tmp_path, kind, row):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row(i, i % 8)) + "\n" for i in range(40)))
+    learned, held_out = read_raw_rows(kind(path=str(path), eval_share=0.2), seed=0)
+    sides = [{int(one.origin.rpartition(":")[2]) % 8 for one in side} for side in (learned, held_out)]
+    assert not sides[0] & sides[1] and len(learned) + len(held_out) == 40 and len(held_out) == 10
+
+
+def test_rows_of_one_prompt_alone_are_still_held_out(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"prompt": "p", "completion": f"c{i}"}) + "\n" for i in range(20)))
+    assert [len(side) for side in read_raw_rows(ExamplesConfig(path=str(path)), seed=0)] == [19, 1]

@@ -1,0 +1,50 @@
+"""A turn's end token that is not the tokenizer's own: told, named, and saved so that responses stop."""
+
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from word_chat import word_chat
+
+from cluster.supervised.job_inputs import open_end, set_end_token
+from core.errors import ConfigError
+from core.settings.supervised import DemonstrationsConfig
+from learning.supervised.demonstrations import encode_demonstrations
+from learning.supervised.finished_model import _name_end
+from learning.supervised.rows import RawRow
+
+TURNS = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "you"}]
+
+
+def base_model_s():
+    """The turn ends with <end>, which is a special token and not the end token."""
+    tokenizer = word_chat()
+    tokenizer.add_special_tokens(
+        {"additional_special_tokens": ["<end>", "<system>", "<user>", "<assistant>"]}
+    )
+    tokenizer.eos_token = "<pad>"
+    return tokenizer
+
+
+def test_a_turn_whose_end_stops_nothing_is_told_until_it_is_named():
+    tokenizer = base_model_s()
+    row = RawRow(fields={"messages": TURNS}, origin="x:1")
+    examples, _ = encode_demonstrations([row], DemonstrationsConfig(path="x.jsonl"), tokenizer)
+    [line] = open_end(examples, tokenizer)
+    assert "set model.eos_token to '<end>'" in line
+    set_end_token(tokenizer, "<end>")
+    assert open_end(examples, tokenizer) == ()
+    with pytest.raises(ConfigError, match="no token of the tokenizer"):
+        set_end_token(tokenizer, "<nothing>")
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [(None, 1), (0, [1, 0]), ([0, 4], [1, 0, 4]), (1, 1), ([0, 1], [0, 1])]
+)
+def test_the_saved_model_names_it_before_all_others(before, after):
+    model: Any = SimpleNamespace(
+        config=SimpleNamespace(eos_token_id=0), generation_config=SimpleNamespace(eos_token_id=before)
+    )
+    _name_end(model, word_chat())
+    assert json.dumps(model.generation_config.eos_token_id) == json.dumps(after)
