@@ -61,6 +61,8 @@ _DECLARED = [
         ("num_recomputed", "samples", "sum", "samples whose instance was lost on the way"),
         ("num_preemptions", "samples", "sum", "times a sample had to wait because caches were full"),
         ("num_streamed_samples", "samples", "sum", "samples whose forwards began during the rollout"),
+        ("num_groups_sampled", "groups", "sum", "groups that dynamic sampling asked for"),
+        ("num_groups_useful", "groups", "sum", "of these, groups whose rewards differ"),
         ("invariant", "flag", "mean", "1: tokens are promised to the bit"),
     ),
     *_of(
@@ -76,6 +78,7 @@ _DECLARED = [
         ("refit_s", "s", "sum", "refit of the draft model and its publication"),
         ("evaluate_s", "s", "sum", "evaluation after the iteration, the best checkpoint included"),
         ("iteration_s", "s", "sum", "the whole iteration"),
+        ("step_s", "s", "mean", "one optimizer step of supervised training"),
         ("forwards_hidden_s", "s", "sum", "forwards before the first step that the rollout hid"),
         (
             "amdahl_bound",

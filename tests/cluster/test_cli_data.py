@@ -65,7 +65,7 @@ def test_the_data_of_a_config(
     [
         ([], "name what to check"),
         (["{good}", "--set", "data.promt_field=x"], "did you mean 'prompt_field'"),
-        (["{good}", "--set", "data.filter=no_such:f"], "importing no_such raised"),
+        (["{good}", "--set", "data.filter=no_such:f"], "cannot import no_such"),
         (["{good}", "--tokenizer", "{good}.none"], "does not exist"),
         (["{good}.jsonl"], "does not exist; check data.path"),
     ],

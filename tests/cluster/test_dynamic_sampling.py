@@ -8,6 +8,7 @@ import pytest
 
 from cluster.dynamic_sampling import UsefulGroups
 from core.errors import ConfigError, NumericsError
+from core.metric_registry import require_declared
 from core.records import (
     Completion,
     FinishReason,
@@ -69,6 +70,7 @@ def run(
         reward = float(useful[request.group_id] and request.key.sample_index % SIZE)
         finished.append(rollout(request, reward))
         open_requests += groups.ended(request.group_id, reward)
+    require_declared(groups.figures())
     finished.sort(key=lambda one: one.completion.key.sample_index)
     chosen = sorted({one.completion.group_id for one in groups.batch(finished)})
     return chosen, int(groups.figures()["rollout/num_groups_sampled"])

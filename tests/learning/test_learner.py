@@ -10,6 +10,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from core.config import AlgorithmConfig, TrainerConfig
 from core.errors import ConfigError, NumericsError, StorageError
+from core.metric_registry import require_declared
 from core.records import FinishReason, Reward
 from core.settings.algorithm import ALGORITHMS
 from engine.decoding.logprobs import token_logprobs
@@ -226,7 +227,8 @@ def test_every_algorithm_makes_rewarded_responses_likelier(make_model, make_roll
     )
     before = collate(rollouts, pad_token_id=0)
     assert 0 < float(before.rewards.sum()) < 8
-    learner.update(rollouts)
+    figures = learner.update(rollouts).figures
+    require_declared(name if "/" in name else f"learner/{name}" for name in figures)
     logits, _ = response_logits(learner.model, before.packed(range(8)), 19)
     now = torch.zeros_like(before.old_logprobs)
     now[before.mask] = token_logprobs(logits, before.ids[:, 1:][before.where], 1.0).detach()
