@@ -366,4 +366,6 @@ def test_a_reward_that_cannot_be_served_is_refused(
     argv: tuple[str, ...], words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("cluster.reward_server.ray_session", None)  # nothing may start
+    # other tests of this process may have a Ray that is up
+    monkeypatch.setattr("cluster.reward_server.is_local", lambda config: True)
     assert words in refused(capsys, "serve", "reward", *argv)

@@ -21,7 +21,7 @@ from tests.helpers.pretended_cuda import CUDA, NEEDS_BUILD, PretendedCuda, backw
 
 READS = {
     "engine/weights/chunks:not_finite": "one for all parameters, behind the last step",
-    "learning/learner:Learner._odd_loss": "whether losses are finite, one a minibatch",
+    "learning/update_metrics:describe_odd_loss": "whether losses are finite, one a minibatch",
     "learning/parallel/one_trainer:OneTrainer.clip": "the gradient's norm, one a step",
     "learning/update_metrics:MinibatchFigures.open_part": "figures, one a minibatch",
     "learning/forward/policy_forward:PolicyForward.values": "of the reference, one a pack",

@@ -20,9 +20,11 @@ from word_chat import WORDS, word_chat
 from cluster.cli import main
 from cluster.run_folder.layout import RunDir
 from core.checkpoint_manifest import verify_checkpoint
+from core.config import RewardConfig
 from core.metrics import read_metrics
 from core.records import Prompt
 from learning.rewards.rendering import render
+from learning.rewards.reward_function import build_reward
 
 NUM_ROWS = 40
 SMALL = [
@@ -118,8 +120,6 @@ def test_a_resumed_run_ends_where_an_unbroken_one_does(files: Path, tmp_path: Pa
 
 
 def test_a_reward_model_scores_in_ppo_what_it_was_trained_on(files: Path, tmp_path: Path):
-    from learning.rewards.reward_model import ModelReward
-
     folder = reward(files, tmp_path / "run", "trainer.epochs=4")
     last = read_metrics(folder.metrics_file)[-1]
     assert last["eval/accuracy"] == 1.0 and last["eval/margin"] > 0.5
@@ -128,7 +128,7 @@ def test_a_reward_model_scores_in_ppo_what_it_was_trained_on(files: Path, tmp_pa
     prompts = [
         Prompt(prompt_id=0, token_ids=np.array([1]), text="who me", messages=(("user", "who me"),))
     ] * 2
-    scorer = ModelReward(str(saved), batch_size=2)
+    scorer = build_reward(RewardConfig(kind="model", model=str(saved), batch_size=2))
     good, bad = (one.value for one in scorer.score(prompts, ["good you", "bad you"]))
     model = AutoModelForSequenceClassification.from_pretrained(saved)
     tokenizer = word_chat()
