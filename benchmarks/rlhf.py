@@ -17,6 +17,7 @@ from transformers import AutoModelForSequenceClassification
 from benchmarks.oracles.trl_comparison import OURS, differences, frozen
 from benchmarks.support.result import ROOT, write_result
 from benchmarks.support.workload import demo_workload
+from cluster.reporting.summary import summarise
 from core.errors import RlhfSpecError
 from core.metrics import read_metrics
 
@@ -41,10 +42,12 @@ def run(*, out: Path, mode: str, data: Path | None) -> int:
         if mode == "quick" and kind not in QUICK:
             continue
         metrics = train(config, out, kind, [f"run.iterations={ITERATIONS[mode]}"])
-        figures[f"reward_gain_{kind}"] = reward_gain(metrics)
+        summary = summarise(metrics)
+        assert summary is not None, "a run that ended well has iterations"
+        figures[f"reward_gain_{kind}"] = summary.reward_gain
         console.print(f"reward_gain_{kind}: {figures[f'reward_gain_{kind}']:.3f}")
         if kind == "ppo":
-            figures["amdahl_bound"] = amdahl_bound(metrics)
+            figures["amdahl_bound"] = summary.amdahl_bound
     figures |= _scoring(out, mode)
     figures |= _steps(out, mode)
     numbers = frozen()
@@ -73,19 +76,6 @@ def train(config: Path, out: Path, name: str, settings: Sequence[str]) -> Metric
         raise RlhfSpecError(f"the run {name} ended with {done.returncode}: {done.stderr[-2000:]}")
     (folder,) = set(runs.glob("*")) - before
     return read_metrics(folder / "metrics.jsonl")
-
-
-def reward_gain(metrics: Metrics) -> float:
-    """Mean reward of the last fifth of the iterations less that of the first, one iteration at least."""
-    fifth = max(1, len(metrics) // 5)
-    rewards = [row["reward/mean"] for row in metrics]
-    return sum(rewards[-fifth:]) / fifth - sum(rewards[:fifth]) / fifth
-
-
-def amdahl_bound(metrics: Metrics) -> float:
-    """How many times as fast a step would be if generation took no time."""
-    total = sum(row["time/iteration_s"] for row in metrics)
-    return total / (total - sum(row["time/generate_s"] for row in metrics))
 
 
 def _scoring(out: Path, mode: str) -> dict[str, float]:

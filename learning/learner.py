@@ -11,17 +11,16 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Generator, Iterator, Sequence
-from contextlib import closing
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from core.config import AlgorithmConfig, TrainerConfig
-from core.errors import ConfigError, NotFiniteError, RlhfSpecError
+from core.errors import ConfigError, NotFiniteError
 from core.records import Rollout, UpdateReport
 from engine.decoding.logprobs import scaled_logits
 from engine.weights.chunks import describe_not_finite, not_finite
@@ -43,10 +42,11 @@ from learning.parallel.learner_state import LearnerState
 from learning.parallel.one_trainer import OneTrainer, gradient_of
 from learning.schedule import Horizon, rate_factor
 from learning.soft_targets import SoftTargetStore
+from learning.trained_model import TrainedModel
 from learning.update_metrics import MinibatchFigures, added_up, describe_odd_loss
 
 
-class Learner:
+class Learner(TrainedModel):
     """Holds the target, its optimizer, for PPO a critic, and with KL control a reference.
 
     With `trainer.lora` only adapters learn, and the reference is the target with them switched off.
@@ -219,27 +219,6 @@ class Learner:
         experience = collate(rollouts, pad_token_id=self.pad_token_id)
         self._first.ahead(experience, self._first_parts(recompute_old))
 
-    def weights(self) -> Generator[tuple[str, Tensor]]:
-        """The policy's weights to be published, in name order; adapters merged into them.
-
-        Each is valid until the next is asked for. Collective: the other trainers `accompany_weights`; who stops early
-        closes it, since they walk on.
-        """
-        with closing(self.trainers.tensors(self.model)) as tensors:
-            yield from tensors if self.adapter is None else self.adapter.merged_tensors(tensors)
-
-    def accompany_weights(self) -> None:
-        """Take part while the first of several trainers walks through `weights`. Collective with it."""
-        if self.trainers.is_sharded:
-            for _ in self.trainers.tensors(self.model):
-                pass
-
-    def adapter_files(self, *, base_model: str) -> dict[str, bytes]:
-        """The LoRA adapter as a folder that peft loads: name and content of each file. Collective, as `weights`."""
-        if self.adapter is None:
-            raise RlhfSpecError("the trainer was asked for an adapter but trainer.lora is null")
-        return self.adapter.files(self.trainers.tensors(self.model), base_model=base_model)
-
     def save(self, folder: Path) -> None:
         """Write everything an interrupted run needs to go on (`LearnerState`). Collective."""
         self._state().save(folder)
@@ -367,9 +346,6 @@ class Learner:
             entropy_coef=self._coefficients.entropy_bonus(algorithm),
             figures=out,
         )
-
-    def _learned(self) -> list[nn.Parameter]:
-        return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
 
     def _step(self, figures: MinibatchFigures) -> None:
         self._num_optimizer_steps += 1

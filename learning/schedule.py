@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
-from torch.optim.lr_scheduler import LambdaLR
 from transformers import get_scheduler
 
 from core.config import TrainerConfig
@@ -32,15 +32,24 @@ def rate_factor(trainer: TrainerConfig, horizon: Horizon) -> Callable[[int], flo
             f"trainer.schedule {trainer.schedule} falls towards the run's last step, and the learner was not told "
             "which that is; give it a Horizon with num_optimizer_steps, or take constant"
         )
-    name = "constant_with_warmup" if trainer.schedule == "constant" else trainer.schedule
     warmup = trainer.warmup_steps
-    # of the scheduler only its function of the step is taken: it would set the rates of this optimizer
-    scheduler: LambdaLR = get_scheduler(  # type: ignore[assignment]
-        name,
-        torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0),
-        num_warmup_steps=warmup,
-        num_training_steps=horizon.num_optimizer_steps,
-    )
-    of_step = scheduler.lr_lambdas[0]
+    rule = step_rule(trainer.schedule, warmup, horizon.num_optimizer_steps)
     # transformers counts from 0, where a warm-up has no rate yet and would waste the step
-    return lambda step: step / warmup if step <= warmup else float(of_step(step - 1))
+    return lambda step: step / warmup if step <= warmup else float(rule(step - 1))
+
+
+def step_rule(
+    schedule: Literal["constant", "linear", "cosine"], warmup_steps: int, num_steps: int | None
+) -> Callable[[int], float]:
+    """What transformers multiplies a rate by after so many steps, from 0.
+
+    Source: Loshchilov and Hutter 2017, 'SGDR' (cosine).
+    """
+    scheduler: Any = get_scheduler(
+        "constant_with_warmup" if schedule == "constant" else schedule,
+        # asked for its rule alone: a rate is a function of the step, so nothing of it is to be saved
+        torch.optim.SGD([torch.zeros(1)], lr=1.0),
+        num_warmup_steps=warmup_steps,
+        num_training_steps=num_steps,
+    )
+    return scheduler.lr_lambdas[0]

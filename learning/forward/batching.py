@@ -63,6 +63,21 @@ def share_rows(lengths: Sequence[int], num_shares: int) -> list[list[int]]:
     return [sorted(share) for share in shares]
 
 
+def shared_packs(
+    lengths: Sequence[int], max_tokens: int, *, rank: int, num_shares: int
+) -> tuple[list[list[int]], int]:
+    """Packs of indices that the `rank`-th of several trainers computes, and how many fewer than another has.
+
+    Forwards are collective where weights are shards: it computes as many for nothing (`shortest_of`).
+    """
+    packs = [
+        [[share[i] for i in pack] for pack in pack_tokens([lengths[i] for i in share], max_tokens)]
+        for share in share_rows(lengths, num_shares)
+    ]
+    mine = packs[rank]
+    return mine, max(len(one) for one in packs) - len(mine)
+
+
 def pack_by_length(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     """Split indices into batches whose padded size (rows x longest) stays within `max_tokens`.
 

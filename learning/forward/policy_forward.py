@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from learning.experience import Experience
-from learning.forward.batching import PackedSequences, pack_tokens, share_rows
+from learning.forward.batching import PackedSequences, shared_packs
 from learning.forward.token_statistics import token_statistics
 from learning.forward.training_forward import response_logits
 from learning.parallel.one_trainer import OneTrainer
@@ -58,16 +58,13 @@ class PolicyForward:
         """This trainer's share of some rows (the same ones for all trainers), as many packs as any trainer has."""
         rows = list(rows)
         lengths = [experience.lengths[row] for row in rows]
-        packs = [
-            [
-                Pack(rows=[rows[share[i]] for i in pack])
-                for pack in pack_tokens([lengths[i] for i in share], self.max_tokens)
-            ]
-            for share in share_rows(lengths, self.trainers.size)
-        ]
-        mine, most = packs[self.trainers.rank], max(len(one) for one in packs)
+        mine, num_fillers = shared_packs(
+            lengths, self.max_tokens, rank=self.trainers.rank, num_shares=self.trainers.size
+        )
         shortest = min(rows, key=lambda row: (experience.lengths[row], row), default=0)
-        return mine + [Pack(rows=[shortest], is_filler=True)] * (most - len(mine))
+        return [Pack(rows=[rows[i] for i in pack]) for pack in mine] + [
+            Pack(rows=[shortest], is_filler=True)
+        ] * num_fillers
 
     def logits(
         self, model: PreTrainedModel, packed: PackedSequences, *, with_logits: bool = True

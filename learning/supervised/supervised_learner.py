@@ -7,30 +7,28 @@ Source of the schedules: Loshchilov and Hutter 2017, 'SGDR' (cosine), as transfo
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Iterator, Sequence
-from contextlib import closing
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.optimization import get_scheduler
 
-from core.errors import NotFiniteError, RlhfSpecError
+from core.errors import NotFiniteError
 from core.settings.supervised import SupervisedTrainerConfig
 from learning.adapter import Adapter
-from learning.forward.batching import pack_tokens, share_rows
+from learning.forward.batching import shared_packs
 from learning.forward.precision import hold_linears_in, require_master_weights
 from learning.forward.training_forward import prepare_for_training
 from learning.parallel.learner_state import LearnerState
 from learning.parallel.one_trainer import OneTrainer
+from learning.schedule import step_rule
 from learning.supervised.objectives import ForwardSettings, Objective
+from learning.trained_model import TrainedModel
 
-_SCHEDULES = {"constant": "constant_with_warmup", "linear": "linear", "cosine": "cosine"}
 
-
-class SupervisedLearner:
+class SupervisedLearner(TrainedModel):
     """Holds a model and its optimizer; `num_steps` have been taken."""
 
     def __init__(
@@ -66,14 +64,7 @@ class SupervisedLearner:
         self.optimizer = torch.optim.AdamW(
             self._learned(), lr=trainer.learning_rate, weight_decay=trainer.weight_decay, betas=(0.9, 0.999)
         )
-        # asked for its rule alone: a rate is a function of the step, so nothing of it is to be saved
-        scheduler: Any = get_scheduler(
-            _SCHEDULES[trainer.schedule],
-            torch.optim.SGD([torch.zeros(1)], lr=1.0),
-            num_warmup_steps=trainer.warmup_steps,
-            num_training_steps=total_steps,
-        )
-        self._rule = scheduler.lr_lambdas[0]
+        self._rule = step_rule(trainer.schedule, trainer.warmup_steps, total_steps)
 
     def step(self, items: Sequence[Any]) -> dict[str, float]:
         """Take one optimizer step on the mean over a batch; its means, learning rate and gradient norm. Collective.
@@ -106,23 +97,6 @@ class SupervisedLearner:
     def evaluate(self, items: Sequence[Any]) -> dict[str, float]:
         """Means over held-out items. Collective."""
         return self._means(items, with_gradient=False)
-
-    def weights(self) -> Generator[tuple[str, Tensor]]:
-        """The model's weights in name order, adapters merged. Collective: the others `accompany_weights`."""
-        with closing(self.trainers.tensors(self.model)) as tensors:
-            yield from tensors if self.adapter is None else self.adapter.merged_tensors(tensors)
-
-    def accompany_weights(self) -> None:
-        """Take part while the first of several trainers walks through `weights`, or `adapter_files`. Collective."""
-        if self.trainers.is_sharded:
-            for _ in self.trainers.tensors(self.model):
-                pass
-
-    def adapter_files(self, *, base_model: str) -> dict[str, bytes]:
-        """The adapter as a folder that peft loads: name and content of each file. Collective, as `weights`."""
-        if self.adapter is None:
-            raise RlhfSpecError("the learner was asked for an adapter but trainer.lora is null")
-        return self.adapter.files(self.trainers.tensors(self.model), base_model=base_model)
 
     def save(self, folder: Path) -> None:
         """Write everything that is needed to go on (`LearnerState`). Collective."""
@@ -164,17 +138,14 @@ class SupervisedLearner:
     def _packs(self, items: Sequence[Any]) -> Iterator[tuple[list[Any], bool]]:
         """This trainer's share in packs, and whether one is computed for nothing, because another trainer has more."""
         lengths = [item.num_tokens for item in items]
-        limit = self.trainer.max_tokens_per_forward
-        packs = [
-            [[share[i] for i in pack] for pack in pack_tokens([lengths[i] for i in share], limit)]
-            for share in share_rows(lengths, self.trainers.size)
-        ]
-        mine, most = packs[self.trainers.rank], max(len(one) for one in packs)
+        mine, num_fillers = shared_packs(
+            lengths,
+            self.trainer.max_tokens_per_forward,
+            rank=self.trainers.rank,
+            num_shares=self.trainers.size,
+        )
         for pack in mine:
             yield [items[i] for i in pack], False
         shortest = min(range(len(items)), key=lambda i: (lengths[i], i))
-        for _ in range(most - len(mine)):
+        for _ in range(num_fillers):
             yield [items[shortest]], True
-
-    def _learned(self) -> list[nn.Parameter]:
-        return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
