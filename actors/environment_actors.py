@@ -7,17 +7,16 @@ slow step holds up nothing but its episode.
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+from actors.asked_actors import AskedActors, Manners, Replace
 from actors.ray_utils.remote import Handle, remote
-from actors.ray_utils.waiting import ActorDied, get, wait_any
-from actors.ray_utils.watch import OpenWait
 from core.config import EnvironmentConfig
-from core.errors import EpisodeError, InputError, WaitTimeout, one_line
+from core.errors import EpisodeError, InputError, one_line
+from core.named_code import import_from_too
 from core.records import Prompt, SampleKey
 from learning.environments.environment_protocol import Environment, Step, checked_step, environment_maker
 
@@ -37,9 +36,8 @@ class EnvironmentActor:
     """Runs the environments of some episodes, several at once."""
 
     def __init__(self, name: str, config: EnvironmentConfig, caller_dir: str | None = None) -> None:
-        """`caller_dir`: the driver's folder, importable here where it exists; last, so that it shadows nothing."""
-        if caller_dir is not None and caller_dir not in sys.path:
-            sys.path.append(caller_dir)
+        """`caller_dir`: the driver's folder, for code of the user's."""
+        import_from_too(caller_dir)
         self._name = name
         self._config = config
         self._make: Callable[[], Environment] | None = None
@@ -129,9 +127,6 @@ class _Asked(Generic[T]):
     key: SampleKey
     prompt: Prompt
     responses: tuple[str, ...]
-    actor: int
-    handle: Handle
-    wait: OpenWait
 
 
 class EnvironmentPool(Generic[T]):
@@ -143,120 +138,57 @@ class EnvironmentPool(Generic[T]):
         config: EnvironmentConfig,
         *,
         order_timeout_s: float,
-        make: Callable[[int, int], Handle] | None = None,
+        make: Replace | None = None,
         max_restarts: int = 0,
         note: Callable[[str], None] = lambda text: None,
     ) -> None:
-        """A pool around living actors.
+        """A pool around living actors: `environment-0`, `environment-1`, ... in this order.
 
         Args:
-            actors: they are called environment-0, environment-1, ... in this order.
+            actors: each an `EnvironmentActor`.
             config: of their environments.
             order_timeout_s: how long an actor may be silent beyond a step's own limit.
             make: makes the n-th replacement (from 1) of the i-th actor; None replaces none.
             max_restarts: replacements of each actor.
             note: told of every replacement, one line.
         """
-        self._actors = list(actors)
-        self._config = config
-        self._order_timeout_s = order_timeout_s
-        self._make = make
-        self._max_restarts = max_restarts if make is not None else 0
-        self._note = note
-        self._num_restarts = [0] * len(self._actors)
-        self._asked: dict[Any, _Asked[T]] = {}
+        self._kind = config.kind
+        manners: Manners[_Asked[T]] = Manners(
+            stem="environment",
+            call=lambda actor, asked: actor.answer.remote(asked.key, asked.prompt, asked.responses),
+            order=lambda asked: f"answer for {describe(config, asked.key, len(asked.responses))}",
+            timeout_s=config.timeout_s + order_timeout_s,
+            again=lambda _: "plays its episodes again",
+            culprit="the environment",
+            late_advice="look at its stack in the Ray dashboard",
+        )
+        self._actors = AskedActors(actors, manners, make=make, max_restarts=max_restarts, note=note)
 
     @property
     def num_asked(self) -> int:
         """Questions without an answer."""
-        return len(self._asked)
+        return self._actors.num_open
 
     def prove(self, *, timeout_s: float) -> None:
         """Let every actor make an environment. Raises what that raises."""
-        for index, actor in enumerate(self._actors):
-            get(
-                actor.prove.remote(),
-                waiter="the loop",
-                waited_for=f"environment-{index}",
-                order=f"make an environment {self._config.kind}",
-                timeout_s=timeout_s,
-            )
+        order = f"make an environment {self._kind}"
+        self._actors.prove(lambda actor: actor.prove.remote(), order=order, timeout_s=timeout_s)
 
     def ask(self, item: T, key: SampleKey, prompt: Prompt, responses: tuple[str, ...]) -> None:
         """Let an episode's last turn be answered, or begin the episode; the caller goes on."""
-        actor = key.sample_index % len(self._actors)
-        handle = self._actors[actor]
-        wait = OpenWait(
-            waiter="the loop",
-            waited_for=f"environment-{actor}",
-            order="answer a turn",
-            timeout_s=self._config.timeout_s + self._order_timeout_s,
-        )
-        ref = handle.answer.remote(key, prompt, responses)
-        self._asked[ref] = _Asked(item, key, prompt, responses, actor, handle, wait)
+        self._actors.ask(self._actor_of(key), _Asked(item, key, prompt, responses))
 
     def collect(self, *, wait_s: float) -> list[tuple[T, Answer | EpisodeError]]:
         """Return what has been answered, waiting up to `wait_s` for the first; an error of a step is an answer too.
 
         Raises WaitTimeout when an actor is silent, ActorDied when one died more often than it may be replaced.
         """
-        found: list[tuple[T, Answer | EpisodeError]] = []
-        for ref in wait_any(list(self._asked), timeout_s=wait_s):
-            asked = self._asked.pop(ref)
-            try:
-                found.append(
-                    (
-                        asked.item,
-                        get(
-                            ref,
-                            waiter="the loop",
-                            waited_for=f"environment-{asked.actor}",
-                            order="answer a turn",
-                            timeout_s=self._order_timeout_s,
-                        ),
-                    )
-                )
-            except ActorDied as death:
-                self._replace(asked, death)
-                continue
-            except EpisodeError as error:
-                found.append((asked.item, error))
-            asked.wait.answered()
-            for other in self._asked.values():
-                if other.actor == asked.actor:
-                    other.wait.restart()
-        self._refuse_late()
-        return found
+        answers = self._actors.answers(wait_s=wait_s, errors=(EpisodeError,))
+        return [(asked.item, answer) for asked, answer in answers]
 
     def forget(self, key: SampleKey) -> None:
         """Let an episode's environment go."""
-        self._actors[key.sample_index % len(self._actors)].forget.remote([key])
+        self._actors.tell(self._actor_of(key), lambda actor: actor.forget.remote([key]))
 
-    def _replace(self, asked: _Asked[T], death: ActorDied) -> None:
-        """Let a new actor play what the dead one had; its other questions come back here one by one."""
-        if asked.handle is self._actors[asked.actor]:
-            number = self._num_restarts[asked.actor]
-            if self._make is None or number == self._max_restarts:
-                raise ActorDied(
-                    f"{death}; all {self._max_restarts} replacements of environment-{asked.actor} are used up; look "
-                    "whether the environment ends its process or needs more memory, or raise "
-                    "cluster.max_instance_restarts"
-                ) from None
-            self._num_restarts[asked.actor] = number + 1
-            self._actors[asked.actor] = self._make(asked.actor, number + 1)
-            self._note(
-                f"{death}; environment-{asked.actor}-r{number + 1} takes its place and plays its episodes again"
-            )
-        self.ask(asked.item, asked.key, asked.prompt, asked.responses)
-
-    def _refuse_late(self) -> None:
-        for asked in self._asked.values():
-            asked.wait.look()
-            if asked.wait.left_s == 0.0:
-                raise WaitTimeout(
-                    waiter="the loop",
-                    waited_for=f"environment-{asked.actor}",
-                    order=f"answer for {describe(self._config, asked.key, len(asked.responses))}",
-                    waited_s=asked.wait.waited_s,
-                    advice="look at its stack in the Ray dashboard",
-                )
+    def _actor_of(self, key: SampleKey) -> int:
+        return key.sample_index % len(self._actors)

@@ -7,6 +7,7 @@ dies is replaced in `take`.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -158,11 +159,12 @@ def _take(system: GeneratingSystem, *, wait_s: float, report: Reporter) -> Taken
 
 
 def _send(system: GeneratingSystem, unscored: list[Scored], *, is_last: bool) -> None:
-    """Send full batches; a partial one only to an idle actor or at the end."""
+    """Send full batches; a partial one only to an idle actor or at the end. Idle actors share what there is."""
     size = system.config.reward.batch_size
-    while unscored and (len(unscored) >= size or is_last or system.rewards.has_idle):
-        batch = unscored[:size]
-        del unscored[:size]
+    while unscored and ((idle := system.rewards.num_idle) or len(unscored) >= size or is_last):
+        share = min(size, math.ceil(len(unscored) / max(idle, 1)))
+        batch = unscored[:share]
+        del unscored[:share]
         texts = [text for _, _, text in batch]
         facts = [ResponseFacts.of(completion) for _, completion, _ in batch]
         if system.episodes is not None:

@@ -232,7 +232,7 @@ class EpisodeRewards:
         self._episodes = episodes
         self._items: list[Ended] = []
 
-    has_idle = True
+    num_idle = 1
     "nothing is computed"
 
     def prove(self, *, timeout_s: float) -> None:

@@ -30,9 +30,7 @@ def named_code(path: str, *, key: str, kind: str, example: str) -> Any:
         raise ConfigError(
             f"{key} '{path}' names no {kind}: expected package.module:{kind}, such as {example}"
         )
-    caller = os.getcwd()  # the console script leaves it out; last, so that nothing of ours is shadowed
-    if caller not in sys.path:
-        sys.path.append(caller)
+    import_from_too(os.getcwd())  # the console script leaves it out
     try:
         return vars(importlib.import_module(module_name))[name]
     except (ModuleNotFoundError, SyntaxError) as error:
@@ -47,6 +45,12 @@ def named_code(path: str, *, key: str, kind: str, example: str) -> Any:
             f"{key} {path}: importing {module_name} raised {type(error).__name__}: {describe(error)} "
             f"({place_of(error)}); mend the module"
         ) from error
+
+
+def import_from_too(folder: str | None) -> None:
+    """Let this process import the user's code from a folder; last, so that it shadows nothing of ours."""
+    if folder is not None and folder not in sys.path:
+        sys.path.append(folder)
 
 
 def describe(error: BaseException) -> str:

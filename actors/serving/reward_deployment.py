@@ -5,7 +5,6 @@
 
 # no `annotations` from the future: FastAPI reads them in replicas, where this module's names are not at hand
 import asyncio
-import sys
 import time
 from collections.abc import Sequence
 from typing import Any, Self
@@ -18,6 +17,7 @@ from actors.reward_actors import own_device
 from actors.serving.score_schema import ScoreAnswer, ScoreBody, from_body, to_answer
 from core.config import RewardConfig
 from core.errors import ConfigError
+from core.named_code import import_from_too
 from core.records import Prompt, ResponseFacts, Reward, Unscored
 from learning.rewards.reward_function import build_reward
 from learning.rewards.score_request import ScoreRequest, score_requests
@@ -119,8 +119,7 @@ class RewardServer:
 
     def __init__(self, reward: dict[str, Any], batch_wait_s: float, import_dir: str | None) -> None:
         """Build the reward. Raises what building it raises, which `serve status` shows."""
-        if import_dir is not None and import_dir not in sys.path:
-            sys.path.append(import_dir)
+        import_from_too(import_dir)
         config = RewardConfig.model_validate(reward)
         self._stage = build_reward(config, device=own_device(), fields=None)
         self._stuck_s = _STUCK_S + config.batch_size * config.timeout_s

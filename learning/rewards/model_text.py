@@ -16,7 +16,7 @@ class ModelText:
         self.max_tokens = max_tokens
 
     def token_ids(self, request: ScoreRequest) -> list[int]:
-        """The ids of one request. Raises ValueError: no place for the response, or what the template refuses."""
+        """The ids of one request. Raises ValueError: none, no place for the response, or what the template refuses."""
         try:
             ids = render(
                 self._tokenizer,
@@ -27,6 +27,8 @@ class ModelText:
             )
         except Exception as error:  # templates are programs: they raise what they like
             raise ValueError(f"the reward model's chat template refuses the chat: {error}") from error
+        if not ids:
+            raise ValueError("prompt and response have no token together; look at the prompt")
         if self.max_tokens is not None and len(ids) > self.max_tokens:
             raise ValueError(
                 f"the response has {len(ids)} tokens and the reward model reads {self.max_tokens}; lower "

@@ -17,6 +17,7 @@ from core.errors import ModelError
 from core.records import Reward, Unscored
 from engine.weights.causal_lm import DTYPES, max_context_tokens
 from engine.weights.loading import load_model, load_tokenizer
+from learning.rewards.engine_scores import engine_scores
 from learning.rewards.model_text import ModelText
 from learning.rewards.score_request import ScoreRequest
 
@@ -27,8 +28,8 @@ _LEAST_FILL = 0.75
 class ModelReward:
     """Scores responses, on a GPU in batches of similar length, padded on the right to the longest.
 
-    On a CPU each text has a forward of its own: its score is the same to the bit whatever is scored beside it, and
-    a batch would save little time. On a GPU scores depend on the batch by rounding.
+    On a CPU a text's score is the same to the bit whatever is scored beside it: the engine's forward promises it, and
+    where there is none, each text has a forward of its own. On a GPU scores depend on the batch by rounding.
     """
 
     def __init__(self, model: str, config: RewardConfig, *, device: str = "cpu") -> None:
@@ -42,7 +43,10 @@ class ModelReward:
         except ModelError as error:
             raise ModelError(f"cannot load reward.model: {error}") from error
         require_one_output(model, self._model.config)
-        self._text = ModelText(tokenizer, _longest(config, self._model.config))
+        longest = _longest(config, self._model.config)
+        self._text = ModelText(tokenizer, longest)
+        self._engine = engine_scores(self._model, max_tokens=longest)
+        "on one CPU thread, for Llama and its kin"
         # some heads find the last real token by this id; where the model has none, each batch chooses (`_pad_id`)
         self._pad_id: int | None = self._model.config.pad_token_id
 
@@ -55,12 +59,19 @@ class ModelReward:
                 texts.append((index, self._text.token_ids(request)))
             except ValueError as error:
                 found[index] = Unscored(reason=f"reward model {self.name}, {request.where}: {error}")
+        for index, score in self._all_scores(texts):
+            found[index] = self._outcome(requests[index], score)
+        yield from (found[index] for index in range(len(requests)))
+
+    def _all_scores(self, texts: list[tuple[int, list[int]]]) -> Iterator[tuple[int, float]]:
+        if self._engine is not None:
+            scores = self._engine.scores([ids for _, ids in texts])
+            yield from ((index, score) for (index, _), score in zip(texts, scores, strict=True))
+            return
         # longest first: what does not fit into memory fails at once
         texts.sort(key=lambda text: len(text[1]), reverse=True)
         for batch in _batches(texts, self.batch_size):
-            for (index, _), score in zip(batch, self._scores([ids for _, ids in batch]), strict=True):
-                found[index] = self._outcome(requests[index], score)
-        yield from (found[index] for index in range(len(requests)))
+            yield from zip((i for i, _ in batch), self._scores([ids for _, ids in batch]), strict=True)
 
     @torch.inference_mode()
     def _scores(self, batch: list[list[int]]) -> list[float]:

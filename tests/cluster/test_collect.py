@@ -98,8 +98,8 @@ class Rewards:
         self.waiting: list[list] = []
 
     @property
-    def has_idle(self) -> bool:
-        return not self.waiting
+    def num_idle(self) -> int:
+        return 0 if self.waiting else 1
 
     def submit(self, items: list, prompts: list, responses: list[str], facts: list[ResponseFacts]) -> None:
         assert [item[0].prompt for item in items] == prompts and [item[2] for item in items] == responses

@@ -102,10 +102,11 @@ def test_a_response_that_the_model_cannot_hold_is_named_and_takes_no_other_with_
 
 def test_a_score_that_is_not_finite_is_named(tmp_path):
     path = save_reward_model(tmp_path)
-    stage = build_reward(RewardConfig(kind="model", model=path, on_error="skip"))
-    source = stage._parts[0][1]
+    model = AutoModelForSequenceClassification.from_pretrained(path)
     with torch.no_grad():
-        source._model.score.weight.fill_(float("inf"))  # type: ignore[attr-defined]
+        model.score.weight.fill_(3e38)
+    model.save_pretrained(path)
+    stage = build_reward(RewardConfig(kind="model", model=path, on_error="skip"))
     [fault] = stage.score_each(prompts(1), ["h"])
     assert isinstance(fault, Unscored) and "for sample 0 of the batch (prompt 0)" in fault.reason
 

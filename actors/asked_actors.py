@@ -1,0 +1,169 @@
+"""Actors that answer questions and keep nothing that matters: who is asked what, and who replaces a dead one.
+
+What was asked of an actor that died is asked again of the one that takes its place, so an answer may depend on the
+question alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from actors.ray_utils.remote import Handle
+from actors.ray_utils.waiting import ActorDied, get, wait_any
+from actors.ray_utils.watch import OpenWait
+from core.errors import WaitTimeout
+
+Q = TypeVar("Q")
+Replace = Callable[[int, int], Handle]
+"Makes the n-th replacement (from 1) of the i-th actor."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manners(Generic[Q]):
+    """How the actors of one kind are asked, and what a person reads when they do not answer."""
+
+    stem: str
+    "they are called STEM-0, STEM-1, ..., replacements STEM-0-r1 and so on"
+    call: Callable[[Handle, Q], Any]
+    "asks one actor: the reference of its answer"
+    order: Callable[[Q], str]
+    "what one question asks, as a verb, for messages"
+    timeout_s: float
+    "how long an actor may go without an answer"
+    again: Callable[[Sequence[Q]], str]
+    "what a replacement does with the questions of the dead one, as a verb"
+    culprit: str
+    "what may have ended the process"
+    late_advice: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Open(Generic[Q]):
+    question: Q
+    actor: int
+    name: str
+    handle: Handle
+    wait: OpenWait
+
+
+class AskedActors(Generic[Q]):
+    """Living actors, the questions that each has not answered, and their replacements."""
+
+    def __init__(
+        self,
+        actors: Sequence[Handle],
+        manners: Manners[Q],
+        *,
+        make: Replace | None = None,
+        max_restarts: int = 0,
+        note: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        """`make` None replaces none; `max_restarts` counts for each actor; `note` is told of every replacement."""
+        self._actors = list(actors)
+        self._manners = manners
+        self._make = make
+        self._max_restarts = max_restarts if make is not None else 0
+        self._note = note
+        self._num_restarts = [0] * len(self._actors)
+        self._names = [f"{manners.stem}-{actor}" for actor in range(len(self._actors))]
+        self._open: dict[Any, _Open[Q]] = {}
+
+    def __len__(self) -> int:
+        return len(self._actors)
+
+    @property
+    def num_open(self) -> int:
+        """Questions without an answer."""
+        return len(self._open)
+
+    def loads(self) -> list[int]:
+        """Questions that each actor has not answered."""
+        loads = [0] * len(self._actors)
+        for asked in self._open.values():
+            loads[asked.actor] += 1
+        return loads
+
+    def prove(self, call: Callable[[Handle], Any], *, order: str, timeout_s: float) -> None:
+        """Let every actor carry out one call. Raises what that raises."""
+        refs = [call(actor) for actor in self._actors]
+        for name, ref in zip(self._names, refs, strict=True):
+            get(ref, waiter="the loop", waited_for=name, order=order, timeout_s=timeout_s)
+
+    def tell(self, actor: int, call: Callable[[Handle], Any]) -> None:
+        """Call one actor whose answer nobody reads."""
+        call(self._actors[actor])
+
+    def ask(self, actor: int, question: Q) -> None:
+        """Ask one actor; the caller goes on."""
+        name, handle = self._names[actor], self._actors[actor]
+        wait = OpenWait(
+            waiter="the loop",
+            waited_for=name,
+            order=self._manners.order(question),
+            timeout_s=self._manners.timeout_s,
+        )
+        self._open[self._manners.call(handle, question)] = _Open(question, actor, name, handle, wait)
+
+    def answers(self, *, wait_s: float, errors: tuple[type[Exception], ...] = ()) -> list[tuple[Q, Any]]:
+        """What has been answered, waiting up to `wait_s` for the first; an error of `errors` is an answer too.
+
+        Raises whatever else an actor raised; WaitTimeout when one is silent for too long; ActorDied when one died more
+        often than it may be replaced.
+        """
+        found: list[tuple[Q, Any]] = []
+        for ref in wait_any(list(self._open), timeout_s=wait_s):
+            asked = self._open.pop(ref)
+            try:
+                answer = get(
+                    ref,
+                    waiter="the loop",
+                    waited_for=asked.name,
+                    order=self._manners.order(asked.question),
+                    timeout_s=self._manners.timeout_s,
+                )
+            except ActorDied as death:
+                self._replace(asked, death)
+                continue
+            except errors as error:
+                answer = error
+            asked.wait.answered()
+            for other in self._open.values():
+                if other.actor == asked.actor:
+                    other.wait.restart()
+            found.append((asked.question, answer))
+        self._refuse_late()
+        return found
+
+    def _replace(self, asked: _Open[Q], death: ActorDied) -> None:
+        """Ask a new actor what the dead one was asked; its other questions come back here one by one."""
+        actor = asked.actor
+        if asked.handle is self._actors[actor]:
+            number = self._num_restarts[actor]
+            if self._make is None or number == self._max_restarts:
+                raise ActorDied(
+                    f"{death}; all {self._max_restarts} replacements of {self._manners.stem}-{actor} are used up; look "
+                    f"whether {self._manners.culprit} ends its process or needs more memory, or raise "
+                    "cluster.max_instance_restarts"
+                ) from None
+            self._num_restarts[actor] = number + 1
+            self._names[actor] = f"{self._manners.stem}-{actor}-r{number + 1}"
+            self._actors[actor] = self._make(actor, number + 1)
+            waiting = [other.question for other in self._open.values() if other.handle is asked.handle]
+            redo = self._manners.again([asked.question, *waiting])
+            self._note(f"{death}; {self._names[actor]} takes its place and {redo}")
+        self.ask(actor, asked.question)
+
+    def _refuse_late(self) -> None:
+        """Miss what each actor was asked first and has not answered. Raises WaitTimeout."""
+        for asked in {asked.actor: asked for asked in reversed(self._open.values())}.values():
+            asked.wait.look()
+            if asked.wait.left_s == 0.0:
+                raise WaitTimeout(
+                    waiter="the loop",
+                    waited_for=asked.name,
+                    order=self._manners.order(asked.question),
+                    waited_s=asked.wait.waited_s,
+                    advice=self._manners.late_advice,
+                )
