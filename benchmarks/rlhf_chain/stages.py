@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import numpy as np
 
 from benchmarks.rlhf_chain.task_files import Chain
-from benchmarks.support.result import ROOT
-from core.errors import RlhfSpecError
+from benchmarks.support.command import run_command
 from core.metrics import read_metrics
 from engine.weights.loading import load_causal_lm, load_tokenizer
 from learning.pairs.hf_sampling import sample_responses
@@ -20,33 +15,14 @@ from learning.tasks.preference_task import MAX_ANSWER_WORDS, draw_question, gold
 
 STAGES = ("sft", "reward", "ppo")
 NUM_GOLD_SAMPLES = 512
-_STAGE_TIMEOUT_S = 1800.0
 
 
 def run_stages(chain: Chain) -> dict[str, float]:
     """Run all commands; seconds of each. Raises RlhfSpecError with the end of what a failed one said."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    seconds = {}
-    for stage, arguments in zip(STAGES, chain.commands(), strict=True):
-        began_s = time.perf_counter()
-        with (chain.folder / f"{stage}.log").open("w+") as log:
-            ended = subprocess.run(
-                [sys.executable, "-m", "cluster.cli", *arguments],
-                cwd=chain.folder,
-                env=environment,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                timeout=_STAGE_TIMEOUT_S,
-                check=False,
-            )
-            if ended.returncode:
-                log.seek(0)
-                raise RlhfSpecError(
-                    f"rlhfspec {' '.join(arguments)} ended with {ended.returncode}; expected 0; it said: "
-                    f"{log.read()[-1500:]}"
-                )
-        seconds[f"{stage}_s"] = time.perf_counter() - began_s
-    return seconds
+    return {
+        f"{stage}_s": run_command(arguments, folder=chain.folder, log=chain.folder / f"{stage}.log")
+        for stage, arguments in zip(STAGES, chain.commands(), strict=True)
+    }
 
 
 def gold_of(model: Path, *, seed: int) -> tuple[float, float]:
