@@ -70,10 +70,10 @@ def serve_reward(
     with ray_session(config, f"serve-{place.name}") as session:
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
         quiet = {"log_level": "WARNING", "enable_access_log": False}
-        serve.start(http_options={"host": place.host, "port": place.port}, logging_config=quiet)
         try:
             route = "/" if session.is_local else f"/{place.name}"
             try:
+                serve.start(http_options={"host": place.host, "port": place.port}, logging_config=quiet)
                 serve.run(application, name=place.name, route_prefix=route, logging_config=quiet)
             except RlhfSpecError:
                 raise

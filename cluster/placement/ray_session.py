@@ -42,6 +42,12 @@ _MAX_SOCKET_PATH_BYTES = 107
 _RAY_SOCKET_BYTES = (
     len(f"/{RAY_FOLDER}12345678/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store") + 2
 )
+_LOCAL_ENVIRONMENT = {
+    "RAY_AUTH_MODE": "disabled",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    # on a busy machine importing takes Serve's proxy longer than its five seconds: it would be killed, again and again
+    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
+}
 JOB_MARK = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 "Set by Ray in the entry point of a submitted job."
 TERMINATED = 128 + signal.SIGTERM
@@ -167,7 +173,7 @@ def _local(
     cluster = config.cluster
     try:
         claim(Path(folder))
-        with _environment({"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}):
+        with _environment(_LOCAL_ENVIRONMENT):
             try:
                 context = ray.init(
                     address="local",

@@ -93,7 +93,9 @@ def evaluated(local_ray, tiny_pair, tmp_path_factory) -> Ended:
 
 @pytest.fixture(scope="module")
 def plain(local_ray, tiny_pair, tmp_path_factory) -> Ended:
-    return run(config(tiny_pair), tmp_path_factory.mktemp("runs") / "plain", "test-evaluate-not")
+    # on one instance: no bit depends on their number
+    alone = config(tiny_pair).model_dump() | {"cluster": {"generation": {"num_actors": 1}}}
+    return run(config_from_dict(alone), tmp_path_factory.mktemp("runs") / "plain", "test-evaluate-not")
 
 
 def rows(path: Path) -> list[dict]:

@@ -4,6 +4,7 @@ import json
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
+import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from ray import serve
@@ -16,9 +17,12 @@ from cluster.preflight.inputs import read_inputs
 from cluster.reporting.console import Reporter
 from cluster.run_folder.layout import RunDir
 from cluster.system import running_system
+from core.config import RewardConfig
 from core.config_io import config_from_dict
 from core.errors import RewardServerLost
 from core.metrics import read_metrics
+from core.records import Prompt
+from learning.rewards.reward_function import build_reward
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
@@ -51,11 +55,9 @@ def run(local_ray, tiny_pair, tmp_path):
     return make
 
 
-def rewards(run_dir: RunDir) -> list[float]:
+def rollouts(run_dir: RunDir) -> list[dict]:
     return [
-        row["reward"]
-        for iteration in range(2)
-        for row in pq.read_table(run_dir.rollouts_file(iteration)).to_pylist()
+        row for iteration in range(2) for row in pq.read_table(run_dir.rollouts_file(iteration)).to_pylist()
     ]
 
 
@@ -67,9 +69,16 @@ def test_a_ppo_run_with_the_deployment_has_the_rewards_of_the_pool(run, tmp_path
         served = run("served", {"kind": "serve", "app": "of-a-run"})
     finally:
         serve.shutdown()
-    pooled = run("pooled", {"kind": "model", "model": path})
-    assert rewards(served) == pytest.approx(rewards(pooled), abs=1e-6)
-    assert len(set(rewards(pooled))) > SAMPLES
+    rows = rollouts(served)
+    # what an actor of the pool runs
+    stage = build_reward(RewardConfig(kind="model", model=path))
+    asked = [
+        Prompt(prompt_id=row["prompt_id"], token_ids=np.array(row["prompt_token_ids"]), text=row["prompt"])
+        for row in rows
+    ]
+    pooled = [reward.value for reward in stage.score(asked, [row["response"] for row in rows])]
+    assert [row["reward"] for row in rows] == pytest.approx(pooled, abs=1e-6)
+    assert len(set(pooled)) > SAMPLES
 
 
 class Short(BaseHTTPRequestHandler):

@@ -20,6 +20,7 @@ from cluster.placement.ray_session import free_port
 from core.config import RewardConfig
 from core.errors import ConfigError, RewardServerLost
 from core.records import FinishReason, Prompt, ResponseFacts, Reward
+from learning.rewards.reward_function import build_reward
 from learning.rewards.score_request import score_requests
 from learning.tasks.chain_task import ALPHABET
 
@@ -92,18 +93,15 @@ def receive(pool: RewardPool[int], count: int, after: Callable[[list], None] = l
 def test_by_url_and_by_handle_a_server_gives_the_rewards_of_the_pool(deploy, tmp_path):
     path = save_reward_model(tmp_path, chat=True)
     url = deploy("model", model=path)
-    found = {}
-    for name, section in (
-        ("pool", {"kind": "model", "model": path}),
-        ("url", {"kind": "serve", "url": url}),
-        ("handle", {"kind": "serve", "app": "model"}),
-    ):
-        asked = pool(2, **section)
+    # what an actor of the pool runs
+    stage = build_reward(RewardConfig(kind="model", model=path))
+    expected = [reward.value for reward in stage.score(*samples(40))]
+    for section in ({"url": url}, {"app": "model"}):
+        asked = pool(2, kind="serve", **section)
         send(asked, 40, 8)
-        found[name] = [reward.value for _, reward in sorted(receive(asked, 40).items())]
-    assert found["url"] == pytest.approx(found["pool"], abs=1e-6)
-    assert found["handle"] == pytest.approx(found["pool"], abs=1e-6)
-    assert len({round(value, 4) for value in found["pool"]}) > 30
+        found = [reward.value for _, reward in sorted(receive(asked, 40).items())]
+        assert found == pytest.approx(expected, abs=1e-6)
+    assert len({round(value, 4) for value in expected}) > 30
 
 
 @pytest.mark.parametrize("way", ["url", "app"])

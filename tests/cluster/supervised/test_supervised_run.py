@@ -183,8 +183,8 @@ def test_a_run_without_a_state_cannot_be_gone_on_with(files: Path, tmp_path: Pat
 @pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.usefixtures("local_ray")
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
-def test_two_actors_learn_what_one_process_does(files: Path, tmp_path: Path, strategy: str):
+def test_two_actors_learn_what_one_process_does(files: Path, tmp_path: Path):
+    strategy = "fsdp2"  # ddp over groups: tests/learning/parallel
     one = reward(files, tmp_path / "one", "trainer.max_steps=4")
     two = reward(
         files,
