@@ -79,6 +79,11 @@ class Config(Section):
         return self.sampling.max_new_tokens + self.max_first_words_tokens
 
     @property
+    def num_reward_actors(self) -> int:
+        """Actors of the reward pool: none where episodes bring their own rewards."""
+        return 0 if self.reward.kind == "environment" else self.cluster.reward.num_actors
+
+    @property
     def refits_draft(self) -> bool:
         """True when a draft model drafts and is to follow the target."""
         speculation = self.speculation

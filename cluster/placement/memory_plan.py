@@ -179,7 +179,7 @@ def plan_memory(
         ray_bytes=RAY_PROCESSES_BYTES + TORCH_PROCESS_BYTES,
         num_generation=config.cluster.generation.num_actors,
         num_trainer=config.cluster.trainer.num_actors,
-        num_reward=config.cluster.reward.num_actors,
+        num_reward=config.num_reward_actors,
         disk_bytes=_disk_bytes(config, target, draft),
     )
 

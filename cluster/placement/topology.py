@@ -98,7 +98,7 @@ def plan(config: Config) -> Topology:
     first = len(generation)
     reward = tuple(
         _place(f"reward-{i}", first + i, cluster.reward.num_cpus, cluster.reward.num_gpus, 1)
-        for i in range(cluster.reward.num_actors)
+        for i in range(config.num_reward_actors)
     )
     first += len(reward)
     num_trainers = cluster.trainer.num_actors

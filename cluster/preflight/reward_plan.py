@@ -55,7 +55,8 @@ def scoring_timeout_s(config: Config) -> float:
     """How long one batch may take: functions may hang at every call, a server is asked again and again."""
     reward, limit = config.reward, config.cluster.order_timeout_s
     if reward.calls_functions:
-        limit += reward.batch_size * reward.timeout_s
+        # `async` ones are awaited together first, then one by one where one of them hung
+        limit += (1 + reward.batch_size) * reward.timeout_s
     if any(scorer.kind == "serve" for scorer in reward.scorers):
         server = reward.server
         limit += (server.retries + 1) * server.timeout_s + server.backoff_s * 2**server.retries

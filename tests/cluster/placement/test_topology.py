@@ -29,6 +29,15 @@ def test_every_actor_has_a_bundle_of_its_own_and_holds_something():
     assert all(p.resources()["CPU"] > 0 for p in topology.places)
 
 
+def test_episodes_that_bring_their_own_rewards_need_no_reward_actor():
+    made = config(reward={"num_actors": 2}, environment={"num_actors": 2}).model_dump()
+    episodes = {"reward": {"kind": "environment"}, "environment": {"kind": "calculator"}}
+    topology = plan(config_from_dict(made | episodes))
+    assert topology.reward == () and len(topology.environment) == 2
+    assert [place.bundle for place in topology.places] == list(range(len(topology.places)))
+    assert "reward" not in topology.describe()
+
+
 def test_gpus_and_threads_go_where_the_config_says():
     topology = plan(config(trainer={"num_gpus": 1}, generation={"num_gpus": 0.5, "num_cpus": 1}))
     assert topology.wanted()["GPU"] == 2.0 and len(topology.generation) == 2
