@@ -12,6 +12,7 @@ import tiny_pool
 from core.errors import DataError
 from core.records import Completion, History, SampleKey, SampleRequest, SamplingParams
 from engine.engine import Engine
+from engine.weights.chunks import pack_weights, unpack_weights
 from learning.environments.episode import Episode, EpisodeLimits
 
 LIMITS = EpisodeLimits(max_turns=4, max_turn_tokens=11, stop_token_ids=(5, 6))
@@ -132,7 +133,8 @@ def test_new_weights_leave_nothing_kept(asked):
     engine = tiny_pool.engine("off")
     engine.generate([Episode(asked[0], LIMITS).first()])
     assert len(engine.exchange.kept) == 1
-    engine.exchange.kept.shrink_to(0)
+    manifest, chunks = pack_weights(tiny_pool.target(), name="target", weight_version=1)
+    engine.load_weights(manifest, unpack_weights(manifest, chunks))
     assert len(engine.exchange.kept) == 0 and engine.exchange.kept.num_bytes == 0
 
 
