@@ -101,7 +101,7 @@ def write_chain(folder: Path, *, seed: int, quick: bool = False) -> Chain:
                 "path": str(folder / "pairs.jsonl"),
                 "eval_path": str(folder / "held_out_pairs.jsonl"),
             },
-            "trainer": {"learning_rate": 1e-3, "batch_size": 32, "epochs": 2, **optimizer},
+            "trainer": {"learning_rate": 1e-3, "batch_size": 32, "epochs": 6, **optimizer},
             "loss": {"center_rewards_coefficient": 0.01},
         },
     )
