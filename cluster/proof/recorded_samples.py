@@ -1,0 +1,153 @@
+"""Reads a run's rollout files back: which samples there are, and some of them whole."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from core.errors import DataError
+from core.records import (
+    Completion,
+    FinishReason,
+    Prompt,
+    Reward,
+    Rollout,
+    SampleKey,
+    Stream,
+    WeightSpan,
+)
+
+_INDEX = ("run_seed", "stream", "sample_index", "weight_version")
+_UNREADABLE = (pa.ArrowException, OSError, ValueError, TypeError, KeyError, IndexError, AttributeError)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a sample stands, and what decides whether it can be generated again."""
+
+    file: Path
+    row: int
+    iteration: int
+    key: SampleKey
+    weight_version: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recorded:
+    """A sample as its file has it. Its prompt has neither messages nor fields: files do not keep them."""
+
+    place: Place
+    rollout: Rollout
+    advantage: float | None
+
+
+def rollout_files(run: Path) -> list[Path]:
+    """The rollout files of a run, by iteration."""
+    return sorted((run / "rollouts").glob("iteration_*.parquet"), key=_iteration)
+
+
+def places_in(file: Path) -> list[Place]:
+    """Every sample of a rollout file. Raises DataError: it cannot be read."""
+    try:
+        rows = pq.read_table(file, columns=list(_INDEX)).to_pylist()
+        return [
+            Place(
+                file=file,
+                row=row,
+                iteration=_iteration(file),
+                key=SampleKey(
+                    run_seed=one["run_seed"], stream=Stream(one["stream"]), sample_index=one["sample_index"]
+                ),
+                weight_version=int(one["weight_version"]),
+            )
+            for row, one in enumerate(rows)
+        ]
+    except _UNREADABLE as error:
+        raise _unreadable(file, error) from error
+
+
+def read_recorded(places: Sequence[Place]) -> list[Recorded]:
+    """Read samples of one file whole. Raises DataError: it cannot be read."""
+    file = places[0].file
+    try:
+        table = pq.read_table(file).take([place.row for place in places])
+        arrays = {name: _lists(table, name, kind) for name, kind in _ARRAYS.items()}
+        plain = [name for name in table.column_names if name not in arrays]
+        rows = table.select(plain).to_pylist()
+        return [
+            _recorded(place, row, {name: lists[number] for name, lists in arrays.items()})
+            for number, (place, row) in enumerate(zip(places, rows, strict=True))
+        ]
+    except _UNREADABLE as error:
+        raise _unreadable(file, error) from error
+
+
+_ARRAYS = {
+    "prompt_token_ids": np.int64,
+    "response_token_ids": np.int64,
+    "policy_logprobs": np.float32,
+    "sampling_logprobs": np.float32,
+    "response_sampled": np.bool_,
+}
+
+
+def _lists(table: pa.Table, name: str, kind: Any) -> list[np.ndarray | None]:
+    """A column of lists, as slices of one array; null lists are None."""
+    column = table.column(name).combine_chunks()
+    if column.null_count == len(column):
+        return [None] * len(column)
+    offsets = column.offsets.to_numpy()
+    values = column.values.to_numpy(zero_copy_only=False).astype(kind)
+    valid = column.is_valid().to_pylist()
+    return [
+        values[start:stop] if there else None
+        for there, start, stop in zip(valid, offsets[:-1], offsets[1:], strict=True)
+    ]
+
+
+def _recorded(place: Place, row: dict[str, Any], arrays: dict[str, np.ndarray | None]) -> Recorded:
+    lists = {name: array for name, array in arrays.items() if array is not None}
+    completion = Completion(
+        key=place.key,
+        prompt_id=row["prompt_id"],
+        group_id=row["group_id"],
+        epoch=row["epoch"],
+        token_ids=lists["response_token_ids"],
+        policy_logprobs=lists["policy_logprobs"],
+        sampling_logprobs=lists["sampling_logprobs"],
+        finish_reason=FinishReason(row["finish_reason"]),
+        weight_spans=(WeightSpan(weight_version=place.weight_version, first_position=0),),
+        instance=row["instance"],
+        num_decode_steps=row["num_decode_steps"],
+        num_accepted_tokens=row["num_accepted_tokens"],
+        sampled=lists.get("response_sampled"),
+    )
+    prompt = Prompt(
+        prompt_id=row["prompt_id"],
+        token_ids=lists["prompt_token_ids"],
+        text=row["prompt"],
+        reference=row["reference"],
+    )
+    rollout = Rollout(
+        prompt=prompt,
+        completion=completion,
+        response_text=row["response"],
+        reward=Reward(value=row["reward"], parts=dict(row["reward_parts"])),
+    )
+    return Recorded(place=place, rollout=rollout, advantage=row.get("advantage"))
+
+
+def _iteration(file: Path) -> int:
+    found = re.fullmatch(r"iteration_(\d+)", file.stem)
+    return int(found[1]) if found else -1
+
+
+def _unreadable(file: Path, error: BaseException) -> DataError:
+    return DataError(f"{file} cannot be read as rollouts of a run: {type(error).__name__}: {error}")
