@@ -87,9 +87,10 @@ def _lines(proof: Proof) -> list[str]:
     lines += [f"  not verified: {count} samples: {why}" for why, count in proof.unverified.items()]
     lines += [f"  {note}" for note in proof.notes]
     if proof.num_regenerated and proof.generated_s:
+        ratio = proof.seconds / proof.generated_s
         lines.append(
-            f"  {proof.seconds:.1f} s; the run took {proof.generated_s:.1f} s to generate them "
-            f"(x {proof.seconds / proof.generated_s:.2f})"
+            f"  {proof.seconds:.1f} s after a start of {proof.start_s:.1f} s; the run took {proof.generated_s:.1f} s "
+            f"to generate them (x {ratio:.2f})"
         )
     shown = proof.differences[:_MOST_DIFFERENCES]
     lines += [f"DIFFERS {difference}" for difference in shown]

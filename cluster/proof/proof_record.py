@@ -25,7 +25,10 @@ class Proof:
     "samples by the reason why they cannot be generated again"
     notes: list[str] = field(default_factory=list)
     "what else was not verified"
+    start_s: float = 0.0
+    "until engines, tokenizer and prompts were there"
     seconds: float = 0.0
+    "of verifying, without the start"
     generated_s: float = 0.0
     "that the run took to generate as many of its samples as were verified"
 

@@ -56,7 +56,7 @@ def rollout_files(run: Path) -> list[Path]:
 def places_in(file: Path) -> list[Place]:
     """Every sample of a rollout file. Raises DataError: it cannot be read."""
     try:
-        rows = pq.read_table(file, columns=list(_INDEX)).to_pylist()
+        rows = _table(file, list(_INDEX)).to_pylist()
         return [
             Place(
                 file=file,
@@ -77,16 +77,22 @@ def read_recorded(places: Sequence[Place]) -> list[Recorded]:
     """Read samples of one file whole. Raises DataError: it cannot be read."""
     file = places[0].file
     try:
-        table = pq.read_table(file).take([place.row for place in places])
+        table = _table(file)
         arrays = {name: _lists(table, name, kind) for name, kind in _ARRAYS.items()}
         plain = [name for name in table.column_names if name not in arrays]
         rows = table.select(plain).to_pylist()
         return [
-            _recorded(place, row, {name: lists[number] for name, lists in arrays.items()})
-            for number, (place, row) in enumerate(zip(places, rows, strict=True))
+            _recorded(place, rows[place.row], {name: lists[place.row] for name, lists in arrays.items()})
+            for place in places
         ]
     except _UNREADABLE as error:
         raise _unreadable(file, error) from error
+
+
+def _table(file: Path, columns: list[str] | None = None) -> pa.Table:
+    # read_table would import pyarrow's data sets first, which takes longer than most files
+    with pq.ParquetFile(file) as opened:
+        return opened.read(columns)
 
 
 _ARRAYS = {

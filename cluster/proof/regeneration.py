@@ -7,8 +7,7 @@ gives it.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -67,7 +66,7 @@ class Regenerator:
         *,
         max_total_tokens: int,
     ) -> None:
-        """Load version 0's shape and build the engine. Raises InputError, NumericsError as `build_engine`."""
+        """Build the engine; each piece of work loads its weights. Raises as `build_engine`."""
         self._config, self._sampling, self._models = config, sampling, models
         vocab_size = num_token_ids(tokenizer)
         self._drafter = RecordDrafter(vocab_size)
@@ -218,22 +217,17 @@ def _runs(sampled: np.ndarray) -> list[tuple[int, int]]:
 
 
 def regenerate(
-    works: Sequence[Work], make: Callable[[], Regenerator], *, num_engines: int, num_threads: int = 1
+    works: Sequence[Work], engines: Sequence[Regenerator], *, num_threads: int = 1
 ) -> Iterator[Regenerated | tuple[Work, WeightsError]]:
-    """Do all work with so many engines, a thread each (`num_threads` of torch's); yield what comes as it comes.
+    """Do all work with these engines at once, a thread each (`num_threads` of torch's); yield what comes as it comes.
 
     Weights that are not the run's are an answer; whatever else an engine raises is raised here.
     """
     idle: SimpleQueue[Regenerator] = SimpleQueue()
-    building, num_built = threading.Lock(), 0
+    for engine in engines:
+        idle.put(engine)
 
     def do(work: Work) -> Regenerated | tuple[Work, WeightsError]:
-        nonlocal num_built
-        if idle.empty():
-            with building:  # the second finds what the first has proven
-                if num_built < num_engines:
-                    idle.put(make())
-                    num_built += 1
         engine = idle.get()
         try:
             return engine.run(work)
@@ -242,7 +236,7 @@ def regenerate(
         finally:
             idle.put(engine)
 
-    with ThreadPoolExecutor(num_engines, initializer=use_threads, initargs=(num_threads,)) as pool:
+    with ThreadPoolExecutor(len(engines), initializer=use_threads, initargs=(num_threads,)) as pool:
         pending: set[Future[Regenerated | tuple[Work, WeightsError]]] = {pool.submit(do, w) for w in works}
         try:
             while pending:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
@@ -21,7 +22,7 @@ from cluster.proof.rewards_again import RewardsAgain
 from cluster.run_folder.layout import RunDir
 from core.config import Config
 from core.config_io import load_config
-from core.errors import ConfigError, DataError, InputError
+from core.errors import ConfigError, DataError, InputError, WeightsError
 from core.metrics import read_metrics
 from core.records import Completion
 from engine.weights.causal_lm import max_context_tokens
@@ -66,13 +67,17 @@ def verify_run(
     metrics = _metrics(run)
     good = verifiable(places, metrics, config, weights, proof)
     chosen = drawn(good, share=share, seed=seed)
-    if chosen:
-        tokenizer = read_tokenizer(config)
-        samples = _read(run, chosen, proof)
-        _regenerate(run, config, tokenizer, weights, samples, proof, num_engines or num_cores(), tick)
+    if samples := _read(run, chosen, proof):
+        started_s = time.perf_counter()
+        works = _works(samples)
+        num_engines = min(num_engines or num_cores(), len(works))
+        tick(f"starting {num_engines} engines", 0.0)
+        tools = _Tools.start(run, config, weights, samples, proof, num_engines=num_engines)
+        proof.start_s = time.perf_counter() - started_s
+        _regenerate(works, tools, proof, tick)
         proof.generated_s = _generated_s(metrics, places, chosen)
     proof.differences.sort(key=lambda one: (one.file, -1 if one.sample is None else one.sample))
-    proof.seconds = time.perf_counter() - began_s
+    proof.seconds = time.perf_counter() - began_s - proof.start_s
     return proof
 
 
@@ -100,67 +105,77 @@ def _read(run: Path, places: Sequence[Place], proof: Proof) -> list[Recorded]:
     return samples
 
 
-def _regenerate(
-    run: Path,
-    config: Config,
-    tokenizer: PreTrainedTokenizerBase,
-    weights: KeptWeights,
-    samples: Sequence[Recorded],
-    proof: Proof,
-    num_engines: int,
-    tick: Tick,
-) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Tools:
+    """What generates and scores again."""
+
+    run: Path
+    config: Config
+    weights: KeptWeights
+    tokenizer: PreTrainedTokenizerBase
+    engines: Sequence[Regenerator]
+    rewards: RewardsAgain | None
+
+    @staticmethod
+    def start(
+        run: Path,
+        config: Config,
+        weights: KeptWeights,
+        samples: Sequence[Recorded],
+        proof: Proof,
+        *,
+        num_engines: int,
+    ) -> _Tools:
+        """Raises InputError: a model that cannot be loaded, or an engine that promises no bits here."""
+        tokenizer = read_tokenizer(config)
+        sampling = sampling_params(config.sampling, tokenizer, model=config.models.target)
+        hf_config = load_hf_config(config.models.target, trust_remote_code=config.models.trust_remote_code)
+        longest = max(len(sample.rollout.prompt.token_ids) for sample in samples) + sampling.max_new_tokens
+        # longer ones are refused, and said to differ
+        longest = min(longest, max_context_tokens(hf_config) or longest)
+        engines = [
+            Regenerator(config, tokenizer, sampling, weights.targets, max_total_tokens=longest)
+            for _ in range(num_engines)
+        ]
+        if engines[0].engine.numerics != "invariant":
+            raise InputError(f"nothing can be verified here: {engines[0].engine.promise}")
+        rewards = None
+        try:
+            rewards = RewardsAgain(config, tokenizer)
+        except InputError as error:
+            proof.notes.append(f"rewards are not verified: {error}")
+        return _Tools(
+            run=run, config=config, weights=weights, tokenizer=tokenizer, engines=engines, rewards=rewards
+        )
+
+
+def _regenerate(works: Sequence[Work], tools: _Tools, proof: Proof, tick: Tick) -> None:
     """Generate the samples again and compare all there is to compare."""
-    sampling = sampling_params(config.sampling, tokenizer, model=config.models.target)
-    longest = max((len(sample.rollout.prompt.token_ids) for sample in samples), default=0)
-    hf_config = load_hf_config(config.models.target, trust_remote_code=config.models.trust_remote_code)
-    limit = max_context_tokens(hf_config)
-    max_total_tokens = min(longest + sampling.max_new_tokens, limit or longest + sampling.max_new_tokens)
-    rewards = _rewards(config, tokenizer, proof)
-    if any(sample.rollout.completion.sampled is not None for sample in samples):
-        proof.notes.append(
-            "of episodes, where a turn ends and what the environment said is taken from the record"
-        )
-
-    def make() -> Regenerator:
-        regenerator = Regenerator(
-            config, tokenizer, sampling, weights.targets, max_total_tokens=max_total_tokens
-        )
-        if regenerator.engine.numerics != "invariant":
-            raise InputError(f"nothing can be verified here: {regenerator.engine.promise}")
-        return regenerator
-
-    works = _works(samples)
-    num_done = 0
-    tick(f"regenerating {len(samples)} samples", 0.0)
-    for answer in regenerate(
-        works, make, num_engines=min(num_engines, len(works)), num_threads=config.engine.num_threads
-    ):
+    total, num_done = sum(len(work.samples) for work in works), 0
+    stage = f"regenerating {total} samples"
+    tick(stage, 0.0)
+    for answer in regenerate(works, tools.engines, num_threads=tools.config.engine.num_threads):
         if isinstance(answer, Regenerated):
             num_done += len(answer.work.samples)
-            _compare(run, tokenizer, answer, rewards, proof)
+            _compare(answer, tools, proof)
         else:
             work, error = answer
             num_done += len(work.samples)
-            version = work.weight_version
-            difference = Difference(
-                file=weights.targets[version].name,
-                what=f"parameters of weight version {version}",
-                expected="those that the run published",
-                got=str(error),
-            )
-            if difference not in proof.differences:
-                proof.differences.append(difference)
-            proof.unverified[f"the weights of version {version} are not the run's"] += len(work.samples)
-        tick(f"regenerating {len(samples)} samples", num_done / len(samples))
+            _other_weights(work, error, tools, proof)
+        tick(stage, num_done / total)
 
 
-def _rewards(config: Config, tokenizer: PreTrainedTokenizerBase, proof: Proof) -> RewardsAgain | None:
-    try:
-        return RewardsAgain(config, tokenizer)
-    except InputError as error:
-        proof.notes.append(f"rewards are not verified: {error}")
-        return None
+def _other_weights(work: Work, error: WeightsError, tools: _Tools, proof: Proof) -> None:
+    version = work.weight_version
+    difference = Difference(
+        file=tools.weights.targets[version].name,
+        what=f"parameters of weight version {version}",
+        expected="those that the run published",
+        got=str(error),
+    )
+    if difference not in proof.differences:
+        proof.differences.append(difference)
+    proof.unverified[f"the weights of version {version} are not the run's"] += len(work.samples)
 
 
 def _works(samples: Sequence[Recorded]) -> list[Work]:
@@ -174,16 +189,10 @@ def _works(samples: Sequence[Recorded]) -> list[Work]:
     ]
 
 
-def _compare(
-    run: Path,
-    tokenizer: PreTrainedTokenizerBase,
-    answer: Regenerated,
-    rewards: RewardsAgain | None,
-    proof: Proof,
-) -> None:
+def _compare(answer: Regenerated, tools: _Tools, proof: Proof) -> None:
     by_file: dict[str, list[tuple[Recorded, Completion, str]]] = defaultdict(list)
     for sample, again in zip(answer.work.samples, answer.completions, strict=True):
-        file, recorded = str(sample.place.file.relative_to(run)), sample.rollout.completion
+        file, recorded = str(sample.place.file.relative_to(tools.run)), sample.rollout.completion
         index = recorded.key.sample_index
         proof.num_regenerated += 1
         if again is None:
@@ -196,7 +205,7 @@ def _compare(
             continue
         proof.num_tokens += again.num_sampled_tokens
         proof.differences += completion_differences(file, recorded, again, ends=recorded.sampled is None)
-        text = response_text(tokenizer, again)
+        text = response_text(tools.tokenizer, again)
         if text != sample.rollout.response_text:
             proof.differences.append(
                 Difference(
@@ -208,10 +217,10 @@ def _compare(
                 )
             )
         by_file[file].append((sample, again, text))
-    if rewards is not None:
+    if tools.rewards is not None:
         for file, rows in by_file.items():
             those, completions, texts = zip(*rows, strict=True)
-            proof.differences += rewards.differences(file, those, completions, texts)
+            proof.differences += tools.rewards.differences(file, those, completions, texts)
             proof.num_rewards += len(rows)
 
 
