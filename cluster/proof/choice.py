@@ -12,8 +12,18 @@ from cluster.proof.difference import Difference
 from cluster.proof.kept_weights import KeptWeights
 from cluster.proof.proof_record import Proof
 from cluster.proof.recorded_samples import Place, places_in, rollout_files
+from cluster.run_folder.layout import RunDir
 from core.config import Config
-from core.errors import DataError
+from core.config_io import load_config
+from core.errors import ConfigError, DataError
+
+
+def run_config(run: Path) -> Config:
+    """The config of a run folder. Raises ConfigError: it is none."""
+    file = RunDir(path=run).config_file
+    if not file.is_file() or not (run / "rollouts").is_dir():
+        raise ConfigError(f"{run} is no run folder: expected config.yaml and rollouts/ in it")
+    return load_config(file, [])
 
 
 def all_places(run: Path, config: Config, proof: Proof) -> list[Place]:
@@ -54,7 +64,7 @@ def verifiable(
 ) -> list[Place]:
     """Samples that can be generated again here; the others are counted by reason. `metrics` by iteration."""
     loose = {iteration for iteration, row in metrics.items() if row.get("rollout/invariant") == 0.0}
-    machine = _why_not_here(config)
+    machine = why_not_here(config)
     missing = sorted({place.weight_version for place in places} - weights.targets.keys() - weights.damaged)
     good = []
     for place in places:
@@ -75,7 +85,8 @@ def verifiable(
     return good
 
 
-def _why_not_here(config: Config) -> str:
+def why_not_here(config: Config) -> str:
+    """Why nothing of a run can be generated again on this machine; empty where its configuration allows it."""
     engine = config.engine
     if config.decodes_on_gpu and engine.numerics != "invariant":
         return "instances decoded on GPUs, which promise no bits (engine.numerics=invariant does)"

@@ -78,7 +78,7 @@ def read_recorded(places: Sequence[Place]) -> list[Recorded]:
     file = places[0].file
     try:
         table = _table(file)
-        arrays = {name: _lists(table, name, kind) for name, kind in _ARRAYS.items()}
+        arrays = {name: _lists(table, name) for name in _ARRAYS}
         plain = [name for name in table.column_names if name not in arrays]
         rows = table.select(plain).to_pylist()
         return [
@@ -96,26 +96,42 @@ def _table(file: Path, columns: list[str] | None = None) -> pa.Table:
 
 
 _ARRAYS = {
-    "prompt_token_ids": np.int64,
-    "response_token_ids": np.int64,
-    "policy_logprobs": np.float32,
-    "sampling_logprobs": np.float32,
-    "response_sampled": np.bool_,
+    "prompt_token_ids": (pa.int32(), np.int32),
+    "response_token_ids": (pa.int32(), np.int32),
+    "policy_logprobs": (pa.float32(), np.float32),
+    "sampling_logprobs": (pa.float32(), np.float32),
+    "response_sampled": (pa.bool_(), np.bool_),
 }
 
 
-def _lists(table: pa.Table, name: str, kind: Any) -> list[np.ndarray | None]:
-    """A column of lists, as slices of one array; null lists are None."""
+def _lists(table: pa.Table, name: str) -> list[np.ndarray | None]:
+    """A column of lists, as slices of one array; null lists are None, whole numbers int64."""
+    kind, dtype = _ARRAYS[name]
     column = table.column(name).combine_chunks()
+    if column.type != pa.list_(kind):
+        raise ValueError(f"{name} is {column.type}, expected {pa.list_(kind)}")
     if column.null_count == len(column):
         return [None] * len(column)
-    offsets = column.offsets.to_numpy()
-    values = column.values.to_numpy(zero_copy_only=False).astype(kind)
+    offsets = _numbers(column.offsets, np.int32).tolist()
+    values = (
+        np.array(column.values.to_pylist(), dtype=bool)
+        if dtype is np.bool_
+        else _numbers(column.values, dtype)
+    )
+    values = values.astype(np.int64) if dtype is np.int32 else values
     valid = column.is_valid().to_pylist()
     return [
         values[start:stop] if there else None
         for there, start, stop in zip(valid, offsets[:-1], offsets[1:], strict=True)
     ]
+
+
+def _numbers(array: pa.Array, dtype: Any) -> np.ndarray:
+    """The numbers of an Arrow array; its own `to_numpy` would import pandas first."""
+    if array.null_count:
+        raise ValueError(f"{array.null_count} numbers are missing")
+    held = np.frombuffer(array.buffers()[1], dtype=dtype, count=array.offset + len(array))
+    return held[array.offset :]
 
 
 def _recorded(place: Place, row: dict[str, Any], arrays: dict[str, np.ndarray | None]) -> Recorded:

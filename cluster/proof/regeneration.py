@@ -28,10 +28,12 @@ from engine.engine import Engine
 from engine.model.kept_verdicts import KeptVerdicts
 from engine.numerics import use_threads
 from engine.requests import require_can_go_on
+from engine.weights.causal_lm import CausalLM
 from engine.weights.chunks import pack_tensors, pack_weights, weight_views
 from engine.weights.loading import load_causal_lm, load_hf_config, num_token_ids
 from engine.weights.stored_weights import stored_weights
 from policies.drafting.baselines.fixed import FixedPolicy
+from policies.drafting.draft_policy import DraftPolicy
 
 NUM_NODES = 16
 "Drafted at a step; more rows a forward are no faster on a CPU thread, and the tails of responses are wasted."
@@ -65,8 +67,13 @@ class Regenerator:
         models: dict[int, KeptModel],
         *,
         max_total_tokens: int,
+        draft: CausalLM | None = None,
+        policy: DraftPolicy | None = None,
     ) -> None:
-        """Build the engine; each piece of work loads its weights. Raises as `build_engine`."""
+        """Build the engine; each piece of work loads its weights.
+
+        Drafts are the record's, or with a `policy` those of the run's own drafter. Raises as `build_engine`.
+        """
         self._config, self._sampling, self._models = config, sampling, models
         vocab_size = num_token_ids(tokenizer)
         self._drafter = RecordDrafter(vocab_size)
@@ -75,7 +82,7 @@ class Regenerator:
         device = "cuda" if config.decodes_on_gpu else "cpu"
         self.engine: Engine = build_engine(
             load_causal_lm(some, config.models.dtype, trust_remote_code=trust),
-            None,
+            draft,
             engine=config.engine.model_copy(update={"device": device}),
             speculation=config.speculation,
             max_total_tokens=max_total_tokens,
@@ -83,8 +90,8 @@ class Regenerator:
             instance="verify",
             # no version at all: the first work loads its own
             weight_version=-1,
-            policy=FixedPolicy(num_nodes=NUM_NODES, depth=NUM_NODES, branching=1),
-            drafter=self._drafter,
+            policy=policy or FixedPolicy(num_nodes=NUM_NODES, depth=NUM_NODES, branching=1),
+            drafter=None if policy else self._drafter,
             verdicts=KeptVerdicts(Path(config.run.cache_dir).expanduser() / "probes"),
         )
 

@@ -76,7 +76,10 @@ def _why_not(config: Config) -> str:
 
 
 def _prompt_differences(file: str, index: int, recorded: Prompt, prompt: Prompt) -> list[Difference]:
-    rows = [("reference", recorded.reference, prompt.reference), ("prompt", recorded.text, prompt.text)]
+    rows = [
+        ("reference of the data", recorded.reference, prompt.reference),
+        ("prompt of the data", recorded.text, prompt.text),
+    ]
     found = [
         Difference(file=file, sample=index, what=what, expected=repr(expected), got=repr(got))
         for what, got, expected in rows

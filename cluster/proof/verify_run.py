@@ -12,7 +12,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from cluster.placement.machine import num_cores
 from cluster.preflight.inputs import read_tokenizer
-from cluster.proof.choice import all_places, drawn, verifiable
+from cluster.proof.choice import all_places, drawn, run_config, verifiable
 from cluster.proof.difference import Difference, completion_differences
 from cluster.proof.kept_weights import KeptWeights, find_weights
 from cluster.proof.proof_record import Proof
@@ -21,8 +21,7 @@ from cluster.proof.regeneration import Regenerated, Regenerator, Work, regenerat
 from cluster.proof.rewards_again import RewardsAgain
 from cluster.run_folder.layout import RunDir
 from core.config import Config
-from core.config_io import load_config
-from core.errors import ConfigError, DataError, InputError, WeightsError
+from core.errors import DataError, InputError, WeightsError
 from core.metrics import read_metrics
 from core.records import Completion
 from engine.weights.causal_lm import max_context_tokens
@@ -57,7 +56,7 @@ def verify_run(
     """
     began_s = time.perf_counter()
     run = run.absolute()
-    config = load_config(_config_file(run), [])
+    config = run_config(run)
     proof = Proof(seed=seed)
     tick("checkpoints", 0.0)
     weights = find_weights(run, config)
@@ -79,13 +78,6 @@ def verify_run(
     proof.differences.sort(key=lambda one: (one.file, -1 if one.sample is None else one.sample))
     proof.seconds = time.perf_counter() - began_s - proof.start_s
     return proof
-
-
-def _config_file(run: Path) -> Path:
-    file = RunDir(path=run).config_file
-    if not file.is_file() or not (run / "rollouts").is_dir():
-        raise ConfigError(f"{run} is no run folder: expected config.yaml and rollouts/ in it")
-    return file
 
 
 def _read(run: Path, places: Sequence[Place], proof: Proof) -> list[Recorded]:

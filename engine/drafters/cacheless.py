@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import torch
 
@@ -49,10 +47,8 @@ def chains(tokens: np.ndarray, device: torch.device) -> DraftTree | None:
 
     None where all are empty.
     """
-    num_kept = (tokens != DEAD).sum(1)
-    longest = int(num_kept.max(initial=0))
+    longest = int((tokens != DEAD).sum(1).max(initial=0))
     if longest == 0:
         return None
     (ids,) = upload([tokens[:, :longest]], device)
-    tree = chain(ids, (ids != DEAD).float())
-    return tree if int(num_kept.min()) == longest else replace(tree, num_kept=num_kept)
+    return chain(ids, (ids != DEAD).float())

@@ -7,6 +7,7 @@ record all is accepted.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 
@@ -44,5 +45,10 @@ class RecordDrafter(CachelessDrafter):
                 begin = int(batch.lengths[slot] - batch.prompt_lengths[slot])
                 following = response[begin : begin + count]
                 tokens[slot, : len(following)] = following
-        tokens[(tokens < 0) | (tokens >= self._vocab_size)] = DEAD
-        return chains(tokens, batch.device)
+        # what is behind an id that is no token could never be accepted
+        is_token = ((tokens >= 0) & (tokens < self._vocab_size)).cumprod(axis=1, dtype=bool)
+        tree = chains(np.where(is_token, tokens, DEAD), batch.device)
+        num_kept = is_token.sum(axis=1)
+        if tree is None or int(num_kept.min()) == tree.num_nodes:
+            return tree
+        return replace(tree, num_kept=num_kept)
