@@ -48,7 +48,14 @@ def add_parser(commands: Any) -> None:
         "--engines",
         type=int,
         metavar="N",
-        help="that generate at once, each with a copy of the weights; by default one a core",
+        help="that generate at once, each with a copy of the weights; by default one a core where memory has room",
+    )
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="override a key of the run's config for what is elsewhere by now, such as models.target=DIR",
     )
     parser.set_defaults(run=run)
 
@@ -70,7 +77,14 @@ def run(args: argparse.Namespace) -> int:
 
     try:
         with report.job("verify") as tick:
-            proof = verify_run(args.run_dir, share=args.share, seed=seed, num_engines=args.engines, tick=tick)
+            proof = verify_run(
+                args.run_dir,
+                share=args.share,
+                seed=seed,
+                num_engines=args.engines,
+                overrides=args.set,
+                tick=tick,
+            )
     finally:
         report.stop()
     for line in _lines(proof):

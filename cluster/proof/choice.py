@@ -18,12 +18,12 @@ from core.config_io import load_config
 from core.errors import ConfigError, DataError
 
 
-def run_config(run: Path) -> Config:
-    """The config of a run folder. Raises ConfigError: it is none."""
+def run_config(run: Path, overrides: Sequence[str] = ()) -> Config:
+    """The config of a run folder, some keys overridden. Raises ConfigError: it is none."""
     file = RunDir(path=run).config_file
     if not file.is_file() or not (run / "rollouts").is_dir():
         raise ConfigError(f"{run} is no run folder: expected config.yaml and rollouts/ in it")
-    return load_config(file, [])
+    return load_config(file, overrides)
 
 
 def all_places(run: Path, config: Config, proof: Proof) -> list[Place]:

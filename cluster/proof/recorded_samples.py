@@ -136,6 +136,9 @@ def _numbers(array: pa.Array, dtype: Any) -> np.ndarray:
 
 def _recorded(place: Place, row: dict[str, Any], arrays: dict[str, np.ndarray | None]) -> Recorded:
     lists = {name: array for name, array in arrays.items() if array is not None}
+    sampled = lists.get("response_sampled")
+    if sampled is not None and len(sampled) != len(lists["response_token_ids"]):
+        raise ValueError(f"row {place.row} has {len(sampled)} marks in response_sampled for its tokens")
     completion = Completion(
         key=place.key,
         prompt_id=row["prompt_id"],
@@ -149,7 +152,7 @@ def _recorded(place: Place, row: dict[str, Any], arrays: dict[str, np.ndarray | 
         instance=row["instance"],
         num_decode_steps=row["num_decode_steps"],
         num_accepted_tokens=row["num_accepted_tokens"],
-        sampled=lists.get("response_sampled"),
+        sampled=sampled,
     )
     prompt = Prompt(
         prompt_id=row["prompt_id"],

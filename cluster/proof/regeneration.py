@@ -19,7 +19,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from cluster.proof.kept_weights import KeptModel
 from cluster.proof.recorded_samples import Recorded
 from core.config import Config
-from core.errors import DataError, WeightsError
+from core.errors import DataError, ModelError, NotFiniteError, WeightsError
 from core.records import Completion, History, SampleKey, SampleRequest, SamplingParams
 from core.sample_state import SampleState
 from engine.build import build_engine
@@ -39,12 +39,31 @@ NUM_NODES = 16
 "Drafted at a step; more rows a forward are no faster on a CPU thread, and the tails of responses are wasted."
 
 
+class OtherWeights(WeightsError):
+    """Weights that are not those the run published."""
+
+    def __init__(self, name: str, version: int, *, expected: str, got: str) -> None:
+        super().__init__(
+            f"{name} holds other weights than the run's version {version}: expected parameter checksum {expected}, "
+            f"got {got}"
+        )
+        self.expected, self.got = expected, got
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
     """Samples of one weight version."""
 
     weight_version: int
     samples: Sequence[Recorded]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NotLoaded:
+    """A piece of work whose weights are not the run's, or are none at all."""
+
+    work: Work
+    error: WeightsError | ModelError | NotFiniteError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +117,7 @@ class Regenerator:
     def run(self, work: Work) -> Regenerated:
         """Generate the samples again.
 
-        Raises WeightsError: the parameters are not those that the run noted; ModelError, NotFiniteError: the weights
+        Raises OtherWeights: the parameters are not those that the run noted; ModelError, NotFiniteError: the weights
         cannot be loaded.
         """
         self._load(work.weight_version)
@@ -156,10 +175,7 @@ class Regenerator:
                 weight_version=version,
             )
         if kept.checksum not in (None, manifest.checksum):
-            raise WeightsError(
-                f"{kept.name}: parameter checksum of weight version {version}: expected {kept.checksum}, got "
-                f"{manifest.checksum}"
-            )
+            raise OtherWeights(kept.name, version, expected=str(kept.checksum), got=manifest.checksum)
         self.engine.load_weights(manifest, weight_views(manifest, chunks))
 
 
@@ -225,26 +241,26 @@ def _runs(sampled: np.ndarray) -> list[tuple[int, int]]:
 
 def regenerate(
     works: Sequence[Work], engines: Sequence[Regenerator], *, num_threads: int = 1
-) -> Iterator[Regenerated | tuple[Work, WeightsError]]:
+) -> Iterator[Regenerated | NotLoaded]:
     """Do all work with these engines at once, a thread each (`num_threads` of torch's); yield what comes as it comes.
 
-    Weights that are not the run's are an answer; whatever else an engine raises is raised here.
+    Weights that cannot be used are an answer; whatever else an engine raises is raised here.
     """
     idle: SimpleQueue[Regenerator] = SimpleQueue()
     for engine in engines:
         idle.put(engine)
 
-    def do(work: Work) -> Regenerated | tuple[Work, WeightsError]:
+    def do(work: Work) -> Regenerated | NotLoaded:
         engine = idle.get()
         try:
             return engine.run(work)
-        except WeightsError as error:
-            return work, error
+        except (WeightsError, ModelError, NotFiniteError) as error:
+            return NotLoaded(work=work, error=error)
         finally:
             idle.put(engine)
 
     with ThreadPoolExecutor(len(engines), initializer=use_threads, initargs=(num_threads,)) as pool:
-        pending: set[Future[Regenerated | tuple[Work, WeightsError]]] = {pool.submit(do, w) for w in works}
+        pending: set[Future[Regenerated | NotLoaded]] = {pool.submit(do, w) for w in works}
         try:
             while pending:
                 done, pending = wait(pending, return_when=FIRST_COMPLETED)

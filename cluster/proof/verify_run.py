@@ -8,22 +8,25 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from transformers import AutoModelForCausalLM
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from cluster.placement.machine import num_cores
+from cluster.placement.machine import memory_bytes, num_cores
 from cluster.preflight.inputs import read_tokenizer
+from cluster.preflight.param_count import count_params
 from cluster.proof.choice import all_places, drawn, run_config, verifiable
 from cluster.proof.difference import Difference, completion_differences
 from cluster.proof.kept_weights import KeptWeights, find_weights
 from cluster.proof.proof_record import Proof
 from cluster.proof.recorded_samples import Place, Recorded, read_recorded
-from cluster.proof.regeneration import Regenerated, Regenerator, Work, regenerate
+from cluster.proof.regeneration import NotLoaded, OtherWeights, Regenerated, Regenerator, Work, regenerate
 from cluster.proof.rewards_again import RewardsAgain
 from cluster.run_folder.layout import RunDir
 from core.config import Config
-from core.errors import DataError, InputError, WeightsError
+from core.errors import DataError, InputError
 from core.metrics import read_metrics
 from core.records import Completion
+from engine.model.compute_backend import ComputeBackend
 from engine.weights.causal_lm import max_context_tokens
 from engine.weights.loading import load_hf_config
 from learning.data.prompts import response_text, sampling_params
@@ -40,6 +43,7 @@ def verify_run(
     share: float = 0.02,
     seed: int = 0,
     num_engines: int | None = None,
+    overrides: Sequence[str] = (),
     tick: Tick = lambda stage, fraction: None,
 ) -> Proof:
     """Verify a run folder, finished or not; nothing is written there.
@@ -48,7 +52,8 @@ def verify_run(
         run: the folder.
         share: of the samples that can be generated again, how many are; at least one.
         seed: draws them.
-        num_engines: that generate at once, each with a copy of the weights; by default one a core.
+        num_engines: that generate at once; by default one a core, as far as memory has room for their weights.
+        overrides: `section.key=value` of the config, for what is elsewhere by now.
         tick: told of progress.
 
     Raises:
@@ -56,7 +61,7 @@ def verify_run(
     """
     began_s = time.perf_counter()
     run = run.absolute()
-    config = run_config(run)
+    config = run_config(run, overrides)
     proof = Proof(seed=seed)
     tick("checkpoints", 0.0)
     weights = find_weights(run, config)
@@ -67,9 +72,13 @@ def verify_run(
     good = verifiable(places, metrics, config, weights, proof)
     chosen = drawn(good, share=share, seed=seed)
     if samples := _read(run, chosen, proof):
+        if any(sample.rollout.completion.sampled is not None for sample in samples):
+            proof.notes.append(
+                "of episodes, what the environment said and where turns end is taken from the files"
+            )
         started_s = time.perf_counter()
         works = _works(samples)
-        num_engines = min(num_engines or num_cores(), len(works))
+        num_engines = min(num_engines or _most_engines(config), len(works))
         tick(f"starting {num_engines} engines", 0.0)
         tools = _Tools.start(run, config, weights, samples, proof, num_engines=num_engines)
         proof.start_s = time.perf_counter() - started_s
@@ -95,6 +104,18 @@ def _read(run: Path, places: Sequence[Place], proof: Proof) -> list[Recorded]:
                 )
             )
     return samples
+
+
+def _most_engines(config: Config) -> int:
+    """One a core, each with weights, their laid-out copies and the next version; on a GPU one."""
+    if config.decodes_on_gpu:
+        return 1
+    models = config.models
+    hf_config = load_hf_config(models.target, trust_remote_code=models.trust_remote_code)
+    # laid-out copies are float32
+    needed = 3 * 4 * count_params(hf_config, AutoModelForCausalLM, models.target)
+    available = memory_bytes()
+    return num_cores() if available is None else max(1, min(num_cores(), available // needed))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,6 +152,10 @@ class _Tools:
         ]
         if engines[0].engine.numerics != "invariant":
             raise InputError(f"nothing can be verified here: {engines[0].engine.promise}")
+        if engines[0].engine.runner.backend.name == ComputeBackend.name:
+            proof.notes.append(
+                "computed by torch's products, which round by the processor: verify on the run's kind of processor"
+            )
         rewards = None
         try:
             rewards = RewardsAgain(config, tokenizer)
@@ -151,23 +176,23 @@ def _regenerate(works: Sequence[Work], tools: _Tools, proof: Proof, tick: Tick) 
             num_done += len(answer.work.samples)
             _compare(answer, tools, proof)
         else:
-            work, error = answer
-            num_done += len(work.samples)
-            _other_weights(work, error, tools, proof)
+            num_done += len(answer.work.samples)
+            _other_weights(answer, tools, proof)
         tick(stage, num_done / total)
 
 
-def _other_weights(work: Work, error: WeightsError, tools: _Tools, proof: Proof) -> None:
-    version = work.weight_version
+def _other_weights(answer: NotLoaded, tools: _Tools, proof: Proof) -> None:
+    version, error = answer.work.weight_version, answer.error
+    other = isinstance(error, OtherWeights)
     difference = Difference(
         file=tools.weights.targets[version].name,
-        what=f"parameters of weight version {version}",
-        expected="those that the run published",
-        got=str(error),
+        what=f"parameter checksum of weight version {version}",
+        expected=f"{error.expected} (as published)" if other else "weights that can be loaded",
+        got=error.got if other else str(error),
     )
     if difference not in proof.differences:
         proof.differences.append(difference)
-    proof.unverified[f"the weights of version {version} are not the run's"] += len(work.samples)
+    proof.unverified[f"the weights of version {version} are not the run's"] += len(answer.work.samples)
 
 
 def _works(samples: Sequence[Recorded]) -> list[Work]:

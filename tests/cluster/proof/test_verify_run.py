@@ -17,6 +17,8 @@ from cluster.cli import main
 from cluster.proof.verify_run import verify_run
 from cluster.run_folder.layout import RunDir
 from core.checkpoint_manifest import MANIFEST, write_manifest
+from engine.weights.chunks import model_checksum
+from engine.weights.loading import load_causal_lm
 
 ALL = ["--share", "1", "--seed", "1", "--engines", "1"]
 
@@ -93,43 +95,49 @@ def test_a_change_of_a_sample_is_named(run: Path, change, said: str, capsys) -> 
 
 
 def nudge(file: Path) -> None:
-    """Change one weight by one bit."""
+    """Change one weight."""
     tensors = load_file(file)
-    first = next(iter(tensors.values())).view(-1)
-    first[0] = float(np.nextafter(np.float32(first[0]), np.float32(9)))
+    tensors["model.norm.weight"][0] *= 1.01
     save_file(tensors, file, metadata={"format": "pt"})
 
 
 def test_a_changed_weight_is_named(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    checkpoint = RunDir(path=run).checkpoint_dir("target", 0)
+    def verified() -> str:
+        assert main(["verify", str(run), *ALL]) == 1
+        return capsys.readouterr().out
+
+    checkpoint, log = RunDir(path=run).checkpoint_dir("target", 0), RunDir(path=run).weights_file
     nudge(checkpoint / "model.safetensors")
-    assert main(["verify", str(run), *ALL]) == 1
-    said = capsys.readouterr().out
+    said = verified()
     assert "DIFFERS checkpoints/target_0000/model.safetensors: content: expected SHA-256 " in said
     assert f"not verified: {SAMPLES} samples: the weights of version 1 are damaged" in said
 
-    # a manifest made anew still has another parameter checksum, and one that is changed too is not the log's
-    tree = json.loads((checkpoint / MANIFEST).read_text())
-    for checksum, named in (
-        (tree["parameter_checksum"], "parameters of weight version 1: expected those that the run published"),
-        ("0" * 32, "parameter checksum of weight version 1: expected "),
-    ):
-        write_manifest(checkpoint, model="target", weight_version=1, parameter_checksum=checksum)
-        assert main(["verify", str(run), *ALL]) == 1
-        assert named in capsys.readouterr().out
+    # whoever mends the checksums, one after the other, is found by the next, and at last by the samples
+    before = json.loads((checkpoint / MANIFEST).read_text())["parameter_checksum"]
+    after = model_checksum(load_causal_lm(str(checkpoint), "float32"))
+    write_manifest(checkpoint, model="target", weight_version=1, parameter_checksum=before)
+    assert f"expected {before} (as published), got {after}" in verified()
+    write_manifest(checkpoint, model="target", weight_version=1, parameter_checksum=after)
+    assert f"expected {before} (weights.jsonl), got {after}" in verified()
+    log.write_text(log.read_text().replace(before, after))
+    said = verified()
+    assert "checksum" not in said
+    assert "rollouts/iteration_0001.parquet: sample 6: policy log-probability of response token 0" in said
+    assert "iteration_0000" not in said
 
 
-def test_a_changed_first_model_is_named(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = made.parent / "pair" / "target" / "model.safetensors"
-    before = file.read_bytes()
+def test_a_changed_first_model_is_named(
+    made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = made.parent / "pair" / "target"
+    kept = shutil.copytree(folder, tmp_path / "kept")
     try:
-        nudge(file)
+        nudge(folder / "model.safetensors")
         assert main(["verify", str(made), *ALL]) == 1
-        assert (
-            "parameters of weight version 0: expected those that the run published" in capsys.readouterr().out
-        )
+        assert "parameter checksum of weight version 0: expected " in capsys.readouterr().out
+        assert main(["verify", str(made), *ALL, "--set", f"models.target={kept}"]) == 0
     finally:
-        file.write_bytes(before)
+        shutil.copytree(kept, folder, dirs_exist_ok=True)
 
 
 def test_what_cannot_be_verified_is_counted_and_said(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
