@@ -1,5 +1,5 @@
 """The command line: `rlhfspec demo | train | sft | train-reward | eval | profile | bench | gpu-selftest | simulate |
-check | data | models | serve | show | replay`.
+check | data | models | serve | show | verify | replay`.
 
 Exit codes: 0 good, 2 bad input (one line says what to mend), 1 failure, 130 interrupted. Only what a
 command needs is imported, so that `--help` answers at once.
@@ -50,6 +50,7 @@ def build_parser() -> argparse.ArgumentParser:
         simulate,
         train,
         train_reward,
+        verify,
     )
 
     parser = argparse.ArgumentParser(
@@ -74,6 +75,7 @@ def build_parser() -> argparse.ArgumentParser:
         models,
         serve,
         show,
+        verify,
         replay,
     ):
         module.add_parser(commands)

@@ -25,6 +25,7 @@ from cluster.reporting.iteration_metrics import iteration_figures, with_evaluati
 from cluster.run_checkpoints import save_checkpoints
 from cluster.run_folder.layout import RunDir
 from cluster.run_folder.rollout_files import write_rollouts
+from cluster.run_folder.weights_log import note_weights
 from cluster.system import System, running_system
 from cluster.tracking.run_log import RunLog
 from cluster.tracking.trackers import Trackers
@@ -83,6 +84,7 @@ def train(system: System, run_dir: RunDir, report: Reporter) -> None:
     evaluator = Evaluator(system, run_dir, report, recorder)
     report.on_progress = run_dir.progress
     report.start(run.iterations)
+    note_weights(run_dir.weights_file, system.target.manifest)
     try:
         log.before_training(evaluator.at_start())
         for iteration in range(run.iterations):
@@ -172,6 +174,7 @@ def run_iteration(
     broadcast = system.broadcast.publish(system.target, update.weight_version, instances)
     system.target = broadcast or system.trainers.take()
     (system.generation.keep if broadcast else system.generation.publish)(system.target)
+    note_weights(run_dir.weights_file, system.target.manifest)
     refit_began_s = time.perf_counter()
     report.progress("refit", 0, 1)
     draft_figures = refit_draft(system, rollouts, iteration_s=refit_began_s - began_s, report=report)

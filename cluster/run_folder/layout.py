@@ -9,6 +9,7 @@
     RUN/tensorboard/, RUN/wandb/        of the trackers that `tracking` asks for
     RUN/evaluations.jsonl               one object an evaluation, where evaluation.every is set
     RUN/evaluations/                    the evaluated samples of each, columns as in rollouts/
+    RUN/weights.jsonl                   the parameter checksum of every version of the target
     RUN/moves.jsonl                     one object for each move of a sample; no file where none moved
     RUN/steps/INSTANCE/                 a step log, one Parquet file an iteration, where run.step_log is true
     RUN/checkpoints/{target,draft}/     Hugging Face checkpoints, tokenizer included
@@ -171,6 +172,11 @@ class RunDir:
     def metrics_file(self) -> Path:
         """One JSON object an iteration."""
         return self.path / "metrics.jsonl"
+
+    @property
+    def weights_file(self) -> Path:
+        """One JSON object for each version of the target that was published."""
+        return self.path / "weights.jsonl"
 
     @property
     def moves_file(self) -> Path:
