@@ -122,27 +122,28 @@ def plan(config: Config) -> Topology:
         for i in range(config.num_reward_actors)
     )
     first += len(reward)
-    num_trainers = cluster.trainer.num_actors
-    trainer = tuple(
-        _place(
-            "trainer" if num_trainers == 1 else f"trainer-{i}",
-            first + 1 + i,
-            cluster.trainer.num_cpus,
-            cluster.trainer.num_gpus,
-            config.trainer.num_threads,
-        )
-        for i in range(num_trainers)
-    )
     num_environments = cluster.environment.num_actors if config.environment.kind else 0
     environment = tuple(
         _place(
             f"environment-{i}",
-            first + 1 + num_trainers + i,
+            first + 1 + i,
             cluster.environment.num_cpus,
             cluster.environment.num_gpus,
             1,
         )
         for i in range(num_environments)
+    )
+    # last: an evaluation leaves them out
+    num_trainers = cluster.trainer.num_actors
+    trainer = tuple(
+        _place(
+            "trainer" if num_trainers == 1 else f"trainer-{i}",
+            first + 1 + num_environments + i,
+            cluster.trainer.num_cpus,
+            cluster.trainer.num_gpus,
+            config.trainer.num_threads,
+        )
+        for i in range(num_trainers)
     )
     return Topology(
         scheduler=_place("scheduler", first, cluster.scheduler_num_cpus, 0.0, 1),

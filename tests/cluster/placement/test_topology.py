@@ -1,6 +1,7 @@
 """Places follow from the config; what cannot be placed is said with what is missing."""
 
 import time
+from dataclasses import replace
 
 import pytest
 import ray
@@ -36,6 +37,8 @@ def test_episodes_that_bring_their_own_rewards_need_no_reward_actor():
     assert topology.reward == () and len(topology.environment) == 2
     assert [place.bundle for place in topology.places] == list(range(len(topology.places)))
     assert "reward" not in topology.describe()
+    evaluated = replace(topology, trainer=()).places
+    assert [place.bundle for place in evaluated] == list(range(len(evaluated)))
 
 
 def test_gpus_and_threads_go_where_the_config_says():
