@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray._private import ray_constants
 
 from cluster.placement import machine
 from cluster.placement.memory_plan import OBJECT_STORE_USUAL_BYTES
@@ -45,6 +46,9 @@ _RAY_SOCKET_BYTES = (
 _LOCAL_ENVIRONMENT = {
     "RAY_AUTH_MODE": "disabled",
     "RAY_USAGE_STATS_ENABLED": "0",
+    # no token keeps strangers out, so nothing may listen outside the machine: by default GCS, raylet and every worker
+    # do. Ray's switch for laptops, which it reads while it is imported (`_on_loopback`)
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     # on a busy machine importing takes Serve's proxy longer than its five seconds: it would be killed, again and again
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
 }
@@ -173,7 +177,7 @@ def _local(
     cluster = config.cluster
     try:
         claim(Path(folder))
-        with _environment(_LOCAL_ENVIRONMENT):
+        with _environment(_LOCAL_ENVIRONMENT), _on_loopback():
             try:
                 context = ray.init(
                     address="local",
@@ -293,6 +297,17 @@ def _environment(values: dict[str, str]) -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+
+
+@contextmanager
+def _on_loopback() -> Iterator[None]:
+    """Let Ray, imported already, take the loopback address for its node's; its processes are told by environment."""
+    before = ray_constants.ENABLE_RAY_CLUSTER
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = before
 
 
 @contextmanager

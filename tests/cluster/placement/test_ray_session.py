@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
 import cluster.placement.ray_session
@@ -63,6 +64,17 @@ def processes_of(folder: str) -> list[str]:
     return found
 
 
+def listeners(pid: int) -> set[str]:
+    """Addresses that a process and all below it listen on."""
+    root = psutil.Process(pid)
+    found = set()
+    for process in [root, *root.children(recursive=True)]:
+        with suppress(psutil.Error):
+            sockets = process.net_connections(kind="tcp")
+            found |= {each.laddr.ip for each in sockets if each.status == psutil.CONN_LISTEN}
+    return {address.removeprefix("::ffff:") for address in found}
+
+
 @pytest.mark.ray
 @pytest.mark.slow
 def test_ctrl_c_leaves_no_process_no_folder_and_an_untouched_home(tmp_path):
@@ -83,6 +95,8 @@ def test_ctrl_c_leaves_no_process_no_folder_and_an_untouched_home(tmp_path):
         folder = answers["folder"].strip()
         assert answers["worker"].strip() == str(ROOT / "core" / "__init__.py")
         assert processes_of(folder)
+        # it asks for no token: nobody from outside may reach it
+        assert listeners(child.pid) == {"127.0.0.1"}
         child.send_signal(signal.SIGINT)
         child.wait(timeout=60)
     finally:
