@@ -19,7 +19,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -216,13 +216,14 @@ def _joined(address: str, namespace: str, on_sigterm: Callable[[], None]) -> Ite
     # A job's working directory has been uploaded by `ray job submit`; otherwise this tree is.
     runtime_env = None if in_job else {"working_dir": str(ROOT), "excludes": ["/runs", "/.venv", "/.git"]}
     try:
-        context = ray.init(
-            address=address,
-            namespace=namespace,
-            runtime_env=runtime_env,
-            log_to_driver=False,
-            logging_level=logging.WARNING,
-        )
+        with _on_loopback() if _is_private(address) else nullcontext():
+            context = ray.init(
+                address=address,
+                namespace=namespace,
+                runtime_env=runtime_env,
+                log_to_driver=False,
+                logging_level=logging.WARNING,
+            )
     except Exception as error:  # a refusal, a time-out, another version: of many kinds
         raise PlacementError(
             f"cannot join the Ray cluster at '{address}': {_one_line(error)}; start it with `ray start --head`, or "
@@ -250,6 +251,20 @@ def _require_reachable(address: str) -> None:
             f"{CONNECT_TIMEOUT_S:.0f} s); start it with `ray start --head`, mend cluster.address or RAY_ADDRESS, or "
             "leave both unset for a local one"
         ) from error
+
+
+def _is_private(address: str) -> bool:
+    """Whether that is a cluster on the loopback alone, as a run's own: Ray would look for it elsewhere, and wait."""
+    host, _, port = address.rpartition(":")
+    if not port.isdigit() or host.strip("[]") not in (LOOPBACK, "localhost", "::1"):
+        return False
+    try:
+        socket.create_connection(
+            (ray.util.get_node_ip_address(), int(port)), timeout=CONNECT_TIMEOUT_S
+        ).close()
+    except OSError:
+        return True
+    return False
 
 
 def _one_line(error: Exception) -> str:
