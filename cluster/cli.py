@@ -1,5 +1,5 @@
 """The command line: `rlhfspec demo | train | sft | train-reward | eval | profile | bench | gpu-selftest | simulate |
-check | data | models | serve | show | verify | replay`.
+check | data | models | serve | kube | show | verify | replay`.
 
 Exit codes: 0 good, 2 bad input (one line says what to mend), 1 failure, 130 interrupted. Only what a
 command needs is imported, so that `--help` answers at once.
@@ -41,6 +41,7 @@ def build_parser() -> argparse.ArgumentParser:
         data,
         evaluate,
         gpu_selftest,
+        kube,
         models,
         profile,
         replay,
@@ -74,6 +75,7 @@ def build_parser() -> argparse.ArgumentParser:
         data,
         models,
         serve,
+        kube,
         show,
         verify,
         replay,

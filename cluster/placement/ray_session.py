@@ -19,12 +19,13 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import ray
+from ray._private import ray_constants
 
 from cluster.placement import machine
 from cluster.placement.memory_plan import OBJECT_STORE_USUAL_BYTES
@@ -45,6 +46,9 @@ _RAY_SOCKET_BYTES = (
 _LOCAL_ENVIRONMENT = {
     "RAY_AUTH_MODE": "disabled",
     "RAY_USAGE_STATS_ENABLED": "0",
+    # no token keeps strangers out, so nothing may listen outside the machine: by default GCS, raylet and every worker
+    # do. Ray's switch for laptops, which it reads while it is imported (`_on_loopback`)
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     # on a busy machine importing takes Serve's proxy longer than its five seconds: it would be killed, again and again
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
 }
@@ -173,7 +177,7 @@ def _local(
     cluster = config.cluster
     try:
         claim(Path(folder))
-        with _environment(_LOCAL_ENVIRONMENT):
+        with _environment(_LOCAL_ENVIRONMENT), _on_loopback():
             try:
                 context = ray.init(
                     address="local",
@@ -212,13 +216,14 @@ def _joined(address: str, namespace: str, on_sigterm: Callable[[], None]) -> Ite
     # A job's working directory has been uploaded by `ray job submit`; otherwise this tree is.
     runtime_env = None if in_job else {"working_dir": str(ROOT), "excludes": ["/runs", "/.venv", "/.git"]}
     try:
-        context = ray.init(
-            address=address,
-            namespace=namespace,
-            runtime_env=runtime_env,
-            log_to_driver=False,
-            logging_level=logging.WARNING,
-        )
+        with _on_loopback() if _is_private(address) else nullcontext():
+            context = ray.init(
+                address=address,
+                namespace=namespace,
+                runtime_env=runtime_env,
+                log_to_driver=False,
+                logging_level=logging.WARNING,
+            )
     except Exception as error:  # a refusal, a time-out, another version: of many kinds
         raise PlacementError(
             f"cannot join the Ray cluster at '{address}': {_one_line(error)}; start it with `ray start --head`, or "
@@ -246,6 +251,20 @@ def _require_reachable(address: str) -> None:
             f"{CONNECT_TIMEOUT_S:.0f} s); start it with `ray start --head`, mend cluster.address or RAY_ADDRESS, or "
             "leave both unset for a local one"
         ) from error
+
+
+def _is_private(address: str) -> bool:
+    """Whether that is a cluster on the loopback alone, as a run's own: Ray would look for it elsewhere, and wait."""
+    host, _, port = address.rpartition(":")
+    if not port.isdigit() or host.strip("[]") not in (LOOPBACK, "localhost", "::1"):
+        return False
+    try:
+        socket.create_connection(
+            (ray.util.get_node_ip_address(), int(port)), timeout=CONNECT_TIMEOUT_S
+        ).close()
+    except OSError:
+        return True
+    return False
 
 
 def _one_line(error: Exception) -> str:
@@ -293,6 +312,17 @@ def _environment(values: dict[str, str]) -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+
+
+@contextmanager
+def _on_loopback() -> Iterator[None]:
+    """Let Ray, imported already, take the loopback address for its node's; its processes are told by environment."""
+    before = ray_constants.ENABLE_RAY_CLUSTER
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = before
 
 
 @contextmanager
