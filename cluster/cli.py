@@ -1,5 +1,5 @@
 """The command line: `rlhfspec demo | train | sft | train-reward | eval | profile | bench | gpu-selftest | simulate |
-check | data | models | serve | show | replay`.
+check | data | models | serve | show | replay | status`.
 
 Exit codes: 0 good, 2 bad input (one line says what to mend), 1 failure, 130 interrupted. Only what a
 command needs is imported, so that `--help` answers at once.
@@ -42,6 +42,7 @@ def build_parser() -> argparse.ArgumentParser:
         evaluate,
         gpu_selftest,
         models,
+        observe,
         profile,
         replay,
         serve,
@@ -75,6 +76,7 @@ def build_parser() -> argparse.ArgumentParser:
         serve,
         show,
         replay,
+        observe,
     ):
         module.add_parser(commands)
     return parser

@@ -14,6 +14,7 @@ import logging
 import os
 import signal
 import socket
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import UTC, datetime
 from logging.handlers import RotatingFileHandler
@@ -49,37 +50,48 @@ class JsonLines(logging.Formatter):
         return json.dumps(tree | getattr(record, "fields", {}))
 
 
-def begin_process_log(folder: Path, name: str, *, run: str) -> logging.Handler | None:
-    """Log to `folder/name.jsonl` from here on, and answer STACKS_SIGNAL; None where the folder's parent is not here.
+def begin_process_log(folder: Path, name: str, *, run: str) -> Callable[[], None]:
+    """Log to `folder/name.jsonl` from here on, and answer STACKS_SIGNAL; returns what ends the log.
 
-    What cannot be written is left out: a log is not worth a run.
+    What cannot be written is left out, as on a node that does not see the run folder: a log is not worth a run.
     """
     try:
         if not folder.parent.is_dir():
-            return None
+            return lambda: None
         folder.mkdir(exist_ok=True)
         handler = RotatingFileHandler(folder / f"{name}.jsonl", maxBytes=MAX_BYTES, backupCount=1)
         stacks = (folder / f"{name}.stacks").open("a")
     except OSError:
-        return None
+        return lambda: None
     handler.setFormatter(JsonLines(name))
     handler.handleError = lambda record: None  # type: ignore[method-assign]
-    logging.getLogger().addHandler(handler)
-    for ours in OURS:
-        if logging.getLogger(ours).level == logging.NOTSET:
-            logging.getLogger(ours).setLevel(logging.INFO)
+    end = _attach(handler)
     with suppress(ValueError, RuntimeError, AttributeError):
-        # kept open: the handler of the signal writes to its descriptor
         faulthandler.register(STACKS_SIGNAL, file=stacks, all_threads=True)
         faulthandler.enable(file=stacks)
+        # kept open until the process ends: the signal's handler writes to its descriptor
         _open[name] = stacks
     fields = {"run": run, "pid": os.getpid(), "host": socket.gethostname(), "stacks": name in _open}
     logging.getLogger(__name__).info("%s begins", name, extra={"fields": fields})
-    return handler
+    return end
 
 
-def end_process_log(handler: logging.Handler | None) -> None:
-    """Close the file; stacks are answered until the process ends."""
-    if handler is not None:
-        logging.getLogger().removeHandler(handler)
+def _attach(handler: logging.Handler) -> Callable[[], None]:
+    """Hand records of our loggers from INFO on to `handler`; other handlers get no more than before."""
+    root = logging.getLogger()
+    levels: list[tuple[logging.Handler | logging.Logger, int]] = [(one, one.level) for one in root.handlers]
+    for other in root.handlers:
+        other.setLevel(max(other.level, root.level))
+    root.addHandler(handler)
+    for ours in map(logging.getLogger, OURS):
+        if ours.level == logging.NOTSET:
+            levels.append((ours, ours.level))
+            ours.setLevel(logging.INFO)
+
+    def end() -> None:
+        root.removeHandler(handler)
         handler.close()
+        for one, level in levels:
+            one.setLevel(level)
+
+    return end

@@ -20,7 +20,7 @@ import ray
 
 from actors.actor_messages import InstanceSight
 from actors.ray_utils import run_metrics
-from actors.ray_utils.process_log import begin_process_log, end_process_log
+from actors.ray_utils.process_log import begin_process_log
 from actors.ray_utils.watch import open_waits
 from cluster.observing.live_page import PAGE_EVERY_S, STORE, EventRow, InstanceRow, LivePage, WaitRow
 from cluster.placement.ray_session import RaySession
@@ -176,7 +176,7 @@ def observing(
     run_dir: RunDir, session: RaySession, report: Reporter, *, num_iterations: int
 ) -> Iterator[Observer]:
     """Observe the block's loop, whose reporter is `report`; log of this process and gauges included."""
-    log = begin_process_log(run_dir.logs_folder, "loop", run=run_dir.path.name)
+    end_log = begin_process_log(run_dir.logs_folder, "loop", run=run_dir.path.name)
     run_metrics.begin(run_metrics.RaySink(run_dir.path.name))
     observer = Observer(run_dir, session, num_iterations=num_iterations)
     ended = threading.Event()
@@ -200,7 +200,7 @@ def observing(
         with suppress(Exception):
             observer.close()
         run_metrics.begin(None)
-        end_process_log(log)
+        end_log()
 
 
 def _row(sight: InstanceSight) -> InstanceRow:

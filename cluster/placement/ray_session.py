@@ -19,7 +19,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -236,6 +236,11 @@ def _joined(address: str, namespace: str, on_sigterm: Callable[[], None]) -> Ite
     finally:
         with _uninterrupted():
             ray.shutdown()
+
+
+def joined_cluster(address: str) -> AbstractContextManager[RaySession]:
+    """Join a running cluster to look at it, and leave it with the block. Raises PlacementError."""
+    return _joined(address, "rlhfspec-observer", lambda: None)
 
 
 def _require_reachable(address: str) -> None:
