@@ -187,6 +187,18 @@ def test_bad_input_is_one_line_and_leaves_no_folder(files: Path, tmp_path: Path,
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [("run.seed=7", "run.seed was 0, now 7"), ("trainer.batch_size=4", "trainer.batch_size was 8, now 4"),
+     ("data.limit=30", "number of examples was 38, now")],
+)  # fmt: skip
+def test_other_rows_or_another_order_are_not_gone_on_with(files: Path, tmp_path: Path, capsys, changed, said):
+    first = sft(files, tmp_path / "run", "trainer.max_steps=2", "trainer.checkpoint_every=2")
+    assert run("sft", "--resume", first.path, sets=("trainer.max_steps=3", changed)) == 2
+    assert said in capsys.readouterr().err
+    assert run("sft", "--resume", first.path, sets=("trainer.max_steps=3",)) == 0
+
+
 def test_a_run_without_a_state_cannot_be_gone_on_with(files: Path, tmp_path: Path, capsys):
     sft(files, tmp_path / "run", "trainer.max_steps=1")
     assert run("sft", "--resume", tmp_path / "run") == 2
