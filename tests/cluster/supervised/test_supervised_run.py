@@ -90,7 +90,7 @@ def weights(folder: Path, auto=AutoModelForCausalLM) -> dict[str, torch.Tensor]:
     return dict(auto.from_pretrained(folder).named_parameters())
 
 
-def test_sft_leaves_a_complete_folder_and_learns(files: Path, tmp_path: Path):
+def test_sft_leaves_a_complete_folder_and_learns(files: Path, tmp_path: Path, capsys):
     folder = sft(files, tmp_path / "run", "trainer.epochs=6")
     rows = read_metrics(folder.metrics_file)
     steps = 6 * -(-38 // 8)  # 2 of 40 rows are held out
@@ -102,6 +102,10 @@ def test_sft_leaves_a_complete_folder_and_learns(files: Path, tmp_path: Path):
     assert verify_checkpoint(saved)["weight_version"] == steps
     assert (saved / "tokenizer_config.json").is_file() and weights(saved)
     assert yaml.safe_load(folder.config_file.read_text())["data"]["path"] == str(files / "talks.jsonl")
+    capsys.readouterr()
+    assert main(["show", str(folder.path)]) == 0
+    drawn = capsys.readouterr().out
+    assert "held-out loss, first to last" in drawn and "train/loss" in drawn and "Amdahl" not in drawn
 
 
 def test_a_fine_tuned_model_keeps_all_end_tokens_and_what_it_said_of_sampling(files: Path, tmp_path: Path):
