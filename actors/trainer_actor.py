@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -169,6 +170,15 @@ class TrainerActor:
         with self._trainers.naming("gather weights"), closing(owner.weights()) as weights:
             yield from packer.chunks(weights)
         yield packer.manifest()
+
+    def save_state(self, folder: str) -> None:
+        """Write all that goes on from here into a folder that every trainer sees. Raises StorageError, PeerLost."""
+        self._learner.save(Path(folder))
+
+    def load_state(self, folder: str) -> int:
+        """Go on where `save_state` was called; the weight version. Raises ConfigError when it does not fit."""
+        self._learner.load(Path(folder))
+        return self._learner.weight_version
 
     def gpu_seat(self) -> str | None:
         """The GPU that the target is trained on, by a name that no other GPU of the cluster has; None: a CPU."""

@@ -28,6 +28,7 @@ from cluster.placement.topology import PlacementContext, Topology, actor_options
 from cluster.preflight.evaluation_prompts import EvaluationPrompts
 from cluster.preflight.inputs import Inputs
 from cluster.preflight.reward_plan import resolved_reward, scoring_timeout_s
+from cluster.resuming.run_state import RunState
 from cluster.scheduling.generation_pool import GenerationPool
 from cluster.scheduling.instance_table import InstanceTable
 from cluster.scheduling.reallocation import migration_settings, reallocation_policy
@@ -36,6 +37,7 @@ from cluster.trainer_pool import TrainerPool
 from cluster.weights.group_publication import Broadcast
 from cluster.weights.publish import PublishedWeights
 from core.config import Config
+from core.errors import StorageError
 from core.records import Completion, SampleRequest, SamplingParams
 from engine.weights.causal_lm import DTYPES
 from engine.weights.chunks import WeightPacker, pack_weights
@@ -116,9 +118,14 @@ class System(GeneratingSystem):
 
 @contextmanager
 def running_system(
-    config: Config, session: RaySession, inputs: Inputs, *, note: Callable[[str], None] = logger.warning
+    config: Config,
+    session: RaySession,
+    inputs: Inputs,
+    *,
+    note: Callable[[str], None] = logger.warning,
+    resume: RunState | None = None,
 ) -> Iterator[System]:
-    """Run all actors of a config whose model names are resolved, first weights loaded.
+    """Run all actors of a config whose model names are resolved, first weights loaded, or those of a state.
 
     Their bundles are given back however the block ends, and the actors end with them. `note` is told, one line each,
     of actors that are lost and replaced, and of waits that take unusually long.
@@ -129,8 +136,10 @@ def running_system(
     try:
         context = PlacementContext(group=group, namespace=session.namespace)
         with watching(note), watching_raylet(own_raylet() if session.is_local else None, note):
-            system = _make_actors(config, inputs, topology, context, note)
+            system = _make_actors(config, inputs, topology, context, note, resume)
             _bring_up(system)
+            if resume is not None:
+                _take_up(system, resume)
             system.streams_forwards, why = streams_forwards(
                 config, topology, nodes_of(group, topology), recomputes_old=system.recomputes_old
             )
@@ -201,7 +210,12 @@ def _bring_up_generation(system: GeneratingSystem) -> None:
 
 
 def _make_actors(
-    config: Config, inputs: Inputs, topology: Topology, context: PlacementContext, note: Callable[[str], None]
+    config: Config,
+    inputs: Inputs,
+    topology: Topology,
+    context: PlacementContext,
+    note: Callable[[str], None],
+    resume: RunState | None,
 ) -> System:
     """Start every process; they come up at the same time, while the models are read here."""
     cluster, tokenizer, dataset = config.cluster, inputs.tokenizer, inputs.dataset
@@ -222,7 +236,7 @@ def _make_actors(
         episodes=episodes,
         trainers=trainers,
         target=load_and_put(config, config.models.target, "target"),
-        draft=_draft(config),
+        draft=_draft(config, resume),
         broadcast=Broadcast(cluster, trainers, note),
         evaluation=inputs.evaluation,
     )
@@ -235,8 +249,27 @@ def _bring_up(system: System) -> None:
     system.trainers.confirm_loaded()
 
 
-def load_and_put(config: Config, name: str, model: Any) -> PublishedWeights:
-    """Read a model here, where its path is known, and publish it as version 0 of `model`.
+def _take_up(system: System, state: RunState) -> None:
+    """Put trainers, instances and cursor where the state was taken.
+
+    Trainers begin with the first weights all the same: an adapter's base and a reference are made of them.
+    Raises ConfigError, DataError: the config is not that of the state; StorageError: other weights come of it.
+    """
+    system.trainers.load_state(state.trainer_folder)
+    system.cursor.restore(state.cursor)
+    system.target = system.trainers.take()
+    found = system.target.manifest
+    if (found.weight_version, found.checksum) != (state.weight_version, state.parameter_checksum):
+        raise StorageError(
+            f"state {state.folder}: expected weight version {state.weight_version} with checksum "
+            f"{state.parameter_checksum}, got version {found.weight_version} with {found.checksum}; models.target, "
+            "models.dtype or the adapter are not those of the run, or the file has changed: resume with its own config"
+        )
+    system.generation.publish(system.target)
+
+
+def load_and_put(config: Config, name: str, model: Any, *, weight_version: int = 0) -> PublishedWeights:
+    """Read a model here, where its path is known, and publish it as a version of `model`.
 
     Where its files name every weight as the model does, no model is built: a bucket at a time passes through.
     """
@@ -245,14 +278,14 @@ def load_and_put(config: Config, name: str, model: Any) -> PublishedWeights:
     stored = stored_weights(name, hf_config, models.dtype)
     if stored is None:
         loaded = load_causal_lm(name, models.dtype, trust_remote_code=models.trust_remote_code)
-        manifest, chunks = pack_weights(loaded, name=model, weight_version=0)
+        manifest, chunks = pack_weights(loaded, name=model, weight_version=weight_version)
         return PublishedWeights(manifest=manifest, chunk_refs=tuple(ray.put(chunk) for chunk in chunks))
     dtype = DTYPES[models.dtype]
     # as published: what is finite in its file may not be when it is rounded
     require_finite(name, ((key, tensor.to(dtype)) for key, tensor in stored.tensors()))
     packer = WeightPacker(
         name=model,
-        weight_version=0,
+        weight_version=weight_version,
         hf_config_json=stored.hf_config_json,
         dtypes=dict.fromkeys(stored.tensor_names, dtype),
         rooms=1,
@@ -261,9 +294,12 @@ def load_and_put(config: Config, name: str, model: Any) -> PublishedWeights:
     return PublishedWeights(manifest=packer.manifest(), chunk_refs=refs)
 
 
-def _draft(config: Config) -> PublishedWeights | None:
+def _draft(config: Config, resume: RunState | None = None) -> PublishedWeights | None:
     if config.speculation.drafter != "model" or config.models.draft is None:
         return None
+    if resume is not None and resume.draft_version is not None:
+        kept = str(resume.draft_folder)
+        return load_and_put(config, kept, "draft", weight_version=resume.draft_version)
     return load_and_put(config, config.models.draft, "draft")
 
 

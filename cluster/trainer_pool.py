@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Literal
 
 import ray
@@ -143,6 +144,17 @@ class TrainerPool:
         return get_all(refs, waiter="the loop", order="pack the adapter", timeout_s=self._timeout_s)[
             self.first_name
         ]
+
+    def save_state(self, folder: Path) -> None:
+        """Let all write what they hold into a folder that every node sees. Raises StorageError."""
+        refs = {name: one.save_state.remote(str(folder)) for name, one in self._trainers.items()}
+        get_all(refs, waiter="the loop", order="write their state", timeout_s=self._timeout_s)
+
+    def load_state(self, folder: Path) -> int:
+        """Let all go on from what `save_state` wrote; the weight version. Raises ConfigError when it does not fit."""
+        refs = {name: one.load_state.remote(str(folder)) for name, one in self._trainers.items()}
+        answers = get_all(refs, waiter="the loop", order="read their state", timeout_s=self._start_timeout_s)
+        return answers[self.first_name]
 
     def _join(self, following: Mapping[str, Any], order: str) -> None:
         if following:
