@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from actors.asked_actors import AskedActors, Manners, Replace
+from actors.ray_utils.actor_start import begin_actor
 from actors.ray_utils.remote import Handle, remote
 from core.config import EnvironmentConfig
 from core.errors import EpisodeError, InputError, one_line
@@ -37,6 +38,7 @@ class EnvironmentActor:
 
     def __init__(self, name: str, config: EnvironmentConfig, caller_dir: str | None = None) -> None:
         """`caller_dir`: the driver's folder, for code of the user's."""
+        begin_actor(name)
         import_from_too(caller_dir)
         self._name = name
         self._config = config

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from actors.asked_actors import AskedActors, Manners, Replace
+from actors.ray_utils.actor_start import begin_actor
 from actors.ray_utils.assigned_device import assigned_gpus, resolve_device
 from actors.ray_utils.remote import Handle, remote
 from core.config import RewardConfig
@@ -31,6 +32,7 @@ class RewardActor:
 
     def __init__(self, name: str, config: RewardConfig, caller_dir: str | None = None) -> None:
         """`caller_dir`: the driver's folder, for code of the user's."""
+        begin_actor(name)
         import_from_too(caller_dir)
         self._name = name
         self._config = config

@@ -1,5 +1,5 @@
 """The command line: `rlhfspec demo | train | sft | train-reward | eval | profile | bench | gpu-selftest | simulate |
-check | data | models | serve | show | replay`.
+check | data | models | serve | kube | show | verify | replay | status`.
 
 Exit codes: 0 good, 2 bad input (one line says what to mend), 1 failure, 130 interrupted. Only what a
 command needs is imported, so that `--help` answers at once.
@@ -41,7 +41,9 @@ def build_parser() -> argparse.ArgumentParser:
         data,
         evaluate,
         gpu_selftest,
+        kube,
         models,
+        observe,
         profile,
         replay,
         serve,
@@ -50,6 +52,7 @@ def build_parser() -> argparse.ArgumentParser:
         simulate,
         train,
         train_reward,
+        verify,
     )
 
     parser = argparse.ArgumentParser(
@@ -73,8 +76,11 @@ def build_parser() -> argparse.ArgumentParser:
         data,
         models,
         serve,
+        kube,
         show,
+        verify,
         replay,
+        observe,
     ):
         module.add_parser(commands)
     return parser

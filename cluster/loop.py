@@ -16,6 +16,7 @@ import ray
 from cluster.collect import collect
 from cluster.evaluate import Evaluator
 from cluster.forward_stream import Streamed
+from cluster.observing.observer import observing
 from cluster.placement.ray_session import ray_session, sigterm_exits
 from cluster.preflight.inputs import Inputs
 from cluster.recorder import Recorder
@@ -25,6 +26,7 @@ from cluster.reporting.iteration_metrics import iteration_figures, with_evaluati
 from cluster.run_checkpoints import save_checkpoints
 from cluster.run_folder.layout import RunDir
 from cluster.run_folder.rollout_files import write_rollouts
+from cluster.run_folder.weights_log import note_weights
 from cluster.system import System, running_system
 from cluster.tracking.run_log import RunLog
 from cluster.tracking.trackers import Trackers
@@ -57,14 +59,20 @@ def run_training(config: Config, inputs: Inputs, run_dir: RunDir, report: Report
         run_dir.heartbeat(),
         sigterm_exits(interrupted),
         ray_session(
-            config, run_dir.path.name, on_sigterm=interrupted, store_bytes=inputs.object_store_bytes
+            config,
+            run_dir.path.name,
+            on_sigterm=interrupted,
+            store_bytes=inputs.object_store_bytes,
+            logs=run_dir.logs_folder,
         ) as session,
+        observing(run_dir, session, report, num_iterations=config.run.iterations) as observer,
     ):
         for line in session.swept:
             report.note(line)
         if session.dashboard_url:
             report.note(f"dashboard {session.dashboard_url}")
         with running_system(config, session, inputs, note=report.note) as system:
+            observer.watch(system)
             train(system, run_dir, report)
     manifest = system.target.manifest
     report.note(f"parameter checksum {manifest.checksum} (weight version {manifest.weight_version})")
@@ -83,6 +91,7 @@ def train(system: System, run_dir: RunDir, report: Reporter) -> None:
     evaluator = Evaluator(system, run_dir, report, recorder)
     report.on_progress = run_dir.progress
     report.start(run.iterations)
+    note_weights(run_dir.weights_file, system.target.manifest)
     try:
         log.before_training(evaluator.at_start())
         for iteration in range(run.iterations):
@@ -172,6 +181,7 @@ def run_iteration(
     broadcast = system.broadcast.publish(system.target, update.weight_version, instances)
     system.target = broadcast or system.trainers.take()
     (system.generation.keep if broadcast else system.generation.publish)(system.target)
+    note_weights(run_dir.weights_file, system.target.manifest)
     refit_began_s = time.perf_counter()
     report.progress("refit", 0, 1)
     draft_figures = refit_draft(system, rollouts, iteration_s=refit_began_s - began_s, report=report)

@@ -10,6 +10,7 @@ from cluster.system import System
 from cluster.weights.checkpoints import save_adapter, save_checkpoint
 from cluster.weights.publish import PublishedWeights
 from core.files import PARTIAL, storage_errors
+from engine.weights.generation_settings import load_generation_settings
 
 _MODELS = ("target", "draft", "adapter")
 
@@ -56,12 +57,15 @@ def remove_old(run_dir: RunDir, *, keep: int) -> None:
 def _save(
     system: System, run_dir: RunDir, weights: PublishedWeights, name: str, iteration: int | None = None
 ) -> None:
+    models = system.config.models
+    source = models.draft if name == "draft" else models.target
     save_checkpoint(
         weights,
         system.tokenizer,
         run_dir.checkpoint_dir(name, iteration),
         dtype=system.config.models.dtype,
         timeout_s=system.config.cluster.order_timeout_s,
+        generation=load_generation_settings(source) if source is not None else None,
     )
 
 

@@ -16,6 +16,17 @@ MANIFEST = "rlhfspec-manifest.json"
 SCHEMA_VERSION = 1
 
 
+class CheckpointDamaged(ModelError):
+    """A file of a checkpoint is not what its manifest says."""
+
+    def __init__(self, folder: Path, file: str, expected: str, got: str) -> None:
+        super().__init__(
+            f"checkpoint {folder} is damaged: {file}: expected {expected}, got {got}; copy the checkpoint anew, or "
+            f"delete its {MANIFEST} if you changed it on purpose"
+        )
+        self.file, self.expected, self.got = file, expected, got
+
+
 def write_manifest(folder: Path, *, model: str, weight_version: int, parameter_checksum: str) -> None:
     """Describe every file that `folder` holds now; meant for a folder that is not yet visible (`whole_folder`).
 
@@ -44,26 +55,19 @@ def has_manifest(folder: Path) -> bool:
 def verify_checkpoint(folder: Path) -> dict[str, Any]:
     """Compare every file with the manifest and return it. Files that it does not name are not looked at.
 
-    Raises ModelError: no manifest, or the first file that is missing or differs.
+    Raises ModelError: no manifest; CheckpointDamaged: the first file that is missing or differs.
     """
     tree = _read(folder)
     for name, expected in tree["files"].items():
         path = folder / name
         if not path.is_file():
-            raise _differs(folder, name, "the file", "none")
+            raise CheckpointDamaged(folder, name, "the file", "none")
         if path.stat().st_size != expected["num_bytes"]:
             got = f"{path.stat().st_size:,}"
-            raise _differs(folder, name, f"{expected['num_bytes']:,} bytes", got)
+            raise CheckpointDamaged(folder, name, f"{expected['num_bytes']:,} bytes", got)
         if (got := _sha256(path)) != expected["sha256"]:
-            raise _differs(folder, name, f"SHA-256 {expected['sha256'][:16]}...", f"{got[:16]}...")
+            raise CheckpointDamaged(folder, name, f"SHA-256 {expected['sha256'][:16]}...", f"{got[:16]}...")
     return tree
-
-
-def _differs(folder: Path, name: str, expected: str, got: str) -> ModelError:
-    return ModelError(
-        f"checkpoint {folder} is damaged: {name}: expected {expected}, got {got}; copy the checkpoint anew, or "
-        f"delete its {MANIFEST} if you changed it on purpose"
-    )
 
 
 def _read(folder: Path) -> dict[str, Any]:

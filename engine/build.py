@@ -50,6 +50,7 @@ def build_engine(
     drafter_version: int = 0,
     clock: Callable[[], float] = time.perf_counter,
     policy: DraftPolicy | None = None,
+    drafter: Drafter | None = None,
     profile: Profile | None = None,
     backend: ComputeBackend | None = None,
     verdicts: KeptVerdicts | None = None,
@@ -71,6 +72,7 @@ def build_engine(
         drafter_version: version of the draft model's weights.
         clock: seconds, for step records.
         policy: instead of the one that `speculation` describes.
+        drafter: likewise.
         profile: what the policy `goodput` and every refined budget go by.
         backend: what computes, instead of the one that device and threads ask for.
         verdicts: where the probe's verdict is looked for and kept; None: the probe runs at every start.
@@ -115,7 +117,7 @@ def build_engine(
             numerics = "fast"
             runner_of.keywords["attention"] = attention_for(engine, numerics, backend)
             runner = runner_of(target)
-    drafter = _drafter(speculation, engine, policy, draft, runner_of, vocab_size)
+    drafter = drafter or _drafter(speculation, engine, policy, draft, runner_of, vocab_size)
     return Engine(
         runner,
         drafter=drafter,

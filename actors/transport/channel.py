@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
+import secrets
 import threading
 import time
-import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -16,8 +16,8 @@ _SOURCE_PLACE = re.compile(r"^\[[^\]]*\.(cc|cpp|h):\d+\]\s*")
 
 
 def new_channel_id() -> str:
-    """An id that no other channel of any process has."""
-    return uuid.uuid4().hex[:16]
+    """An id that no other channel of any process has, and nobody guesses: it is what lets a source in."""
+    return secrets.token_hex(16)
 
 
 class ChannelLife:

@@ -7,6 +7,7 @@ addresses and keeps a thread; this one does none of that. Every wait ends at its
 
 from __future__ import annotations
 
+import hmac
 import socket
 import struct
 import time
@@ -19,6 +20,8 @@ import torch.distributed
 
 LENGTHS = struct.Struct("<II")
 MAX_ITEM_BYTES = 1 << 20
+_KNOCK_S = 1.0
+"Within which whoever connects must show the channel's id: strangers who say nothing must not keep the source out."
 _c10d: Any = torch.distributed
 
 
@@ -41,9 +44,9 @@ def accept(listener: socket.socket, channel: str, timeout_s: float) -> socket.so
     while True:
         listener.settimeout(remaining_s(ends_s))
         link, _ = listener.accept()
-        link.settimeout(remaining_s(ends_s))
-        with suppress(ConnectionError):
-            if read_exactly(link, len(channel)) == channel.encode():
+        link.settimeout(min(remaining_s(ends_s), _KNOCK_S))
+        with suppress(ConnectionError, TimeoutError):
+            if hmac.compare_digest(read_exactly(link, len(channel)), channel.encode()):
                 return link
         # Somebody else found the port.
         link.close()

@@ -169,7 +169,7 @@ def _ppo(chain: Chain, seed: int, *, iterations: int) -> dict[str, Any]:
         "speculation": {"drafter": "none", "policy": "off"},
         "engine": {"max_running_samples": 32, "num_threads": 1},
         "rollout": {"prompts_per_iteration": 64},
-        "algorithm": {"kind": "ppo", "kl_coef": 0.02, "gae_lambda": 0.95},
+        "algorithm": {"kind": "ppo", "kl_coef": 0.2, "gae_lambda": 0.95},
         "trainer": {
             "learning_rate": 5.0e-4,
             "value_learning_rate": 3.0e-3,

@@ -33,6 +33,18 @@ def add_config_arguments(parser: argparse.ArgumentParser, *, default: Path | Non
     )
 
 
+def add_like_argument(parser: argparse.ArgumentParser) -> None:
+    """Add --like, for plans of models that only the cluster has."""
+    parser.add_argument(
+        "--like",
+        action="append",
+        default=[],
+        metavar="ROLE=DIR",
+        help="where a model (target, draft, reward) cannot be read here: one of the same shape, its config.json alone; "
+        "may be repeated",
+    )
+
+
 def add_supervised_arguments(parser: argparse.ArgumentParser) -> None:
     """Add what `sft` and `train-reward` take: a config, or the three things that have no default, or a run."""
     parser.add_argument(

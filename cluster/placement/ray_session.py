@@ -18,14 +18,16 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import ray
+from ray._private import ray_constants
 
+from actors.ray_utils.actor_start import actor_environment
 from cluster.placement import machine
 from cluster.placement.memory_plan import OBJECT_STORE_USUAL_BYTES
 from cluster.placement.origin import ROOT
@@ -45,6 +47,9 @@ _RAY_SOCKET_BYTES = (
 _LOCAL_ENVIRONMENT = {
     "RAY_AUTH_MODE": "disabled",
     "RAY_USAGE_STATS_ENABLED": "0",
+    # no token keeps strangers out, so nothing may listen outside the machine: by default GCS, raylet and every worker
+    # do. Ray's switch for laptops, which it reads while it is imported (`_on_loopback`)
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     # on a busy machine importing takes Serve's proxy longer than its five seconds: it would be killed, again and again
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
 }
@@ -66,6 +71,8 @@ class RaySession:
     dashboard_url: str | None
     swept: tuple[str, ...] = ()
     "what dead runs had left and what was done with it, a line each"
+    environment: Mapping[str, str] = field(default_factory=dict)
+    "variables that tell actors their run"
 
 
 def is_local(config: Config) -> bool:
@@ -131,17 +138,19 @@ def ray_session(
     *,
     on_sigterm: Callable[[], None] = lambda: None,
     store_bytes: int | None = None,
+    logs: Path | None = None,
 ) -> Iterator[RaySession]:
     """Start or join Ray, and leave it however the block ends. SIGTERM ends the block like Ctrl-C.
 
     `on_sigterm` is called first of all then: whoever sent it may not wait for the rest. `store_bytes` is the size of
-    a local cluster's object store where the config names none.
+    a local cluster's object store where the config names none. `logs` is the folder where actors write theirs.
     A Ray that this process has already initialised is used and left alone.
     Raises PlacementError when Ray cannot be started here, or the cluster at `cluster.address` cannot be reached.
     """
     namespace = f"rlhfspec-{run_id}-{secrets.token_hex(2)}"
+    told = actor_environment(run_id, logs)
     if ray.is_initialized():
-        yield RaySession(namespace=namespace, is_local=False, dashboard_url=None)
+        yield RaySession(namespace=namespace, is_local=False, dashboard_url=None, environment=told)
         return
     address = config.cluster.address or os.environ.get("RAY_ADDRESS")
     is_up = False
@@ -150,11 +159,11 @@ def ray_session(
             if address:
                 with _joined(address, namespace, on_sigterm) as session:
                     is_up = True
-                    yield session
+                    yield replace(session, environment=told)
             else:
                 with _local(config, namespace, on_sigterm, store_bytes or object_store_bytes()) as session:
                     is_up = True
-                    yield session
+                    yield replace(session, environment=told)
     except SystemExit as error:
         if is_up or error.code == TERMINATED:
             raise
@@ -173,7 +182,7 @@ def _local(
     cluster = config.cluster
     try:
         claim(Path(folder))
-        with _environment(_LOCAL_ENVIRONMENT):
+        with _environment(_LOCAL_ENVIRONMENT), _on_loopback():
             try:
                 context = ray.init(
                     address="local",
@@ -212,13 +221,14 @@ def _joined(address: str, namespace: str, on_sigterm: Callable[[], None]) -> Ite
     # A job's working directory has been uploaded by `ray job submit`; otherwise this tree is.
     runtime_env = None if in_job else {"working_dir": str(ROOT), "excludes": ["/runs", "/.venv", "/.git"]}
     try:
-        context = ray.init(
-            address=address,
-            namespace=namespace,
-            runtime_env=runtime_env,
-            log_to_driver=False,
-            logging_level=logging.WARNING,
-        )
+        with _on_loopback() if _is_private(address) else nullcontext():
+            context = ray.init(
+                address=address,
+                namespace=namespace,
+                runtime_env=runtime_env,
+                log_to_driver=False,
+                logging_level=logging.WARNING,
+            )
     except Exception as error:  # a refusal, a time-out, another version: of many kinds
         raise PlacementError(
             f"cannot join the Ray cluster at '{address}': {_one_line(error)}; start it with `ray start --head`, or "
@@ -231,6 +241,11 @@ def _joined(address: str, namespace: str, on_sigterm: Callable[[], None]) -> Ite
     finally:
         with _uninterrupted():
             ray.shutdown()
+
+
+def joined_cluster(address: str) -> AbstractContextManager[RaySession]:
+    """Join a running cluster to look at it, and leave it with the block. Raises PlacementError."""
+    return _joined(address, "rlhfspec-observer", lambda: None)
 
 
 def _require_reachable(address: str) -> None:
@@ -246,6 +261,20 @@ def _require_reachable(address: str) -> None:
             f"{CONNECT_TIMEOUT_S:.0f} s); start it with `ray start --head`, mend cluster.address or RAY_ADDRESS, or "
             "leave both unset for a local one"
         ) from error
+
+
+def _is_private(address: str) -> bool:
+    """Whether that is a cluster on the loopback alone, as a run's own: Ray would look for it elsewhere, and wait."""
+    host, _, port = address.rpartition(":")
+    if not port.isdigit() or host.strip("[]") not in (LOOPBACK, "localhost", "::1"):
+        return False
+    try:
+        socket.create_connection(
+            (ray.util.get_node_ip_address(), int(port)), timeout=CONNECT_TIMEOUT_S
+        ).close()
+    except OSError:
+        return True
+    return False
 
 
 def _one_line(error: Exception) -> str:
@@ -293,6 +322,17 @@ def _environment(values: dict[str, str]) -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+
+
+@contextmanager
+def _on_loopback() -> Iterator[None]:
+    """Let Ray, imported already, take the loopback address for its node's; its processes are told by environment."""
+    before = ray_constants.ENABLE_RAY_CLUSTER
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = before
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import ray
@@ -21,6 +21,8 @@ from core.config import Config
 from core.errors import ConfigError, PlacementError
 
 MIN_CPUS = 0.01
+POOL_LABEL = "rlhfspec-pool"
+"Of Ray's nodes, where `cluster.pin_pools` is set: the pool that each is for."
 _SLACK = 1e-6
 
 
@@ -50,6 +52,25 @@ class Topology:
     environment: tuple[Place, ...] = ()
     strategy: str
     placement_timeout_s: float
+    pins_pools: bool = False
+
+    @property
+    def pools(self) -> dict[str, tuple[Place, ...]]:
+        """The places of each pool that has any; the scheduler stands beside the trainers."""
+        pools = {
+            "generation": self.generation,
+            "reward": self.reward,
+            "environment": self.environment,
+            "trainer": (*self.trainer, self.scheduler),
+        }
+        return {name: places for name, places in pools.items() if places}
+
+    def label_selectors(self) -> list[dict[str, str]] | None:
+        """What labels the node of each bundle must have; None: any node will do."""
+        if not self.pins_pools:
+            return None
+        pool_of = {place.bundle: name for name, places in self.pools.items() for place in places}
+        return [{POOL_LABEL: pool_of[place.bundle]} for place in self.places]
 
     @property
     def places(self) -> tuple[Place, ...]:
@@ -101,27 +122,28 @@ def plan(config: Config) -> Topology:
         for i in range(config.num_reward_actors)
     )
     first += len(reward)
-    num_trainers = cluster.trainer.num_actors
-    trainer = tuple(
-        _place(
-            "trainer" if num_trainers == 1 else f"trainer-{i}",
-            first + 1 + i,
-            cluster.trainer.num_cpus,
-            cluster.trainer.num_gpus,
-            config.trainer.num_threads,
-        )
-        for i in range(num_trainers)
-    )
     num_environments = cluster.environment.num_actors if config.environment.kind else 0
     environment = tuple(
         _place(
             f"environment-{i}",
-            first + 1 + num_trainers + i,
+            first + 1 + i,
             cluster.environment.num_cpus,
             cluster.environment.num_gpus,
             1,
         )
         for i in range(num_environments)
+    )
+    # last: an evaluation leaves them out
+    num_trainers = cluster.trainer.num_actors
+    trainer = tuple(
+        _place(
+            "trainer" if num_trainers == 1 else f"trainer-{i}",
+            first + 1 + num_environments + i,
+            cluster.trainer.num_cpus,
+            cluster.trainer.num_gpus,
+            config.trainer.num_threads,
+        )
+        for i in range(num_trainers)
     )
     return Topology(
         scheduler=_place("scheduler", first, cluster.scheduler_num_cpus, 0.0, 1),
@@ -131,6 +153,7 @@ def plan(config: Config) -> Topology:
         environment=environment,
         strategy=cluster.placement,
         placement_timeout_s=cluster.placement_timeout_s,
+        pins_pools=cluster.pin_pools,
     )  # fmt: skip
 
 
@@ -144,6 +167,11 @@ def require_machine(topology: Topology, *, num_cpus: float, num_gpus: float) -> 
             f"the run cannot be placed on this machine: it wants {_amounts(wanted)}, the machine has "
             f"{_amounts(have)}; missing: {_amounts(missing)}; lower num_actors, num_cpus or num_gpus in the "
             "section cluster, or join a larger cluster with cluster.address"
+        )
+    if topology.pins_pools:
+        raise PlacementError(
+            f"the run cannot be placed on this machine: cluster.pin_pools wants nodes with the Ray label {POOL_LABEL}, "
+            "which a private Ray has not; take it out, or join a cluster with cluster.address"
         )
     if topology.strategy == "STRICT_SPREAD" and len(topology.places) > 1:
         raise PlacementError(
@@ -161,7 +189,11 @@ def place(topology: Topology, *, is_local: bool) -> PlacementGroup:
     if is_local and _missing(topology.wanted(), ray.cluster_resources()):
         raise PlacementError(_explain(topology, waited_s=0.0))
     began_s = time.monotonic()
-    group = placement_group([p.resources() for p in topology.places], strategy=topology.strategy)
+    group = placement_group(
+        [p.resources() for p in topology.places],
+        strategy=topology.strategy,
+        bundle_label_selector=topology.label_selectors(),  # type: ignore[arg-type]  # None is its default
+    )
     if not group.wait(topology.placement_timeout_s):
         message = _explain(topology, waited_s=time.monotonic() - began_s)
         remove_placement_group(group)
@@ -175,6 +207,8 @@ class PlacementContext:
 
     group: PlacementGroup
     namespace: str
+    environment: Mapping[str, str] = field(default_factory=dict)
+    "variables that tell actors their run (`actors.ray_utils.actor_start`)"
 
 
 def actor_options(place: Place, context: PlacementContext) -> dict[str, Any]:
@@ -189,7 +223,9 @@ def actor_options(place: Place, context: PlacementContext) -> dict[str, Any]:
             placement_group=context.group, placement_group_bundle_index=place.bundle
         ),
         "runtime_env": {
-            "env_vars": quiet_environment() | {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
+            "env_vars": quiet_environment()
+            | {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
+            | dict(context.environment)
         },
     }
 
@@ -230,6 +266,14 @@ def _explain(topology: Topology, *, waited_s: float) -> str:
     wanted, total, free = topology.wanted(), ray.cluster_resources(), ray.available_resources()
     missing = _missing(wanted, free)
     gap = f"missing: {_amounts(missing)}" if missing else "enough in all, but not on the right nodes"
+    if topology.pins_pools:
+        labelled = {node["Labels"].get(POOL_LABEL) for node in ray.nodes() if node["Alive"]}
+        unmet = [name for name in topology.pools if name not in labelled]
+        gap += (
+            f"; no node has the label {POOL_LABEL} for {', '.join(unmet)} (cluster.pin_pools)"
+            if unmet
+            else ""
+        )
     largest = max(topology.places, key=lambda p: (p.num_gpus, p.num_cpus))
     have = {name: total.get(name, 0.0) for name in wanted}
     idle = {name: free.get(name, 0.0) for name in wanted}

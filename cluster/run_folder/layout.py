@@ -2,6 +2,8 @@
 
     RUN/config.yaml                     the resolved config, every default spelled out
     RUN/status.json                     running | finished | interrupted | failed, why, and a heartbeat
+    RUN/live.json                       what the run is doing now, for `rlhfspec status`; replaced every two seconds
+    RUN/logs/ACTOR.jsonl                structured log of each process; ACTOR.stacks: its stacks when asked for
     RUN/metrics.jsonl                   one object an iteration (`core.metrics`)
     RUN/rollouts/iteration_0000.parquet prompts, responses, rewards, log-probabilities
     RUN/histograms.jsonl                one object an iteration: lengths, rewards, advantages
@@ -9,6 +11,7 @@
     RUN/tensorboard/, RUN/wandb/        of the trackers that `tracking` asks for
     RUN/evaluations.jsonl               one object an evaluation, where evaluation.every is set
     RUN/evaluations/                    the evaluated samples of each, columns as in rollouts/
+    RUN/weights.jsonl                   the parameter checksum of every version of the target
     RUN/moves.jsonl                     one object for each move of a sample; no file where none moved
     RUN/steps/INSTANCE/                 a step log, one Parquet file an iteration, where run.step_log is true
     RUN/checkpoints/{target,draft}/     Hugging Face checkpoints, tokenizer included
@@ -168,9 +171,24 @@ class RunDir:
         return self.path / "config.yaml"
 
     @property
+    def live_file(self) -> Path:
+        """What the run is doing, as one JSON object (`cluster.observing.live_page`)."""
+        return self.path / "live.json"
+
+    @property
+    def logs_folder(self) -> Path:
+        """Structured logs, a file a process; made by the first that writes."""
+        return self.path / "logs"
+
+    @property
     def metrics_file(self) -> Path:
         """One JSON object an iteration."""
         return self.path / "metrics.jsonl"
+
+    @property
+    def weights_file(self) -> Path:
+        """One JSON object for each version of the target that was published."""
+        return self.path / "weights.jsonl"
 
     @property
     def moves_file(self) -> Path:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+from transformers import GenerationConfig
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from actors.ray_utils.waiting import get
@@ -18,6 +19,7 @@ from core.checkpoint_manifest import write_manifest
 from core.files import whole_folder
 from core.weight_records import WeightManifest
 from engine.weights.chunks import load_into, weight_views
+from engine.weights.generation_settings import write_generation_settings
 from engine.weights.loading import build_causal_lm
 
 
@@ -28,9 +30,11 @@ def save_checkpoint(
     *,
     dtype: str,
     timeout_s: float,
+    generation: GenerationConfig | None = None,
 ) -> None:
     """Save model and tokenizer as `folder`, whole or not at all; an earlier one stays until then.
 
+    `generation` is the generation_config.json that the model came with: end tokens stand there that nothing else names.
     Raises WeightsError when a chunk does not match, StorageError when the disk is full.
     """
     chunks = get(
@@ -44,6 +48,7 @@ def save_checkpoint(
     load_into(model, weight_views(weights.manifest, chunks))
     with whole_folder(folder) as partial:
         model.save_pretrained(partial)
+        write_generation_settings(generation, partial)
         tokenizer.save_pretrained(partial)
         write_manifest(
             partial,

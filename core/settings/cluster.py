@@ -56,6 +56,8 @@ class ClusterConfig(Section):
     object_store_bytes: int | None = None
     "null: what the run needs, two versions of its weights among it (local cluster only)"
     placement: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = "PACK"
+    pin_pools: bool = False
+    "only on nodes whose Ray label `rlhfspec-pool` names the pool, as `rlhfspec kube render` writes them"
     generation: GenerationPoolConfig = GenerationPoolConfig()
     reward: RewardPoolConfig = RewardPoolConfig()
     environment: EnvironmentPoolConfig = EnvironmentPoolConfig()

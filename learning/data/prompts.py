@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
-from transformers import GenerationConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from core.config import DataConfig, SamplingConfig
-from core.errors import DataError, ModelError
-from core.outside import is_file
+from core.errors import DataError
 from core.records import Completion, Prompt, SamplingParams
+from engine.weights.generation_settings import load_generation_settings
 from engine.weights.loading import num_token_ids
 from learning.data.encoding import PromptEncoder, Rendered, longest_token
 from learning.data.left_out import LeftOut, RowFilter, Seen
@@ -250,16 +249,8 @@ def generation_end_tokens(model: str) -> list[int]:
 
     Raises ModelError: the file is there and cannot be read.
     """
-    try:
-        eos = GenerationConfig.from_pretrained(model).eos_token_id
-    except (OSError, ValueError, TypeError) as error:
-        file = Path(model).expanduser() / "generation_config.json"
-        if not is_file(file):
-            return []
-        said = " ".join(str(error).split())[:200]
-        raise ModelError(
-            f"cannot read {file}, which names the end tokens: {said}; mend or delete it"
-        ) from error
+    settings = load_generation_settings(model)
+    eos = settings.eos_token_id if settings is not None else None
     listed = eos if isinstance(eos, list) else [eos]
     return [token for token in listed if isinstance(token, int)]
 

@@ -157,21 +157,7 @@ class DemoPairMaker:
         return [draw_problem(rng) for _ in range(num)]
 
     def _model(self, hidden_size: int, num_layers: int, head_dim: int) -> LlamaForCausalLM:
-        config = LlamaConfig(
-            vocab_size=len(self.tokenizer),
-            hidden_size=hidden_size,
-            intermediate_size=hidden_size * 11 // 4,
-            num_hidden_layers=num_layers,
-            num_attention_heads=hidden_size // head_dim,
-            num_key_value_heads=max(1, hidden_size // head_dim // 2),
-            head_dim=head_dim,
-            max_position_embeddings=1024,
-            bos_token_id=None,
-            eos_token_id=token_id(self.tokenizer, "eos"),
-            pad_token_id=token_id(self.tokenizer, "pad"),
-            tie_word_embeddings=False,
-            initializer_range=0.06,
-        )
+        config = _llama_config(self.tokenizer, hidden_size, num_layers, head_dim)
         with torch.random.fork_rng():
             torch.manual_seed(self.seed)
             return LlamaForCausalLM(config)
@@ -200,3 +186,34 @@ class DemoPairMaker:
             token_ids=np.asarray([*prompt, *answer, token_id(self.tokenizer, "eos")]),
             num_prompt_tokens=len(prompt),
         )
+
+
+def demo_configs(recipe: DemoRecipe | None = None) -> tuple[LlamaConfig, LlamaConfig]:
+    """Configs of target and draft as they will be made: their sizes are known before."""
+    recipe = recipe or DemoRecipe()
+    tokenizer = character_tokenizer(CHAIN_ALPHABET)
+    wide = recipe.hidden_size * recipe.grown_width
+    return (
+        _llama_config(tokenizer, wide, recipe.grown_layers, recipe.head_dim),
+        _llama_config(tokenizer, recipe.draft_hidden_size, 1, recipe.draft_hidden_size // 2),
+    )
+
+
+def _llama_config(
+    tokenizer: PreTrainedTokenizerFast, hidden_size: int, num_layers: int, head_dim: int
+) -> LlamaConfig:
+    return LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=hidden_size,
+        intermediate_size=hidden_size * 11 // 4,
+        num_hidden_layers=num_layers,
+        num_attention_heads=hidden_size // head_dim,
+        num_key_value_heads=max(1, hidden_size // head_dim // 2),
+        head_dim=head_dim,
+        max_position_embeddings=1024,
+        bos_token_id=None,
+        eos_token_id=token_id(tokenizer, "eos"),
+        pad_token_id=token_id(tokenizer, "pad"),
+        tie_word_embeddings=False,
+        initializer_range=0.06,
+    )

@@ -16,8 +16,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
@@ -30,6 +28,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from core.errors import ConfigError, StorageError
 from learning.algorithms.controllers import Coefficients
 from learning.parallel.one_trainer import OneTrainer
+from learning.parallel.plain_checkpoint import PlainPlanner, PlainReader
 
 _COUNTERS = ("weight_version", "num_optimizer_steps", "seed")
 
@@ -66,7 +65,7 @@ class LearnerState:
         Raises ConfigError when there is no checkpoint, or its algorithm, adapters or sizes are not these.
         """
         with _refusing(folder), self.trainers.naming("read a checkpoint"), _one_process_is_fine():
-            reader = FileSystemReader(folder)
+            reader = PlainReader(folder)
             saved = {name.split(".")[0] for name in reader.read_metadata().state_dict_metadata}
             for name, part in (("reference", self.reference), ("critic", self.critic)):
                 if (part is None) != (name not in saved):
@@ -79,7 +78,7 @@ class LearnerState:
                 "counters": {name: torch.zeros((), dtype=torch.int64) for name in _COUNTERS},
                 "coefficients": torch.zeros(3, dtype=torch.float64),
             }
-            load(numbers, storage_reader=reader, no_dist=alone)
+            load(numbers, storage_reader=reader, planner=PlainPlanner(), no_dist=alone)
             for name, value in numbers["counters"].items():
                 setattr(self, name, int(value))
             kl, entropy, last_entropy = numbers["coefficients"].tolist()
@@ -87,9 +86,9 @@ class LearnerState:
             parts = self._parts()
             # a parameter that never had a gradient has no state to be found
             steps = {name: parts.pop(name) for name in ("optimizer", "critic_optimizer") if name in parts}
-            load(parts, storage_reader=reader, no_dist=alone)
+            load(parts, storage_reader=reader, planner=PlainPlanner(), no_dist=alone)
             if steps:
-                planner = DefaultLoadPlanner(allow_partial_load=True)
+                planner = PlainPlanner(allow_partial_load=True)
                 load(steps, storage_reader=reader, planner=planner, no_dist=alone)
             self._take(parts | steps)
 

@@ -100,14 +100,22 @@ def engine_scores(model: PreTrainedModel, *, max_tokens: int | None) -> EngineSc
         if not can_serve(as_lm):
             return None
         shape = KVShape.of(model.config)
+        # before the forward: addresses for all positions, where the system has so many
+        pool = KVPool(
+            shape, num_slots=NUM_SLOTS, capacity=longest, dtype=torch.float32, device=model.device, reach=1
+        )
         forward = LlamaForward(as_lm, capacity=longest, backend=backend)
     except ModelError:
         return None
+    except (OSError, OverflowError) as error:
+        logger.warning(
+            "no addresses for caches of %d tokens (%s): the library's scores; reward.max_tokens makes them smaller",
+            longest,
+            error,
+        )
+        return None
     if forward.fused is None or forward.kv_shape != shape:
         return None
-    pool = KVPool(
-        shape, num_slots=NUM_SLOTS, capacity=longest, dtype=torch.float32, device=model.device, reach=1
-    )
     ours = EngineScores(model, forward, pool, attention)
     texts = list(_texts(model, longest))
     with torch.inference_mode():

@@ -11,12 +11,16 @@ from learning.rewards.score_request import ScoreRequest
 class ModelText:
     """Token ids of a scored response: from the left cut to what the model holds, the response never."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, max_tokens: int | None) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, max_tokens: int | None, *, num_embeddings: int | None = None
+    ) -> None:
+        """`num_embeddings`: ids that the model knows; None: all that the tokenizer gives."""
         self._tokenizer = tokenizer
+        self._num_embeddings = num_embeddings
         self.max_tokens = max_tokens
 
     def token_ids(self, request: ScoreRequest) -> list[int]:
-        """The ids of one request. Raises ValueError: none, no place for the response, or what the template refuses."""
+        """The ids of one request. Raises ValueError: none, unknown ones, no place, or what the template refuses."""
         try:
             ids = render(
                 self._tokenizer,
@@ -33,5 +37,10 @@ class ModelText:
             raise ValueError(
                 f"the response has {len(ids)} tokens and the reward model reads {self.max_tokens}; lower "
                 "sampling.max_new_tokens, or raise reward.max_tokens where the model allows it"
+            )
+        if self._num_embeddings is not None and max(ids) >= self._num_embeddings:
+            raise ValueError(
+                f"the tokenizer gives the token id {max(ids)} and the reward model knows {self._num_embeddings} ids; "
+                "take the tokenizer that the model was trained with"
             )
         return ids

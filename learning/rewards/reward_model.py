@@ -44,7 +44,8 @@ class ModelReward:
             raise ModelError(f"cannot load reward.model: {error}") from error
         require_one_output(model, self._model.config)
         longest = _longest(config, self._model.config)
-        self._text = ModelText(tokenizer, longest)
+        num_embeddings = getattr(self._model.get_input_embeddings(), "num_embeddings", None)
+        self._text = ModelText(tokenizer, longest, num_embeddings=num_embeddings)
         self._engine = engine_scores(self._model, max_tokens=longest)
         "on one CPU thread, for Llama and its kin"
         # some heads find the last real token by this id; where the model has none, each batch chooses (`_pad_id`)

@@ -8,7 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    GenerationConfig,
+    PreTrainedModel,
+)
 from transformers.initialization import no_init_weights
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
@@ -16,6 +22,7 @@ from core.checkpoint_manifest import write_manifest
 from core.files import whole_folder
 from engine.weights.causal_lm import DTYPES
 from engine.weights.chunks import load_into, model_checksum
+from engine.weights.generation_settings import write_generation_settings
 from learning.supervised.supervised_learner import SupervisedLearner
 
 
@@ -26,14 +33,18 @@ class ModelForm:
     hf_config_json: str
     is_classifier: bool
     dtype: str
+    generation_json: str | None = None
+    "of its generation_config.json, where it generates"
 
     @classmethod
     def of(cls, model: PreTrainedModel, *, is_classifier: bool, dtype: str) -> ModelForm:
         """The form of a model that was just loaded."""
+        said: Any = None if is_classifier else model.generation_config
         return cls(
             hf_config_json=model.config.to_json_string(use_diff=False),
             is_classifier=is_classifier,
             dtype=dtype,
+            generation_json=said and said.to_json_string(use_diff=False),
         )
 
     def build(self) -> PreTrainedModel:
@@ -46,6 +57,12 @@ class ModelForm:
         model.tie_weights()
         return model.eval().requires_grad_(False)
 
+    def generation_settings(self) -> GenerationConfig | None:
+        """A copy of what the model came with; None where it does not generate."""
+        if self.generation_json is None:
+            return None
+        return GenerationConfig.from_dict(json.loads(self.generation_json))
+
 
 def save_model(
     learner: SupervisedLearner, form: ModelForm, tokenizer: PreTrainedTokenizerBase, folder: Path
@@ -55,27 +72,29 @@ def save_model(
     By the first trainer, while the others `accompany_weights`. Raises StorageError, NotFiniteError.
     """
     model: Any = form.build()
-    if not form.is_classifier:
-        _name_end(model, tokenizer)
+    settings = form.generation_settings()
+    if settings is not None:
+        _name_end(model.config, settings, tokenizer)
     load_into(model, {name: tensor.cpu() for name, tensor in learner.weights()})
     checksum = model_checksum(model)
     with whole_folder(folder) as partial:
         model.save_pretrained(partial)
+        write_generation_settings(settings, partial)
         tokenizer.save_pretrained(partial)
         write_manifest(partial, model="model", weight_version=learner.num_steps, parameter_checksum=checksum)
     return checksum
 
 
-def _name_end(model: Any, tokenizer: PreTrainedTokenizerBase) -> None:
+def _name_end(config: Any, settings: GenerationConfig, tokenizer: PreTrainedTokenizerBase) -> None:
     """Let config and generation_config.json name the tokenizer's end token, which was learned, before all others."""
-    end, settings = tokenizer.eos_token_id, model.generation_config
-    if not isinstance(end, int) or settings is None:
+    end = tokenizer.eos_token_id
+    if not isinstance(end, int):
         return
     known = settings.eos_token_id
     others = [] if known is None else [known] if isinstance(known, int) else list(known)
     if end not in others:
         settings.eos_token_id = [end, *others] if others else end
-        model.config.eos_token_id = end
+        config.eos_token_id = end
 
 
 def save_adapter_folder(

@@ -22,6 +22,7 @@ from cluster.collect import collect
 from cluster.loop import train
 from cluster.placement.ray_session import RaySession
 from cluster.preflight.inputs import read_inputs
+from cluster.proof.verify_run import verify_run
 from cluster.reporting.console import Reporter
 from cluster.reporting.summary import STEP_PARTS
 from cluster.run_folder.layout import RunDir
@@ -297,6 +298,15 @@ def test_a_replacement_runs_the_current_weights_and_takes_part_in_the_next_publi
 def test_a_replacement_gets_the_newest_draft(trained):
     # it has confirmed the checksum of what it was given, or it would not take part
     assert drafter_versions(trained.system) == {"gen-0-r1": 2, "gen-1": 2}
+
+
+def test_the_run_folder_proves_itself(trained):
+    """By `rlhfspec verify`: what moved between instances, was drafted and broadcast comes out again."""
+    proof = verify_run(trained.run_dir.path, share=1.0, num_engines=1)
+    assert proof.holds, proof.differences
+    # of the versions between only the last is kept
+    assert proof.num_regenerated == proof.num_rewards == SAMPLES
+    assert sum(proof.unverified.values()) == SAMPLES
 
 
 class SchedulerKiller(Reporter):

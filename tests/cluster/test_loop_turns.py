@@ -12,6 +12,7 @@ from cluster.loop import train
 from cluster.placement.ray_session import RaySession
 from cluster.preflight.inputs import read_inputs
 from cluster.preflight.run_check import check_run
+from cluster.proof.verify_run import verify_run
 from cluster.reporting.console import Reporter
 from cluster.run_folder.layout import RunDir
 from cluster.system import running_system
@@ -117,6 +118,14 @@ def test_rollouts_are_those_of_one_engine_without_speculation(config, run_dir):
         assert np.array_equal(np.float32(row["policy_logprobs"]), alone.policy_logprobs)
         assert row["finish_reason"] == str(alone.finish_reason)
     assert any(not all(row["response_sampled"]) for row in rows)
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_the_turns_of_the_run_folder_come_out_again(run_dir):
+    proof = verify_run(run_dir.path, share=1.0, num_engines=1)
+    assert proof.holds, proof.differences
+    assert proof.num_regenerated == SAMPLES and proof.num_rewards == 0
 
 
 @pytest.mark.ray

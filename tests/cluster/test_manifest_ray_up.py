@@ -49,6 +49,16 @@ def test_the_nodes_install_the_pinned_versions() -> None:
     assert any("-c ~/rlhfspec-setup/constraints.txt" in command for command in tree["setup_commands"])
 
 
+def test_every_node_asks_for_the_token_of_whoever_started_the_cluster() -> None:
+    tree = manifest()
+    assert tree["file_mounts"]["~/.ray/auth_token"] == "~/.ray/auth_token"
+    for kind in ("head", "worker"):
+        (start,) = [each for each in tree[f"{kind}_start_ray_commands"] if "ray start" in each]
+        assert start.index("export RAY_AUTH_MODE=token &&") < start.index("ray start")
+    head = next(each for each in tree["head_start_ray_commands"] if "ray start" in each)
+    assert "--dashboard-host=127.0.0.1" in head
+
+
 def test_constraints_pin_every_direct_dependency_exactly() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]

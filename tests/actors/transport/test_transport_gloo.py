@@ -149,6 +149,7 @@ def test_a_connection_without_the_channels_token_is_rejected():
         socket.create_connection((HOST, port)).close()
         stranger = socket.create_connection((HOST, port))
         stranger.sendall(b"GET / HTTP/1.1\r\n")
+        silent = socket.create_connection((HOST, port))  # must not keep the source out
         store = PairStore(reach(HOST, port, "abcd", 5.0), timeout_s=0.3)
         other = PairStore(accepting.result(timeout=5), timeout_s=0.3)
     store.set("a/0", b"x" * 1000)
@@ -158,7 +159,7 @@ def test_a_connection_without_the_channels_token_is_rejected():
     store.close()
     with pytest.raises(ConnectionError, match="closed by the peer"):
         other.get("a/1")
-    stranger.close(), other.close(), listener.close()
+    stranger.close(), silent.close(), other.close(), listener.close()
 
 
 FROZEN_RECEIVER = """

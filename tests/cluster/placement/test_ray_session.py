@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
 import cluster.placement.ray_session
@@ -45,7 +46,19 @@ with ray_session(config, "test") as session:
     assert session.is_local and session.namespace.startswith("rlhfspec-test-")
     print("worker", ray.get(where.remote()), flush=True)
     print("folder", ray._private.worker._global_node.get_temp_dir_path(), flush=True)
+    print("address", ray.get_runtime_context().gcs_address, flush=True)
     time.sleep(600)
+"""
+
+JOINING = """
+import sys
+from core.config_io import config_from_dict
+from cluster.placement.ray_session import ray_session
+import ray
+models = {"target": "demo", "draft": "demo"}
+cluster = {"address": sys.argv[1]}
+with ray_session(config_from_dict({"models": models, "data": {"task": "chain"}, "cluster": cluster}), "look"):
+    print("nodes", len(ray.nodes()))
 """
 
 
@@ -61,6 +74,17 @@ def processes_of(folder: str) -> list[str]:
             if folder in line:
                 found.append(line)
     return found
+
+
+def listeners(pid: int) -> set[str]:
+    """Addresses that a process and all below it listen on."""
+    root = psutil.Process(pid)
+    found = set()
+    for process in [root, *root.children(recursive=True)]:
+        with suppress(psutil.Error):
+            sockets = process.net_connections(kind="tcp")
+            found |= {each.laddr.ip for each in sockets if each.status == psutil.CONN_LISTEN}
+    return {address.removeprefix("::ffff:") for address in found}
 
 
 @pytest.mark.ray
@@ -79,10 +103,22 @@ def test_ctrl_c_leaves_no_process_no_folder_and_an_untouched_home(tmp_path):
     )
     try:
         assert child.stdout is not None
-        answers = dict(child.stdout.readline().split(maxsplit=1) for _ in range(2))
+        answers = dict(child.stdout.readline().split(maxsplit=1) for _ in range(3))
         folder = answers["folder"].strip()
         assert answers["worker"].strip() == str(ROOT / "core" / "__init__.py")
         assert processes_of(folder)
+        # it asks for no token: nobody from outside may reach it
+        assert listeners(child.pid) == {"127.0.0.1"}
+        # but for this machine's own, such as another command that looks at the run
+        command = [sys.executable, "-c", JOINING, answers["address"].strip()]
+        joined = subprocess.run(
+            command,
+            env=environment | {"RAY_AUTH_MODE": "disabled"},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert joined.stdout == "nodes 1\n", joined.stderr
         child.send_signal(signal.SIGINT)
         child.wait(timeout=60)
     finally:

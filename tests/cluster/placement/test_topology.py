@@ -1,6 +1,7 @@
 """Places follow from the config; what cannot be placed is said with what is missing."""
 
 import time
+from dataclasses import replace
 
 import pytest
 import ray
@@ -36,6 +37,8 @@ def test_episodes_that_bring_their_own_rewards_need_no_reward_actor():
     assert topology.reward == () and len(topology.environment) == 2
     assert [place.bundle for place in topology.places] == list(range(len(topology.places)))
     assert "reward" not in topology.describe()
+    evaluated = replace(topology, trainer=()).places
+    assert [place.bundle for place in evaluated] == list(range(len(evaluated)))
 
 
 def test_gpus_and_threads_go_where_the_config_says():
@@ -67,6 +70,15 @@ def test_each_of_several_trainers_has_a_place_of_its_own():
     assert "trainer    2 x 1 CPU" in topology.describe()
 
 
+def test_pinned_pools_want_nodes_of_their_own_with_the_scheduler_beside_the_trainer():
+    assert plan(config()).label_selectors() is None
+    topology = plan(config(pin_pools=True, environment={"num_actors": 1}))
+    wanted = [selector["rlhfspec-pool"] for selector in topology.label_selectors()]
+    assert wanted == ["generation", "generation", "reward", "trainer", "trainer"]
+    with pytest.raises(PlacementError, match="label rlhfspec-pool, which a private Ray has not"):
+        require_machine(topology, num_cpus=2, num_gpus=0)
+
+
 def test_several_trainers_that_could_not_learn_as_one_are_refused():
     with pytest.raises(ConfigError, match=r"num_actors is 33, but .*minibatch_size 32 responses"):
         plan(config(trainer={"num_actors": 33}))
@@ -82,6 +94,14 @@ def test_a_placement_error_names_the_missing_resources(local_ray):
     with pytest.raises(PlacementError, match=r"missing: (.* and )?6 GPU") as after_waiting:
         place(topology, is_local=False)
     assert "waited 0 s" in str(at_once.value) and "cluster has 4 CPU and 0 GPU" in str(after_waiting.value)
+
+
+@pytest.mark.ray
+def test_pools_that_no_node_is_for_are_named(local_ray):
+    with pytest.raises(
+        PlacementError, match="no node has the label rlhfspec-pool for generation, reward, trainer"
+    ):
+        place(plan(config(pin_pools=True, placement_timeout_s=0.5)), is_local=False)
 
 
 @pytest.mark.ray

@@ -2,9 +2,9 @@
 
 import json
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
+from transformers import GenerationConfig
 from word_chat import word_chat
 
 from cluster.supervised.job_inputs import open_end, set_end_token
@@ -43,8 +43,6 @@ def test_a_turn_whose_end_stops_nothing_is_told_until_it_is_named():
     ("before", "after"), [(None, 1), (0, [1, 0]), ([0, 4], [1, 0, 4]), (1, 1), ([0, 1], [0, 1])]
 )
 def test_the_saved_model_names_it_before_all_others(before, after):
-    model: Any = SimpleNamespace(
-        config=SimpleNamespace(eos_token_id=0), generation_config=SimpleNamespace(eos_token_id=before)
-    )
-    _name_end(model, word_chat())
-    assert json.dumps(model.generation_config.eos_token_id) == json.dumps(after)
+    settings = GenerationConfig(eos_token_id=before)
+    _name_end(SimpleNamespace(eos_token_id=0), settings, word_chat())
+    assert json.dumps(settings.eos_token_id) == json.dumps(after)

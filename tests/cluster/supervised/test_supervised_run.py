@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ import yaml
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    GenerationConfig,
     LlamaConfig,
     LlamaForCausalLM,
 )
@@ -100,6 +102,17 @@ def test_sft_leaves_a_complete_folder_and_learns(files: Path, tmp_path: Path):
     assert verify_checkpoint(saved)["weight_version"] == steps
     assert (saved / "tokenizer_config.json").is_file() and weights(saved)
     assert yaml.safe_load(folder.config_file.read_text())["data"]["path"] == str(files / "talks.jsonl")
+
+
+def test_a_fine_tuned_model_keeps_all_end_tokens_and_what_it_said_of_sampling(files: Path, tmp_path: Path):
+    base = tmp_path / "base"
+    shutil.copytree(files / "base", base)
+    end = word_chat().eos_token_id
+    (base / "generation_config.json").write_text(json.dumps({"eos_token_id": [4, end], "temperature": 0.6}))
+    given = ("--model", base, "--data", files / "talks.jsonl", "--out", tmp_path / "run")
+    assert run("sft", *given, sets=("trainer.max_steps=1",)) == 0
+    saved = GenerationConfig.from_pretrained(tmp_path / "run" / "checkpoints" / "model")
+    assert (saved.eos_token_id, saved.temperature) == ([4, end], 0.6)
 
 
 @pytest.mark.parametrize("lora", [(), ("trainer.lora.rank=4",)], ids=["full", "lora"])

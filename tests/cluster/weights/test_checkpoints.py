@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from cluster.weights import checkpoints
 from cluster.weights.checkpoints import save_checkpoint
@@ -18,6 +18,7 @@ from core.checkpoint_manifest import verify_checkpoint
 from core.errors import StorageError
 from engine.weights.chunks import model_checksum, pack_weights
 from engine.weights.loading import load_causal_lm, load_tokenizer
+from learning.data.prompts import generation_end_tokens
 from tests.conftest import TinyPair
 
 
@@ -27,10 +28,10 @@ def save(tiny_pair: TinyPair, monkeypatch: pytest.MonkeyPatch) -> Any:
     model, tokenizer = load_causal_lm(str(tiny_pair.target), "float32"), load_tokenizer(str(tiny_pair.target))
     monkeypatch.setattr(checkpoints, "get", lambda refs, **_: refs)
 
-    def call(folder: Path, version: int) -> str:
+    def call(folder: Path, version: int, **settings: Any) -> str:
         manifest, chunks = pack_weights(model, name="target", weight_version=version)
         weights = PublishedWeights(manifest=manifest, chunk_refs=tuple(chunks))
-        save_checkpoint(weights, tokenizer, folder, dtype="float32", timeout_s=1.0)
+        save_checkpoint(weights, tokenizer, folder, dtype="float32", timeout_s=1.0, **settings)
         return manifest.checksum
 
     return call
@@ -48,6 +49,15 @@ def test_a_checkpoint_loads_and_is_what_its_manifest_says(tmp_path: Path, save):
     assert AutoTokenizer.from_pretrained(tmp_path / "target").eos_token_id is not None
     save(tmp_path / "target", 2)
     assert versions(tmp_path) == {"target": 2}
+
+
+def test_a_checkpoint_keeps_every_end_token_and_what_the_model_says_of_sampling(tmp_path: Path, save):
+    # which transformers refuses to write anew: a temperature that greedy decoding does not read
+    said = GenerationConfig(eos_token_id=[3, 5], temperature=0.6, do_sample=False)
+    save(tmp_path / "target", 1, generation=said)
+    verify_checkpoint(tmp_path / "target")
+    assert generation_end_tokens(str(tmp_path / "target")) == [3, 5]
+    assert GenerationConfig.from_pretrained(tmp_path / "target").temperature == 0.6
 
 
 def test_wherever_the_disk_fills_up_the_earlier_checkpoint_stays(tmp_path: Path, save, monkeypatch):

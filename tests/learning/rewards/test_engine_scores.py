@@ -81,6 +81,12 @@ def test_qwen_is_served_too():
     assert ours.scores(texts([5, 40])) == approx(by_transformers(model, texts([5, 40])), abs=1e-5)
 
 
+def test_positions_for_which_the_system_has_no_addresses_leave_the_librarys_forward(tmp_path):
+    model = tiny(tmp_path, max_positions=1 << 45)
+    assert engine_scores(model, max_tokens=None) is None
+    assert engine_scores(model, max_tokens=64) is not None
+
+
 def test_another_family_keeps_the_librarys_forward():
     config = GPT2Config(vocab_size=40, n_embd=32, n_layer=1, n_head=2, num_labels=1, pad_token_id=PAD)
     assert engine_scores(GPT2ForSequenceClassification(config).eval(), max_tokens=None) is None

@@ -4,7 +4,12 @@ import numpy as np
 import torch
 from pytest import approx, mark, raises
 from tiny_reward_model import save_reward_model
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers import (
+    AutoConfig,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    LlamaForSequenceClassification,
+)
 
 from core.config import RewardConfig
 from core.errors import ModelError, RewardError
@@ -60,6 +65,18 @@ def test_on_a_cpu_a_score_is_the_same_to_the_bit_whatever_is_scored_beside_it(tm
     stage = build_reward(RewardConfig(kind="model", model=save_reward_model(tmp_path)))
     together = [reward.value for reward in stage.score(prompts(len(TEXTS)), TEXTS)]
     assert together == [stage.score(prompts(1), [text])[0].value for text in TEXTS]
+
+
+def test_a_token_that_the_model_does_not_know_costs_its_sample_and_says_whose_tokenizer_it_is(tmp_path):
+    path = save_reward_model(tmp_path)
+    config = AutoConfig.from_pretrained(path)
+    config.vocab_size = AutoTokenizer.from_pretrained(path)("m")["input_ids"][-1]
+    LlamaForSequenceClassification(config).save_pretrained(path)
+    stage = build_reward(RewardConfig(kind="model", model=path, on_error="skip"))
+    asked = [Prompt(prompt_id=i, token_ids=np.array([1]), text="") for i in range(2)]
+    scored, unknown = stage.score_each(asked, ["a", "m"])
+    assert isinstance(scored, Reward)
+    assert isinstance(unknown, Unscored) and f"knows {config.vocab_size} ids" in unknown.reason
 
 
 def test_little_of_a_batch_is_padding():

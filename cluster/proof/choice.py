@@ -1,0 +1,116 @@
+"""Which samples of a run there are, which of them can be generated again here, and which are drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from cluster.proof.difference import Difference
+from cluster.proof.kept_weights import KeptWeights
+from cluster.proof.proof_record import Proof
+from cluster.proof.recorded_samples import Place, places_in, rollout_files
+from cluster.run_folder.layout import RunDir
+from core.config import Config
+from core.config_io import load_config
+from core.errors import ConfigError, DataError
+
+
+def run_config(run: Path, overrides: Sequence[str] = ()) -> Config:
+    """The config of a run folder, some keys overridden. Raises ConfigError: it is none."""
+    file = RunDir(path=run).config_file
+    if not file.is_file() or not (run / "rollouts").is_dir():
+        raise ConfigError(f"{run} is no run folder: expected config.yaml and rollouts/ in it")
+    return load_config(file, overrides)
+
+
+def all_places(run: Path, config: Config, proof: Proof) -> list[Place]:
+    """All samples; files that cannot be read, foreign keys and second copies are differences."""
+    places: dict[object, Place] = {}
+    for file in rollout_files(run):
+        name = str(file.relative_to(run))
+        try:
+            found = places_in(file)
+        except DataError as error:
+            proof.differences.append(
+                Difference(file=name, what="file", expected="rollouts of a run", got=str(error))
+            )
+            continue
+        proof.num_recorded += len(found)
+        for place in found:
+            index = place.key.sample_index
+            if place.key.run_seed != config.run.seed:
+                what, expected, got = "run seed", str(config.run.seed), str(place.key.run_seed)
+            elif place.key in places:
+                other = places[place.key].file.relative_to(run)
+                what, expected, got = "copies of the sample", "1", f"another one in {other}"
+            else:
+                places[place.key] = place
+                continue
+            proof.differences.append(
+                Difference(file=name, sample=index, what=what, expected=expected, got=got)
+            )
+    return list(places.values())
+
+
+def verifiable(
+    places: Sequence[Place],
+    metrics: Mapping[int, Mapping[str, float]],
+    config: Config,
+    weights: KeptWeights,
+    proof: Proof,
+) -> list[Place]:
+    """Samples that can be generated again here; the others are counted by reason. `metrics` by iteration."""
+    loose = {iteration for iteration, row in metrics.items() if row.get("rollout/invariant") == 0.0}
+    machine = why_not_here(config)
+    missing = sorted({place.weight_version for place in places} - weights.targets.keys() - weights.damaged)
+    good = []
+    for place in places:
+        if machine:
+            proof.unverified[machine] += 1
+        elif place.iteration in loose:
+            proof.unverified["the run promised no bits in their iteration (rollout/invariant is 0)"] += 1
+        elif place.weight_version in weights.targets:
+            good.append(place)
+        elif place.weight_version in weights.damaged:
+            proof.unverified[f"the weights of version {place.weight_version} are damaged"] += 1
+        else:
+            which = _versions(missing)
+            proof.unverified[
+                f"weights of {which} are not kept; run.checkpoint_every=1 keeps every one, and "
+                "run.keep_checkpoints=null all of these"
+            ] += 1
+    return good
+
+
+def why_not_here(config: Config) -> str:
+    """Why nothing of a run can be generated again on this machine; empty where its configuration allows it."""
+    engine = config.engine
+    if config.decodes_on_gpu and engine.numerics != "invariant":
+        return "instances decoded on GPUs, which promise no bits (engine.numerics=invariant does)"
+    if config.decodes_on_gpu and not torch.cuda.is_available():
+        return "instances decoded on GPUs, and there is none here"
+    if engine.numerics == "fast":
+        return "the run promised no bits (engine.numerics is fast)"
+    if not config.decodes_on_gpu and engine.num_threads > 1:
+        return "the run promised no bits (engine.num_threads is above 1)"
+    return ""
+
+
+def _versions(numbers: Sequence[int]) -> str:
+    """`version 3`, or `versions 1 to 7` where there are several."""
+    if len(numbers) == 1:
+        return f"version {numbers[0]}"
+    whole = len(numbers) == numbers[-1] - numbers[0] + 1
+    return f"versions {numbers[0]} to {numbers[-1]}" + ("" if whole else f" ({len(numbers)} of them)")
+
+
+def drawn(places: Sequence[Place], *, share: float, seed: int) -> list[Place]:
+    """A random share, at least one sample, in the order of files and rows."""
+    if not places:
+        return []
+    count = min(len(places), max(1, round(share * len(places))))
+    chosen = np.random.default_rng(seed).choice(len(places), size=count, replace=False)
+    return [places[index] for index in sorted(chosen.tolist())]

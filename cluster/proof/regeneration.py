@@ -1,0 +1,270 @@
+"""Generates recorded samples again from weights, prompt and key, at the speed of a prefill: the record is the draft.
+
+A response is a pure function of these three (docs/design.md, section 3.1), so neither batch nor draft nor instance
+matters, and what the engine emits owes nothing to the record: a drafted token is taken only where the target's rule
+gives it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, replace
+from pathlib import Path
+from queue import SimpleQueue
+
+import numpy as np
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from cluster.proof.kept_weights import KeptModel
+from cluster.proof.recorded_samples import Recorded
+from core.config import Config
+from core.errors import DataError, ModelError, NotFiniteError, WeightsError
+from core.records import Completion, History, SampleKey, SampleRequest, SamplingParams
+from core.sample_state import SampleState
+from engine.build import build_engine
+from engine.drafters.record_drafter import RecordDrafter
+from engine.engine import Engine
+from engine.model.kept_verdicts import KeptVerdicts
+from engine.numerics import use_threads
+from engine.requests import require_can_go_on
+from engine.weights.causal_lm import CausalLM
+from engine.weights.chunks import pack_tensors, pack_weights, weight_views
+from engine.weights.loading import load_causal_lm, load_hf_config, num_token_ids
+from engine.weights.stored_weights import stored_weights
+from policies.drafting.baselines.fixed import FixedPolicy
+from policies.drafting.draft_policy import DraftPolicy
+
+NUM_NODES = 16
+"Drafted at a step; more rows a forward are no faster on a CPU thread, and the tails of responses are wasted."
+
+
+class OtherWeights(WeightsError):
+    """Weights that are not those the run published."""
+
+    def __init__(self, name: str, version: int, *, expected: str, got: str) -> None:
+        super().__init__(
+            f"{name} holds other weights than the run's version {version}: expected parameter checksum {expected}, "
+            f"got {got}"
+        )
+        self.expected, self.got = expected, got
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """Samples of one weight version."""
+
+    weight_version: int
+    samples: Sequence[Recorded]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NotLoaded:
+    """A piece of work whose weights are not the run's, or are none at all."""
+
+    work: Work
+    error: WeightsError | ModelError | NotFiniteError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Regenerated:
+    """What came of one piece of work: completions in the order of its samples, None where a request was refused."""
+
+    work: Work
+    completions: Sequence[Completion | None]
+    refused: dict[SampleKey, str]
+
+
+class Regenerator:
+    """One engine, which takes the weights of one version after the other."""
+
+    def __init__(
+        self,
+        config: Config,
+        tokenizer: PreTrainedTokenizerBase,
+        sampling: SamplingParams,
+        models: dict[int, KeptModel],
+        *,
+        max_total_tokens: int,
+        draft: CausalLM | None = None,
+        policy: DraftPolicy | None = None,
+    ) -> None:
+        """Build the engine; each piece of work loads its weights.
+
+        Drafts are the record's, or with a `policy` those of the run's own drafter. Raises as `build_engine`.
+        """
+        self._config, self._sampling, self._models = config, sampling, models
+        vocab_size = num_token_ids(tokenizer)
+        self._drafter = RecordDrafter(vocab_size)
+        trust = config.models.trust_remote_code
+        some = next(iter(models.values())).name
+        device = "cuda" if config.decodes_on_gpu else "cpu"
+        self.engine: Engine = build_engine(
+            load_causal_lm(some, config.models.dtype, trust_remote_code=trust),
+            draft,
+            engine=config.engine.model_copy(update={"device": device}),
+            speculation=config.speculation,
+            max_total_tokens=max_total_tokens,
+            vocab_size=vocab_size,
+            instance="verify",
+            # no version at all: the first work loads its own
+            weight_version=-1,
+            policy=policy or FixedPolicy(num_nodes=NUM_NODES, depth=NUM_NODES, branching=1),
+            drafter=None if policy else self._drafter,
+            verdicts=KeptVerdicts(Path(config.run.cache_dir).expanduser() / "probes"),
+        )
+
+    def run(self, work: Work) -> Regenerated:
+        """Generate the samples again.
+
+        Raises OtherWeights: the parameters are not those that the run noted; ModelError, NotFiniteError: the weights
+        cannot be loaded.
+        """
+        self._load(work.weight_version)
+        self._drafter.responses = {s.place.key: s.rollout.completion.token_ids for s in work.samples}
+        again = {sample.place.key: _Again(sample, self._sampling) for sample in work.samples}
+        refused: dict[SampleKey, str] = {}
+        while requests := [request for one in again.values() if (request := one.next_request()) is not None]:
+            requests = self._admissible(requests, refused)
+            for key in refused:
+                again.pop(key, None)
+            # the longest first: no tail of few
+            requests.sort(key=lambda request: -len(again[request.key.sample].recorded.token_ids))
+            for completion in self.engine.generate(requests):
+                again[completion.key.sample].take(completion)
+        found = [again.get(sample.place.key) for sample in work.samples]
+        return Regenerated(
+            work=work,
+            completions=[None if one is None else one.completion() for one in found],
+            refused=refused,
+        )
+
+    def _admissible(
+        self, requests: Sequence[SampleRequest], refused: dict[SampleKey, str]
+    ) -> list[SampleRequest]:
+        """Those that can be sampled; a prompt that was changed may hold what is no token."""
+        good = []
+        for request in requests:
+            try:
+                require_can_go_on(
+                    SampleState.fresh(request),
+                    vocab_size=self.engine.runner.vocab_size,
+                    max_total_tokens=self.engine.max_total_tokens,
+                )
+            except DataError as error:
+                refused[request.key.sample] = str(error)
+            else:
+                good.append(request)
+        return good
+
+    def _load(self, version: int) -> None:
+        if self.engine.weight_version == version:
+            return
+        kept, models = self._models[version], self._config.models
+        hf_config = load_hf_config(kept.name, trust_remote_code=models.trust_remote_code)
+        stored = stored_weights(kept.name, hf_config, models.dtype)
+        if stored is None:
+            model = load_causal_lm(kept.name, models.dtype, trust_remote_code=models.trust_remote_code)
+            manifest, chunks = pack_weights(model, name="target", weight_version=version)
+        else:
+            dtype = self.engine.runner.model.dtype
+            manifest, chunks = pack_tensors(
+                ((name, tensor.to(dtype)) for name, tensor in stored.tensors()),
+                hf_config_json=stored.hf_config_json,
+                name="target",
+                weight_version=version,
+            )
+        if kept.checksum not in (None, manifest.checksum):
+            raise OtherWeights(kept.name, version, expected=str(kept.checksum), got=manifest.checksum)
+        self.engine.load_weights(manifest, weight_views(manifest, chunks))
+
+
+class _Again:
+    """One sample on its way: a response of one turn as a whole, an episode's turns one after the other.
+
+    Of an episode the environment's words are taken from the record, and so is where a turn ends.
+    """
+
+    def __init__(self, sample: Recorded, sampling: SamplingParams) -> None:
+        self.recorded = recorded = sample.rollout.completion
+        self._prompt, self._sampling = sample.rollout.prompt, sampling
+        self._turns: list[tuple[int, int]] = [] if recorded.sampled is None else _runs(recorded.sampled)
+        self._done: list[Completion] = []
+
+    def next_request(self) -> SampleRequest | None:
+        """What is to be generated next; None at the end."""
+        recorded, turn = self.recorded, len(self._done)
+        whole = SampleRequest(
+            key=recorded.key, prompt=self._prompt, sampling=self._sampling, group_id=recorded.group_id
+        )
+        if recorded.sampled is None:
+            return None if self._done else whole
+        if turn == len(self._turns):
+            return None
+        begin, end = self._turns[turn]
+        history = History(
+            token_ids=recorded.token_ids[:begin],
+            sampled=recorded.sampled[:begin],
+            policy_logprobs=recorded.policy_logprobs[:begin],
+            sampling_logprobs=recorded.sampling_logprobs[:begin],
+        )
+        return replace(
+            whole,
+            key=replace(recorded.key, turn=turn),
+            sampling=replace(self._sampling, max_new_tokens=end, stop_token_ids=()),
+            history=history if begin else None,
+        )
+
+    def take(self, completion: Completion) -> None:
+        """Take what was generated."""
+        self._done.append(completion)
+
+    def completion(self) -> Completion:
+        """All of it, the environment's words included."""
+        recorded = self.recorded
+        if recorded.sampled is None:
+            return self._done[0]
+        tokens = recorded.token_ids.copy()
+        policy, sampling = (np.zeros(len(tokens), dtype=np.float32) for _ in range(2))
+        for (begin, end), turn in zip(self._turns, self._done, strict=True):
+            tokens[begin:end] = turn.token_ids[begin:end]
+            policy[begin:end] = turn.policy_logprobs[begin:end]
+            sampling[begin:end] = turn.sampling_logprobs[begin:end]
+        return replace(recorded, token_ids=tokens, policy_logprobs=policy, sampling_logprobs=sampling)
+
+
+def _runs(sampled: np.ndarray) -> list[tuple[int, int]]:
+    """Begin and end of every stretch of sampled tokens."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], sampled, [False]]).astype(np.int8)))
+    return [(int(begin), int(end)) for begin, end in zip(edges[::2], edges[1::2], strict=True)]
+
+
+def regenerate(
+    works: Sequence[Work], engines: Sequence[Regenerator], *, num_threads: int = 1
+) -> Iterator[Regenerated | NotLoaded]:
+    """Do all work with these engines at once, a thread each (`num_threads` of torch's); yield what comes as it comes.
+
+    Weights that cannot be used are an answer; whatever else an engine raises is raised here.
+    """
+    idle: SimpleQueue[Regenerator] = SimpleQueue()
+    for engine in engines:
+        idle.put(engine)
+
+    def do(work: Work) -> Regenerated | NotLoaded:
+        engine = idle.get()
+        try:
+            return engine.run(work)
+        except (WeightsError, ModelError, NotFiniteError) as error:
+            return NotLoaded(work=work, error=error)
+        finally:
+            idle.put(engine)
+
+    with ThreadPoolExecutor(len(engines), initializer=use_threads, initargs=(num_threads,)) as pool:
+        pending: set[Future[Regenerated | NotLoaded]] = {pool.submit(do, w) for w in works}
+        try:
+            while pending:
+                done, pending = wait(pending, return_when=FIRST_COMPLETED)
+                yield from (future.result() for future in done)
+        finally:
+            for future in pending:
+                future.cancel()

@@ -1,0 +1,201 @@
+"""One sample of a run, generated again alone, decode step by decode step: what was drafted, what was accepted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from cluster.preflight.inputs import read_tokenizer
+from cluster.proof.choice import all_places, why_not_here
+from cluster.proof.difference import Difference, completion_differences
+from cluster.proof.kept_weights import KeptWeights, find_weights
+from cluster.proof.proof_record import Proof
+from cluster.proof.recorded_samples import Recorded, read_recorded
+from cluster.proof.regeneration import Regenerator, Work
+from cluster.run_folder.layout import RunDir
+from core.checkpoint_manifest import has_manifest
+from core.config import Config
+from core.errors import DataError, ModelError, WeightsError
+from core.records import Completion
+from engine.decoding.draft_tree import DraftTree
+from engine.decoding.running_batch import RunningBatch
+from engine.decoding.verify import Verdict
+from engine.drafters.drafter import Drafter
+from engine.weights.causal_lm import CausalLM
+from engine.weights.loading import load_causal_lm
+from learning.data.prompts import sampling_params
+from policies.drafting.baselines.fixed import FixedPolicy
+from policies.drafting.draft_policy import DraftPolicy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One decode step that verified a draft."""
+
+    begins: int
+    "response tokens before it"
+    token_ids: np.ndarray
+    "of the draft's N nodes, int64; DEAD: not verified"
+    parents: np.ndarray
+    "node numbers, 0 is the root"
+    accepted: frozenset[int]
+    "node numbers, from 1"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replayed:
+    """A sample and, where it could be generated again, how it came about."""
+
+    sample: Recorded
+    file: str
+    "relative to the run folder"
+    tokenizer: PreTrainedTokenizerBase
+    again: Completion | None
+    steps: tuple[Step, ...]
+    drafted_by: str
+    "drafter and policy of these steps, in words"
+    why_not: str
+    "why it was not generated again; empty where it was"
+    differences: tuple[Difference, ...] = ()
+
+
+def replay_sample(run: Path, config: Config, sample_index: int) -> Replayed:
+    """Find a sample by its index and generate it again, alone, with the run's drafter.
+
+    Raises DataError: the run has no such sample, or its file cannot be read; ModelError for a tokenizer.
+    """
+    proof = Proof(seed=0)
+    found = [place for place in all_places(run, config, proof) if place.key.sample_index == sample_index]
+    if not found:
+        unread = "; ".join(str(one) for one in proof.differences if one.sample is None)
+        raise DataError(
+            f"{run} has no sample {sample_index} in its {proof.num_recorded} recorded ones; indices count from 0"
+            + (f" ({unread})" if unread else "")
+        )
+    (sample,) = read_recorded(found)
+    tokenizer = read_tokenizer(config)
+    file = str(sample.place.file.relative_to(run))
+    weights = find_weights(run, config)
+    why_not = why_not_here(config) or _without_weights(weights, sample.place.weight_version)
+    if why_not:
+        return _only_recorded(sample, file, tokenizer, why_not)
+    try:
+        again, steps, drafted_by = _generate(run, config, tokenizer, weights, sample)
+    except (WeightsError, ModelError, DataError) as error:
+        return _only_recorded(sample, file, tokenizer, str(error))
+    recorded = sample.rollout.completion
+    return Replayed(
+        sample=sample,
+        file=file,
+        tokenizer=tokenizer,
+        again=again,
+        steps=steps,
+        drafted_by=drafted_by,
+        why_not="",
+        differences=tuple(completion_differences(file, recorded, again, ends=recorded.sampled is None)),
+    )
+
+
+def _only_recorded(sample: Recorded, file: str, tokenizer: PreTrainedTokenizerBase, why_not: str) -> Replayed:
+    return Replayed(
+        sample=sample,
+        file=file,
+        tokenizer=tokenizer,
+        again=None,
+        steps=(),
+        drafted_by="",
+        why_not=why_not,
+    )
+
+
+def _without_weights(weights: KeptWeights, version: int) -> str:
+    if version in weights.targets:
+        return ""
+    if version in weights.damaged:
+        return f"the weights of version {version} are damaged"
+    return f"the weights of version {version} are not kept; run.checkpoint_every=1 keeps every one"
+
+
+def _generate(
+    run: Path,
+    config: Config,
+    tokenizer: PreTrainedTokenizerBase,
+    weights: KeptWeights,
+    sample: Recorded,
+) -> tuple[Completion, tuple[Step, ...], str]:
+    version = sample.place.weight_version
+    policy, said = _policy(config)
+    draft, whose = _draft(run, config, sample.place.iteration)
+    sampling = sampling_params(config.sampling, tokenizer, model=config.models.target)
+    regenerator = Regenerator(
+        config,
+        tokenizer,
+        sampling,
+        {version: weights.targets[version]},
+        max_total_tokens=len(sample.rollout.prompt.token_ids) + sampling.max_new_tokens,
+        draft=draft,
+        policy=policy,
+    )
+    watched: _WatchedDrafter | None = None
+    if regenerator.engine.drafter is not None:
+        watched = _WatchedDrafter(regenerator.engine.drafter)
+        regenerator.engine.drafter = cast(Drafter, watched)
+    (again,) = (done := regenerator.run(Work(weight_version=version, samples=[sample]))).completions
+    if again is None:
+        raise DataError("; ".join(done.refused.values()))
+    return again, tuple(watched.steps) if watched else (), f"{whose}, {said}"
+
+
+def _policy(config: Config) -> tuple[DraftPolicy, str]:
+    """The run's policy where it decides by nothing but its settings, else a fixed one."""
+    speculation = config.speculation
+    if speculation.drafter == "none" or speculation.policy == "off":
+        return FixedPolicy(num_nodes=0, depth=0, branching=1), "plain decoding"
+    shape = {name: getattr(speculation, name) for name in ("num_nodes", "depth", "branching")}
+    words = f"{shape['num_nodes']} nodes a step"
+    if speculation.policy != "fixed":
+        words += f" ({speculation.policy} chose by the whole batch)"
+    return FixedPolicy(**shape), words
+
+
+def _draft(run: Path, config: Config, iteration: int) -> tuple[CausalLM | None, str]:
+    """The draft model that iteration had, where it is kept, else the first one."""
+    speculation, models = config.speculation, config.models
+    if speculation.drafter != "model" or speculation.policy == "off" or models.draft is None:
+        return None, f"drafter {speculation.drafter}"
+    folder = RunDir(path=run).checkpoint_dir("draft", iteration - 1) if iteration else Path(models.draft)
+    is_own = not iteration or has_manifest(folder)
+    name = str(folder) if is_own else models.draft
+    model = load_causal_lm(name, models.dtype, trust_remote_code=models.trust_remote_code)
+    return (
+        model,
+        "the iteration's draft model" if is_own else "the first draft model (the iteration's is not kept)",
+    )
+
+
+class _WatchedDrafter:
+    """Passes everything on to a drafter and notes what became of its drafts of the only sample."""
+
+    def __init__(self, drafter: Drafter) -> None:
+        self._drafter = drafter
+        self.steps: list[Step] = []
+
+    def commit(self, batch: RunningBatch, tree: DraftTree, verdict: Verdict) -> object:
+        """Note the verdict."""
+        count = int(verdict.num_accepted[0])
+        self.steps.append(
+            Step(
+                begins=int(batch.lengths[0] - batch.prompt_lengths[0]),
+                token_ids=tree.token_ids[0].cpu().numpy(),
+                parents=tree.parents[0].cpu().numpy(),
+                accepted=frozenset(verdict.path[0, 1 : count + 1].tolist()),
+            )
+        )
+        return self._drafter.commit(batch, tree, verdict)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._drafter, name)

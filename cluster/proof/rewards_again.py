@@ -1,0 +1,92 @@
+"""Computes recorded rewards again, where they are a function of prompt and response."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from cluster.preflight.reward_plan import resolved_reward
+from cluster.proof.difference import Difference, reward_differences
+from cluster.proof.recorded_samples import Recorded
+from core.config import Config
+from core.errors import InputError
+from core.records import Completion, Prompt, ResponseFacts, Reward
+from learning.data.prompts import load_prompts
+from learning.rewards.reward_function import build_reward
+
+_RULES = ("chain", "one_sentence", "gsm8k", "format")
+"Read text and reference alone, which rollout files keep."
+
+
+class RewardsAgain:
+    """The run's reward function, and its prompts by number."""
+
+    def __init__(self, config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Build both. Raises InputError: they are not to be had here; its message says why."""
+        if why := _why_not(config):
+            raise InputError(why)
+        # whoever cannot be scored is a difference, and no end
+        reward = resolved_reward(config).model_copy(update={"on_error": "skip"})
+        self._stage = build_reward(reward, fields=None)
+        self.prompts: dict[int, Prompt] = {}
+        try:
+            dataset = load_prompts(config.data, tokenizer, seed=config.run.seed)
+            self.prompts = {prompt.prompt_id: prompt for prompt in dataset.prompts}
+        except InputError as error:
+            if any(scorer.kind not in _RULES for scorer in config.reward.scorers):
+                raise InputError(f"the run's prompts cannot be read here: {error}") from error
+
+    def differences(
+        self, file: str, samples: Sequence[Recorded], completions: Sequence[Completion], texts: Sequence[str]
+    ) -> list[Difference]:
+        """Compare prompts with the data set's, and rewards with those of these responses."""
+        found: list[Difference] = []
+        prompts = []
+        for sample in samples:
+            recorded = sample.rollout.prompt
+            prompt = self.prompts.get(recorded.prompt_id, recorded)
+            prompts.append(prompt)
+            found += _prompt_differences(file, sample.place.key.sample_index, recorded, prompt)
+        facts = [ResponseFacts.of(completion) for completion in completions]
+        for sample, again in zip(samples, self._stage.score_each(prompts, texts, facts), strict=True):
+            index, recorded = sample.place.key.sample_index, sample.rollout.reward
+            if isinstance(again, Reward):
+                found += reward_differences(file, index, recorded, again)
+            else:
+                found.append(
+                    Difference(
+                        file=file, sample=index, what="reward", expected=again.reason, got=str(recorded.value)
+                    )
+                )
+        return found
+
+
+def _why_not(config: Config) -> str:
+    """Why rewards cannot be computed again to the bit; empty where they can."""
+    reward = config.reward
+    if config.environment.kind is not None:
+        return "an environment took part, and what it said or gave cannot be asked for again"
+    if any(scorer.kind == "serve" for scorer in reward.scorers):
+        return "a reward server gave them (reward.kind serve)"
+    if reward.models and config.cluster.reward.num_gpus:
+        return "a reward model on a GPU gave them, whose scores depend on the batch by rounding"
+    return ""
+
+
+def _prompt_differences(file: str, index: int, recorded: Prompt, prompt: Prompt) -> list[Difference]:
+    rows = [
+        ("reference of the data", recorded.reference, prompt.reference),
+        ("prompt of the data", recorded.text, prompt.text),
+    ]
+    found = [
+        Difference(file=file, sample=index, what=what, expected=repr(expected), got=repr(got))
+        for what, got, expected in rows
+        if got != expected
+    ]
+    if not np.array_equal(recorded.token_ids, prompt.token_ids):
+        what = f"token ids of prompt {prompt.prompt_id}"
+        expected, got = (str(ids.tolist()) for ids in (prompt.token_ids, recorded.token_ids))
+        found.append(Difference(file=file, sample=index, what=what, expected=expected, got=got))
+    return found

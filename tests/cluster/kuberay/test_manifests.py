@@ -1,0 +1,162 @@
+"""The manifests of the repository: what was rendered is up to date, and every pod of them keeps the same rules."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from kustomized import kustomized
+from manifests import ROOT, cluster_spec, groups, of_kind, rendered, smollm2_config
+
+from actors.serving.reward_deployment import ServerArguments
+from cluster.kuberay.ray_manifests import RAY_VERSION, TOKEN_SECRET
+
+FOLDER = ROOT / "cluster" / "kuberay"
+KUSTOMIZATIONS = sorted(str(path.parent.relative_to(FOLDER)) for path in FOLDER.rglob("kustomization.yaml"))
+RAY_KUSTOMIZATIONS = [name for name in KUSTOMIZATIONS if name != "base/shared"]
+VALIDATOR = "RLHFSPEC_KUBERAY_VALIDATOR"
+"A program that takes manifests and fails where one does not match the CRDs of KubeRay."
+ON_GPUS = (
+    "--set", "models.dtype=bfloat16",
+    "--set", "cluster.generation.num_gpus=1",
+    "--set", "cluster.trainer.num_gpus=1",
+)  # fmt: skip
+CLUSTER = ("--kind", "raycluster", "--name", "rlhfspec")
+
+
+def ray_document(name: str) -> dict[str, Any]:
+    (found,) = [each for each in kustomized(FOLDER / name) if each["apiVersion"] == "ray.io/v1"]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("base/job", ()),
+        ("base/cluster", CLUSTER),
+        ("overlays/gpu-job", ON_GPUS),
+        ("overlays/gpu-cluster", (*ON_GPUS, *CLUSTER)),
+    ],
+)
+def test_manifests_are_what_kube_render_writes(name: str, options: tuple[str, ...], tmp_path: Path) -> None:
+    sizes = smollm2_config(tmp_path / "sizes")
+    fresh = rendered(
+        tmp_path / "run.yaml", "configs/smollm2_grpo.yaml", "--like", f"target={sizes}", *options
+    )
+    assert kustomized(FOLDER / name) == fresh
+
+
+@pytest.mark.parametrize("name", KUSTOMIZATIONS)
+def test_kustomize_makes_the_same_of_them(name: str) -> None:
+    kubectl = shutil.which("kubectl")
+    if kubectl is None:
+        pytest.skip("no kubectl here, whose kustomize would build the overlays")
+    made = subprocess.run([kubectl, "kustomize", FOLDER / name], capture_output=True, text=True, timeout=60)
+    if "unknown command" in made.stderr:
+        pytest.skip("this kubectl has no kustomize")
+    assert made.returncode == 0, made.stderr
+
+    def ordered(documents: Any) -> list[Any]:
+        return sorted(documents, key=lambda each: each["kind"])
+
+    assert ordered(yaml.safe_load_all(made.stdout)) == ordered(kustomized(FOLDER / name))
+
+
+@pytest.mark.parametrize("name", RAY_KUSTOMIZATIONS)
+def test_every_pod_asks_for_a_token_and_takes_no_more_than_it_says(name: str) -> None:
+    document = ray_document(name)
+    spec = cluster_spec(document)
+    assert spec["authOptions"] == {"mode": "token", "secretName": TOKEN_SECRET}
+    assert (
+        spec["rayVersion"] == RAY_VERSION and f"ray=={RAY_VERSION}" in (ROOT / "constraints.txt").read_text()
+    )
+    assert spec["headGroupSpec"]["rayStartParams"]["num-cpus"] == "0"
+    assert spec["headGroupSpec"]["serviceType"] == "ClusterIP"
+    for group in groups(document):
+        pod = group["template"]["spec"]
+        (container,) = pod["containers"]
+        environment = {each["name"]: each for each in container["env"]}
+        assert environment["RAY_AUTH_MODE"]["value"] == "token"
+        token = environment["RAY_AUTH_TOKEN"]
+        assert "value" not in token and token["valueFrom"]["secretKeyRef"]["name"] == TOKEN_SECRET
+        assert pod["securityContext"]["runAsNonRoot"] is True
+        assert container["securityContext"]["allowPrivilegeEscalation"] is False
+        assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+        assert container["resources"]["requests"] == container["resources"]["limits"]
+        assert not {"hostNetwork", "hostPID", "hostIPC"} & pod.keys()
+        mounts = {each["mountPath"]: each["name"] for each in container["volumeMounts"]}
+        volumes = {each["name"]: each for each in pod["volumes"]}
+        assert volumes[mounts["/dev/shm"]]["emptyDir"]["medium"] == "Memory"
+        assert "persistentVolumeClaim" in volumes[mounts["/runs"]]
+        assert group is spec["headGroupSpec"] or pod["automountServiceAccountToken"] is False
+
+
+@pytest.mark.parametrize("name", KUSTOMIZATIONS)
+def test_no_secret_stands_in_a_file(name: str) -> None:
+    assert all(each["kind"] != "Secret" for each in kustomized(FOLDER / name))
+
+
+def test_a_job_that_waits_for_kueue_is_suspended_and_else_the_same() -> None:
+    waiting, plain = ray_document("overlays/queued-job"), ray_document("base/job")
+    assert waiting["spec"].pop("suspend") is True and plain["spec"].pop("suspend") is False
+    assert waiting["metadata"]["labels"].pop("kueue.x-k8s.io/queue-name")
+    assert waiting == plain
+
+
+@pytest.mark.parametrize("name", ["base/service", "overlays/gpu-service"])
+def test_the_served_reward_is_one_that_serve_takes_and_its_replicas_fit_their_pods(name: str) -> None:
+    document = ray_document(name)
+    served = yaml.safe_load(document["spec"]["serveConfigV2"])
+    example = yaml.safe_load((ROOT / "configs" / "serve" / "reward_server.yaml").read_text())
+    (application,), (shown,) = served["applications"], example["applications"]
+    assert application["import_path"] == shown["import_path"]
+    assert set(application["args"]) == set(shown["args"])
+    arguments = ServerArguments.model_validate(application["args"])
+    arguments.reward_config()
+    (workers,) = cluster_spec(document)["workerGroupSpecs"]
+    assert int(workers["rayStartParams"]["num-cpus"]) >= arguments.num_cpus
+    limits = workers["template"]["spec"]["containers"][0]["resources"]["limits"]
+    assert float(limits.get("nvidia.com/gpu", 0)) == arguments.num_gpus
+    assert (workers["minReplicas"], workers["maxReplicas"]) == (
+        arguments.min_replicas,
+        arguments.max_replicas,
+    )
+
+
+def test_the_network_policy_and_the_claim_are_those_of_the_pods() -> None:
+    shared = kustomized(FOLDER / "base" / "shared")
+    selected = of_kind(shared, "NetworkPolicy")["spec"]["podSelector"]["matchLabels"]
+    claim = of_kind(shared, "PersistentVolumeClaim")
+    assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
+    for name in RAY_KUSTOMIZATIONS:
+        for group in groups(ray_document(name)):
+            assert selected.items() <= group["template"]["metadata"]["labels"].items()
+            volumes = {each["name"]: each for each in group["template"]["spec"]["volumes"]}
+            assert volumes["runs"]["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
+
+
+def test_manifests_match_the_schemas_of_kuberay(tmp_path: Path) -> None:
+    validator = os.environ.get(VALIDATOR)
+    if not validator:
+        pytest.skip(
+            f"{VALIDATOR} names no validator: the manifests are not compared with KubeRay's CRDs here"
+        )
+    files = []
+    for name in KUSTOMIZATIONS:
+        files.append(tmp_path / f"{name.replace('/', '-')}.yaml")
+        files[-1].write_text(yaml.safe_dump_all(kustomized(FOLDER / name)))
+    sizes = smollm2_config(tmp_path / "sizes")
+    known = [part for role in ("target", "draft") for part in ("--like", f"{role}={sizes}")]
+    for number, path in enumerate([*ROOT.glob("configs/*.yaml"), *ROOT.glob("configs/algorithms/*.yaml")]):
+        for kind in ("rayjob", "raycluster"):
+            files.append(tmp_path / f"rendered-{number}-{kind}.yaml")
+            rendered(files[-1], path, *known, "--kind", kind)
+    command = [sys.executable, validator, *map(str, files)]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert ran.returncode == 0, ran.stdout + ran.stderr

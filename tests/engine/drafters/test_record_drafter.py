@@ -1,0 +1,60 @@
+"""Drafts from a record: an honest one is accepted whole, and no record changes a token."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import tiny_pool
+
+from core.config import EngineConfig, SpeculationConfig
+from core.records import Completion, SampleRequest
+from engine.build import build_engine
+from engine.drafters.record_drafter import RecordDrafter
+from policies.drafting.baselines.fixed import FixedPolicy
+
+NODES = 5
+REQUESTS = tiny_pool.requests(6, new_tokens=30)
+
+
+@pytest.fixture(scope="module")
+def plain() -> dict:
+    return tiny_pool.reference(REQUESTS)
+
+
+def again(records: dict) -> tuple[list[Completion], int]:
+    """All requests generated beside these records, and the decode steps it took."""
+    drafter = RecordDrafter(tiny_pool.VOCAB_SIZE)
+    drafter.responses = records
+    engine = build_engine(
+        tiny_pool.target(),
+        None,
+        engine=EngineConfig(device="cpu", max_running_samples=len(REQUESTS), probe=False),
+        speculation=SpeculationConfig(policy="off"),
+        max_total_tokens=tiny_pool.MAX_TOTAL_TOKENS,
+        policy=FixedPolicy(num_nodes=NODES, depth=NODES, branching=1),
+        drafter=drafter,
+    )
+    return engine.generate(REQUESTS), engine.stats.num_decode_steps
+
+
+def test_an_honest_record_is_accepted_whole(plain) -> None:
+    completions, num_steps = again({key: one.token_ids for key, one in plain.items()})
+    assert not tiny_pool.mismatches({one.key: one for one in completions}, plain)
+    assert num_steps == max(-(-one.num_tokens // (NODES + 1)) for one in completions)
+
+
+def spoiled(kind: str, request: SampleRequest, tokens: np.ndarray) -> np.ndarray | None:
+    if kind == "one token":
+        return np.where(np.arange(len(tokens)) == 7, tokens ^ 1, tokens)
+    if kind == "no tokens":
+        return np.where(
+            np.arange(len(tokens)) % 4 == 3, -5 if request.key.sample_index % 2 else 10**6, tokens
+        )
+    return None if request.key.sample_index % 2 else tokens[:9]
+
+
+@pytest.mark.parametrize("kind", ["one token", "no tokens", "missing or short"])
+def test_a_false_record_changes_no_token(plain, kind: str) -> None:
+    records = {one.key: spoiled(kind, one, plain[one.key].token_ids) for one in REQUESTS}
+    completions, _ = again({key: tokens for key, tokens in records.items() if tokens is not None})
+    assert not tiny_pool.mismatches({one.key: one for one in completions}, plain)

@@ -1,0 +1,127 @@
+"""A run folder as a run leaves it, of two weight versions and with an episode, made in one process in a second."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+
+from cluster.run_folder.layout import RunDir
+from cluster.run_folder.rollout_files import SCHEMA, write_rollouts
+from cluster.run_folder.weights_log import note_weights
+from core.checkpoint_manifest import write_manifest
+from core.config import Config
+from core.config_io import config_from_dict
+from core.metrics import MetricsLog
+from core.records import Completion, History, ResponseFacts, Rollout, SampleRequest
+from engine.build import build_engine
+from engine.engine import Engine
+from engine.weights.chunks import pack_weights, weight_views
+from engine.weights.loading import load_causal_lm, load_tokenizer, num_token_ids
+from learning.data.cursor import PromptCursor
+from learning.data.prompts import load_prompts, response_text, sampling_params
+from learning.rewards.reward_function import build_reward
+
+SAMPLES = 6
+"Of each iteration."
+MAX_NEW_TOKENS = 24
+
+
+def run_config(pair: Any, folder: Path, **changes: dict[str, Any]) -> Config:
+    """Of a tiny pair; `changes` by section."""
+    tree: dict[str, Any] = {
+        "run": {"iterations": 2, "seed": 5, "checkpoint_every": 1, "cache_dir": str(folder / "cache")},
+        "models": {"target": str(pair.target), "draft": str(pair.draft)},
+        "data": {"task": "chain", "limit": 40},
+        "sampling": {"max_new_tokens": MAX_NEW_TOKENS},
+        "speculation": {"policy": "fixed", "num_nodes": 6, "depth": 3, "branching": 2},
+        "rollout": {"prompts_per_iteration": SAMPLES},
+        "engine": {"max_running_samples": 4, "probe": False, "device": "cpu"},
+    }
+    for section, values in changes.items():
+        tree[section] = {**tree.get(section, {}), **values}
+    return config_from_dict(tree)
+
+
+def make_run(config: Config, folder: Path) -> Path:
+    """Two iterations by plain decoding; the weights move a little in between. No advantage is known."""
+    run = RunDir.create(config, folder)
+    tokenizer = load_tokenizer(config.models.target)
+    target = load_causal_lm(config.models.target, "float32")
+    engine = build_engine(
+        target,
+        None,
+        engine=config.engine.model_copy(update={"max_running_samples": 7}),
+        speculation=config.speculation.model_copy(update={"policy": "off"}),
+        max_total_tokens=100,
+        vocab_size=num_token_ids(tokenizer),
+        instance="gen-0",
+    )
+    sampling = sampling_params(config.sampling, tokenizer, model=config.models.target)
+    cursor = PromptCursor(
+        load_prompts(config.data, tokenizer, seed=config.run.seed), run_seed=config.run.seed, shuffle=True
+    )
+    manifest, _ = pack_weights(target, name="target", weight_version=0)
+    note_weights(run.weights_file, manifest)
+    moved = load_causal_lm(config.models.target, "float32")
+    for iteration in range(2):
+        requests = cursor.next_requests(SAMPLES, 1, sampling)
+        completions = engine.generate(requests)
+        if config.environment.kind is not None:
+            completions = [_second_turn(engine, request) for request in requests]
+        texts = [response_text(tokenizer, completion) for completion in completions]
+        prompts = [request.prompt for request in requests]
+        facts = [ResponseFacts.of(completion) for completion in completions]
+        rewards = build_reward(config.reward).score(prompts, texts, facts)
+        write_rollouts(
+            run.rollouts_file(iteration),
+            [
+                Rollout(prompt=prompt, completion=completion, response_text=text, reward=reward)
+                for prompt, completion, text, reward in zip(prompts, completions, texts, rewards, strict=True)
+            ],
+        )
+        MetricsLog(run.metrics_file).write(iteration, {"rollout/invariant": 1.0, "time/generate_s": 10.0})
+        torch.manual_seed(iteration)
+        for weight in moved.parameters():
+            weight.data.add_(torch.randn_like(weight) * 0.05)
+        manifest, chunks = pack_weights(moved, name="target", weight_version=iteration + 1)
+        engine.load_weights(manifest, weight_views(manifest, chunks))
+        note_weights(run.weights_file, manifest)
+        checkpoint = run.checkpoint_dir("target", iteration)
+        moved.save_pretrained(checkpoint)
+        tokenizer.save_pretrained(checkpoint)
+        write_manifest(
+            checkpoint, model="target", weight_version=iteration + 1, parameter_checksum=manifest.checksum
+        )
+    run.set_status("finished")
+    return run.path
+
+
+def _second_turn(engine: Engine, request: SampleRequest) -> Completion:
+    """A turn of up to ten tokens, an answer of three, another turn up to the end."""
+    short = replace(request, sampling=replace(request.sampling, max_new_tokens=10))
+    (first,) = engine.generate([short])
+    answer = np.array([5, 6, 7])
+    nothing = np.zeros(3, dtype=np.float32)
+    history = History(
+        token_ids=np.concatenate([first.token_ids, answer]),
+        sampled=np.concatenate([first.is_sampled, np.zeros(3, dtype=bool)]),
+        policy_logprobs=np.concatenate([first.policy_logprobs, nothing]),
+        sampling_logprobs=np.concatenate([first.sampling_logprobs, nothing]),
+    )
+    (whole,) = engine.generate([replace(request, key=replace(request.key, turn=1), history=history)])
+    return replace(whole, key=request.key)
+
+
+def change_row(run: Path, iteration: int, row: int, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change one row of a rollout file in place."""
+    file = RunDir(path=run).rollouts_file(iteration)
+    rows = pq.read_table(file).to_pylist()
+    change(rows[row])
+    pq.write_table(pa.Table.from_pylist(rows, schema=SCHEMA), file)
