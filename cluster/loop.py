@@ -23,6 +23,9 @@ from cluster.recorder import Recorder
 from cluster.refit_step import refit_draft
 from cluster.reporting.console import Reporter
 from cluster.reporting.iteration_metrics import iteration_figures, with_evaluation
+from cluster.resuming.run_state import RunState
+from cluster.resuming.save_state import save_state
+from cluster.resuming.take_up import take_up
 from cluster.run_checkpoints import save_checkpoints
 from cluster.run_folder.layout import RunDir
 from cluster.run_folder.rollout_files import write_rollouts
@@ -46,8 +49,10 @@ class TrainingResult:
     "of the trained target; equal runs end with equal checksums"
 
 
-def run_training(config: Config, inputs: Inputs, run_dir: RunDir, report: Reporter) -> TrainingResult:
-    """Train from a config whose model names are resolved, into the run folder.
+def run_training(
+    config: Config, inputs: Inputs, run_dir: RunDir, report: Reporter, *, resume: RunState | None = None
+) -> TrainingResult:
+    """Train from a config whose model names are resolved, into the run folder; from a state of it where one is given.
 
     Raises InputError for what the user can mend, other RlhfSpecErrors for what failed on the way.
     """
@@ -71,9 +76,9 @@ def run_training(config: Config, inputs: Inputs, run_dir: RunDir, report: Report
             report.note(line)
         if session.dashboard_url:
             report.note(f"dashboard {session.dashboard_url}")
-        with running_system(config, session, inputs, note=report.note) as system:
+        with running_system(config, session, inputs, note=report.note, resume=resume) as system:
             observer.watch(system)
-            train(system, run_dir, report)
+            train(system, run_dir, report, resume=resume)
     manifest = system.target.manifest
     report.note(f"parameter checksum {manifest.checksum} (weight version {manifest.weight_version})")
     return TrainingResult(
@@ -83,18 +88,25 @@ def run_training(config: Config, inputs: Inputs, run_dir: RunDir, report: Report
     )
 
 
-def train(system: System, run_dir: RunDir, report: Reporter) -> None:
-    """Run every iteration, writing metrics, rollouts, moves and checkpoints as they come; a timeline at the end."""
+def train(system: System, run_dir: RunDir, report: Reporter, *, resume: RunState | None = None) -> None:
+    """Run every iteration, writing metrics, rollouts, moves and checkpoints as they come; a timeline at the end.
+
+    `resume`: the state that the system goes on from; its iterations are finished.
+    """
     run = system.config.run
     log = RunLog(system.config, run_dir, Trackers.of(system.config, run_dir, report.note))
     recorder = Recorder(run_dir, report, step_log=run.step_log)
-    evaluator = Evaluator(system, run_dir, report, recorder)
+    evaluator = Evaluator(system, run_dir, report, recorder, None if resume is None else resume.evaluations)
+    first = 0 if resume is None else resume.num_iterations
+    if resume is not None:
+        take_up(system, resume)
     report.on_progress = run_dir.progress
     report.start(run.iterations)
     note_weights(run_dir.weights_file, system.target.manifest)
     try:
-        log.before_training(evaluator.at_start())
-        for iteration in range(run.iterations):
+        if resume is None:
+            log.before_training(evaluator.at_start())
+        for iteration in range(first, run.iterations):
             try:
                 figures = run_iteration(system, iteration, run_dir, report, recorder, log)
             except NumericsError as error:
@@ -107,6 +119,7 @@ def train(system: System, run_dir: RunDir, report: Reporter) -> None:
             report.iteration(iteration, figures)
             if run.checkpoint_every and (iteration + 1) % run.checkpoint_every == 0:
                 save_checkpoints(system, run_dir, iteration=iteration)
+                save_state(system, run_dir, num_iterations=iteration + 1, evaluations=evaluator.marks)
         save_checkpoints(system, run_dir)
     except RewardServerLost as error:
         recorder.write_timeline()

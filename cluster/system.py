@@ -37,7 +37,6 @@ from cluster.trainer_pool import TrainerPool
 from cluster.weights.group_publication import Broadcast
 from cluster.weights.publish import PublishedWeights
 from core.config import Config
-from core.errors import StorageError
 from core.records import Completion, SampleRequest, SamplingParams
 from engine.weights.causal_lm import DTYPES
 from engine.weights.chunks import WeightPacker, pack_weights
@@ -125,10 +124,11 @@ def running_system(
     note: Callable[[str], None] = logger.warning,
     resume: RunState | None = None,
 ) -> Iterator[System]:
-    """Run all actors of a config whose model names are resolved, first weights loaded, or those of a state.
+    """Run all actors of a config whose model names are resolved, first weights loaded.
 
     Their bundles are given back however the block ends, and the actors end with them. `note` is told, one line each,
-    of actors that are lost and replaced, and of waits that take unusually long.
+    of actors that are lost and replaced, and of waits that take unusually long. `resume`: whose draft model to begin
+    with; `cluster.resuming.take_up` does the rest.
     Raises InputError for models, reward function or placement that cannot be used.
     """
     topology = plan(config)
@@ -138,8 +138,6 @@ def running_system(
         with watching(note), watching_raylet(own_raylet() if session.is_local else None, note):
             system = _make_actors(config, inputs, topology, context, note, resume)
             _bring_up(system)
-            if resume is not None:
-                _take_up(system, resume)
             system.streams_forwards, why = streams_forwards(
                 config, topology, nodes_of(group, topology), recomputes_old=system.recomputes_old
             )
@@ -247,25 +245,6 @@ def _bring_up(system: System) -> None:
     system.trainers.begin_loading(system.target, system.draft if system.config.refits_draft else None)
     _bring_up_generation(system)
     system.trainers.confirm_loaded()
-
-
-def _take_up(system: System, state: RunState) -> None:
-    """Put trainers, instances and cursor where the state was taken.
-
-    Trainers begin with the first weights all the same: an adapter's base and a reference are made of them.
-    Raises ConfigError, DataError: the config is not that of the state; StorageError: other weights come of it.
-    """
-    system.trainers.load_state(state.trainer_folder)
-    system.cursor.restore(state.cursor)
-    system.target = system.trainers.take()
-    found = system.target.manifest
-    if (found.weight_version, found.checksum) != (state.weight_version, state.parameter_checksum):
-        raise StorageError(
-            f"state {state.folder}: expected weight version {state.weight_version} with checksum "
-            f"{state.parameter_checksum}, got version {found.weight_version} with {found.checksum}; models.target, "
-            "models.dtype or the adapter are not those of the run, or the file has changed: resume with its own config"
-        )
-    system.generation.publish(system.target)
 
 
 def load_and_put(config: Config, name: str, model: Any, *, weight_version: int = 0) -> PublishedWeights:

@@ -15,6 +15,8 @@ from cluster.placement.origin import ROOT
 if TYPE_CHECKING:
     from cluster.preflight.inputs import Inputs
     from cluster.reporting.console import Reporter
+    from cluster.resuming.resumed_run import ResumedRun
+    from cluster.resuming.run_state import RunState
     from cluster.run_folder.layout import RunDir
     from core.config import Config
 
@@ -25,6 +27,7 @@ Run RLHF: sample responses on the generation actors, score them, update the targ
 
   rlhfspec train --config configs/gsm8k_ppo.yaml --set data.path=train.jsonl \\
       --set models.target=pair/target --set models.draft=pair/draft
+  rlhfspec train --resume RUN                             go on with a run that was cut off, with its own config
   rlhfspec train --config configs/demo.yaml --dry-run     print the resolved config and the plan, run nothing
 """
 
@@ -52,7 +55,14 @@ def add_parser(commands: Any) -> None:
         parser.add_argument(
             "--dry-run", action="store_true", help="check everything, print config and plan, run nothing"
         )
-        parser.set_defaults(run=run)
+        if name == "train":
+            parser.add_argument(
+                "--resume",
+                metavar="RUN",
+                help="go on with the run in this folder from its last state (run.checkpoint_every), with the result "
+                "of a run that was never cut off; --set may change what does not touch the result",
+            )
+        parser.set_defaults(run=run, resume=None)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -62,6 +72,14 @@ def run(args: argparse.Namespace) -> int:
     from core.config_io import load_config
 
     report = Reporter()
+    if args.resume is not None:
+        from cluster.resuming.resumed_run import open_run
+
+        try:
+            resumed = open_run(args.resume, args.set, report.note)
+            return _run(resumed.config, resumed.run_dir.path, report, dry_run=args.dry_run, resumed=resumed)
+        finally:
+            report.stop()
     config = load_config(args.config, args.set)
     path = choose_run_path(config.run, caller_dir=Path.cwd(), now=datetime.now())
     report.note(f"run folder {path}" + (" (dry run: not made)" if args.dry_run else ""))
@@ -73,7 +91,9 @@ def run(args: argparse.Namespace) -> int:
         report.stop()
 
 
-def _run(config: Config, path: Path, report: Reporter, *, dry_run: bool) -> int:
+def _run(
+    config: Config, path: Path, report: Reporter, *, dry_run: bool, resumed: ResumedRun | None = None
+) -> int:
     from cluster.preflight.named_models import resolve_models
     from cluster.run_folder.layout import RunDir
 
@@ -95,12 +115,12 @@ def _run(config: Config, path: Path, report: Reporter, *, dry_run: bool) -> int:
             report.note(checked.adapter)
         for line in inputs.dataset.notes():
             report.note(line)
-        run_dir = RunDir.create(config, path)
+        run_dir = RunDir.create(config, path) if resumed is None else resumed.begin(config)
         if run_dir.path != path:
             report.note(f"run folder {run_dir.path} (another run took the first name)")
         for line in sweep_run_folders(path.parent):
             report.note(line)
-        _train(config, inputs, run_dir, report)
+        _train(config, inputs, run_dir, report, None if resumed is None else resumed.state)
     return 0
 
 
@@ -111,7 +131,7 @@ def _print_plan(config: Config, lines: list[str], report: Reporter) -> None:
     report.note("\n".join(lines))
 
 
-def _train(config: Config, inputs: Inputs, run_dir: RunDir, report: Reporter) -> None:
+def _train(config: Config, inputs: Inputs, run_dir: RunDir, report: Reporter, state: RunState | None) -> None:
     """Run the loop; however it ends, the run folder says so and holds summary and picture so far."""
     report.stage("starting Ray")
     from cluster.loop import run_training
@@ -121,7 +141,7 @@ def _train(config: Config, inputs: Inputs, run_dir: RunDir, report: Reporter) ->
     try:
         # beside the run's files, the log may be on the full disk
         with storage_errors(run_dir.path, only_known=True):
-            run_training(config, inputs, run_dir, report)
+            run_training(config, inputs, run_dir, report, resume=state)
     except BaseException as error:
         # nothing from here on may hide what ended the run
         with suppress(Exception):
