@@ -12,9 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from actors.asked_actors import AskedActors, Manners, Replace
-from actors.ray_utils.actor_start import begin_actor
 from actors.ray_utils.remote import Handle, remote
+from actors.stateless_pool import PoolKind, Replace, StatelessPool
 from core.config import EnvironmentConfig
 from core.errors import EpisodeError, InputError, one_line
 from core.named_code import import_from_too
@@ -38,7 +37,6 @@ class EnvironmentActor:
 
     def __init__(self, name: str, config: EnvironmentConfig, caller_dir: str | None = None) -> None:
         """`caller_dir`: the driver's folder, for code of the user's."""
-        begin_actor(name)
         import_from_too(caller_dir)
         self._name = name
         self._config = config
@@ -155,7 +153,7 @@ class EnvironmentPool(Generic[T]):
             note: told of every replacement, one line.
         """
         self._kind = config.kind
-        manners: Manners[_Asked[T]] = Manners(
+        pool_kind: PoolKind[_Asked[T]] = PoolKind(
             stem="environment",
             call=lambda actor, asked: actor.answer.remote(asked.key, asked.prompt, asked.responses),
             order=lambda asked: f"answer for {describe(config, asked.key, len(asked.responses))}",
@@ -164,7 +162,7 @@ class EnvironmentPool(Generic[T]):
             culprit="the environment",
             late_advice="look at its stack in the Ray dashboard",
         )
-        self._actors = AskedActors(actors, manners, make=make, max_restarts=max_restarts, note=note)
+        self._actors = StatelessPool(actors, pool_kind, make=make, max_restarts=max_restarts, note=note)
 
     @property
     def num_asked(self) -> int:

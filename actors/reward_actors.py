@@ -11,10 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from actors.asked_actors import AskedActors, Manners, Replace
-from actors.ray_utils.actor_start import begin_actor
 from actors.ray_utils.assigned_device import assigned_gpus, resolve_device
 from actors.ray_utils.remote import Handle, remote
+from actors.stateless_pool import PoolKind, Replace, StatelessPool
 from core.config import RewardConfig
 from core.named_code import import_from_too
 from core.records import Prompt, ResponseFacts, Reward, Unscored
@@ -32,7 +31,6 @@ class RewardActor:
 
     def __init__(self, name: str, config: RewardConfig, caller_dir: str | None = None) -> None:
         """`caller_dir`: the driver's folder, for code of the user's."""
-        begin_actor(name)
         import_from_too(caller_dir)
         self._name = name
         self._config = config
@@ -107,7 +105,7 @@ class RewardPool(Generic[T]):
         def num_samples(batches: Sequence[_Batch[T]]) -> int:
             return sum(len(batch.items) for batch in batches)
 
-        manners: Manners[_Batch[T]] = Manners(
+        pool_kind: PoolKind[_Batch[T]] = PoolKind(
             stem="reward",
             call=lambda actor, batch: actor.score.remote(batch.prompts, batch.responses, batch.facts),
             order=lambda batch: f"score {len(batch.items)} responses with {kind or 'the reward function'}",
@@ -118,7 +116,7 @@ class RewardPool(Generic[T]):
             "the function; if it is only slow, make reward.batch_size smaller, raise "
             "cluster.reward.num_actors or cluster.order_timeout_s",
         )
-        self._actors = AskedActors(actors, manners, make=make, max_restarts=max_restarts, note=note)
+        self._actors = StatelessPool(actors, pool_kind, make=make, max_restarts=max_restarts, note=note)
         self._skipped: list[tuple[T, Unscored]] = []
 
     @property

@@ -16,7 +16,6 @@ import ray
 from cluster.collect import collect
 from cluster.evaluate import Evaluator
 from cluster.forward_stream import Streamed
-from cluster.observing.observer import observing
 from cluster.placement.ray_session import ray_session, sigterm_exits
 from cluster.preflight.inputs import Inputs
 from cluster.recorder import Recorder
@@ -64,20 +63,14 @@ def run_training(
         run_dir.heartbeat(),
         sigterm_exits(interrupted),
         ray_session(
-            config,
-            run_dir.path.name,
-            on_sigterm=interrupted,
-            store_bytes=inputs.object_store_bytes,
-            logs=run_dir.logs_folder,
+            config, run_dir.path.name, on_sigterm=interrupted, store_bytes=inputs.object_store_bytes
         ) as session,
-        observing(run_dir, session, report, num_iterations=config.run.iterations) as observer,
     ):
         for line in session.swept:
             report.note(line)
         if session.dashboard_url:
             report.note(f"dashboard {session.dashboard_url}")
         with running_system(config, session, inputs, note=report.note, resume=resume) as system:
-            observer.watch(system)
             train(system, run_dir, report, resume=resume)
     manifest = system.target.manifest
     report.note(f"parameter checksum {manifest.checksum} (weight version {manifest.weight_version})")

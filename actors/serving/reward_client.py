@@ -85,8 +85,10 @@ def _by_url(url: str) -> _Ask:
     if urlsplit(url).path in ("", "/"):
         url = url.rstrip("/") + "/score"
     session = http.Session()
+    was_answered = False
 
     def ask(requests: Sequence[ScoreRequest], timeout_s: float) -> list[Reward | Unscored]:
+        nonlocal was_answered
         try:
             answer = session.post(
                 url, json=to_body(requests).model_dump(mode="json"), timeout=(_CONNECT_S, timeout_s)
@@ -95,7 +97,8 @@ def _by_url(url: str) -> _Ask:
             raise RewardError(f"reward.url '{url}' is no address: {error}") from None
         except http.exceptions.RequestException as error:
             raise _TryAgain(str(error)) from error
-        if answer.status_code in _TRY_AGAIN:
+        # Serve takes the route away before it ends, and has none before its application is there
+        if answer.status_code in _TRY_AGAIN or (answer.status_code == 404 and was_answered):
             raise _TryAgain(f"HTTP {answer.status_code}: {answer.text[:200]}")
         if answer.status_code != 200:
             raise RewardError(
@@ -103,12 +106,14 @@ def _by_url(url: str) -> _Ask:
                 "answer of POST /score; mend reward.url"
             )
         try:
-            return from_answer(ScoreAnswer.model_validate_json(answer.content))
+            found = from_answer(ScoreAnswer.model_validate_json(answer.content))
         except ValidationError as error:
             raise RewardError(
                 f"the reward server {url} answered '{answer.text[:200]}'; expected an object with rewards "
                 f"({error.errors()[0]['msg']}); mend reward.url"
             ) from None
+        was_answered = True
+        return found
 
     return ask
 

@@ -9,7 +9,9 @@ import time
 from collections.abc import Sequence
 from typing import Any, Self
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from ray import serve
 
@@ -28,6 +30,13 @@ _MAX_ONGOING_REQUESTS = 64
 "Of one replica; each is a batch of one run."
 
 http = FastAPI(title="rlhfspec rewards", description="POST /score: rewards of responses, in their order.")
+
+
+@http.exception_handler(RequestValidationError)
+async def wrong_body(_: Request, error: RequestValidationError) -> JSONResponse:
+    """What is wrong where, without the input: it may be long, and Infinity is no JSON."""
+    faults = [{key: fault[key] for key in ("type", "loc", "msg")} for fault in error.errors()]
+    return JSONResponse({"detail": faults}, status_code=422)
 
 
 class ServerArguments(BaseModel):
@@ -91,7 +100,8 @@ def build(args: dict[str, Any]) -> serve.Application:
                 "target_ongoing_requests": arguments.target_ongoing_requests,
                 "upscale_delay_s": arguments.upscale_delay_s,
                 "downscale_delay_s": arguments.downscale_delay_s,
-                "metrics_interval_s": look_s,
+                # Ray wants more than one look in a period
+                "metrics_interval_s": look_s / 2,
                 "look_back_period_s": look_s,
             }
         }

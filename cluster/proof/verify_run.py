@@ -172,11 +172,10 @@ def _regenerate(works: Sequence[Work], tools: _Tools, proof: Proof, tick: Tick) 
     stage = f"regenerating {total} samples"
     tick(stage, 0.0)
     for answer in regenerate(works, tools.engines, num_threads=tools.config.engine.num_threads):
+        num_done += len(answer.work.samples)
         if isinstance(answer, Regenerated):
-            num_done += len(answer.work.samples)
             _compare(answer, tools, proof)
         else:
-            num_done += len(answer.work.samples)
             _other_weights(answer, tools, proof)
         tick(stage, num_done / total)
 

@@ -209,7 +209,7 @@ def require_finite_logits(served: Served) -> None:
     model, pool = served.model, served.pool
     room = min(COMPARED_TOKENS, pool.capacity)
     length = min(room, max_context_tokens(model.config) or room)
-    ids = _token_ids(model, 0, length, served.vocab_size).to(pool.device)
+    ids = compared_ids(model, 0, length, served.vocab_size).to(pool.device)
     pool.memory.hold(np.array([length]))
     piece = PrefillPiece(slot=0, start=0, length=length)
     plan = PrefillPlan(pool=pool, attention=served.attention, pieces=[piece])
@@ -267,14 +267,14 @@ def plain_logits(model: Any, ids: Int[Tensor, " T"]) -> Float[Tensor, "T V"]:
 
 
 def _sequence(model: CausalLM, slot: int, length: int, device: torch.device, vocab_size: int) -> _Sequence:
-    ids, behind = _token_ids(model, slot, length, vocab_size).to(device), length - BRANCH_TOKENS
+    ids, behind = compared_ids(model, slot, length, vocab_size).to(device), length - BRANCH_TOKENS
     branch = ids[behind:].flip(0)
     plain = _finite(model, plain_logits(model, ids)[:, :vocab_size])
     other = plain_logits(model, torch.cat([ids[:behind], branch]))[behind:, :vocab_size]
     return _Sequence(ids=ids, branch=branch, plain=plain, plain_branch=_finite(model, other))
 
 
-def _token_ids(model: CausalLM, slot: int, length: int, vocab_size: int) -> Int[Tensor, " T"]:
+def compared_ids(model: CausalLM, slot: int, length: int, vocab_size: int) -> Int[Tensor, " T"]:
     """Token ids without the padding one: some models (RoBERTa's kin) count positions by it."""
     padding = getattr(model.config.get_text_config(), "pad_token_id", None)
     known = torch.tensor([token for token in range(vocab_size) if token != padding])

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from engine.model.prefill_plan import PrefillPiece, PrefillPlan
+from engine.model.prefill_plan import PrefillPiece, PrefillPlan, packed_inputs
 from engine.model.runner import ModelRunner
 from engine.upload import upload
 
@@ -38,8 +38,7 @@ def fill_committed(
     computed, copies = share_prompts(tokens, pieces, cached)
     total = 0
     for pack in prefill_packs(computed, max_tokens):
-        ids = np.concatenate([tokens[p.slot, p.start : p.start + p.length] for p in pack])
-        positions = np.concatenate([np.arange(p.start, p.start + p.length) for p in pack])
+        ids, positions = packed_inputs(tokens, pack)
         plan = PrefillPlan(pool=runner.pool, attention=runner.attention, pieces=pack)
         on_device = upload([ids, positions], runner.device)
         runner.fill(on_device[0], on_device[1], plan)

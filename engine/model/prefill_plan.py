@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -32,6 +32,15 @@ class PrefillPiece:
     start: int
     "position of the first token"
     length: int
+
+
+def packed_inputs(
+    tokens: np.ndarray | Sequence[Sequence[int]], pieces: Sequence[PrefillPiece]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Token ids and positions of stretches, one behind the other, int64 [M] each; `tokens` holds each slot's."""
+    ids = np.concatenate([tokens[p.slot][p.start : p.start + p.length] for p in pieces])
+    positions = np.concatenate([np.arange(p.start, p.start + p.length) for p in pieces])
+    return ids, positions
 
 
 @dataclass(slots=True, kw_only=True)

@@ -24,7 +24,7 @@ from core.errors import ConfigError
 from engine.build import build_scoring_runner
 from engine.decoding.logprobs import token_logprobs
 from engine.model.prefill import fill_committed, prefill_packs
-from engine.model.prefill_plan import PrefillPiece, PrefillPlan
+from engine.model.prefill_plan import PrefillPiece, PrefillPlan, packed_inputs
 from engine.numerics import describe_numerics, resolve_device, resolve_numerics
 from learning.experience import Experience
 
@@ -137,8 +137,7 @@ class EngineScorer:
         ]
         per_forward = max(1, min(self._max_tokens, _LOGITS // runner.vocab_size))
         for pack in prefill_packs(responses, per_forward):
-            inputs = np.concatenate([ids[p.slot, p.start : p.start + p.length] for p in pack])
-            positions = np.concatenate([np.arange(p.start, p.start + p.length) for p in pack])
+            inputs, positions = packed_inputs(ids, pack)
             plan = PrefillPlan(pool=runner.pool, attention=runner.attention, pieces=pack)
             logits = runner.logits(torch.from_numpy(inputs), torch.from_numpy(positions), plan).float()
             if self._temperature != 1.0:

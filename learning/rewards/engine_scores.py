@@ -7,7 +7,7 @@ rounds to depends on that text alone, whatever is scored beside it (docs/design.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from threading import Lock
 from typing import Any
 
@@ -18,10 +18,11 @@ from transformers import PreTrainedModel
 
 from core.errors import ModelError
 from engine.cache.kv_pool import KVPool, KVShape
+from engine.model.comparison import compared_ids
 from engine.model.compute_backend import PoolAttention
 from engine.model.llama_forward import LlamaForward, can_serve
 from engine.model.prefill import prefill_packs
-from engine.model.prefill_plan import PrefillPiece, PrefillPlan
+from engine.model.prefill_plan import PrefillPiece, PrefillPlan, packed_inputs
 from engine.model.support import refuse_unsupported
 from engine.numerics import choose_backend
 from engine.weights.causal_lm import max_context_tokens
@@ -64,8 +65,7 @@ class EngineScores:
         whole = [PrefillPiece(slot=slot, start=0, length=len(text)) for slot, text in enumerate(texts)]
         found = [0.0] * len(texts)
         for pieces in prefill_packs(whole, MAX_TOKENS):
-            ids = np.concatenate([texts[p.slot][p.start : p.start + p.length] for p in pieces])
-            positions = np.concatenate([np.arange(p.start, p.start + p.length) for p in pieces])
+            ids, positions = packed_inputs(texts, pieces)
             plan = PrefillPlan(pool=self._pool, attention=self._attention, pieces=pieces)
             values = self._forward(torch.from_numpy(ids), torch.from_numpy(positions), plan)[:, 0]
             # a text that goes on in the next forward is overwritten there
@@ -117,7 +117,11 @@ def engine_scores(model: PreTrainedModel, *, max_tokens: int | None) -> EngineSc
     if forward.fused is None or forward.kv_shape != shape:
         return None
     ours = EngineScores(model, forward, pool, attention)
-    texts = list(_texts(model, longest))
+    vocab_size = model.config.vocab_size
+    texts = [
+        compared_ids(as_lm, slot, min(length, longest), vocab_size).tolist()
+        for slot, length in enumerate(_COMPARED_TOKENS)
+    ]
     with torch.inference_mode():
         theirs = [float(model(input_ids=torch.tensor([text])).logits[0, 0]) for text in texts]
     together = ours.scores(texts)
@@ -128,13 +132,6 @@ def engine_scores(model: PreTrainedModel, *, max_tokens: int | None) -> EngineSc
         )
         return None
     return ours
-
-
-def _texts(model: PreTrainedModel, longest: int) -> Iterator[list[int]]:
-    pad = model.config.get_text_config().pad_token_id
-    known = np.array([token for token in range(model.config.vocab_size) if token != pad])
-    for step, length in enumerate(_COMPARED_TOKENS):
-        yield known[(np.arange(min(length, longest)) * (31 + 6 * step) + step) % len(known)].tolist()
 
 
 class _AsCausalLM(nn.Module):

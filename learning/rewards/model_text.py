@@ -30,7 +30,9 @@ class ModelText:
                 max_tokens=self.max_tokens,
             )
         except Exception as error:  # templates are programs: they raise what they like
-            raise ValueError(f"the reward model's chat template refuses the chat: {error}") from error
+            raise ValueError(
+                f"the reward model's tokenizer or chat template refuses the text: {error}"
+            ) from error
         if not ids:
             raise ValueError("prompt and response have no token together; look at the prompt")
         if self.max_tokens is not None and len(ids) > self.max_tokens:

@@ -115,7 +115,7 @@ def test_samples_of_a_dead_reward_actor_are_scored_again_and_reported_in_one_lin
     assert note.startswith("reward-0 died while the loop waited for 'score 2 responses with")
     assert note.endswith("reward-0-r1 takes its place and scores 3 samples again")
 
-    killed(pool._actors[0])
+    killed(pool._actors._actors[0])
     pool.submit([3], prompts(1), ["aaaa"])
     with pytest.raises(
         InstanceLost, match=r"all 1 replacements of reward-0 are used up.*max_instance_restarts"

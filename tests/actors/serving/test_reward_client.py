@@ -1,15 +1,20 @@
 """The side that asks a reward server: what is down is asked again, what is wrong is said at once. No Ray."""
 
+import asyncio
 import json
+import math
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from typing import Any
 
 import numpy as np
 import pytest
+from fastapi.exceptions import RequestValidationError
 
 from actors.serving.reward_client import ServedReward
+from actors.serving.reward_deployment import http
 from actors.serving.score_schema import ScoreBody, from_answer, from_body, to_answer, to_body
 from cluster.placement.ray_session import free_port
 from core.errors import RewardError, RewardServerLost
@@ -95,17 +100,18 @@ def test_a_server_that_is_down_is_an_error_after_its_retries_with_growing_waits(
 
 
 def test_a_server_that_comes_back_is_asked_again_with_the_same_samples():
-    script = [(200, rewards_of()), (503, b"no replica"), (500, b"replica died"), (200, rewards_of(0.5, 1.5))]
+    script = [(200, rewards_of()), (503, b"no replica"), (500, b"replica died")]
+    script += [(404, b"the application is on its way out, or in"), (200, rewards_of(0.5, 1.5))]
     with answering(script) as (url, asked):
         reward = ServedReward(Scorer(kind="serve", url=url), SETTINGS, sleep=lambda _: None)
         assert reward.outcomes(requests(2)) == [Reward(value=0.5), Reward(value=1.5)]
-    assert asked[1] == asked[2] == asked[3] and len(json.loads(asked[3])["samples"]) == 2
+    assert asked[1] == asked[2] == asked[3] == asked[4] and len(json.loads(asked[3])["samples"]) == 2
 
 
 @pytest.mark.parametrize(
     ("answer", "words"),
     [
-        ((404, b"nothing here"), "refused with HTTP 404: nothing here"),
+        ((403, b"not you"), "refused with HTTP 403: not you"),
         ((422, b"what?"), "refused with HTTP 422"),
         ((200, b"hello"), "answered 'hello'; expected an object with rewards"),
         ((200, rewards_of(1.0)), "was given 2 samples and returned 1 rewards"),
@@ -119,8 +125,27 @@ def test_a_server_that_speaks_another_language_is_said_at_once(answer, words):
     assert len(asked) == 2
 
 
+def test_an_address_that_nobody_ever_answered_at_is_refused_at_once():
+    words = r"refused with HTTP 404: nothing here.*mend reward\.url"
+    with answering([(404, b"nothing here")]) as (url, asked), pytest.raises(RewardError, match=words):
+        ServedReward(Scorer(kind="serve", url=url), SETTINGS, sleep=lambda _: None)
+    assert len(asked) == 1
+
+
 def test_a_sample_that_the_server_could_not_score_is_unscored_here():
     answer = to_answer([Unscored(reason="sample 3 hangs"), Reward(value=1.0)]).model_dump_json().encode()
     with answering([(200, rewards_of()), (200, answer)]) as (url, _):
         reward = ServedReward(Scorer(kind="serve", url=url), SETTINGS)
         assert reward.outcomes(requests(2)) == [Unscored(reason="sample 3 hangs"), Reward(value=1.0)]
+
+
+def test_a_wrong_body_is_answered_422_even_where_it_holds_what_json_does_not():
+    fault = {
+        "type": "finite_number",
+        "loc": ("body", "samples", 0, "prompt_id"),
+        "msg": "no",
+        "input": math.inf,
+    }
+    handler: Any = http.exception_handlers[RequestValidationError]
+    answer = asyncio.run(handler(None, RequestValidationError([fault])))
+    assert answer.status_code == 422 and json.loads(answer.body)["detail"][0]["loc"][-1] == "prompt_id"

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from actors.ray_utils import run_metrics
 from actors.ray_utils.remote import Handle
 from actors.ray_utils.waiting import ActorDied, get, wait_any
 from actors.ray_utils.watch import OpenWait
@@ -22,7 +21,7 @@ Replace = Callable[[int, int], Handle]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Manners(Generic[Q]):
+class PoolKind(Generic[Q]):
     """How the actors of one kind are asked, and what a person reads when they do not answer."""
 
     stem: str
@@ -49,13 +48,13 @@ class _Open(Generic[Q]):
     wait: OpenWait
 
 
-class AskedActors(Generic[Q]):
+class StatelessPool(Generic[Q]):
     """Living actors, the questions that each has not answered, and their replacements."""
 
     def __init__(
         self,
         actors: Sequence[Handle],
-        manners: Manners[Q],
+        kind: PoolKind[Q],
         *,
         make: Replace | None = None,
         max_restarts: int = 0,
@@ -63,12 +62,12 @@ class AskedActors(Generic[Q]):
     ) -> None:
         """`make` None replaces none; `max_restarts` counts for each actor; `note` is told of every replacement."""
         self._actors = list(actors)
-        self._manners = manners
+        self._kind = kind
         self._make = make
         self._max_restarts = max_restarts if make is not None else 0
         self._note = note
         self._num_restarts = [0] * len(self._actors)
-        self._names = [f"{manners.stem}-{actor}" for actor in range(len(self._actors))]
+        self._names = [f"{kind.stem}-{actor}" for actor in range(len(self._actors))]
         self._open: dict[Any, _Open[Q]] = {}
 
     def __len__(self) -> int:
@@ -102,10 +101,10 @@ class AskedActors(Generic[Q]):
         wait = OpenWait(
             waiter="the loop",
             waited_for=name,
-            order=self._manners.order(question),
-            timeout_s=self._manners.timeout_s,
+            order=self._kind.order(question),
+            timeout_s=self._kind.timeout_s,
         )
-        self._open[self._manners.call(handle, question)] = _Open(question, actor, name, handle, wait)
+        self._open[self._kind.call(handle, question)] = _Open(question, actor, name, handle, wait)
 
     def answers(self, *, wait_s: float, errors: tuple[type[Exception], ...] = ()) -> list[tuple[Q, Any]]:
         """What has been answered, waiting up to `wait_s` for the first; an error of `errors` is an answer too.
@@ -121,8 +120,8 @@ class AskedActors(Generic[Q]):
                     ref,
                     waiter="the loop",
                     waited_for=asked.name,
-                    order=self._manners.order(asked.question),
-                    timeout_s=self._manners.timeout_s,
+                    order=self._kind.order(asked.question),
+                    timeout_s=self._kind.timeout_s,
                 )
             except ActorDied as death:
                 self._replace(asked, death)
@@ -141,20 +140,18 @@ class AskedActors(Generic[Q]):
         """Ask a new actor what the dead one was asked; its other questions come back here one by one."""
         actor = asked.actor
         if asked.handle is self._actors[actor]:
-            run_metrics.add("lost_actors", pool=self._manners.stem)
             number = self._num_restarts[actor]
             if self._make is None or number == self._max_restarts:
                 raise ActorDied(
-                    f"{death}; all {self._max_restarts} replacements of {self._manners.stem}-{actor} are used up; look "
-                    f"whether {self._manners.culprit} ends its process or needs more memory, or raise "
+                    f"{death}; all {self._max_restarts} replacements of {self._kind.stem}-{actor} are used up; look "
+                    f"whether {self._kind.culprit} ends its process or needs more memory, or raise "
                     "cluster.max_instance_restarts"
                 ) from None
             self._num_restarts[actor] = number + 1
-            self._names[actor] = f"{self._manners.stem}-{actor}-r{number + 1}"
+            self._names[actor] = f"{self._kind.stem}-{actor}-r{number + 1}"
             self._actors[actor] = self._make(actor, number + 1)
-            run_metrics.add("replaced_actors", pool=self._manners.stem)
             waiting = [other.question for other in self._open.values() if other.handle is asked.handle]
-            redo = self._manners.again([asked.question, *waiting])
+            redo = self._kind.again([asked.question, *waiting])
             self._note(f"{death}; {self._names[actor]} takes its place and {redo}")
         self.ask(actor, asked.question)
 
@@ -166,7 +163,7 @@ class AskedActors(Generic[Q]):
                 raise WaitTimeout(
                     waiter="the loop",
                     waited_for=asked.name,
-                    order=self._manners.order(asked.question),
+                    order=self._kind.order(asked.question),
                     waited_s=asked.wait.waited_s,
-                    advice=self._manners.late_advice,
+                    advice=self._kind.late_advice,
                 )
