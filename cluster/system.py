@@ -28,7 +28,6 @@ from cluster.placement.topology import PlacementContext, Topology, actor_options
 from cluster.preflight.evaluation_prompts import EvaluationPrompts
 from cluster.preflight.inputs import Inputs
 from cluster.preflight.reward_plan import resolved_reward, scoring_timeout_s
-from cluster.resuming.run_state import RunState
 from cluster.scheduling.generation_pool import GenerationPool
 from cluster.scheduling.instance_table import InstanceTable
 from cluster.scheduling.reallocation import migration_settings, reallocation_policy
@@ -82,6 +81,8 @@ class System(GeneratingSystem):
     broadcast: Broadcast
     streams_forwards: bool = False
     "whether trainers compute what they can during the rollout (`cluster.placement.spare_cores`)"
+    is_learning: bool = False
+    "whether an iteration has begun to change what the trainers hold: no state can be taken then"
     refit_overhead_s: float = 0.0
     "what the last refit of the draft model took beside the learning: packing, publishing, confirming"
 
@@ -117,18 +118,12 @@ class System(GeneratingSystem):
 
 @contextmanager
 def running_system(
-    config: Config,
-    session: RaySession,
-    inputs: Inputs,
-    *,
-    note: Callable[[str], None] = logger.warning,
-    resume: RunState | None = None,
+    config: Config, session: RaySession, inputs: Inputs, *, note: Callable[[str], None] = logger.warning
 ) -> Iterator[System]:
     """Run all actors of a config whose model names are resolved, first weights loaded.
 
     Their bundles are given back however the block ends, and the actors end with them. `note` is told, one line each,
-    of actors that are lost and replaced, and of waits that take unusually long. `resume`: whose draft model to begin
-    with; `cluster.resuming.take_up` does the rest.
+    of actors that are lost and replaced, and of waits that take unusually long.
     Raises InputError for models, reward function or placement that cannot be used.
     """
     topology = plan(config)
@@ -136,7 +131,7 @@ def running_system(
     try:
         context = PlacementContext(group=group, namespace=session.namespace)
         with watching(note), watching_raylet(own_raylet() if session.is_local else None, note):
-            system = _make_actors(config, inputs, topology, context, note, resume)
+            system = _make_actors(config, inputs, topology, context, note)
             _bring_up(system)
             system.streams_forwards, why = streams_forwards(
                 config, topology, nodes_of(group, topology), recomputes_old=system.recomputes_old
@@ -208,12 +203,7 @@ def _bring_up_generation(system: GeneratingSystem) -> None:
 
 
 def _make_actors(
-    config: Config,
-    inputs: Inputs,
-    topology: Topology,
-    context: PlacementContext,
-    note: Callable[[str], None],
-    resume: RunState | None,
+    config: Config, inputs: Inputs, topology: Topology, context: PlacementContext, note: Callable[[str], None]
 ) -> System:
     """Start every process; they come up at the same time, while the models are read here."""
     cluster, tokenizer, dataset = config.cluster, inputs.tokenizer, inputs.dataset
@@ -234,7 +224,7 @@ def _make_actors(
         episodes=episodes,
         trainers=trainers,
         target=load_and_put(config, config.models.target, "target"),
-        draft=_draft(config, resume),
+        draft=_draft(config),
         broadcast=Broadcast(cluster, trainers, note),
         evaluation=inputs.evaluation,
     )
@@ -247,8 +237,8 @@ def _bring_up(system: System) -> None:
     system.trainers.confirm_loaded()
 
 
-def load_and_put(config: Config, name: str, model: Any, *, weight_version: int = 0) -> PublishedWeights:
-    """Read a model here, where its path is known, and publish it as a version of `model`.
+def load_and_put(config: Config, name: str, model: Any) -> PublishedWeights:
+    """Read a model here, where its path is known, and publish it as version 0 of `model`.
 
     Where its files name every weight as the model does, no model is built: a bucket at a time passes through.
     """
@@ -257,14 +247,14 @@ def load_and_put(config: Config, name: str, model: Any, *, weight_version: int =
     stored = stored_weights(name, hf_config, models.dtype)
     if stored is None:
         loaded = load_causal_lm(name, models.dtype, trust_remote_code=models.trust_remote_code)
-        manifest, chunks = pack_weights(loaded, name=model, weight_version=weight_version)
+        manifest, chunks = pack_weights(loaded, name=model, weight_version=0)
         return PublishedWeights(manifest=manifest, chunk_refs=tuple(ray.put(chunk) for chunk in chunks))
     dtype = DTYPES[models.dtype]
     # as published: what is finite in its file may not be when it is rounded
     require_finite(name, ((key, tensor.to(dtype)) for key, tensor in stored.tensors()))
     packer = WeightPacker(
         name=model,
-        weight_version=weight_version,
+        weight_version=0,
         hf_config_json=stored.hf_config_json,
         dtypes=dict.fromkeys(stored.tensor_names, dtype),
         rooms=1,
@@ -273,12 +263,9 @@ def load_and_put(config: Config, name: str, model: Any, *, weight_version: int =
     return PublishedWeights(manifest=packer.manifest(), chunk_refs=refs)
 
 
-def _draft(config: Config, resume: RunState | None = None) -> PublishedWeights | None:
+def _draft(config: Config) -> PublishedWeights | None:
     if config.speculation.drafter != "model" or config.models.draft is None:
         return None
-    if resume is not None and resume.draft_version is not None:
-        kept = str(resume.draft_folder)
-        return load_and_put(config, kept, "draft", weight_version=resume.draft_version)
     return load_and_put(config, config.models.draft, "draft")
 
 

@@ -1,8 +1,7 @@
 """The state of a run between two iterations: everything that decides what comes next, in one folder.
 
     RUN/checkpoints/state_0004/state.json   progress: cursor, versions, checksum, marks of the evaluations
-    RUN/checkpoints/state_0004/trainer/     what the trainers hold (`learning.parallel.learner_state`)
-    RUN/checkpoints/state_0004/draft/       the draft model, where there is one
+    RUN/checkpoints/state_0004/trainer/     what trainers hold (`learning.parallel.learner_state`, the draft's refit)
 
 Between two iterations no sample is open, and tokens follow from weights, prompts and keys: no random generator, cache
 or schedule of an instance needs to be kept. The folder appears by one rename, with a manifest of checksums.
@@ -19,7 +18,7 @@ from typing import Any
 
 from cluster.run_folder.layout import RunDir
 from core.checkpoint_manifest import verify_checkpoint
-from core.errors import ConfigError, ModelError
+from core.errors import ModelError
 
 SCHEMA_VERSION = 1
 _NAME = re.compile(r"state_(\d+)")
@@ -46,6 +45,8 @@ class RunState:
     parameter_checksum: str
     "of the target as it was published"
     draft_version: int | None
+    "None: no draft model"
+    draft_checksum: str | None
     cursor: dict[str, int | str]
     evaluations: EvaluationMarks = field(default_factory=EvaluationMarks)
 
@@ -53,11 +54,6 @@ class RunState:
     def trainer_folder(self) -> Path:
         """What the trainers hold."""
         return self.folder / "trainer"
-
-    @property
-    def draft_folder(self) -> Path:
-        """The draft model's checkpoint, where `draft_version` is not None."""
-        return self.folder / "draft"
 
 
 def state_folders(run_dir: RunDir) -> list[Path]:
@@ -67,23 +63,14 @@ def state_folders(run_dir: RunDir) -> list[Path]:
     return sorted(found, key=lambda path: int(path.name.rpartition("_")[2]), reverse=True)
 
 
-def last_state(run_dir: RunDir, note: Callable[[str], None]) -> RunState:
-    """The newest state that is whole; `note` is told of damaged ones, which are passed over.
-
-    Raises ConfigError when there is none.
-    """
-    damaged = []
+def last_state(run_dir: RunDir, note: Callable[[str], None]) -> RunState | None:
+    """The newest state that is whole, None where there is none; `note` is told of damaged ones."""
     for folder in state_folders(run_dir):
         try:
             return read_state(folder)
         except ModelError as error:
-            damaged.append(folder.name)
-            note(f"{error}; the state before it is used instead")
-    what = f"none of {', '.join(damaged)} is whole" if damaged else "there is none"
-    raise ConfigError(
-        f"{run_dir.path} cannot be resumed: expected a state in checkpoints/, {what}; a run keeps one every "
-        "run.checkpoint_every iterations and at its end; start it anew"
-    )
+            note(f"{folder.name} is passed over: {error}")
+    return None
 
 
 def read_state(folder: Path) -> RunState:
