@@ -178,16 +178,16 @@ def train(system: System, run_dir: RunDir, report: Reporter, *, resume: RunState
 def _keep_what_was_learned(
     system: System, run_dir: RunDir, states: StateKeeper, boundary: Boundary | None
 ) -> str:
-    """Save state or weights of the iterations that are finished; how to go on from them."""
+    """Save state and weights of the iterations that are finished; how to go on from them."""
     finished = system.target.manifest.weight_version
     if not finished:
         return "no iteration was finished"
     if boundary is not None and not system.is_learning:
         with suppress(RlhfSpecError):
             states.save(boundary)
+    save_checkpoints(system, run_dir, with_adapter=False)
     if state_folders(run_dir):
         return f"{finished} iterations are finished; go on with `rlhfspec train --resume {run_dir.path}`"
-    save_checkpoints(system, run_dir, with_adapter=False)
     models = [("target", system.target), ("draft", system.draft)]
     paths = [
         f"--set models.{model}={run_dir.checkpoint_dir(model)}"

@@ -56,6 +56,11 @@ class TrainerPool:
         return cls(trainers, cluster)
 
     @property
+    def handles(self) -> Mapping[str, Handle]:
+        """All of them by name, in the order of their ranks."""
+        return self._trainers
+
+    @property
     def first_name(self) -> str:
         """Name of the trainer that gives weights away."""
         return next(iter(self._trainers))
