@@ -11,7 +11,7 @@ from typing import Protocol
 
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from actors.environment_actors import Answer, EnvironmentActor, EnvironmentPool
+from actors.environment_actors import Answer, EnvironmentActor, EnvironmentPool, describe
 from actors.ray_utils.remote import Handle
 from cluster.placement.topology import PlacementContext, Topology, actor_options
 from core.config import Config
@@ -32,7 +32,7 @@ from learning.data.messages import Messages
 from learning.data.prompts import response_text
 from learning.environments.environment_protocol import Step, environment_maker, is_raw, stop_texts
 from learning.environments.episode import Episode, EpisodeLimits
-from learning.environments.observations import ObservationRenderer, ending_with, turn_text
+from learning.environments.observations import Given, ObservationRenderer, ending_with, turn_text
 
 Ended = tuple[SampleRequest, Completion, str]
 "An episode that is over: its request, the whole completion, the text of it."
@@ -62,7 +62,7 @@ class Episodes:
         """Episodes as `config.environment` has them. Raises ConfigError: there is no such environment."""
         settings = config.environment
         self._tokenizer, self._pool, self._note = tokenizer, pool, note
-        self._on_error = settings.on_error
+        self._settings = settings
         example = environment_maker(settings)()
         self._renderers = {
             stream: ObservationRenderer(
@@ -129,7 +129,7 @@ class Episodes:
             try:
                 then = self._then(episode, completion, answer)
             except EpisodeError as error:
-                if self._on_error != "skip":
+                if self._settings.on_error != "skip":
                     raise
                 self._skip(episode, error)
                 continue
@@ -193,13 +193,9 @@ class Episodes:
             if isinstance(answer, EpisodeError):
                 raise answer
             assert isinstance(answer, Step)
-            given = self._renderers[episode.request.key.stream].give(
-                answer.observation,
-                prompt=episode.request.prompt,
-                last_token=int(completion.token_ids[-1]),
-            )
+            given = self._given(episode, completion, answer)
         except EpisodeError as error:
-            if self._on_error != "end":
+            if self._settings.on_error != "end":
                 raise
             self._num_failed += 1
             self._note(f"{error}; the episode ends there")
@@ -208,6 +204,16 @@ class Episodes:
         return episode.goes_on(
             completion, given.token_ids, reward=answer.reward, done=answer.done, messages=given.messages
         )
+
+    def _given(self, episode: Episode, completion: Completion, answer: Step) -> Given:
+        request = episode.request
+        try:
+            return self._renderers[request.key.stream].give(
+                answer.observation, prompt=request.prompt, last_token=int(completion.token_ids[-1])
+            )
+        except EpisodeError as error:
+            where = describe(self._settings, request.key, len(episode.responses))
+            raise EpisodeError(f"{where}: {error}") from error
 
     def _end(self, episode: Episode, completion: Completion) -> Ended:
         key = completion.key

@@ -97,7 +97,8 @@ class PairStore(_c10d.Store):
             if name_length + data_length > MAX_ITEM_BYTES:
                 raise ConnectionError("a peer that speaks another protocol")
             name = read_exactly(self._link, name_length)
-            self._values[name.decode()] = read_exactly(self._link, data_length)
+            # bytes that are no name are awaited by nobody
+            self._values[name.decode(errors="replace")] = read_exactly(self._link, data_length)
 
     def close(self) -> None:
         """Close the connection."""

@@ -93,6 +93,7 @@ def run(args: argparse.Namespace) -> int:
 def _show(one: RunRecord, names: list[str], report: Reporter) -> None:
     from cluster.reporting.run_tables import curves_table, histogram_table
     from cluster.reporting.summary import summarise
+    from cluster.reporting.supervised_summary import summarise_supervised
     from cluster.run_folder.run_status import describe_status
     from cluster.tracking.histograms import read_histograms
 
@@ -103,7 +104,7 @@ def _show(one: RunRecord, names: list[str], report: Reporter) -> None:
     histograms = read_histograms(one.run_dir.histograms_file)
     if histograms and histograms[-1][1]:
         report.console.print(histogram_table(*histograms[-1]))
-    report.finish(summarise(one.metrics), one.run_dir)
+    report.finish(summarise(one.metrics) or summarise_supervised(one.metrics), one.run_dir)
 
 
 def _compare(runs: list[RunRecord], names: list[str], report: Reporter) -> None:

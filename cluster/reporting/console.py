@@ -18,6 +18,7 @@ from rich.status import Status
 from rich.table import Table
 
 from cluster.reporting.summary import Summary
+from cluster.reporting.supervised_summary import SupervisedSummary
 from cluster.run_folder.layout import RunDir
 
 _PLAIN_LINE_EVERY_S = 10.0
@@ -109,7 +110,7 @@ class Reporter:
             self._bars.stop()
             self._bars = None
 
-    def finish(self, summary: Summary | None, run_dir: RunDir) -> None:
+    def finish(self, summary: Summary | SupervisedSummary | None, run_dir: RunDir) -> None:
         """Take the bars down and print the closing table."""
         self.stop()
         if summary is None:

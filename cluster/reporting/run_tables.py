@@ -18,6 +18,12 @@ SHOWN = (
     "eval/reward_mean",
     "eval/accuracy",
     "eval/pass_at_k",
+    "eval/loss",
+    "eval/margin",
+    "train/loss",
+    "train/accuracy",
+    "train/grad_norm",
+    "train/tokens_per_s",
     "rollout/response_tokens_mean",
     "rollout/length_cut_share",
     "rollout/mean_acceptance_length",
@@ -59,7 +65,8 @@ def curves_table(run: RunRecord, names: Sequence[str]) -> Table:
     """A row a metric: first, curve, last, least and highest value."""
     table = Table(title="curves over the iterations", title_justify="left")
     for column in ("metric", "first", "curve", "last", "min", "max"):
-        table.add_column(column, justify="left" if column in ("metric", "curve") else "right")
+        justify = "left" if column in ("metric", "curve") else "right"
+        table.add_column(column, justify=justify, overflow="fold" if column == "metric" else "ellipsis")
     for name in names:
         _, values = run.series(name)
         if values:

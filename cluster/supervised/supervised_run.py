@@ -24,7 +24,7 @@ from core.errors import ConfigError, describe_error
 from core.files import storage_errors, write_whole
 from core.metrics import MetricsLog, read_metrics
 from core.settings.supervised import SupervisedConfig
-from learning.supervised.supervised_job import SupervisedJob, last_state, state_step
+from learning.supervised.supervised_job import SupervisedJob, last_state, require_same, state_step
 
 FOLDERS = ("checkpoints",)
 _TOLD_EVERY_S = 2.0
@@ -58,6 +58,7 @@ def resume_supervised(config: SupervisedConfig, report: Reporter, *, folder: Pat
     report.stop()
     for line in prepared.lines:
         report.note(line)
+    require_same(prepared.job, state)
     dump_config(config, run_dir.config_file)
     _forget_later(run_dir, state_step(state))
     run_dir.set_status("running")
@@ -67,6 +68,7 @@ def resume_supervised(config: SupervisedConfig, report: Reporter, *, folder: Pat
 def _run(config: SupervisedConfig, job: SupervisedJob, run_dir: RunDir, report: Reporter) -> Path:
     metrics = MetricsLog(run_dir.metrics_file)
     evaluation: Mapping[str, float] = {}
+    first_loss: float | None = None
     try:
         with (
             storage_errors(run_dir.path, only_known=True),
@@ -78,6 +80,7 @@ def _run(config: SupervisedConfig, job: SupervisedJob, run_dir: RunDir, report: 
                 metrics.write(step.step, step.figures)
                 run_dir.progress(step.step, "train")
                 evaluation = _evaluation(step.figures) or evaluation
+                first_loss = evaluation.get("loss") if first_loss is None else first_loss
                 ticker.show(step.step, step.figures)
     except BaseException as error:
         is_stop = isinstance(error, KeyboardInterrupt | SystemExit)
@@ -88,6 +91,11 @@ def _run(config: SupervisedConfig, job: SupervisedJob, run_dir: RunDir, report: 
     if evaluation:
         report.note(
             "held out  " + "  ".join(f"{name} {value:.4f}" for name, value in sorted(evaluation.items()))
+        )
+    if first_loss is not None and evaluation["loss"] > first_loss:
+        report.note(
+            f"the held-out loss rose from {first_loss:.4f} to {evaluation['loss']:.4f}: the model got worse; lower "
+            "trainer.learning_rate, or keep an earlier checkpoint (trainer.checkpoint_every)"
         )
     report.note(f"model {job.folder / 'model'}")
     return job.folder / "model"

@@ -78,12 +78,13 @@ def whiten(
 
     Source: Huang et al. 2024, 'The N+ implementation details of RLHF with PPO', detail 9.
     """
-    real = values[mask]
+    real = values[mask].double()  # squares of rewards near 1e30 leave float32
     if not len(real):
         return torch.zeros_like(values)
     # one token has no variance, and no advantage over itself
     mean, variance = real.mean(), real.var() if len(real) > 1 else torch.zeros(())
-    return torch.where(mask, (values - mean) * torch.rsqrt(variance + epsilon), torch.zeros_like(values))
+    scaled = ((values.double() - mean) * torch.rsqrt(variance + epsilon)).to(values.dtype)
+    return torch.where(mask, scaled, torch.zeros_like(values))
 
 
 def group_advantages(
@@ -101,8 +102,10 @@ def group_advantages(
     """
     advantages = torch.zeros_like(rewards)
     for members, of_group in _unequal_groups(rewards, group_ids):
+        of_group = of_group.double()
         centred = of_group - of_group.mean()
-        advantages[members] = centred / (of_group.std() + epsilon) if divide_by_std else centred
+        scaled = centred / (of_group.std() + epsilon) if divide_by_std else centred
+        advantages[members] = scaled.to(rewards.dtype)
     return advantages
 
 

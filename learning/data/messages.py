@@ -6,7 +6,7 @@ A prompt ends where the model is to answer: assistant turns at the end are cut o
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from core.errors import DataError
@@ -75,20 +75,25 @@ def as_dicts(messages: Sequence[tuple[str, str]]) -> list[dict[str, str]]:
     return [{"role": role, "content": content} for role, content in messages]
 
 
-def _turn(item: Any, what: str) -> tuple[str, str]:
-    if not isinstance(item, dict):
-        raise DataError(f"{what} must be an object with role and content, got {type(item).__name__}")
+def role_and_content(item: Mapping[str, Any]) -> tuple[Any, Any]:
+    """What stands for them in a message, unchecked: ShareGPT writes `from` and `value`."""
     role = item.get("role", item.get("from"))
     if "role" not in item and isinstance(role, str):
         role = _SHARE_GPT.get(role, role)
+    return role, item.get("content", item.get("value"))
+
+
+def _turn(item: Any, what: str) -> tuple[str, str]:
+    if not isinstance(item, dict):
+        raise DataError(f"{what} must be an object with role and content, got {type(item).__name__}")
+    role, content = role_and_content(item)
     if role not in ROLES:
         got = f"'{cut(role)}'" if isinstance(role, str) else type(role).__name__
         raise DataError(f"{what} has an unknown role: expected one of {', '.join(ROLES)}, got {got}")
-    return role, require_whole_text(_content(item, what), f"{what}: its content")
+    return role, require_whole_text(_text(content, item, what), f"{what}: its content")
 
 
-def _content(item: dict[str, Any], what: str) -> str:
-    content = item.get("content", item.get("value"))
+def _text(content: Any, item: dict[str, Any], what: str) -> str:
     if isinstance(content, str):
         return content
     if isinstance(content, list):  # OpenAI's parts

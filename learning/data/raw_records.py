@@ -15,7 +15,6 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from core.config import DataConfig
 from core.errors import DataError
 from learning.data.data_files import find_files
 
@@ -49,38 +48,35 @@ class ReadProgress:
         return min(self.done / self.total, 1.0) if self.total else 0.0
 
 
+def all_columns(columns: Mapping[str, bool], where: str) -> list[str] | None:
+    """A `Choose` that reads whole rows."""
+    return None
+
+
 def iter_records(
-    data: DataConfig, choose: Choose, progress: ReadProgress | None = None
+    path: str,
+    split: str,
+    choose: Choose = all_columns,
+    progress: ReadProgress | None = None,
+    *,
+    key: str = "data.path",
 ) -> Iterator[RawRecord]:
-    """Yield the records of a single source's `path`.
+    """Yield the records of a file, a pattern, a folder or a data set; `key` is the setting that named it.
 
     Raises DataError: missing or unreadable file, damaged Parquet, no such data set; and what `choose` raises.
     """
     progress = progress or ReadProgress()
-    if data.path is None:
-        raise DataError("data.path is not set; expected a .jsonl or .parquet file, or a data set's name")
-    files = find_files(data.path, data.split)
+    files = find_files(path, split, key=key)
     if files is None:
-        yield from _hub(data.path, data.split, choose, progress)
+        yield from _hub(path, split, choose, progress, key)
         return
     is_parquet = files[0].suffix.lower() == ".parquet"
     progress.total = 0 if is_parquet else sum(_size(file) for file in files)
     for index, file in enumerate(files):
         if is_parquet:
-            yield from _parquet(file, choose, progress, len(files) - index)
+            yield from _parquet(file, choose, progress, len(files) - index, key)
         else:
-            yield from _jsonl(file, progress)
-
-
-def read_jsonl(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (file:line, record). Blank lines and a byte order mark are passed over.
-
-    Raises DataError for a malformed line, or a file that cannot be read.
-    """
-    for record in _jsonl(path, ReadProgress()):
-        if record.fault is not None:
-            raise record.fault
-        yield record.origin, record.values
+            yield from _jsonl(file, progress, key)
 
 
 def _size(path: Path) -> int:
@@ -90,7 +86,8 @@ def _size(path: Path) -> int:
         return 0  # opening it says why
 
 
-def _jsonl(path: Path, progress: ReadProgress) -> Iterator[RawRecord]:
+def _jsonl(path: Path, progress: ReadProgress, key: str) -> Iterator[RawRecord]:
+    # blank lines and a byte order mark are passed over
     try:
         with path.open("rb") as file:
             for number, line in enumerate(file, start=1):
@@ -100,7 +97,7 @@ def _jsonl(path: Path, progress: ReadProgress) -> Iterator[RawRecord]:
                 if line.strip():
                     yield _json_record(line, f"{path}:{number}")
     except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror}; check data.path") from error
+        raise DataError(f"cannot read {path}: {error.strerror}; check {key}") from error
 
 
 def _json_record(line: bytes, origin: str) -> RawRecord:
@@ -130,7 +127,9 @@ def _json_record(line: bytes, origin: str) -> RawRecord:
     return RawRecord(origin, record)
 
 
-def _parquet(path: Path, choose: Choose, progress: ReadProgress, files_left: int) -> Iterator[RawRecord]:
+def _parquet(
+    path: Path, choose: Choose, progress: ReadProgress, files_left: int, key: str
+) -> Iterator[RawRecord]:
     number = 0
     try:
         with pq.ParquetFile(path) as file:
@@ -144,7 +143,7 @@ def _parquet(path: Path, choose: Choose, progress: ReadProgress, files_left: int
                 progress.done += batch.num_rows
     except (pa.ArrowException, OSError, ValueError, OverflowError) as error:
         raise DataError(
-            f"{path} is not a readable Parquet file: after {number} rows {error}; write it anew, or check data.path"
+            f"{path} is not a readable Parquet file: after {number} rows {error}; write it anew, or check {key}"
         ) from error
 
 
@@ -161,13 +160,13 @@ def _is_list_of_structs(kind: pa.DataType) -> bool:
     return is_list and pa.types.is_struct(kind.value_type)
 
 
-def _hub(name: str, split: str, choose: Choose, progress: ReadProgress) -> Iterator[RawRecord]:
+def _hub(name: str, split: str, choose: Choose, progress: ReadProgress, key: str) -> Iterator[RawRecord]:
     import datasets  # a second to import, and only this branch needs it
     from datasets.exceptions import DatasetsError
 
     path, _, subset = name.partition(":")
     if not path:
-        raise DataError(f"data.path '{name}' names no data set; expected a file, or NAME or NAME:SUBSET")
+        raise DataError(f"{key} '{name}' names no data set; expected a file, or NAME or NAME:SUBSET")
     try:
         table = datasets.load_dataset(path, subset or None, split=split)
         progress.total = len(table)
@@ -181,5 +180,5 @@ def _hub(name: str, split: str, choose: Choose, progress: ReadProgress) -> Itera
         cause = f" ({error.__cause__})" if error.__cause__ else ""
         raise DataError(
             f"cannot load the data set '{name}' (split {split}): {error}{cause}; "
-            "expected a .jsonl or .parquet file, or the name of a `datasets` data set"
+            f"expected a .jsonl or .parquet file, or the name of a `datasets` data set in {key}"
         ) from error

@@ -41,15 +41,22 @@ def main(descriptor: int, parent: int) -> None:
         return
     parent_end.send((READY, is_async(function)))
     call = caller(function)
+    own = os.getpid()
+
+    def answer(what: Any) -> None:
+        if os.getpid() != own:
+            os._exit(0)  # a fork that the function left running: only one may answer
+        parent_end.send(what)
+
     try:
         while True:
             order = parent_end.recv()
             if isinstance(order, tuple):
                 timeout_s, batch = order
-                asyncio.run(_together(bound(function), batch, timeout_s, parent_end.send))
+                asyncio.run(_together(bound(function), batch, timeout_s, answer))
                 continue
             for columns in order:
-                parent_end.send(call(columns))
+                answer(call(columns))
     except (EOFError, BrokenPipeError, ConnectionResetError):
         pass
 

@@ -10,10 +10,12 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import weakref
 from collections.abc import Generator, Iterator, Sequence
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -112,6 +114,7 @@ class _Child:
             [sys.executable, "-P", "-c", _MAIN, *arguments],
             stdin=subprocess.DEVNULL,
             pass_fds=[descriptor],
+            start_new_session=True,  # what it starts ends with it
         )
         child_end.close()
         self._is_killed = False
@@ -161,7 +164,9 @@ class _Child:
 
 
 def _end(process: subprocess.Popen[bytes], parent_end: Connection) -> None:
-    process.kill()
+    # until it is waited for, nobody else has its number
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     parent_end.close()
 

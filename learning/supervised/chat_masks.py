@@ -17,9 +17,9 @@ _ASSISTANT = "assistant"
 
 
 def conversation_tokens(
-    tokenizer: PreTrainedTokenizerBase, turns: Sequence[dict[str, Any]], *, origin: str
+    tokenizer: PreTrainedTokenizerBase, turns: Sequence[dict[str, Any]], *, origin: str, first_turn: int = 0
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Token ids, int64 [T], of a whole conversation, and which of them the assistant wrote, bool [T].
+    """Token ids, int64 [T], of a whole conversation, and which the assistant wrote from `first_turn` on, bool [T].
 
     A turn's end token is the assistant's; what a template writes behind it is not. `origin` is told in errors.
     Raises ModelError: no template, or a tokenizer that does not say which characters a token is of. DataError: no turn
@@ -27,11 +27,11 @@ def conversation_tokens(
     when more follow.
     """
     require_template(tokenizer)
-    if not any(turn.get("role") == _ASSISTANT for turn in turns):
+    if not any(turn.get("role") == _ASSISTANT for turn in turns[first_turn:]):
         raise DataError(f"{origin} has no message of role assistant, so there is nothing to learn from it")
     if _GENERATION.search(str(tokenizer.chat_template)):
-        return _by_marks(tokenizer, turns, origin)
-    return _by_beginnings(tokenizer, turns, origin)
+        return _by_marks(tokenizer, turns, origin, first_turn)
+    return _by_beginnings(tokenizer, turns, origin, first_turn)
 
 
 def require_template(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -61,7 +61,7 @@ def _refused(origin: str, error: Exception) -> DataError:
 
 
 def _by_marks(
-    tokenizer: PreTrainedTokenizerBase, turns: Sequence[dict[str, Any]], origin: str
+    tokenizer: PreTrainedTokenizerBase, turns: Sequence[dict[str, Any]], origin: str, first_turn: int
 ) -> tuple[np.ndarray, np.ndarray]:
     # apply_chat_template itself loses a turn whose mark stands before a blank
     try:
@@ -74,21 +74,27 @@ def _by_marks(
         )
     except Exception as error:  # templates are programs: they raise what they like
         raise _refused(origin, error) from error
+    num_earlier = sum(turn.get("role") == _ASSISTANT for turn in turns[:first_turn])
+    if num_earlier and len(spans) != sum(turn.get("role") == _ASSISTANT for turn in turns):
+        raise DataError(
+            f"{origin}: the chat template marks {len(spans)} turn(s) as generated, not every one of the assistant's, "
+            "so those of the prompt cannot be told; mark them all (model.chat_template)"
+        )
     ids, starts = _with_places(tokenizer, whole)
     mask = np.zeros(len(ids), dtype=bool)
-    for first, end in spans:
+    for first, end in spans[num_earlier:]:
         mask |= (starts >= first) & (starts < end)
     return ids, mask
 
 
 def _by_beginnings(
-    tokenizer: PreTrainedTokenizerBase, turns: Sequence[dict[str, Any]], origin: str
+    tokenizer: PreTrainedTokenizerBase, turns: Sequence[dict[str, Any]], origin: str, first_turn: int
 ) -> tuple[np.ndarray, np.ndarray]:
     whole = rendered(tokenizer, turns, ask=False, origin=origin)
     ids, starts = _with_places(tokenizer, whole)
     mask = np.zeros(len(ids), dtype=bool)
     for index, turn in enumerate(turns):
-        if turn.get("role") != _ASSISTANT:
+        if turn.get("role") != _ASSISTANT or index < first_turn:
             continue
         before = rendered(tokenizer, turns[:index], ask=True, origin=origin)
         through = rendered(tokenizer, turns[: index + 1], ask=False, origin=origin)

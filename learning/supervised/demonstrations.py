@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from core.errors import DataError
 from core.settings.supervised import DemonstrationsConfig
 from learning.supervised.chat_masks import conversation_tokens, require_template
-from learning.supervised.rows import RawRow, required_field, text_field, turns_of
+from learning.supervised.rows import RawRow, messages_name, required_field, text_field, turns_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +31,11 @@ class Demonstration:
     def num_tokens(self) -> int:
         """Of the whole sequence: what it takes of a forward."""
         return len(self.token_ids)
+
+    @property
+    def identity(self) -> bytes:
+        """Equal for equal examples alone."""
+        return b"%d " % len(self.token_ids) + self.token_ids.tobytes() + self.is_learned.tobytes()
 
     @property
     def num_learned(self) -> int:
@@ -70,9 +75,9 @@ def encode_demonstrations(
 def _tokens(
     row: RawRow, data: DemonstrationsConfig, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[np.ndarray, np.ndarray]:
-    if row.fields.get(data.messages_field) is not None:
-        turns = turns_of(row, row.fields[data.messages_field], data.messages_field)
-        return conversation_tokens(tokenizer, turns, origin=row.origin)
+    name = messages_name(row, data)
+    if name is not None:
+        return conversation_tokens(tokenizer, turns_of(row, row.fields[name], name), origin=row.origin)
     prompt = required_field(row, data.prompt_field, f"data.messages_field or data.prompt_field of {_FORMATS}")
     if isinstance(prompt, list):
         before = turns_of(row, prompt, data.prompt_field)
@@ -97,13 +102,8 @@ def _answered(
 ) -> tuple[np.ndarray, np.ndarray]:
     """A prompt of messages with its completion: only what the assistant writes in the completion is learned."""
     require_template(tokenizer)
-    ids, mask = conversation_tokens(tokenizer, [*before, *after], origin=row.origin)
-    if not any(turn["role"] == "assistant" for turn in before):
-        return ids, mask
-    earlier, _ = conversation_tokens(tokenizer, before, origin=row.origin)
-    mask = mask.copy()
-    mask[: len(earlier)] = False
-    return ids, mask
+    turns = [*before, *after]
+    return conversation_tokens(tokenizer, turns, origin=row.origin, first_turn=len(before))
 
 
 def _plain(text: str, answer: str, tokenizer: PreTrainedTokenizerBase) -> tuple[np.ndarray, np.ndarray]:

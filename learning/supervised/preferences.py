@@ -37,6 +37,12 @@ class PreferencePair:
         """Of both: what the pair takes of a forward."""
         return len(self.chosen_ids) + len(self.rejected_ids)
 
+    @property
+    def identity(self) -> bytes:
+        """Equal for equal pairs alone."""
+        lengths = b"%d %d %r " % (len(self.chosen_ids), len(self.rejected_ids), self.margin)
+        return lengths + self.chosen_ids.tobytes() + self.rejected_ids.tobytes()
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Texts:

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 
 from core.errors import DataError
-from core.outside import cut, is_dir, is_file
+from core.outside import cut
 from core.settings.supervised import DemonstrationsConfig, ExamplesConfig, PreferencesConfig
-from learning.data.data_files import FORMATS
-from learning.data.raw_records import read_jsonl
+from learning.data.messages import role_and_content
+from learning.data.raw_records import iter_records
 
 _HELD_OUT = 0x5EED
 "In the seed of the split, so that it is not the seed of the rows' order."
@@ -75,7 +72,7 @@ def _prompt_of(row: RawRow, data: ExamplesConfig) -> str:
     """What rows of one prompt have alike: the field, or the turns up to where the assistant first answers."""
     given = row.fields.get(data.prompt_field)
     if given is None:
-        name = data.messages_field if isinstance(data, DemonstrationsConfig) else None
+        name = messages_name(row, data) if isinstance(data, DemonstrationsConfig) else None
         name = data.chosen_field if isinstance(data, PreferencesConfig) else name
         given = row.fields.get(name) if name is not None else None
         other = row.fields.get(data.rejected_field) if isinstance(data, PreferencesConfig) else None
@@ -85,6 +82,16 @@ def _prompt_of(row: RawRow, data: ExamplesConfig) -> str:
             answers = (isinstance(turn, dict) and turn.get("role") == "assistant" for turn in given)
             given = given[: next((place for place, answer in enumerate(answers) if answer), len(given))]
     return given.strip() if isinstance(given, str) else repr(given if given is not None else row.origin)
+
+
+def messages_name(row: RawRow, data: DemonstrationsConfig) -> str | None:
+    """The field that holds the row's conversation: `data.messages_field`, or ShareGPT's; None for a row without."""
+    names = (
+        (data.messages_field, "conversations")
+        if data.messages_field == "messages"
+        else (data.messages_field,)
+    )
+    return next((name for name in names if row.fields.get(name) is not None), None)
 
 
 def text_field(row: RawRow, name: str, key: str) -> str:
@@ -106,83 +113,38 @@ def required_field(row: RawRow, name: str, key: str) -> Any:
 
 
 def turns_of(row: RawRow, value: Any, name: str) -> list[dict[str, Any]]:
-    """A list of messages, each a role and a text. Raises DataError naming the row and the message."""
+    """A list of messages, each a role and a text (ShareGPT's `from` and `value` too) or a call of tools.
+
+    Raises DataError naming the row and the message.
+    """
     if not isinstance(value, list) or not value:
         raise DataError(f"{row.origin}: field '{name}' must be a list of messages, got {cut(repr(value))}")
-    for number, turn in enumerate(value):
-        good = isinstance(turn, dict) and isinstance(turn.get("role"), str)
-        if not good or not isinstance(turn.get("content"), str):
-            raise DataError(
-                f"{row.origin}: message {number} of '{name}' must hold role and content as text, got {cut(repr(turn))}"
-            )
+    return [_turn(row, turn, f"message {number} of '{name}'") for number, turn in enumerate(value)]
+
+
+def _turn(row: RawRow, given: Any, what: str) -> dict[str, Any]:
     # Parquet gives every message all keys that any has
-    return [{key: held for key, held in turn.items() if held is not None} for turn in value]
+    turn = {key: held for key, held in given.items() if held is not None} if isinstance(given, dict) else {}
+    role, content = role_and_content(turn)
+    if content is None and turn.get("tool_calls"):
+        content = ""
+    if not isinstance(role, str) or not isinstance(content, str):
+        raise DataError(f"{row.origin}: {what} must hold role and content as text, got {cut(repr(given))}")
+    others = {key: held for key, held in turn.items() if key not in ("role", "content", "from", "value")}
+    return {"role": role, "content": content, **others}
 
 
 def _some(data: ExamplesConfig, path: str, key: str) -> list[RawRow]:
     rows: list[RawRow] = []
-    for row in _read(path, data.split, key):
-        rows.append(row)
+    for record in iter_records(path, data.split, key=key):
+        if record.fault is not None:
+            raise record.fault
+        rows.append(RawRow(fields=record.values, origin=record.origin))
         if data.limit is not None and len(rows) >= data.limit:
             break
     if not rows:
         raise DataError(f"{path} is empty: expected at least one record, got none; check {key}")
     return rows
-
-
-def _read(path: str, split: str, key: str) -> Iterator[RawRow]:
-    file = Path(path).expanduser()
-    suffix = file.suffix.lower()
-    if suffix in FORMATS:
-        if not is_file(file):
-            raise DataError(f"data file {file} does not exist; check {key}")
-        return _parquet(file, key) if suffix == ".parquet" else _jsonl(file)
-    if is_file(file):
-        raise DataError(
-            f"cannot read {file}: expected a file of JSON lines (.jsonl, .json) or Parquet (.parquet), got "
-            f"{suffix or 'no suffix'}; convert it, or check {key}"
-        )
-    if not is_dir(file) and path.startswith(("/", ".", "~")):
-        raise DataError(f"data file {file} does not exist; check {key}")
-    return _hub(path, split, key)
-
-
-def _jsonl(file: Path) -> Iterator[RawRow]:
-    for origin, record in read_jsonl(file):
-        yield RawRow(fields=record, origin=origin)
-
-
-def _parquet(file: Path, key: str) -> Iterator[RawRow]:
-    number = 0
-    try:
-        for batch in pq.ParquetFile(file).iter_batches():
-            for record in batch.to_pylist():
-                yield RawRow(fields=record, origin=f"{file}:row {number}")
-                number += 1
-    except (pa.ArrowException, OSError, ValueError, OverflowError) as error:
-        raise DataError(
-            f"{file} is not a readable Parquet file: after {number} rows {error}; write it anew, or check {key}"
-        ) from error
-
-
-def _hub(name: str, split: str, key: str) -> Iterator[RawRow]:
-    import datasets  # a second to import, and only this branch needs it
-    from datasets.exceptions import DatasetsError
-
-    path, _, subset = name.partition(":")
-    if not path:
-        raise DataError(
-            f"{key} '{name}' names no data set; expected a file, or NAME or NAME:SUBSET of a data set"
-        )
-    try:
-        for index, record in enumerate(datasets.load_dataset(path, subset or None, split=split)):
-            yield RawRow(fields=dict(record), origin=f"{name}:row {index}")
-    except (DatasetsError, pa.ArrowException, OSError, ValueError, RuntimeError) as error:
-        cause = f" ({error.__cause__})" if error.__cause__ else ""
-        raise DataError(
-            f"cannot load the data set '{name}' (split {split}): {error}{cause}; expected a .jsonl or .parquet file, "
-            f"or the name of a `datasets` data set in {key}"
-        ) from error
 
 
 def _shared(one: str, other: str) -> str:

@@ -3,11 +3,14 @@ and in each of several actors.
 
     FOLDER/model          the last checkpoint, Hugging Face format; FOLDER/model_0100 of step 100
     FOLDER/adapter        the PEFT adapter beside it, where trainer.lora is set
-    FOLDER/state_0100     what --resume goes on from (torch.distributed.checkpoint); only the last is kept
+    FOLDER/state_0100     what --resume goes on from (torch.distributed.checkpoint) with trained_on.json, what it was
+                          learned from; only the last is kept
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 import shutil
 import time
@@ -22,7 +25,8 @@ import torch
 from transformers import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from core.errors import ConfigError
+from core.errors import ConfigError, WeightsError
+from core.files import write_whole
 from core.settings.supervised import PreferenceLossConfig, SupervisedModelConfig, SupervisedTrainerConfig
 from engine.weights.causal_lm import DTYPES
 from engine.weights.loading import load_causal_lm, num_token_ids
@@ -32,6 +36,9 @@ from learning.supervised.finished_model import ModelForm, save_adapter_folder, s
 from learning.supervised.objectives import NextTokens, Preferences
 from learning.supervised.reward_head import HEAD, load_scorer, set_pad_token
 from learning.supervised.supervised_learner import SupervisedLearner
+
+_TRAINED_ON = "trained_on.json"
+"In a state's folder, written last."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,7 +134,7 @@ def batch_of(job: SupervisedJob, step: int) -> list[Any]:
 
 def last_state(folder: Path) -> Path:
     """The newest complete state in a folder of checkpoints. Raises ConfigError when there is none."""
-    states = [path for path in sorted(folder.glob("state_*")) if (path / ".metadata").is_file()]
+    states = [path for path in sorted(folder.glob("state_*")) if (path / _TRAINED_ON).is_file()]
     if not states:
         raise ConfigError(
             f"{folder} holds no state to go on from; expected state_STEP, which trainer.checkpoint_every writes; start "
@@ -136,9 +143,43 @@ def last_state(folder: Path) -> Path:
     return max(states, key=state_step)
 
 
+def require_same(job: SupervisedJob, state: Path) -> None:
+    """Raise ConfigError where a state was learned from other rows, or in another order, than the job has."""
+    try:
+        then = json.loads((state / _TRAINED_ON).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise WeightsError(f"cannot read {state / _TRAINED_ON}: {error}; go on from another state") from error
+    now = _trained_on(job)
+    changed = [
+        f"{key} was {then.get(key)}, now {now.get(key)}"
+        for key in sorted({*then, *now})
+        if then.get(key) != now.get(key)
+    ]
+    if changed:
+        raise ConfigError(
+            f"{state} was learned from something else: {'; '.join(changed)}; expected the same rows in the same order: "
+            f"put it back, or begin a new run with --model {state.parent / 'model'}"
+        )
+
+
 def state_step(state: Path) -> int:
     """The step that a state folder is of."""
     return int(state.name.removeprefix("state_"))
+
+
+def _trained_on(job: SupervisedJob) -> dict[str, Any]:
+    """What decides which examples come at which step, and what they are; by the keys of the config that set it."""
+    digest = hashlib.sha256()
+    for item in job.train:
+        digest.update(item.identity)
+    base = {} if job.trainer.lora is None else {"model.name": job.model.name}
+    return {
+        "run.seed": job.seed,
+        "trainer.batch_size": job.trainer.batch_size,
+        "data: number of examples": len(job.train),
+        "data: their tokens": digest.hexdigest()[:16],
+        **base,
+    }
 
 
 def _load(job: SupervisedJob) -> tuple[PreTrainedModel, ModelForm]:
@@ -162,8 +203,6 @@ def _save(learner: SupervisedLearner, form: ModelForm, job: SupervisedJob, *, is
     is_due = _is_due(learner.num_steps, job.trainer.checkpoint_every)
     if not (is_last or is_due):
         return None
-    if is_due:
-        _save_state(learner, job)
     mark = "" if is_last else f"_{learner.num_steps:04d}"
     folder = job.folder / f"model{mark}"
     is_first = learner.trainers.rank == 0
@@ -179,6 +218,9 @@ def _save(learner: SupervisedLearner, form: ModelForm, job: SupervisedJob, *, is
             )
         else:
             _accompany(learner)
+    if is_due:
+        # last: who finds it finds the model of its step too
+        _save_state(learner, job)
     return str(folder)
 
 
@@ -191,6 +233,7 @@ def _save_state(learner: SupervisedLearner, job: SupervisedJob) -> None:
     learner.save(folder)
     learner.trainers.gather(None)
     if learner.trainers.rank == 0:
+        write_whole(folder / _TRAINED_ON, json.dumps(_trained_on(job), indent=1))
         for old in job.folder.glob("state_*"):
             if old != folder:
                 with suppress(OSError):

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import subprocess
 import time
 
 
@@ -127,3 +128,11 @@ def slow(prompt, response, reference):
     """A fifth of a second each; tells in which replica."""
     time.sleep(0.2)
     return {"value": float(len(response)), "replica": os.getppid()}
+
+
+def forks(prompt, response, reference):
+    """A copy of the process that answers too, or a process that outlives the call."""
+    if response == "sleeper":
+        return {"value": 0.0, "pid": subprocess.Popen(["sleep", "3600"]).pid}
+    os.fork()
+    return float(len(response))

@@ -90,7 +90,7 @@ def weights(folder: Path, auto=AutoModelForCausalLM) -> dict[str, torch.Tensor]:
     return dict(auto.from_pretrained(folder).named_parameters())
 
 
-def test_sft_leaves_a_complete_folder_and_learns(files: Path, tmp_path: Path):
+def test_sft_leaves_a_complete_folder_and_learns(files: Path, tmp_path: Path, capsys):
     folder = sft(files, tmp_path / "run", "trainer.epochs=6")
     rows = read_metrics(folder.metrics_file)
     steps = 6 * -(-38 // 8)  # 2 of 40 rows are held out
@@ -102,6 +102,10 @@ def test_sft_leaves_a_complete_folder_and_learns(files: Path, tmp_path: Path):
     assert verify_checkpoint(saved)["weight_version"] == steps
     assert (saved / "tokenizer_config.json").is_file() and weights(saved)
     assert yaml.safe_load(folder.config_file.read_text())["data"]["path"] == str(files / "talks.jsonl")
+    capsys.readouterr()
+    assert main(["show", str(folder.path)]) == 0
+    drawn = capsys.readouterr().out
+    assert "held-out loss, first to last" in drawn and "train/loss" in drawn and "Amdahl" not in drawn
 
 
 def test_a_fine_tuned_model_keeps_all_end_tokens_and_what_it_said_of_sampling(files: Path, tmp_path: Path):
@@ -185,6 +189,18 @@ def test_bad_input_is_one_line_and_leaves_no_folder(files: Path, tmp_path: Path,
     error = capsys.readouterr().err.strip()
     assert re.search(said, error) and len(error.splitlines()) == 1
     assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [("run.seed=7", "run.seed was 0, now 7"), ("trainer.batch_size=4", "trainer.batch_size was 8, now 4"),
+     ("data.limit=30", "number of examples was 38, now")],
+)  # fmt: skip
+def test_other_rows_or_another_order_are_not_gone_on_with(files: Path, tmp_path: Path, capsys, changed, said):
+    first = sft(files, tmp_path / "run", "trainer.max_steps=2", "trainer.checkpoint_every=2")
+    assert run("sft", "--resume", first.path, sets=("trainer.max_steps=3", changed)) == 2
+    assert said in capsys.readouterr().err
+    assert run("sft", "--resume", first.path, sets=("trainer.max_steps=3",)) == 0
 
 
 def test_a_run_without_a_state_cannot_be_gone_on_with(files: Path, tmp_path: Path, capsys):

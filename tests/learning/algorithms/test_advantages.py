@@ -57,6 +57,14 @@ def test_whitening_ignores_padding():
     assert whiten(torch.tensor([[1.0, 3.0, 1000.0]]), mask)[0].tolist() == approx(expected, abs=1e-6)
 
 
+def test_huge_rewards_are_scaled_like_any_others():
+    # the square of 1e30 is no float32
+    mask = torch.tensor([[True, True]])
+    assert whiten(torch.tensor([[1e30, 3e30]]), mask)[0].tolist() == approx([-(0.5**0.5), 0.5**0.5])
+    groups = group_advantages(torch.tensor([1e30, 3e30]), torch.tensor([0, 0]))
+    assert groups.tolist() == approx([-(0.5**0.5), 0.5**0.5])
+
+
 def test_one_token_has_nothing_to_be_compared_with():
     assert whiten(torch.tensor([[4.0]]), torch.tensor([[True]])).tolist() == [[0.0]]
     assert whiten(torch.tensor([[4.0]]), torch.tensor([[False]])).tolist() == [[0.0]]

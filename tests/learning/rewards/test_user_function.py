@@ -2,6 +2,8 @@
 
 import os
 import signal
+import time
+from pathlib import Path
 
 import numpy as np
 from pytest import mark, raises
@@ -12,6 +14,7 @@ from core.config_io import config_from_dict
 from core.errors import ConfigError, RewardError
 from core.records import FinishReason, Prompt, ResponseFacts, Reward, Unscored
 from learning.rewards.reward_function import build_reward
+from learning.rewards.score_request import score_requests
 from learning.rewards.user_function import UserReward
 
 ODD = [
@@ -138,3 +141,21 @@ def test_a_pattern_that_takes_for_ever_is_a_call_that_hangs():
     outcomes = stage.score_each(*batch("a" * 60, "aab"))
     assert isinstance(outcomes[0], Unscored) and "did not return" in outcomes[0].reason
     assert outcomes[1] == Reward(value=1.0)
+
+
+def test_what_a_function_forks_or_starts_answers_nothing_and_ends_with_it():
+    stage = UserReward("odd_rewards:forks", timeout_s=30.0)
+    first, second, last = stage.outcomes(score_requests(*batch("one", "three", "sleeper")))
+    assert isinstance(first, Reward) and isinstance(second, Reward) and isinstance(last, Reward)
+    assert [first.value, second.value] == [3.0, 5.0]
+    assert is_running(int(last.parts["pid"]))
+    stage.close()
+    while is_running(int(last.parts["pid"])):
+        time.sleep(0.05)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False

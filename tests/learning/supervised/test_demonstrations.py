@@ -43,6 +43,25 @@ def test_of_prompt_and_completion_as_messages_only_the_completion_is_learned(tem
     )
 
 
+FORGETFUL = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}<assistant> {% if loop.last %}think {% endif %}"
+    "{% generation %}{{ m.content }} <end>{% endgeneration %} {% else %}<user> {{ m.content }} <end> {% endif %}"
+    "{% endfor %}"
+)
+
+
+def test_a_template_that_shortens_earlier_turns_still_learns_the_completion_alone():
+    # the prompt by itself would be rendered a token longer than it is in the whole
+    fields = {"prompt": TALK[1:4], "completion": TALK[4:]}
+    learned = shown(fields, template=FORGETFUL).split("<assistant>")
+    assert "[" not in learned[0] + learned[1] and learned[2].strip().endswith("[me] [<end>]")
+
+
+def test_share_gpt_s_conversations_are_messages_too():
+    talk = [{"from": "human", "value": "hi there"}, {"from": "gpt", "value": "hi you"}]
+    assert shown({"conversations": talk}) == "<user> hi there <end> <assistant> [hi] [you] [<end>]"
+
+
 def test_plain_prompt_and_completion_are_learned_from_the_completion_on_with_an_end_token():
     assert shown({"prompt": "who are you", "completion": "me"}) == "who are you [me] [<end>]"
     assert shown({"prompt": "who are you", "completion": "me <end>"}) == "who are you [me] [<end>]"

@@ -109,3 +109,11 @@ def test_rows_of_one_prompt_alone_are_still_held_out(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps({"prompt": "p", "completion": f"c{i}"}) + "\n" for i in range(20)))
     assert [len(side) for side in read_raw_rows(ExamplesConfig(path=str(path)), seed=0)] == [19, 1]
+
+
+def test_a_folder_of_shards_and_a_pattern_are_read_as_one(tmp_path):
+    for number in range(2):
+        (tmp_path / f"part-{number}.jsonl").write_text(json.dumps(ROWS[number]) + "\n")
+    for path in (tmp_path, tmp_path / "*.jsonl"):
+        rows, _ = read_raw_rows(ExamplesConfig(path=str(path), eval_share=0.0), seed=0)
+        assert fields(rows) == ROWS[:2]
