@@ -185,9 +185,11 @@ def _keep_what_was_learned(
     if boundary is not None and not system.is_learning:
         with suppress(RlhfSpecError):
             states.save(boundary)
-    save_checkpoints(system, run_dir, with_adapter=False)
     if state_folders(run_dir):
+        with suppress(RlhfSpecError):
+            save_checkpoints(system, run_dir, with_adapter=False)
         return f"{finished} iterations are finished; go on with `rlhfspec train --resume {run_dir.path}`"
+    save_checkpoints(system, run_dir, with_adapter=False)
     models = [("target", system.target), ("draft", system.draft)]
     paths = [
         f"--set models.{model}={run_dir.checkpoint_dir(model)}"
