@@ -23,7 +23,7 @@ from cluster.recorder import Recorder
 from cluster.refit_step import refit_draft
 from cluster.reporting.console import Reporter
 from cluster.reporting.iteration_metrics import iteration_figures, with_evaluation
-from cluster.resuming.restarts import TrainerRestarts, as_trainer_lost, telling_trainer_loss
+from cluster.resuming.restarts import LOSSES, TrainerRestarts, as_trainer_lost, telling_trainer_loss
 from cluster.resuming.run_state import RunState, state_folders
 from cluster.resuming.save_state import Boundary, StateKeeper
 from cluster.resuming.take_up import take_up
@@ -95,13 +95,20 @@ def _train_with_restarts(
     for attempt in count():
         # names of actors that may still be ending are not taken again
         own = replace(session, namespace=f"{session.namespace}-{attempt}") if attempt else session
+        is_up = False
         try:
             with running_system(config, own, inputs, note=report.note) as system:
+                is_up = True
                 train(system, run_dir, report, resume=state)
             return system.target.manifest
         except TrainerLost as error:
             report.stop()
             state = restarts.after(error)
+        except LOSSES as error:
+            # what cannot be brought up the first time is told at once
+            if is_up or not attempt:
+                raise
+            state = restarts.after(TrainerLost(f"the new actors did not come up: {error}"))
     raise AssertionError("a count has no end")
 
 

@@ -170,15 +170,18 @@ class TrainerPool:
         refs = {name: one.load_state.remote(str(folder)) for name, one in self._trainers.items()}
         get_all(refs, waiter="the loop", order="read their state", timeout_s=self._start_timeout_s)
 
-    def lost(self) -> list[str]:
-        """Names of trainers that are dead, or answer nothing for a while though nothing is asked of them."""
+    def lost(self, *, or_silent: bool) -> list[str]:
+        """Names of trainers that are dead; of those, too, that answer nothing for a while if `or_silent`."""
         refs = {name: one.__ray_ready__.remote() for name, one in self._trainers.items()}
-        ends_s, lost = time.monotonic() + _ANSWERS_WITHIN_S, []
+        ends_s = time.monotonic() + (_ANSWERS_WITHIN_S if or_silent else _LEAST_S)
+        lost = []
         for name, ref in refs.items():
+            left_s = max(ends_s - time.monotonic(), _LEAST_S)
             try:
-                left_s = max(ends_s - time.monotonic(), _LEAST_S)
                 get(ref, waiter="the loop", waited_for=name, order="say whether it lives", timeout_s=left_s)
-            except (InstanceLost, WaitTimeout):
+            except WaitTimeout:
+                lost += [name] if or_silent else []
+            except InstanceLost:
                 lost.append(name)
         return lost
 

@@ -9,15 +9,27 @@ from cluster.resuming.rewind import rewind
 from cluster.resuming.run_state import RunState, last_state
 from cluster.run_folder.layout import RunDir
 from cluster.system import System
-from core.errors import InstanceLost, PeerLost, RlhfSpecError, TrainerLost, WaitTimeout
+from core.errors import (
+    InputError,
+    InstanceLost,
+    NodeDied,
+    PeerLost,
+    RlhfSpecError,
+    SchedulerLost,
+    TrainerLost,
+    WaitTimeout,
+)
+
+LOSSES = (InstanceLost, PeerLost, SchedulerLost, WaitTimeout)
+"What the loss of an actor comes as."
 
 
 def as_trainer_lost(system: System, error: RlhfSpecError) -> TrainerLost | None:
     """What `error` says where a trainer is dead or frozen, all of them ended then; None where they live."""
-    # whatever else may come of it, a loss is one of these
-    if not isinstance(error, InstanceLost | PeerLost | WaitTimeout):
+    if isinstance(error, InputError | NodeDied):
         return None
-    lost = system.trainers.lost()
+    # of another error, one that is silent may only be at work
+    lost = system.trainers.lost(or_silent=isinstance(error, LOSSES))
     if not lost:
         return None
     system.trainers.kill()
