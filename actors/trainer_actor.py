@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -36,6 +37,8 @@ from learning.parallel.sharded import Sharded
 from learning.published_form import PublishedForm
 from learning.schedule import Horizon
 from learning.soft_targets import SoftTargetStore
+
+_REFIT_STATE = "draft_refit.safetensors"
 
 
 @remote(max_restarts=0)
@@ -169,6 +172,25 @@ class TrainerActor:
         with self._trainers.naming("gather weights"), closing(owner.weights()) as weights:
             yield from packer.chunks(weights)
         yield packer.manifest()
+
+    def sees(self, folder: str) -> bool:
+        """Whether a folder of the driver's machine is this machine's too."""
+        return Path(folder).is_dir()
+
+    def save_state(self, folder: str) -> None:
+        """Write all that goes on from here into a new folder of all trainers. Raises StorageError, PeerLost."""
+        with self._trainers.naming("write their state"):
+            self._learner.save(Path(folder))
+        if self._built_refitter is not None:
+            self._built_refitter.save(Path(folder) / _REFIT_STATE)
+
+    def load_state(self, folder: str) -> None:
+        """Go on where `save_state` was called. Raises ConfigError when it does not fit, PeerLost."""
+        with self._trainers.naming("read their state"):
+            self._learner.load(Path(folder))
+        # a run that did not refit has none
+        if self._built_refitter is not None and (Path(folder) / _REFIT_STATE).is_file():
+            self._built_refitter.load(Path(folder) / _REFIT_STATE)
 
     def gpu_seat(self) -> str | None:
         """The GPU that the target is trained on, by a name that no other GPU of the cluster has; None: a CPU."""

@@ -17,6 +17,7 @@ from cluster.preflight.evaluation_prompts import EvaluationPrompts
 from cluster.recorder import Recorder
 from cluster.reporting.console import Reporter
 from cluster.reporting.evaluation_figures import evaluation_figures
+from cluster.resuming.run_state import EvaluationMarks
 from cluster.run_checkpoints import save_best
 from cluster.run_folder.layout import RunDir
 from cluster.run_folder.rollout_files import write_rollouts
@@ -71,12 +72,25 @@ def evaluate(system: GeneratingSystem, requests: Sequence[SampleRequest], report
 class Evaluator:
     """The evaluations of one run; does nothing where the run has none."""
 
-    def __init__(self, system: System, run_dir: RunDir, report: Reporter, recorder: Recorder) -> None:
+    def __init__(
+        self,
+        system: System,
+        run_dir: RunDir,
+        report: Reporter,
+        recorder: Recorder,
+        marks: EvaluationMarks | None = None,
+    ) -> None:
+        """`marks`: of the run that is gone on with."""
         self._system, self._run_dir, self._report, self._recorder = system, run_dir, report, recorder
         self._settings = system.config.evaluation
-        self._metric = self._settings.metric
-        self._num_done = 0
-        self._best: float | None = None
+        marks = marks or EvaluationMarks()
+        self._metric = marks.metric or self._settings.metric
+        self._num_done, self._best = marks.num_done, marks.best
+
+    @property
+    def marks(self) -> EvaluationMarks:
+        """What a state keeps."""
+        return EvaluationMarks(num_done=self._num_done, best=self._best, metric=self._metric)
 
     def at_start(self) -> dict[str, float]:
         """Evaluate the first weights, where asked for; they set the mark that a best checkpoint has to pass."""

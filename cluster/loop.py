@@ -9,19 +9,24 @@ from __future__ import annotations
 
 import time
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import count
 
 import ray
 
 from cluster.collect import collect
 from cluster.evaluate import Evaluator
 from cluster.forward_stream import Streamed
-from cluster.placement.ray_session import ray_session, sigterm_exits
+from cluster.placement.ray_session import RaySession, ray_session, sigterm_exits
 from cluster.preflight.inputs import Inputs
 from cluster.recorder import Recorder
 from cluster.refit_step import refit_draft
 from cluster.reporting.console import Reporter
 from cluster.reporting.iteration_metrics import iteration_figures, with_evaluation
+from cluster.resuming.restarts import LOSSES, TrainerRestarts, as_trainer_lost, telling_trainer_loss
+from cluster.resuming.run_state import RunState, state_folders
+from cluster.resuming.save_state import Boundary, StateKeeper
+from cluster.resuming.take_up import take_up
 from cluster.run_checkpoints import save_checkpoints
 from cluster.run_folder.layout import RunDir
 from cluster.run_folder.rollout_files import write_rollouts
@@ -30,7 +35,8 @@ from cluster.system import System, running_system
 from cluster.tracking.run_log import RunLog
 from cluster.tracking.trackers import Trackers
 from core.config import Config
-from core.errors import NumericsError, RewardServerLost, RlhfSpecError, StorageError
+from core.errors import NumericsError, RewardServerLost, RlhfSpecError, StorageError, TrainerLost
+from core.weight_records import WeightManifest
 
 BY_SIGTERM = "stopped by SIGTERM (ray job stop, or kill)"
 
@@ -45,8 +51,10 @@ class TrainingResult:
     "of the trained target; equal runs end with equal checksums"
 
 
-def run_training(config: Config, inputs: Inputs, run_dir: RunDir, report: Reporter) -> TrainingResult:
-    """Train from a config whose model names are resolved, into the run folder.
+def run_training(
+    config: Config, inputs: Inputs, run_dir: RunDir, report: Reporter, resume: RunState | None = None
+) -> TrainingResult:
+    """Train from a config whose model names are resolved, into the run folder; from a state of it where one is given.
 
     Raises InputError for what the user can mend, other RlhfSpecErrors for what failed on the way.
     """
@@ -65,9 +73,7 @@ def run_training(config: Config, inputs: Inputs, run_dir: RunDir, report: Report
             report.note(line)
         if session.dashboard_url:
             report.note(f"dashboard {session.dashboard_url}")
-        with running_system(config, session, inputs, note=report.note) as system:
-            train(system, run_dir, report)
-    manifest = system.target.manifest
+        manifest = _train_with_restarts(config, session, inputs, run_dir, report, resume)
     report.note(f"parameter checksum {manifest.checksum} (weight version {manifest.weight_version})")
     return TrainingResult(
         num_iterations=config.run.iterations,
@@ -76,18 +82,64 @@ def run_training(config: Config, inputs: Inputs, run_dir: RunDir, report: Report
     )
 
 
-def train(system: System, run_dir: RunDir, report: Reporter) -> None:
-    """Run every iteration, writing metrics, rollouts, moves and checkpoints as they come; a timeline at the end."""
+def _train_with_restarts(
+    config: Config,
+    session: RaySession,
+    inputs: Inputs,
+    run_dir: RunDir,
+    report: Reporter,
+    state: RunState | None,
+) -> WeightManifest:
+    """Train to the end; what came of the target. Where a trainer is lost, from the last state on, all actors new."""
+    restarts = TrainerRestarts(run_dir, most=config.cluster.max_trainer_restarts, note=report.note)
+    for attempt in count():
+        # names of actors that may still be ending are not taken again
+        own = replace(session, namespace=f"{session.namespace}-{attempt}") if attempt else session
+        is_up = False
+        try:
+            with running_system(config, own, inputs, note=report.note) as system:
+                is_up = True
+                train(system, run_dir, report, resume=state)
+            return system.target.manifest
+        except TrainerLost as error:
+            report.stop()
+            state = restarts.after(error)
+        except LOSSES as error:
+            # what cannot be brought up the first time is told at once
+            if is_up or not attempt:
+                raise
+            state = restarts.after(TrainerLost(f"the new actors did not come up: {error}"))
+    raise AssertionError("a count has no end")
+
+
+def train(system: System, run_dir: RunDir, report: Reporter, *, resume: RunState | None = None) -> None:
+    """Run every iteration, writing metrics, rollouts, moves and checkpoints as they come; a timeline at the end.
+
+    `resume`: what the system, which has its first weights, is to go on from. Raises TrainerLost: see
+    `cluster.resuming.restarts`.
+    """
+    first = 0
+    if resume is not None:
+        with telling_trainer_loss(system):
+            take_up(system, resume)
+        first = resume.num_iterations
     run = system.config.run
-    log = RunLog(system.config, run_dir, Trackers.of(system.config, run_dir, report.note))
+    log = RunLog(system.config, run_dir, Trackers.of(system.config, run_dir, report.note, num_done=first))
     recorder = Recorder(run_dir, report, step_log=run.step_log)
-    evaluator = Evaluator(system, run_dir, report, recorder)
+    evaluator = Evaluator(system, run_dir, report, recorder, None if resume is None else resume.evaluations)
+    states = StateKeeper(system, run_dir, report.note)
     report.on_progress = run_dir.progress
-    report.start(run.iterations)
-    note_weights(run_dir.weights_file, system.target.manifest)
+    report.start(run.iterations, done=first)
+    boundary: Boundary | None = None
     try:
-        log.before_training(evaluator.at_start())
-        for iteration in range(run.iterations):
+        if resume is None:
+            note_weights(run_dir.weights_file, system.target.manifest)
+            log.before_training(evaluator.at_start())
+        for iteration in range(first, run.iterations):
+            boundary = Boundary(
+                num_iterations=iteration, cursor=system.cursor.state(), evaluations=evaluator.marks
+            )
+            system.is_learning = False
             try:
                 figures = run_iteration(system, iteration, run_dir, report, recorder, log)
             except NumericsError as error:
@@ -100,18 +152,27 @@ def train(system: System, run_dir: RunDir, report: Reporter) -> None:
             report.iteration(iteration, figures)
             if run.checkpoint_every and (iteration + 1) % run.checkpoint_every == 0:
                 save_checkpoints(system, run_dir, iteration=iteration)
+            states.at(
+                Boundary(
+                    num_iterations=iteration + 1, cursor=system.cursor.state(), evaluations=evaluator.marks
+                )
+            )
         save_checkpoints(system, run_dir)
     except RewardServerLost as error:
         recorder.write_timeline()
-        raise RewardServerLost(f"{error}; {_keep_what_was_learned(system, run_dir)}") from error
+        kept = _keep_what_was_learned(system, run_dir, states, boundary)
+        raise RewardServerLost(f"{error}; {kept}") from error
     except (StorageError, SystemExit):
         # a full disk has no room for pictures, and SIGTERM leaves no time for them
         raise
-    except RlhfSpecError:
+    except RlhfSpecError as error:
         recorder.write_timeline()
+        lost = as_trainer_lost(system, error)
+        if lost is not None:
+            raise lost from error
         with suppress(RlhfSpecError):
             # what ended the run is what is told; weights are here, whoever died
-            report.note(_keep_what_was_learned(system, run_dir))
+            report.note(_keep_what_was_learned(system, run_dir, states, boundary))
         raise
     except BaseException:
         recorder.write_timeline()
@@ -121,11 +182,20 @@ def train(system: System, run_dir: RunDir, report: Reporter) -> None:
     recorder.write_timeline()
 
 
-def _keep_what_was_learned(system: System, run_dir: RunDir) -> str:
-    """Save the weights of the iterations that are finished; how to go on from them."""
+def _keep_what_was_learned(
+    system: System, run_dir: RunDir, states: StateKeeper, boundary: Boundary | None
+) -> str:
+    """Save state and weights of the iterations that are finished; how to go on from them."""
     finished = system.target.manifest.weight_version
     if not finished:
         return "no iteration was finished"
+    if boundary is not None and not system.is_learning:
+        with suppress(RlhfSpecError):
+            states.save(boundary)
+    if state_folders(run_dir):
+        with suppress(RlhfSpecError):
+            save_checkpoints(system, run_dir, with_adapter=False)
+        return f"{finished} iterations are finished; go on with `rlhfspec train --resume {run_dir.path}`"
     save_checkpoints(system, run_dir, with_adapter=False)
     models = [("target", system.target), ("draft", system.draft)]
     paths = [
@@ -160,6 +230,7 @@ def run_iteration(
     report.progress("update", 0, 1)
     streamed = forwards.finish() if forwards is not None else Streamed()
     rollouts = ray.put(learned)
+    system.is_learning = True
     update = system.trainers.update(rollouts, recompute_old=system.recomputes_old)
     # again, since an update that fails must not take the rollouts with it
     advantages = dict(zip(map(id, learned), update.sample_advantages or (), strict=False))

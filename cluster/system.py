@@ -81,6 +81,8 @@ class System(GeneratingSystem):
     broadcast: Broadcast
     streams_forwards: bool = False
     "whether trainers compute what they can during the rollout (`cluster.placement.spare_cores`)"
+    is_learning: bool = False
+    "whether an iteration has begun to change what the trainers hold: no state can be taken then"
     refit_overhead_s: float = 0.0
     "what the last refit of the draft model took beside the learning: packing, publishing, confirming"
 

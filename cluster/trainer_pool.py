@@ -6,8 +6,10 @@ of every weight, the others take part while it packs (`follow`).
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Literal
 
 import ray
@@ -20,10 +22,13 @@ from actors.trainer_actor import TrainerActor
 from cluster.placement.topology import Place, PlacementContext, actor_options
 from cluster.weights.publish import PublishedWeights, confirm, from_trainer
 from core.config import ClusterConfig
-from core.errors import PeerLost
+from core.errors import InstanceLost, PeerLost, WaitTimeout
 from core.records import Rollout, UpdateReport
 from learning.draft_refit import RefitReport
 
+_ANSWERS_WITHIN_S = 20.0
+"A trainer that is asked after another has failed may still be in what the two did together."
+_LEAST_S = 0.5
 _GRACE_S = 30.0
 "The loop waits longer than trainers wait for each other, so that their own messages arrive."
 
@@ -49,6 +54,11 @@ class TrainerPool:
             for rank, place in enumerate(places)
         }
         return cls(trainers, cluster)
+
+    @property
+    def handles(self) -> Mapping[str, Handle]:
+        """All of them by name, in the order of their ranks."""
+        return self._trainers
 
     @property
     def first_name(self) -> str:
@@ -143,6 +153,42 @@ class TrainerPool:
         return get_all(refs, waiter="the loop", order="pack the adapter", timeout_s=self._timeout_s)[
             self.first_name
         ]
+
+    def blind_to(self, folder: Path) -> list[str]:
+        """Names of trainers on machines that do not see a folder of this one."""
+        refs = {name: one.sees.remote(str(folder)) for name, one in self._trainers.items()}
+        answers = get_all(refs, waiter="the loop", order="look for the run folder", timeout_s=self._timeout_s)
+        return [name for name, sees in answers.items() if not sees]
+
+    def save_state(self, folder: Path) -> None:
+        """Let all write what they hold into a new folder, in one that all see. Raises StorageError."""
+        refs = {name: one.save_state.remote(str(folder)) for name, one in self._trainers.items()}
+        get_all(refs, waiter="the loop", order="write their state", timeout_s=self._timeout_s)
+
+    def load_state(self, folder: Path) -> None:
+        """Let all go on from what `save_state` wrote. Raises ConfigError when it does not fit."""
+        refs = {name: one.load_state.remote(str(folder)) for name, one in self._trainers.items()}
+        get_all(refs, waiter="the loop", order="read their state", timeout_s=self._start_timeout_s)
+
+    def lost(self, *, or_silent: bool) -> list[str]:
+        """Names of trainers that are dead; of those, too, that answer nothing for a while if `or_silent`."""
+        refs = {name: one.__ray_ready__.remote() for name, one in self._trainers.items()}
+        ends_s = time.monotonic() + (_ANSWERS_WITHIN_S if or_silent else _LEAST_S)
+        lost = []
+        for name, ref in refs.items():
+            left_s = max(ends_s - time.monotonic(), _LEAST_S)
+            try:
+                get(ref, waiter="the loop", waited_for=name, order="say whether it lives", timeout_s=left_s)
+            except WaitTimeout:
+                lost += [name] if or_silent else []
+            except InstanceLost:
+                lost.append(name)
+        return lost
+
+    def kill(self) -> None:
+        """End all of them: one that is frozen ends in no other way."""
+        for one in self._trainers.values():
+            ray.kill(one)
 
     def _join(self, following: Mapping[str, Any], order: str) -> None:
         if following:

@@ -18,6 +18,7 @@
     |-- NodeDied              Ray itself died under the run
     |-- RewardServerLost      a reward server did not answer, however often it was asked
     |-- InstanceLost          a generation instance died or froze
+    |-- TrainerLost           a trainer died or froze
     `-- SchedulerLost         the scheduler died more often than it may be restarted
 
 Messages have one order: what failed, what was expected, what was got, what to do.
@@ -164,6 +165,10 @@ class RewardServerLost(RlhfSpecError):
 
 class InstanceLost(RlhfSpecError):
     """A generation instance died or stopped answering; its samples are re-queued."""
+
+
+class TrainerLost(RlhfSpecError):
+    """A trainer died or froze; a run goes on from its last state while `cluster.max_trainer_restarts` last."""
 
 
 class PeerLost(RlhfSpecError):

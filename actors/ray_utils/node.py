@@ -28,7 +28,7 @@ def require_node(death: BaseException | None = None) -> None:
         raise NodeDied(
             "the Ray node under this process died: its raylet was killed or crashed, and every actor on the machine "
             "ended with it; expected it to outlive the run; look at the machine's memory and at `dmesg`, then "
-            "start again"
+            "start again, or go on with `rlhfspec train --resume`"
         )
 
 

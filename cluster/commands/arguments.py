@@ -14,12 +14,14 @@ if TYPE_CHECKING:
     from core.settings.supervised import SupervisedConfig
 
 
-def add_config_arguments(parser: argparse.ArgumentParser, *, default: Path | None = None) -> None:
-    """Add --config (required unless there is a default) and --set."""
+def add_config_arguments(
+    parser: argparse.ArgumentParser, *, default: Path | None = None, required: bool = True
+) -> None:
+    """Add --config (where `required`, it may be left out only with a default) and --set."""
     parser.add_argument(
         "--config",
         type=path_argument,
-        required=default is None,
+        required=required and default is None,
         default=default,
         metavar="FILE",
         help="YAML file; configs/ holds examples, core/settings/ every key with its default and meaning",

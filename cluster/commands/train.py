@@ -9,15 +9,19 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cluster.commands.arguments import add_config_arguments
+from cluster.commands.arguments import add_config_arguments, path_argument
 from cluster.placement.origin import ROOT
 
 if TYPE_CHECKING:
     from cluster.preflight.inputs import Inputs
     from cluster.reporting.console import Reporter
+    from cluster.resuming.resumed_run import ResumedRun
+    from cluster.resuming.run_state import RunState
     from cluster.run_folder.layout import RunDir
     from core.config import Config
 
+AUTO = "auto"
+"Of --resume: the newest run of the config that is not finished, else a new one."
 DEMO_CONFIG = ROOT / "configs" / "demo.yaml"
 
 _TRAIN = """\
@@ -25,6 +29,7 @@ Run RLHF: sample responses on the generation actors, score them, update the targ
 
   rlhfspec train --config configs/gsm8k_ppo.yaml --set data.path=train.jsonl \\
       --set models.target=pair/target --set models.draft=pair/draft
+  rlhfspec train --resume RUN                             go on with a run that was cut off, to the same result
   rlhfspec train --config configs/demo.yaml --dry-run     print the resolved config and the plan, run nothing
 """
 
@@ -48,32 +53,80 @@ def add_parser(commands: Any) -> None:
             description=text,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        add_config_arguments(parser, default=default)
+        add_config_arguments(parser, default=default, required=False)
         parser.add_argument(
             "--dry-run", action="store_true", help="check everything, print config and plan, run nothing"
         )
-        parser.set_defaults(run=run)
+        if name == "train":
+            parser.add_argument(
+                "--resume",
+                metavar="RUN",
+                help="go on with the run in this folder, by its own config, from its last state (run.state_every); the "
+                "result is that of a run that was never cut off. auto: with the newest run of --config that is not "
+                "finished, else with a new one",
+            )
+        parser.set_defaults(run=run, resume=None)
 
 
 def run(args: argparse.Namespace) -> int:
     """Check, then train (or only print, with --dry-run). Raises InputError for bad input."""
     from cluster.reporting.console import Reporter
-    from cluster.run_folder.layout import choose_run_path, is_ray_working_dir
-    from core.config_io import load_config
 
     report = Reporter()
-    config = load_config(args.config, args.set)
-    path = choose_run_path(config.run, caller_dir=Path.cwd(), now=datetime.now())
-    report.note(f"run folder {path}" + (" (dry run: not made)" if args.dry_run else ""))
-    if is_ray_working_dir(Path.cwd()):
-        report.note("  not in the job's own folder, which Ray deletes; run.output_dir says where else")
     try:
-        return _run(config, path, report, dry_run=args.dry_run)
+        config, resumed = (
+            _named_run(args, report) if args.resume not in (None, AUTO) else _of_config(args, report)
+        )
+        path = _path(config, report, dry_run=args.dry_run) if resumed is None else resumed.run_dir.path
+        return _run(config, path, report, dry_run=args.dry_run, resumed=resumed)
     finally:
         report.stop()
 
 
-def _run(config: Config, path: Path, report: Reporter, *, dry_run: bool) -> int:
+def _named_run(args: argparse.Namespace, report: Reporter) -> tuple[Config, ResumedRun]:
+    from cluster.resuming.resumed_run import open_run
+    from core.errors import ConfigError
+
+    if args.config is not None:
+        raise ConfigError(
+            f"--resume {args.resume} goes on with that run by its own config, so that its result stays the same; "
+            "expected no --config beside it; change keys with --set (--config belongs to --resume auto)"
+        )
+    resumed = open_run(path_argument(args.resume), args.set, report.note)
+    return resumed.config, resumed
+
+
+def _of_config(args: argparse.Namespace, report: Reporter) -> tuple[Config, ResumedRun | None]:
+    from cluster.run_folder.layout import run_base
+    from core.config_io import load_config
+    from core.errors import ConfigError
+
+    if args.config is None:
+        raise ConfigError("expected --config FILE, got none; or --resume RUN to go on with a run by its own")
+    config = load_config(args.config, args.set)
+    if args.resume is None:
+        return config, None
+    from cluster.preflight.named_models import resolve_models
+    from cluster.resuming.resumed_run import newest_run
+
+    # what a run's own config has
+    config = resolve_models(config, report)
+    return config, newest_run(config, run_base(config.run, caller_dir=Path.cwd()), report.note)
+
+
+def _path(config: Config, report: Reporter, *, dry_run: bool) -> Path:
+    from cluster.run_folder.layout import choose_run_path, is_ray_working_dir
+
+    path = choose_run_path(config.run, caller_dir=Path.cwd(), now=datetime.now())
+    report.note(f"run folder {path}" + (" (dry run: not made)" if dry_run else ""))
+    if is_ray_working_dir(Path.cwd()):
+        report.note("  not in the job's own folder, which Ray deletes; run.output_dir says where else")
+    return path
+
+
+def _run(
+    config: Config, path: Path, report: Reporter, *, dry_run: bool, resumed: ResumedRun | None = None
+) -> int:
     from cluster.preflight.named_models import resolve_models
     from cluster.run_folder.layout import RunDir
 
@@ -95,12 +148,12 @@ def _run(config: Config, path: Path, report: Reporter, *, dry_run: bool) -> int:
             report.note(checked.adapter)
         for line in inputs.dataset.notes():
             report.note(line)
-        run_dir = RunDir.create(config, path)
+        run_dir = RunDir.create(config, path) if resumed is None else resumed.begin(config)
         if run_dir.path != path:
             report.note(f"run folder {run_dir.path} (another run took the first name)")
         for line in sweep_run_folders(path.parent):
             report.note(line)
-        _train(config, inputs, run_dir, report)
+        _train(config, inputs, run_dir, report, None if resumed is None else resumed.state)
     return 0
 
 
@@ -111,7 +164,9 @@ def _print_plan(config: Config, lines: list[str], report: Reporter) -> None:
     report.note("\n".join(lines))
 
 
-def _train(config: Config, inputs: Inputs, run_dir: RunDir, report: Reporter) -> None:
+def _train(
+    config: Config, inputs: Inputs, run_dir: RunDir, report: Reporter, state: RunState | None = None
+) -> None:
     """Run the loop; however it ends, the run folder says so and holds summary and picture so far."""
     report.stage("starting Ray")
     from cluster.loop import run_training
@@ -121,7 +176,7 @@ def _train(config: Config, inputs: Inputs, run_dir: RunDir, report: Reporter) ->
     try:
         # beside the run's files, the log may be on the full disk
         with storage_errors(run_dir.path, only_known=True):
-            run_training(config, inputs, run_dir, report)
+            run_training(config, inputs, run_dir, report, state)
     except BaseException as error:
         # nothing from here on may hide what ended the run
         with suppress(Exception):

@@ -27,7 +27,10 @@ TOKEN_KEY = "auth_token"
 "As KubeRay calls it."
 RUNS_CLAIM, RUNS_FOLDER = "rlhfspec-runs", "/runs"
 CONFIG_FOLDER = "/etc/rlhfspec"
-ENTRYPOINT = f"rlhfspec train --config {CONFIG_FOLDER}/config.yaml"
+ENTRYPOINT = f"rlhfspec train --config {CONFIG_FOLDER}/config.yaml --resume auto"
+"A job that is tried again goes on with its run."
+RETRIES = 3
+"Of a job that fails, or whose pods are lost."
 POD_LABELS = {"app.kubernetes.io/part-of": "rlhfspec"}
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 KINDS = ("rayjob", "raycluster")
@@ -80,6 +83,8 @@ def ray_job(name: str, pods: RunPods, *, image: str, queue: str | None = None) -
         "metadata": {"name": name, "labels": POD_LABELS | ({QUEUE_LABEL: queue} if queue else {})},
         "spec": {
             "entrypoint": ENTRYPOINT,
+            # each on a new cluster
+            "backoffLimit": RETRIES,
             "suspend": queue is not None,
             "submissionMode": "K8sJobMode",
             # a suspended job must end its cluster, and so must one that is over

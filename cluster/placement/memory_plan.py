@@ -324,4 +324,16 @@ def _disk_bytes(config: Config, target: ModelShape, draft: ModelShape | None) ->
     rollouts = config.run.iterations * samples * config.sampling.max_new_tokens * _ROLLOUT_BYTES_PER_TOKEN
     keeps_best = config.evaluation.every > 0 and config.evaluation.keep_best
     best = 2 * target.weight_bytes(dtype) if keeps_best else 0
-    return num_checkpoints * checkpoint + best + rollouts
+    return num_checkpoints * checkpoint + best + rollouts + _state_bytes(config, target, draft)
+
+
+def _state_bytes(config: Config, target: ModelShape, draft: ModelShape | None) -> int:
+    """Of the states that a run is resumed from, and one that is being written."""
+    every = config.run.state_every
+    if not every or config.run.iterations < every:
+        return 0
+    learned = target.num_params if target.num_adapter_params is None else target.num_adapter_params
+    has_reference = config.algorithm.kl_coef > 0.0 and target.num_adapter_params is None
+    weights = target.num_params * (2 if has_reference else 1) + (target.num_adapter_params or 0)
+    numbers = weights + 2 * learned + (3 * draft.num_params if draft and config.refits_draft else 0)
+    return numbers * _MASTER_BYTES * min(config.run.iterations // every, config.run.keep_states + 1)

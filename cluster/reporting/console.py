@@ -60,11 +60,11 @@ class Reporter:
         else:
             self.note(text)
 
-    def start(self, total_iterations: int) -> None:
-        """Begin: `total_iterations` is what the bar counts to."""
+    def start(self, total_iterations: int, *, done: int = 0) -> None:
+        """Begin: `total_iterations` is what the bar counts to, `done` of them are finished."""
         self._end_stage()
         self._total = total_iterations
-        self._done = 0
+        self._done = done
         self._tell("")
         if not self.console.is_terminal:
             return
@@ -76,7 +76,9 @@ class Reporter:
             TimeRemainingColumn(compact=True),
             console=self.console,
         )
-        self._iterations = self._bars.add_task("iteration", total=total_iterations, figures="")
+        self._iterations = self._bars.add_task(
+            "iteration", total=total_iterations, completed=done, figures=""
+        )
         self._phase = self._bars.add_task("starting", total=None, figures="")
         self._bars.start()
 

@@ -14,6 +14,7 @@
     RUN/steps/INSTANCE/                 a step log, one Parquet file an iteration, where run.step_log is true
     RUN/checkpoints/{target,draft}/     Hugging Face checkpoints, tokenizer included
     RUN/checkpoints/adapter/            a PEFT adapter, where trainer.lora is set
+    RUN/checkpoints/state_0010/         all that `rlhfspec train --resume` goes on from after 10 iterations
     RUN/checkpoints/best/               the target at its best evaluation; best_adapter/ likewise
     RUN/timeline.{json,png}             what the instances did in the last iteration, as trace and as picture
     RUN/progress.png, RUN/summary.txt   written at the end, after an interruption too
@@ -51,15 +52,20 @@ def is_ray_working_dir(folder: Path) -> bool:
     return _RAY_WORKING_DIR_MARK in folder.parts
 
 
+def run_base(run: RunConfig, *, caller_dir: Path) -> Path:
+    """Where run folders are made, absolute."""
+    base = Path(run.output_dir).expanduser()
+    if base.is_absolute():
+        return base
+    return Path(JOB_RUNS_FOLDER).expanduser() if is_ray_working_dir(caller_dir) else caller_dir / base
+
+
 def choose_run_path(run: RunConfig, *, caller_dir: Path, now: datetime) -> Path:
     """Return the absolute path of a run folder that does not exist yet. Nothing is left there.
 
     Raises ConfigError when run.output_dir is an absolute place that Ray will delete, or no folder can be made there.
     """
-    base = Path(run.output_dir).expanduser()
-    if not base.is_absolute():
-        in_job = is_ray_working_dir(caller_dir)
-        base = Path(JOB_RUNS_FOLDER).expanduser() if in_job else caller_dir / base
+    base = run_base(run, caller_dir=caller_dir)
     if is_ray_working_dir(base):
         raise ConfigError(
             f"run.output_dir must outlive the job, got {base}, which Ray deletes with the job; "

@@ -154,8 +154,8 @@ def describe_status(status: Status, *, now: datetime | None = None) -> list[str]
     if who.is_gone:
         return [
             f"state stale: status.json says running, but {where} is gone ({beat})",
-            "  it was killed, or the machine restarted; finished iterations and checkpoints are kept; "
-            "start the run again",
+            "  it was killed, or the machine restarted; what was finished is kept; go on with "
+            "`rlhfspec train --resume` and this folder, or start the run again",
         ]
     if age_s <= STALE_AFTER_S:
         return [f"state running: {where} ({beat})"]
@@ -166,8 +166,22 @@ def describe_status(status: Status, *, now: datetime | None = None) -> list[str]
         ]
     return [
         f"state stale: status.json says running, but nothing was heard of {where} ({beat})",
-        f"  look on {who.host} whether it lives (ps {who.pid}); if not, start the run again",
+        f"  look on {who.host} whether it lives (ps {who.pid}); if not, go on with `rlhfspec train --resume`",
     ]
+
+
+def may_be_running(status: Status, *, now: datetime | None = None) -> bool:
+    """Whether a run that calls itself running may be believed: nothing shows that its process is gone."""
+    who = ProcessIdentity.from_tree(status)
+    if status["state"] != "running" or who is None or who.is_gone:
+        return False
+    age_s = _age_s(status, now or datetime.now(UTC))
+    return who.is_here or (age_s is not None and age_s <= STALE_AFTER_S)
+
+
+def was_heard_of(before: Status, after: Status) -> bool:
+    """Whether a run gave a sign of life between two looks."""
+    return before.get("heartbeat") != after.get("heartbeat")
 
 
 def _age_s(status: Status, now: datetime) -> float | None:

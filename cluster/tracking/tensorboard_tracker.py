@@ -16,11 +16,11 @@ class TensorBoardTracker:
 
     name = "TensorBoard"
 
-    def __init__(self, folder: Path) -> None:
-        """Raises ImportError without the package `tensorboard`."""
+    def __init__(self, folder: Path, *, num_done: int = 0) -> None:
+        """Steps after `num_done` are taken again. Raises ImportError without the package `tensorboard`."""
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(folder))
+        self._writer = SummaryWriter(str(folder), purge_step=num_done + 1 if num_done else None)
 
     def figures(self, step: int, figures: Mapping[str, float]) -> None:
         """Take scalars."""

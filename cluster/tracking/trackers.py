@@ -59,11 +59,13 @@ class Trackers:
             self._guarded(name, "start", lambda make=make: self._trackers.append(make()))
 
     @classmethod
-    def of(cls, config: Config, run_dir: RunDir, note: Callable[[str], None]) -> Trackers:
-        """Start the trackers of a run."""
+    def of(
+        cls, config: Config, run_dir: RunDir, note: Callable[[str], None], *, num_done: int = 0
+    ) -> Trackers:
+        """Start the trackers of a run, or of one that goes on after so many iterations: later steps are told anew."""
         makers: dict[str, Callable[[], Tracker]] = {}
         if config.tracking.tensorboard:
-            makers["TensorBoard"] = lambda: _tensorboard(run_dir)
+            makers["TensorBoard"] = lambda: _tensorboard(run_dir, num_done)
         if config.tracking.wandb is not None:
             makers["Weights & Biases"] = lambda: _wandb(config, run_dir)
         return cls(makers, note)
@@ -105,10 +107,10 @@ class Trackers:
         return True
 
 
-def _tensorboard(run_dir: RunDir) -> Tracker:
+def _tensorboard(run_dir: RunDir, num_done: int) -> Tracker:
     from cluster.tracking.tensorboard_tracker import TensorBoardTracker
 
-    return TensorBoardTracker(run_dir.path / "tensorboard")
+    return TensorBoardTracker(run_dir.path / "tensorboard", num_done=num_done)
 
 
 def _wandb(config: Config, run_dir: RunDir) -> Tracker:

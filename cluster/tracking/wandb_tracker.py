@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from cluster.tracking.trackers import Chosen
+from core.files import write_whole
 from core.settings.tracking import WandbConfig
 
+_ID_FILE = "rlhfspec-run-id.txt"
 _COLUMNS = (
     "why",
     "sample_index",
@@ -33,7 +35,11 @@ class WandbTracker:
         """Raises ImportError without the package, and what the library raises where it cannot begin."""
         # by name: type checkers need not have it
         self._wandb: Any = importlib.import_module("wandb")
+        # a run that goes on is the same run there; steps that it has are not taken twice
+        kept = folder / "wandb" / _ID_FILE
         self._run = self._wandb.init(
+            id=kept.read_text() if kept.is_file() else None,
+            resume="allow",
             project=settings.project,
             entity=settings.entity,
             mode=settings.mode,
@@ -42,6 +48,8 @@ class WandbTracker:
             config=dict(config),
             settings=self._wandb.Settings(console="off", silent=True),
         )
+        kept.parent.mkdir(exist_ok=True)
+        write_whole(kept, self._run.id)
 
     def figures(self, step: int, figures: Mapping[str, float]) -> None:
         """Take scalars."""

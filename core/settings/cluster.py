@@ -73,5 +73,7 @@ class ClusterConfig(Section):
     order_timeout_s: Seconds = 300.0
     "weight loads, scoring, updates"
     max_instance_restarts: int = Field(default=3, ge=0)
+    max_trainer_restarts: int = Field(default=3, ge=0)
+    "in a run: trainers that die or freeze are started anew, all together, from the run's last state"
     max_scheduler_restarts: int = Field(default=3, ge=0)
     "in a run, as the instances'; the state comes from the instances and the loop"

@@ -24,6 +24,10 @@ class RunConfig(Section):
     "iterations between checkpoints; 0 writes only the last"
     keep_checkpoints: int | None = Field(default=None, ge=1)
     "how many of those between are kept, the newest; the last and the best stay beside them. null: all"
+    state_every: int = Field(default=10, ge=0)
+    "iterations between states of the whole run, which `train --resume` goes on from; 0: none"
+    keep_states: int = Field(default=2, ge=1)
+    "how many states are kept, the newest: where one is damaged, the one before it serves"
     step_log: bool = False
     "true: write what every decode step saw, decided and did, for `rlhfspec replay`"
 

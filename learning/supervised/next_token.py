@@ -5,7 +5,7 @@ Source: Ouyang et al. 2022, section 3.5 (supervised fine-tuning before RL).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from core.errors import ConfigError
 from learning.forward.batching import pack_by_length, pad_right
 from learning.forward.precision import require_master_weights
 
@@ -71,6 +72,39 @@ class SupervisedTrainer:
         loss = torch.nn.functional.cross_entropy(logits[batch.where].float(), batch.ids[:, 1:][batch.where])
         self.apply(loss)
         return float(loss.detach())
+
+    def state(self) -> dict[str, Tensor]:
+        """Weights and the optimizer's moments by name, to be read only; `load_state` takes them."""
+        found = {"num_steps": torch.tensor(self._num_steps)}
+        for name, parameter in self.model.named_parameters():
+            found[f"model.{name}"] = parameter.detach()
+            for part, value in self._optimizer.state.get(parameter, {}).items():
+                found[f"optimizer.{name}.{part}"] = value
+        return found
+
+    @torch.no_grad()
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Go on where `state` was taken. Raises ConfigError when it is another model's."""
+        parameters = dict(self.model.named_parameters())
+        shapes = {f"model.{name}": parameter.shape for name, parameter in parameters.items()}
+        if shapes != {name: value.shape for name, value in state.items() if name.startswith("model.")}:
+            raise ConfigError(
+                "the saved draft model has other weights than this one; resume with the same models"
+            )
+        self._num_steps = int(state["num_steps"])
+        self._optimizer.state.clear()
+        for name, parameter in parameters.items():
+            parameter.copy_(state[f"model.{name}"])
+            prefix = f"optimizer.{name}."
+            parts = {
+                key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)
+            }
+            if parts:
+                # Adam counts its steps on the CPU
+                self._optimizer.state[parameter] = {
+                    part: value.clone() if part == "step" else value.to(parameter.device, copy=True)
+                    for part, value in parts.items()
+                }
 
     def apply(self, loss: Tensor) -> None:
         """Backpropagate a loss and take the optimizer step, gradient norm clipped at 1."""

@@ -15,6 +15,7 @@ from cluster.loop import train
 from cluster.placement.ray_session import RaySession
 from cluster.preflight.inputs import read_inputs
 from cluster.reporting.console import Reporter
+from cluster.resuming.run_state import last_state
 from cluster.run_folder.layout import RunDir
 from cluster.system import running_system
 from core.config import RewardConfig
@@ -109,7 +110,7 @@ def test_a_server_that_goes_down_ends_the_run_with_its_finished_iterations_kept(
     url = f"http://127.0.0.1:{server.server_port}/score"
     try:
         with pytest.raises(
-            RewardServerLost, match=r"3 tries.*1 iterations are finished.*models.target="
+            RewardServerLost, match=r"3 tries.*1 iterations are finished; go on with `rlhfspec train --resume"
         ) as lost:
             run("short", {"kind": "serve", "url": url, "server": {"retries": 2, "backoff_s": 0.1}})
     finally:
@@ -118,4 +119,7 @@ def test_a_server_that_goes_down_ends_the_run_with_its_finished_iterations_kept(
     run_dir = RunDir.open(tmp_path / "short")
     assert len(read_metrics(run_dir.metrics_file)) == 1
     checkpoint = run_dir.checkpoint_dir("target")
-    assert (checkpoint / "config.json").is_file() and str(checkpoint) in str(lost.value)
+    assert (checkpoint / "config.json").is_file() and f"--resume {run_dir.path}`" in str(lost.value)
+    state = last_state(run_dir, pytest.fail)
+    assert state is not None and state.num_iterations == 1
+    assert state.cursor["next_sample_index"] == SAMPLES, "what was asked for in vain is asked for again"

@@ -2,12 +2,15 @@
 
 import copy
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from tiny_llama import tiny_llama
 
 from core.config import DrafterTrainingConfig
+from core.errors import ConfigError
 from engine.decoding.logprobs import scaled_logits, token_logprobs
 from learning.distillation_batch import distillation_batches
 from learning.draft_refit import DraftRefitter
@@ -204,6 +207,29 @@ def test_after_one_given_up_the_next_refit_is_as_good_as_the_first(make_refitter
     refitter.refit(rollouts, budget_s=1e9, soft_targets=store)
     report = refitter.refit(rollouts, budget_s=1e9)
     assert (report.outcome, report.weight_version) == ("taken", 1)
+
+
+def test_a_resumed_refit_goes_on_bitwise(make_refitter, make_rollouts, tmp_path):
+    draft = tiny_model()
+    rollouts = sampled_rollouts(drifted(draft), make_rollouts, 32)
+    straight = make_refitter(draft)
+    assert straight.refit(rollouts, budget_s=1e9).num_steps > 1
+    straight.save(tmp_path / "refit")
+    resumed = make_refitter(tiny_model(seed=9))
+    resumed.load(tmp_path / "refit")
+    expected, got = (one.refit(rollouts, budget_s=1e9) for one in (straight, resumed))
+    assert replace(got, refit_s=0.0) == replace(expected, refit_s=0.0) and got.num_steps > 1
+    assert same(weights(straight.model), resumed.model)
+
+
+def test_a_refit_s_state_that_is_cut_or_another_model_s_is_refused(make_refitter, tmp_path):
+    refitter, path = make_refitter(tiny_model()), tmp_path / "refit"
+    refitter.save(path)
+    with pytest.raises(ConfigError, match="other weights"):
+        make_refitter(tiny_llama(num_hidden_layers=1)).load(path)
+    path.write_bytes(path.read_bytes()[:-5])
+    with pytest.raises(ConfigError, match="is no state of a draft model's refit"):
+        refitter.load(path)
 
 
 def test_one_sample_leaves_nothing_to_judge_by(make_refitter, make_rollouts):

@@ -181,6 +181,7 @@ def test_the_config_travels_with_the_manifest(kind: str, tmp_path: Path) -> None
         program, *words = shlex.split(document["spec"]["entrypoint"])
         args = build_parser().parse_args(words)
         assert program == "rlhfspec" and args.config == Path(mount["mountPath"]) / "config.yaml"
+        assert args.resume == "auto", "a job that is tried again goes on with its run"
     else:
         workers = document["spec"]["workerGroupSpecs"]
         assert document["spec"]["autoscalerOptions"]["version"] == "v2"

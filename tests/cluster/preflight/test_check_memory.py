@@ -189,8 +189,15 @@ def test_a_trainer_that_refits_holds_the_draft_its_moments_and_the_targets_it_le
 
 def test_rollouts_cost_disk_by_their_longest_possible_response() -> None:
     rollout = {"prompts_per_iteration": 8, "samples_per_prompt": 2}
-    made = plan(config(run={"iterations": 10}, rollout=rollout, sampling={"max_new_tokens": 50}))
+    run = {"iterations": 10, "state_every": 0}
+    made = plan(config(run=run, rollout=rollout, sampling={"max_new_tokens": 50}))
     assert made.disk_bytes == 10 * 16 * 50 * 40 + (1000 + 100) * 4
+
+
+def test_kept_states_and_the_one_being_written_cost_disk() -> None:
+    none, some = (plan(config(run={"iterations": 10, "state_every": every})).disk_bytes for every in (0, 2))
+    # weights, two moments and the reference of the target; weights and moments of the draft
+    assert some - none == 3 * (4 * 1000 + 3 * 100) * 4
 
 
 def test_a_trainer_with_a_gpu_plans_what_it_learns_with_on_it() -> None:

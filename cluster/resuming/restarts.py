@@ -1,0 +1,75 @@
+"""A trainer that died or froze: the run begins anew where its last state was taken, a few times at most."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from cluster.resuming.rewind import rewind
+from cluster.resuming.run_state import RunState, last_state
+from cluster.run_folder.layout import RunDir
+from cluster.system import System
+from core.errors import (
+    InputError,
+    InstanceLost,
+    NodeDied,
+    PeerLost,
+    RlhfSpecError,
+    SchedulerLost,
+    TrainerLost,
+    WaitTimeout,
+)
+
+LOSSES = (InstanceLost, PeerLost, SchedulerLost, WaitTimeout)
+"What the loss of an actor comes as."
+
+
+def as_trainer_lost(system: System, error: RlhfSpecError) -> TrainerLost | None:
+    """What `error` says where a trainer is dead or frozen, all of them ended then; None where they live."""
+    if isinstance(error, InputError | NodeDied):
+        return None
+    # of another error, one that is silent may only be at work
+    lost = system.trainers.lost(or_silent=isinstance(error, LOSSES))
+    if not lost:
+        return None
+    system.trainers.kill()
+    return TrainerLost(f"{', '.join(lost)} was lost: {error}")
+
+
+@contextmanager
+def telling_trainer_loss(system: System) -> Iterator[None]:
+    """Raise TrainerLost in the place of what the block raises when a trainer is dead or frozen."""
+    try:
+        yield
+    except RlhfSpecError as error:
+        lost = as_trainer_lost(system, error)
+        if lost is None:
+            raise
+        raise lost from error
+
+
+class TrainerRestarts:
+    """Of one run."""
+
+    def __init__(self, run_dir: RunDir, *, most: int, note: Callable[[str], None]) -> None:
+        self._run_dir, self._most, self._note = run_dir, most, note
+        self._num = 0
+
+    def after(self, error: TrainerLost) -> RunState | None:
+        """Take the run folder back to its last state, which is returned; None: to its beginning.
+
+        Raises TrainerLost when restarts are used up, StorageError.
+        """
+        if self._num == self._most:
+            raise TrainerLost(
+                f"{error}; all {self._most} restarts of the trainers (cluster.max_trainer_restarts) are used up; look "
+                f"at their logs, and go on with `rlhfspec train --resume {self._run_dir.path}`"
+            ) from error
+        self._num += 1
+        state = last_state(self._run_dir, self._note)
+        where = "its beginning: there is no state yet"
+        if state is not None:
+            where = f"its state after iteration {state.num_iterations}"
+        self._note(f"{error}; restart {self._num} of {self._most}: the run goes on from {where}")
+        rewind(self._run_dir, state)
+        return state

@@ -1,0 +1,156 @@
+"""Opens a run that was cut off: its config, its last whole state; a run that still lives is left alone."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from cluster.resuming.changed_keys import deciding_changes
+from cluster.resuming.rewind import rewind
+from cluster.resuming.run_state import RunState, last_state
+from cluster.run_folder.layout import RunDir
+from cluster.run_folder.run_status import STALE_AFTER_S, describe_status, may_be_running, was_heard_of
+from core.config import Config
+from core.config_io import dump_config, load_config
+from core.errors import ConfigError
+
+_LOOK_S = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResumedRun:
+    """What a run is gone on with."""
+
+    config: Config
+    run_dir: RunDir
+    state: RunState
+
+    def begin(self, config: Config) -> RunDir:
+        """Take the folder back to the state and call it running. Raises StorageError, ConfigError: it runs again."""
+        _require_cut_off(self.run_dir)
+        # first of all, so that nobody else begins
+        self.run_dir.set_status("running")
+        rewind(self.run_dir, self.state)
+        dump_config(config, self.run_dir.config_file)
+        return self.run_dir
+
+
+def open_run(folder: str | Path, settings: Sequence[str], note: Callable[[str], None]) -> ResumedRun:
+    """Read a run's folder; `settings` are changes to its config. Nothing is written.
+
+    Raises ConfigError: no run, one that is running, one without a whole state, one that is finished, or a change that
+    decides about its result.
+    """
+    run_dir = RunDir.open(folder)
+    before = _own_config(run_dir)
+    config = load_config(run_dir.config_file, settings)
+    changes = deciding_changes(before, config)
+    if changes:
+        raise ConfigError(
+            f"a resumed run ends as if it had never been cut off, and this changes its result: {'; '.join(changes)}; "
+            "leave it out, or begin a new run (--config) with models.target at a checkpoint of this one"
+        )
+    _require_cut_off(run_dir)
+    state = last_state(run_dir, note)
+    if state is None:
+        raise ConfigError(
+            f"{run_dir.path} cannot be resumed: expected a whole state in checkpoints/, got none; a run keeps one "
+            "every run.state_every iterations; start it anew with --config"
+        )
+    if _is_done(run_dir, config):
+        raise ConfigError(
+            f"{run_dir.path} is finished, after {config.run.iterations} iterations: nothing is left to do; go on with "
+            "--set run.iterations=..."
+        )
+    return _told(ResumedRun(config=config, run_dir=run_dir, state=state), note)
+
+
+def newest_run(config: Config, base: Path, note: Callable[[str], None]) -> ResumedRun | None:
+    """What `--resume auto` goes on with: of the runs of this name in `base`, the newest that has this config.
+
+    None where that one is finished or has no state, or there is none: a new one is to begin. A run of another machine
+    that calls itself running is waited for until it was silent for long enough.
+    Raises ConfigError when it goes on running.
+    """
+    for folder in _runs_of(base, config.run.name):
+        run_dir = RunDir(path=folder)
+        try:
+            changes = deciding_changes(_own_config(run_dir), config)
+        except ConfigError as error:
+            note(f"--resume auto passes over {folder}: {error}")
+            continue
+        if changes:
+            note(f"--resume auto passes over {folder}: {'; '.join(changes)}")
+            continue
+        if _is_done(run_dir, config):
+            note(f"--resume auto: {folder} is finished; a new run begins")
+            return None
+        _wait_until_silent(run_dir, note)
+        state = last_state(run_dir, note)
+        if state is None:
+            note(f"--resume auto: {folder} has no state to go on from; a new run begins")
+            return None
+        return _told(ResumedRun(config=config, run_dir=run_dir, state=state), note)
+    return None
+
+
+def _own_config(run_dir: RunDir) -> Config:
+    try:
+        return load_config(run_dir.config_file)
+    except ConfigError as error:
+        raise ConfigError(
+            f"{run_dir.path} is no run of `rlhfspec train`, or one of another version, and cannot be resumed: {error}"
+        ) from None
+
+
+def _is_done(run_dir: RunDir, config: Config) -> bool:
+    """Whether a run has ended well, and its config asks for no more."""
+    is_finished = run_dir.status()["state"] == "finished"
+    return is_finished and _own_config(run_dir).run.iterations >= config.run.iterations
+
+
+def _require_cut_off(run_dir: RunDir) -> None:
+    status = run_dir.status()
+    if may_be_running(status):
+        raise ConfigError(f"{run_dir.path} is not cut off: {describe_status(status)[0]}; stop it first")
+
+
+def _wait_until_silent(run_dir: RunDir, note: Callable[[str], None]) -> None:
+    """A pod that was replaced is not there any more, and its last heartbeat may be seconds old."""
+    first = run_dir.status()
+    if may_be_running(first):
+        note(
+            f"{run_dir.path}: {describe_status(first)[0]}; waiting until that one is heard of, or surely gone"
+        )
+    ends_s = time.monotonic() + STALE_AFTER_S + _LOOK_S
+    while may_be_running(status := run_dir.status()) and not was_heard_of(first, status):
+        if time.monotonic() > ends_s:
+            # of this machine, and stopped
+            break
+        time.sleep(_LOOK_S)
+    _require_cut_off(run_dir)
+
+
+def _runs_of(base: Path, name: str) -> list[Path]:
+    """Run folders of a name, the newest first."""
+    form = re.compile(rf"{re.escape(name)}-(\d{{8}}-\d{{6}})(?:-(\d+))?")
+    found = []
+    for path in base.iterdir() if base.is_dir() else ():
+        match = form.fullmatch(path.name)
+        if match and (path / "config.yaml").is_file():
+            found.append((match[1], int(match[2] or 1), path))
+    return [path for *_, path in sorted(found, reverse=True)]
+
+
+def _told(resumed: ResumedRun, note: Callable[[str], None]) -> ResumedRun:
+    done, total = resumed.state.num_iterations, resumed.config.run.iterations
+    if done > total:
+        raise ConfigError(
+            f"{resumed.run_dir.path} has gone {done} iterations already, expected run.iterations of at least that, got "
+            f"{total}; raise it, or begin a new run"
+        )
+    note(f"run folder {resumed.run_dir.path}, resumed after iteration {done} of {total}")
+    return resumed

@@ -1,0 +1,88 @@
+"""The state of a run between two iterations: everything that decides what comes next, in one folder.
+
+    RUN/checkpoints/state_0004/state.json   progress: cursor, versions, checksum, marks of the evaluations
+    RUN/checkpoints/state_0004/trainer/     what trainers hold (`learning.parallel.learner_state`, the draft's refit)
+
+Between two iterations no sample is open, and tokens follow from weights, prompts and keys: no random generator, cache
+or schedule of an instance needs to be kept. The folder appears by one rename, with a manifest of checksums.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from cluster.run_folder.layout import RunDir
+from core.checkpoint_manifest import verify_checkpoint
+from core.errors import ModelError
+
+SCHEMA_VERSION = 1
+_NAME = re.compile(r"state_(\d+)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationMarks:
+    """Where the evaluations of a run stand."""
+
+    num_done: int = 0
+    best: float | None = None
+    metric: str | None = None
+    "what the best is chosen by; None: as configured"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunState:
+    """What `state.json` holds, and where it lies."""
+
+    folder: Path
+    num_iterations: int
+    "that are finished"
+    weight_version: int
+    parameter_checksum: str
+    "of the target as it was published"
+    draft_version: int | None
+    "None: no draft model"
+    draft_checksum: str | None
+    cursor: dict[str, int | str]
+    evaluations: EvaluationMarks = field(default_factory=EvaluationMarks)
+
+    @property
+    def trainer_folder(self) -> Path:
+        """What the trainers hold."""
+        return self.folder / "trainer"
+
+
+def state_folders(run_dir: RunDir) -> list[Path]:
+    """Folders of states, the newest first."""
+    folder = run_dir.path / "checkpoints"
+    found = [path for path in folder.iterdir() if _NAME.fullmatch(path.name)] if folder.is_dir() else []
+    return sorted(found, key=lambda path: int(path.name.rpartition("_")[2]), reverse=True)
+
+
+def last_state(run_dir: RunDir, note: Callable[[str], None]) -> RunState | None:
+    """The newest state that is whole, None where there is none; `note` is told of damaged ones."""
+    for folder in state_folders(run_dir):
+        try:
+            return read_state(folder)
+        except ModelError as error:
+            note(f"{folder.name} is passed over: {error}")
+    return None
+
+
+def read_state(folder: Path) -> RunState:
+    """Read one state and compare every file with its manifest. Raises ModelError: damaged, or of another version."""
+    verify_checkpoint(folder)
+    try:
+        tree: dict[str, Any] = json.loads((folder / "state.json").read_text())
+        if tree.pop("schema_version") != SCHEMA_VERSION:
+            raise ValueError(f"its schema version is not {SCHEMA_VERSION}")
+        marks = EvaluationMarks(**tree.pop("evaluations"))
+        return RunState(folder=folder, evaluations=marks, **tree)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelError(
+            f"state {folder} cannot be read: {type(error).__name__}: {error}; it is of another version of this project"
+        ) from error

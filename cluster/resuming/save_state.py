@@ -1,0 +1,96 @@
+"""Writes the state of a run (`cluster.resuming.run_state`)."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from cluster.resuming.run_state import SCHEMA_VERSION, EvaluationMarks, RunState, state_folders
+from cluster.run_folder.layout import RunDir
+from cluster.system import System
+from core.checkpoint_manifest import write_manifest
+from core.files import PARTIAL, storage_errors, whole_folder
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Boundary:
+    """Where a run stands between two iterations."""
+
+    num_iterations: int
+    "that are finished"
+    cursor: dict[str, int | str]
+    evaluations: EvaluationMarks
+
+
+class StateKeeper:
+    """Writes the states of one run, every `run.state_every` iterations, and lets old ones go."""
+
+    def __init__(self, system: System, run_dir: RunDir, note: Callable[[str], None]) -> None:
+        self._system, self._run_dir, self._note = system, run_dir, note
+        self._every, self._keep = system.config.run.state_every, system.config.run.keep_states
+        self._is_blind = False
+
+    def at(self, boundary: Boundary) -> None:
+        """Write the state where one is due. Raises StorageError, and what trainers raise that are gone."""
+        if self._every and boundary.num_iterations and boundary.num_iterations % self._every == 0:
+            self.save(boundary)
+
+    def save(self, boundary: Boundary) -> RunState | None:
+        """Write the state of a boundary that the trainers have not gone beyond; None where they do not see the folder.
+
+        The folder appears by one rename, each file synced and with its checksum; older ones go then.
+        Raises StorageError, and what trainers raise that are gone.
+        """
+        if self._is_blind or not self._every:
+            return None
+        system = self._system
+        target, draft = system.target.manifest, system.draft
+        state = RunState(
+            folder=self._run_dir.checkpoint_dir("state", boundary.num_iterations),
+            num_iterations=boundary.num_iterations,
+            weight_version=target.weight_version,
+            parameter_checksum=target.checksum,
+            draft_version=None if draft is None else draft.manifest.weight_version,
+            draft_checksum=None if draft is None else draft.manifest.checksum,
+            cursor=boundary.cursor,
+            evaluations=boundary.evaluations,
+        )
+        blind = system.trainers.blind_to(self._run_dir.path)
+        if blind:
+            self._is_blind = True
+            self._note(
+                f"no state of this run is kept: {', '.join(blind)} runs on a machine that does not see "
+                f"{self._run_dir.path}; set run.output_dir to a folder that all machines share, and it can be resumed"
+            )
+            return None
+        with whole_folder(state.folder) as partial:
+            system.trainers.save_state(replace(state, folder=partial).trainer_folder)
+            (partial / "state.json").write_text(json.dumps(_as_tree(state), indent=2) + "\n")
+            write_manifest(
+                partial,
+                model="state",
+                weight_version=state.weight_version,
+                parameter_checksum=state.parameter_checksum,
+            )
+        for old in state_folders(self._run_dir)[self._keep :]:
+            _remove(old)
+        return state
+
+
+def _as_tree(state: RunState) -> dict[str, Any]:
+    tree = asdict(state)
+    del tree["folder"]
+    return {"schema_version": SCHEMA_VERSION} | tree
+
+
+def _remove(folder: Path) -> None:
+    # whoever is killed in between leaves what a later run removes, and no half state
+    doomed = folder.with_name(PARTIAL + folder.name)
+    with storage_errors(folder):
+        shutil.rmtree(doomed, ignore_errors=True)
+        folder.rename(doomed)
+        shutil.rmtree(doomed)

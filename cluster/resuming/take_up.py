@@ -1,0 +1,41 @@
+"""Puts a system that was brought up with its first weights where a state was taken."""
+
+from __future__ import annotations
+
+from cluster.resuming.run_state import RunState
+from cluster.system import System
+from cluster.weights.publish import PublishedWeights
+from core.errors import ConfigError, StorageError
+
+
+def take_up(system: System, state: RunState) -> None:
+    """Put trainers, instances and cursor where the state was taken.
+
+    Trainers begin with the first weights all the same: an adapter's base and a reference are made of them.
+    Raises ConfigError, DataError: the config is not that of the state; StorageError: other weights come of it.
+    """
+    blind = system.trainers.blind_to(state.folder)
+    if blind:
+        raise ConfigError(
+            f"cannot resume: {', '.join(blind)} runs on a machine that does not see {state.folder}; expected a folder "
+            "that all machines share"
+        )
+    system.trainers.load_state(state.trainer_folder)
+    system.cursor.restore(state.cursor)
+    system.target = system.trainers.take()
+    _require(system.target, state, state.weight_version, state.parameter_checksum)
+    system.generation.publish(system.target)
+    if system.draft is not None and system.config.refits_draft and state.draft_version:
+        system.draft = system.trainers.take("draft")
+        _require(system.draft, state, state.draft_version, state.draft_checksum)
+        system.generation.publish(system.draft)
+
+
+def _require(weights: PublishedWeights, state: RunState, version: int, checksum: str | None) -> None:
+    found = weights.manifest
+    if (found.weight_version, found.checksum) != (version, checksum):
+        raise StorageError(
+            f"state {state.folder}: expected {found.model} version {version} with checksum {checksum}, got version "
+            f"{found.weight_version} with {found.checksum}; the models or the code are not those of the run: resume "
+            "with its own"
+        )

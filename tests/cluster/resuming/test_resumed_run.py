@@ -1,0 +1,220 @@
+"""A run that is cut off and resumed, or loses a trainer, ends as the one left alone: every figure and bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import ray
+
+from cluster import loop as cluster_loop
+from cluster.cli import main
+from cluster.resuming.run_state import state_folders
+from cluster.run_folder.layout import RunDir
+from cluster.system import System
+from core.metrics import read_metrics
+from tests.conftest import TinyPair
+
+ROOT = Path(__file__).resolve().parents[3]
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
+
+_OF_THE_CLOCK = ("time/", "moves/", "rollout/goodput", "draft/learn_s")
+
+
+def write_config(folder: Path, pair: TinyPair, run: str, **changes: str) -> Path:
+    sections = {
+        "run": f"{{name: tiny, output_dir: {folder / 'runs'}, {run}}}",
+        "models": f"{{target: {pair.target}, draft: {pair.draft}}}",
+        "data": "{task: chain, limit: 16}",
+        "reward": "{kind: 'sample_rewards:vowel_share'}",
+        "sampling": "{max_new_tokens: 24}",
+        "speculation": "{policy: fixed}",
+        "engine": "{max_running_samples: 4}",
+        "rollout": "{prompts_per_iteration: 6}",
+        "algorithm": "{kind: ppo, kl_coef: 0.01, kl_target: 0.02}",
+        "trainer": "{minibatch_size: 3, num_threads: 1, learning_rate: 1.0e-3}",
+        # passes end a refit here and not the clock
+        "drafter_training": "{budget_share: 1.0, max_passes: 2, learning_rate: 3.0e-3}",
+        "evaluation": "{every: 1, holdout: 4, metric: eval/reward_mean}",
+        "cluster": "{generation: {num_actors: 1}, dashboard: false}",
+    }
+    file = folder / "run.yaml"
+    file.write_text("".join(f"{name}: {text}\n" for name, text in (sections | changes).items()))
+    return file
+
+
+def figures(path: Path) -> list[dict]:
+    """What the clock has no part in."""
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    return [
+        {name: value for name, value in row.items() if not name.startswith(_OF_THE_CLOCK)} for row in rows
+    ]
+
+
+def cut_off(run_dir: RunDir, path: Path, *, after: int) -> RunDir:
+    """A copy as a kill in the iteration after `after` leaves it, with files of that one."""
+    shutil.copytree(run_dir.path, path)
+    cut = RunDir(path=path)
+    for folder in state_folders(cut):
+        if folder.name > f"state_{after:04d}":
+            shutil.rmtree(folder)
+    cut.set_status("interrupted", "killed")
+    return cut
+
+
+def same(one: RunDir, other: RunDir) -> None:
+    assert other.status()["state"] == "finished"
+    for name in ("metrics.jsonl", "weights.jsonl", "histograms.jsonl", "evaluations.jsonl"):
+        assert figures(other.path / name) == figures(one.path / name), name
+    for folder in ("rollouts", "samples", "evaluations"):
+        names = sorted(path.name for path in (one.path / folder).iterdir())
+        assert sorted(path.name for path in (other.path / folder).iterdir()) == names
+
+
+@pytest.fixture(scope="module")
+def finished(local_ray: None, tiny_pair: TinyPair, tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+    folder = tmp_path_factory.mktemp("resumed")
+    assert (
+        main(
+            [
+                "train",
+                "--config",
+                str(write_config(folder, tiny_pair, "iterations: 3, state_every: 1, keep_states: 3")),
+            ]
+        )
+        == 0
+    )
+    (path,) = (folder / "runs").iterdir()
+    return RunDir.open(path)
+
+
+def test_a_run_that_is_cut_off_and_loses_its_trainer_ends_as_the_one_left_alone(
+    finished: RunDir, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cut = cut_off(finished, tmp_path / "cut", after=1)
+    really, killed = cluster_loop.collect, []
+
+    def collect_and_kill(system: System, *args):
+        collected = really(system, *args)
+        if system.target.manifest.weight_version == 2 and not killed:
+            killed.append(system.trainers.first_name)
+            ray.kill(system.trainers.first)
+        return collected
+
+    monkeypatch.setattr(cluster_loop, "collect", collect_and_kill)
+    assert main(["train", "--resume", str(cut.path)]) == 0
+    out = capsys.readouterr().out
+    assert "resumed after iteration 1 of 3" in out
+    assert "trainer was lost: trainer died while the loop waited for " in out
+    assert "restart 1 of 3: the run goes on from its state after iteration 2" in out
+    same(finished, cut)
+
+
+long_proof = pytest.mark.skipif(
+    not os.environ.get("RLHFSPEC_LONG_PROOFS"), reason="minutes: set RLHFSPEC_LONG_PROOFS"
+)
+LONGER = "iterations: 6, state_every: 2"
+CASES = {
+    "ppo": {},
+    "grpo, adapters, two trainers": {
+        "algorithm": "{kind: grpo}",
+        "rollout": "{prompts_per_iteration: 3, samples_per_prompt: 3}",
+        "trainer": "{minibatch_size: 3, num_threads: 1, learning_rate: 1.0e-2, lora: {rank: 4}}",
+        "cluster": "{generation: {num_actors: 1}, trainer: {num_actors: 2, num_cpus: 0.25}, dashboard: false}",
+    },
+}
+
+
+def start(*argv: str) -> subprocess.Popen:
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "helpers")])
+    environment = {k: v for k, v in os.environ.items() if k not in ("RAY_AUTH_MODE", "RAY_ADDRESS")}
+    return subprocess.Popen(
+        [sys.executable, "-m", "cluster.cli", "train", *argv],
+        env=environment | {"PYTHONPATH": path},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def ended(child: subprocess.Popen) -> str:
+    try:
+        out, _ = child.communicate(timeout=900)
+    finally:
+        child.kill()
+    assert child.returncode == 0, out
+    return out
+
+
+def new_run(folder: Path, known: set[Path], child: subprocess.Popen) -> RunDir:
+    while not (found := set((folder / "runs").glob("*/metrics.jsonl")) - known):
+        assert child.poll() is None, child.communicate()[0]
+        time.sleep(0.05)
+    return RunDir(path=found.pop().parent)
+
+
+@long_proof
+@pytest.mark.parametrize("case", list(CASES))
+def test_a_run_whose_driver_is_killed_again_and_again_ends_as_the_one_left_alone(
+    case: str, tiny_pair: TinyPair, tmp_path: Path
+) -> None:
+    rng = random.Random(case)
+    file = write_config(tmp_path, tiny_pair, LONGER, **CASES[case])
+    ended(start("--config", str(file)))
+    (alone,) = (RunDir(path=path) for path in (tmp_path / "runs").iterdir())
+    child = start("--config", str(file))
+    run_dir = new_run(tmp_path, {alone.metrics_file}, child)
+    for kill in range(int(os.environ.get("RLHFSPEC_KILLS", "3"))):
+        target = rng.randrange(1, 6)
+        while len(read_metrics(run_dir.metrics_file)) < target and child.poll() is None:
+            time.sleep(0.01)
+        time.sleep(rng.random() * 0.3)
+        child.send_signal(signal.SIGKILL)
+        child.communicate()
+        print(f"kill {kill}: {len(read_metrics(run_dir.metrics_file))} iterations written")
+        has_state = (run_dir.path / "checkpoints" / "state_0002").is_dir()
+        if run_dir.status()["state"] == "finished" or not has_state:
+            break
+        child = start("--resume", str(run_dir.path))
+    if run_dir.status()["state"] != "finished":
+        out = ended(start("--config", str(file), "--resume", "auto"))
+        assert "resumed after iteration" in out or "has no state to go on from" in out
+    same(alone, RunDir(path=max((tmp_path / "runs").iterdir())))
+
+
+@long_proof
+def test_one_trainer_of_two_that_freezes_before_there_is_a_state_makes_the_run_begin_anew(
+    local_ray: None,
+    tiny_pair: TinyPair,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    case = CASES["grpo, adapters, two trainers"]
+    cluster = case["cluster"].replace("dashboard", "order_timeout_s: 20, dashboard")
+    file = write_config(tmp_path, tiny_pair, "iterations: 3, state_every: 0", **(case | {"cluster": cluster}))
+    assert main(["train", "--config", str(file)]) == 0
+    (alone,) = (RunDir(path=path) for path in (tmp_path / "runs").iterdir())
+    really, frozen = cluster_loop.collect, []
+
+    def collect_and_freeze(system: System, *args):
+        collected = really(system, *args)
+        if system.target.manifest.weight_version == 1 and not frozen:
+            trainer = system.trainers.handles["trainer-1"]
+            frozen.append(ray.get(trainer.__ray_call__.remote(lambda _: os.getpid())))
+            os.kill(frozen[0], signal.SIGSTOP)
+        return collected
+
+    monkeypatch.setattr(cluster_loop, "collect", collect_and_freeze)
+    assert main(["train", "--config", str(file)]) == 0
+    out = capsys.readouterr().out
+    assert "trainer-1 was lost: " in out and "restart 1 of 3: the run goes on from its beginning" in out
+    same(alone, RunDir(path=max((tmp_path / "runs").iterdir())))

@@ -1,0 +1,220 @@
+"""What a cut-off run is gone on with: whole states only, by its own config, and nothing of later iterations."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from cluster.resuming.changed_keys import deciding_changes
+from cluster.resuming.resumed_run import newest_run, open_run
+from cluster.resuming.rewind import rewind
+from cluster.resuming.run_state import EvaluationMarks, RunState, last_state
+from cluster.run_folder.layout import RunDir
+from cluster.run_folder.process_identity import ProcessIdentity
+from core.checkpoint_manifest import write_manifest
+from core.config import Config
+from core.config_io import apply_overrides, config_from_dict
+from core.errors import ConfigError
+
+STAMP = "20260101-120000"
+
+
+def config(*settings: str) -> Config:
+    tree = {"models": {"target": "a", "draft": "b"}, "data": {"task": "chain"}, "run": {"iterations": 6}}
+    return config_from_dict(apply_overrides(tree, settings))
+
+
+def put_state(run_dir: RunDir, num_iterations: int) -> Path:
+    folder = run_dir.checkpoint_dir("state", num_iterations)
+    (folder / "trainer").mkdir(parents=True)
+    (folder / "trainer" / "shard").write_bytes(b"weights")
+    marks = EvaluationMarks(num_done=1, best=0.5, metric="eval/reward_mean")
+    state = RunState(
+        folder=folder,
+        num_iterations=num_iterations,
+        weight_version=num_iterations,
+        parameter_checksum="c",
+        draft_version=1,
+        draft_checksum="d",
+        cursor={"epoch": 0, "position": 8 * num_iterations},
+        evaluations=marks,
+    )
+    tree = asdict(state) | {"schema_version": 1}
+    del tree["folder"]
+    (folder / "state.json").write_text(json.dumps(tree))
+    write_manifest(folder, model="state", weight_version=num_iterations, parameter_checksum="c")
+    return folder
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> RunDir:
+    """After six iterations, with states after 2 and 4, cut off."""
+    made = RunDir.create(config(), tmp_path / f"run-{STAMP}")
+    for path, key, count in (
+        (made.metrics_file, "iteration", 6),
+        (made.histograms_file, "iteration", 6),
+        (made.evaluations_file, "num_iterations", 7),
+        (made.weights_file, "weight_version", 7),
+    ):
+        path.write_text("".join(json.dumps({key: number}) + "\n" for number in range(count)) + '{"cut')
+    for number in range(6):
+        made.rollouts_file(number).touch()
+        made.samples_file(number).parent.mkdir(exist_ok=True)
+        made.samples_file(number).touch()
+        made.checkpoint_dir("target", number).mkdir()
+    made.evaluated_file(4).parent.mkdir()
+    for number in (0, 2, 4, 6):
+        made.evaluated_file(number).touch()
+    for number in (2, 4):
+        put_state(made, number)
+    made.set_status("interrupted", "killed")
+    return made
+
+
+def column(path: Path, key: str) -> list[int]:
+    return [json.loads(line)[key] for line in path.read_text().splitlines()]
+
+
+def numbers(folder: Path) -> list[int]:
+    return sorted(int("".join(filter(str.isdigit, path.stem))) for path in folder.iterdir())
+
+
+def test_a_run_folder_is_taken_back_to_its_state(run_dir: RunDir) -> None:
+    state = last_state(run_dir, pytest.fail)
+    assert state is not None and state.evaluations.best == 0.5
+    rewind(run_dir, state)
+    assert (
+        column(run_dir.metrics_file, "iteration")
+        == column(run_dir.histograms_file, "iteration")
+        == [0, 1, 2, 3]
+    )
+    assert column(run_dir.evaluations_file, "num_iterations") == [0, 1, 2, 3, 4]
+    assert column(run_dir.weights_file, "weight_version") == [0, 1, 2, 3, 4]
+    for folder in ("rollouts", "samples"):
+        assert numbers(run_dir.path / folder) == [0, 1, 2, 3]
+    assert numbers(run_dir.path / "evaluations") == [0, 2, 4]
+    kept = sorted(path.name for path in (run_dir.path / "checkpoints").iterdir())
+    assert kept == ["state_0002", "state_0004", *(f"target_{number:04d}" for number in range(4))]
+
+
+def test_without_a_state_nothing_of_the_iterations_is_kept(run_dir: RunDir) -> None:
+    rewind(run_dir, None)
+    left = {path.name for path in run_dir.path.rglob("*") if path.is_file()}
+    assert left == {"config.yaml", "status.json"} and not list((run_dir.path / "checkpoints").iterdir())
+
+
+@pytest.mark.parametrize("file", ["trainer/shard", "state.json", "rlhfspec-manifest.json"])
+def test_a_damaged_state_is_named_and_the_one_before_it_is_used(run_dir: RunDir, file: str) -> None:
+    damaged = run_dir.checkpoint_dir("state", 4) / file
+    damaged.write_bytes(damaged.read_bytes()[:-3])
+    notes: list[str] = []
+    resumed = open_run(run_dir.path, (), notes.append)
+    assert resumed.state.num_iterations == 2
+    assert "state_0004 is passed over" in notes[0] and Path(file).name in notes[0]
+
+
+def test_a_run_whose_states_are_all_damaged_is_refused(run_dir: RunDir) -> None:
+    for number in (2, 4):
+        (run_dir.checkpoint_dir("state", number) / "trainer" / "shard").unlink()
+    with pytest.raises(ConfigError, match=r"expected a whole state in checkpoints/, got none"):
+        open_run(run_dir.path, (), lambda line: None)
+
+
+def test_a_finished_run_is_refused_until_more_iterations_are_asked_for(run_dir: RunDir) -> None:
+    run_dir.set_status("finished")
+    with pytest.raises(ConfigError, match=r"is finished, after 6 iterations.*run\.iterations"):
+        open_run(run_dir.path, (), print)
+    resumed = open_run(run_dir.path, ["run.iterations=9"], print)
+    assert (resumed.state.num_iterations, resumed.config.run.iterations) == (4, 9)
+
+
+def test_a_living_run_is_refused_and_a_killed_one_is_not(run_dir: RunDir) -> None:
+    run_dir.set_status("running")
+    with pytest.raises(ConfigError, match=r"is not cut off: state running: process \d+"):
+        open_run(run_dir.path, (), print)
+    # its process as it was, gone by now
+    child = subprocess.run(
+        [sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, check=True
+    )
+    status = json.loads(run_dir.status_file.read_text())
+    run_dir.status_file.write_text(json.dumps(status | {"pid": int(child.stdout)}))
+    resumed = open_run(run_dir.path, (), print)
+    assert resumed.begin(resumed.config).status().get("pid") == os.getpid()
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [(None, "is not a run folder"), ("model: {name: x}\n", "is no run of `rlhfspec train`")],
+    ids=["no config", "another command's"],
+)
+def test_a_folder_of_something_else_is_refused(tmp_path: Path, text: str | None, expected: str) -> None:
+    if text is not None:
+        (tmp_path / "config.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=expected):
+        open_run(tmp_path, (), print)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "run.seed=1",
+        "algorithm.kl_coef=0.5",
+        "data.limit=3",
+        "models.target=c",
+        "trainer.lora={rank: 2}",
+        "sampling.max_new_tokens=9",
+        "cluster.trainer.num_actors=2",
+    ],
+)
+def test_a_change_that_decides_about_the_result_is_refused_by_its_name(run_dir: RunDir, setting: str) -> None:
+    key = setting.partition("=")[0]
+    with pytest.raises(ConfigError, match=rf"changes its result: .*{key}[\w.]* was .*, now "):
+        open_run(run_dir.path, [setting], print)
+
+
+def test_a_run_may_get_longer_unless_its_learning_rate_falls_towards_the_end() -> None:
+    harmless = config("run.iterations=9", "cluster.generation.num_actors=4", "tracking.tensorboard=true")
+    assert deciding_changes(config(), harmless) == []
+    falling, longer = (config("trainer.schedule=cosine", *more) for more in ((), ("run.iterations=9",)))
+    assert deciding_changes(falling, longer) == ["run.iterations was 6, now 9"]
+
+
+def test_auto_goes_on_with_the_newest_run_of_the_same_config(run_dir: RunDir) -> None:
+    base, notes = run_dir.path.parent, []
+    other = RunDir.create(config("run.seed=1"), base / "run-20260102-120000")
+    other.set_status("interrupted")
+    found = newest_run(config(), base, notes.append)
+    assert found is not None and found.run_dir.path == run_dir.path and found.state.num_iterations == 4
+    assert "passes over" in notes[0] and "run.seed was 1, now 0" in notes[0]
+    assert newest_run(config("run.name=else"), base, notes.append) is None
+
+
+def test_auto_begins_a_new_run_behind_one_that_is_finished_or_has_no_state(run_dir: RunDir) -> None:
+    base, notes = run_dir.path.parent, []
+    later = RunDir.create(config(), base / f"run-{STAMP}-2")
+    later.set_status("failed", "x")
+    assert newest_run(config(), base, notes.append) is None and "has no state" in notes[-1]
+    later.set_status("finished")
+    assert newest_run(config(), base, notes.append) is None and "is finished" in notes[-1]
+
+
+def test_auto_does_not_take_a_run_that_was_just_heard_of_on_another_machine(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir.set_status("running")
+    away = ProcessIdentity.of_this().as_tree() | {"host": "elsewhere"}
+    status = json.loads(run_dir.status_file.read_text()) | away
+
+    def beat(seconds: float) -> None:
+        run_dir.status_file.write_text(json.dumps(status | {"heartbeat": "2999-01-01T00:00:00+00:00"}))
+
+    run_dir.status_file.write_text(json.dumps(status))
+    monkeypatch.setattr("cluster.resuming.resumed_run.time.sleep", beat)
+    with pytest.raises(ConfigError, match="is not cut off"):
+        newest_run(config(), run_dir.path.parent, print)
