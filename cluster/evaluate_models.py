@@ -14,7 +14,7 @@ from cluster.evaluate import evaluate, evaluation_requests
 from cluster.placement.ray_session import ray_session
 from cluster.preflight.evaluation_prompts import EvaluationPrompts, evaluation_of, split_evaluation
 from cluster.preflight.inputs import Inputs, read_tokenizer, require_cores
-from cluster.preflight.reward_plan import reward_columns
+from cluster.preflight.reward_plan import check_reward, reward_columns
 from cluster.reporting.console import Reporter
 from cluster.run_folder.rollout_files import write_rollouts
 from cluster.system import running_generation
@@ -26,7 +26,6 @@ from core.files import storage_errors, write_whole
 from core.records import Rollout
 from engine.weights.loading import load_hf_config
 from learning.data.prompts import PromptDataset, load_prompts
-from learning.rewards.reward_function import build_reward
 
 _OF_THE_RUN_S_ROWS = (
     "task", "path", "sources", "weight_of", "stopping", "skip_rows", "filter", "limit", "deduplicate"
@@ -107,8 +106,7 @@ def evaluate_model(config: Config, report: Reporter) -> ModelResult:
             )
         }
     )
-    if config.reward.kind != "model":
-        build_reward(config.reward, fields=reward_columns(config))
+    check_reward(config.reward, reward_columns(config))
     for line in evaluation.lines:
         report.note(line)
     inputs = Inputs(tokenizer=tokenizer, dataset=dataset, evaluation=evaluation)

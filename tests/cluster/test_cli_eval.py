@@ -40,6 +40,22 @@ def test_two_models_are_compared_and_equal_ones_give_equal_samples(local_ray, ti
     assert "## Sample" in (out / "samples-0.md").read_text()
 
 
+@pytest.mark.ray
+@pytest.mark.slow
+def test_a_model_is_evaluated_by_its_episodes(local_ray, tiny_pair, tmp_path):
+    data = write(tmp_path / "test.jsonl", ["03:c+5=", "04:a+1="])
+    (tmp_path / "c.yaml").write_text(
+        "environment: {kind: 'sample_environments:Parrot', max_turns: 3, max_turn_tokens: 8, max_observation_tokens: 8}\n"
+        "reward: {kind: environment}\n"
+    )
+    given = ["--data", data, "--config", str(tmp_path / "c.yaml"), "--max-new-tokens", "40"]
+    assert (
+        main(["eval", "--model", str(tiny_pair.target), *given, "--out", str(tmp_path / "out"), *SMALL]) == 0
+    )
+    (model,) = json.loads((tmp_path / "out" / "results.json").read_text())["models"]
+    assert model["figures"]["eval/num_samples"] == 2
+
+
 def made(tree: dict, **given):
     return evaluation_config(
         tree,
