@@ -20,7 +20,7 @@ _PPID_FIELD = 1
 
 def serving_actors(driver: int) -> dict[str, set[int]]:
     """Process ids by pool of all actors below a driver that have been built."""
-    below, titles = _descendants(driver), {}
+    below, titles = descendants(driver), {}
     for pid in below:
         with suppress(OSError):
             titles[pid] = (
@@ -47,7 +47,8 @@ def is_zombie(pid: int) -> bool:
         return True
 
 
-def _descendants(root: int) -> set[int]:
+def descendants(root: int) -> set[int]:
+    """All processes below one."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():

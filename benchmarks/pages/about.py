@@ -138,10 +138,37 @@ ABOUT = {
         how="Costs are fitted on timed decode steps, acceptance on recorded drafts; errors are on held-out data.",
         data=True,
     ),
+    "rlhf": About(
+        title="RLHF runs",
+        question="What does each algorithm's shipped config reach on the demo's task, and where does a step's time go?",
+        how="One run an algorithm of `rlhfspec train` (PPO by `configs/demo.yaml`, others by `configs/algorithms/`); "
+        "`reward_gain_*`: mean reward of the last fifth of the iterations less that of the first. "
+        "`gold_gain_reward_model`: the least of `bench chain`. `scoring_wait_share`: from the last sample's end to its "
+        "reward, of a step, with a reward model of the target's size in two actors on the same two cores; the bar is "
+        "0.05. `step_over_plain_static`: seconds of a whole step with plain decoding and no moves over ours; "
+        "`amdahl_bound`: what infinitely fast generation could still give. `trl_max_abs_difference`: of losses and "
+        "gradients from those of TRL 1.16's trainers, over the cases in `benchmarks/oracles`.",
+    ),
+    "chain": About(
+        title="From demonstrations to PPO",
+        question="Do `sft`, `train-reward` and `train` from files raise a gold score that PPO never sees?",
+        how="A preference task in chat format with a known gold rule, two cores, a model that has learned nothing: "
+        "6,000 demonstrations that slip, 4,000 pairs ordered by the rule, 20 iterations of PPO. `gold_*`: mean of the "
+        "gold rule over 512 samples at temperature 1 on held-out questions; `reward_model_accuracy`: on 500 held-out "
+        "pairs. The bars: accuracy 0.9, gain 0.15 on each seed, 900 seconds.",
+    ),
     "chain_real": About(
         title="From demonstrations to PPO, a real model",
         question="Does the same chain run on SmolLM2-135M-Instruct with LoRA?",
         how="A few steps of each command on the one-sentence task's questions. It says that the chain runs and how "
         "long its commands take, start included; nothing of quality.",
+    ),
+    "episodes": About(
+        title="Episodes of several turns",
+        question="Do an episode's tokens depend on drafts, moves or kept caches?",
+        how="The calculator task by a model that has learned nothing: over two instances that draft and are made to "
+        "move samples at any time, compared bit for bit with one instance without speculation or kept caches. "
+        "`prefill_tokens`: committed tokens computed again; `_nothing_kept`: of the instance that keeps no cache "
+        "between turns.",
     ),
 }
