@@ -26,7 +26,15 @@ from tests.conftest import TinyPair
 ROOT = Path(__file__).resolve().parents[3]
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
-_OF_THE_CLOCK = ("time/", "moves/", "rollout/goodput", "draft/learn_s")
+_OF_THE_CLOCK = (
+    "time/",
+    "moves/",
+    "rollout/goodput",
+    # how far a refit gets in its seconds, and what is accepted then
+    "draft/",
+    "rollout/acceptance_rate",
+    "rollout/mean_acceptance_length",
+)
 
 
 def write_config(folder: Path, pair: TinyPair, run: str, **changes: str) -> Path:
@@ -41,7 +49,6 @@ def write_config(folder: Path, pair: TinyPair, run: str, **changes: str) -> Path
         "rollout": "{prompts_per_iteration: 6}",
         "algorithm": "{kind: ppo, kl_coef: 0.01, kl_target: 0.02}",
         "trainer": "{minibatch_size: 3, num_threads: 1, learning_rate: 1.0e-3}",
-        # passes end a refit here and not the clock
         "drafter_training": "{budget_share: 1.0, max_passes: 2, learning_rate: 3.0e-3}",
         "evaluation": "{every: 1, holdout: 4, metric: eval/reward_mean}",
         "cluster": "{generation: {num_actors: 1}, dashboard: false}",
