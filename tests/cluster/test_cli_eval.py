@@ -45,7 +45,8 @@ def test_two_models_are_compared_and_equal_ones_give_equal_samples(local_ray, ti
 def test_a_model_is_evaluated_by_its_episodes(local_ray, tiny_pair, tmp_path):
     data = write(tmp_path / "test.jsonl", ["03:c+5=", "04:a+1="])
     (tmp_path / "c.yaml").write_text(
-        "environment: {kind: 'sample_environments:Parrot', max_turns: 3, max_turn_tokens: 8, max_observation_tokens: 8}\n"
+        "environment: {kind: 'sample_environments:Parrot', max_turns: 3, max_turn_tokens: 8,"
+        " max_observation_tokens: 8}\n"
         "reward: {kind: environment}\n"
     )
     given = ["--data", data, "--config", str(tmp_path / "c.yaml"), "--max-new-tokens", "40"]
