@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from cluster.cli import main
 from cluster.resuming.changed_keys import deciding_changes
 from cluster.resuming.resumed_run import newest_run, open_run
 from cluster.resuming.rewind import rewind
@@ -176,6 +177,20 @@ def test_a_change_that_decides_about_the_result_is_refused_by_its_name(run_dir: 
     key = setting.partition("=")[0]
     with pytest.raises(ConfigError, match=rf"changes its result: .*{key}[\w.]* was .*, now "):
         open_run(run_dir.path, [setting], print)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--resume", "RUN", "--config", "c.yaml"], "by its own config"),
+        (["--resume", "auto"], "expected --config FILE, got none"),
+        ([], "expected --config FILE, got none; or --resume RUN"),
+    ],
+    ids=["both", "auto without one", "neither"],
+)
+def test_a_run_has_one_config(words: list[str], expected: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", *words]) == 2
+    assert expected in capsys.readouterr().err
 
 
 def test_a_run_may_get_longer_unless_its_learning_rate_falls_towards_the_end() -> None:
