@@ -179,6 +179,20 @@ class Rejoined:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class InstanceSight:
+    """An instance as its scheduler sees it, for people."""
+
+    instance: str
+    state: str
+    num_owned: int
+    "samples"
+    num_slots: int
+    silent_s: float
+    "since its last answer"
+    load: InstanceLoad | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LostInstance:
     """An instance the scheduler gave up; its samples are queued again."""
 

@@ -16,6 +16,7 @@ import ray
 from cluster.collect import collect
 from cluster.evaluate import Evaluator
 from cluster.forward_stream import Streamed
+from cluster.observing.observer import observing
 from cluster.placement.ray_session import ray_session, sigterm_exits
 from cluster.preflight.inputs import Inputs
 from cluster.recorder import Recorder
@@ -58,14 +59,20 @@ def run_training(config: Config, inputs: Inputs, run_dir: RunDir, report: Report
         run_dir.heartbeat(),
         sigterm_exits(interrupted),
         ray_session(
-            config, run_dir.path.name, on_sigterm=interrupted, store_bytes=inputs.object_store_bytes
+            config,
+            run_dir.path.name,
+            on_sigterm=interrupted,
+            store_bytes=inputs.object_store_bytes,
+            logs=run_dir.logs_folder,
         ) as session,
+        observing(run_dir, session, report, num_iterations=config.run.iterations) as observer,
     ):
         for line in session.swept:
             report.note(line)
         if session.dashboard_url:
             report.note(f"dashboard {session.dashboard_url}")
         with running_system(config, session, inputs, note=report.note) as system:
+            observer.watch(system)
             train(system, run_dir, report)
     manifest = system.target.manifest
     report.note(f"parameter checksum {manifest.checksum} (weight version {manifest.weight_version})")

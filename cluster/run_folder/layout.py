@@ -2,6 +2,8 @@
 
     RUN/config.yaml                     the resolved config, every default spelled out
     RUN/status.json                     running | finished | interrupted | failed, why, and a heartbeat
+    RUN/live.json                       what the run is doing now, for `rlhfspec status`; replaced every two seconds
+    RUN/logs/ACTOR.jsonl                structured log of each process; ACTOR.stacks: its stacks when asked for
     RUN/metrics.jsonl                   one object an iteration (`core.metrics`)
     RUN/rollouts/iteration_0000.parquet prompts, responses, rewards, log-probabilities
     RUN/histograms.jsonl                one object an iteration: lengths, rewards, advantages
@@ -167,6 +169,16 @@ class RunDir:
     def config_file(self) -> Path:
         """The resolved config."""
         return self.path / "config.yaml"
+
+    @property
+    def live_file(self) -> Path:
+        """What the run is doing, as one JSON object (`cluster.observing.live_page`)."""
+        return self.path / "live.json"
+
+    @property
+    def logs_folder(self) -> Path:
+        """Structured logs, a file a process; made by the first that writes."""
+        return self.path / "logs"
 
     @property
     def metrics_file(self) -> Path:

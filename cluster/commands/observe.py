@@ -1,0 +1,124 @@
+"""`rlhfspec status`, `diagnose` and `dashboards`: what a running job does, why it stands still, and what draws it."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cluster.commands.arguments import path_argument
+from core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    from rich.console import RenderableType
+
+_STATUS = """\
+Print what a run does now: iteration, phase, samples, rewards, tokens a second, instances, last events.
+
+  rlhfspec status                          the newest run under ./runs
+  rlhfspec status runs/demo-20260101-120000 --watch
+  rlhfspec status --address 10.0.0.1:6379  every run of a Ray cluster, or the one that is named
+"""
+
+
+def add_parser(commands: Any) -> None:
+    """Describe the commands."""
+    _add(commands, "status", "what a running job does now", _STATUS, run_status)
+
+
+def _add(commands: Any, name: str, summary: str, text: str, run: Any) -> argparse.ArgumentParser:
+    parser = commands.add_parser(
+        name, help=summary, description=text, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "run_name", metavar="RUN", nargs="?", help="folder of the run; with --address the run's name"
+    )
+    parser.add_argument(
+        "--address", help="of the Ray cluster: HOST:PORT of its head, or auto on one of its machines"
+    )
+    if name == "status":
+        parser.add_argument(
+            "--watch",
+            type=float,
+            nargs="?",
+            const=2.0,
+            metavar="SECONDS",
+            help="print it again every few seconds (2) until Ctrl-C",
+        )
+        parser.add_argument("--json", action="store_true", help="print the page as JSON and nothing else")
+    parser.set_defaults(run=run)
+    return parser
+
+
+def _joined(address: str | None) -> AbstractContextManager[Any]:
+    if address is None:
+        return nullcontext()
+    from cluster.placement.ray_session import joined_cluster
+
+    return joined_cluster(address)
+
+
+def run_status(args: argparse.Namespace) -> int:
+    """Print the state. Raises ConfigError for no such run, PlacementError for a cluster that cannot be joined."""
+    from rich.live import Live
+
+    from cluster.reporting.console import PipeConsole
+
+    if args.watch is not None and args.watch <= 0:
+        raise ConfigError(f"--watch expects seconds above 0, got {args.watch:g}")
+    console = PipeConsole(highlight=False, soft_wrap=True)
+    with _joined(args.address):
+        if args.json:
+            sys.stdout.write(_pages_as_json(args) + "\n")
+        elif args.watch is None:
+            console.print(_view(args))
+        elif not console.is_terminal:
+            while True:
+                console.print(_view(args))
+                time.sleep(args.watch)
+        else:
+            with Live(_view(args), console=console, auto_refresh=False) as live:
+                while True:
+                    time.sleep(args.watch)
+                    live.update(_view(args), refresh=True)
+    return 0
+
+
+def _view(args: argparse.Namespace) -> RenderableType:
+    from rich.console import Group
+
+    from cluster.observing.attach import cluster_runs, open_run
+    from cluster.observing.live_page import LivePage
+    from cluster.observing.status_text import status_view
+    from cluster.run_folder.run_status import describe_status
+
+    if args.address is None:
+        run_dir = open_run(_folder(args))
+        state = [f"{run_dir.path.name}: {line}" for line in describe_status(run_dir.status())]
+        return status_view(LivePage.read(run_dir.live_file), state=state, now=time.time())
+    return Group(
+        *(
+            status_view(one.page, state=[f"namespace {one.namespace}"], now=time.time(), actors=one.actors)
+            for one in cluster_runs(args.run_name)
+        )
+    )
+
+
+def _pages_as_json(args: argparse.Namespace) -> str:
+    from cluster.observing.attach import cluster_runs, open_run
+    from cluster.observing.live_page import LivePage
+
+    if args.address is None:
+        page = LivePage.read(open_run(_folder(args)).live_file)
+        return page.encode().decode() if page is not None else "null"
+    pages = [one.page.encode().decode() for one in cluster_runs(args.run_name) if one.page is not None]
+    return f"[{', '.join(pages)}]"
+
+
+def _folder(args: argparse.Namespace) -> Path | None:
+    return None if args.run_name is None else path_argument(args.run_name)
