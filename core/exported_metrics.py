@@ -69,6 +69,7 @@ _LIVE = [
         ("lost_actors", "1", "actors that died or were given up", "pool"),
         ("replaced_actors", "1", "actors that took a lost one's place", "pool"),
         ("integrity_alarms", "1", "reports of a sample that were dropped because another owns it"),
+        ("dropped_writes", "1", "lines of a log, or live pages, that could not be written", "file"),
     ),
     # an instance
     *_of(

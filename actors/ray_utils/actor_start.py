@@ -1,4 +1,4 @@
-"""What every actor does first: its log file, the label of its metrics, stacks on request.
+"""What every actor does first: its log file, the label of its metrics, stacks on request (`stack_page`).
 
 The loop tells by the environment which run it is and where its folder is. A node that does not see the folder keeps
 Ray's own logs only.
@@ -13,6 +13,7 @@ import ray
 
 from actors.ray_utils import run_metrics
 from actors.ray_utils.process_log import begin_process_log
+from actors.ray_utils.stack_page import begin_stack_page
 
 RUN_VARIABLE = "RLHFSPEC_RUN"
 "Name of the run."
@@ -31,6 +32,7 @@ def begin_actor(name: str) -> str:
     run, logs = os.environ.get(RUN_VARIABLE), os.environ.get(LOGS_VARIABLE)
     if run:
         run_metrics.begin(run_metrics.RaySink(run))
+        begin_stack_page(run, name)
     if run and logs:
         begin_process_log(Path(logs), name, run=run)
     return name

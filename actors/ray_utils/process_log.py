@@ -1,43 +1,53 @@
-"""Structured logs, a file a process, in the run folder; a process writes its stacks there when it is asked to.
+"""Structured logs, a file a process, in the run folder: `logs/gen-0.jsonl`, one object a line.
 
-    logs/gen-0.jsonl    one object a line: time, level, logger, text, and the error's traceback
-    logs/gen-0.stacks   stacks of all threads, at each SIGUSR2 and before a crash (`faulthandler`)
-
-A process's first line says its pid and host. A file is rotated at MAX_BYTES, one older file is kept.
+A line has time, level, logger, text, and the error's traceback; the first says pid and host. Nothing stays open between
+two lines, so that a file system can be unmounted while a process lives; a line that cannot be written is counted and
+left out, since a log is not worth a run. A file is rotated at MAX_BYTES, one older file is kept.
 """
 
 from __future__ import annotations
 
-import faulthandler
 import json
 import logging
 import os
-import signal
 import socket
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import UTC, datetime
-from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import Any
 
+from actors.ray_utils import run_metrics
+from core.files import append_whole
+
 MAX_BYTES = 8 << 20
-STACKS_SIGNAL = signal.SIGUSR2
 OURS = ("core", "profiles", "policies", "engine", "learning", "actors", "cluster")
 "Loggers whose lines of level INFO are kept; of others, warnings and worse."
 
-_open: dict[str, Any] = {}
 
+class LineLog(logging.Handler):
+    """Appends one JSON object a record, each whole or not at all."""
 
-class JsonLines(logging.Formatter):
-    """One JSON object a record."""
-
-    def __init__(self, actor: str) -> None:
+    def __init__(self, path: Path, actor: str) -> None:
         super().__init__()
-        self._actor = actor
+        self._path, self._actor = path, actor
+        self.num_dropped = 0
+        "lines that could not be written"
 
-    def format(self, record: logging.LogRecord) -> str:
-        """The record as one line."""
+    def emit(self, record: logging.LogRecord) -> None:
+        """Append the record."""
+        try:
+            line = self._line(record)
+            with suppress(FileNotFoundError):
+                if self._path.stat().st_size + len(line) > MAX_BYTES:
+                    self._path.replace(self._path.with_name(f"{self._path.name}.1"))
+            append_whole(self._path, line)
+        except Exception:
+            self.num_dropped += 1
+            with suppress(Exception):
+                run_metrics.add("dropped_writes", file="log")
+
+    def _line(self, record: logging.LogRecord) -> bytes:
         tree: dict[str, Any] = {
             "at": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname,
@@ -46,32 +56,23 @@ class JsonLines(logging.Formatter):
             "text": record.getMessage(),
         }
         if record.exc_info:
-            tree["error"] = self.formatException(record.exc_info)
-        return json.dumps(tree | getattr(record, "fields", {}))
+            tree["error"] = logging.Formatter().formatException(record.exc_info)
+        return json.dumps(tree | getattr(record, "fields", {}), default=str).encode() + b"\n"
 
 
 def begin_process_log(folder: Path, name: str, *, run: str) -> Callable[[], None]:
-    """Log to `folder/name.jsonl` from here on, and answer STACKS_SIGNAL; returns what ends the log.
+    """Log to `folder/name.jsonl` from here on; returns what ends it.
 
-    What cannot be written is left out, as on a node that does not see the run folder: a log is not worth a run.
+    A node that does not see the run folder keeps no log.
     """
     try:
         if not folder.parent.is_dir():
             return lambda: None
         folder.mkdir(exist_ok=True)
-        handler = RotatingFileHandler(folder / f"{name}.jsonl", maxBytes=MAX_BYTES, backupCount=1)
-        stacks = (folder / f"{name}.stacks").open("a")
     except OSError:
         return lambda: None
-    handler.setFormatter(JsonLines(name))
-    handler.handleError = lambda record: None  # type: ignore[method-assign]
-    end = _attach(handler)
-    with suppress(ValueError, RuntimeError, AttributeError):
-        faulthandler.register(STACKS_SIGNAL, file=stacks, all_threads=True)
-        faulthandler.enable(file=stacks)
-        # kept open until the process ends: the signal's handler writes to its descriptor
-        _open[name] = stacks
-    fields = {"run": run, "pid": os.getpid(), "host": socket.gethostname(), "stacks": name in _open}
+    end = _attach(LineLog(folder / f"{name}.jsonl", name))
+    fields = {"run": run, "pid": os.getpid(), "host": socket.gethostname()}
     logging.getLogger(__name__).info("%s begins", name, extra={"fields": fields})
     return end
 

@@ -6,6 +6,7 @@ import argparse
 import sys
 import time
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -99,8 +100,12 @@ def _view(args: argparse.Namespace) -> RenderableType:
 
     if args.address is None:
         run_dir = open_run(_folder(args))
-        state = [f"{run_dir.path.name}: {line}" for line in describe_status(run_dir.status())]
-        return status_view(LivePage.read(run_dir.live_file), state=state, now=time.time())
+        status, page = run_dir.status(), LivePage.read(run_dir.live_file)
+        if page is not None and status["state"] not in ("running", "unknown"):
+            # its last page may not have been written, as on a full disk
+            page = replace(page, ended=True)
+        state = [f"{run_dir.path.name}: {line}" for line in describe_status(status)]
+        return status_view(page, state=state, now=time.time())
     return Group(
         *(
             status_view(one.page, state=[f"namespace {one.namespace}"], now=time.time(), actors=one.actors)

@@ -21,18 +21,21 @@ import ray
 from actors.actor_messages import InstanceSight
 from actors.ray_utils import run_metrics
 from actors.ray_utils.process_log import begin_process_log
+from actors.ray_utils.stack_page import begin_stack_page, end_stack_page
 from actors.ray_utils.watch import open_waits
 from cluster.observing.live_page import PAGE_EVERY_S, STORE, EventRow, InstanceRow, LivePage, WaitRow
 from cluster.placement.ray_session import RaySession
 from cluster.reporting.console import Reporter
 from cluster.run_folder.layout import RunDir
-from core.errors import RlhfSpecError
-from core.files import PARTIAL
+from core.errors import RlhfSpecError, StorageError
+from core.files import write_whole
 
 if TYPE_CHECKING:
     from cluster.system import System
 
 logger = logging.getLogger(__name__)
+LOOP = "loop"
+"What the process of the loop is called among the actors."
 KEPT_EVENTS = 20
 _ANSWER_S = 1.0
 
@@ -161,12 +164,13 @@ class Observer:
         )
 
     def _write(self, page: LivePage) -> None:
-        text, path = page.encode(), self._run_dir.live_file
-        partial = path.with_name(f"{PARTIAL}{path.name}")
-        with suppress(OSError):
-            # not synced: the next one comes soon, and a disk that is full is told elsewhere
-            partial.write_bytes(text)
-            partial.replace(path)
+        text = page.encode()
+        try:
+            # the next one comes soon
+            write_whole(self._run_dir.live_file, text, durable=False)
+        except StorageError:
+            # a disk that is full is told by what needs it
+            run_metrics.add("dropped_writes", file="live")
         with suppress(Exception):
             _store(page.run, None if page.ended else text)
 
@@ -176,8 +180,10 @@ def observing(
     run_dir: RunDir, session: RaySession, report: Reporter, *, num_iterations: int
 ) -> Iterator[Observer]:
     """Observe the block's loop, whose reporter is `report`; log of this process and gauges included."""
-    end_log = begin_process_log(run_dir.logs_folder, "loop", run=run_dir.path.name)
-    run_metrics.begin(run_metrics.RaySink(run_dir.path.name))
+    run = run_dir.path.name
+    end_log = begin_process_log(run_dir.logs_folder, LOOP, run=run)
+    begin_stack_page(run, LOOP)
+    run_metrics.begin(run_metrics.RaySink(run))
     observer = Observer(run_dir, session, num_iterations=num_iterations)
     ended = threading.Event()
 
@@ -200,6 +206,7 @@ def observing(
         with suppress(Exception):
             observer.close()
         run_metrics.begin(None)
+        end_stack_page()
         end_log()
 
 

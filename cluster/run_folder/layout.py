@@ -3,7 +3,7 @@
     RUN/config.yaml                     the resolved config, every default spelled out
     RUN/status.json                     running | finished | interrupted | failed, why, and a heartbeat
     RUN/live.json                       what the run is doing now, for `rlhfspec status`; replaced every two seconds
-    RUN/logs/ACTOR.jsonl                structured log of each process; ACTOR.stacks: its stacks when asked for
+    RUN/logs/ACTOR.jsonl                structured log of each process; at most 16 MB each
     RUN/metrics.jsonl                   one object an iteration (`core.metrics`)
     RUN/rollouts/iteration_0000.parquet prompts, responses, rewards, log-probabilities
     RUN/histograms.jsonl                one object an iteration: lengths, rewards, advantages
