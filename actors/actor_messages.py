@@ -193,6 +193,23 @@ class InstanceSight:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MoveSight:
+    """A move that ended, for people."""
+
+    ended_at: float
+    "seconds since the epoch"
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerSight:
+    """What a scheduler sees and did last, for people."""
+
+    instances: tuple[InstanceSight, ...] = ()
+    moves: tuple[MoveSight, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LostInstance:
     """An instance the scheduler gave up; its samples are queued again."""
 

@@ -1,8 +1,9 @@
-"""The scheduler's table of instances as people read it (`rlhfspec status`)."""
+"""The scheduler's table of instances and its moves as people read them (`rlhfspec status`, `diagnose`)."""
 
 from __future__ import annotations
 
-from actors.actor_messages import InstanceSight
+from actors.actor_messages import InstanceSight, MoveSight
+from policies.scheduling.events import MoveRecord
 from policies.scheduling.members import Members
 
 
@@ -18,4 +19,15 @@ def instance_sights(members: Members, *, now_s: float) -> tuple[InstanceSight, .
             load=member.load,
         )
         for name, member in members.items()
+    )
+
+
+def move_sight(record: MoveRecord, *, ended_at: float) -> MoveSight:
+    """A line of what was moved, why, and how it ended."""
+    order = record.order
+    why = f"; {record.why_ended}" if record.why_ended else ""
+    return MoveSight(
+        ended_at=ended_at,
+        text=f"sample {order.key.sample_index} from {order.source} to {order.destination} ({order.mode}): "
+        f"{record.outcome}{why}; ordered because {record.why_ordered}, predicted gain {record.gain_s:.2f} s",
     )

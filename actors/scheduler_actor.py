@@ -13,6 +13,7 @@ import copy
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -20,8 +21,16 @@ from typing import Any
 import ray
 from ray.exceptions import RayTaskError
 
-from actors.actor_messages import InstanceSight, LostInstance, PollReply, Rejoined, SchedulerSettings, Taken
-from actors.instance_sights import instance_sights
+from actors.actor_messages import (
+    LostInstance,
+    MoveSight,
+    PollReply,
+    Rejoined,
+    SchedulerSettings,
+    SchedulerSight,
+    Taken,
+)
+from actors.instance_sights import instance_sights, move_sight
 from actors.move_gauges import count_move
 from actors.ray_utils import run_metrics
 from actors.ray_utils.actor_start import begin_actor
@@ -54,6 +63,8 @@ from policies.scheduling.scheduler import Scheduler
 
 IDLE_POLL_S = 1.0
 "An instance without samples is polled for its heartbeat only."
+MOVES_SEEN = 10
+"Of the last ones, for people."
 
 logger = logging.getLogger(__name__)
 
@@ -82,6 +93,7 @@ class SchedulerActor:
         self._completions: list[Completion] = []
         self._lost: list[LostInstance] = []
         self._moves: list[MoveRecord] = []
+        self._seen_moves: deque[MoveSight] = deque(maxlen=MOVES_SEEN)
         self._reallocated_at_s = 0.0
         self._planning_s = 0.0
         self._alarms: list[Alarm] = []
@@ -175,10 +187,13 @@ class SchedulerActor:
             return self._machine.instances()
 
     @ray.method(concurrency_group="control")
-    def sights(self) -> tuple[InstanceSight, ...]:
-        """Every instance that ever joined, as this scheduler sees it now; for people."""
+    def sights(self) -> SchedulerSight:
+        """Every instance that ever joined, as this scheduler sees it now, and its last moves; for people."""
         with self._changed:
-            return instance_sights(self._machine.members, now_s=time.monotonic())
+            return SchedulerSight(
+                instances=instance_sights(self._machine.members, now_s=time.monotonic()),
+                moves=tuple(self._seen_moves),
+            )
 
     @ray.method(concurrency_group="control")
     def move(self, moves: tuple[Move, ...]) -> None:
@@ -316,6 +331,7 @@ class SchedulerActor:
                 self._abandon(order)
             case MoveEnded():
                 self._moves.append(order.record)
+                self._seen_moves.append(move_sight(order.record, ended_at=time.time()))
                 count_move(order.record)
             case Alarm():
                 logger.error("integrity alarm: %s", order)

@@ -2,7 +2,8 @@
 
 Ray exports it as `ray_rlhfspec_NAME`, of a counter with `_total` behind. Every one has the label `run`. What an
 iteration's figures say (`core.metric_registry`) is exported as gauges of the last iteration, by the names of
-`figure_name`. `actors.ray_utils.run_metrics` refuses a name that is neither.
+`figure_name`. `actors.ray_utils.run_metrics` refuses a name that is neither. No label is called
+`instance`: Prometheus has that for the node's port.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ _LIVE = [
         ("samples_planned", "samples", "of the phase in progress"),
         ("policy_weight_version", "version", "of the target that was published last"),
         ("wait_seconds", "s", "longest wait that is open in the loop; 0 without any"),
-        ("instance_serving", "flag", "1: takes samples, 0: given up or ended", "instance"),
+        ("instance_serving", "flag", "1: takes samples, 0: given up or ended", "actor"),
         ("scheduler_silent_seconds", "s", "since the scheduler last answered the loop's observer"),
     ),
     *_of(
@@ -78,34 +79,51 @@ _LIVE = [
             "instance_goodput_tokens_per_second",
             "tokens/s",
             "emitted tokens a second as the engine last measured it; 0 when nothing runs",
-            "instance",
+            "actor",
         ),
         (
             "instance_acceptance_length_tokens",
             "tokens",
             "tokens emitted a sample and decode step since the last refresh",
-            "instance",
+            "actor",
         ),
-        ("instance_running_samples", "samples", "in the running batch", "instance"),
-        ("instance_waiting_samples", "samples", "accepted but not yet running", "instance"),
-        ("instance_context_tokens", "tokens", "committed tokens of the running samples", "instance"),
-        ("instance_weight_version", "version", "of the target's weights", "instance"),
-        ("instance_drafter_alarm", "flag", "1: drafting was suspended here", "instance"),
+        ("instance_running_samples", "samples", "in the running batch", "actor"),
+        ("instance_waiting_samples", "samples", "accepted but not yet running", "actor"),
+        ("instance_context_tokens", "tokens", "committed tokens of the running samples", "actor"),
+        ("instance_weight_version", "version", "of the target's weights", "actor"),
+        ("instance_drafter_alarm", "flag", "1: drafting was suspended here", "actor"),
     ),
     *_of(
         "counter",
-        ("emitted_tokens", "tokens", "response tokens emitted", "instance"),
-        ("sample_steps", "1", "sum over decode steps of the samples in them", "instance"),
-        ("draft_tokens", "tokens", "draft tokens verified", "instance"),
-        ("accepted_tokens", "tokens", "draft tokens accepted", "instance"),
-        ("completions", "samples", "samples that ended", "instance"),
-        ("move_seconds", "s", "that the decode thread gave to moving samples", "instance"),
+        ("emitted_tokens", "tokens", "response tokens emitted", "actor"),
+        ("sample_steps", "1", "sum over decode steps of the samples in them", "actor"),
+        ("draft_tokens", "tokens", "draft tokens verified", "actor"),
+        ("accepted_tokens", "tokens", "draft tokens accepted", "actor"),
+        ("completions", "samples", "samples that ended", "actor"),
+        ("move_seconds", "s", "that the decode thread gave to moving samples", "actor"),
         (
             "preemptions",
             "1",
             "running samples that had to wait because the caches were full",
-            "instance",
+            "actor",
         ),
+    ),
+    # every process
+    *_of(
+        "gauge",
+        (
+            "process_resident_bytes",
+            "bytes",
+            "memory of the process, object store that it maps included",
+            "actor",
+        ),
+        (
+            "process_shared_bytes",
+            "bytes",
+            "of that, shared with others: what it maps of the object store",
+            "actor",
+        ),
+        ("process_gpu_bytes", "bytes", "that torch has reserved on the process's GPU", "actor"),
     ),
     # moves
     Exported(
@@ -125,6 +143,13 @@ _LIVE = [
         bounds=(0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0),
     ),
 ]
+RAY_SERIES = {
+    "ray_object_store_memory": "bytes of the object stores, by Location",
+    "ray_node_mem_used": "bytes of each node",
+    "ray_node_mem_total": "bytes of each node",
+    "ray_node_disk_free": "bytes of each node's disk",
+}
+"Of Ray's own series, those that the dashboard and the alerts read."
 _BY_NAME = {metric.name: metric for metric in _LIVE}
 
 

@@ -1,7 +1,7 @@
-"""Gauges and counters of one instance for the node's metrics port (`ray_rlhfspec_*`), labels `run` and `instance`.
+"""Gauges and counters of one instance for the node's metrics port (`ray_rlhfspec_*`), labels `run` and `actor`.
 
 Series of dead actors stay at the port for over a minute, so an instance sets its gauges to 0 when it
-stops; aggregate by `instance` over living ones.
+stops; aggregate by `actor` over living ones.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class InstanceGauges:
             ("move_seconds", new.move_s),
             ("preemptions", new.num_preemptions),
         ):
-            run_metrics.add(name, amount, instance=self._instance)
+            run_metrics.add(name, amount, actor=self._instance)
         if new.num_sample_steps:
             self._set(instance_acceptance_length_tokens=new.mean_acceptance_length)
         self._set(
@@ -60,7 +60,7 @@ class InstanceGauges:
 
     def _set(self, **values: float) -> None:
         for name, value in values.items():
-            run_metrics.set_value(name, value, instance=self._instance)
+            run_metrics.set_value(name, value, actor=self._instance)
 
 
 _GAUGES = (

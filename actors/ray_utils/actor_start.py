@@ -1,4 +1,4 @@
-"""What every actor does first: its log file, the label of its metrics, stacks on request (`stack_page`).
+"""What every actor does first: its log file, its metrics' label, stacks on request (`stack_page`).
 
 The loop tells by the environment which run it is and where its folder is. A node that does not see the folder keeps
 Ray's own logs only.
@@ -14,6 +14,7 @@ import ray
 from actors.ray_utils import run_metrics
 from actors.ray_utils.process_log import begin_process_log
 from actors.ray_utils.stack_page import begin_stack_page
+from actors.ray_utils.vitals import begin_vitals
 
 RUN_VARIABLE = "RLHFSPEC_RUN"
 "Name of the run."
@@ -33,6 +34,7 @@ def begin_actor(name: str) -> str:
     if run:
         run_metrics.begin(run_metrics.RaySink(run))
         begin_stack_page(run, name)
+        begin_vitals(name)
     if run and logs:
         begin_process_log(Path(logs), name, run=run)
     return name

@@ -1,4 +1,4 @@
-"""`rlhfspec status`, `diagnose` and `dashboards`: what a running job does, why it stands still, and what draws it."""
+"""`rlhfspec status`, `diagnose`, `trace` and `monitoring`: what a run does or did, why it stands still."""
 
 from __future__ import annotations
 
@@ -27,9 +27,45 @@ Print what a run does now: iteration, phase, samples, rewards, tokens a second, 
 """
 
 
+_TRACE = """\
+Write what the instances did in one iteration, decode steps, transfers and moves, for ui.perfetto.dev or
+chrome://tracing. The last 100 iterations are kept, of a running job too.
+
+  rlhfspec trace                           the last iteration of the newest run under ./runs
+  rlhfspec trace runs/demo-20260101-120000 --iteration 3 --out third.json
+"""
+
+_MONITORING = """\
+Write what Prometheus and Grafana need: a dashboard, alert rules, a scrape configuration for a Ray on this machine, and
+for Kubernetes the same as PodMonitor, PrometheusRule and ConfigMap.
+
+  rlhfspec monitoring --out monitoring
+  prometheus --config.file monitoring/prometheus.yaml
+  kubectl apply -f monitoring/kubernetes.yaml
+"""
+
+
 def add_parser(commands: Any) -> None:
     """Describe the commands."""
     _add(commands, "status", "what a running job does now", _STATUS, run_status)
+    trace = commands.add_parser(
+        "trace",
+        help="the timeline of one iteration, for Perfetto",
+        description=_TRACE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    trace.add_argument("run_name", metavar="RUN", nargs="?", help="folder of the run")
+    trace.add_argument("--iteration", type=int, metavar="N", help="counted from 1 (the last)")
+    trace.add_argument("--out", type=path_argument, metavar="FILE")
+    trace.set_defaults(run=run_trace)
+    monitoring = commands.add_parser(
+        "monitoring",
+        help="write a Grafana dashboard, alert rules, scrape settings",
+        description=_MONITORING,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    monitoring.add_argument("--out", type=path_argument, required=True, metavar="DIR")
+    monitoring.set_defaults(run=run_monitoring)
 
 
 def _add(commands: Any, name: str, summary: str, text: str, run: Any) -> argparse.ArgumentParser:
@@ -87,6 +123,25 @@ def run_status(args: argparse.Namespace) -> int:
                 while True:
                     time.sleep(args.watch)
                     live.update(_view(args), refresh=True)
+    return 0
+
+
+def run_trace(args: argparse.Namespace) -> int:
+    """Write the trace. Raises ConfigError for no such run or iteration."""
+    from cluster.observing.attach import open_run
+    from cluster.observing.kept_traces import write_kept_trace
+
+    path = write_kept_trace(open_run(_folder(args)), args.iteration, args.out)
+    print(f"{path}: open it in https://ui.perfetto.dev")
+    return 0
+
+
+def run_monitoring(args: argparse.Namespace) -> int:
+    """Write the files. Raises StorageError."""
+    from cluster.monitoring.monitoring_files import write_monitoring
+
+    for path in write_monitoring(args.out):
+        print(path)
     return 0
 
 

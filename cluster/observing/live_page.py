@@ -35,6 +35,8 @@ class InstanceRow:
     weight_version: int = 0
     silent_s: float = 0.0
     drafter_alarm: str = ""
+    draft: str = ""
+    "how much the last decode step drafted, and why"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +86,8 @@ class LivePage:
     instances: tuple[InstanceRow, ...] = ()
     waits: tuple[WaitRow, ...] = ()
     events: tuple[EventRow, ...] = ()
+    moves: tuple[EventRow, ...] = ()
+    "the scheduler's last"
 
     def encode(self) -> bytes:
         """As JSON."""
@@ -94,7 +98,7 @@ class LivePage:
         """Read what `encode` wrote; None where it is damaged, or of a version that had other fields."""
         with suppress(ValueError, TypeError, KeyError, RecursionError, AttributeError):
             tree: dict[str, Any] = json.loads(text)
-            rows = {"instances": InstanceRow, "waits": WaitRow, "events": EventRow}
+            rows = {"instances": InstanceRow, "waits": WaitRow, "events": EventRow, "moves": EventRow}
             tree |= {key: tuple(row(**one) for one in tree[key]) for key, row in rows.items()}
             return cls(**tree)
         return None

@@ -18,15 +18,17 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from actors.actor_messages import InstanceSight
+from actors.actor_messages import InstanceSight, SchedulerSight
 from actors.ray_utils import run_metrics
 from actors.ray_utils.process_log import begin_process_log
 from actors.ray_utils.stack_page import begin_stack_page, end_stack_page
+from actors.ray_utils.vitals import tell_vitals
 from actors.ray_utils.watch import open_waits
 from cluster.observing.live_page import PAGE_EVERY_S, STORE, EventRow, InstanceRow, LivePage, WaitRow
 from cluster.placement.ray_session import RaySession
 from cluster.reporting.console import Reporter
 from cluster.run_folder.layout import RunDir
+from core.decode_records import Budget
 from core.errors import RlhfSpecError, StorageError
 from core.files import write_whole
 
@@ -63,7 +65,7 @@ class Observer:
         self._system: System | None = None
         self._asked: Any = None
         self._heard_at = clock()
-        self._sights: tuple[InstanceSight, ...] = ()
+        self._sight: SchedulerSight = SchedulerSight()
         self._mark: object = None
         self._counted_at = clock()
 
@@ -101,6 +103,7 @@ class Observer:
             self._count_phase()
             page = self._page()
         _set_gauges(page)
+        tell_vitals(LOOP)
         self._write(page)
         return page
 
@@ -119,7 +122,8 @@ class Observer:
         try:
             if ray.wait([self._asked], timeout=_ANSWER_S)[0]:
                 asked, self._asked = self._asked, None
-                self._sights = ray.get(asked, timeout=_ANSWER_S)
+                answer: Any = ray.get(asked, timeout=_ANSWER_S)
+                self._sight = answer
                 self._heard_at = self._clock()
         except Exception:
             # dead, or being replaced: its silence is told
@@ -134,8 +138,9 @@ class Observer:
         now, silent_s = self._clock(), 0.0
         if self._system is not None and not ended:
             silent_s = max(0.0, now - self._heard_at)
-        rows = tuple(_row(sight) for sight in self._sights)
-        emitted = sum(s.load.stats.num_emitted_tokens for s in self._sights if s.load is not None)
+        rows = tuple(_row(sight) for sight in self._sight.instances)
+        loads = [sight.load for sight in self._sight.instances if sight.load is not None]
+        emitted = sum(load.stats.num_emitted_tokens for load in loads)
         mark = (self._iteration, self._phase, self._done, emitted)
         if mark != self._mark:
             self._mark, self._progress_at = mark, now
@@ -161,6 +166,7 @@ class Observer:
             instances=rows,
             waits=() if ended else tuple(WaitRow(**wait._asdict()) for wait in open_waits()),
             events=tuple(self._events),
+            moves=tuple(EventRow(at=move.ended_at, text=move.text) for move in self._sight.moves),
         )
 
     def _write(self, page: LivePage) -> None:
@@ -226,7 +232,16 @@ def _row(sight: InstanceSight) -> InstanceRow:
         weight_version=load.weight_version,
         silent_s=sight.silent_s,
         drafter_alarm=load.drafter_alarm,
+        draft=_draft(load.budget),
     )
+
+
+def _draft(budget: Budget | None) -> str:
+    if budget is None:
+        return ""
+    if budget.is_plain:
+        return f"nothing: {budget.reason}"
+    return f"{budget.num_nodes} nodes, depth {budget.depth}, width {budget.width}: {budget.reason}"
 
 
 def _set_gauges(page: LivePage) -> None:
@@ -246,7 +261,7 @@ def _set_gauges(page: LivePage) -> None:
         run_metrics.set_value(name, value)
     for row in page.instances:
         is_serving = row.state == "serving" and not page.ended
-        run_metrics.set_value("instance_serving", float(is_serving), instance=row.name)
+        run_metrics.set_value("instance_serving", float(is_serving), actor=row.name)
 
 
 def _ray_address() -> str:

@@ -18,6 +18,7 @@
     RUN/checkpoints/adapter/            a PEFT adapter, where trainer.lora is set
     RUN/checkpoints/best/               the target at its best evaluation; best_adapter/ likewise
     RUN/timeline.{json,png}             what the instances did in the last iteration, as trace and as picture
+    RUN/traces/iteration_0000.json.gz   the trace of each of the last 100 iterations, for `rlhfspec trace`
     RUN/progress.png, RUN/summary.txt   written at the end, after an interruption too
 
 A job's working directory (Ray unpacks it under its own temporary folder and deletes it) is never
@@ -199,6 +200,10 @@ class RunDir:
     def timeline_file(self) -> Path:
         """Trace of the last iteration's generation, for ui.perfetto.dev."""
         return self.path / "timeline.json"
+
+    def trace_file(self, iteration: int) -> Path:
+        """The trace of one of the last iterations, by gzip (`rlhfspec trace`)."""
+        return self.path / "traces" / f"iteration_{iteration:04d}.json.gz"
 
     @property
     def timeline_picture_file(self) -> Path:

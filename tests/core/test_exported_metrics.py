@@ -19,6 +19,8 @@ def test_every_name_is_one_that_prometheus_takes_and_seconds_are_spelled_out() -
     for metric in (*live_metrics(), *figure_metrics()):
         assert re.fullmatch(r"[a-zA-Z_][a-zA-Z0-9_]*", metric.series.replace("*", "x")), metric.series
         assert metric.help and metric.unit
+        # the scraper's own; ours would become exported_instance
+        assert not {"instance", "job"} & set(metric.labels), metric.name
         assert not re.search(r"_s(_|$)", metric.name.replace("per_s", "")), metric.name
         if metric.unit == "s" and "*" not in metric.name:
             assert "_seconds" in metric.name, metric.name

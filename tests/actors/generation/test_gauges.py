@@ -22,7 +22,7 @@ class Notebook:
         self.now_s = 1000.0
 
     def record(self, metric: Exported, value: float, labels: dict[str, str]) -> None:
-        assert labels == {"instance": "rollout-0"}
+        assert labels == {"actor": "rollout-0"}
         before = self.values[metric.name] if metric.kind == "counter" else 0.0
         self.values[metric.name] = before + value
 
