@@ -29,5 +29,5 @@ def move_sight(record: MoveRecord, *, ended_at: float) -> MoveSight:
     return MoveSight(
         ended_at=ended_at,
         text=f"sample {order.key.sample_index} from {order.source} to {order.destination} ({order.mode}): "
-        f"{record.outcome}{why}; ordered because {record.why_ordered}, predicted gain {record.gain_s:.2f} s",
+        f"{record.outcome}{why}; ordered because {record.why_ordered}",
     )

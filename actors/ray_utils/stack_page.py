@@ -13,7 +13,7 @@ import signal
 from contextlib import suppress
 
 STACKS_SIGNAL = signal.SIGUSR2
-_STEM = "rlhfspec"
+PAGE_STEM = "rlhfspec"
 _NAME_BYTES = 200
 "Linux takes 249."
 
@@ -21,8 +21,8 @@ _page: int | None = None
 
 
 def page_name(run: str, actor: str) -> str:
-    """Name of the memory file; `run_of` and `actor_of` read it back."""
-    return f"{_STEM}:{actor}:{run}".encode()[:_NAME_BYTES].decode(errors="ignore").replace("\0", "")
+    """Name of the memory file; a long one is cut."""
+    return f"{PAGE_STEM}:{actor}:{run}".encode()[:_NAME_BYTES].decode(errors="ignore").replace("\0", "")
 
 
 def begin_stack_page(run: str, actor: str) -> None:

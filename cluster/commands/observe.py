@@ -18,6 +18,11 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
+    from cluster.observing.live_page import LivePage
+    from cluster.run_folder.layout import RunDir
+
+_PIPE_WIDTH = 160
+"Columns of a table that goes into a file."
 _STATUS = """\
 Print what a run does now: iteration, phase, samples, rewards, tokens a second, instances, last events.
 
@@ -26,6 +31,15 @@ Print what a run does now: iteration, phase, samples, rewards, tokens a second, 
   rlhfspec status --address 10.0.0.1:6379  every run of a Ray cluster, or the one that is named
 """
 
+
+_DIAGNOSE = """\
+Say why a run stands still: who waits for whom and since when, where the threads of every process are, what was decided
+last, and who uses memory. It waits for nobody: processes are looked at from outside, frozen ones too.
+
+  rlhfspec diagnose                        the newest run under ./runs, its processes on this machine
+  rlhfspec diagnose --address auto         every run of a Ray cluster, processes on all of its nodes
+  rlhfspec diagnose runs/demo-20260101-120000 --stacks
+"""
 
 _TRACE = """\
 Write what the instances did in one iteration, decode steps, transfers and moves, for ui.perfetto.dev or
@@ -48,6 +62,8 @@ for Kubernetes the same as PodMonitor, PrometheusRule and ConfigMap.
 def add_parser(commands: Any) -> None:
     """Describe the commands."""
     _add(commands, "status", "what a running job does now", _STATUS, run_status)
+    diagnose = _add(commands, "diagnose", "why a running job stands still", _DIAGNOSE, run_diagnose)
+    diagnose.add_argument("--stacks", action="store_true", help="print every thread's stack too")
     trace = commands.add_parser(
         "trace",
         help="the timeline of one iteration, for Perfetto",
@@ -87,7 +103,7 @@ def _add(commands: Any, name: str, summary: str, text: str, run: Any) -> argpars
             metavar="SECONDS",
             help="print it again every few seconds (2) until Ctrl-C",
         )
-        parser.add_argument("--json", action="store_true", help="print the page as JSON and nothing else")
+    parser.add_argument("--json", action="store_true", help="print everything as JSON and nothing else")
     parser.set_defaults(run=run)
     return parser
 
@@ -126,6 +142,30 @@ def run_status(args: argparse.Namespace) -> int:
     return 0
 
 
+def run_diagnose(args: argparse.Namespace) -> int:
+    """Print it. Raises ConfigError for no such run, PlacementError for a cluster that cannot be joined."""
+    from cluster.observing.attach import cluster_runs, open_run
+    from cluster.observing.diagnosis import diagnose_cluster, diagnose_here
+    from cluster.observing.diagnosis_text import diagnosis_view
+    from cluster.reporting.console import PipeConsole
+
+    with _joined(args.address):
+        if args.address is None:
+            run_dir = open_run(_folder(args))
+            found = [diagnose_here(run_dir.path.name, _page(run_dir))]
+        else:
+            found = [diagnose_cluster(one) for one in cluster_runs(args.run_name)]
+    if args.json:
+        sys.stdout.write(f"[{', '.join(one.to_json() for one in found)}]\n")
+    else:
+        console = PipeConsole(highlight=False)
+        if not console.is_terminal:
+            console.width = _PIPE_WIDTH
+        for one in found:
+            console.print(diagnosis_view(one, now=time.time(), with_stacks=args.stacks))
+    return 0
+
+
 def run_trace(args: argparse.Namespace) -> int:
     """Write the trace. Raises ConfigError for no such run or iteration."""
     from cluster.observing.attach import open_run
@@ -149,18 +189,13 @@ def _view(args: argparse.Namespace) -> RenderableType:
     from rich.console import Group
 
     from cluster.observing.attach import cluster_runs, open_run
-    from cluster.observing.live_page import LivePage
     from cluster.observing.status_text import status_view
     from cluster.run_folder.run_status import describe_status
 
     if args.address is None:
         run_dir = open_run(_folder(args))
-        status, page = run_dir.status(), LivePage.read(run_dir.live_file)
-        if page is not None and status["state"] not in ("running", "unknown"):
-            # its last page may not have been written, as on a full disk
-            page = replace(page, ended=True)
-        state = [f"{run_dir.path.name}: {line}" for line in describe_status(status)]
-        return status_view(page, state=state, now=time.time())
+        state = [f"{run_dir.path.name}: {line}" for line in describe_status(run_dir.status())]
+        return status_view(_page(run_dir), state=state, now=time.time())
     return Group(
         *(
             status_view(one.page, state=[f"namespace {one.namespace}"], now=time.time(), actors=one.actors)
@@ -169,12 +204,21 @@ def _view(args: argparse.Namespace) -> RenderableType:
     )
 
 
-def _pages_as_json(args: argparse.Namespace) -> str:
-    from cluster.observing.attach import cluster_runs, open_run
+def _page(run_dir: RunDir) -> LivePage | None:
     from cluster.observing.live_page import LivePage
 
+    page = LivePage.read(run_dir.live_file)
+    if page is not None and run_dir.status()["state"] not in ("running", "unknown"):
+        # its last page may not have been written, as on a full disk
+        page = replace(page, ended=True)
+    return page
+
+
+def _pages_as_json(args: argparse.Namespace) -> str:
+    from cluster.observing.attach import cluster_runs, open_run
+
     if args.address is None:
-        page = LivePage.read(open_run(_folder(args)).live_file)
+        page = _page(open_run(_folder(args)))
         return page.encode().decode() if page is not None else "null"
     pages = [one.page.encode().decode() for one in cluster_runs(args.run_name) if one.page is not None]
     return f"[{', '.join(pages)}]"

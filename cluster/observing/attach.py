@@ -50,7 +50,7 @@ def cluster_runs(run: str | None) -> list[ClusterRun]:
     Raises ConfigError when there is none, WaitTimeout when the cluster's head does not answer.
     """
     found = within(_read_runs, "the head's key-value store and list of actors")
-    names = [_name(one) for one in found]
+    names = [run_name(one) for one in found]
     found = [one for one, name in zip(found, names, strict=True) if run is None or name == run]
     if not found:
         asked = f"called {run} " if run else ""
@@ -107,7 +107,8 @@ def _read_runs() -> list[ClusterRun]:
     return runs
 
 
-def _name(run: ClusterRun) -> str:
+def run_name(run: ClusterRun) -> str:
+    """The run's name."""
     if run.page is not None:
         return run.page.run
     return run.namespace.removeprefix(_NAMESPACE_STEM).rpartition("-")[0]

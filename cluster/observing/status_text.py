@@ -32,7 +32,7 @@ def status_view(
             Text("no live.json: it was started by an earlier version, or ended before its first page")
         )
         return Group(*parts)
-    parts += [Text(line) for line in _lines(page, now)]
+    parts += [Text(line) for line in page_lines(page, now)]
     if page.instances:
         parts.append(_instances(page))
     names = sorted(actors)
@@ -40,7 +40,7 @@ def status_view(
         parts.append(Text(f"actors    {', '.join(names)}"))
     if page.events:
         parts.append(Text("last events"))
-        parts += [Text(f"  {_clock(event.at)}  {event.text}") for event in page.events[-SHOWN_EVENTS:]]
+        parts += [Text(f"  {clock_time(event.at)}  {event.text}") for event in page.events[-SHOWN_EVENTS:]]
     return Group(*parts)
 
 
@@ -63,7 +63,8 @@ def span(seconds: float) -> str:
     return f"{seconds:.0f} s"
 
 
-def _lines(page: LivePage, now: float) -> list[str]:
+def page_lines(page: LivePage, now: float) -> list[str]:
+    """What it does, for whom it waits and since when, a line each."""
     told = told_lines(page, now)
     # of an old page, ages are those of when it was told
     now = now if now - page.told_at <= STALE_AFTER_S and not page.ended else page.told_at
@@ -112,5 +113,6 @@ def _instances(page: LivePage) -> Table:
     return table
 
 
-def _clock(at: float) -> str:
+def clock_time(at: float) -> str:
+    """As a wall clock shows it."""
     return f"{datetime.fromtimestamp(at):%H:%M:%S}"

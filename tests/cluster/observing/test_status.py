@@ -7,39 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from live_pages import NOW, PAGE
 
 from cluster.cli import main
-from cluster.observing.live_page import STALE_AFTER_S, EventRow, InstanceRow, LivePage, WaitRow
+from cluster.observing.live_page import STALE_AFTER_S, LivePage
 from cluster.observing.status_text import told_lines
 from cluster.run_folder.layout import RunDir
 from core.config import Config
-
-NOW = 1_700_000_000.0
-PAGE = LivePage(
-    run="demo",
-    folder="/runs/demo",
-    namespace="rlhfspec-demo-1234",
-    pid=7,
-    host="node",
-    told_at=NOW,
-    num_iterations=5,
-    iteration=2,
-    phase="generate",
-    phase_since=NOW - 4.0,
-    done=12,
-    total=64,
-    progress_at=NOW - 1.0,
-    weight_version=2,
-    figures={"reward/mean": 0.25, "time/iteration_s": 3.0},
-    instances=(
-        InstanceRow(name="gen-0", state="serving", num_running=3, num_slots=4, tokens_per_s=120.0),
-        InstanceRow(name="gen-1", state="gone"),
-    ),
-    waits=(
-        WaitRow(waiter="the loop", waited_for="trainer", order="update", since=NOW - 9.0, timeout_s=300.0),
-    ),
-    events=(EventRow(at=NOW, text="instance gen-1 was lost"),),
-)
 
 
 @pytest.fixture
