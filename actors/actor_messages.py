@@ -179,6 +179,37 @@ class Rejoined:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class InstanceSight:
+    """An instance as its scheduler sees it, for people."""
+
+    instance: str
+    state: str
+    num_owned: int
+    "samples"
+    num_slots: int
+    silent_s: float
+    "since its last answer"
+    load: InstanceLoad | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoveSight:
+    """A move that ended, for people."""
+
+    ended_at: float
+    "seconds since the epoch"
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerSight:
+    """What a scheduler sees and did last, for people."""
+
+    instances: tuple[InstanceSight, ...] = ()
+    moves: tuple[MoveSight, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LostInstance:
     """An instance the scheduler gave up; its samples are queued again."""
 

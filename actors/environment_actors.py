@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+from actors.ray_utils.actor_start import begin_actor
 from actors.ray_utils.remote import Handle, remote
 from actors.stateless_pool import PoolKind, Replace, StatelessPool
 from core.config import EnvironmentConfig
@@ -37,6 +38,7 @@ class EnvironmentActor:
 
     def __init__(self, name: str, config: EnvironmentConfig, caller_dir: str | None = None) -> None:
         """`caller_dir`: the driver's folder, for code of the user's."""
+        begin_actor(name)
         import_from_too(caller_dir)
         self._name = name
         self._config = config

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from actors.ray_utils.actor_start import begin_actor
 from actors.ray_utils.assigned_device import assigned_gpus, resolve_device
 from actors.ray_utils.remote import Handle, remote
 from actors.stateless_pool import PoolKind, Replace, StatelessPool
@@ -31,6 +32,7 @@ class RewardActor:
 
     def __init__(self, name: str, config: RewardConfig, caller_dir: str | None = None) -> None:
         """`caller_dir`: the driver's folder, for code of the user's."""
+        begin_actor(name)
         import_from_too(caller_dir)
         self._name = name
         self._config = config

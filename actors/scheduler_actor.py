@@ -13,6 +13,7 @@ import copy
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -20,8 +21,19 @@ from typing import Any
 import ray
 from ray.exceptions import RayTaskError
 
-from actors.actor_messages import LostInstance, PollReply, Rejoined, SchedulerSettings, Taken
-from actors.move_gauges import MoveGauges
+from actors.actor_messages import (
+    LostInstance,
+    MoveSight,
+    PollReply,
+    Rejoined,
+    SchedulerSettings,
+    SchedulerSight,
+    Taken,
+)
+from actors.instance_sights import instance_sights, move_sight
+from actors.move_gauges import count_move
+from actors.ray_utils import run_metrics
+from actors.ray_utils.actor_start import begin_actor
 from actors.ray_utils.deaths import DEATHS, cause_of
 from actors.ray_utils.remote import Handle, remote
 from actors.ray_utils.waiting import own_error, wait_any
@@ -51,6 +63,8 @@ from policies.scheduling.scheduler import Scheduler
 
 IDLE_POLL_S = 1.0
 "An instance without samples is polled for its heartbeat only."
+MOVES_SEEN = 10
+"Of the last ones, for people."
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +85,7 @@ class SchedulerActor:
     """The central scheduler of one run."""
 
     def __init__(self, settings: SchedulerSettings) -> None:
+        self._name = begin_actor("scheduler")
         self._settings = settings
         self._machine = Scheduler(**self._machine_arguments())
         self._submits: dict[Any, str] = {}
@@ -78,7 +93,7 @@ class SchedulerActor:
         self._completions: list[Completion] = []
         self._lost: list[LostInstance] = []
         self._moves: list[MoveRecord] = []
-        self._move_gauges = MoveGauges()
+        self._seen_moves: deque[MoveSight] = deque(maxlen=MOVES_SEEN)
         self._reallocated_at_s = 0.0
         self._planning_s = 0.0
         self._alarms: list[Alarm] = []
@@ -99,7 +114,7 @@ class SchedulerActor:
         }
 
     def __repr__(self) -> str:
-        return "SchedulerActor"
+        return f"SchedulerActor({self._name})"
 
     def run(self) -> None:
         """Poll until told to stop; the caller keeps the reference as a death sentinel."""
@@ -170,6 +185,15 @@ class SchedulerActor:
         """Living instances and the samples each owns."""
         with self._changed:
             return self._machine.instances()
+
+    @ray.method(concurrency_group="control")
+    def sights(self) -> SchedulerSight:
+        """Every instance that ever joined, as this scheduler sees it now, and its last moves; for people."""
+        with self._changed:
+            return SchedulerSight(
+                instances=instance_sights(self._machine.members, now_s=time.monotonic()),
+                moves=tuple(self._seen_moves),
+            )
 
     @ray.method(concurrency_group="control")
     def move(self, moves: tuple[Move, ...]) -> None:
@@ -307,12 +331,15 @@ class SchedulerActor:
                 self._abandon(order)
             case MoveEnded():
                 self._moves.append(order.record)
-                self._move_gauges.count(order.record)
+                self._seen_moves.append(move_sight(order.record, ended_at=time.time()))
+                count_move(order.record)
             case Alarm():
                 logger.error("integrity alarm: %s", order)
+                run_metrics.add("integrity_alarms")
                 self._alarms.append(order)
 
     def _abandon(self, order: Abandon) -> None:
+        logger.warning("%s is given up: %s", order.instance, order.reason)
         ray.kill(self._handle_of(order.instance))
         self._submits = {ref: name for ref, name in self._submits.items() if name != order.instance}
         self._lost.append(

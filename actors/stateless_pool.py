@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+from actors.ray_utils import run_metrics
 from actors.ray_utils.remote import Handle
 from actors.ray_utils.waiting import ActorDied, get, wait_any
 from actors.ray_utils.watch import OpenWait
@@ -140,6 +141,7 @@ class StatelessPool(Generic[Q]):
         """Ask a new actor what the dead one was asked; its other questions come back here one by one."""
         actor = asked.actor
         if asked.handle is self._actors[actor]:
+            run_metrics.add("lost_actors", pool=self._kind.stem)
             number = self._num_restarts[actor]
             if self._make is None or number == self._max_restarts:
                 raise ActorDied(
@@ -150,6 +152,7 @@ class StatelessPool(Generic[Q]):
             self._num_restarts[actor] = number + 1
             self._names[actor] = f"{self._kind.stem}-{actor}-r{number + 1}"
             self._actors[actor] = self._make(actor, number + 1)
+            run_metrics.add("replaced_actors", pool=self._kind.stem)
             waiting = [other.question for other in self._open.values() if other.handle is asked.handle]
             redo = self._kind.again([asked.question, *waiting])
             self._note(f"{death}; {self._names[actor]} takes its place and {redo}")

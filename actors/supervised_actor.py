@@ -11,6 +11,7 @@ import ray
 import torch
 
 from actors.actor_messages import TrainerMeeting
+from actors.ray_utils.actor_start import begin_actor
 from actors.ray_utils.assigned_device import assigned_gpus, resolve_device
 from actors.ray_utils.remote import remote
 from core.errors import RlhfSpecError
@@ -25,12 +26,13 @@ class SupervisedActor:
     """One trainer of `size`, in the order of ranks."""
 
     def __init__(self, name: str, rank: int, size: int, timeout_s: float) -> None:
+        begin_actor(name)
         self._name, self._rank, self._size, self._timeout_s = name, rank, size, timeout_s
         self._store: Any = None
         self._trainers: OneTrainer | None = None
 
     def __repr__(self) -> str:
-        return self._name
+        return f"SupervisedActor({self._name})"
 
     def open_group(self, timeout_s: float) -> TrainerMeeting:
         """Make a place where the trainers meet, at this node's address; for the first of them."""

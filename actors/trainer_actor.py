@@ -18,6 +18,7 @@ import torch
 from transformers import PreTrainedModel
 
 from actors.actor_messages import LoadedWeights, TrainerMeeting, TrainerSpec
+from actors.ray_utils.actor_start import begin_actor
 from actors.ray_utils.assigned_device import assigned_gpus, gpu_seat, require_gpu_room, resolve_device
 from actors.ray_utils.remote import remote
 from actors.transport.broadcast import BroadcastForm, BroadcastGroup, BroadcastHost, BroadcastTicket
@@ -46,6 +47,7 @@ class TrainerActor:
     """Owns the target model being trained, and the draft model that follows it."""
 
     def __init__(self, spec: TrainerSpec) -> None:
+        begin_actor(spec.name)
         self._spec = spec
         self._built: Learner | None = None
         self._built_refitter: DraftRefitter | None = None
@@ -58,7 +60,7 @@ class TrainerActor:
         self._meeting: TrainerMeeting | None = None
 
     def __repr__(self) -> str:
-        return self._spec.name
+        return f"TrainerActor({self._spec.name})"
 
     def open_group(self, timeout_s: float) -> TrainerMeeting:
         """Make a place where the trainers of this run meet, at this node's address; for the first of them."""

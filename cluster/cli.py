@@ -1,5 +1,6 @@
 """The command line: `rlhfspec demo | train | sft | train-reward | eval | profile | bench | gpu-selftest | simulate |
-check | data | models | serve | kube | show | verify | replay`.
+check | data | models | serve | kube | show | verify | replay | status | diagnose |
+trace | monitoring`.
 
 Exit codes: 0 good, 2 bad input (one line says what to mend), 1 failure, 130 interrupted. Only what a
 command needs is imported, so that `--help` answers at once.
@@ -43,6 +44,7 @@ def build_parser() -> argparse.ArgumentParser:
         gpu_selftest,
         kube,
         models,
+        observe,
         profile,
         replay,
         serve,
@@ -79,6 +81,7 @@ def build_parser() -> argparse.ArgumentParser:
         show,
         verify,
         replay,
+        observe,
     ):
         module.add_parser(commands)
     return parser

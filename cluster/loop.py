@@ -17,6 +17,7 @@ import ray
 from cluster.collect import collect
 from cluster.evaluate import Evaluator
 from cluster.forward_stream import Streamed
+from cluster.observing.observer import Observer, observing
 from cluster.placement.ray_session import RaySession, ray_session, sigterm_exits
 from cluster.preflight.inputs import Inputs
 from cluster.recorder import Recorder
@@ -66,14 +67,19 @@ def run_training(
         run_dir.heartbeat(),
         sigterm_exits(interrupted),
         ray_session(
-            config, run_dir.path.name, on_sigterm=interrupted, store_bytes=inputs.object_store_bytes
+            config,
+            run_dir.path.name,
+            on_sigterm=interrupted,
+            store_bytes=inputs.object_store_bytes,
+            logs=run_dir.logs_folder,
         ) as session,
+        observing(run_dir, session, report, num_iterations=config.run.iterations) as observer,
     ):
         for line in session.swept:
             report.note(line)
         if session.dashboard_url:
             report.note(f"dashboard {session.dashboard_url}")
-        manifest = _train_with_restarts(config, session, inputs, run_dir, report, resume)
+        manifest = _train_with_restarts(config, session, inputs, run_dir, report, observer, resume)
     report.note(f"parameter checksum {manifest.checksum} (weight version {manifest.weight_version})")
     return TrainingResult(
         num_iterations=config.run.iterations,
@@ -88,6 +94,7 @@ def _train_with_restarts(
     inputs: Inputs,
     run_dir: RunDir,
     report: Reporter,
+    observer: Observer,
     state: RunState | None,
 ) -> WeightManifest:
     """Train to the end; what came of the target. Where a trainer is lost, from the last state on, all actors new."""
@@ -99,6 +106,7 @@ def _train_with_restarts(
         try:
             with running_system(config, own, inputs, note=report.note) as system:
                 is_up = True
+                observer.watch(system)
                 train(system, run_dir, report, resume=state)
             return system.target.manifest
         except TrainerLost as error:

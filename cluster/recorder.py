@@ -5,25 +5,30 @@ And every decode step, where `run.step_log` is set: `rlhfspec replay` reads it.
 
 from __future__ import annotations
 
+import gzip
 import time
 from collections.abc import Mapping
 
 from actors.generation.trace_events import TraceEvent
+from actors.ray_utils import run_metrics
 from actors.ray_utils.remote import Handle
 from actors.ray_utils.waiting import get
 from cluster.collect import Collected
 from cluster.reporting.console import Reporter
 from cluster.reporting.move_metrics import move_figures
 from cluster.reporting.timeline import Timeline, build_timeline
+from cluster.reporting.timeline_trace import trace_text, write_trace
 from cluster.run_folder.layout import RunDir
 from cluster.run_folder.move_log import append_moves, odd_moves
-from core.errors import RlhfSpecError, describe_error
+from core.errors import RlhfSpecError, StorageError, describe_error
 from core.files import storage_errors, write_whole
 
 SPANS_TIMEOUT_S = 2.0
 "An instance that has not answered by then is left out: a picture is not worth a wait."
 STEPS_TIMEOUT_S = 30.0
 "A log with a gap cannot be replayed: worth a longer wait."
+KEPT_TRACES = 100
+"Iterations: what the run folder holds of them stays bounded."
 
 
 class Recorder:
@@ -41,6 +46,7 @@ class Recorder:
         """Take what happened in one iteration's generation; return the figures of its moves."""
         timeline = build_timeline(self._take_spans(instances), collected.moves)
         self._last = (iteration, timeline)
+        self._keep_trace(iteration, timeline)
         if self._step_log:
             self._write_steps(iteration, instances)
         append_moves(self._run_dir.moves_file, iteration, collected.moves)
@@ -81,6 +87,17 @@ class Recorder:
                     path.parent.mkdir(parents=True, exist_ok=True)
                 write_whole(path, log)
 
+    def _keep_trace(self, iteration: int, timeline: Timeline) -> None:
+        """Keep the iteration's trace, the oldest goes; what cannot be written is left out."""
+        path = self._run_dir.trace_file(iteration)
+        try:
+            path.parent.mkdir(exist_ok=True)
+            text = gzip.compress(trace_text(timeline, title=_title(iteration, timeline)).encode(), 1, mtime=0)
+            write_whole(path, text, durable=False)
+            self._run_dir.trace_file(iteration - KEPT_TRACES).unlink(missing_ok=True)
+        except (OSError, StorageError):
+            run_metrics.add("dropped_writes", file="trace")
+
     def write_timeline(self) -> None:
         """Write `timeline.json` and `timeline.png` of the last iteration; without any, nothing.
 
@@ -96,12 +113,8 @@ class Recorder:
     def _write(self, iteration: int, timeline: Timeline) -> None:
         # matplotlib takes a while to load, and only the end of a run needs it
         from cluster.reporting.timeline_picture import write_timeline_picture
-        from cluster.reporting.timeline_trace import write_trace
 
-        num_moves = len(timeline.journeys)
-        title = (
-            f"generation of iteration {iteration + 1}: {timeline.length_s:.1f} s, {num_moves} samples moved"
-        )
+        title = _title(iteration, timeline)
         write_trace(timeline, self._run_dir.timeline_file, title=title)
         write_timeline_picture(timeline, self._run_dir.timeline_picture_file, title=title)
 
@@ -122,3 +135,8 @@ class Recorder:
             except RlhfSpecError as error:
                 self._report.note(f"{name} is left out of the timeline: {error}")
         return spans
+
+
+def _title(iteration: int, timeline: Timeline) -> str:
+    num_moves = len(timeline.journeys)
+    return f"generation of iteration {iteration + 1}: {timeline.length_s:.1f} s, {num_moves} samples moved"

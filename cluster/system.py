@@ -129,7 +129,7 @@ def running_system(
     topology = plan(config)
     group = place(topology, is_local=session.is_local)
     try:
-        context = PlacementContext(group=group, namespace=session.namespace)
+        context = PlacementContext(group=group, namespace=session.namespace, environment=session.environment)
         with watching(note), watching_raylet(own_raylet() if session.is_local else None, note):
             system = _make_actors(config, inputs, topology, context, note)
             _bring_up(system)
@@ -152,7 +152,7 @@ def running_generation(
     topology = replace(plan(config), trainer=())
     group = place(topology, is_local=session.is_local)
     try:
-        context = PlacementContext(group=group, namespace=session.namespace)
+        context = PlacementContext(group=group, namespace=session.namespace, environment=session.environment)
         with watching(note), watching_raylet(own_raylet() if session.is_local else None, note):
             scheduler, generation = _make_generation(config, inputs, topology, context, note)
             episodes = start_episodes(config, inputs.tokenizer, topology, context, note)

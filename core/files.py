@@ -33,9 +33,10 @@ _OTHER_ADVICE = "see that the folder is still there and may be written to"
 _RUST_ERRNO = re.compile(r"\(os error (\d+)\)")
 
 
-def write_whole(path: Path, data: bytes | str) -> None:
+def write_whole(path: Path, data: bytes | str, *, durable: bool = True) -> None:
     """Write a file whole or not at all; until it is whole, what was there before stays.
 
+    Not `durable`: it may be lost when the machine fails, and costs no wait for the disk.
     Raises StorageError.
     """
     partial = path.with_name(PARTIAL + path.name)
@@ -44,11 +45,13 @@ def write_whole(path: Path, data: bytes | str) -> None:
             file = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
             try:
                 _write_all(file, _bytes(data))
-                os.fsync(file)
+                if durable:
+                    os.fsync(file)
             finally:
                 os.close(file)
             os.replace(partial, path)
-            _sync_folder(path.parent)
+            if durable:
+                _sync_folder(path.parent)
     except BaseException:
         with suppress(OSError):
             partial.unlink(missing_ok=True)

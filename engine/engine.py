@@ -287,6 +287,7 @@ class Engine:
             stats=self.stats,
             num_slots=self.exchange.kv_admission.num_slots,
             drafter_alarm=self.drafter_alarm,
+            budget=recent[0].budget if recent else None,
         )
 
     def progress(self) -> Progress:

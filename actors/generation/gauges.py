@@ -1,7 +1,7 @@
-"""Gauges and counters of one instance for the node's metrics port (`ray_rlhfspec_*`), tagged `instance`.
+"""Gauges and counters of one instance for the node's metrics port (`ray_rlhfspec_*`), labels `run` and `actor`.
 
 Series of dead actors stay at the port for over a minute, so an instance sets its gauges to 0 when it
-stops; aggregate by `instance` over living ones.
+stops; aggregate by `actor` over living ones.
 """
 
 from __future__ import annotations
@@ -9,8 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from ray.util.metrics import Counter, Gauge
-
+from actors.ray_utils import run_metrics
 from core.decode_records import GenerationStats, InstanceLoad
 
 REFRESH_S = 1.0
@@ -21,29 +20,7 @@ class InstanceGauges:
     """Publishes an instance's load; counters get the difference to the last one."""
 
     def __init__(self, instance: str, clock: Callable[[], float] = time.monotonic) -> None:
-        tags = {"instance": instance}
-        self._emitted = Counter(
-            "rlhfspec_emitted_tokens", description="Response tokens emitted.", tag_keys=("instance",)
-        )
-        self._emitted.set_default_tags(tags)
-        self._move_s = Counter(
-            "rlhfspec_move_seconds",
-            description="Seconds the decode thread gave to moving samples.",
-            tag_keys=("instance",),
-        )
-        self._move_s.set_default_tags(tags)
-        self._preemptions = Counter(
-            "rlhfspec_preemptions",
-            description="Running samples that had to wait because the caches were full.",
-            tag_keys=("instance",),
-        )
-        self._preemptions.set_default_tags(tags)
-        self._gauges = {
-            name: Gauge(f"rlhfspec_{name}", description=text, tag_keys=("instance",))
-            for name, text in _GAUGES.items()
-        }
-        for gauge in self._gauges.values():
-            gauge.set_default_tags(tags)
+        self._instance = instance
         self._last = GenerationStats()
         self._clock = clock
         self._refreshed_s = clock() - REFRESH_S
@@ -54,21 +31,27 @@ class InstanceGauges:
         if load.num_running and now_s - self._refreshed_s < REFRESH_S:
             return
         self._refreshed_s = now_s
-        new = load.stats - self._last
-        if new.num_emitted_tokens > 0:
-            self._emitted.inc(new.num_emitted_tokens)
-        if new.move_s > 0.0:
-            self._move_s.inc(new.move_s)
-        if new.num_preemptions > 0:
-            self._preemptions.inc(new.num_preemptions)
-        self._last = load.stats
+        new, self._last = load.stats - self._last, load.stats
+        for name, amount in (
+            ("emitted_tokens", new.num_emitted_tokens),
+            ("sample_steps", new.num_sample_steps),
+            ("draft_tokens", new.num_draft_tokens),
+            ("accepted_tokens", new.num_accepted_tokens),
+            ("completions", new.num_completions),
+            ("move_seconds", new.move_s),
+            ("preemptions", new.num_preemptions),
+        ):
+            run_metrics.add(name, amount, actor=self._instance)
+        if new.num_sample_steps:
+            self._set(instance_acceptance_length_tokens=new.mean_acceptance_length)
         self._set(
-            goodput_tokens_per_s=load.goodput_tokens_per_s,
-            mean_acceptance_length=load.stats.mean_acceptance_length,
-            running_samples=load.num_running,
-            waiting_samples=load.num_waiting,
-            context_tokens=load.context_tokens,
-            weight_version=load.weight_version,
+            # measured while samples ran: it says nothing of an instance that has none
+            instance_goodput_tokens_per_second=load.goodput_tokens_per_s if load.num_running else 0.0,
+            instance_running_samples=load.num_running,
+            instance_waiting_samples=load.num_waiting,
+            instance_context_tokens=load.context_tokens,
+            instance_weight_version=load.weight_version,
+            instance_drafter_alarm=bool(load.drafter_alarm),
         )
 
     def close(self) -> None:
@@ -77,14 +60,15 @@ class InstanceGauges:
 
     def _set(self, **values: float) -> None:
         for name, value in values.items():
-            self._gauges[name].set(float(value))
+            run_metrics.set_value(name, value, actor=self._instance)
 
 
-_GAUGES = {
-    "goodput_tokens_per_s": "Emitted tokens per second, as the engine last measured it.",
-    "mean_acceptance_length": "Tokens emitted per sample and decode step since the start.",
-    "running_samples": "Samples in the running batch.",
-    "waiting_samples": "Samples accepted but not yet running.",
-    "context_tokens": "Committed tokens of the running samples.",
-    "weight_version": "Version of the target weights.",
-}
+_GAUGES = (
+    "instance_goodput_tokens_per_second",
+    "instance_acceptance_length_tokens",
+    "instance_running_samples",
+    "instance_waiting_samples",
+    "instance_context_tokens",
+    "instance_weight_version",
+    "instance_drafter_alarm",
+)

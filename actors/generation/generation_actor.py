@@ -29,6 +29,7 @@ from actors.generation.decode_loop import (
 )
 from actors.generation.gauges import InstanceGauges
 from actors.generation.trace_events import TraceEvent
+from actors.ray_utils.actor_start import begin_actor
 from actors.ray_utils.remote import Handle, remote
 from core.errors import WaitTimeout, WeightsError
 from core.records import SampleRequest
@@ -49,6 +50,7 @@ class GenerationActor:
         from actors.generation.engine_host import ManifestHost
         from actors.migration.ray_endpoint import RayMigrationEndpoint
 
+        begin_actor(spec.instance)
         self._spec = spec
         self._gauges = InstanceGauges(spec.instance)
         self._group: BroadcastGroup | None = None

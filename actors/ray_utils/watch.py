@@ -9,9 +9,12 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
+from typing import NamedTuple
+from weakref import WeakSet
 
+from actors.ray_utils import run_metrics
 from core.awake import AwakeClock
 
 LOOK_S = 1.0
@@ -24,6 +27,7 @@ FIRST_S = 60.0
 "and one that was never given before after this long."
 SLEPT_S = 10.0
 "A look up that is late by more than this means that this process itself stood still."
+_LOOKS = 5
 
 
 class Watch:
@@ -59,6 +63,30 @@ def watching(note: Callable[[str], None]) -> Iterator[None]:
         _current.reset(token)
 
 
+class SeenWait(NamedTuple):
+    """A wait without an answer so far."""
+
+    waiter: str
+    waited_for: str
+    order: str
+    since: float
+    "seconds since the epoch"
+    timeout_s: float
+
+
+_open_waits: WeakSet[OpenWait] = WeakSet()
+
+
+def open_waits() -> list[SeenWait]:
+    """What this process waits for now, the longest wait first; from any thread."""
+    for _ in range(_LOOKS):
+        # another thread may begin a wait meanwhile
+        with suppress(RuntimeError):
+            seen = [wait.seen() for wait in _open_waits]
+            return sorted((one for one in seen if one is not None), key=lambda wait: wait.since)
+    return []
+
+
 class OpenWait:
     """One wait, from now on; to be looked at about every `LOOK_S`."""
 
@@ -71,6 +99,7 @@ class OpenWait:
         self._watch = watch or _current.get(None) or Watch()
         self._clock = AwakeClock(longest_s=LOOK_S + SLEPT_S)
         self.restart()
+        _open_waits.add(self)
 
     @property
     def waited_s(self) -> float:
@@ -88,6 +117,8 @@ class OpenWait:
         usual_s = self._watch.usual_s(self._what)
         self._says_at_s = FIRST_S if usual_s is None else max(LEAST_S, TIMES_USUAL * usual_s)
         self._has_said = False
+        self._since = time.time()
+        self._is_open = True
 
     def look(self) -> None:
         """No answer so far: say so when that is odd, then at doubling intervals."""
@@ -96,6 +127,7 @@ class OpenWait:
             return
         self._says_at_s = 2 * waited_s
         self._has_said = True
+        run_metrics.add("late_answers", waited_for=self._names[1])
         waiter, waited_for, order = self._names
         usual_s = self._watch.usual_s(self._what)
         usual = "never asked before" if usual_s is None else f"{_seconds(usual_s)} last time"
@@ -115,10 +147,19 @@ class OpenWait:
     def answered(self) -> None:
         """The answer is there: remember how long it took, and say so if it was missed."""
         waited_s = self.waited_s
+        self._is_open = False
+        run_metrics.add("waited_seconds", waited_s, waited_for=self._names[1])
         self._watch.learn(self._what, waited_s)
         if self._has_said:
             _, waited_for, order = self._names
             self._watch.note(f"{waited_for} answered '{order}' after {waited_s:.0f} s")
+
+    def seen(self) -> SeenWait | None:
+        """As people read it, from any thread; None where the answer is there."""
+        waiter, waited_for, order = self._names
+        if not self._is_open:
+            return None
+        return SeenWait(waiter, waited_for, order, since=self._since, timeout_s=self._timeout_s)
 
     @property
     def _what(self) -> str:

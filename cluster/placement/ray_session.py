@@ -18,15 +18,16 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import ray
 from ray._private import ray_constants
 
+from actors.ray_utils.actor_start import actor_environment
 from cluster.placement import machine
 from cluster.placement.memory_plan import OBJECT_STORE_USUAL_BYTES
 from cluster.placement.origin import ROOT
@@ -70,6 +71,8 @@ class RaySession:
     dashboard_url: str | None
     swept: tuple[str, ...] = ()
     "what dead runs had left and what was done with it, a line each"
+    environment: Mapping[str, str] = field(default_factory=dict)
+    "variables that tell actors their run"
 
 
 def is_local(config: Config) -> bool:
@@ -135,17 +138,19 @@ def ray_session(
     *,
     on_sigterm: Callable[[], None] = lambda: None,
     store_bytes: int | None = None,
+    logs: Path | None = None,
 ) -> Iterator[RaySession]:
     """Start or join Ray, and leave it however the block ends. SIGTERM ends the block like Ctrl-C.
 
     `on_sigterm` is called first of all then: whoever sent it may not wait for the rest. `store_bytes` is the size of
-    a local cluster's object store where the config names none.
+    a local cluster's object store where the config names none. `logs` is the folder where actors write theirs.
     A Ray that this process has already initialised is used and left alone.
     Raises PlacementError when Ray cannot be started here, or the cluster at `cluster.address` cannot be reached.
     """
     namespace = f"rlhfspec-{run_id}-{secrets.token_hex(2)}"
+    told = actor_environment(run_id, logs)
     if ray.is_initialized():
-        yield RaySession(namespace=namespace, is_local=False, dashboard_url=None)
+        yield RaySession(namespace=namespace, is_local=False, dashboard_url=None, environment=told)
         return
     address = config.cluster.address or os.environ.get("RAY_ADDRESS")
     is_up = False
@@ -154,11 +159,11 @@ def ray_session(
             if address:
                 with _joined(address, namespace, on_sigterm) as session:
                     is_up = True
-                    yield session
+                    yield replace(session, environment=told)
             else:
                 with _local(config, namespace, on_sigterm, store_bytes or object_store_bytes()) as session:
                     is_up = True
-                    yield session
+                    yield replace(session, environment=told)
     except SystemExit as error:
         if is_up or error.code == TERMINATED:
             raise
@@ -236,6 +241,11 @@ def _joined(address: str, namespace: str, on_sigterm: Callable[[], None]) -> Ite
     finally:
         with _uninterrupted():
             ray.shutdown()
+
+
+def joined_cluster(address: str) -> AbstractContextManager[RaySession]:
+    """Join a running cluster to look at it, and leave it with the block. Raises PlacementError."""
+    return _joined(address, "rlhfspec-observer", lambda: None)
 
 
 def _require_reachable(address: str) -> None:

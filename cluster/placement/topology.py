@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import ray
@@ -207,6 +207,8 @@ class PlacementContext:
 
     group: PlacementGroup
     namespace: str
+    environment: Mapping[str, str] = field(default_factory=dict)
+    "variables that tell actors their run (`actors.ray_utils.actor_start`)"
 
 
 def actor_options(place: Place, context: PlacementContext) -> dict[str, Any]:
@@ -221,7 +223,9 @@ def actor_options(place: Place, context: PlacementContext) -> dict[str, Any]:
             placement_group=context.group, placement_group_bundle_index=place.bundle
         ),
         "runtime_env": {
-            "env_vars": quiet_environment() | {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
+            "env_vars": quiet_environment()
+            | {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
+            | dict(context.environment)
         },
     }
 

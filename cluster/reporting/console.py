@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
@@ -34,6 +35,22 @@ class PipeConsole(Console):
         raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
 
 
+class Listener(Protocol):
+    """Hears what a reporter is told; iterations count from 0."""
+
+    def progress(self, iteration: int, phase: str, done: int, total: int) -> None:
+        """How far a phase of the iteration is."""
+        ...
+
+    def iteration(self, iteration: int, figures: Mapping[str, float]) -> None:
+        """An iteration ended."""
+        ...
+
+    def note(self, text: str) -> None:
+        """A line for people."""
+        ...
+
+
 class Reporter:
     """Progress of one run on a console; plain lines when the console is not a terminal."""
 
@@ -50,6 +67,8 @@ class Reporter:
         self._done = 0
         self.on_progress: Callable[[int, str], None] | None = None
         "called with the iteration in progress, counted from 0, and its phase"
+        self.listener: Listener | None = None
+        "is told the same as the console"
 
     def stage(self, text: str) -> None:
         """Say what the start-up is doing; on a terminal it turns until the next stage or `start`."""
@@ -85,6 +104,8 @@ class Reporter:
     def progress(self, phase: str, done: int, total: int) -> None:
         """Say how far the current phase of the iteration is (generate 12 of 64 samples)."""
         self._tell(phase)
+        if self.listener is not None:
+            self.listener.progress(self._done, phase, done, total)
         if self._bars is not None and self._phase is not None:
             self._bars.update(self._phase, description=phase, completed=done, total=total)
 
@@ -92,6 +113,8 @@ class Reporter:
         """Show the figures of a finished iteration (counted from 0)."""
         self._tell("save")
         self._done = iteration + 1
+        if self.listener is not None:
+            self.listener.iteration(iteration, figures)
         line = describe_figures(figures)
         if self._bars is not None and self._iterations is not None:
             self._bars.update(self._iterations, completed=iteration + 1, figures=line)
@@ -101,6 +124,8 @@ class Reporter:
 
     def note(self, text: str) -> None:
         """Print one line above the bars."""
+        if self.listener is not None:
+            self.listener.note(text)
         self.console.print(text, markup=False)
 
     def stop(self) -> None:

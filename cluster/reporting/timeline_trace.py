@@ -25,13 +25,18 @@ Event = dict[str, Any]
 
 def write_trace(timeline: Timeline, path: Path, *, title: str = "") -> None:
     """Write the trace as one JSON object. Raises StorageError."""
+    write_whole(path, trace_text(timeline, title=title))
+
+
+def trace_text(timeline: Timeline, *, title: str = "") -> str:
+    """The trace as one JSON object."""
     began = datetime.fromtimestamp(timeline.began_s, tz=UTC).isoformat()
     trace = {
         "traceEvents": trace_events(timeline),
         "displayTimeUnit": "ms",
         "otherData": {"title": title, "began": began},
     }
-    write_whole(path, json.dumps(trace))
+    return json.dumps(trace)
 
 
 def trace_events(timeline: Timeline) -> list[Event]:

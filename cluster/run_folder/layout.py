@@ -2,6 +2,8 @@
 
     RUN/config.yaml                     the resolved config, every default spelled out
     RUN/status.json                     running | finished | interrupted | failed, why, and a heartbeat
+    RUN/live.json                       what the run is doing now, for `rlhfspec status`; replaced every two seconds
+    RUN/logs/ACTOR.jsonl                structured log of each process; at most 16 MB each
     RUN/metrics.jsonl                   one object an iteration (`core.metrics`)
     RUN/rollouts/iteration_0000.parquet prompts, responses, rewards, log-probabilities
     RUN/histograms.jsonl                one object an iteration: lengths, rewards, advantages
@@ -17,6 +19,7 @@
     RUN/checkpoints/state_0010/         all that `rlhfspec train --resume` goes on from after 10 iterations
     RUN/checkpoints/best/               the target at its best evaluation; best_adapter/ likewise
     RUN/timeline.{json,png}             what the instances did in the last iteration, as trace and as picture
+    RUN/traces/iteration_0000.json.gz   the trace of each of the last 100 iterations, for `rlhfspec trace`
     RUN/progress.png, RUN/summary.txt   written at the end, after an interruption too
 
 A job's working directory (Ray unpacks it under its own temporary folder and deletes it) is never
@@ -175,6 +178,16 @@ class RunDir:
         return self.path / "config.yaml"
 
     @property
+    def live_file(self) -> Path:
+        """What the run is doing, as one JSON object (`cluster.observing.live_page`)."""
+        return self.path / "live.json"
+
+    @property
+    def logs_folder(self) -> Path:
+        """Structured logs, a file a process; made by the first that writes."""
+        return self.path / "logs"
+
+    @property
     def metrics_file(self) -> Path:
         """One JSON object an iteration."""
         return self.path / "metrics.jsonl"
@@ -193,6 +206,10 @@ class RunDir:
     def timeline_file(self) -> Path:
         """Trace of the last iteration's generation, for ui.perfetto.dev."""
         return self.path / "timeline.json"
+
+    def trace_file(self, iteration: int) -> Path:
+        """The trace of one of the last iterations, by gzip (`rlhfspec trace`)."""
+        return self.path / "traces" / f"iteration_{iteration:04d}.json.gz"
 
     @property
     def timeline_picture_file(self) -> Path:

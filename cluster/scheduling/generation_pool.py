@@ -13,6 +13,7 @@ import ray
 
 from actors.actor_messages import GenerationSpec, InstanceNumerics, LostInstance
 from actors.generation.generation_actor import GenerationActor
+from actors.ray_utils import run_metrics
 from actors.ray_utils.remote import Handle
 from actors.ray_utils.waiting import get
 from cluster.placement.topology import Place, PlacementContext, actor_options
@@ -89,6 +90,7 @@ class GenerationPool:
             return None
         row.state = InstanceState.GONE
         ray.kill(row.handle)
+        run_metrics.add("lost_actors", pool="generation")
         self._num_restarts += 1
         if self._num_restarts > self._cluster.max_instance_restarts:
             raise InstanceLost(
@@ -100,6 +102,7 @@ class GenerationPool:
         again = f"{lost.num_requeued} samples were queued again, " if lost.num_requeued else ""
         self._note(f"instance {lost.instance} was lost ({lost.reason}); {again}{name} takes its place")
         self._make(name, place)
+        run_metrics.add("replaced_actors", pool="generation")
         try:
             self._bring_up([name])
         except InstanceLost as error:

@@ -15,6 +15,7 @@ from typing import Any
 import ray
 
 from actors.actor_messages import HeldSamples, LostInstance, Rejoined, SchedulerSettings, Taken
+from actors.ray_utils import run_metrics
 from actors.ray_utils.remote import Handle
 from actors.ray_utils.waiting import ActorDied, awake_s, get
 from cluster.scheduling.instance_table import InstanceTable
@@ -130,6 +131,7 @@ class SchedulerClient:
     def _restart(self, reason: str) -> None:
         """Put a new scheduler into office that knows what the dead one knew, or can find it out."""
         while True:
+            run_metrics.add("lost_actors", pool="scheduler")
             if self._settings.term == self._max_restarts:
                 raise SchedulerLost(
                     f"{reason}; all {self._max_restarts} restarts of this run are used up "
@@ -146,6 +148,7 @@ class SchedulerClient:
             except ActorDied as error:
                 reason = str(error)
                 continue
+            run_metrics.add("replaced_actors", pool="scheduler")
             self._news.append(self._describe(reason, held))
             return
 

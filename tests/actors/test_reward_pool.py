@@ -95,11 +95,12 @@ def killed(actor) -> None:
 
 
 def test_samples_of_a_dead_reward_actor_are_scored_again_and_reported_in_one_line(local_ray):
-    config, made, notes = RewardConfig(kind="sample_rewards:vowel_share"), [], []
+    config, made, actors, notes = RewardConfig(kind="sample_rewards:vowel_share"), [], [], []
 
     def make(actor: int, number: int):
         made.append((actor, number))
-        return RewardActor.options(num_cpus=0).remote(f"reward-{actor}-r{number}", config)
+        actors.append(RewardActor.options(num_cpus=0).remote(f"reward-{actor}-r{number}", config))
+        return actors[-1]
 
     first = make(0, 0)
     pool = RewardPool([first], timeout_s=60.0, make=make, max_restarts=1, note=notes.append)
@@ -115,7 +116,7 @@ def test_samples_of_a_dead_reward_actor_are_scored_again_and_reported_in_one_lin
     assert note.startswith("reward-0 died while the loop waited for 'score 2 responses with")
     assert note.endswith("reward-0-r1 takes its place and scores 3 samples again")
 
-    killed(pool._actors._actors[0])
+    killed(actors[-1])
     pool.submit([3], prompts(1), ["aaaa"])
     with pytest.raises(
         InstanceLost, match=r"all 1 replacements of reward-0 are used up.*max_instance_restarts"

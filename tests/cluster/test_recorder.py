@@ -14,10 +14,12 @@ from made_moves import move, three_moves, two_instances
 
 from cluster import recorder as recorder_module
 from cluster.collect import Collected
+from cluster.observing.kept_traces import write_kept_trace
 from cluster.recorder import Recorder
 from cluster.reporting.console import Reporter
 from cluster.run_folder.layout import RunDir
 from core.decode_records import GenerationStats
+from core.errors import ConfigError
 
 pytestmark = pytest.mark.ray
 
@@ -92,7 +94,14 @@ def test_moves_of_every_iteration_are_kept_and_the_timeline_of_the_last(
     lines = run_dir.moves_file.read_text().splitlines()
     assert [json.loads(line)["iteration"] for line in lines] == [0, 1, 1, 1]
     assert report.notes == ["move 0-1 of sample 1 from gen-0 to gen-1 was lost: gen-1: died"]
+    assert [path.name for path in sorted(tmp_path.glob("traces/*"))] == [
+        f"iteration_000{number}.json.gz" for number in (0, 1)
+    ]
     recorder.write_timeline()
+    kept = write_kept_trace(run_dir, 2, tmp_path / "kept.json")
+    assert kept.read_text() == run_dir.timeline_file.read_text()
+    with pytest.raises(ConfigError, match=r"no trace of iteration 3; it has 1 to 2"):
+        write_kept_trace(run_dir, 3, None)
     assert (
         '"title": "generation of iteration 2: 10.0 s, 2 samples moved"' in run_dir.timeline_file.read_text()
     )

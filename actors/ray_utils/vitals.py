@@ -1,0 +1,39 @@
+"""Memory of this process for the metrics port, read by a thread of its own every few seconds."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from contextlib import suppress
+
+from actors.ray_utils import run_metrics
+
+EVERY_S = 5.0
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+
+
+def begin_vitals(actor: str) -> None:
+    """Set the gauges from now on, until the process ends."""
+    tell_vitals(actor)
+
+    def tell() -> None:
+        while True:
+            time.sleep(EVERY_S)
+            with suppress(Exception):
+                tell_vitals(actor)
+
+    threading.Thread(target=tell, name="vitals", daemon=True).start()
+
+
+def tell_vitals(actor: str) -> None:
+    """Set the gauges once; where the system has no /proc, only the GPU's."""
+    with suppress(OSError):
+        with open("/proc/self/statm") as file:
+            _, resident, shared, *_ = (int(word) * _PAGE_BYTES for word in file.read().split())
+        run_metrics.set_value("process_resident_bytes", resident, actor=actor)
+        run_metrics.set_value("process_shared_bytes", shared, actor=actor)
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        run_metrics.set_value("process_gpu_bytes", torch.cuda.memory_reserved(), actor=actor)
