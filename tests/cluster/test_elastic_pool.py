@@ -27,7 +27,7 @@ def test_a_pool_that_grows_and_shrinks_in_mid_iteration_makes_the_same_rollouts(
     pool.resize(2)
     pool.wait_for(lambda: len(pool.serving) == 2)
     assert own_bundles() == 1
-    asked, steps = pool.requests(96), [(0, lambda: pool.resize(3)), (6, lambda: leave("gen-1"))]
+    asked, steps = pool.requests(64), [(0, lambda: pool.resize(3)), (6, lambda: leave("gen-1"))]
 
     def leave(name: str) -> None:
         pool.system.scheduler.leave(name, "the test says so")
