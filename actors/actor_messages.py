@@ -18,7 +18,9 @@ from core.decode_records import GenerationStats, InstanceLoad
 from core.records import Completion, SampleKey
 from policies.migration.move_messages import MoveReport
 from policies.reallocation.pool_records import ReallocationPolicy
-from policies.scheduling.events import Alarm, MoveRecord
+from policies.scaling.scaling_policy import ScalingPolicy
+from policies.scaling.scaling_records import Resize
+from policies.scheduling.events import Alarm, Left, MoveRecord
 from profiles.profile import Profile
 
 
@@ -121,6 +123,8 @@ class SchedulerSettings:
     reallocation: ReallocationPolicy | None = None
     "None: no sample is moved"
     reallocation_interval_s: float
+    scaling: ScalingPolicy | None = None
+    "None: the pool's size is left as it is"
     term: int = 0
     "counts the schedulers of a run: instances take no samples from an older one than they know of"
 
@@ -224,6 +228,10 @@ class Taken:
 
     completions: tuple[Completion, ...] = ()
     lost: tuple[LostInstance, ...] = ()
+    left: tuple[Left, ...] = ()
+    "instances that were to leave and are empty"
+    resized: Resize | None = None
+    "the size that the pool is to have, where that was decided since"
     alarms: tuple[Alarm, ...] = ()
     drafter_alarms: tuple[str, ...] = ()
     "instances that suspended drafting since the last `take`, and why"

@@ -41,6 +41,7 @@ from core.errors import WaitTimeout
 from core.records import Completion, SampleRequest
 from policies.migration.move_messages import CallOff, MoveOrder, Settle
 from policies.reallocation.pool_records import Move
+from policies.scaling.scaling_records import Resize, Starts
 from policies.scheduling.events import (
     Abandon,
     Alarm,
@@ -49,11 +50,14 @@ from policies.scheduling.events import (
     Event,
     InstanceGone,
     InstanceJoined,
+    InstanceLeaves,
     InstanceReported,
     InstanceSnapshot,
+    Left,
     MoveEnded,
     MoveRecord,
     Order,
+    Resized,
     SamplesArrived,
     SendVerdict,
     StartMove,
@@ -92,6 +96,8 @@ class SchedulerActor:
         self._changed = threading.Condition(threading.RLock())
         self._completions: list[Completion] = []
         self._lost: list[LostInstance] = []
+        self._left: list[Left] = []
+        self._resized: Resize | None = None
         self._moves: list[MoveRecord] = []
         self._seen_moves: deque[MoveSight] = deque(maxlen=MOVES_SEEN)
         self._reallocated_at_s = 0.0
@@ -110,6 +116,7 @@ class SchedulerActor:
             "binding": settings.binding,
             # arrays that came through the object store are read-only, and the policy learns
             "reallocation": copy.deepcopy(settings.reallocation),
+            "scaling": copy.deepcopy(settings.scaling),
             "term": settings.term,
         }
 
@@ -142,6 +149,17 @@ class SchedulerActor:
     def lose(self, instance: str, reason: str) -> None:
         """Give an instance up; the loop calls it when a weight load failed there."""
         self._handle(InstanceGone(instance=instance, reason=reason))
+
+    @ray.method(concurrency_group="control")
+    def leave(self, instance: str, reason: str) -> None:
+        """Empty an instance; `take` tells when it may be ended."""
+        self._handle(InstanceLeaves(instance=instance, reason=reason))
+
+    @ray.method(concurrency_group="control")
+    def expect(self, starts: Starts, may_leave: tuple[str, ...]) -> None:
+        """Take note of instances that start, and of those whose places can be given back."""
+        with self._changed:
+            self._machine.expect(starts, may_leave)
 
     @ray.method(concurrency_group="control")
     def enqueue(self, requests: tuple[SampleRequest, ...]) -> None:
@@ -213,12 +231,16 @@ class SchedulerActor:
         Raises what made generation impossible: an error of ours that an instance raised, or WaitTimeout.
         """
         with self._changed:
-            self._changed.wait_for(lambda: self._completions or self._lost or self._failure, timeout=wait_s)
+            self._changed.wait_for(
+                lambda: self._completions or self._lost or self._left or self._failure, timeout=wait_s
+            )
             if self._failure is not None:
                 raise self._failure
             taken = Taken(
                 completions=tuple(self._completions),
                 lost=tuple(self._lost),
+                left=tuple(self._left),
+                resized=self._resized,
                 alarms=tuple(self._alarms),
                 drafter_alarms=tuple(self._new_drafter_alarms),
                 moves=tuple(self._moves),
@@ -229,6 +251,8 @@ class SchedulerActor:
             self._completions.clear()
             self._moves.clear()
             self._lost.clear()
+            self._left.clear()
+            self._resized = None
             self._alarms.clear()
             self._new_drafter_alarms.clear()
             return taken
@@ -329,6 +353,11 @@ class SchedulerActor:
                 self._changed.notify_all()
             case Abandon():
                 self._abandon(order)
+            case Left():
+                self._left.append(order)
+                self._changed.notify_all()
+            case Resized():
+                self._resized = order.change
             case MoveEnded():
                 self._moves.append(order.record)
                 self._seen_moves.append(move_sight(order.record, ended_at=time.time()))

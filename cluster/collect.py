@@ -141,8 +141,13 @@ def collect(
     )
 
 
-def _take(system: GeneratingSystem, *, wait_s: float, report: Reporter) -> Taken:
-    """Ask the scheduler for news; replace what was lost, say what is odd."""
+def attend(system: GeneratingSystem, report: Reporter) -> None:
+    """Look after the pool while the loop waits for something else and no sample is open; the trainer is busy."""
+    _take(system, wait_s=0.0, report=report, may_fetch=False)
+
+
+def _take(system: GeneratingSystem, *, wait_s: float, report: Reporter, may_fetch: bool = True) -> Taken:
+    """Ask the scheduler for news; replace what was lost, let the pool grow and shrink, say what is odd."""
     taken = system.scheduler.take(wait_s)
     for line in system.scheduler.news():
         report.note(line)
@@ -155,6 +160,7 @@ def _take(system: GeneratingSystem, *, wait_s: float, report: Reporter) -> Taken
         report.note(f"drafter alarm, drafting suspended on {text}")
     for lost in taken.lost:
         system.generation.replace(lost)
+    system.generation.look(taken, may_fetch=may_fetch)
     return taken
 
 

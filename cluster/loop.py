@@ -14,7 +14,7 @@ from itertools import count
 
 import ray
 
-from cluster.collect import collect
+from cluster.collect import attend, collect
 from cluster.evaluate import Evaluator
 from cluster.forward_stream import Streamed
 from cluster.observing.observer import Observer, observing
@@ -227,19 +227,22 @@ def run_iteration(
     requests = system.cursor.next_requests(
         rollout.prompts_per_iteration, rollout.samples_per_prompt, system.sampling
     )
+    system.generation.rollouts_ahead(system.config.run.iterations - iteration - 1)
     began_s = time.perf_counter()
     forwards, groups = system.forward_stream(requests), system.useful_groups(requests)
     collected = collect(system, requests, report, forwards, groups)
     write_rollouts(run_dir.rollouts_file(iteration), collected.rollouts)
     learned = collected.rollouts if groups is None else groups.batch(collected.rollouts)
-    moves = recorder.record(iteration, collected, system.generation.instances)
+    moves = recorder.record(iteration, collected, system.generation.instances, system.generation.last_words())
 
     update_began_s = time.perf_counter()
     report.progress("update", 0, 1)
     streamed = forwards.finish() if forwards is not None else Streamed()
     rollouts = ray.put(learned)
     system.is_learning = True
-    update = system.trainers.update(rollouts, recompute_old=system.recomputes_old)
+    update = system.trainers.update(
+        rollouts, recompute_old=system.recomputes_old, meanwhile=lambda: attend(system, report)
+    )
     # again, since an update that fails must not take the rollouts with it
     advantages = dict(zip(map(id, learned), update.sample_advantages or (), strict=False))
     write_rollouts(
@@ -274,4 +277,5 @@ def run_iteration(
         figures |= groups.figures()
     figures["data/epoch"] = system.cursor.num_passes
     kept = log.record(iteration, learned, update)
-    return figures | streamed.figures() | moves | draft_figures | collected.environment | kept
+    pool = system.generation.figures()
+    return figures | streamed.figures() | moves | draft_figures | collected.environment | pool | kept

@@ -20,6 +20,7 @@ from cluster.reporting.timeline import Timeline, build_timeline
 from cluster.reporting.timeline_trace import trace_text, write_trace
 from cluster.run_folder.layout import RunDir
 from cluster.run_folder.move_log import append_moves, odd_moves
+from cluster.scheduling.departures import LastWords
 from core.errors import RlhfSpecError, StorageError, describe_error
 from core.files import storage_errors, write_whole
 
@@ -41,14 +42,25 @@ class Recorder:
         self._last: tuple[int, Timeline] | None = None
 
     def record(
-        self, iteration: int, collected: Collected, instances: Mapping[str, Handle]
+        self,
+        iteration: int,
+        collected: Collected,
+        instances: Mapping[str, Handle],
+        left: Mapping[str, LastWords] | None = None,
     ) -> dict[str, float]:
-        """Take what happened in one iteration's generation; return the figures of its moves."""
-        timeline = build_timeline(self._take_spans(instances), collected.moves)
+        """Take what happened in one iteration's generation; return the figures of its moves.
+
+        `left`: what instances told that left meanwhile.
+        """
+        left = left or {}
+        spans = self._take_spans(instances) | {name: words.spans for name, words in left.items()}
+        timeline = build_timeline(spans, collected.moves)
         self._last = (iteration, timeline)
         self._keep_trace(iteration, timeline)
         if self._step_log:
             self._write_steps(iteration, instances)
+            for name, words in left.items():
+                self._write_step_log(iteration, name, words.steps)
         append_moves(self._run_dir.moves_file, iteration, collected.moves)
         for line in odd_moves(collected.moves):
             self._report.note(line)
@@ -81,11 +93,14 @@ class Recorder:
             except RlhfSpecError as error:
                 self._report.note(f"the step log of {name} ends before iteration {iteration + 1}: {error}")
                 continue
-            if log:
-                path = self._run_dir.steps_file(name, iteration)
-                with storage_errors(path):
-                    path.parent.mkdir(parents=True, exist_ok=True)
-                write_whole(path, log)
+            self._write_step_log(iteration, name, log)
+
+    def _write_step_log(self, iteration: int, name: str, log: bytes) -> None:
+        if log:
+            path = self._run_dir.steps_file(name, iteration)
+            with storage_errors(path):
+                path.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(path, log)
 
     def _keep_trace(self, iteration: int, timeline: Timeline) -> None:
         """Keep the iteration's trace, the oldest goes; what cannot be written is left out."""

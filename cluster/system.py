@@ -23,6 +23,7 @@ from cluster.dynamic_sampling import UsefulGroups
 from cluster.episodes import EpisodeRewards, Episodes, start_episodes
 from cluster.forward_stream import ForwardStream
 from cluster.placement.ray_session import RaySession
+from cluster.placement.single_places import SinglePlaces
 from cluster.placement.spare_cores import nodes_of, streams_forwards
 from cluster.placement.topology import PlacementContext, Topology, actor_options, place, plan
 from cluster.preflight.evaluation_prompts import EvaluationPrompts
@@ -30,7 +31,7 @@ from cluster.preflight.inputs import Inputs
 from cluster.preflight.reward_plan import resolved_reward, scoring_timeout_s
 from cluster.scheduling.generation_pool import GenerationPool
 from cluster.scheduling.instance_table import InstanceTable
-from cluster.scheduling.reallocation import migration_settings, reallocation_policy
+from cluster.scheduling.reallocation import migration_settings, reallocation_policy, scaling_policy
 from cluster.scheduling.scheduler_client import SchedulerClient, scheduler_name
 from cluster.trainer_pool import TrainerPool
 from cluster.weights.group_publication import Broadcast
@@ -128,10 +129,11 @@ def running_system(
     """
     topology = plan(config)
     group = place(topology, is_local=session.is_local)
+    singles = SinglePlaces(pinned_to="generation" if topology.pins_pools else None)
     try:
         context = PlacementContext(group=group, namespace=session.namespace, environment=session.environment)
         with watching(note), watching_raylet(own_raylet() if session.is_local else None, note):
-            system = _make_actors(config, inputs, topology, context, note)
+            system = _make_actors(config, inputs, topology, context, singles, note)
             _bring_up(system)
             system.streams_forwards, why = streams_forwards(
                 config, topology, nodes_of(group, topology), recomputes_old=system.recomputes_old
@@ -141,6 +143,7 @@ def running_system(
             yield system
             system.stop()
     finally:
+        singles.free_all()
         remove_placement_group(group)
 
 
@@ -151,10 +154,11 @@ def running_generation(
     """Run what generates and scores, without a trainer. Otherwise, and in what it raises, as `running_system`."""
     topology = replace(plan(config), trainer=())
     group = place(topology, is_local=session.is_local)
+    singles = SinglePlaces(pinned_to="generation" if topology.pins_pools else None)
     try:
         context = PlacementContext(group=group, namespace=session.namespace, environment=session.environment)
         with watching(note), watching_raylet(own_raylet() if session.is_local else None, note):
-            scheduler, generation = _make_generation(config, inputs, topology, context, note)
+            scheduler, generation = _make_generation(config, inputs, topology, context, singles, note)
             episodes = start_episodes(config, inputs.tokenizer, topology, context, note)
             system = GeneratingSystem(
                 config=config,
@@ -171,11 +175,17 @@ def running_generation(
             yield system
             system.stop()
     finally:
+        singles.free_all()
         remove_placement_group(group)
 
 
 def _make_generation(
-    config: Config, inputs: Inputs, topology: Topology, context: PlacementContext, note: Callable[[str], None]
+    config: Config,
+    inputs: Inputs,
+    topology: Topology,
+    context: PlacementContext,
+    singles: SinglePlaces,
+    note: Callable[[str], None],
 ) -> tuple[SchedulerClient, GenerationPool]:
     """Start the scheduler and the processes of all instances."""
     instances = InstanceTable()
@@ -183,8 +193,9 @@ def _make_generation(
     max_total_tokens = inputs.max_total_tokens(config)
     generation = GenerationPool(
         cluster=config.cluster,
-        places=topology.generation,
+        topology=topology,
         context=context,
+        single_places=singles,
         scheduler=scheduler,
         instances=instances,
         spec_for=lambda instance: _generation_spec(config, inputs, instance, max_total_tokens),
@@ -203,7 +214,12 @@ def _bring_up_generation(system: GeneratingSystem) -> None:
 
 
 def _make_actors(
-    config: Config, inputs: Inputs, topology: Topology, context: PlacementContext, note: Callable[[str], None]
+    config: Config,
+    inputs: Inputs,
+    topology: Topology,
+    context: PlacementContext,
+    singles: SinglePlaces,
+    note: Callable[[str], None],
 ) -> System:
     """Start every process; they come up at the same time, while the models are read here."""
     cluster, tokenizer, dataset = config.cluster, inputs.tokenizer, inputs.dataset
@@ -211,7 +227,7 @@ def _make_actors(
     trainers = TrainerPool.start(
         _trainer_spec(config, inputs, longest_trained), topology.trainer, context, cluster
     )
-    scheduler, generation = _make_generation(config, inputs, topology, context, note)
+    scheduler, generation = _make_generation(config, inputs, topology, context, singles, note)
     episodes = start_episodes(config, tokenizer, topology, context, note)
     return System(
         config=config,
@@ -318,7 +334,7 @@ def _generation_spec(config: Config, inputs: Inputs, instance: str, max_total_to
 def _scheduler(
     config: Config, inputs: Inputs, topology: Topology, context: PlacementContext, instances: InstanceTable
 ) -> SchedulerClient:
-    cluster, has_peers = config.cluster, config.cluster.generation.num_actors > 1
+    cluster, has_peers = config.cluster, config.cluster.generation.most > 1
     options = actor_options(topology.scheduler, context)
     return SchedulerClient(
         lambda settings: SchedulerActor.options(**options | {"name": scheduler_name(settings.term)}).remote(
@@ -331,6 +347,7 @@ def _scheduler(
             binding="static" if config.reallocation.policy == "static" else "pull",
             reallocation=reallocation_policy(config, inputs.profile) if has_peers else None,
             reallocation_interval_s=config.reallocation.interval_s,
+            scaling=scaling_policy(config, inputs.profile),
         ),
         instances,
         max_restarts=cluster.max_scheduler_restarts,

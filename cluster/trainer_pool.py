@@ -7,7 +7,7 @@ of every weight, the others take part while it packs (`follow`).
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -17,7 +17,8 @@ import ray
 from actors.actor_messages import TrainerSpec
 from actors.ray_utils.group_wait import get_all
 from actors.ray_utils.remote import Handle
-from actors.ray_utils.waiting import get, wait_any
+from actors.ray_utils.waiting import awake_s, get, wait_any
+from actors.ray_utils.watch import LOOK_S
 from actors.trainer_actor import TrainerActor
 from cluster.placement.topology import Place, PlacementContext, actor_options
 from cluster.weights.publish import PublishedWeights, confirm, from_trainer
@@ -122,9 +123,21 @@ class TrainerPool:
         )
         return max(seconds.values())
 
-    def update(self, rollouts: Any, *, recompute_old: bool = False) -> UpdateReport:
-        """Learn from one batch, a reference to it; `recompute_old` as in `Learner.update`."""
+    def update(
+        self, rollouts: Any, *, recompute_old: bool = False, meanwhile: Callable[[], None] | None = None
+    ) -> UpdateReport:
+        """Learn from one batch, a reference to it; `recompute_old` as in `Learner.update`.
+
+        `meanwhile` is called about every second until a trainer has answered.
+        """
         refs = {name: one.update.remote(rollouts, recompute_old) for name, one in self._trainers.items()}
+        ends_s = awake_s() + self._timeout_s
+        while (
+            meanwhile is not None
+            and not wait_any(list(refs.values()), timeout_s=LOOK_S)
+            and awake_s() < ends_s
+        ):
+            meanwhile()
         return get_all(refs, waiter="the loop", order="update", timeout_s=self._timeout_s)[self.first_name]
 
     def refit(self, rollouts: Any, budget_s: float) -> RefitReport:

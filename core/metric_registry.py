@@ -162,6 +162,14 @@ _DECLARED = [
         ("overhead_share", "share", "mean", "both over the seconds of generation"),
     ),
     *_of(
+        "pool",
+        ("instances", "instances", "last", "that take samples"),
+        ("num_joined", "instances", "sum", "that joined during the run"),
+        ("num_left", "instances", "sum", "that were emptied and left"),
+        ("num_failed_starts", "instances", "sum", "starts that failed, extra instances that were lost"),
+        ("start_up_s", "s", "last", "from the decision to join of the last one that did"),
+    ),
+    *_of(
         "environment",
         ("turns_mean", "turns", "mean", "turns of an episode"),
         ("given_token_share", "share", "mean", "response tokens that environments gave"),

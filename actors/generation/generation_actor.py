@@ -121,6 +121,11 @@ class GenerationActor:
         )
 
     @ray.method(concurrency_group="control")
+    def node(self) -> str:
+        """Ray's id of the node that it runs on."""
+        return ray.get_runtime_context().get_node_id()
+
+    @ray.method(concurrency_group="control")
     def gpu_seat(self) -> str | None:
         """The GPU that decodes, by a name that no other GPU of the cluster has; None: a CPU."""
         from actors.ray_utils.assigned_device import gpu_seat

@@ -114,5 +114,10 @@ def _heading(args: argparse.Namespace) -> str:
 
 
 def _describe(pods: RunPods) -> str:
-    groups = [f"{each.num_pods} x {each.pool}" for each in pods.pools]
+    groups = [
+        f"{each.num_pods} x {each.pool}"
+        if each.least_pods == each.num_pods
+        else f"{each.least_pods} to {each.num_pods} x {each.pool}"
+        for each in pods.pools
+    ]
     return f"a head and {', '.join(groups)}"

@@ -23,6 +23,7 @@ Instances are rate curves: of a profile of this machine, or of a device that is 
   rlhfspec simulate --instances 2 --slots 16 --profile profile    as measured by `rlhfspec profile`
   rlhfspec simulate --lengths runs/RUN/rollouts/000005.parquet    lengths of a real iteration
   rlhfspec simulate --instances 1024 --slots 32 --lengths long_tail --out simulated.json
+  rlhfspec simulate --instances 2 --max-instances 8 --start-up 60   a pool that grows and shrinks: every decision
 
 static binds sample i to instance i mod K; pull binds when a slot frees; the other policies pull, then move.
 perfect spreads all samples evenly at every moment, at no cost; no schedule whatever is faster than the bound.
@@ -43,6 +44,10 @@ RANGES = {
     "max_new_tokens": (1, 10**7),
     "prompt_tokens": (0, 10**7),
     "seed": (0, 2**63),
+    "max_instances": (1, 10**4),
+    "start_up": (0.0, 1e6),
+    "idle_timeout": (1e-3, 1e6),
+    "rollouts_ahead": (0, 10**6),
     "poll": (1e-3, 1e6),
     "kv_bytes_per_token": (1.0, 1e9),
     "speed_sigma": (0.0, 3.0),
@@ -85,6 +90,15 @@ def add_parser(commands: Any) -> None:
         metavar="S",
         help="log-normal spread of speeds (%(default)s)",
     )
+    add(
+        "--max-instances",
+        type=int,
+        metavar="K",
+        help="let the pool grow from --instances to so many, and shrink",
+    )
+    add("--start-up", type=float, default=30.0, metavar="SECONDS", help="of an added instance (%(default)s)")
+    add("--idle-timeout", type=float, default=120.0, metavar="SECONDS", help="until one leaves (%(default)s)")
+    add("--rollouts-ahead", type=int, default=0, metavar="N", help="rollouts still to come (%(default)s)")
     add("--seed", type=int, default=0, help="of drawn lengths and speeds (%(default)s)")
     add("--out", type=path_argument, metavar="FILE", help="gets the figures as JSON")
     parser.set_defaults(run=run)
@@ -108,6 +122,11 @@ def run(args: argparse.Namespace) -> int:
         soft_wrap=True,
     )
     console.print(_table(made))
+    for name, result in made.results.items():
+        for at_s, change in result.resizes:
+            console.print(
+                f"{name}: {at_s:.1f} s: to {change.target} instances: {change.reason}", soft_wrap=True
+            )
     if args.out is not None:
         args.out.write_text(json.dumps(_tree(args, samples, setup, label, made), indent=2) + "\n")
         console.print(f"written {args.out}", soft_wrap=True)
@@ -124,6 +143,10 @@ def _check(args: argparse.Namespace) -> None:
             raise ConfigError(
                 f"--{name.replace('_', '-')} expects a number from {lowest:g} to {highest:g}, got {value}"
             )
+    if args.max_instances is not None and args.max_instances < args.instances:
+        raise ConfigError(
+            f"--max-instances {args.max_instances} is below --instances {args.instances}, which the pool begins with"
+        )
     if args.out is not None and args.out.is_dir():
         raise ConfigError(f"--out {args.out} is a folder; name a file in it")
     if args.out is not None and not args.out.resolve().parent.is_dir():
@@ -160,7 +183,7 @@ def _setup(args: argparse.Namespace, samples: Samples, max_new_tokens: int) -> t
     from policies.reallocation.rate_curve import rate_curve_from_profile
     from policies.simulate.devices import H100_CLASS
     from policies.simulate.perfect import least_finish_s
-    from policies.simulate.simulation_records import MoveTruth, PoolSetup
+    from policies.simulate.simulation_records import Elastic, MoveTruth, PoolSetup
     from profiles.profile import load_profile
 
     context = args.prompt_tokens + int(samples.response_tokens.mean())
@@ -182,6 +205,15 @@ def _setup(args: argparse.Namespace, samples: Samples, max_new_tokens: int) -> t
         curve=curve,
         max_new_tokens=max_new_tokens,
         moves=moves,
+        elastic=None
+        if args.max_instances is None
+        else Elastic(
+            least=args.instances,
+            most=args.max_instances,
+            start_up_s=args.start_up,
+            idle_timeout_s=args.idle_timeout,
+            rollouts_ahead=args.rollouts_ahead,
+        ),
     )
     poll_s = args.poll or max(least_finish_s(samples, setup) / POLLS, 0.1)
     return replace(setup, poll_interval_s=poll_s), label
@@ -235,6 +267,11 @@ def _tree(
             "num_void": result.num_void,
             "busy_share": result.busy_share,
             "busy_s": result.busy_s.tolist(),
+            "instance_s": result.instance_s,
+            "resizes": [
+                {"at_s": at_s, "target": change.target, "leave": list(change.leave), "reason": change.reason}
+                for at_s, change in result.resizes
+            ],
         }
         for name, result in made.results.items()
     }

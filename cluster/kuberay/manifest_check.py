@@ -74,6 +74,10 @@ def _read_cluster_spec(path: Path) -> tuple[str, dict[str, Any]]:
 def _faults(spec: dict[str, Any], pods: RunPods) -> Iterator[str]:
     if _at(spec, "authOptions", "mode") != "token":
         yield "authOptions.mode is not token: whoever reaches the head may run code"
+    if any(pool.least_pods < pool.num_pods for pool in pods.pools) and not spec.get(
+        "enableInTreeAutoscaling"
+    ):
+        yield "enableInTreeAutoscaling is off, and cluster.generation.max_actors lets the pool grow"
     yield from _head_faults(_mapping(spec.get("headGroupSpec")), pods)
     listed = spec.get("workerGroupSpecs")
     groups = {

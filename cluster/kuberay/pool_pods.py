@@ -48,6 +48,9 @@ class PoolPods:
 
     pool: str
     num_actors: int
+    "at most"
+    least_pods: int
+    "that the run always has"
     largest: Place
     "the actors of a pool are alike; the scheduler, beside the trainers, is smaller"
     actor_bytes: int
@@ -109,6 +112,9 @@ def plan_pods(config: Config, memory: MemoryPlan) -> RunPods:
 
 def _pool_pods(pool: str, topology: Topology, actor_bytes: int, store_bytes: int) -> PoolPods:
     actors = [place for place in topology.pools[pool] if place is not topology.scheduler]
+    num_first = len(actors)
+    if pool == "generation":
+        actors += [topology.added(num_first + number) for number in range(topology.num_added)]
     largest, spreads = actors[0], topology.strategy == "STRICT_SPREAD"
     scheduler = topology.scheduler.num_cpus if pool == "trainer" else 0.0
     ray_cpus = math.ceil(largest.num_cpus + scheduler - _SLACK)
@@ -121,6 +127,7 @@ def _pool_pods(pool: str, topology: Topology, actor_bytes: int, store_bytes: int
     return PoolPods(
         pool=pool,
         num_actors=len(actors),
+        least_pods=num_pods if num_first == len(actors) else math.ceil(num_first / num_here),
         largest=largest,
         actor_bytes=actor_bytes,
         extra_cpus=scheduler,

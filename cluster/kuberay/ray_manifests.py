@@ -76,7 +76,16 @@ def config_map(name: str, tree: dict[str, Any]) -> dict[str, Any]:
 
 
 def ray_job(name: str, pods: RunPods, *, image: str, queue: str | None = None) -> dict[str, Any]:
-    """A RayJob that trains once on a cluster of its own; with a Kueue queue it waits, suspended, until admitted."""
+    """A RayJob that trains once on a cluster of its own; with a Kueue queue it waits, suspended, until admitted.
+
+    Its generation pods come and go where the pool is elastic. Raises ConfigError: so they do, and a queue admits.
+    """
+    elastic = any(pool.least_pods < pool.num_pods for pool in pods.pools)
+    if elastic and queue is not None:
+        raise ConfigError(
+            f"--queue {queue}: Kueue admits as many pods as a job always has, and cluster.generation.max_actors lets "
+            "this one grow; take out max_actors and min_actors, or the queue"
+        )
     return {
         "apiVersion": "ray.io/v1",
         "kind": "RayJob",
@@ -90,7 +99,7 @@ def ray_job(name: str, pods: RunPods, *, image: str, queue: str | None = None) -
             # a suspended job must end its cluster, and so must one that is over
             "shutdownAfterJobFinishes": True,
             "ttlSecondsAfterFinished": 600,
-            "rayClusterSpec": _cluster_spec(name, pods, image=image, grows=False),
+            "rayClusterSpec": _cluster_spec(name, pods, image=image, least=None, autoscales=elastic),
         },
     }
 
@@ -101,7 +110,10 @@ def ray_cluster(name: str, pods: RunPods, *, image: str, queue: str | None = Non
         "apiVersion": "ray.io/v1",
         "kind": "RayCluster",
         "metadata": {"name": name, "labels": POD_LABELS | ({QUEUE_LABEL: queue} if queue else {})},
-        "spec": {"suspend": queue is not None, **_cluster_spec(name, pods, image=image, grows=True)},
+        "spec": {
+            "suspend": queue is not None,
+            **_cluster_spec(name, pods, image=image, least=0, autoscales=True),
+        },
     }
 
 
@@ -119,13 +131,16 @@ def kubernetes_name(text: str) -> str:
     return (plain if plain[:1].isalpha() else f"run-{plain}")[:_LONGEST_NAME].strip("-")
 
 
-def _cluster_spec(name: str, pods: RunPods, *, image: str, grows: bool) -> dict[str, Any]:
+def _cluster_spec(
+    name: str, pods: RunPods, *, image: str, least: int | None, autoscales: bool
+) -> dict[str, Any]:
+    """`least`: pods of every group at least; None: what the run always has."""
     spec: dict[str, Any] = {
         "rayVersion": RAY_VERSION,
         "authOptions": {"mode": "token", "secretName": TOKEN_SECRET},
-        "enableInTreeAutoscaling": grows,
+        "enableInTreeAutoscaling": autoscales,
     }
-    if grows:
+    if autoscales:
         spec["autoscalerOptions"] = {
             "version": "v2",
             "upscalingMode": "Default",
@@ -139,18 +154,20 @@ def _cluster_spec(name: str, pods: RunPods, *, image: str, grows: bool) -> dict[
         for port, number in (("gcs", 6379), ("dashboard", 8265), ("client", 10001))
     ]
     # the operator gives the autoscaler an account of its own
-    head["spec"]["automountServiceAccountToken"] = grows
+    head["spec"]["automountServiceAccountToken"] = autoscales
     spec["headGroupSpec"] = {
         "serviceType": "ClusterIP",
         "rayStartParams": _start_parameters(pods.head),
         "template": head,
     }
-    spec["workerGroupSpecs"] = [_worker_group(pool, image, grows=grows) for pool in pods.pools]
+    spec["workerGroupSpecs"] = [
+        _worker_group(pool, image, least=pool.least_pods if least is None else least, autoscales=autoscales)
+        for pool in pods.pools
+    ]
     return spec
 
 
-def _worker_group(pods: PoolPods, image: str, *, grows: bool) -> dict[str, Any]:
-    least = 0 if grows else pods.num_pods
+def _worker_group(pods: PoolPods, image: str, *, least: int, autoscales: bool) -> dict[str, Any]:
     group: dict[str, Any] = {
         "groupName": pods.pool,
         "replicas": least,
@@ -160,7 +177,7 @@ def _worker_group(pods: PoolPods, image: str, *, grows: bool) -> dict[str, Any]:
         "rayStartParams": _start_parameters(pods.pod),
         "template": _template("ray-worker", pods.pod, image),
     }
-    if grows:
+    if autoscales:
         group["idleTimeoutSeconds"] = IDLE_TIMEOUT_S[pods.pool]
     return group
 

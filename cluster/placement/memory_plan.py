@@ -177,7 +177,7 @@ def plan_memory(
         gpu_bytes=kv_pool + engine_bytes + _graph_bytes(config, draft) if config.decodes_on_gpu else 0,
         trainer_gpu_bytes=learning_bytes if config.learns_on_gpu else 0,
         ray_bytes=RAY_PROCESSES_BYTES + TORCH_PROCESS_BYTES,
-        num_generation=config.cluster.generation.num_actors,
+        num_generation=config.cluster.generation.most,
         num_trainer=config.cluster.trainer.num_actors,
         num_reward=config.num_reward_actors,
         disk_bytes=_disk_bytes(config, target, draft),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import ray
@@ -53,6 +53,8 @@ class Topology:
     strategy: str
     placement_timeout_s: float
     pins_pools: bool = False
+    num_added: int = 0
+    "generation instances that may come during the run, each with a bundle of its own"
 
     @property
     def pools(self) -> dict[str, tuple[Place, ...]]:
@@ -89,6 +91,17 @@ class Topology:
             total.update(place.resources())
         return dict(total)
 
+    def added(self, number: int) -> Place:
+        """The place of a generation instance that is numbered so and comes during the run."""
+        return replace(self.generation[0], name=f"gen-{number}", bundle=0)
+
+    def full(self) -> dict[str, float]:
+        """Resources of all bundles together once the generation pool is full."""
+        total = Counter(self.wanted())
+        for number in range(self.num_added):
+            total.update(self.added(number).resources())
+        return dict(total)
+
     def describe(self) -> str:
         """One line a pool and one for the whole, for `rlhfspec check`."""
         pools = {
@@ -100,21 +113,30 @@ class Topology:
             "scheduler": (self.scheduler,),
         }
         lines = [
-            f"{name:<11}{len(places)} x {_amounts(places[0].resources())}, {places[0].num_threads} thread(s)"
+            f"{name:<11}{len(places)} x {amounts(places[0].resources())}, {places[0].num_threads} thread(s)"
             for name, places in pools.items()
             if places
         ]
-        return "\n".join([*lines, f"{'total':<11}{_amounts(self.wanted())}, {self.strategy}"])
+        lines.append(f"{'total':<11}{amounts(self.wanted())}, {self.strategy}")
+        if self.num_added:
+            most = len(self.generation) + self.num_added
+            lines.append(f"{'full':<11}{amounts(self.full())} with {most} generation instances (max_actors)")
+        return "\n".join(lines)
 
 
 def plan(config: Config) -> Topology:
     """Lay out the pools. Raises ConfigError for what this version cannot run."""
     cluster = config.cluster
     _check_trainers(config)
+    if cluster.generation.is_elastic and cluster.placement.startswith("STRICT_"):
+        raise ConfigError(
+            f"cluster.placement {cluster.placement} is a promise about places reserved together, and instances "
+            "between cluster.generation.min_actors and max_actors come one by one; take PACK or SPREAD"
+        )
     generation = tuple(
         _place(f"gen-{i}", i, cluster.generation.num_cpus, cluster.generation.num_gpus,
                config.engine.num_threads)
-        for i in range(cluster.generation.num_actors)
+        for i in range(cluster.generation.least)
     )  # fmt: skip
     first = len(generation)
     reward = tuple(
@@ -154,6 +176,7 @@ def plan(config: Config) -> Topology:
         strategy=cluster.placement,
         placement_timeout_s=cluster.placement_timeout_s,
         pins_pools=cluster.pin_pools,
+        num_added=cluster.generation.most - cluster.generation.least,
     )  # fmt: skip
 
 
@@ -161,11 +184,11 @@ def require_machine(topology: Topology, *, num_cpus: float, num_gpus: float) -> 
     """Require that one machine can hold all places. Raises PlacementError naming what is missing."""
     have = {"CPU": num_cpus, "GPU": num_gpus}
     wanted = topology.wanted()
-    missing = _missing(wanted, have)
+    missing = gaps(wanted, have)
     if missing:
         raise PlacementError(
-            f"the run cannot be placed on this machine: it wants {_amounts(wanted)}, the machine has "
-            f"{_amounts(have)}; missing: {_amounts(missing)}; lower num_actors, num_cpus or num_gpus in the "
+            f"the run cannot be placed on this machine: it wants {amounts(wanted)}, the machine has "
+            f"{amounts(have)}; missing: {amounts(missing)}; lower num_actors, num_cpus or num_gpus in the "
             "section cluster, or join a larger cluster with cluster.address"
         )
     if topology.pins_pools:
@@ -186,7 +209,7 @@ def place(topology: Topology, *, is_local: bool) -> PlacementGroup:
     A local cluster cannot grow, so what it lacks is said at once; elsewhere an autoscaler gets
     `placement_timeout_s`. Raises PlacementError naming what is missing.
     """
-    if is_local and _missing(topology.wanted(), ray.cluster_resources()):
+    if is_local and gaps(topology.wanted(), ray.cluster_resources()):
         raise PlacementError(_explain(topology, waited_s=0.0))
     began_s = time.monotonic()
     group = placement_group(
@@ -257,15 +280,16 @@ def _check_trainers(config: Config) -> None:
         )
 
 
-def _missing(wanted: Mapping[str, float], have: Mapping[str, float]) -> dict[str, float]:
-    gaps = {name: amount - have.get(name, 0.0) for name, amount in wanted.items()}
-    return {name: gap for name, gap in gaps.items() if gap > _SLACK}
+def gaps(wanted: Mapping[str, float], have: Mapping[str, float]) -> dict[str, float]:
+    """What is missing of each resource."""
+    found = {name: amount - have.get(name, 0.0) for name, amount in wanted.items()}
+    return {name: gap for name, gap in found.items() if gap > _SLACK}
 
 
 def _explain(topology: Topology, *, waited_s: float) -> str:
     wanted, total, free = topology.wanted(), ray.cluster_resources(), ray.available_resources()
-    missing = _missing(wanted, free)
-    gap = f"missing: {_amounts(missing)}" if missing else "enough in all, but not on the right nodes"
+    missing = gaps(wanted, free)
+    gap = f"missing: {amounts(missing)}" if missing else "enough in all, but not on the right nodes"
     if topology.pins_pools:
         labelled = {node["Labels"].get(POOL_LABEL) for node in ray.nodes() if node["Alive"]}
         unmet = [name for name in topology.pools if name not in labelled]
@@ -278,12 +302,13 @@ def _explain(topology: Topology, *, waited_s: float) -> str:
     have = {name: total.get(name, 0.0) for name in wanted}
     idle = {name: free.get(name, 0.0) for name in wanted}
     return (
-        f"the run cannot be placed (waited {waited_s:.0f} s): it wants {_amounts(wanted)} in "
-        f"{len(topology.places)} bundles (largest: {largest.name} with {_amounts(largest.resources())}, "
-        f"strategy {topology.strategy}), the cluster has {_amounts(have)}, of which {_amounts(idle)} free; "
+        f"the run cannot be placed (waited {waited_s:.0f} s): it wants {amounts(wanted)} in "
+        f"{len(topology.places)} bundles (largest: {largest.name} with {amounts(largest.resources())}, "
+        f"strategy {topology.strategy}), the cluster has {amounts(have)}, of which {amounts(idle)} free; "
         f"{gap}; lower num_actors, num_cpus or num_gpus in the section cluster, or add nodes"
     )
 
 
-def _amounts(resources: Mapping[str, float]) -> str:
+def amounts(resources: Mapping[str, float]) -> str:
+    """Resources in words."""
     return " and ".join(f"{amount:g} {name}" for name, amount in resources.items()) or "nothing"

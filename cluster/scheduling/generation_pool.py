@@ -1,23 +1,31 @@
-"""The generation pool: makes instances, gives them the current weights, replaces lost ones.
+"""The generation pool: makes instances, gives them the current weights, replaces lost ones, grows and shrinks.
 
 The loop's process makes every actor, so instances outlive a scheduler, and the chunks of the current
-versions stay referenced here for whoever joins later.
+versions stay referenced here for whoever joins later. The first instances stand in the run's one placement group and
+are waited for; whoever comes later has a bundle of its own and starts beside the run (`pool_changes`).
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import ray
+from ray.util.placement_group import PlacementGroup
 
-from actors.actor_messages import GenerationSpec, InstanceNumerics, LostInstance
+from actors.actor_messages import GenerationSpec, InstanceNumerics, LostInstance, Taken
 from actors.generation.generation_actor import GenerationActor
 from actors.ray_utils import run_metrics
 from actors.ray_utils.remote import Handle
 from actors.ray_utils.waiting import get
-from cluster.placement.topology import Place, PlacementContext, actor_options
+from cluster.placement.single_places import SinglePlaces
+from cluster.placement.topology import Place, PlacementContext, Topology, actor_options
+from cluster.scheduling.departures import LastWords
 from cluster.scheduling.instance_table import Instance, InstanceTable
+from cluster.scheduling.joiners import Joiner
+from cluster.scheduling.pool_changes import PoolChanges
 from cluster.scheduling.scheduler_client import SchedulerClient
 from cluster.weights.publish import PublishedWeights, publish
 from core.config import ClusterConfig
@@ -32,16 +40,17 @@ class GenerationPool:
         self,
         *,
         cluster: ClusterConfig,
-        places: tuple[Place, ...],
+        topology: Topology,
         context: PlacementContext,
+        single_places: SinglePlaces,
         scheduler: SchedulerClient,
         instances: InstanceTable,
         spec_for: Callable[[str], GenerationSpec],
         note: Callable[[str], None] = lambda text: None,
     ) -> None:
-        """None is made so far; each gets a row of `instances`. `note` is told of each replacement, in one line."""
+        """None is made so far; each gets a row of `instances`. `note` is told of each change, in one line."""
         self._cluster = cluster
-        self._places = places
+        self._places = topology.generation
         self._context = context
         self._scheduler = scheduler
         self._instances = instances
@@ -51,6 +60,17 @@ class GenerationPool:
         self._num_restarts = 0
         self._less_than_bits: list[str] = []
         self._rounds_by = ""
+        self._began_s = 0.0
+        self._changes = PoolChanges(
+            cluster,
+            topology,
+            context.group,
+            single_places,
+            scheduler,
+            instances,
+            order=self._order_joiner,
+            note=note,
+        )
 
     @property
     def instances(self) -> Mapping[str, Handle]:
@@ -59,6 +79,7 @@ class GenerationPool:
 
     def make_all(self) -> None:
         """Start the processes of all instances; they come up while the caller goes on."""
+        self._began_s = time.monotonic()
         for place in self._places:
             self._make(place.name, place)
 
@@ -66,6 +87,28 @@ class GenerationPool:
         """Give all instances their first weights. Raises InstanceLost when one cannot start."""
         self._weights = {w.manifest.model: w for w in weights}
         self._bring_up(list(self.instances))
+        self._changes.begin(start_up_s=time.monotonic() - self._began_s)
+
+    def look(self, taken: Taken, *, may_fetch: bool = True) -> None:
+        """Carry out what the scheduler decided of the pool's size, take in who has started, empty nodes that end.
+
+        To be called often; waits for nobody. `may_fetch`: whether the trainer can be asked for weights.
+        """
+        for ready in self._changes.look(taken, self._weights, may_fetch=may_fetch):
+            self._note_numerics(ready.joiner.name, ready.numerics)
+            self._changes.join(ready)
+
+    def rollouts_ahead(self, count: int) -> None:
+        """Say how many rollouts the run will ask for after the present one."""
+        self._changes.rollouts_ahead = count
+
+    def last_words(self) -> dict[str, LastWords]:
+        """What instances that have left since the last call did before, by name."""
+        return self._changes.departures.take()
+
+    def figures(self) -> dict[str, float]:
+        """The pool's changes since the last call; empty where it is fixed and nothing has happened."""
+        return self._changes.figures()
 
     def keep(self, weights: PublishedWeights) -> None:
         """Take note of a version that every instance has got by another way: replacements get it."""
@@ -85,6 +128,9 @@ class GenerationPool:
         Raises InstanceLost when `cluster.max_instance_restarts` are used up.
         """
         row = self._instances[lost.instance]
+        if row.group is not None or (row.leaves_because and row.place is not None):
+            self._changes.lost(lost)
+            return None
         place, row.place = row.place, None
         if place is None:
             return None
@@ -111,19 +157,38 @@ class GenerationPool:
 
     def stop(self) -> None:
         """Let every instance leave its loop, so that its gauges end at 0."""
+        self._changes.stop()
         refs: list[Any] = [handle.stop.remote(1.0) for handle in self.instances.values()]
         ray.wait(refs, num_returns=len(refs), timeout=2.0)
 
     def _make(self, name: str, place: Place) -> None:
-        options = actor_options(place, self._context) | {"name": name}
-        spec = self._spec_for(name)
-        handle = GenerationActor.options(**options).remote(spec)
+        spec, handle = self._order_actor(name, place, self._context)
         self._instances[name] = Instance(
             handle=handle,
             num_slots=spec.engine.max_running_samples,
             place=place,
             sentinel=handle.run.remote(),
         )
+
+    def _order_joiner(self, place: Place, group: PlacementGroup | None) -> Joiner:
+        """Start an instance that nobody waits for; `group`: its own bundle, where it has one."""
+        context = self._context if group is None else replace(self._context, group=group)
+        spec, handle = self._order_actor(place.name, place, context)
+        return Joiner(
+            name=place.name,
+            place=place,
+            group=group,
+            spec=spec,
+            handle=handle,
+            sentinel=handle.run.remote(),
+            began_s=time.monotonic(),
+        )
+
+    def _order_actor(
+        self, name: str, place: Place, context: PlacementContext
+    ) -> tuple[GenerationSpec, Handle]:
+        spec = self._spec_for(name)
+        return spec, GenerationActor.options(**actor_options(place, context) | {"name": name}).remote(spec)
 
     def _bring_up(self, names: list[str]) -> None:
         """Load the first weights (module building and the probe included), then let them take samples."""
@@ -149,17 +214,27 @@ class GenerationPool:
                 order="say what its numerics promise",
                 timeout_s=self._cluster.order_timeout_s,
             )
-            self._rounds_by = self._rounds_by or told.rounds_by
-            less = [] if told.promise.startswith("invariant") else [told.promise]
-            if told.rounds_by != self._rounds_by:
-                less.append(
-                    f"it rounds by {told.rounds_by}, the first instance by {self._rounds_by}: tokens of a sample may "
-                    "depend on its instance; install the same packages on nodes of one kind"
-                )
-            for reason in less:
-                if reason not in self._less_than_bits:
-                    self._less_than_bits.append(reason)
-                    self._note(f"numerics on {name}: {reason}")
+            self._note_numerics(name, told)
+            self._instances[name].node = get(
+                handle.node.remote(),
+                waiter="the loop",
+                waited_for=name,
+                order="say where it is",
+                timeout_s=self._cluster.order_timeout_s,
+            )
+
+    def _note_numerics(self, name: str, told: InstanceNumerics) -> None:
+        self._rounds_by = self._rounds_by or told.rounds_by
+        less = [] if told.promise.startswith("invariant") else [told.promise]
+        if told.rounds_by != self._rounds_by:
+            less.append(
+                f"it rounds by {told.rounds_by}, the first instance by {self._rounds_by}: tokens of a sample may "
+                "depend on its instance; install the same packages on nodes of one kind"
+            )
+        for reason in less:
+            if reason not in self._less_than_bits:
+                self._less_than_bits.append(reason)
+                self._note(f"numerics on {name}: {reason}")
 
     @property
     def is_invariant(self) -> bool:

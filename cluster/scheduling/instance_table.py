@@ -27,6 +27,11 @@ class Instance:
     sentinel: Any = None
     "reference to the end of its decode loop"
     state: InstanceState = InstanceState.JOINING
+    group: Any = None
+    "its own placement group; None: it stands in the run's"
+    leaves_because: str = ""
+    node: str = ""
+    "Ray's id of the node that it runs on; empty: not known"
     stats: GenerationStats = field(default_factory=GenerationStats)
     "as the scheduler told last"
 
@@ -36,8 +41,9 @@ class InstanceTable(dict[str, Instance]):
 
     @property
     def serving(self) -> dict[str, Instance]:
-        """Those that have joined and are not lost."""
-        return {name: row for name, row in self.items() if row.state is InstanceState.SERVING}
+        """Those that have joined and are neither lost nor gone."""
+        joined = (InstanceState.SERVING, InstanceState.LEAVING)
+        return {name: row for name, row in self.items() if row.state in joined}
 
     @property
     def handles(self) -> dict[str, Handle]:

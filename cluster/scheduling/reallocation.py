@@ -1,4 +1,4 @@
-"""The reallocation policy of a run: its cost models from the profile and the models' shapes."""
+"""The policies that move samples and size the pool: their cost models from the profile and the models' shapes."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from policies.reallocation.by_name import make_reallocation_policy
 from policies.reallocation.gate import Gate
 from policies.reallocation.pool_records import ReallocationPolicy
 from policies.reallocation.rate_curve import RateCurve, rate_curve_from_profile
+from policies.scaling.scaling_policy import ScalingPolicy
+from policies.scaling.scaling_records import Limits
 from profiles.profile import Profile
 
 MOVING_POLICIES = ("finish_time", "paper_rule")
@@ -30,10 +32,20 @@ def reallocation_policy(config: Config, profile: Profile | None) -> Reallocation
     )
 
 
+def scaling_policy(config: Config, profile: Profile | None) -> ScalingPolicy | None:
+    """Make the policy of the pool's size; None where it is fixed."""
+    pool = config.cluster.generation
+    if not pool.is_elastic:
+        return None
+    limits = Limits(least=pool.least, most=pool.most, idle_timeout_s=pool.idle_timeout_s)
+    can_move = config.reallocation.policy in MOVING_POLICIES
+    return ScalingPolicy(_curve(config, profile), limits, can_move=can_move)
+
+
 def migration_settings(config: Config) -> ReallocationConfig | None:
     """What an instance needs to move samples; None where none ever moves."""
     wanted = config.reallocation
-    if wanted.policy not in MOVING_POLICIES or config.cluster.generation.num_actors == 1:
+    if wanted.policy not in MOVING_POLICIES or config.cluster.generation.most == 1:
         return None
     return wanted
 

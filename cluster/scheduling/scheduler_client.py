@@ -22,6 +22,7 @@ from cluster.scheduling.instance_table import InstanceTable
 from core.decode_records import GenerationStats
 from core.errors import InstanceLost, SchedulerLost, WaitTimeout
 from core.records import Completion, SampleKey, SampleRequest
+from policies.scaling.scaling_records import Starts
 from policies.scheduling.members import InstanceState
 
 _GRACE_S = 5.0
@@ -50,6 +51,7 @@ class SchedulerClient:
         self._delivered: dict[SampleKey, Completion] = {}
         self._lost: list[LostInstance] = []
         self._news: list[str] = []
+        self._expected: tuple[Starts, tuple[str, ...]] = (Starts(), ())
         self._planning_s = 0.0
         self._planning_before_s = 0.0
         self._handle = make(settings)
@@ -81,6 +83,20 @@ class SchedulerClient:
         self._instances[instance].state = InstanceState.GONE
         self._tell("lose", instance, reason)
 
+    def leave(self, instance: str, reason: str) -> None:
+        """Have an instance emptied; `take` tells when it may be ended. Raises SchedulerLost."""
+        self._instances[instance].state, self._instances[instance].leaves_because = (
+            InstanceState.LEAVING,
+            reason,
+        )
+        self._tell("leave", instance, reason)
+
+    def expect(self, starts: Starts, may_leave: tuple[str, ...]) -> None:
+        """Tell what is on its way, and whose places can be given back. Raises SchedulerLost."""
+        if (starts, may_leave) != self._expected:
+            self._expected = (starts, may_leave)
+            self._tell("expect", starts, may_leave)
+
     def enqueue(self, requests: tuple[SampleRequest, ...]) -> None:
         """Ask for new samples; they complete through `take`. Raises SchedulerLost."""
         if len(self._delivered) == len(self._asked):
@@ -99,8 +115,8 @@ class SchedulerClient:
         self._delivered.update((completion.key, completion) for completion in taken.completions)
         for name, stats in taken.stats.items():
             self._instances[name].stats = stats
-        for lost in taken.lost:
-            self._instances[lost.instance].state = InstanceState.GONE
+        for gone in (*taken.lost, *taken.left):
+            self._instances[gone.instance].state = InstanceState.GONE
         given_up, self._lost = self._lost, []
         return replace(taken, lost=(*given_up, *taken.lost))
 
@@ -188,6 +204,10 @@ class SchedulerClient:
         ref = self._handle.rebuild.remote(requests, delivered, rejoined)
         self._get(ref, "rebuild its state", self._start_timeout_s)
         self._sentinel = self._handle.run.remote()
+        self._handle.expect.remote(*self._expected)
+        for name, row in self._instances.serving.items():
+            if row.state is InstanceState.LEAVING:
+                self._handle.leave.remote(name, row.leaves_because)
 
     def _describe(self, reason: str, held: Mapping[str, HeldSamples]) -> str:
         kept = {key for one in held.values() for key in one.open_epochs}

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from core.settings.section import Seconds, Section
 
@@ -20,9 +20,40 @@ class PoolConfig(Section):
 
 
 class GenerationPoolConfig(PoolConfig):
-    """The generation instances."""
+    """The generation instances; between `min_actors` and `max_actors` the pool grows and shrinks during a run."""
 
     num_actors: int = Field(default=2, ge=1, le=MAX_ACTORS)
+    "at the start"
+    min_actors: int | None = Field(default=None, ge=1, le=MAX_ACTORS)
+    "a run starts when so many have a place; null: num_actors"
+    max_actors: int | None = Field(default=None, ge=1, le=MAX_ACTORS)
+    "null: num_actors"
+    idle_timeout_s: Seconds = 120.0
+    "an instance above min_actors that has had nothing to do for so long leaves"
+
+    @property
+    def least(self) -> int:
+        """Instances that the run always has."""
+        return self.num_actors if self.min_actors is None else self.min_actors
+
+    @property
+    def most(self) -> int:
+        """Instances that the run has at most."""
+        return self.num_actors if self.max_actors is None else self.max_actors
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether the pool may change its size."""
+        return self.least < self.most
+
+    @model_validator(mode="after")
+    def _start_between(self) -> Self:
+        if not self.least <= self.num_actors <= self.most:
+            raise ValueError(
+                f"expected min_actors <= num_actors <= max_actors, got {self.least}, {self.num_actors}, {self.most}; "
+                "num_actors is what the pool starts with"
+            )
+        return self
 
 
 class RewardPoolConfig(PoolConfig):

@@ -39,6 +39,10 @@ class InstanceView:
     "emitted tokens per second of late; 0 when unknown"
     goodput_samples: float = 0.0
     "samples that ran meanwhile, in the mean"
+    idle_s: float = 0.0
+    "seconds for which it has had no sample"
+    is_leaving: bool = False
+    "takes no samples any more; it has no slots to give"
 
     @property
     def num_running(self) -> int:

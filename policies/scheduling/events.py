@@ -13,6 +13,7 @@ from typing import Any
 from core.decode_records import InstanceLoad
 from core.records import Completion, SampleKey, SampleRequest
 from policies.migration.move_messages import CallOff, MoveOrder, MoveOutcome, MoveReport, Settle
+from policies.scaling.scaling_records import Resize
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,13 +61,21 @@ class InstanceGone:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class InstanceLeaves:
+    """An instance is to be emptied and let go."""
+
+    instance: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ClockTicked:
     """Time passed: instances that have been silent for too long are given up."""
 
     now_s: float
 
 
-Event = SamplesArrived | InstanceJoined | InstanceReported | InstanceGone | ClockTicked
+Event = SamplesArrived | InstanceJoined | InstanceReported | InstanceGone | InstanceLeaves | ClockTicked
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +100,21 @@ class Abandon:
     instance: str
     reason: str
     num_requeued: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Left:
+    """A leaving instance holds nothing any more: end it."""
+
+    instance: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resized:
+    """The pool is to have another size; who is to leave is leaving already."""
+
+    change: Resize
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,7 +165,7 @@ class MoveRecord:
     "what the instances measured: bytes, seconds by stage, downtime"
 
 
-Order = Submit | Deliver | Abandon | Alarm | StartMove | SendVerdict | MoveEnded
+Order = Submit | Deliver | Abandon | Left | Resized | Alarm | StartMove | SendVerdict | MoveEnded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -61,7 +61,7 @@ class Ledger:
 
     def can_move(self, move: Move) -> bool:
         """True when the sample is where the move says, is not being moved, and a slot is free for it."""
-        sample, target = self.samples.get(move.key), self.members.serving.get(move.destination)
+        sample, target = self.samples.get(move.key), self.members.admitting.get(move.destination)
         if sample is None or target is None or sample.owner != move.source or move.key in self.moves:
             return False
         if move.source == move.destination:
@@ -104,7 +104,7 @@ class Ledger:
         many that another instance may run dry: the fewer wait here, the fewer wait there.
         """
         given: dict[str, list[SampleRequest]] = {}
-        members, static = self.members.serving, self._binding == "static"
+        members, static = self.members.admitting, self._binding == "static"
         while self.waiting:
             load = {name: len(m.owned) + self.moves.num_arriving(name) for name, m in members.items()}
             spare = len(self.waiting) // (2 * max(len(members), 1))

@@ -20,8 +20,10 @@ class InstanceState(StrEnum):
     "made, its first weights are on their way; the scheduler has not heard of it"
     SERVING = "serving"
     "takes samples"
+    LEAVING = "leaving"
+    "takes no more; what it has moves away or ends there"
     GONE = "gone"
-    "died, or was given up"
+    "died, was given up, or has left"
 
 
 @dataclass(slots=True)
@@ -40,6 +42,9 @@ class Member:
     boundary: int = -1
     "step boundary it last told"
     boundary_since_s: float = 0.0
+    leaves_because: str = ""
+    idle_since_s: float | None = None
+    "since when it has had no sample, as looked at last"
 
     def looked_at_step(self, boundary: int, now_s: float) -> float:
         """Return for how many seconds it has told no other step boundary than this one."""
@@ -60,8 +65,20 @@ class Members(dict[str, Member]):
 
     @property
     def serving(self) -> dict[str, Member]:
-        """Those that take samples."""
-        return {name: member for name, member in self.items() if member.state is InstanceState.SERVING}
+        """Those that are heard: they take samples, or still have some."""
+        heard = (InstanceState.SERVING, InstanceState.LEAVING)
+        return {name: member for name, member in self.items() if member.state in heard}
+
+    @property
+    def admitting(self) -> dict[str, Member]:
+        """Those that take samples; where all leave, these: samples had better run than wait."""
+        taking = {name: member for name, member in self.items() if member.state is InstanceState.SERVING}
+        return taking or self.serving
+
+    @property
+    def leaving(self) -> dict[str, Member]:
+        """Those that are to be emptied."""
+        return {name: member for name, member in self.items() if member.state is InstanceState.LEAVING}
 
     @property
     def stats(self) -> dict[str, GenerationStats]:

@@ -6,6 +6,7 @@ import numpy as np
 
 from policies.reallocation.pool_records import InstanceView, PoolView
 from policies.scheduling.ledger import Ledger
+from policies.scheduling.members import InstanceState
 
 
 def pool_view(ledger: Ledger, *, max_new_tokens: int) -> PoolView:
@@ -24,9 +25,10 @@ def _view(name: str, ledger: Ledger) -> InstanceView:
     movable = [key for key in member.owned if key not in moves]
     movable.sort(key=lambda key: samples[key].arrival)
     shown = [samples[key] for key in movable]
+    is_leaving = member.state is InstanceState.LEAVING
     return InstanceView(
         instance=name,
-        num_slots=member.num_slots,
+        num_slots=0 if is_leaving else member.num_slots,
         keys=tuple(movable),
         response_tokens=np.array([sample.num_tokens for sample in shown], dtype=np.int64),
         context_tokens=np.array([sample.num_context_tokens for sample in shown], dtype=np.int64),
@@ -34,4 +36,6 @@ def _view(name: str, ledger: Ledger) -> InstanceView:
         num_leaving=len(member.owned) - len(movable),
         goodput_tokens_per_s=member.load.goodput_tokens_per_s if member.load else 0.0,
         goodput_samples=member.load.goodput_samples if member.load else 0.0,
+        idle_s=0.0 if member.idle_since_s is None else ledger.now_s - member.idle_since_s,
+        is_leaving=is_leaving,
     )

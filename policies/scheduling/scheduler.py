@@ -11,7 +11,7 @@ accepted one and dropped; a difference is an integrity alarm (design 3.4).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 
 from core.awake import AwakeClock
@@ -19,6 +19,8 @@ from core.errors import RlhfSpecError
 from core.records import Completion, SampleKey, SampleRequest, next_asking
 from policies.migration.move_messages import MoveOutcome
 from policies.reallocation.pool_records import Move, ReallocationPolicy
+from policies.scaling.scaling_policy import ScalingPolicy
+from policies.scaling.scaling_records import Starts
 from policies.scheduling.events import (
     Alarm,
     ClockTicked,
@@ -26,15 +28,18 @@ from policies.scheduling.events import (
     Event,
     InstanceGone,
     InstanceJoined,
+    InstanceLeaves,
     InstanceReported,
     InstanceSnapshot,
     MoveEnded,
     Order,
+    Resized,
     SamplesArrived,
     StartMove,
 )
+from policies.scheduling.leaving import let_go, moves_away
 from policies.scheduling.ledger import Binding, Ledger, verdict_for
-from policies.scheduling.members import Member, Members
+from policies.scheduling.members import InstanceState, Member, Members
 from policies.scheduling.open_samples import OpenSample, digest
 from policies.scheduling.ownership import TAKEN_BACK_EPOCHS, OpenMoves
 from policies.scheduling.pool_view import pool_view
@@ -54,6 +59,7 @@ class Scheduler:
         heartbeat_timeout_s: float,
         binding: Binding = "pull",
         reallocation: ReallocationPolicy | None = None,
+        scaling: ScalingPolicy | None = None,
         term: int = 0,
     ) -> None:
         """A scheduler of no instances.
@@ -63,11 +69,14 @@ class Scheduler:
             binding: pull, or static: the i-th sample belongs to the i-th instance from its arrival on, as in
                 systems that split a batch up front; a baseline.
             reallocation: which running samples to move; None moves none.
+            scaling: how many instances there should be; None: the pool's size is left as it is.
             term: number of schedulers before this one in the run.
         """
         self._heartbeat_timeout_s = heartbeat_timeout_s
         self._clock = AwakeClock(longest_s=LONGEST_LOOK * heartbeat_timeout_s)
         self._reallocation = reallocation
+        self._scaling = scaling
+        self._starts, self._may_leave = Starts(), frozenset[str]()
         self._ledger = Ledger(binding=binding, prefix=f"{term}-")
         self._accepted: dict[SampleKey, tuple[int, str]] = {}
         self._max_new_tokens = 1
@@ -127,18 +136,47 @@ class Scheduler:
                 orders = self._report(event)
             case InstanceGone():
                 orders = self._ledger.lose(event.instance, event.reason)
+            case InstanceLeaves():
+                self._leave(event.instance, event.reason)
+                orders = []
             case ClockTicked():
                 orders = self._give_up_silent()
-        return orders + self._ledger.pull()
+        return orders + self._ledger.pull() + let_go(self._ledger)
+
+    def expect(self, starts: Starts, may_leave: Collection[str]) -> None:
+        """Take note of instances that start, and of those whose places can be given back."""
+        self._starts, self._may_leave = starts, frozenset(may_leave)
 
     def reallocate(self, now_s: float) -> list[Order]:
-        """Let the policy order moves, from what the last polls said."""
+        """Let the policies order moves and sizes, from what the last polls said."""
         self._look_at_clock(now_s)
-        forgotten = self._ledger.forget_silent_moves(timeout_s=MOVE_TIMEOUT_S)
+        orders = self._ledger.forget_silent_moves(timeout_s=MOVE_TIMEOUT_S)
+        if self._scaling is not None:
+            orders += self._resize(self._scaling)
         if self._reallocation is None:
-            return forgotten
+            return orders
+        orders += self._start(moves_away(self._ledger))
         view = pool_view(self._ledger, max_new_tokens=self._max_new_tokens)
-        return forgotten + self._start(self._reallocation.plan(view))
+        return orders + self._start(self._reallocation.plan(view))
+
+    def _resize(self, scaling: ScalingPolicy) -> list[Order]:
+        for name, member in self.members.serving.items():
+            is_idle = not member.owned and not self.moves.num_arriving(name)
+            since_s = self._ledger.now_s if member.idle_since_s is None else member.idle_since_s
+            member.idle_since_s = since_s if is_idle else None
+        view = pool_view(self._ledger, max_new_tokens=self._max_new_tokens)
+        change = scaling.plan(view, self._starts, may_leave=self._may_leave)
+        if change is None:
+            return []
+        for name in change.leave:
+            self._leave(name, change.reason)
+        return [Resized(change=change), *let_go(self._ledger)]
+
+    def _leave(self, instance: str, reason: str) -> None:
+        """Give an instance no more samples; what was bound to it and has not begun is moved with the rest."""
+        member = self.members.serving.get(instance)
+        if member is not None:
+            member.state, member.leaves_because = InstanceState.LEAVING, reason
 
     def move(self, moves: Iterable[Move], *, now_s: float) -> list[Order]:
         """Order moves; one that is not possible any more is left out."""
@@ -163,6 +201,7 @@ class Scheduler:
         now_s: float,
         binding: Binding = "pull",
         reallocation: ReallocationPolicy | None = None,
+        scaling: ScalingPolicy | None = None,
         term: int = 0,
     ) -> tuple[Scheduler, list[Order]]:
         """A scheduler that goes on where a dead one stopped.
@@ -174,7 +213,11 @@ class Scheduler:
         ended before: what they hold is given to others.
         """
         machine = cls(
-            heartbeat_timeout_s=heartbeat_timeout_s, binding=binding, reallocation=reallocation, term=term
+            heartbeat_timeout_s=heartbeat_timeout_s,
+            binding=binding,
+            reallocation=reallocation,
+            scaling=scaling,
+            term=term,
         )
         machine._arrive(tuple(requests))
         for completion in delivered:
@@ -313,6 +356,8 @@ class Scheduler:
         self._accepted[key] = (epoch, digest(completion))
         if self._reallocation is not None:
             self._reallocation.note_finished(completion.num_tokens)
+        if self._scaling is not None:
+            self._scaling.note_finished(completion.num_tokens)
         orders: list[Order] = [Deliver(completion=completion)]
         orders += self._ledger.end_move(key, MoveOutcome.KEPT, "finished before it left")
         for stale_epoch, stale_instance, stale_digest in self._ledger.samples.pop(key).stale:

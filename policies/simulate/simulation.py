@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from enum import IntEnum
 
 import numpy as np
@@ -12,6 +13,7 @@ import numpy as np
 from core.records import SampleKey, Stream
 from policies.reallocation.pool_records import InstanceView, Move, MoveMode, PoolView, ReallocationPolicy
 from policies.simulate.simulated_instance import PaceLine, SimulatedInstance
+from policies.simulate.simulated_size import SimulatedSize
 from policies.simulate.simulation_records import Binding, PoolSetup, Samples, SimulationResult
 
 
@@ -22,7 +24,8 @@ class _Kind(IntEnum):
     ARRIVE = 1
     JOIN = 2
     ORDER = 3
-    POLL = 4
+    STARTED = 4
+    POLL = 5
 
 
 def simulate(
@@ -55,24 +58,25 @@ class _Simulation:
         progress: Callable[[int], None] | None,
     ) -> None:
         self._samples, self._setup, self._policy, self._progress = samples, setup, policy, progress
+        # samples that are bound beforehand leave nothing for whoever comes later
+        self._size = SimulatedSize(setup if binding == "pull" else replace(setup, elastic=None))
+        most = self._size.most
         self._line = PaceLine.of(setup.curve, setup.num_slots)
         self._alone_line = setup.alone_curve and PaceLine.of(setup.alone_curve, setup.num_slots)
-        self._instances = [
-            SimulatedInstance(self._line, setup.moves.bystander_share) for _ in range(setup.num_instances)
-        ]
-        self._names = tuple(f"gen-{k:04d}" for k in range(setup.num_instances))
+        self._instances = [SimulatedInstance(self._line, setup.moves.bystander_share) for _ in range(most)]
+        self._names = tuple(f"gen-{k:04d}" for k in range(most))
         self._number = {name: k for k, name in enumerate(self._names)}
         self._keys = [
             SampleKey(run_seed=0, stream=Stream.BENCH, sample_index=index) for index in range(len(samples))
         ]
         self._to_go = samples.response_tokens / samples.speed
-        self._arriving = np.zeros(setup.num_instances, dtype=np.int64)
-        self._owned = np.zeros(setup.num_instances, dtype=np.int64)
+        self._arriving = np.zeros(most, dtype=np.int64)
+        self._owned = np.zeros(most, dtype=np.int64)
         self._leaving: dict[int, int] = {}
         "sample -> source, while its caches are on their way"
         self._warm: set[tuple[str, str]] = set()
         self._view_keys: dict[int, tuple[np.ndarray, tuple[SampleKey, ...]]] = {}
-        self._versions = [0] * setup.num_instances
+        self._versions = [0] * most
         self._events: list[tuple[float, int, int, tuple]] = []
         self._num_events = 0
         self._num_done = 0
@@ -100,6 +104,9 @@ class _Simulation:
                     self._join(now_s, *payload)
                 case _Kind.ORDER:
                     self._begin(now_s, *payload)
+                case _Kind.STARTED:
+                    self._size.joined(payload[0], now_s)
+                    self._bind(now_s)
                 case _Kind.POLL:
                     self._poll(now_s)
             if self._alone_line is not None:
@@ -114,6 +121,8 @@ class _Simulation:
             num_migrated=self._counts["migrated"],
             num_recomputed=self._counts["recomputed"],
             num_void=self._counts["void"],
+            instance_s=self._size.instance_s(now_s),
+            resizes=tuple(self._size.resizes),
         )
 
     def _share_machine(self, now_s: float, alone_line: PaceLine) -> None:
@@ -140,7 +149,7 @@ class _Simulation:
 
     def _bind(self, now_s: float) -> None:
         """Give waiting samples to free slots."""
-        free = self._owned < self._setup.num_slots
+        free = (self._owned < self._setup.num_slots) & self._size.admits
         if len(self._queues) > 1:
             for k in np.nonzero(free)[0].tolist():
                 queue = self._queues[k]
@@ -174,6 +183,7 @@ class _Simulation:
         self._instances[k].remove(sample)
         self._num_done += 1
         self._policy.note_finished(int(self._samples.response_tokens[sample]))
+        self._size.note_finished(int(self._samples.response_tokens[sample]))
         self._free(now_s, k)
 
     def _free(self, now_s: float, k: int) -> None:
@@ -185,7 +195,10 @@ class _Simulation:
     def _poll(self, now_s: float) -> None:
         if self._progress is not None:
             self._progress(self._num_done)
-        moves = self._policy.plan(self._view(now_s))
+        view = self._view(now_s)
+        for k in self._size.plan(view):
+            self._push(now_s + self._size.start_up_s, _Kind.STARTED, k)
+        moves = self._size.moves_away(view) + self._policy.plan(view)
         if moves:
             self._push(now_s + self._setup.order_delay_s, _Kind.ORDER, moves)
         self._push(now_s + self._setup.poll_interval_s, _Kind.POLL)
@@ -197,7 +210,7 @@ class _Simulation:
             source, destination = self._number[move.source], self._number[move.destination]
             sample = move.key.sample_index
             here, there = self._instances[source], self._instances[destination]
-            gone = sample not in here.running or sample in self._leaving
+            gone = sample not in here.running or sample in self._leaving or not self._size.admits[destination]
             if gone or self._owned[destination] >= self._setup.num_slots:
                 continue
             self._counts["moves"] += 1
@@ -267,7 +280,9 @@ class _Simulation:
         views = []
         for k, instance in enumerate(self._instances):
             instance.advance(now_s)
-            views.append(self._instance_view(k, instance))
+            self._size.look(k, now_s, is_empty=not self._owned[k])
+            if self._size.is_there[k]:
+                views.append(self._instance_view(k, instance, now_s))
         return PoolView(
             now_s=now_s,
             instances=tuple(views),
@@ -276,7 +291,7 @@ class _Simulation:
             warm_pairs=frozenset(self._warm),
         )
 
-    def _instance_view(self, k: int, instance: SimulatedInstance) -> InstanceView:
+    def _instance_view(self, k: int, instance: SimulatedInstance, now_s: float) -> InstanceView:
         if k not in self._view_keys:
             here = sorted(sample for sample in instance.running if sample not in self._leaving)
             self._view_keys[k] = (np.array(here, dtype=np.int64), tuple(self._keys[s] for s in here))
@@ -288,7 +303,7 @@ class _Simulation:
         num_running = len(instance.running)
         return InstanceView(
             instance=self._names[k],
-            num_slots=self._setup.num_slots,
+            num_slots=self._setup.num_slots if self._size.admits[k] else 0,
             keys=keys,
             response_tokens=done,
             context_tokens=done + self._samples.prompt_tokens[here],
@@ -296,4 +311,6 @@ class _Simulation:
             num_leaving=num_running - len(keys),
             goodput_tokens_per_s=instance.goodput,
             goodput_samples=float(num_running),
+            idle_s=self._size.idle_s(k, now_s),
+            is_leaving=not self._size.admits[k],
         )

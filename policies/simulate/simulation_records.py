@@ -8,6 +8,7 @@ from typing import Literal
 import numpy as np
 
 from policies.reallocation.rate_curve import RateCurve
+from policies.scaling.scaling_records import Resize
 from profiles.transfer import PrefillModel, TransferModel
 
 Binding = Literal["static", "pull"]
@@ -42,10 +43,22 @@ class MoveTruth:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Elastic:
+    """A pool that may change during the rollout."""
+
+    least: int
+    most: int
+    start_up_s: float
+    idle_timeout_s: float
+    rollouts_ahead: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PoolSetup:
     """The instances and how they are looked after."""
 
     num_instances: int
+    "at the start"
     num_slots: int
     "per instance"
     curve: RateCurve
@@ -59,6 +72,8 @@ class PoolSetup:
     "of an instance while no other has work: instances of one machine share it; None: as ever"
     prompt_token_s: float = 0.0
     "seconds for which an instance computes a prompt token when a sample is bound to it"
+    elastic: Elastic | None = None
+    "None: the instances stay the same"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +91,10 @@ class SimulationResult:
     num_recomputed: int
     num_void: int
     "migrations whose sample was done before they were"
+    instance_s: float = 0.0
+    "instances times seconds, from each one's start to its end"
+    resizes: tuple[tuple[float, Resize], ...] = ()
+    "when the pool was to change, and why"
 
     @property
     def busy_share(self) -> float:

@@ -148,6 +148,9 @@ class Generation:
         self.replaced.append(lost.instance)
         return None if lost.instance == "known" else f"{lost.instance}-r1"
 
+    def look(self, taken: Taken, *, may_fetch: bool = True) -> None:
+        """The size stays."""
+
 
 def system(*script: Taken, batch_size: int = 2) -> Any:
     return SimpleNamespace(

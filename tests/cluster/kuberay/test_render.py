@@ -198,6 +198,34 @@ def test_a_queue_of_kueue_starts_the_job(tmp_path: Path) -> None:
     assert job["spec"]["rayClusterSpec"]["enableInTreeAutoscaling"] is False
 
 
+ELASTIC = ("--set", "cluster.generation.min_actors=2", "--set", "cluster.generation.max_actors=7")
+
+
+def test_an_elastic_pool_has_the_pods_of_its_least_and_of_its_most_actors(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = (*ELASTIC, "--set", "cluster.generation.num_cpus=1", "--set", "cluster.generation.num_actors=3")
+    out = tmp_path / "run.yaml"
+    documents = rendered(out, "configs/demo.yaml", *options)
+    spec = cluster_spec(of_kind(documents, "RayJob"))
+    sizes = {
+        each["groupName"]: (each["minReplicas"], each["maxReplicas"]) for each in spec["workerGroupSpecs"]
+    }
+    assert sizes == {"generation": (2, 7), "reward": (1, 1), "trainer": (1, 1)}
+    assert spec["enableInTreeAutoscaling"] and spec["autoscalerOptions"]["version"] == "v2"
+    check = ["check", "--config", str(ROOT / "configs/demo.yaml"), *options, "--manifest", str(out)]
+    assert main(check) == 0
+    spec["enableInTreeAutoscaling"] = False
+    spec["workerGroupSpecs"][0]["maxReplicas"] = 6
+    out.write_text(yaml.safe_dump_all(documents))
+    assert main(check) == 2
+    said = capsys.readouterr().err
+    assert (
+        "enableInTreeAutoscaling is off" in said
+        and "at most 6 pods of 1 actors, the plan has 7 actors" in said
+    )
+
+
 def test_actors_that_want_nodes_of_their_own_get_a_pod_each(tmp_path: Path) -> None:
     spread = ("--set", "cluster.placement=STRICT_SPREAD")
     job = of_kind(rendered(tmp_path / "run.yaml", "configs/demo.yaml", *spread), "RayJob")
@@ -212,6 +240,7 @@ def test_actors_that_want_nodes_of_their_own_get_a_pod_each(tmp_path: Path) -> N
         (["--set", "run.output_dir=/data"], "run.output_dir is /data, which no pod shares"),
         (["--set", "models.target=/runs/none", "--set", "models.draft=/runs/none"], "give --like target=DIR"),
         (["--like", "critic=/x"], "--like expects ROLE=DIR with a role of target, draft, reward"),
+        ([*ELASTIC, "--queue", "team-a"], "Kueue admits as many pods as a job always has"),
         (["--name", "My_Run"], "expected one such as my-run"),
     ],
 )

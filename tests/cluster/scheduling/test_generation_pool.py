@@ -48,8 +48,9 @@ class World:
         monkeypatch.setattr(cluster.scheduling.generation_pool.ray, "kill", lambda handle: None)
         self.pool = GenerationPool(
             cluster=ClusterConfig(max_instance_restarts=2),
-            places=tuple(SimpleNamespace(name=f"gen-{i}") for i in range(2)),
-            context=SimpleNamespace(),
+            topology=SimpleNamespace(generation=tuple(SimpleNamespace(name=f"gen-{i}") for i in range(2))),
+            context=SimpleNamespace(group=None),
+            single_places=SimpleNamespace(),
             scheduler=self.scheduler,
             instances=InstanceTable(),
             spec_for=lambda name: SimpleNamespace(
@@ -62,7 +63,7 @@ class World:
         self.pool.bring_up(self.weights)
 
     def make(self, spec: Any) -> Any:
-        return SimpleNamespace(run=Method(), numerics=Method())
+        return SimpleNamespace(run=Method(), numerics=Method(), node=Method())
 
     def publish(self, weights: Any, handles: dict, *, timeout_s: float) -> dict[str, InstanceLost]:
         return {name: ActorDied(f"{name} died: SIGKILL") for name in handles if name in self.dead}
