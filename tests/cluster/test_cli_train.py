@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import cluster.loop
 import cluster.preflight.run_profile
 from cluster.cli import main
+from cluster.observing.live_page import LivePage
 from cluster.run_folder.layout import RunDir
 from core.checkpoint_manifest import verify_checkpoint
 from core.metrics import read_metrics
@@ -103,6 +104,16 @@ def test_a_run_that_measures_its_profile_first_leaves_a_complete_folder(
         assert AutoTokenizer.from_pretrained(checkpoint).eos_token_id is not None
         # a refit of the draft may be given up
         assert verify_checkpoint(checkpoint)["weight_version"] in ((2,) if model == "target" else (0, 1, 2))
+    page = LivePage.read(run_dir.live_file)
+    assert page is not None and page.ended and page.iteration == 2
+    assert {path.stem for path in run_dir.logs_folder.iterdir()} >= {
+        "loop",
+        "scheduler",
+        "trainer",
+        "reward-0",
+        "gen-0",
+    }
+    assert [run_dir.trace_file(number).is_file() for number in (0, 1, 2)] == [True, True, False]
     assert not list(run_dir.path.rglob(".partial-*"))
 
 
