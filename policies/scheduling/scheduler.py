@@ -164,6 +164,9 @@ class Scheduler:
             is_idle = not member.owned and not self.moves.num_arriving(name)
             since_s = self._ledger.now_s if member.idle_since_s is None else member.idle_since_s
             member.idle_since_s = since_s if is_idle else None
+        if not self.members.serving:
+            # the first ones are on their way, or the loop fills the pool up
+            return []
         view = pool_view(self._ledger, max_new_tokens=self._max_new_tokens)
         change = scaling.plan(view, self._starts, may_leave=self._may_leave)
         if change is None:

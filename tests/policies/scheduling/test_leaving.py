@@ -94,6 +94,7 @@ def test_a_leaving_instance_that_dies_has_its_samples_queued_again():
 
 def test_the_policys_decision_empties_who_it_names():
     scaling = ScalingPolicy(cpu_curve(), Limits(least=1, most=2, idle_timeout_s=5.0))
+    assert pool(scaling=scaling).reallocate(1.0) == [], "before the first has joined nothing is decided"
     machine = pool(4, 4, scaling=scaling)
     machine.expect(Starts(), ("gen-1",))
     assert not [order for order in machine.reallocate(1.0) if isinstance(order, Resized | Left)]
