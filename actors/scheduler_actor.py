@@ -37,11 +37,12 @@ from actors.ray_utils.actor_start import begin_actor
 from actors.ray_utils.deaths import DEATHS, cause_of
 from actors.ray_utils.remote import Handle, remote
 from actors.ray_utils.waiting import own_error, wait_any
+from actors.scheduler_news import News
 from core.errors import WaitTimeout
 from core.records import Completion, SampleRequest
 from policies.migration.move_messages import CallOff, MoveOrder, Settle
 from policies.reallocation.pool_records import Move
-from policies.scaling.scaling_records import Resize, Starts
+from policies.scaling.scaling_records import Starts
 from policies.scheduling.events import (
     Abandon,
     Alarm,
@@ -55,7 +56,6 @@ from policies.scheduling.events import (
     InstanceSnapshot,
     Left,
     MoveEnded,
-    MoveRecord,
     Order,
     Resized,
     SamplesArrived,
@@ -94,16 +94,10 @@ class SchedulerActor:
         self._machine = Scheduler(**self._machine_arguments())
         self._submits: dict[Any, str] = {}
         self._changed = threading.Condition(threading.RLock())
-        self._completions: list[Completion] = []
-        self._lost: list[LostInstance] = []
-        self._left: list[Left] = []
-        self._resized: Resize | None = None
-        self._moves: list[MoveRecord] = []
+        self._news = News()
         self._seen_moves: deque[MoveSight] = deque(maxlen=MOVES_SEEN)
         self._reallocated_at_s = 0.0
         self._planning_s = 0.0
-        self._alarms: list[Alarm] = []
-        self._new_drafter_alarms: list[str] = []
         self._failure: BaseException | None = None
         self._stopping = False
         self._progress_mark = (0, 0)
@@ -231,31 +225,15 @@ class SchedulerActor:
         Raises what made generation impossible: an error of ours that an instance raised, or WaitTimeout.
         """
         with self._changed:
-            self._changed.wait_for(
-                lambda: self._completions or self._lost or self._left or self._failure, timeout=wait_s
-            )
+            self._changed.wait_for(lambda: self._news.is_urgent or self._failure, timeout=wait_s)
             if self._failure is not None:
                 raise self._failure
-            taken = Taken(
-                completions=tuple(self._completions),
-                lost=tuple(self._lost),
-                left=tuple(self._left),
-                resized=self._resized,
-                alarms=tuple(self._alarms),
-                drafter_alarms=tuple(self._new_drafter_alarms),
-                moves=tuple(self._moves),
+            news, self._news = self._news, News()
+            return news.taken(
                 planning_s=self._planning_s,
                 num_open=self._machine.num_open,
                 stats=self._machine.members.stats,
             )
-            self._completions.clear()
-            self._moves.clear()
-            self._lost.clear()
-            self._left.clear()
-            self._resized = None
-            self._alarms.clear()
-            self._new_drafter_alarms.clear()
-            return taken
 
     def _refs_in_flight(self) -> list[Any]:
         """Start a poll where none is in flight; return all references that may answer."""
@@ -295,7 +273,7 @@ class SchedulerActor:
         link.acknowledged = reply.sequence
         if reply.load is not None and reply.load.drafter_alarm not in ("", link.drafter_alarm):
             link.drafter_alarm = reply.load.drafter_alarm
-            self._new_drafter_alarms.append(f"{name}: {link.drafter_alarm}")
+            self._news.drafter_alarms.append(f"{name}: {link.drafter_alarm}")
         self._handle(
             InstanceReported(
                 instance=name,
@@ -349,29 +327,29 @@ class SchedulerActor:
                 )
                 self._submits[ref] = order.instance
             case Deliver():
-                self._completions.append(order.completion)
+                self._news.completions.append(order.completion)
                 self._changed.notify_all()
             case Abandon():
                 self._abandon(order)
             case Left():
-                self._left.append(order)
+                self._news.left.append(order)
                 self._changed.notify_all()
             case Resized():
-                self._resized = order.change
+                self._news.resized = order.change
             case MoveEnded():
-                self._moves.append(order.record)
+                self._news.moves.append(order.record)
                 self._seen_moves.append(move_sight(order.record, ended_at=time.time()))
                 count_move(order.record)
             case Alarm():
                 logger.error("integrity alarm: %s", order)
                 run_metrics.add("integrity_alarms")
-                self._alarms.append(order)
+                self._news.alarms.append(order)
 
     def _abandon(self, order: Abandon) -> None:
         logger.warning("%s is given up: %s", order.instance, order.reason)
         ray.kill(self._handle_of(order.instance))
         self._submits = {ref: name for ref, name in self._submits.items() if name != order.instance}
-        self._lost.append(
+        self._news.lost.append(
             LostInstance(instance=order.instance, reason=order.reason, num_requeued=order.num_requeued)
         )
         self._changed.notify_all()

@@ -38,6 +38,14 @@ def _shapes_are_checked_where_they_are_made(request: pytest.FixtureRequest) -> I
     config.update("jaxtyping_disable", False)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Proofs of minutes run where they are asked for."""
+    if not os.environ.get("RLHFSPEC_LONG_PROOFS"):
+        for item in items:
+            if item.get_closest_marker("long"):
+                item.add_marker(pytest.mark.skip(reason="minutes: set RLHFSPEC_LONG_PROOFS"))
+
+
 def pytest_make_parametrize_id(val: object) -> str | None:
     """Name a long value by its length: pytest hands a test's name on in the environment, which has a limit."""
     return f"{type(val).__name__} of {len(val)}" if isinstance(val, str | bytes) and len(val) > 120 else None

@@ -4,7 +4,7 @@ import pytest
 
 from tests.helpers.ray_script import answer_of
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.long]
 
 SCRIPT = """
 import json, os, subprocess, sys, time

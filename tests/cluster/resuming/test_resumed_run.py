@@ -125,9 +125,6 @@ def test_a_run_that_is_cut_off_and_loses_its_trainer_ends_as_the_one_left_alone(
     same(finished, cut)
 
 
-long_proof = pytest.mark.skipif(
-    not os.environ.get("RLHFSPEC_LONG_PROOFS"), reason="minutes: set RLHFSPEC_LONG_PROOFS"
-)
 LONGER = "iterations: 6, state_every: 2"
 CASES = {
     "ppo": {},
@@ -168,7 +165,7 @@ def new_run(folder: Path, known: set[Path], child: subprocess.Popen) -> RunDir:
     return RunDir(path=found.pop().parent)
 
 
-@long_proof
+@pytest.mark.long
 @pytest.mark.parametrize("case", list(CASES))
 def test_a_run_whose_driver_is_killed_again_and_again_ends_as_the_one_left_alone(
     case: str, tiny_pair: TinyPair, tmp_path: Path
@@ -196,7 +193,7 @@ def test_a_run_whose_driver_is_killed_again_and_again_ends_as_the_one_left_alone
     same(alone, run_dir)
 
 
-@long_proof
+@pytest.mark.long
 def test_one_trainer_of_two_that_freezes_before_there_is_a_state_makes_the_run_begin_anew(
     local_ray: None,
     tiny_pair: TinyPair,
