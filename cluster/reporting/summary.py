@@ -108,8 +108,8 @@ def amdahl_bound(total_s: float, generate_s: float, *, times: float = math.inf) 
 
 
 def summarise(metrics: Sequence[Mapping[str, float]]) -> Summary | None:
-    """Sum up the lines of `metrics.jsonl`; None when no iteration finished, or none had a rollout."""
-    if not any("rollout/num_samples" in row for row in metrics):
+    """Sum up the lines of `metrics.jsonl`; None when no iteration finished, or for supervised training's."""
+    if not metrics or any("train/loss" in row for row in metrics):
         return None
     fifth = max(1, len(metrics) // 5)
     samples = [row.get("rollout/num_samples", 0.0) for row in metrics]
