@@ -22,7 +22,7 @@ ALLOWED = {
     "engine": _TORCH | {"xxhash", "xformers", "triton", "llvmlite"},
     "learning": _TORCH | {"pyarrow", "datasets", "peft", "huggingface_hub", "filelock", "gguf"},
     "actors": _TORCH | {"ray", "fastapi", "pydantic", "requests"},
-    "cluster": _TORCH | {"ray", "pyarrow", "rich", "matplotlib", "yaml"},
+    "cluster": _TORCH | {"ray", "pyarrow", "rich", "matplotlib", "yaml", "fsspec"},
 }
 """Third-party packages a folder may import, besides the standard library."""
 

@@ -85,6 +85,9 @@ def run(args: argparse.Namespace) -> int:
 
 def _named_run(args: argparse.Namespace, report: Reporter) -> tuple[Config, ResumedRun]:
     from cluster.resuming.resumed_run import open_run
+    from cluster.run_folder.layout import run_base
+    from cluster.run_folder.remote_copy import fetch_run, is_url
+    from core.config import RunConfig
     from core.errors import ConfigError
 
     if args.config is not None:
@@ -92,7 +95,10 @@ def _named_run(args: argparse.Namespace, report: Reporter) -> tuple[Config, Resu
             f"--resume {args.resume} goes on with that run by its own config, so that its result stays the same; "
             "expected no --config beside it; change keys with --set (--config belongs to --resume auto)"
         )
-    resumed = open_run(path_argument(args.resume), args.set, report.note)
+    folder = path_argument(args.resume)
+    if is_url(args.resume):
+        folder = fetch_run(args.resume, run_base(RunConfig(), caller_dir=Path.cwd()), report.note)
+    resumed = open_run(folder, args.set, report.note)
     return resumed.config, resumed
 
 
@@ -111,7 +117,12 @@ def _of_config(args: argparse.Namespace, report: Reporter) -> tuple[Config, Resu
 
     # what a run's own config has
     config = resolve_models(config, report)
-    return config, newest_run(config, run_base(config.run, caller_dir=Path.cwd()), report.note)
+    base = run_base(config.run, caller_dir=Path.cwd())
+    if config.run.copy_to is not None:
+        from cluster.run_folder.remote_copy import fetch_newest
+
+        fetch_newest(config.run.copy_to, config.run.name, base, report.note)
+    return config, newest_run(config, base, report.note)
 
 
 def _path(config: Config, report: Reporter, *, dry_run: bool) -> Path:
@@ -153,7 +164,10 @@ def _run(
             report.note(f"run folder {run_dir.path} (another run took the first name)")
         for line in sweep_run_folders(path.parent):
             report.note(line)
-        _train(config, inputs, run_dir, report, None if resumed is None else resumed.state)
+        from cluster.run_folder.remote_copy import copying
+
+        with copying(run_dir, config.run.copy_to, report.note):
+            _train(config, inputs, run_dir, report, None if resumed is None else resumed.state)
     return 0
 
 

@@ -17,6 +17,7 @@ _MAY_CHANGE = (
     "run.state_every",
     "run.keep_states",
     "run.step_log",
+    "run.copy_to",
     "speculation",
     "engine.max_running_samples",
     "engine.kv_cache_mb",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from pathlib import Path
 from cluster.resuming.changed_keys import deciding_changes
 from cluster.resuming.rewind import rewind
 from cluster.resuming.run_state import RunState, last_state
-from cluster.run_folder.layout import RunDir
+from cluster.run_folder.layout import RunDir, of_run
 from cluster.run_folder.run_status import STALE_AFTER_S, describe_status, may_be_running, was_heard_of
 from core.config import Config
 from core.config_io import dump_config, load_config
@@ -136,13 +135,8 @@ def _wait_until_silent(run_dir: RunDir, note: Callable[[str], None]) -> None:
 
 def _runs_of(base: Path, name: str) -> list[Path]:
     """Run folders of a name, the newest first."""
-    form = re.compile(rf"{re.escape(name)}-(\d{{8}}-\d{{6}})(?:-(\d+))?")
-    found = []
-    for path in base.iterdir() if base.is_dir() else ():
-        match = form.fullmatch(path.name)
-        if match and (path / "config.yaml").is_file():
-            found.append((match[1], int(match[2] or 1), path))
-    return [path for *_, path in sorted(found, reverse=True)]
+    names = [path.name for path in base.iterdir()] if base.is_dir() else []
+    return [base / found for found in of_run(names, name) if (base / found / "config.yaml").is_file()]
 
 
 def _told(resumed: ResumedRun, note: Callable[[str], None]) -> ResumedRun:

@@ -29,8 +29,9 @@ used: results would vanish with it. Names that begin with `.partial-` are of wha
 from __future__ import annotations
 
 import errno
+import re
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -77,6 +78,13 @@ def choose_run_path(run: RunConfig, *, caller_dir: Path, now: datetime) -> Path:
     _require_writable(base)
     path = base / f"{run.name}-{now:%Y%m%d-%H%M%S}"
     return next(path for path in _with_numbers(path) if not path.exists())
+
+
+def of_run(names: Iterable[str], run_name: str) -> list[str]:
+    """Those of folders' names that runs of this name have, the newest first."""
+    form = re.compile(rf"{re.escape(run_name)}-(\d{{8}}-\d{{6}})(?:-(\d+))?")
+    matches = [match for name in names if (match := form.fullmatch(name))]
+    return [match[0] for match in sorted(matches, key=lambda m: (m[1], int(m[2] or 1)), reverse=True)]
 
 
 def _with_numbers(path: Path) -> Iterator[Path]:

@@ -28,6 +28,9 @@ class RunConfig(Section):
     "iterations between states of the whole run, which `train --resume` goes on from; 0: none"
     keep_states: int = Field(default=2, ge=1)
     "how many states are kept, the newest: where one is damaged, the one before it serves"
+    copy_to: str | None = Field(default=None, min_length=1)
+    "a folder or an fsspec URL such as s3://bucket/runs that gets a copy of the run folder with every new state, for "
+    "machines whose disk goes with them; `train --resume URL` brings one back"
     step_log: bool = False
     "true: write what every decode step saw, decided and did, for `rlhfspec replay`"
 

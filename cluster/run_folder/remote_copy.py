@@ -1,0 +1,191 @@
+"""A copy of the run folder at another place (`run.copy_to`), brought up to date whenever a new state stands.
+
+For machines whose disk goes with them: `rlhfspec train --resume URL` brings the folder back. Any URL that fsspec knows.
+A thread of its own copies, so that the loop waits for nothing; what cannot be copied is a note, and tried again.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from cluster.run_folder.layout import RunDir, of_run
+from core.checkpoint_manifest import MANIFEST
+from core.errors import ConfigError, describe_error
+from core.files import PARTIAL, whole_folder
+
+_LOOK_S = 2.0
+_NOT_COPIED = ("live.json", "logs", "traces")
+"Of the machine and the moment."
+_LAST_PASS_S = 600.0
+_LAST_PASS_OF_A_STOPPED_RUN_S = 15.0
+"Kubernetes ends a pod 30 s after SIGTERM."
+_Stamp = tuple[int, int]
+"Size and time of change of a file."
+
+
+def is_url(place: str) -> bool:
+    """Whether a place names another file system, as `s3://bucket/runs`."""
+    return "://" in place
+
+
+class RemoteCopy:
+    """Of one run folder."""
+
+    def __init__(self, run_dir: RunDir, place: str, note: Callable[[str], None]) -> None:
+        """Raises ConfigError where no library for such a URL is installed."""
+        self._run_dir, self._note = run_dir, note
+        self.url = f"{place.rstrip('/')}/{run_dir.path.name}"
+        self._fs, self._root = _file_system(self.url)
+        self._sent: dict[str, _Stamp] = {}
+        self._last_fault = ""
+
+    def bring_up_to_date(self) -> bool:
+        """Copy what is new or changed, remove what has gone; whether all of it went well.
+
+        A folder's manifest goes last and leaves first: half a checkpoint has none, and is not taken for one.
+        """
+        try:
+            here = self._files()
+            gone = sorted(self._sent.keys() - here.keys(), key=lambda name: not name.endswith(MANIFEST))
+            for name in gone:
+                self._fs.rm_file(f"{self._root}/{name}")
+                del self._sent[name]
+            for name in sorted(here, key=lambda name: (name.endswith(MANIFEST), name)):
+                if self._sent.get(name) != here[name]:
+                    self._send(name, here[name])
+        except Exception as error:  # whatever the file system's library raises
+            fault = describe_error(error)
+            if fault != self._last_fault:
+                self._note(f"the copy at {self.url} is not up to date: {fault}; it is tried again")
+            self._last_fault = fault
+            return False
+        return True
+
+    def states(self) -> frozenset[str]:
+        """Names of the whole states in the folder."""
+        return frozenset(
+            path.parent.name for path in self._run_dir.path.glob(f"checkpoints/state_*/{MANIFEST}")
+        )
+
+    def _files(self) -> dict[str, _Stamp]:
+        found = {}
+        for path in self._run_dir.path.rglob("*"):
+            name = path.relative_to(self._run_dir.path).as_posix()
+            parts = PurePosixPath(name).parts
+            if (
+                parts[0] in _NOT_COPIED
+                or any(part.startswith(PARTIAL) for part in parts)
+                or not path.is_file()
+            ):
+                continue
+            stat = path.stat()
+            found[name] = (stat.st_size, stat.st_mtime_ns)
+        return found
+
+    def _send(self, name: str, stamp: _Stamp) -> None:
+        try:
+            to = f"{self._root}/{name}"
+            self._fs.makedirs(to.rpartition("/")[0], exist_ok=True)
+            self._fs.put_file(str(self._run_dir.path / name), to)
+            self._sent[name] = stamp
+        except FileNotFoundError:
+            # an old state that was let go meanwhile
+            if (self._run_dir.path / name).exists():
+                raise
+
+
+@contextmanager
+def copying(run_dir: RunDir, place: str | None, note: Callable[[str], None]) -> Iterator[None]:
+    """Keep a copy while the block runs, and once more when it has ended, however it has. Raises ConfigError at once."""
+    if place is None:
+        yield
+        return
+    copy = RemoteCopy(run_dir, place, note)
+    ended = threading.Event()
+
+    def go() -> None:
+        seen: frozenset[str] = frozenset()
+        while not ended.wait(_LOOK_S):
+            states = copy.states()
+            if states != seen and copy.bring_up_to_date():
+                seen = states
+        copy.bring_up_to_date()
+
+    thread = threading.Thread(target=go, name="remote-copy", daemon=True)
+    thread.start()
+    limit_s = _LAST_PASS_S
+    try:
+        yield
+    except SystemExit:
+        limit_s = _LAST_PASS_OF_A_STOPPED_RUN_S
+        raise
+    finally:
+        ended.set()
+        began_s = time.monotonic()
+        thread.join(timeout=limit_s)
+        if thread.is_alive():
+            note(f"the copy at {copy.url} was not finished within {time.monotonic() - began_s:.0f} s")
+
+
+def fetch_run(url: str, base: Path, note: Callable[[str], None]) -> Path:
+    """Bring a copied run folder to `base`; one of its name that is there already is left as it is.
+
+    Raises ConfigError: no run there, no library for such a URL, StorageError.
+    """
+    folder = base / url.rstrip("/").rpartition("/")[2]
+    if folder.exists():
+        note(f"{folder} is there already: the run goes on from it, not from {url}")
+        return folder
+    fs, root = _file_system(url.rstrip("/"))
+    try:
+        names = [str(path) for path in fs.find(root)]
+    except Exception as error:  # whatever the file system's library raises
+        raise ConfigError(
+            f"cannot read {url}: {describe_error(error)}; check the URL and your access"
+        ) from error
+    if not any(name.endswith("/config.yaml") for name in names):
+        raise ConfigError(
+            f"{url} holds no run: expected the folder of one, as run.copy_to makes it, with a config.yaml"
+        )
+    note(f"fetching {len(names)} files from {url}")
+    with whole_folder(folder) as partial:
+        for name in names:
+            to = partial / PurePosixPath(name).relative_to(PurePosixPath(root))
+            to.parent.mkdir(parents=True, exist_ok=True)
+            fs.get_file(name, str(to))
+    return folder
+
+
+def fetch_newest(place: str, run_name: str, base: Path, note: Callable[[str], None]) -> None:
+    """Bring the newest copied run of a name to `base`, where that has none so new. Raises as `fetch_run`."""
+    fs, root = _file_system(place.rstrip("/"))
+    try:
+        names = [str(path).rstrip("/").rpartition("/")[2] for path in fs.ls(root, detail=False)]
+    except FileNotFoundError:
+        return
+    except Exception as error:  # whatever the file system's library raises
+        raise ConfigError(
+            f"cannot read {place}: {describe_error(error)}; check run.copy_to and your access"
+        ) from error
+    here = [path.name for path in base.iterdir()] if base.is_dir() else []
+    newest = of_run([*names, *here], run_name)[:1]
+    if newest and newest[0] not in here:
+        fetch_run(f"{place.rstrip('/')}/{newest[0]}", base, note)
+
+
+def _file_system(url: str) -> tuple[Any, str]:
+    from fsspec.core import url_to_fs
+
+    try:
+        fs, root = url_to_fs(url)
+    except (ImportError, ValueError) as error:
+        raise ConfigError(
+            f"{url} cannot be used: {' '.join(str(error).split())}; expected a folder, or a URL whose fsspec library "
+            "is installed, such as s3fs for s3:// and gcsfs for gs://"
+        ) from error
+    return fs, str(root).rstrip("/")

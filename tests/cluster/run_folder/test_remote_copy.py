@@ -1,0 +1,111 @@
+"""A copy holds what the folder holds, never half a state, and comes back as a run that can be gone on with."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import fsspec
+import pytest
+
+from cluster.run_folder.layout import RunDir
+from cluster.run_folder.remote_copy import RemoteCopy, copying, fetch_newest, fetch_run
+from core.checkpoint_manifest import MANIFEST, verify_checkpoint, write_manifest
+from core.config_io import config_from_dict
+from core.errors import ConfigError
+
+CONFIG = config_from_dict({"models": {"target": "a", "draft": "b"}, "data": {"task": "chain"}})
+PLACE = "memory://bucket/runs"
+
+
+@pytest.fixture(autouse=True)
+def empty_bucket():
+    fsspec.filesystem("memory").store.clear()
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> RunDir:
+    run_dir = RunDir.create(CONFIG, tmp_path / "here" / "demo-20260101-120000")
+    run_dir.metrics_file.write_text('{"iteration": 0}\n')
+    return run_dir
+
+
+def state(run_dir: RunDir, number: int) -> Path:
+    folder = run_dir.checkpoint_dir("state", number)
+    (folder / "trainer").mkdir(parents=True)
+    (folder / "trainer" / "weights").write_bytes(bytes([number]) * 10)
+    write_manifest(folder, model="state", weight_version=number, parameter_checksum="ab")
+    return folder
+
+
+def copied() -> set[str]:
+    root = "/bucket/runs/demo-20260101-120000/"
+    return {name.removeprefix(root) for name in fsspec.filesystem("memory").find(root)}
+
+
+def test_a_copy_follows_the_folder_and_comes_back_whole(run_dir: RunDir, tmp_path: Path) -> None:
+    first = state(run_dir, 1)
+    (run_dir.path / ".partial-x").write_text("half")
+    copy = RemoteCopy(run_dir, PLACE, print)
+    assert copy.bring_up_to_date()
+    shutil.rmtree(first)
+    state(run_dir, 2)
+    run_dir.metrics_file.write_text('{"iteration": 0}\n{"iteration": 1}\n')
+    assert copy.bring_up_to_date()
+    expected = {"config.yaml", "status.json", "metrics.jsonl"}
+    expected |= {f"checkpoints/state_0002/{name}" for name in ("trainer/weights", MANIFEST)}
+    assert copied() == expected
+    back = fetch_run(copy.url, tmp_path / "there", print)
+    assert verify_checkpoint(back / "checkpoints" / "state_0002")["weight_version"] == 2
+    assert (back / "metrics.jsonl").read_text() == run_dir.metrics_file.read_text()
+
+
+def test_a_state_s_manifest_goes_last_so_that_half_of_one_is_none(run_dir: RunDir, monkeypatch) -> None:
+    state(run_dir, 1)
+    notes: list[str] = []
+    copy = RemoteCopy(run_dir, PLACE, notes.append)
+    put = copy._fs.put_file
+
+    def cut_off(here: str, there: str) -> None:
+        if here.endswith(MANIFEST):
+            raise OSError("the network is gone")
+        put(here, there)
+
+    monkeypatch.setattr(copy._fs, "put_file", cut_off)
+    assert not copy.bring_up_to_date() and not copy.bring_up_to_date()
+    assert "checkpoints/state_0001/trainer/weights" in copied()
+    assert not any(name.endswith(MANIFEST) for name in copied())
+    assert len(notes) == 1 and "the network is gone; it is tried again" in notes[0]
+    monkeypatch.undo()
+    assert copy.bring_up_to_date() and f"checkpoints/state_0001/{MANIFEST}" in copied()
+
+
+def test_what_a_run_ended_with_is_in_the_copy_however_it_ended(run_dir: RunDir) -> None:
+    with pytest.raises(KeyboardInterrupt), copying(run_dir, PLACE, print):
+        run_dir.metrics_file.write_text("last")
+        raise KeyboardInterrupt
+    assert fsspec.filesystem("memory").cat("/bucket/runs/demo-20260101-120000/metrics.jsonl") == b"last"
+
+
+def test_the_newest_copy_is_fetched_unless_the_machine_has_one_as_new(
+    run_dir: RunDir, tmp_path: Path
+) -> None:
+    RemoteCopy(run_dir, PLACE, print).bring_up_to_date()
+    fetch_newest(PLACE, "demo", tmp_path / "there", print)
+    assert (tmp_path / "there" / run_dir.path.name / "config.yaml").is_file()
+    newer = tmp_path / "other" / "demo-20260202-120000"
+    newer.mkdir(parents=True)
+    fetch_newest(PLACE, "demo", newer.parent, print)
+    assert [path.name for path in newer.parent.iterdir()] == [newer.name]
+    fetch_newest("memory://nothing", "demo", tmp_path / "empty", print)
+    assert not (tmp_path / "empty").exists()
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [("memory://bucket/none", "holds no run"), ("nosuch://x/y", "cannot be used")],
+)
+def test_what_is_no_copy_is_refused(tmp_path: Path, url: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        fetch_run(url, tmp_path, print)
+    assert not list(tmp_path.iterdir())
