@@ -147,7 +147,8 @@ ABOUT = {
         "reward, of a step, with a reward model of the target's size in two actors on the same two cores; the bar is "
         "0.05. `step_over_plain_static`: seconds of a whole step with plain decoding and no moves over ours, "
         "the first iterations of the demo, whose answers are some 45 tokens long: the draft's refit and publication "
-        "cost more there than drafting saves; `amdahl_bound`: what infinitely fast generation could still give. `trl_max_abs_difference`: of losses and "
+        "cost more there than drafting saves; `amdahl_bound`: what infinitely fast generation could still give. "
+        "`trl_max_abs_difference`: of losses and "
         "gradients from those of TRL 1.16's trainers, over the cases in `benchmarks/oracles`.",
     ),
     "chain": About(
