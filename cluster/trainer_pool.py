@@ -17,8 +17,7 @@ import ray
 from actors.actor_messages import TrainerSpec
 from actors.ray_utils.group_wait import get_all
 from actors.ray_utils.remote import Handle
-from actors.ray_utils.waiting import awake_s, get, wait_any
-from actors.ray_utils.watch import LOOK_S
+from actors.ray_utils.waiting import get, wait_any
 from actors.trainer_actor import TrainerActor
 from cluster.placement.topology import Place, PlacementContext, actor_options
 from cluster.weights.publish import PublishedWeights, confirm, from_trainer
@@ -131,14 +130,10 @@ class TrainerPool:
         `meanwhile` is called about every second until a trainer has answered.
         """
         refs = {name: one.update.remote(rollouts, recompute_old) for name, one in self._trainers.items()}
-        ends_s = awake_s() + self._timeout_s
-        while (
-            meanwhile is not None
-            and not wait_any(list(refs.values()), timeout_s=LOOK_S)
-            and awake_s() < ends_s
-        ):
-            meanwhile()
-        return get_all(refs, waiter="the loop", order="update", timeout_s=self._timeout_s)[self.first_name]
+        answers = get_all(
+            refs, waiter="the loop", order="update", timeout_s=self._timeout_s, meanwhile=meanwhile
+        )
+        return answers[self.first_name]
 
     def refit(self, rollouts: Any, budget_s: float) -> RefitReport:
         """Let the draft model follow, for at most so many seconds."""

@@ -7,7 +7,7 @@ asks must hear of the one that died, soon, and by name.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from actors.ray_utils.node import require_node
@@ -23,15 +23,24 @@ _NOW_S = 60.0
 "For an answer that is there already, in however many pieces."
 
 
-def get_all(refs: Mapping[str, Any], *, waiter: str, order: str, timeout_s: float) -> dict[str, Any]:
+def get_all(
+    refs: Mapping[str, Any],
+    *,
+    waiter: str,
+    order: str,
+    timeout_s: float,
+    meanwhile: Callable[[], None] | None = None,
+) -> dict[str, Any]:
     """Wait for the answers of a group, by name; of several failures the one that explains the others is raised.
+
+    `meanwhile` is called about every second until all have answered; what it raises ends the wait.
 
     Raises:
         WaitTimeout: not all answered within `timeout_s`; the message names who did not.
         InstanceLost: one died, or fell silent while the others waited for it.
         RlhfSpecError: whatever one of them raised, as itself; `RayTaskError` for errors of other kinds.
     """
-    if len(refs) == 1:
+    if len(refs) == 1 and meanwhile is None:
         ((name, ref),) = refs.items()
         return {name: get(ref, waiter=waiter, waited_for=name, order=order, timeout_s=timeout_s)}
     wait = OpenWait(waiter=waiter, waited_for=", ".join(refs), order=order, timeout_s=timeout_s)
@@ -53,6 +62,8 @@ def get_all(refs: Mapping[str, Any], *, waiter: str, order: str, timeout_s: floa
         if not ready:
             wait.look()
             require_node()
+            if meanwhile is not None:
+                meanwhile()
         if not failed and wait.left_s <= 0.0:
             raise no_answer(waiter, ", ".join(left), order, wait.waited_s)
     if failed:

@@ -7,6 +7,7 @@ import pytest
 import ray
 
 from actors.ray_utils.group_wait import explaining, get_all
+from actors.ray_utils.watch import open_waits
 from core.errors import InstanceLost, NotFiniteError, PeerLost, WaitTimeout
 
 pytestmark = pytest.mark.ray
@@ -38,7 +39,7 @@ class Member:
 def ask(local_ray):
     members = []
 
-    def ask(*whats, timeout_s=LONG_S):
+    def ask(*whats, timeout_s=LONG_S, meanwhile=None):
         new = [Member.remote() for _ in whats]
         members.extend(new)
         ray.get([one.__ray_ready__.remote() for one in new], timeout=LONG_S)
@@ -46,11 +47,20 @@ def ask(local_ray):
             f"trainer-{i}": one.answer.remote(what)
             for i, (one, what) in enumerate(zip(new, whats, strict=True))
         }
-        return get_all(refs, waiter="the loop", order="update", timeout_s=timeout_s)
+        return get_all(refs, waiter="the loop", order="update", timeout_s=timeout_s, meanwhile=meanwhile)
 
     yield ask
     for one in members:
         ray.kill(one)
+
+
+@pytest.mark.parametrize("whats", [("silent",), ("silent", "b")])
+def test_what_is_done_meanwhile_neither_hides_nor_lengthens_the_wait(ask, whats):
+    seen = []
+    with pytest.raises(WaitTimeout, match="trainer-0") as raised:
+        ask(*whats, timeout_s=3.0, meanwhile=lambda: seen.append(open_waits()))
+    assert seen and all(any(wait.order == "update" for wait in waits) for waits in seen)
+    assert "after 3" in str(raised.value) or "waited 3" in str(raised.value)
 
 
 def test_every_answer_comes_by_name(ask):
