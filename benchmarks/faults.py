@@ -25,7 +25,7 @@ from cluster.run_folder.layout import RunDir
 from core.errors import RlhfSpecError
 from core.metrics import read_metrics
 
-ITERATIONS = {"quick": 4, "default": 30, "full": 30}
+ITERATIONS = {"quick": 4, "default": 45, "full": 45}
 FAULTS = {"quick": 4, "default": 40, "full": 40}
 SEEDS = {"quick": 1, "default": 1, "full": 3}
 RESUMED_ITERATIONS = 4
