@@ -159,6 +159,8 @@ def _run(
             report.note(checked.adapter)
         for line in inputs.dataset.notes():
             report.note(line)
+        if resumed is not None:
+            resumed.require_same_data(inputs.dataset)
         run_dir = RunDir.create(config, path) if resumed is None else resumed.begin(config)
         if run_dir.path != path:
             report.note(f"run folder {run_dir.path} (another run took the first name)")

@@ -83,7 +83,7 @@ class Observer:
 
     def iteration(self, iteration: int, figures: Mapping[str, float]) -> None:
         """Hear the figures of a finished iteration."""
-        self.progress(iteration + 1, "save", 0, 1)
+        self.progress(iteration, "save", 0, 1)
         self._figures = dict(figures)
         run_metrics.add("iterations")
         with suppress(RlhfSpecError):

@@ -15,6 +15,8 @@ from cluster.run_folder.run_status import STALE_AFTER_S, describe_status, may_be
 from core.config import Config
 from core.config_io import dump_config, load_config
 from core.errors import ConfigError
+from learning.data.cursor import PromptCursor
+from learning.data.prompts import PromptDataset
 
 _LOOK_S = 1.0
 
@@ -27,9 +29,16 @@ class ResumedRun:
     run_dir: RunDir
     state: RunState
 
+    def require_same_data(self, dataset: PromptDataset) -> None:
+        """Raise DataError where the prompts are not those that the run has learned from."""
+        config = self.config
+        PromptCursor(dataset, run_seed=config.run.seed, shuffle=config.data.shuffle).restore(
+            self.state.cursor
+        )
+
     def begin(self, config: Config) -> RunDir:
         """Take the folder back to the state and call it running. Raises StorageError, ConfigError: it runs again."""
-        _require_cut_off(self.run_dir)
+        require_cut_off(self.run_dir)
         # first of all, so that nobody else begins
         self.run_dir.set_status("running")
         rewind(self.run_dir, self.state)
@@ -52,7 +61,7 @@ def open_run(folder: str | Path, settings: Sequence[str], note: Callable[[str], 
             f"a resumed run ends as if it had never been cut off, and this changes its result: {'; '.join(changes)}; "
             "leave it out, or begin a new run (--config) with models.target at a checkpoint of this one"
         )
-    _require_cut_off(run_dir)
+    require_cut_off(run_dir)
     state = last_state(run_dir, note)
     if state is None:
         raise ConfigError(
@@ -61,7 +70,7 @@ def open_run(folder: str | Path, settings: Sequence[str], note: Callable[[str], 
         )
     if _is_done(run_dir, config):
         raise ConfigError(
-            f"{run_dir.path} is finished, after {config.run.iterations} iterations: nothing is left to do; go on with "
+            f"{run_dir.path} is finished, after {before.run.iterations} iterations: nothing is left to do; go on with "
             "--set run.iterations=..."
         )
     return _told(ResumedRun(config=config, run_dir=run_dir, state=state), note)
@@ -111,7 +120,8 @@ def _is_done(run_dir: RunDir, config: Config) -> bool:
     return is_finished and _own_config(run_dir).run.iterations >= config.run.iterations
 
 
-def _require_cut_off(run_dir: RunDir) -> None:
+def require_cut_off(run_dir: RunDir) -> None:
+    """Raise ConfigError for a run that may be running."""
     status = run_dir.status()
     if may_be_running(status):
         raise ConfigError(f"{run_dir.path} is not cut off: {describe_status(status)[0]}; stop it first")
@@ -130,7 +140,7 @@ def _wait_until_silent(run_dir: RunDir, note: Callable[[str], None]) -> None:
             # of this machine, and stopped
             break
         time.sleep(_LOOK_S)
-    _require_cut_off(run_dir)
+    require_cut_off(run_dir)
 
 
 def _runs_of(base: Path, name: str) -> list[Path]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from cluster.resuming.run_state import RunState
 from cluster.run_folder.layout import RunDir
-from core.files import storage_errors, write_whole
+from core.files import PARTIAL, storage_errors, write_whole
 
 _NUMBERED = re.compile(r"(?:iteration|evaluation)[_-](\d+)\.\w+")
 _CHECKPOINT = re.compile(r"(?:target|draft|adapter|state)_(\d+)")
@@ -33,6 +33,11 @@ def rewind(run_dir: RunDir, state: RunState | None) -> None:
     checkpoints = run_dir.path / "checkpoints"
     # a state has the number of finished iterations, the others that of the last one, counted from 0
     for path in checkpoints.iterdir() if checkpoints.is_dir() else ():
+        if path.name.startswith(PARTIAL) and path.is_dir():
+            # half written when the run was cut off
+            with storage_errors(path):
+                shutil.rmtree(path)
+            continue
         match = _CHECKPOINT.fullmatch(path.name)
         if match and int(match[1]) - path.name.startswith("state_") >= max(finished, 0):
             with storage_errors(path):

@@ -75,6 +75,8 @@ class ProcessIdentity:
             return True
         except PermissionError:
             pass
+        if _stat(self.pid)[:1] == ["Z"]:
+            return True  # it has ended, and its parent has not asked how
         now = _started(self.pid)
         return None not in (now, self.pid_started) and now != self.pid_started
 
@@ -106,10 +108,18 @@ def _is_in(folder: Path, text: str) -> bool:
 
 def _started(pid: int) -> int | None:
     try:
-        # the command between brackets may hold anything, brackets too
-        return int((_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()[_START_FIELD])
-    except (OSError, IndexError, ValueError):
+        return int(_stat(pid)[_START_FIELD])
+    except (IndexError, ValueError):
         return None
+
+
+def _stat(pid: int) -> list[str]:
+    """Fields of /proc/PID/stat from the state on; none where the process is not there."""
+    try:
+        # the command between brackets may hold anything, brackets too
+        return (_PROC / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return []
 
 
 def _boot() -> str | None:

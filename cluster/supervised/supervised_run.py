@@ -15,6 +15,7 @@ from datetime import datetime
 from pathlib import Path
 
 from cluster.reporting.console import Reporter
+from cluster.resuming.resumed_run import require_cut_off
 from cluster.run_folder.layout import RunDir, choose_run_path
 from cluster.supervised.job_inputs import prepare
 from cluster.supervised.job_runner import run
@@ -51,6 +52,7 @@ def train_supervised(config: SupervisedConfig, report: Reporter, *, out: Path | 
 def resume_supervised(config: SupervisedConfig, report: Reporter, *, folder: Path) -> Path:
     """Go on with the run in `folder` from its last state; the checkpoint's folder. Errors as above."""
     run_dir = RunDir.open(folder)
+    require_cut_off(run_dir)
     state = last_state(run_dir.path / "checkpoints")
     report.note(f"run folder {run_dir.path}, from {state.name}")
     report.stage("reading model and rows")
@@ -59,9 +61,11 @@ def resume_supervised(config: SupervisedConfig, report: Reporter, *, folder: Pat
     for line in prepared.lines:
         report.note(line)
     require_same(prepared.job, state)
+    # another may have begun meanwhile
+    require_cut_off(run_dir)
+    run_dir.set_status("running")
     dump_config(config, run_dir.config_file)
     _forget_later(run_dir, state_step(state))
-    run_dir.set_status("running")
     return _run(config, prepared.job, run_dir, report)
 
 

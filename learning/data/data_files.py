@@ -30,7 +30,7 @@ def find_files(path: str, split: str, *, key: str = "data.path") -> list[Path] |
     if is_file(file):
         _require_format(file)
         return [file]
-    if _WILD.search(path):
+    if _WILD.search(path) and not is_dir(file):
         found = [Path(name) for name in _glob(str(file), key)]
         return _of_one_format(found, f"the pattern {cut(path)}", key)
     if is_dir(file):

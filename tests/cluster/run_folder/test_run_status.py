@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -213,3 +214,13 @@ def test_show_says_stale(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["show", str(tmp_path)]) == 0
     out = capsys.readouterr().out
     assert out.startswith("state stale: status.json says running, but process") and "no iteration" in out
+
+
+def test_a_process_that_ended_unasked_is_gone() -> None:
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    who = replace(ProcessIdentity.of_this(), pid=child.pid, pid_started=None)
+    assert not who.is_gone
+    child.kill()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # ended, and still in the table
+    assert who.is_gone
+    child.wait()

@@ -203,6 +203,14 @@ def test_other_rows_or_another_order_are_not_gone_on_with(files: Path, tmp_path:
     assert run("sft", "--resume", first.path, sets=("trainer.max_steps=3",)) == 0
 
 
+def test_a_run_that_may_still_be_running_is_left_alone(files: Path, tmp_path: Path, capsys):
+    first = sft(files, tmp_path / "run", "trainer.max_steps=2", "trainer.checkpoint_every=2")
+    before = first.metrics_file.read_text()
+    first.set_status("running")  # by this process, which lives
+    assert run("sft", "--resume", first.path, sets=("trainer.max_steps=3",)) == 2
+    assert "is not cut off" in capsys.readouterr().err and first.metrics_file.read_text() == before
+
+
 def test_a_run_without_a_state_cannot_be_gone_on_with(files: Path, tmp_path: Path, capsys):
     sft(files, tmp_path / "run", "trainer.max_steps=1")
     assert run("sft", "--resume", tmp_path / "run") == 2

@@ -114,6 +114,10 @@ def test_rows_of_one_prompt_alone_are_still_held_out(tmp_path):
 def test_a_folder_of_shards_and_a_pattern_are_read_as_one(tmp_path):
     for number in range(2):
         (tmp_path / f"part-{number}.jsonl").write_text(json.dumps(ROWS[number]) + "\n")
-    for path in (tmp_path, tmp_path / "*.jsonl"):
+    odd = tmp_path / "we ird[1]"  # no pattern: there is such a folder
+    odd.mkdir()
+    for shard in tmp_path.glob("*.jsonl"):
+        (odd / shard.name).write_text(shard.read_text())
+    for path in (odd, tmp_path / "*.jsonl"):
         rows, _ = read_raw_rows(ExamplesConfig(path=str(path), eval_share=0.0), seed=0)
         assert fields(rows) == ROWS[:2]
