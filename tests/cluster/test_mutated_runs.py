@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from mutations import changed_bytes, examples
-from torch import nn
+from small_learner_state import small_learner_state
 from word_chat import word_chat
 
 from cluster.cli import main
@@ -23,7 +22,6 @@ from core.checkpoint_manifest import MANIFEST, verify_checkpoint, write_manifest
 from core.config_io import config_from_dict
 from core.errors import InputError, RlhfSpecError
 from core.settings.supervised import DemonstrationsConfig, PreferencesConfig
-from learning.parallel.learner_state import LearnerState
 from learning.supervised.demonstrations import encode_demonstrations
 from learning.supervised.preferences import encode_preferences
 from learning.supervised.rows import read_raw_rows
@@ -105,27 +103,10 @@ def test_a_checkpoint_that_passes_is_the_one_that_was_saved(data: st.DataObject,
         (checkpoint / name).write_bytes(good)
 
 
-def learner_state() -> LearnerState:
-    torch.manual_seed(0)
-    model = nn.Linear(3, 2)
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.ones(1, 3)).sum().backward()
-    optimizer.step()
-    return LearnerState(
-        model=model,
-        optimizer=optimizer,
-        reference=None,
-        critic=None,
-        weight_version=4,
-        num_optimizer_steps=4,
-        seed=5,
-    )
-
-
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("states") / "state"
-    learner_state().save(folder)
+    small_learner_state().save(folder)
     return folder
 
 
@@ -136,7 +117,7 @@ def test_any_bytes_of_a_trainer_s_state_are_taken_or_refused(data: st.DataObject
     good = (saved / name).read_bytes()
     (saved / name).write_bytes(data.draw(changed_bytes(good, fragments=False)))
     try:
-        learner_state().load(saved)
+        small_learner_state().load(saved)
     except RlhfSpecError as error:
         one_line(error)
     finally:

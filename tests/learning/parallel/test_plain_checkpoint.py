@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
+from small_learner_state import small_learner_state
 
 from core.errors import ConfigError
-from learning.parallel.learner_state import LearnerState
 
 
 class Touch:
@@ -23,42 +22,27 @@ class Touch:
         return Path.touch, (self.path,)
 
 
-def state(steps: int = 1) -> LearnerState:
-    torch.manual_seed(0)
-    model = nn.Linear(3, 2)
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.ones(1, 3)).sum().backward()
-    optimizer.step()
-    return LearnerState(
-        model=model,
-        optimizer=optimizer,
-        reference=None,
-        critic=None,
-        weight_version=steps,
-        num_optimizer_steps=steps,
-        seed=5,
-    )
-
-
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
-    state(7).save(tmp_path / "saved")
+    small_learner_state(7).save(tmp_path / "saved")
     return tmp_path / "saved"
 
 
 def test_what_was_saved_is_read_again(saved: Path) -> None:
-    again = state()
+    again = small_learner_state()
     with torch.no_grad():
         again.model.weight.zero_()
     again.load(saved)
-    assert again.num_optimizer_steps == 7 and torch.equal(again.model.weight, state().model.weight)
+    assert again.num_optimizer_steps == 7 and torch.equal(
+        again.model.weight, small_learner_state().model.weight
+    )
 
 
 def test_a_table_that_names_code_is_refused_and_runs_nothing(saved: Path, tmp_path: Path) -> None:
     touched = tmp_path / "touched"
     (saved / ".metadata").write_bytes(pickle.dumps(Touch(touched)))
     with pytest.raises(ConfigError, match=r"is damaged: \.metadata is no table of a checkpoint \(it names "):
-        state().load(saved)
+        small_learner_state().load(saved)
     assert not touched.exists()
 
 
@@ -66,16 +50,16 @@ def test_a_table_that_names_code_is_refused_and_runs_nothing(saved: Path, tmp_pa
 def test_a_damaged_table_is_named(saved: Path, content: bytes) -> None:
     (saved / ".metadata").write_bytes(content)
     with pytest.raises(ConfigError, match="is damaged"):
-        state().load(saved)
+        small_learner_state().load(saved)
 
 
 def test_a_number_that_names_code_is_refused_and_runs_nothing(saved: Path, tmp_path: Path) -> None:
     touched = tmp_path / "touched"
     plant(saved, 0.5)
-    state().load(saved)
+    small_learner_state().load(saved)
     plant(saved, Touch(touched))
     with pytest.raises(ConfigError, match="does not fit this trainer"):
-        state().load(saved)
+        small_learner_state().load(saved)
     assert not touched.exists()
 
 
