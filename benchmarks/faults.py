@@ -63,7 +63,7 @@ def run(*, out: Path, mode: str, data: Path | None) -> int:
         "samples_lost": 0,
         "samples_duplicated": 0,
         "samples_different": 0,
-        "restarts_of_trainers": 0,
+        "trainer_faults": 0,
     }
     equal: list[bool] = []
     for seed in range(SEEDS[mode]):
@@ -76,7 +76,7 @@ def run(*, out: Path, mode: str, data: Path | None) -> int:
         totals["samples_lost"] += found.num_lost
         totals["samples_duplicated"] += found.num_duplicated
         totals["samples_different"] += found.num_different
-        totals["restarts_of_trainers"] += sum(fault.pool == "trainer" for fault in faults)
+        totals["trainer_faults"] += sum(fault.pool == "trainer" for fault in faults)
         recoveries += [fault.recovery_s for fault in faults if fault.recovery_s is not None]
         ratios.append(disturbed_s / seconds)
         equal.append(found.is_equal)
