@@ -16,6 +16,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.slow]
 EPISODES = 16
 
 
+@pytest.mark.long
 def test_episodes_over_two_instances_change_no_bit_by_moves_or_by_a_death(local_ray, tmp_path):
     workload = calculator_workload(tmp_path, EPISODES, max_new_tokens=200)
     config, requests = calculator_config(workload), workload.requests()

@@ -11,7 +11,7 @@ import pytest
 import ray
 from steered_pool import SteeredPool, bits, bits_alone, own_bundles, tiny_config
 
-pytestmark = [pytest.mark.ray]
+pytestmark = [pytest.mark.ray, pytest.mark.long]
 
 
 @pytest.fixture(scope="module")

@@ -48,6 +48,7 @@ POOLS = {"gen-0", "gen-1", "trainer-0", "trainer-1", "reward-0"}
 
 @pytest.mark.ray
 @pytest.mark.slow
+@pytest.mark.long
 def test_every_actor_has_the_gpus_it_asked_for_and_no_other() -> None:
     seen = answer_of(SCRIPT, timeout_s=500)
     for actors in seen.values():
