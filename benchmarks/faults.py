@@ -5,12 +5,11 @@ Each run is `rlhfspec train` in a process of its own, compared sample by sample 
 
 from __future__ import annotations
 
-import os
 import random
+import re
 import signal
 import statistics
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +18,7 @@ from rich.console import Console
 
 from benchmarks.faulty.comparison import compare_runs
 from benchmarks.faulty.injection import Fault, inject
-from benchmarks.support.command import run_command
+from benchmarks.support.command import run_command, setting_words, start_command
 from benchmarks.support.result import ROOT, write_result
 from cluster.run_folder.layout import RunDir
 from core.errors import RlhfSpecError
@@ -40,7 +39,7 @@ CHAOS = (
     "cluster.max_scheduler_restarts=1000",
     "cluster.max_trainer_restarts=1000",
 )
-"A state and weights an iteration, limits that a long freeze passes, restarts that do not run out."
+"A state and weights an iteration, a heartbeat limit that a long freeze passes, restarts that do not run out."
 RESUMED_KINDS = {
     "ppo": ("configs/demo.yaml", ()),
     "grpo": ("configs/algorithms/grpo.yaml", ()),
@@ -97,10 +96,11 @@ def run(*, out: Path, mode: str, data: Path | None) -> int:
 
 def _verified(out: Path, folder: Path) -> dict[str, float]:
     """All samples of a run generated again, by `rlhfspec verify`, in the time that its generation took."""
-    seconds = run_command(["verify", str(folder), "--share", "1.0"], folder=ROOT, log=out / "verify.log")
+    log = out / "verify.log"
+    seconds = run_command(["verify", str(folder), "--share", "1.0"], folder=ROOT, log=log)
     generate_s = sum(row["time/generate_s"] for row in read_metrics(folder / "metrics.jsonl"))
-    # a difference ends the command with 1, which run_command raises
-    return {"verify_differences": 0.0, "verify_over_generate": seconds / generate_s}
+    (differences,) = re.findall(r"^(\d+) differences$", log.read_text(), re.MULTILINE)
+    return {"verify_differences": float(differences), "verify_over_generate": seconds / generate_s}
 
 
 def _trained(out: Path, name: str, config: Path, settings: Sequence[str]) -> tuple[Path, float]:
@@ -110,12 +110,7 @@ def _trained(out: Path, name: str, config: Path, settings: Sequence[str]) -> tup
 
 def _words(out: Path, name: str, config: Path, settings: Sequence[str]) -> list[str]:
     fixed = [f"run.output_dir={out / 'runs'}", f"run.name={name}", "cluster.dashboard=false"]
-    return [
-        "train",
-        "--config",
-        str(config),
-        *(word for one in (*fixed, *settings) for word in ("--set", one)),
-    ]
+    return ["train", "--config", str(config), *setting_words((*fixed, *settings))]
 
 
 def _folder(out: Path, name: str) -> Path:
@@ -123,23 +118,13 @@ def _folder(out: Path, name: str) -> Path:
     return folder
 
 
-def _start(words: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
-    with log.open("ab") as said:
-        return subprocess.Popen(
-            [sys.executable, "-m", "cluster.cli", *words],
-            cwd=ROOT,
-            env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-            stdout=said,
-            stderr=subprocess.STDOUT,
-        )
-
-
 def _disturbed(
     out: Path, seed: int, settings: Sequence[str], *, most: int, console: Console
 ) -> tuple[Path, list[Fault], float]:
     name = f"disturbed_{seed}"
     began_s = time.monotonic()
-    driver = _start(_words(out, name, ROOT / "configs" / "demo.yaml", settings), out / f"{name}.log")
+    words = _words(out, name, ROOT / "configs" / "demo.yaml", settings)
+    driver = start_command(words, folder=ROOT, log=out / f"{name}.log")
     try:
         faults = inject(
             driver.pid, most=most, seed=seed, is_running=lambda: driver.poll() is None, say=console.print
@@ -165,7 +150,9 @@ def _resumes(out: Path, mode: str, console: Console) -> list[bool]:
             references[kind] = _trained(out, f"whole_{kind}", ROOT / config, settings)
         whole, seconds = references[kind]
         name = f"cut_{number}_{kind}"
-        driver = _start(_words(out, name, ROOT / config, settings), out / f"{name}.log")
+        driver = start_command(
+            _words(out, name, ROOT / config, settings), folder=ROOT, log=out / f"{name}.log"
+        )
         folder = _after_first_state(out, name, driver)
         time.sleep(draw.uniform(0.0, 0.3 * seconds))
         driver.send_signal(signal.SIGKILL)

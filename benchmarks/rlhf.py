@@ -14,7 +14,7 @@ from transformers import AutoModelForSequenceClassification
 
 from benchmarks import chain
 from benchmarks.oracles.trl_comparison import OURS, differences, frozen
-from benchmarks.support.command import run_command
+from benchmarks.support.command import run_command, setting_words
 from benchmarks.support.result import ROOT, write_result
 from benchmarks.support.workload import demo_workload
 from cluster.reporting.summary import summarise
@@ -74,8 +74,9 @@ def train(config: Path, out: Path, name: str, settings: Sequence[str]) -> Metric
     runs = out / "runs"
     before = set(runs.glob("*")) if runs.is_dir() else set()
     words = [f"run.output_dir={runs}", f"run.name={name}", "cluster.dashboard=false", *settings]
-    given = [word for setting in words for word in ("--set", setting)]
-    run_command(["train", "--config", str(config), *given], folder=ROOT, log=out / f"{name}.log")
+    run_command(
+        ["train", "--config", str(config), *setting_words(words)], folder=ROOT, log=out / f"{name}.log"
+    )
     (folder,) = set(runs.glob("*")) - before
     return read_metrics(folder / "metrics.jsonl")
 

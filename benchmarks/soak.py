@@ -9,17 +9,19 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks.faulty.processes import descendants, serving_actors
+from benchmarks.faulty.processes import serving_actors
+from benchmarks.support.command import setting_words, start_command
+from benchmarks.support.process_tree import descendants
 from benchmarks.support.result import ROOT, write_result
 from core.errors import RlhfSpecError
 from core.metrics import read_metrics
+from core.proc_files import PROC, sizes
 
 MINUTES = {"quick": 3.0, "default": 10.0, "full": 60.0}
 EVERY_S = 5.0
@@ -41,24 +43,9 @@ def run(*, out: Path, mode: str, data: Path | None) -> int:
         "run.checkpoint_every=5",
     ]
     settings += ["run.keep_checkpoints=2"]
-    words = [word for one in settings for word in ("--set", one)]
+    words = ["train", "--config", str(ROOT / "configs" / "demo.yaml"), *setting_words(settings)]
     before = shared_bytes()
-    with (out / "soak.log").open("wb") as said:
-        driver = subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "cluster.cli",
-                "train",
-                "--config",
-                str(ROOT / "configs" / "demo.yaml"),
-                *words,
-            ],
-            cwd=ROOT,
-            env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-            stdout=said,
-            stderr=subprocess.STDOUT,
-        )
+    driver = start_command(words, folder=ROOT, log=out / "soak.log")
     seen: set[int] = set()
     try:
         samples = _watch(driver, 60.0 * MINUTES[mode], out, seen)
@@ -145,20 +132,12 @@ def _require_running(driver: subprocess.Popen[bytes], out: Path) -> None:
 
 def _private_mib(pid: int) -> float:
     """Memory of a process that no other has, nor the page cache: what would leak."""
-    try:
-        lines = (Path("/proc") / str(pid) / "smaps_rollup").read_text().splitlines()
-    except OSError:
-        return 0.0
-    kib = [float(line.split()[1]) for line in lines if line.startswith(("Private_Dirty:", "Swap:"))]
-    return sum(kib) / 1024.0
+    held = sizes(PROC / str(pid) / "smaps_rollup")
+    return (held.get("Private_Dirty", 0) + held.get("Swap", 0)) / _MIB
 
 
 def _shared_mib(pid: int) -> float:
-    try:
-        lines = (Path("/proc") / str(pid) / "status").read_text().splitlines()
-    except OSError:
-        return 0.0
-    return sum(float(line.split()[1]) for line in lines if line.startswith("RssShmem:")) / 1024.0
+    return sizes(PROC / str(pid) / "status").get("RssShmem", 0) / _MIB
 
 
 def _folder_growth(folder: Path) -> float:

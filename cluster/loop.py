@@ -139,14 +139,18 @@ def train(system: System, run_dir: RunDir, report: Reporter, *, resume: RunState
     report.on_progress = run_dir.progress
     report.start(run.iterations, done=first)
     boundary: Boundary | None = None
+
+    def here(num_iterations: int) -> Boundary:
+        return Boundary(
+            num_iterations=num_iterations, cursor=system.cursor.state(), evaluations=evaluator.marks
+        )
+
     try:
         if resume is None:
             note_weights(run_dir.weights_file, system.target.manifest)
             log.before_training(evaluator.at_start())
+        boundary = here(first)
         for iteration in range(first, run.iterations):
-            boundary = Boundary(
-                num_iterations=iteration, cursor=system.cursor.state(), evaluations=evaluator.marks
-            )
             system.is_learning = False
             try:
                 figures = run_iteration(system, iteration, run_dir, report, recorder, log)
@@ -160,11 +164,8 @@ def train(system: System, run_dir: RunDir, report: Reporter, *, resume: RunState
             report.iteration(iteration, figures)
             if run.checkpoint_every and (iteration + 1) % run.checkpoint_every == 0:
                 save_checkpoints(system, run_dir, iteration=iteration)
-            states.at(
-                Boundary(
-                    num_iterations=iteration + 1, cursor=system.cursor.state(), evaluations=evaluator.marks
-                )
-            )
+            boundary = here(iteration + 1)
+            states.at(boundary)
         save_checkpoints(system, run_dir)
     except RewardServerLost as error:
         recorder.write_timeline()

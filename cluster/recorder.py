@@ -18,7 +18,7 @@ from cluster.reporting.console import Reporter
 from cluster.reporting.move_metrics import move_figures
 from cluster.reporting.timeline import Timeline, build_timeline
 from cluster.reporting.timeline_trace import trace_text, write_trace
-from cluster.run_folder.layout import RunDir
+from cluster.run_folder.layout import KEPT_TRACES, RunDir
 from cluster.run_folder.move_log import append_moves, odd_moves
 from cluster.scheduling.departures import LastWords
 from core.errors import RlhfSpecError, StorageError, describe_error
@@ -28,8 +28,6 @@ SPANS_TIMEOUT_S = 2.0
 "An instance that has not answered by then is left out: a picture is not worth a wait."
 STEPS_TIMEOUT_S = 30.0
 "A log with a gap cannot be replayed: worth a longer wait."
-KEPT_TRACES = 100
-"Iterations: what the run folder holds of them stays bounded."
 
 
 class Recorder:

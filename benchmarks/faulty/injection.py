@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from benchmarks.faulty.processes import is_zombie, serving_actors
 
 KINDS = (("kill", None), ("kill", None), ("freeze", 4.0), ("freeze", 25.0))
-"What, and for how many seconds; the longer one is beyond the run's heartbeat and order limits."
+"What, and for how many seconds; the longer one is beyond an instance's heartbeat limit, and within all others."
 POOLS = ("generation", "generation", "generation", "reward", "reward", "scheduler", "trainer")
 "Drawn from with equal chances: a pool of two instances has more that can fail."
 MEAN_GAP_S = 5.0

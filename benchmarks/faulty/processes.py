@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from contextlib import suppress
-from pathlib import Path
+
+from benchmarks.support.process_tree import descendants
+from core.proc_files import PROC, stat_fields
 
 POOLS: Mapping[str, str] = {
     "generation": "GenerationActor",
@@ -14,8 +16,6 @@ POOLS: Mapping[str, str] = {
     "trainer": "TrainerActor",
 }
 "Pool: the class that Ray writes into the process' title, `ray::CLASS.method` while it works."
-_PPID_FIELD = 1
-"Of /proc/PID/stat after the command's closing bracket."
 
 
 def serving_actors(driver: int) -> dict[str, set[int]]:
@@ -24,10 +24,7 @@ def serving_actors(driver: int) -> dict[str, set[int]]:
     for pid in below:
         with suppress(OSError):
             titles[pid] = (
-                (Path("/proc") / str(pid) / "cmdline")
-                .read_bytes()
-                .replace(b"\0", b" ")
-                .decode(errors="replace")
+                (PROC / str(pid) / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
             )
     return {
         pool: {
@@ -40,29 +37,5 @@ def serving_actors(driver: int) -> dict[str, set[int]]:
 
 
 def is_zombie(pid: int) -> bool:
-    """Whether a process has ended, and nobody has asked how."""
-    try:
-        return _stat(pid)[0] == "Z"
-    except (OSError, IndexError):
-        return True
-
-
-def descendants(root: int) -> set[int]:
-    """All processes below one."""
-    children: dict[int, list[int]] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            with suppress(OSError, IndexError, ValueError):
-                children.setdefault(int(_stat(int(entry.name))[_PPID_FIELD]), []).append(int(entry.name))
-    found, left = set(), [root]
-    while left:
-        for child in children.get(left.pop(), ()):
-            if child not in found:
-                found.add(child)
-                left.append(child)
-    return found
-
-
-def _stat(pid: int) -> list[str]:
-    text = (Path("/proc") / str(pid) / "stat").read_text(errors="replace")
-    return text[text.rindex(")") + 1 :].split()
+    """Whether a process has ended, asked how or not."""
+    return stat_fields(pid)[:1] in ([], ["Z"])

@@ -18,6 +18,7 @@ from actors.actor_messages import GenerationSpec, TrainerSpec
 from actors.generation.generation_actor import GenerationActor
 from actors.trainer_actor import TrainerActor
 from benchmarks.support.actor_pool import ask
+from benchmarks.support.process_tree import descendants
 from cluster.trainer_pool import TrainerPool
 from cluster.weights.group_publication import Broadcast
 from cluster.weights.publish import PublishedWeights, from_trainer, publish
@@ -131,7 +132,7 @@ class _Peak:
 def _peak_memory() -> Iterator[_Peak]:
     """Watch this process and all below it, and shared memory; Linux."""
     peak, ends = _Peak(), threading.Event()
-    statuses = [Path(f"/proc/{pid}/status") for pid in _family(os.getpid())]
+    statuses = [Path(f"/proc/{pid}/status") for pid in (os.getpid(), *descendants(os.getpid()))]
     before = _used(statuses)
 
     def watch() -> None:
@@ -145,22 +146,6 @@ def _peak_memory() -> Iterator[_Peak]:
     finally:
         ends.set()
         watcher.join()
-
-
-def _family(pid: int) -> list[int]:
-    """Processes of this session of Ray that hold much: this one and everything below it."""
-    children: dict[int, list[int]] = {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = path.read_text().rsplit(")", 1)[1].split()
-        except OSError:
-            continue
-        children.setdefault(int(fields[1]), []).append(int(path.parent.name))
-    found, left = [], [pid]
-    while left:
-        found.append(left.pop())
-        left += children.get(found[-1], [])
-    return found
 
 
 def _used(statuses: list[Path]) -> int:

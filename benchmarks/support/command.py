@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from benchmarks.support.result import ROOT
@@ -22,20 +22,32 @@ def run_command(arguments: Sequence[str], *, folder: Path, log: Path) -> float:
     Raises RlhfSpecError with the end of what it said when it fails.
     """
     began_s = time.perf_counter()
-    with log.open("w+") as said:
-        ended = subprocess.run(
+    with start_command(arguments, folder=folder, log=log) as command:
+        try:
+            code = command.wait(timeout=TIMEOUT_S)
+        except BaseException:
+            command.kill()
+            raise
+    if code:
+        raise RlhfSpecError(
+            f"rlhfspec {' '.join(arguments)} ended with {code}; expected 0; it said: "
+            f"{log.read_text(errors='replace')[-_LAST_CHARS:]}"
+        )
+    return time.perf_counter() - began_s
+
+
+def start_command(arguments: Sequence[str], *, folder: Path, log: Path) -> subprocess.Popen[bytes]:
+    """Start `rlhfspec ARGUMENTS` in a folder, its output in `log`; the caller waits for it."""
+    with log.open("wb") as said:
+        return subprocess.Popen(
             [sys.executable, "-m", "cluster.cli", *arguments],
             cwd=folder,
             env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
             stdout=said,
             stderr=subprocess.STDOUT,
-            timeout=TIMEOUT_S,
-            check=False,
         )
-        if ended.returncode:
-            said.seek(0)
-            raise RlhfSpecError(
-                f"rlhfspec {' '.join(arguments)} ended with {ended.returncode}; expected 0; it said: "
-                f"{said.read()[-_LAST_CHARS:]}"
-            )
-    return time.perf_counter() - began_s
+
+
+def setting_words(settings: Iterable[str]) -> list[str]:
+    """`--set` before each KEY=VALUE."""
+    return [word for setting in settings for word in ("--set", setting)]

@@ -7,7 +7,7 @@ import re
 import zlib
 from pathlib import Path
 
-from cluster.run_folder.layout import RunDir
+from cluster.run_folder.layout import KEPT_TRACES, RunDir
 from core.errors import ConfigError
 from core.files import write_whole
 
@@ -36,7 +36,9 @@ def write_kept_trace(run_dir: RunDir, number: int | None, out: Path | None) -> P
     if iteration not in kept:
         have = f"{kept[0] + 1} to {kept[-1] + 1}" if kept else "none yet"
         which = f"iteration {number}" if number is not None else "any iteration"
-        raise ConfigError(f"{run_dir.path} has no trace of {which}; it has {have}: the last 100 are kept")
+        raise ConfigError(
+            f"{run_dir.path} has no trace of {which}; it has {have}: the last {KEPT_TRACES} are kept"
+        )
     path = out or Path.cwd() / f"{run_dir.path.name}-iteration-{iteration + 1}.json"
     kept_file = run_dir.trace_file(iteration)
     try:

@@ -16,9 +16,9 @@ from typing import Any
 
 from actors.ray_utils.stack_page import PAGE_STEM, page_name
 from cluster.observing.stacks import ThreadStack, is_stopped, read_stacks
+from core.proc_files import NUM_THREADS, PARENT, PROC, SYSTEM_TICKS, USER_TICKS, sizes, stat_fields
 
 STACKS_TIMEOUT_S = 8.0
-_PROC = Path("/proc")
 _LINK = f"/memfd:{PAGE_STEM}:"
 _AT_ONCE = 4
 
@@ -71,7 +71,7 @@ def look_here(run: str, *, timeout_s: float = STACKS_TIMEOUT_S) -> SeenNode:
         seen = pool.map(lambda one: _see(one[0], one[1], one[2], timeout_s), found)
         processes = tuple(sorted((one for one in seen if one is not None), key=lambda one: one.actor))
     store, limit = _object_store(one.pid for one in processes)
-    memory = _sizes(_PROC / "meminfo")
+    memory = sizes(PROC / "meminfo")
     return SeenNode(
         host=socket.gethostname(),
         processes=processes,
@@ -85,7 +85,7 @@ def look_here(run: str, *, timeout_s: float = STACKS_TIMEOUT_S) -> SeenNode:
 
 def _pages() -> Iterator[tuple[str, str, int, Path]]:
     """Actor, run, pid and stack page of all processes that this user may look at."""
-    for process in _PROC.glob("[0-9]*"):
+    for process in PROC.glob("[0-9]*"):
         with suppress(OSError):
             for link in (process / "fd").iterdir():
                 with suppress(OSError):
@@ -98,10 +98,8 @@ def _pages() -> Iterator[tuple[str, str, int, Path]]:
 
 def _see(actor: str, pid: int, page: Path, timeout_s: float) -> SeenProcess | None:
     """None where it has ended meanwhile."""
-    sizes = _sizes(_PROC / str(pid) / "status")
-    try:
-        words = (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
-    except OSError:
+    words, held = stat_fields(pid), sizes(PROC / str(pid) / "status")
+    if not words:
         return None
     stacks = read_stacks(pid, page, timeout_s=timeout_s)
     return SeenProcess(
@@ -109,10 +107,10 @@ def _see(actor: str, pid: int, page: Path, timeout_s: float) -> SeenProcess | No
         pid=pid,
         host=socket.gethostname(),
         is_stopped=is_stopped(pid),
-        own_bytes=sizes.get("RssAnon", 0) + sizes.get("RssFile", 0),
-        shared_bytes=sizes.get("RssShmem", 0),
-        num_threads=int(words[17]),
-        cpu_s=(int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK"),
+        own_bytes=held.get("RssAnon", 0) + held.get("RssFile", 0),
+        shared_bytes=held.get("RssShmem", 0),
+        num_threads=int(words[NUM_THREADS]),
+        cpu_s=(int(words[USER_TICKS]) + int(words[SYSTEM_TICKS])) / os.sysconf("SC_CLK_TCK"),
         stacks=() if isinstance(stacks, str) else stacks,
         why_no_stacks=stacks if isinstance(stacks, str) else "",
     )
@@ -122,27 +120,15 @@ def _object_store(pids: Iterator[int]) -> tuple[int, int]:
     """Bytes of the object store of the raylet that started these, and its limit."""
     for pid in pids:
         with suppress(OSError, ValueError, IndexError):
-            parent = int((_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()[1])
-            words = (_PROC / str(parent) / "cmdline").read_bytes().decode(errors="replace").split("\0")
+            parent = int(stat_fields(pid)[PARENT])
+            words = (PROC / str(parent) / "cmdline").read_bytes().decode(errors="replace").split("\0")
             if Path(words[0]).name == "raylet":
                 limit = next(word for word in words if word.startswith("--object_store_memory="))
                 # its file has no name any more; blocks are those that were ever written
                 files = [
-                    link for link in (_PROC / str(parent) / "fd").iterdir() if "plasma" in os.readlink(link)
+                    link for link in (PROC / str(parent) / "fd").iterdir() if "plasma" in os.readlink(link)
                 ]
                 return sum({(at := link.stat()).st_ino: at.st_blocks << 9 for link in files}.values()), int(
                     limit.split("=")[1]
                 )
     return 0, 0
-
-
-def _sizes(path: Path) -> dict[str, int]:
-    """Lines such as `VmRSS:  123 kB` in bytes; none where it cannot be read."""
-    sizes = {}
-    with suppress(OSError):
-        for line in path.read_text().splitlines():
-            name, _, rest = line.partition(":")
-            if rest.endswith(" kB"):
-                with suppress(ValueError):
-                    sizes[name] = int(rest.split()[0]) << 10
-    return sizes

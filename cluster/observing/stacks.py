@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from actors.ray_utils.stack_page import STACKS_SIGNAL
+from core.proc_files import stat_fields
 
 LOOK_S = 0.05
 _FAULTHANDLER_THREAD = re.compile(r"^(?:Current t|T)hread (0x[0-9a-f]+)")
@@ -111,9 +112,7 @@ def parse_faulthandler(text: str) -> tuple[ThreadStack, ...]:
 
 def is_stopped(pid: int) -> bool:
     """Whether it was stopped (SIGSTOP, or a debugger)."""
-    with suppress(OSError, IndexError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
-    return False
+    return stat_fields(pid)[:1] in (["T"], ["t"])
 
 
 def _hears(pid: int) -> bool:

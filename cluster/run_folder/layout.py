@@ -48,6 +48,9 @@ from core.settings.supervised import SupervisedConfig
 JOB_RUNS_FOLDER = "~/rlhfspec-runs"
 "Where runs go when the caller's folder is a Ray job's temporary working directory."
 
+KEPT_TRACES = 100
+"Iterations: what the run folder holds of them stays bounded."
+
 _RAY_WORKING_DIR_MARK = "runtime_resources"
 
 

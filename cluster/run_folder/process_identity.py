@@ -10,9 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
-_PROC = Path("/proc")
-_START_FIELD = 19
-"Of /proc/PID/stat after the command's closing bracket: clock ticks from the machine's start."
+from core.proc_files import PROC, STARTED, stat_fields
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +73,7 @@ class ProcessIdentity:
             return True
         except PermissionError:
             pass
-        if _stat(self.pid)[:1] == ["Z"]:
+        if stat_fields(self.pid)[:1] == ["Z"]:
             return True  # it has ended, and its parent has not asked how
         now = _started(self.pid)
         return None not in (now, self.pid_started) and now != self.pid_started
@@ -85,7 +83,7 @@ def processes_using(folder: Path) -> list[int]:
     """Processes that name the folder in their command, work in it, or have a file of it open."""
     return sorted(
         int(entry.name)
-        for entry in _PROC.glob("[0-9]*")
+        for entry in PROC.glob("[0-9]*")
         if any(_is_in(folder, text) for text in _traces(entry))
     )
 
@@ -108,29 +106,20 @@ def _is_in(folder: Path, text: str) -> bool:
 
 def _started(pid: int) -> int | None:
     try:
-        return int(_stat(pid)[_START_FIELD])
+        return int(stat_fields(pid)[STARTED])
     except (IndexError, ValueError):
         return None
 
 
-def _stat(pid: int) -> list[str]:
-    """Fields of /proc/PID/stat from the state on; none where the process is not there."""
-    try:
-        # the command between brackets may hold anything, brackets too
-        return (_PROC / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()
-    except OSError:
-        return []
-
-
 def _boot() -> str | None:
     try:
-        return (_PROC / "sys/kernel/random/boot_id").read_text().strip()
+        return (PROC / "sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         return None
 
 
 def _pid_namespace() -> str | None:
     try:
-        return os.readlink(_PROC / "self" / "ns" / "pid")
+        return os.readlink(PROC / "self" / "ns" / "pid")
     except OSError:
         return None

@@ -109,6 +109,8 @@ def run_job(
             )
     elif job.held_out:
         yield StepReport(step=0, figures=_named("eval", learner.evaluate(job.held_out)))
+    # all rows are read for it
+    trained_on = _trained_on(job) if job.trainer.checkpoint_every and trainers.rank == 0 else {}
     while learner.num_steps < job.total_steps:
         batch = batch_of(job, learner.num_steps)
         began_s = time.perf_counter()
@@ -120,7 +122,7 @@ def run_job(
         is_last = learner.num_steps == job.total_steps
         if job.held_out and (is_last or _is_due(learner.num_steps, job.trainer.eval_every)):
             figures |= _named("eval", learner.evaluate(job.held_out))
-        saved = _save(learner, form, job, is_last=is_last)
+        saved = _save(learner, form, job, trained_on, is_last=is_last)
         yield StepReport(step=learner.num_steps, figures=figures, saved=saved)
 
 
@@ -199,7 +201,14 @@ def _objective(job: SupervisedJob) -> NextTokens | Preferences:
     return NextTokens(vocab_size=num_token_ids(job.tokenizer))
 
 
-def _save(learner: SupervisedLearner, form: ModelForm, job: SupervisedJob, *, is_last: bool) -> str | None:
+def _save(
+    learner: SupervisedLearner,
+    form: ModelForm,
+    job: SupervisedJob,
+    trained_on: dict[str, Any],
+    *,
+    is_last: bool,
+) -> str | None:
     is_due = _is_due(learner.num_steps, job.trainer.checkpoint_every)
     if not (is_last or is_due):
         return None
@@ -220,11 +229,11 @@ def _save(learner: SupervisedLearner, form: ModelForm, job: SupervisedJob, *, is
             _accompany(learner)
     if is_due:
         # last: who finds it finds the model of its step too
-        _save_state(learner, job)
+        _save_state(learner, job, trained_on)
     return str(folder)
 
 
-def _save_state(learner: SupervisedLearner, job: SupervisedJob) -> None:
+def _save_state(learner: SupervisedLearner, job: SupervisedJob, trained_on: dict[str, Any]) -> None:
     folder = job.folder / f"state_{learner.num_steps:04d}"
     if learner.trainers.rank == 0:
         # left by a run that was killed while it wrote, or that went on from an earlier one
@@ -233,7 +242,7 @@ def _save_state(learner: SupervisedLearner, job: SupervisedJob) -> None:
     learner.save(folder)
     learner.trainers.gather(None)
     if learner.trainers.rank == 0:
-        write_whole(folder / _TRAINED_ON, json.dumps(_trained_on(job), indent=1))
+        write_whole(folder / _TRAINED_ON, json.dumps(trained_on, indent=1))
         for old in job.folder.glob("state_*"):
             if old != folder:
                 with suppress(OSError):

@@ -27,10 +27,9 @@ def moves_away(ledger: Ledger) -> list[Move]:
             (key for key in member.owned if key not in moves), key=lambda key: ledger.samples[key].arrival
         )
         for key in keys:
-            destination = max(sorted(room), key=lambda name: room[name], default=None)
-            if destination is None or room[destination] <= 0:
+            destination = take_emptiest(room)
+            if destination is None:
                 return away
-            room[destination] -= 1
             has_begun = ledger.samples[key].num_tokens > 0
             away.append(
                 Move(
@@ -43,6 +42,15 @@ def moves_away(ledger: Ledger) -> list[Move]:
                 )
             )
     return away
+
+
+def take_emptiest(room: dict[str, int]) -> str | None:
+    """Take a free slot of the instance that has most of them, the first by name of several; None: nobody has one."""
+    emptiest = max(sorted(room), key=lambda name: room[name], default=None)
+    if emptiest is None or room[emptiest] <= 0:
+        return None
+    room[emptiest] -= 1
+    return emptiest
 
 
 def let_go(ledger: Ledger) -> list[Order]:

@@ -7,6 +7,7 @@ import numpy as np
 from policies.reallocation.pool_records import Move, MoveMode, PoolView
 from policies.scaling.scaling_policy import ScalingPolicy
 from policies.scaling.scaling_records import Limits, Resize, Starts
+from policies.scheduling.leaving import take_emptiest
 from policies.simulate.simulation_records import PoolSetup
 
 
@@ -61,9 +62,8 @@ class SimulatedSize:
             self._since_s[k] = view.now_s
         return begun
 
-    def joined(self, k: int, now_s: float) -> None:
+    def joined(self, k: int) -> None:
         """An instance has started."""
-        del now_s
         self._num_starting -= 1
         self.is_there[k] = self.admits[k] = True
 
@@ -87,10 +87,9 @@ class SimulatedSize:
         away: list[Move] = []
         for one in view.instances:
             for key in one.keys if one.is_leaving else ():
-                target = max(sorted(room), key=lambda name: room[name], default=None)
-                if target is None or room[target] <= 0:
+                target = take_emptiest(room)
+                if target is None:
                     return tuple(away)
-                room[target] -= 1
                 away.append(
                     Move(
                         key=key,

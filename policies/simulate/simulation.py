@@ -105,7 +105,7 @@ class _Simulation:
                 case _Kind.ORDER:
                     self._begin(now_s, *payload)
                 case _Kind.STARTED:
-                    self._size.joined(payload[0], now_s)
+                    self._size.joined(payload[0])
                     self._bind(now_s)
                 case _Kind.POLL:
                     self._poll(now_s)

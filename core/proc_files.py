@@ -1,0 +1,30 @@
+"""What Linux tells of processes in /proc; nothing where a process is not there, or the system has no such files."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+
+PROC = Path("/proc")
+STATE, PARENT, USER_TICKS, SYSTEM_TICKS, NUM_THREADS, STARTED = 0, 1, 11, 12, 17, 19
+"Places in what `stat_fields` returns; ticks are of the clock, `STARTED` after the machine's start."
+
+
+def stat_fields(pid: int) -> list[str]:
+    """Fields of /proc/PID/stat from the state on (proc(5), field 3); the command before them may hold anything."""
+    try:
+        return (PROC / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+def sizes(path: Path) -> dict[str, int]:
+    """Lines such as `VmRSS:  123 kB` of a status, a memory map or meminfo, in bytes."""
+    found = {}
+    with suppress(OSError):
+        for line in path.read_text().splitlines():
+            name, _, rest = line.partition(":")
+            if rest.endswith(" kB"):
+                with suppress(ValueError):
+                    found[name] = int(rest.split()[0]) << 10
+    return found
