@@ -30,6 +30,7 @@ from engine.weights.chunks import load_into, weight_views
 from engine.weights.loading import build_causal_lm, freeze
 from learning.draft_refit import DraftRefitter, RefitReport
 from learning.forward.engine_scoring import EngineScorer, require_engine_scoring
+from learning.forward.forward_count import forwards_made
 from learning.forward.precision import compute_dtype_on, hold_linears_in
 from learning.learner import Learner
 from learning.parallel.data_parallel import DataParallel, join_group, meet, new_store, store_at
@@ -42,7 +43,7 @@ from learning.soft_targets import SoftTargetStore
 _REFIT_STATE = "draft_refit.safetensors"
 
 
-@remote(max_restarts=0)
+@remote(max_restarts=0, concurrency_groups={"control": 1})
 class TrainerActor:
     """Owns the target model being trained, and the draft model that follows it."""
 
@@ -61,6 +62,11 @@ class TrainerActor:
 
     def __repr__(self) -> str:
         return f"TrainerActor({self._spec.name})"
+
+    @ray.method(concurrency_group="control")
+    def forwards_so_far(self) -> int:
+        """How many forwards the models here have made: answered at once, whatever the trainer is at."""
+        return forwards_made()
 
     def open_group(self, timeout_s: float) -> TrainerMeeting:
         """Make a place where the trainers of this run meet, at this node's address; for the first of them."""

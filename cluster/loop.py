@@ -36,7 +36,14 @@ from cluster.system import System, running_system
 from cluster.tracking.run_log import RunLog
 from cluster.tracking.trackers import Trackers
 from core.config import Config
-from core.errors import NumericsError, RewardServerLost, RlhfSpecError, StorageError, TrainerLost
+from core.errors import (
+    NumericsError,
+    PlacementError,
+    RewardServerLost,
+    RlhfSpecError,
+    StorageError,
+    TrainerLost,
+)
 from core.weight_records import WeightManifest
 
 BY_SIGTERM = "stopped by SIGTERM (ray job stop, or kill)"
@@ -103,8 +110,10 @@ def _train_with_restarts(
         # names of actors that may still be ending are not taken again
         own = replace(session, namespace=f"{session.namespace}-{attempt}") if attempt else session
         is_up = False
+        # a node that was lost with a trainer takes minutes to come back
+        patience_s = config.cluster.start_timeout_s if attempt else 0.0
         try:
-            with running_system(config, own, inputs, note=report.note) as system:
+            with running_system(config, own, inputs, note=report.note, patience_s=patience_s) as system:
                 is_up = True
                 observer.watch(system)
                 train(system, run_dir, report, resume=state)
@@ -112,7 +121,7 @@ def _train_with_restarts(
         except TrainerLost as error:
             report.stop()
             state = restarts.after(error)
-        except LOSSES as error:
+        except (*LOSSES, PlacementError) as error:
             # what cannot be brought up the first time is told at once
             if is_up or not attempt:
                 raise

@@ -119,16 +119,22 @@ class System(GeneratingSystem):
 
 @contextmanager
 def running_system(
-    config: Config, session: RaySession, inputs: Inputs, *, note: Callable[[str], None] = logger.warning
+    config: Config,
+    session: RaySession,
+    inputs: Inputs,
+    *,
+    note: Callable[[str], None] = logger.warning,
+    patience_s: float = 0.0,
 ) -> Iterator[System]:
     """Run all actors of a config whose model names are resolved, first weights loaded.
 
     Their bundles are given back however the block ends, and the actors end with them. `note` is told, one line each,
-    of actors that are lost and replaced, and of waits that take unusually long.
+    of actors that are lost and replaced, and of waits that take unusually long. `patience_s`: how much longer than
+    `cluster.placement_timeout_s` to wait for a place.
     Raises InputError for models, reward function or placement that cannot be used.
     """
     topology = plan(config)
-    group = place(topology, is_local=session.is_local)
+    group = place(topology, is_local=session.is_local, patience_s=patience_s, note=note)
     singles = SinglePlaces(pinned_to="generation" if topology.pins_pools else None)
     try:
         context = PlacementContext(group=group, namespace=session.namespace, environment=session.environment)

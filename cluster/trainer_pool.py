@@ -20,6 +20,7 @@ from actors.ray_utils.remote import Handle
 from actors.ray_utils.waiting import get, wait_any
 from actors.trainer_actor import TrainerActor
 from cluster.placement.topology import Place, PlacementContext, actor_options
+from cluster.trainer_heartbeat import TrainerHeartbeat
 from cluster.weights.publish import PublishedWeights, confirm, from_trainer
 from core.config import ClusterConfig
 from core.errors import InstanceLost, PeerLost, WaitTimeout
@@ -27,7 +28,7 @@ from core.records import Rollout, UpdateReport
 from learning.draft_refit import RefitReport
 
 _ANSWERS_WITHIN_S = 20.0
-"A trainer that is asked after another has failed may still be in what the two did together."
+"For a trainer that lives to say so: on a starved machine that takes a while."
 _LEAST_S = 0.5
 _GRACE_S = 30.0
 "The loop waits longer than trainers wait for each other, so that their own messages arrive."
@@ -40,6 +41,7 @@ class TrainerPool:
         self._trainers = dict(trainers)
         self._loading: list[tuple[dict[str, Any], str, PublishedWeights | None]] = []
         self._start_timeout_s = cluster.start_timeout_s
+        self._heartbeat_timeout_s = cluster.heartbeat_timeout_s
         self._timeout_s = cluster.order_timeout_s + (_GRACE_S if len(trainers) > 1 else 0.0)
 
     @classmethod
@@ -114,30 +116,23 @@ class TrainerPool:
 
         Raises InstanceLost naming a trainer that died, WaitTimeout, and what they raise themselves.
         """
-        seconds = get_all(
-            order,
-            waiter="the loop",
-            order="compute the forwards of scored samples",
-            timeout_s=self._timeout_s,
-        )
-        return max(seconds.values())
+        return max(self._all(order, "compute the forwards of scored samples").values())
 
     def update(
         self, rollouts: Any, *, recompute_old: bool = False, meanwhile: Callable[[], None] | None = None
     ) -> UpdateReport:
         """Learn from one batch, a reference to it; `recompute_old` as in `Learner.update`.
 
-        `meanwhile` is called about every second until a trainer has answered.
+        `meanwhile` is called about every second until a trainer has answered. Raises InstanceLost naming one that died
+        or is silent, WaitTimeout when none gets on for `cluster.order_timeout_s`, and what they raise themselves.
         """
         refs = {name: one.update.remote(rollouts, recompute_old) for name, one in self._trainers.items()}
-        answers = get_all(
-            refs, waiter="the loop", order="update", timeout_s=self._timeout_s, meanwhile=meanwhile
-        )
-        return answers[self.first_name]
+        return self._all(refs, "update", meanwhile)[self.first_name]
 
     def refit(self, rollouts: Any, budget_s: float) -> RefitReport:
         """Let the draft model follow, for at most so many seconds."""
-        return self._ask_first(self.first.refit.remote(rollouts, budget_s), "refit the draft model")
+        refs = {self.first_name: self.first.refit.remote(rollouts, budget_s)}
+        return self._all(refs, "refit the draft model")[self.first_name]
 
     def take(self, model: Literal["target", "draft"] = "target") -> PublishedWeights:
         """Take a model's current weights into the object store."""
@@ -158,20 +153,18 @@ class TrainerPool:
     def adapter_files(self) -> dict[str, bytes]:
         """The LoRA adapter's files, by name."""
         refs = {self.first_name: self.first.adapter_files.remote()} | self.follow()
-        return get_all(refs, waiter="the loop", order="pack the adapter", timeout_s=self._timeout_s)[
-            self.first_name
-        ]
+        return self._all(refs, "pack the adapter")[self.first_name]
 
     def blind_to(self, folder: Path) -> list[str]:
         """Names of trainers on machines that do not see a folder of this one."""
         refs = {name: one.sees.remote(str(folder)) for name, one in self._trainers.items()}
-        answers = get_all(refs, waiter="the loop", order="look for the run folder", timeout_s=self._timeout_s)
+        answers = self._all(refs, "look for the run folder")
         return [name for name, sees in answers.items() if not sees]
 
     def save_state(self, folder: Path) -> None:
         """Let all write what they hold into a new folder, in one that all see. Raises StorageError."""
         refs = {name: one.save_state.remote(str(folder)) for name, one in self._trainers.items()}
-        get_all(refs, waiter="the loop", order="write their state", timeout_s=self._timeout_s)
+        self._all(refs, "write their state")
 
     def load_state(self, folder: Path) -> None:
         """Let all go on from what `save_state` wrote. Raises ConfigError when it does not fit."""
@@ -180,7 +173,7 @@ class TrainerPool:
 
     def lost(self, *, or_silent: bool) -> list[str]:
         """Names of trainers that are dead; of those, too, that answer nothing for a while if `or_silent`."""
-        refs = {name: one.__ray_ready__.remote() for name, one in self._trainers.items()}
+        refs = {name: one.forwards_so_far.remote() for name, one in self._trainers.items()}
         ends_s = time.monotonic() + (_ANSWERS_WITHIN_S if or_silent else _LEAST_S)
         lost = []
         for name, ref in refs.items():
@@ -200,13 +193,20 @@ class TrainerPool:
 
     def _join(self, following: Mapping[str, Any], order: str) -> None:
         if following:
-            get_all(following, waiter="the loop", order=order, timeout_s=self._timeout_s)
+            self._all(following, order)
 
-    def _ask_first(self, ref: Any, order: str, timeout_s: float | None = None) -> Any:
-        return get(
-            ref,
+    def _all(
+        self, refs: Mapping[str, Any], order: str, meanwhile: Callable[[], None] | None = None
+    ) -> dict[str, Any]:
+        """Wait for trainers at work, and look whether they live."""
+        heartbeat = TrainerHeartbeat(
+            {name: self._trainers[name] for name in refs}, order=order, timeout_s=self._heartbeat_timeout_s
+        )
+        return get_all(
+            refs,
             waiter="the loop",
-            waited_for=self.first_name,
             order=order,
-            timeout_s=timeout_s or self._timeout_s,
+            timeout_s=self._timeout_s,
+            meanwhile=meanwhile,
+            gets_on=heartbeat.look,
         )

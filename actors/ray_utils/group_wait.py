@@ -30,17 +30,19 @@ def get_all(
     order: str,
     timeout_s: float,
     meanwhile: Callable[[], None] | None = None,
+    gets_on: Callable[[], bool] | None = None,
 ) -> dict[str, Any]:
     """Wait for the answers of a group, by name; of several failures the one that explains the others is raised.
 
-    `meanwhile` is called about every second until all have answered; what it raises ends the wait.
+    `meanwhile` and `gets_on` are called about every second until all have answered; what they raise ends the wait.
+    Where the latter is true, the time limit begins anew.
 
     Raises:
-        WaitTimeout: not all answered within `timeout_s`; the message names who did not.
+        WaitTimeout: not all answered within `timeout_s` after one got on; the message names who did not.
         InstanceLost: one died, or fell silent while the others waited for it.
         RlhfSpecError: whatever one of them raised, as itself; `RayTaskError` for errors of other kinds.
     """
-    if len(refs) == 1 and meanwhile is None:
+    if len(refs) == 1 and meanwhile is None and gets_on is None:
         ((name, ref),) = refs.items()
         return {name: get(ref, waiter=waiter, waited_for=name, order=order, timeout_s=timeout_s)}
     wait = OpenWait(waiter=waiter, waited_for=", ".join(refs), order=order, timeout_s=timeout_s)
@@ -64,6 +66,9 @@ def get_all(
             require_node()
             if meanwhile is not None:
                 meanwhile()
+            # one that failed may take the others with it, and explains them
+            if gets_on is not None and not failed and gets_on():
+                wait.heard()
         if not failed and wait.left_s <= 0.0:
             raise no_answer(waiter, ", ".join(left), order, wait.waited_s)
     if failed:

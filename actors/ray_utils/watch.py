@@ -109,11 +109,16 @@ class OpenWait:
     @property
     def left_s(self) -> float:
         """Seconds until it is to be given up, at least 0."""
-        return max(0.0, self._timeout_s - self.waited_s)
+        return max(0.0, self._timeout_s + self._heard_at_s - self.waited_s)
+
+    def heard(self) -> None:
+        """The other side gets on: the time until it is given up begins anew."""
+        self._heard_at_s = self.waited_s
 
     def restart(self) -> None:
         """Begin anew: the other side was heard of."""
         self._began_s = self._clock.read(self._watch.clock())
+        self._heard_at_s = 0.0
         usual_s = self._watch.usual_s(self._what)
         self._says_at_s = FIRST_S if usual_s is None else max(LEAST_S, TIMES_USUAL * usual_s)
         self._has_said = False

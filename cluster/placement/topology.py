@@ -6,9 +6,10 @@ holds at least a sliver of a CPU: that is what keeps its node alive under an aut
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,6 +20,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from cluster.placement.quiet import quiet_environment
 from core.config import Config
 from core.errors import ConfigError, PlacementError
+
+logger = logging.getLogger(__name__)
 
 MIN_CPUS = 0.01
 POOL_LABEL = "rlhfspec-pool"
@@ -203,11 +206,18 @@ def require_machine(topology: Topology, *, num_cpus: float, num_gpus: float) -> 
         )
 
 
-def place(topology: Topology, *, is_local: bool) -> PlacementGroup:
+def place(
+    topology: Topology,
+    *,
+    is_local: bool,
+    patience_s: float = 0.0,
+    note: Callable[[str], None] = logger.warning,
+) -> PlacementGroup:
     """Reserve all bundles.
 
     A local cluster cannot grow, so what it lacks is said at once; elsewhere an autoscaler gets
-    `placement_timeout_s`. Raises PlacementError naming what is missing.
+    `placement_timeout_s`, and then, `note` being told what is missing, `patience_s` more.
+    Raises PlacementError naming what is missing.
     """
     if is_local and gaps(topology.wanted(), ray.cluster_resources()):
         raise PlacementError(_explain(topology, waited_s=0.0))
@@ -217,7 +227,11 @@ def place(topology: Topology, *, is_local: bool) -> PlacementGroup:
         strategy=topology.strategy,
         bundle_label_selector=topology.label_selectors(),  # type: ignore[arg-type]  # None is its default
     )
-    if not group.wait(topology.placement_timeout_s):
+    is_placed = group.wait(topology.placement_timeout_s)
+    if not is_placed and patience_s:
+        note(f"{_explain(topology, waited_s=time.monotonic() - began_s)}; waiting {patience_s:.0f} s more")
+        is_placed = group.wait(patience_s)
+    if not is_placed:
         message = _explain(topology, waited_s=time.monotonic() - began_s)
         remove_placement_group(group)
         raise PlacementError(message)

@@ -100,9 +100,9 @@ class ClusterConfig(Section):
     "an actor's constructor, model building included"
     poll_interval_s: Seconds = 0.1
     heartbeat_timeout_s: Seconds = 60.0
-    "an instance that answers no poll for so long is taken for lost"
+    "an instance or a trainer at work that answers nothing for so long is taken for lost"
     order_timeout_s: Seconds = 300.0
-    "weight loads, scoring, updates"
+    "weight loads, scoring; an update in which no forward ends for so long"
     max_instance_restarts: int = Field(default=3, ge=0)
     max_trainer_restarts: int = Field(default=3, ge=0)
     "in a run: trainers that die or freeze are started anew, all together, from the run's last state"

@@ -27,6 +27,7 @@ from engine.model.prefill import fill_committed, prefill_packs
 from engine.model.prefill_plan import PrefillPiece, PrefillPlan, packed_inputs
 from engine.numerics import describe_numerics, resolve_device, resolve_numerics
 from learning.experience import Experience
+from learning.forward.forward_count import note_forward
 
 MOST_SLOTS = 16
 "Responses whose caches are held at once."
@@ -137,6 +138,7 @@ class EngineScorer:
         ]
         per_forward = max(1, min(self._max_tokens, _LOGITS // runner.vocab_size))
         for pack in prefill_packs(responses, per_forward):
+            note_forward()
             inputs, positions = packed_inputs(ids, pack)
             plan = PrefillPlan(pool=runner.pool, attention=runner.attention, pieces=pack)
             logits = runner.logits(torch.from_numpy(inputs), torch.from_numpy(positions), plan).float()

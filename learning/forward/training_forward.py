@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from core.errors import ModelError
 from engine.model.support import switch_attention
 from learning.forward.batching import PackedSequences
+from learning.forward.forward_count import note_forward
 from learning.forward.packed_attention import ATTENTION_NAME
 from learning.forward.precision import autocast
 
@@ -59,6 +60,7 @@ def response_logits(
             ).logits
     finally:
         handle.remove()
+    note_forward()
     return logits[0, :, :vocab_size], kept[0]
 
 

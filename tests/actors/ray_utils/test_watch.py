@@ -84,6 +84,16 @@ def test_a_wait_that_begins_anew_counts_from_there(told):
     assert told.notes == [] and wait.waited_s == 50.0
 
 
+def test_the_limit_begins_anew_where_the_other_side_gets_on_and_the_wait_does_not(told):
+    wait = told.begin(timeout_s=100.0)
+    told.pass_s(wait, 90.0)
+    wait.heard()
+    told.pass_s(wait, 60.0)
+    assert (wait.left_s, wait.waited_s) == (40.0, 150.0)
+    wait.answered()
+    assert told.watch.usual_s("trainer: update") == 150.0
+
+
 def test_waits_inside_a_watched_block_are_reported_and_others_are_not():
     notes: list[str] = []
     names = {"waiter": "the loop", "waited_for": "trainer", "order": "update", "timeout_s": 300.0}

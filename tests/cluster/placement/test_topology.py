@@ -93,6 +93,10 @@ def test_a_placement_error_names_the_missing_resources(local_ray):
         place(topology, is_local=True)
     with pytest.raises(PlacementError, match=r"missing: (.* and )?6 GPU") as after_waiting:
         place(topology, is_local=False)
+    notes: list[str] = []
+    with pytest.raises(PlacementError, match=r"missing: (.* and )?6 GPU"):
+        place(topology, is_local=False, patience_s=0.5, note=notes.append)
+    assert len(notes) == 1 and "6 GPU" in notes[0] and notes[0].endswith("; waiting 0 s more")
     assert "waited 0 s" in str(at_once.value) and "cluster has 4 CPU and 0 GPU" in str(after_waiting.value)
 
 
