@@ -41,6 +41,7 @@ from core.errors import (
     PlacementError,
     RewardServerLost,
     RlhfSpecError,
+    RunTaken,
     StorageError,
     TrainerLost,
 )
@@ -140,6 +141,7 @@ def train(system: System, run_dir: RunDir, report: Reporter, *, resume: RunState
         with telling_trainer_loss(system):
             take_up(system, resume)
         first = resume.num_iterations
+    run_dir.owner.require()
     run = system.config.run
     log = RunLog(system.config, run_dir, Trackers.of(system.config, run_dir, report.note, num_done=first))
     recorder = Recorder(run_dir, report, step_log=run.step_log)
@@ -169,6 +171,7 @@ def train(system: System, run_dir: RunDir, report: Reporter, *, resume: RunState
                 figures = with_evaluation(figures, evaluator.after(iteration))
             finally:
                 # what was trained is told, however an evaluation ends
+                run_dir.owner.require()
                 log.write(iteration, figures)
             report.iteration(iteration, figures)
             if run.checkpoint_every and (iteration + 1) % run.checkpoint_every == 0:
@@ -180,8 +183,8 @@ def train(system: System, run_dir: RunDir, report: Reporter, *, resume: RunState
         recorder.write_timeline()
         kept = _keep_what_was_learned(system, run_dir, states, boundary)
         raise RewardServerLost(f"{error}; {kept}") from error
-    except (StorageError, SystemExit):
-        # a full disk has no room for pictures, and SIGTERM leaves no time for them
+    except (StorageError, SystemExit, RunTaken):
+        # a full disk has no room for pictures, SIGTERM leaves no time for them, and another's folder is not ours
         raise
     except RlhfSpecError as error:
         recorder.write_timeline()
@@ -241,6 +244,7 @@ def run_iteration(
     began_s = time.perf_counter()
     forwards, groups = system.forward_stream(requests), system.useful_groups(requests)
     collected = collect(system, requests, report, forwards, groups)
+    run_dir.owner.require()
     write_rollouts(run_dir.rollouts_file(iteration), collected.rollouts)
     learned = collected.rollouts if groups is None else groups.batch(collected.rollouts)
     moves = recorder.record(iteration, collected, system.generation.instances, system.generation.last_words())
@@ -254,6 +258,7 @@ def run_iteration(
         rollouts, recompute_old=system.recomputes_old, meanwhile=lambda: attend(system, report)
     )
     # again, since an update that fails must not take the rollouts with it
+    run_dir.owner.require()
     advantages = dict(zip(map(id, learned), update.sample_advantages or (), strict=False))
     write_rollouts(
         run_dir.rollouts_file(iteration),

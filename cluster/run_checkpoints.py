@@ -22,8 +22,9 @@ def save_checkpoints(
 
     The adapter alone needs the trainers, which may be gone.
 
-    Numbered ones beyond `run.keep_checkpoints` go, the oldest first. Raises WeightsError, StorageError.
+    Numbered ones beyond `run.keep_checkpoints` go, the oldest first. Raises WeightsError, StorageError, RunTaken.
     """
+    run_dir.owner.require()
     for model, weights in (("target", system.target), ("draft", system.draft)):
         if weights is not None:
             _save(system, run_dir, weights, model, iteration)

@@ -13,6 +13,7 @@
     |-- NumericsError         the invariance probe failed, or an exactness check found a difference
     |   `-- NotFiniteError    weights or logits that are NaN or infinite
     |-- StorageError          a disk is full, or refuses what is written
+    |-- RunTaken              another process goes on with this run
     |-- WaitTimeout           one process waited for another for too long
     |-- TransferError         a channel between two instances failed, or a frame arrived damaged
     |-- NodeDied              Ray itself died under the run
@@ -106,6 +107,10 @@ class NotFiniteError(NumericsError):
 
 class StorageError(RlhfSpecError):
     """A file or folder could not be written; nothing half-made is left under its name."""
+
+
+class RunTaken(RlhfSpecError):
+    """Another process has resumed the run that this one was taken to have left; nothing may be written any more."""
 
 
 class WaitTimeout(RlhfSpecError):

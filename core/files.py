@@ -33,13 +33,18 @@ _OTHER_ADVICE = "see that the folder is still there and may be written to"
 _RUST_ERRNO = re.compile(r"\(os error (\d+)\)")
 
 
+def partial_of(path: Path) -> Path:
+    """What a file or folder is called until it is whole."""
+    return path.with_name(PARTIAL + path.name)
+
+
 def write_whole(path: Path, data: bytes | str, *, durable: bool = True) -> None:
     """Write a file whole or not at all; until it is whole, what was there before stays.
 
     Not `durable`: it may be lost when the machine fails, and costs no wait for the disk.
     Raises StorageError.
     """
-    partial = path.with_name(PARTIAL + path.name)
+    partial = partial_of(path)
     try:
         with storage_errors(path):
             file = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
@@ -82,7 +87,7 @@ def whole_folder(folder: Path) -> Iterator[Path]:
     There is no moment without the old one or the new one on disk: between two renames the old one is called
     `.replaced-NAME`, and `recover_folder` puts it back after a crash. Raises StorageError; then the old one stays.
     """
-    partial = folder.with_name(PARTIAL + folder.name)
+    partial = partial_of(folder)
     recover_folder(folder)
     shutil.rmtree(partial, ignore_errors=True)
     try:

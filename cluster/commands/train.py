@@ -186,7 +186,7 @@ def _train(
     """Run the loop; however it ends, the run folder says so and holds summary and picture so far."""
     report.stage("starting Ray")
     from cluster.loop import run_training
-    from core.errors import StorageError
+    from core.errors import RunTaken, StorageError
     from core.files import storage_errors
 
     try:
@@ -198,9 +198,9 @@ def _train(
         with suppress(Exception):
             _set_ending(run_dir, error)
         with suppress(Exception):
-            # a full disk takes no more files; a drawing takes longer than whoever sent SIGTERM may wait
-            is_full, has_time = isinstance(error, StorageError), not isinstance(error, SystemExit)
-            _close(run_dir, report, with_files=not is_full, with_picture=has_time)
+            # a full disk takes no more files, another's run none of ours; whoever sent SIGTERM waits for no drawing
+            may_write = not isinstance(error, StorageError | RunTaken)
+            _close(run_dir, report, with_files=may_write, with_picture=not isinstance(error, SystemExit))
         raise
     run_dir.set_status("finished")
     _close(run_dir, report)

@@ -173,7 +173,8 @@ class Observer:
         text = page.encode()
         try:
             # the next one comes soon
-            write_whole(self._run_dir.live_file, text, durable=False)
+            if not self._run_dir.owner.is_taken:
+                write_whole(self._run_dir.live_file, text, durable=False)
         except StorageError:
             # a disk that is full is told by what needs it
             run_metrics.add("dropped_writes", file="live")

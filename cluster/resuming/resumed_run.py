@@ -38,9 +38,7 @@ class ResumedRun:
 
     def begin(self, config: Config) -> RunDir:
         """Take the folder back to the state and call it running. Raises StorageError, ConfigError: it runs again."""
-        require_cut_off(self.run_dir)
-        # first of all, so that nobody else begins
-        self.run_dir.set_status("running")
+        take_over(self.run_dir)
         rewind(self.run_dir, self.state)
         dump_config(config, self.run_dir.config_file)
         return self.run_dir
@@ -118,6 +116,18 @@ def _is_done(run_dir: RunDir, config: Config) -> bool:
     """Whether a run has ended well, and its config asks for no more."""
     is_finished = run_dir.status()["state"] == "finished"
     return is_finished and _own_config(run_dir).run.iterations >= config.run.iterations
+
+
+def take_over(run_dir: RunDir) -> None:
+    """Make the folder of a run that is cut off this process's own, and call it running.
+
+    Raises ConfigError where it runs, or another process takes it at this moment, StorageError.
+    """
+    last = run_dir.owner.last()
+    require_cut_off(run_dir)
+    if not run_dir.owner.claim(after=last):
+        raise ConfigError(f"{run_dir.path} was just taken up by another process; look at `rlhfspec show`")
+    run_dir.set_status("running")
 
 
 def require_cut_off(run_dir: RunDir) -> None:

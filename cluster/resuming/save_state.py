@@ -12,7 +12,7 @@ from typing import Any
 from cluster.resuming.run_state import SCHEMA_VERSION, EvaluationMarks, RunState, state_folders
 from cluster.run_folder.layout import RunDir
 from cluster.system import System
-from core.checkpoint_manifest import write_manifest
+from core.checkpoint_manifest import has_manifest, write_manifest
 from core.files import PARTIAL, storage_errors, whole_folder
 
 
@@ -42,11 +42,13 @@ class StateKeeper:
     def save(self, boundary: Boundary) -> RunState | None:
         """Write the state of a boundary that the trainers have not gone beyond; None where they do not see the folder.
 
+        One that stands already is left alone: its folder became visible when it was whole.
         The folder appears by one rename, each file synced and with its checksum; older ones go then.
-        Raises StorageError, and what trainers raise that are gone.
+        Raises StorageError, RunTaken, and what trainers raise that are gone.
         """
         if self._is_blind or not self._every:
             return None
+        self._run_dir.owner.require()
         system = self._system
         target, draft = system.target.manifest, system.draft
         state = RunState(
@@ -59,6 +61,8 @@ class StateKeeper:
             cursor=boundary.cursor,
             evaluations=boundary.evaluations,
         )
+        if has_manifest(state.folder):
+            return state
         blind = system.trainers.blind_to(self._run_dir.path)
         if blind:
             self._is_blind = True

@@ -2,6 +2,7 @@
 
     RUN/config.yaml                     the resolved config, every default spelled out
     RUN/status.json                     running | finished | interrupted | failed, why, and a heartbeat
+    RUN/owners/0001.json                the process that began the run, then each that resumed it
     RUN/live.json                       what the run is doing now, for `rlhfspec status`; replaced every two seconds
     RUN/logs/ACTOR.jsonl                structured log of each process; at most 16 MB each
     RUN/metrics.jsonl                   one object an iteration (`core.metrics`)
@@ -38,6 +39,7 @@ from datetime import datetime
 from itertools import count
 from pathlib import Path
 
+from cluster.run_folder.owner import Owner
 from cluster.run_folder.run_status import Status, StatusWriter, read_status
 from core.config import Config, RunConfig
 from core.config_io import dump_config
@@ -131,10 +133,14 @@ class RunDir:
     """Names every file of a run folder."""
 
     path: Path
+    owner: Owner = field(init=False, repr=False, compare=False)
+    "to be asked before anything is written (`Owner.require`)"
     _writer: StatusWriter = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_writer", StatusWriter(self.status_file))
+        object.__setattr__(self, "owner", Owner(self.path))
+        writer = StatusWriter(self.status_file, may_write=lambda: not self.owner.is_taken)
+        object.__setattr__(self, "_writer", writer)
 
     @classmethod
     def create(
@@ -160,6 +166,7 @@ class RunDir:
             for name in folders:
                 (path / name).mkdir()
             dump_config(config, run_dir.config_file)
+            run_dir.owner.claim(after=0)
             run_dir._writer.reserve()
         except OSError as error:
             shutil.rmtree(path, ignore_errors=True)

@@ -9,16 +9,18 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from cluster.run_folder.layout import RunDir, of_run
+from cluster.run_folder.owner import FOLDER
 from core.checkpoint_manifest import MANIFEST
 from core.errors import ConfigError, describe_error
 from core.files import PARTIAL, whole_folder
 
 _LOOK_S = 2.0
+_OWNER_LOOK_S = 30.0
 _NOT_COPIED = ("live.json", "logs", "traces")
 "Of the machine and the moment."
 _LAST_PASS_S = 600.0
@@ -50,6 +52,8 @@ class RemoteCopy:
         A folder's manifest goes last and leaves first: half a checkpoint has none, and is not taken for one.
         """
         try:
+            if not self.is_own():
+                return False
             here = self._files()
             gone = sorted(self._sent.keys() - here.keys(), key=lambda name: not name.endswith(MANIFEST))
             for name in gone:
@@ -65,6 +69,30 @@ class RemoteCopy:
             self._last_fault = fault
             return False
         return True
+
+    def claim(self) -> None:
+        """Write this process' name there, before anything else, so that one that was taken for gone sees it."""
+        name = self._run_dir.owner.name
+        if name is not None and (self._run_dir.path / name).is_file():
+            self._send(name, self._files()[name])
+
+    def is_own(self) -> bool:
+        """Whether no other process has begun to copy there; the run is this one's no more, then."""
+        owner = self._run_dir.owner
+        if owner.name is None:
+            return True
+        folder = f"{self._root}/{FOLDER}"
+        self._fs.invalidate_cache(folder)
+        if not self._fs.exists(folder):
+            return True
+        names = {str(path).rpartition("/")[2] for path in self._fs.ls(folder, detail=False)}
+        own = owner.name.rpartition("/")[2]
+        is_other = (
+            own in names and self._fs.cat_file(f"{self._root}/{owner.name}").decode().strip() != owner.text
+        )
+        if is_other or any(name > own for name in names):
+            owner.lose(f"another process, which copies it to {self.url}")
+        return not owner.is_taken
 
     def states(self) -> frozenset[str]:
         """Names of the whole states in the folder."""
@@ -110,10 +138,19 @@ def copying(run_dir: RunDir, place: str | None, note: Callable[[str], None]) -> 
 
     def go() -> None:
         seen: frozenset[str] = frozenset()
+        asked_s = time.monotonic()
+        with suppress(Exception):
+            # the first pass does it again, and tells what is wrong
+            copy.claim()
         while not ended.wait(_LOOK_S):
             states = copy.states()
             if states != seen and copy.bring_up_to_date():
                 seen = states
+            elif time.monotonic() - asked_s > _OWNER_LOOK_S:
+                asked_s = time.monotonic()
+                with suppress(Exception):
+                    # out of reach for now
+                    copy.is_own()
         copy.bring_up_to_date()
 
     thread = threading.Thread(target=go, name="remote-copy", daemon=True)

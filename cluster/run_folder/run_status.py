@@ -10,7 +10,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -49,8 +49,9 @@ class Status(TypedDict):
 class StatusWriter:
     """Of one run. Safe to call from threads and from a signal handler of the main thread."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, path: Path, may_write: Callable[[], bool] = lambda: True) -> None:
+        """Nothing is written where `may_write` says no."""
+        self._path, self._may_write = path, may_write
         # of the same thread again: a signal handler may interrupt a write
         self._lock = threading.RLock()
         self._told: dict[str, Any] = {"state": "unknown", "reason": "", "iteration": None, "phase": ""}
@@ -96,7 +97,7 @@ class StatusWriter:
         with self._lock:
             # in place: a signal handler that comes in between changes other keys, or wins
             self._told.update(change)
-            while True:
+            while self._may_write():
                 told = dict(self._told)
                 file = os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o666)
                 try:

@@ -9,13 +9,14 @@ RUN/checkpoints/{adapter,model_0100,state_0100}     see `learning.supervised.sup
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 
 from cluster.reporting.console import Reporter
-from cluster.resuming.resumed_run import require_cut_off
+from cluster.resuming.resumed_run import require_cut_off, take_over
 from cluster.run_folder.layout import RunDir, choose_run_path
 from cluster.supervised.job_inputs import prepare
 from cluster.supervised.job_runner import run
@@ -53,7 +54,7 @@ def resume_supervised(config: SupervisedConfig, report: Reporter, *, folder: Pat
     """Go on with the run in `folder` from its last state; the checkpoint's folder. Errors as above."""
     run_dir = RunDir.open(folder)
     require_cut_off(run_dir)
-    state = last_state(run_dir.path / "checkpoints")
+    state = last_state(run_dir.path / "checkpoints", report.note)
     report.note(f"run folder {run_dir.path}, from {state.name}")
     report.stage("reading model and rows")
     prepared = prepare(config, run_dir.path / "checkpoints", report, resume=state)
@@ -62,8 +63,7 @@ def resume_supervised(config: SupervisedConfig, report: Reporter, *, folder: Pat
         report.note(line)
     require_same(prepared.job, state)
     # another may have begun meanwhile
-    require_cut_off(run_dir)
-    run_dir.set_status("running")
+    take_over(run_dir)
     dump_config(config, run_dir.config_file)
     _forget_later(run_dir, state_step(state))
     return _run(config, prepared.job, run_dir, report)
@@ -81,6 +81,7 @@ def _run(config: SupervisedConfig, job: SupervisedJob, run_dir: RunDir, report: 
         ):
             ticker = _Ticker(tick, report.clock, job.total_steps)
             for step in run(config, job, run_id=run_dir.path.name):
+                run_dir.owner.require()
                 metrics.write(step.step, step.figures)
                 run_dir.progress(step.step, "train")
                 evaluation = _evaluation(step.figures) or evaluation
@@ -120,7 +121,11 @@ def _new_path(config: SupervisedConfig, out: Path | None) -> Path:
 
 
 def _forget_later(run_dir: RunDir, step: int) -> None:
-    """Drop metrics of steps after the state that is gone on from: they are taken again."""
+    """Drop metrics and states of steps after the state that is gone on from: they are taken again."""
+    for state in (run_dir.path / "checkpoints").glob("state_*"):
+        if state_step(state) > step:
+            with storage_errors(state):
+                shutil.rmtree(state)
     if run_dir.metrics_file.is_file():
         rows = [row for row in read_metrics(run_dir.metrics_file) if row.get("iteration", 0) <= step]
         write_whole(run_dir.metrics_file, "".join(json.dumps(row) + "\n" for row in rows))

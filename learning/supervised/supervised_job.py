@@ -4,7 +4,7 @@ and in each of several actors.
     FOLDER/model          the last checkpoint, Hugging Face format; FOLDER/model_0100 of step 100
     FOLDER/adapter        the PEFT adapter beside it, where trainer.lora is set
     FOLDER/state_0100     what --resume goes on from (torch.distributed.checkpoint) with trained_on.json, what it was
-                          learned from; only the last is kept
+                          learned from, and a manifest of checksums; the last two are kept
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import json
 import math
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,8 +25,9 @@ import torch
 from transformers import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from core.errors import ConfigError, WeightsError
-from core.files import write_whole
+from core.checkpoint_manifest import verify_checkpoint, write_manifest
+from core.errors import ConfigError, ModelError, WeightsError
+from core.files import partial_of, whole_folder
 from core.settings.supervised import PreferenceLossConfig, SupervisedModelConfig, SupervisedTrainerConfig
 from engine.weights.causal_lm import DTYPES
 from engine.weights.loading import load_causal_lm, num_token_ids
@@ -38,7 +39,8 @@ from learning.supervised.reward_head import HEAD, load_scorer, set_pad_token
 from learning.supervised.supervised_learner import SupervisedLearner
 
 _TRAINED_ON = "trained_on.json"
-"In a state's folder, written last."
+"In a state's folder."
+_KEPT_STATES = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,15 +136,23 @@ def batch_of(job: SupervisedJob, step: int) -> list[Any]:
     return [job.train[index] for index in order[first : first + job.trainer.batch_size]]
 
 
-def last_state(folder: Path) -> Path:
-    """The newest complete state in a folder of checkpoints. Raises ConfigError when there is none."""
-    states = [path for path in sorted(folder.glob("state_*")) if (path / _TRAINED_ON).is_file()]
-    if not states:
-        raise ConfigError(
-            f"{folder} holds no state to go on from; expected state_STEP, which trainer.checkpoint_every writes; start "
-            "anew, with trainer.checkpoint_every above 0"
-        )
-    return max(states, key=state_step)
+def last_state(folder: Path, note: Callable[[str], None]) -> Path:
+    """The newest whole state in a folder of checkpoints; `note` is told of damaged ones.
+
+    Raises ConfigError when there is none.
+    """
+    states = [path for path in folder.glob("state_*") if (path / _TRAINED_ON).is_file()]
+    for path in sorted(states, key=state_step, reverse=True):
+        try:
+            verify_checkpoint(path)
+        except ModelError as error:
+            note(f"{path.name} is passed over: {error}")
+            continue
+        return path
+    raise ConfigError(
+        f"{folder} holds no whole state to go on from; expected state_STEP, which trainer.checkpoint_every writes; "
+        "start anew, with trainer.checkpoint_every above 0"
+    )
 
 
 def require_same(job: SupervisedJob, state: Path) -> None:
@@ -234,19 +244,23 @@ def _save(
 
 
 def _save_state(learner: SupervisedLearner, job: SupervisedJob, trained_on: dict[str, Any]) -> None:
+    """Write the state, whole or not at all, with a checksum of every file; the one before it stays too."""
     folder = job.folder / f"state_{learner.num_steps:04d}"
-    if learner.trainers.rank == 0:
-        # left by a run that was killed while it wrote, or that went on from an earlier one
-        shutil.rmtree(folder, ignore_errors=True)
-    learner.trainers.gather(None)
-    learner.save(folder)
-    learner.trainers.gather(None)
-    if learner.trainers.rank == 0:
-        write_whole(folder / _TRAINED_ON, json.dumps(trained_on, indent=1))
-        for old in job.folder.glob("state_*"):
-            if old != folder:
-                with suppress(OSError):
-                    shutil.rmtree(old)
+    if learner.trainers.rank:
+        learner.trainers.gather(None)
+        learner.save(partial_of(folder))
+        learner.trainers.gather(None)
+        return
+    with whole_folder(folder) as partial:
+        # all write into it
+        learner.trainers.gather(None)
+        learner.save(partial)
+        learner.trainers.gather(None)
+        (partial / _TRAINED_ON).write_text(json.dumps(trained_on, indent=1))
+        write_manifest(partial, model="state", weight_version=learner.num_steps, parameter_checksum="")
+    for old in sorted(job.folder.glob("state_*"), key=state_step)[:-_KEPT_STATES]:
+        with suppress(OSError):
+            shutil.rmtree(old)
 
 
 def _accompany(learner: SupervisedLearner) -> str:

@@ -8,20 +8,24 @@ import subprocess
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from cluster.cli import main
+from cluster.resuming import resumed_run
 from cluster.resuming.changed_keys import deciding_changes
-from cluster.resuming.resumed_run import newest_run, open_run
+from cluster.resuming.resumed_run import newest_run, open_run, take_over
 from cluster.resuming.rewind import rewind
 from cluster.resuming.run_state import EvaluationMarks, RunState, last_state
+from cluster.resuming.save_state import Boundary, StateKeeper
 from cluster.run_folder.layout import RunDir
 from cluster.run_folder.process_identity import ProcessIdentity
 from core.checkpoint_manifest import write_manifest
 from core.config import Config
 from core.config_io import apply_overrides, config_from_dict
-from core.errors import ConfigError
+from core.errors import ConfigError, RunTaken
 
 STAMP = "20260101-120000"
 
@@ -107,7 +111,7 @@ def test_a_run_folder_is_taken_back_to_its_state(run_dir: RunDir) -> None:
 def test_without_a_state_nothing_of_the_iterations_is_kept(run_dir: RunDir) -> None:
     rewind(run_dir, None)
     left = {path.name for path in run_dir.path.rglob("*") if path.is_file()}
-    assert left == {"config.yaml", "status.json"} and not list((run_dir.path / "checkpoints").iterdir())
+    assert left == {"config.yaml", "status.json", "0001.json"} and not list((run_dir.path / "checkpoints").iterdir())
 
 
 @pytest.mark.parametrize("file", ["trainer/shard", "state.json", "rlhfspec-manifest.json"])
@@ -159,6 +163,48 @@ def test_a_folder_of_something_else_is_refused(tmp_path: Path, text: str | None,
         (tmp_path / "config.yaml").write_text(text)
     with pytest.raises(ConfigError, match=expected):
         open_run(tmp_path, (), print)
+
+
+def test_a_run_that_another_process_has_taken_writes_nothing_more(run_dir: RunDir) -> None:
+    run_dir.set_status("running")
+    other = RunDir.open(run_dir.path)
+    assert other.owner.claim(after=other.owner.last())
+    other.set_status("running", "the other")
+    run_dir.progress(5, "update")
+    run_dir.set_status("failed")
+    assert other.status()["reason"] == "the other"
+    with pytest.raises(RunTaken, match=rf"taken up by process {os.getpid()} on .*; this one ends here"):
+        run_dir.owner.require()
+    other.owner.require()
+
+
+def test_of_two_processes_that_resume_a_run_one_is_refused(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine, theirs = (open_run(run_dir.path, (), print).run_dir for _ in range(2))
+    # both have found it cut off before either begins
+    last = theirs.owner.last()
+    take_over(mine)
+    monkeypatch.setattr(theirs.owner, "last", lambda: last)
+    monkeypatch.setattr(resumed_run, "may_be_running", lambda status: False)
+    with pytest.raises(ConfigError, match="was just taken up by another process"):
+        take_over(theirs)
+    mine.owner.require()
+
+
+def test_a_state_that_stands_is_not_written_again(run_dir: RunDir) -> None:
+    config_ = config("run.state_every=2")
+    system: Any = SimpleNamespace(
+        config=config_,
+        draft=None,
+        target=SimpleNamespace(manifest=SimpleNamespace(weight_version=4, checksum="c")),
+    )
+    keeper = StateKeeper(system, run_dir, pytest.fail)
+    before = (run_dir.checkpoint_dir("state", 4) / "state.json").stat()
+    kept = keeper.save(Boundary(num_iterations=4, cursor={}, evaluations=EvaluationMarks()))
+    # no trainer was asked: there is none
+    assert kept is not None and kept.num_iterations == 4
+    assert (run_dir.checkpoint_dir("state", 4) / "state.json").stat() == before
 
 
 @pytest.mark.parametrize(

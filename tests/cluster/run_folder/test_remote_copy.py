@@ -12,7 +12,7 @@ from cluster.run_folder.layout import RunDir
 from cluster.run_folder.remote_copy import RemoteCopy, copying, fetch_newest, fetch_run
 from core.checkpoint_manifest import MANIFEST, verify_checkpoint, write_manifest
 from core.config_io import config_from_dict
-from core.errors import ConfigError
+from core.errors import ConfigError, RunTaken
 
 CONFIG = config_from_dict({"models": {"target": "a", "draft": "b"}, "data": {"task": "chain"}})
 PLACE = "memory://bucket/runs"
@@ -52,12 +52,42 @@ def test_a_copy_follows_the_folder_and_comes_back_whole(run_dir: RunDir, tmp_pat
     state(run_dir, 2)
     run_dir.metrics_file.write_text('{"iteration": 0}\n{"iteration": 1}\n')
     assert copy.bring_up_to_date()
-    expected = {"config.yaml", "status.json", "metrics.jsonl"}
+    expected = {"config.yaml", "status.json", "metrics.jsonl", "owners/0001.json"}
     expected |= {f"checkpoints/state_0002/{name}" for name in ("trainer/weights", MANIFEST)}
     assert copied() == expected
     back = fetch_run(copy.url, tmp_path / "there", print)
     assert verify_checkpoint(back / "checkpoints" / "state_0002")["weight_version"] == 2
     assert (back / "metrics.jsonl").read_text() == run_dir.metrics_file.read_text()
+
+
+def test_the_first_of_two_machines_that_copy_one_run_ends(run_dir: RunDir, tmp_path: Path) -> None:
+    silent = RemoteCopy(run_dir, PLACE, print)
+    silent.claim()
+    state(run_dir, 1)
+    assert silent.bring_up_to_date()
+    other = RunDir.open(fetch_run(silent.url, tmp_path / "there", print))
+    assert other.owner.claim(after=other.owner.last())
+    copy = RemoteCopy(other, PLACE, print)
+    copy.claim()
+    state(run_dir, 2)
+    assert not silent.bring_up_to_date() and copy.bring_up_to_date()
+    with pytest.raises(RunTaken, match="taken up by another process, which copies it to memory://"):
+        run_dir.owner.require()
+    assert not any("state_0002" in name for name in copied())
+
+
+def test_of_two_machines_that_resume_one_copy_the_last_goes_on(run_dir: RunDir, tmp_path: Path) -> None:
+    copy = RemoteCopy(run_dir, PLACE, print)
+    assert copy.bring_up_to_date()
+    both = [RunDir.open(fetch_run(copy.url, tmp_path / where, print)) for where in ("a", "b")]
+    copies = [RemoteCopy(one, PLACE, print) for one in both]
+    for one, its_copy in zip(both, copies, strict=True):
+        assert one.owner.claim(after=1)
+        its_copy.claim()
+    assert [its_copy.bring_up_to_date() for its_copy in copies] == [False, True]
+    both[1].owner.require()
+    with pytest.raises(RunTaken):
+        both[0].owner.require()
 
 
 def test_a_state_s_manifest_goes_last_so_that_half_of_one_is_none(run_dir: RunDir, monkeypatch) -> None:
