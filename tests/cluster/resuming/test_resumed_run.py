@@ -222,3 +222,29 @@ def test_one_trainer_of_two_that_freezes_before_there_is_a_state_makes_the_run_b
     assert "trainer-1 was lost: trainer-1 gave no sign of life for 1" in out
     assert "restart 1 of 3: the run goes on from its beginning" in out
     same(alone, RunDir(path=max((tmp_path / "runs").iterdir())))
+
+
+@pytest.mark.long
+def test_a_process_whose_run_another_has_taken_ends_and_writes_nothing_more(
+    finished: RunDir, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cut = cut_off(finished, tmp_path / "cut", after=1)
+    really = cluster_loop.collect
+
+    def collect_and_lose(system: System, *args):
+        collected = really(system, *args)
+        if system.target.manifest.weight_version == 2:
+            assert (other := RunDir.open(cut.path)).owner.claim(after=other.owner.last())
+        return collected
+
+    monkeypatch.setattr(cluster_loop, "collect", collect_and_lose)
+    assert main(["train", "--resume", str(cut.path)]) == 1
+    assert f"was taken up by process {os.getpid()} on " in capsys.readouterr().err
+    assert cut.rollouts_file(1).exists() and not cut.rollouts_file(2).exists()
+    assert cut.status()["state"] == "running", "the other's, as it was"
+    assert len(cut.metrics_file.read_text().splitlines()) == 2
+    monkeypatch.undo()
+    # as if the other had ended
+    cut.set_status("interrupted")
+    assert main(["train", "--resume", str(cut.path)]) == 0
+    same(finished, cut)

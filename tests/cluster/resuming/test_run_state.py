@@ -111,7 +111,9 @@ def test_a_run_folder_is_taken_back_to_its_state(run_dir: RunDir) -> None:
 def test_without_a_state_nothing_of_the_iterations_is_kept(run_dir: RunDir) -> None:
     rewind(run_dir, None)
     left = {path.name for path in run_dir.path.rglob("*") if path.is_file()}
-    assert left == {"config.yaml", "status.json", "0001.json"} and not list((run_dir.path / "checkpoints").iterdir())
+    assert left == {"config.yaml", "status.json", "0001.json"} and not list(
+        (run_dir.path / "checkpoints").iterdir()
+    )
 
 
 @pytest.mark.parametrize("file", ["trainer/shard", "state.json", "rlhfspec-manifest.json"])
