@@ -15,7 +15,7 @@ DRIVER = "driver"
 STORE = "object_store"
 POOLS = ("generation", "reward", "scheduler", "trainer")
 CARDS: tuple[tuple[str, str, int], ...] = (
-    ("kill", "generation", 5),
+    ("kill", "generation", 4),
     ("kill", "reward", 3),
     ("kill", "scheduler", 3),
     ("kill", "trainer", 3),
@@ -32,12 +32,14 @@ CARDS: tuple[tuple[str, str, int], ...] = (
     ("cut", "driver-scheduler", 1),
     ("cut", "driver-trainer", 1),
     ("cut", "scheduler-generation", 1),
+    ("cut", "generation-generation", 1),
     ("long_cut", "scheduler-generation", 1),
     ("long_cut", "driver-trainer", 1),
     ("reset", "scheduler-generation", 1),
+    ("reset", "generation-generation", 1),
     ("reset", "driver-scheduler", 1),
     ("reset", "driver-trainer", 1),
-    ("fill", STORE, 3),
+    ("fill", STORE, 2),
 )
 "Kind, whom it meets, how many of a deck. A pair of two processes is joined by a dash."
 NETWORK_KINDS = frozenset({"cut", "long_cut", "reset"})
