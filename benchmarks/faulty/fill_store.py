@@ -2,7 +2,8 @@
 
 As a driver of its own it puts objects of a chunk each until they take the whole store, and keeps a view of every one:
 Ray spills nothing that is looked at. Meanwhile a put of the run displaces the run's own objects to disk, or goes to
-disk itself (Ray's fallback), and waits as long as that takes. It says `full`, and after the seconds lets go.
+disk itself (Ray's fallback), and waits as long as that takes. It says `full` and by the machine's clock since when,
+and after the seconds lets go.
 """
 
 from __future__ import annotations
@@ -25,8 +26,11 @@ def main(address: str, seconds: float) -> None:
         chunk = np.zeros(CHUNK_BYTES, dtype=np.uint8)
         views = []
         while len(views) * CHUNK_BYTES < have:
-            views.append(ray.get(ray.put(chunk)))
-        sys.stdout.write(f"full: {len(views) * CHUNK_BYTES >> 20} of {have >> 20} MiB\n")
+            ref = ray.put(chunk)
+            views.append((ref, ray.get(ref)))
+        sys.stdout.write(
+            f"full at {time.monotonic()}: {len(views) * CHUNK_BYTES >> 20} of {have >> 20} MiB\n"
+        )
         sys.stdout.flush()
         time.sleep(seconds)
 

@@ -127,7 +127,7 @@ class _Injection:
 
     def _filled(self) -> Fault:
         try:
-            fill_store(self._driver, SECONDS["fill"], self._log)
+            self._began_s = fill_store(self._driver, SECONDS["fill"], self._log)
         except RlhfSpecError:
             if self._is_running():
                 raise

@@ -17,8 +17,8 @@ from core.proc_files import PROC
 LIMIT_S = 180.0
 
 
-def fill_store(driver: int, seconds: float, log: Path) -> None:
-    """Fill it, and return when it has been let go; the filler's words go to `log`.
+def fill_store(driver: int, seconds: float, log: Path) -> float:
+    """Fill it, and return when it has been let go: since when it was full, by `time.monotonic`; words go to `log`.
 
     Raises RlhfSpecError when it could not be filled, or is not let go within its limit.
     """
@@ -30,18 +30,24 @@ def fill_store(driver: int, seconds: float, log: Path) -> None:
     }
     with (
         log.open("ab") as said,
-        subprocess.Popen(command, cwd=log.parent, env=environment, stdout=said, stderr=said) as filler,
+        subprocess.Popen(
+            command, cwd=log.parent, env=environment, stdout=subprocess.PIPE, stderr=said
+        ) as filler,
     ):
         try:
-            code = filler.wait(timeout=seconds + LIMIT_S)
+            words = filler.communicate(timeout=seconds + LIMIT_S)[0].decode()
         except subprocess.TimeoutExpired:
-            code = None
+            words = ""
         finally:
             filler.kill()
-    if code != 0:
+        said.write(words.encode())
+    full = re.search(r"full at (\S+):", words)
+    if full is None or filler.returncode != 0:
         raise RlhfSpecError(
-            f"the object store could not be filled: the filler ended with {code}, expected 0; see {log}"
+            f"the object store could not be filled within {LIMIT_S:.0f} s: the filler ended with "
+            f"{filler.returncode}, expected 0; see {log}"
         )
+    return float(full[1])
 
 
 def cluster_address(driver: int) -> str:

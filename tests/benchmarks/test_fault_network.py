@@ -25,7 +25,7 @@ def pair() -> Iterator[tuple[socket.socket, subprocess.Popen[bytes]]]:
     with socket.create_server(("127.0.0.1", 0)) as server:
         theirs = socket.create_connection(server.getsockname())
         ours, _ = server.accept()
-    with ours, subprocess.Popen([sys.executable, "-c", ECHO], stdin=theirs) as child:
+    with ours, subprocess.Popen([sys.executable, "-c", ECHO], stdin=theirs.fileno()) as child:
         theirs.close()
         ours.settimeout(60.0)
         ours.sendall(b"begun")

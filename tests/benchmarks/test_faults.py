@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from dataclasses import asdict, replace
 from itertools import islice
@@ -9,12 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.faults import FAULTS
+from benchmarks.faults import FAULTS, run
 from benchmarks.faulty.comparison import Comparison
 from benchmarks.faulty.deck import CARDS, NETWORK_KINDS, POOLS, deal
 from benchmarks.faulty.injection import HEARTBEAT_LIMIT_S, ORDER_LIMIT_S, Fault, freeze_s
 from benchmarks.faulty.judgement import Disturbed, Resumed, fault_figures, problems
 from benchmarks.faulty.kept import kept
+from benchmarks.support.result import machine_provenance
 
 SAME = Comparison(
     num_samples=9, num_lost=0, num_duplicated=0, num_different=0, weights_equal=True, metrics_different=[]
@@ -103,3 +105,27 @@ def test_a_part_is_made_once_until_its_code_or_settings_change(tmp_path: Path) -
     for commit in ("a", "a", "b"):
         part = kept(tmp_path / "seed_0.json", {"commit": commit}, make)
     assert len(made) == 2 and part["faults"][0] == asdict(BORNE)
+
+
+def keep_parts(out: Path, num_faults: int) -> None:
+    """All parts of the quick size, as an earlier call has left them."""
+    (out / "parts").mkdir(parents=True)
+    parts = {
+        "seed_0": asdict(replace(RUN, faults=[BORNE] * num_faults)),
+        "verified": {"verify_differences": 0.0, "verify_over_generate": 0.7},
+        "cut_0_ppo": asdict(RESUME),
+    }
+    stamp = {"mode": "quick", "commit": machine_provenance()["commit"]}
+    for name, part in parts.items():
+        (out / "parts" / f"{name}.json").write_text(json.dumps({"stamp": stamp, "part": part}))
+
+
+@pytest.mark.parametrize(("num_faults", "code"), [(FAULTS["quick"], 0), (FAULTS["quick"] - 1, 1)])
+def test_the_benchmark_goes_on_from_its_parts_and_fails_with_too_few_faults(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], num_faults: int, code: int
+) -> None:
+    keep_parts(tmp_path, num_faults)
+    assert run(out=tmp_path, mode="quick", data=None) == code
+    assert ("not met: seed 0: 3 faults, expected 4" in capsys.readouterr().out) == bool(code)
+    figures = json.loads((tmp_path / "faults.json").read_text())["figures"]
+    assert figures["faults"] == figures["kill_trainer"] == num_faults and figures["resumes_equal"] == 1.0
