@@ -11,7 +11,7 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from rich.console import Console
 
 from benchmarks.faulty import network
 from benchmarks.faulty.comparison import Comparison, compare_runs
-from benchmarks.faulty.deck import NETWORK_KINDS, deal
+from benchmarks.faulty.deck import NETWORK_KINDS, Card, deal
 from benchmarks.faulty.injection import HEARTBEAT_LIMIT_S, ORDER_LIMIT_S, Fault, inject
 from benchmarks.faulty.judgement import Disturbed, Resumed, fault_figures, problems
 from benchmarks.faulty.kept import kept
@@ -31,7 +31,8 @@ from core.errors import RlhfSpecError
 from core.metrics import read_metrics
 
 ITERATIONS = {"quick": 6, "default": 75, "full": 75}
-"So many that a run is longer than its faults: it goes on while instances, and much else, are away."
+MOST_ROUNDS = 5
+"A run that has ended before its last fault goes on with half as many iterations again, so many times in all."
 FAULTS = {"quick": 4, "default": 40, "full": 40}
 SEEDS = {"quick": 1, "default": 1, "full": 3}
 RESUMED_ITERATIONS = 4
@@ -95,21 +96,60 @@ def run(*, out: Path, mode: str, data: Path | None) -> int:
 
 
 def _seed_part(out: Path, seed: int, mode: str, without: frozenset[str], console: Console) -> dict[str, Any]:
-    """One seed: the run that nobody disturbs, the disturbed one, what differs."""
-    settings = [f"run.iterations={ITERATIONS[mode]}", f"run.seed={seed}", *CHAOS]
-    undisturbed, seconds = _trained(out, f"undisturbed_{seed}", ROOT / "configs" / "demo.yaml", settings)
-    name = f"disturbed_{seed}"
-    log = out / f"{name}.log"
-    began_s = time.monotonic()
-    driver = start_command(_words(out, name, ROOT / "configs" / "demo.yaml", settings), folder=ROOT, log=log)
+    """One seed: the run that nobody disturbs, the disturbed one, what differs.
+
+    Both end by themselves, and go on with more iterations where there were too few faults by then.
+    """
+    num = ITERATIONS[mode]
+    settings = [f"run.iterations={num}", f"run.seed={seed}", *CHAOS]
+    undisturbed, undisturbed_s = _trained(
+        out, f"undisturbed_{seed}", ROOT / "configs" / "demo.yaml", settings
+    )
+    name, cards, faults = f"disturbed_{seed}", deal(seed, without=without), list[Fault]()
+    words = _words(out, name, ROOT / "configs" / "demo.yaml", settings)
+    disturbed_s = 0.0
+    for number in range(MOST_ROUNDS):
+        began_s = time.monotonic()
+        faults += _under_faults(
+            words,
+            cards,
+            most=FAULTS[mode] - len(faults),
+            log=out / f"{name}_{number}.log",
+            say=lambda line: console.print(f"seed {seed}: {line}", soft_wrap=True),
+        )
+        disturbed_s += time.monotonic() - began_s
+        if len(faults) >= FAULTS[mode] or number == MOST_ROUNDS - 1:
+            break
+        num += max(ITERATIONS[mode] // 2, 1)
+        console.print(f"seed {seed}: {len(faults)} faults so far: the run goes on to iteration {num}")
+        words = _longer(_folder(out, name), num)
+    if num > ITERATIONS[mode]:
+        log = out / f"undisturbed_{seed}_longer.log"
+        undisturbed_s += run_command(_longer(undisturbed, num), folder=ROOT, log=log)
+    found = compare_runs(undisturbed, _folder(out, name))
+    console.print(f"seed {seed}: {found}", soft_wrap=True)
+    return {
+        "seed": seed,
+        "faults": [asdict(fault) for fault in faults],
+        "comparison": asdict(found),
+        "undisturbed_s": undisturbed_s,
+        "disturbed_s": disturbed_s,
+    }
+
+
+def _under_faults(
+    words: Sequence[str], cards: Iterator[Card], *, most: int, log: Path, say: Callable[[str], None]
+) -> list[Fault]:
+    """Run a command to its end under faults. Raises RlhfSpecError when it fails or does not end."""
+    driver = start_command(words, folder=ROOT, log=log)
     try:
         faults = inject(
             driver.pid,
-            deal(seed, without=without),
-            most=FAULTS[mode],
+            cards,
+            most=most,
             is_running=lambda: driver.poll() is None,
-            say=lambda line: console.print(f"seed {seed}: {line}", soft_wrap=True),
-            log=out / f"filler_{seed}.log",
+            say=say,
+            log=log.with_suffix(".filler.log"),
             limit_s=LIMIT_S,
         )
         code = driver.wait(timeout=LIMIT_S)
@@ -119,15 +159,12 @@ def _seed_part(out: Path, seed: int, mode: str, without: frozenset[str], console
         driver.kill()
     if code:
         raise RlhfSpecError(f"the disturbed run ended with {code}, expected 0; see {log}")
-    found = compare_runs(undisturbed, _folder(out, name))
-    console.print(f"seed {seed}: {found}", soft_wrap=True)
-    return {
-        "seed": seed,
-        "faults": [asdict(fault) for fault in faults],
-        "comparison": asdict(found),
-        "undisturbed_s": seconds,
-        "disturbed_s": time.monotonic() - began_s,
-    }
+    return faults
+
+
+def _longer(folder: Path, num_iterations: int) -> list[str]:
+    """Words that let a finished run go on."""
+    return ["train", "--resume", str(folder), *setting_words([f"run.iterations={num_iterations}"])]
 
 
 def _disturbed_from(part: Mapping[str, Any]) -> Disturbed:

@@ -16,7 +16,7 @@ STORE = "object_store"
 POOLS = ("generation", "reward", "scheduler", "trainer")
 CARDS: tuple[tuple[str, str, int], ...] = (
     ("kill", "generation", 4),
-    ("kill", "reward", 3),
+    ("kill", "reward", 2),
     ("kill", "scheduler", 3),
     ("kill", "trainer", 3),
     ("freeze", "generation", 2),
@@ -38,6 +38,7 @@ CARDS: tuple[tuple[str, str, int], ...] = (
     ("reset", "scheduler-generation", 1),
     ("reset", "generation-generation", 1),
     ("reset", "driver-scheduler", 1),
+    ("reset", "driver-reward", 1),
     ("reset", "driver-trainer", 1),
     ("fill", STORE, 2),
 )

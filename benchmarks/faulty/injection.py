@@ -78,7 +78,9 @@ def inject(
                     f"{serving_actors(driver)}"
                 )
             time.sleep(_LOOK_S)
-        fault = _Injection(driver, card, is_running, log).run() if is_running() else None
+        if not is_running():
+            break
+        fault = _Injection(driver, card, is_running, log).run()
         if fault is None:
             say(f"passed over: {card.kind} of {card.pool}: it was gone, or the two were not connected")
             continue

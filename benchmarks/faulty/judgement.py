@@ -75,7 +75,7 @@ def problems(
     for run in runs:
         if len(run.faults) < most:
             lines.append(
-                f"seed {run.seed}: {len(run.faults)} faults, expected {most}: the run ended first; raise ITERATIONS"
+                f"seed {run.seed}: {len(run.faults)} faults, expected {most}: the run ended first, each time it went on"
             )
         lines += [
             f"seed {run.seed}: {fault.kind} of {fault.pool}: {fault.outcome} after {fault.recovery_s:.0f} s"

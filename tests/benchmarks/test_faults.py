@@ -9,8 +9,10 @@ from itertools import islice
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
-from benchmarks.faults import FAULTS, run
+from benchmarks import faults
+from benchmarks.faults import FAULTS, ITERATIONS, run
 from benchmarks.faulty.comparison import Comparison
 from benchmarks.faulty.deck import CARDS, NETWORK_KINDS, POOLS, deal
 from benchmarks.faulty.injection import HEARTBEAT_LIMIT_S, ORDER_LIMIT_S, Fault, freeze_s
@@ -129,3 +131,29 @@ def test_the_benchmark_goes_on_from_its_parts_and_fails_with_too_few_faults(
     assert ("not met: seed 0: 3 faults, expected 4" in capsys.readouterr().out) == bool(code)
     figures = json.loads((tmp_path / "faults.json").read_text())["figures"]
     assert figures["faults"] == figures["kill_trainer"] == num_faults and figures["resumes_equal"] == 1.0
+
+
+def test_a_run_that_ends_before_its_last_fault_goes_on_and_so_does_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[tuple[str, ...]] = []
+
+    def command(words: list[str], **_: object) -> float:
+        ran.append(tuple(words))
+        return 10.0
+
+    def under_faults(words: list[str], cards: object, *, most: int, **_: object) -> list[Fault]:
+        ran.append(tuple(words))
+        return [BORNE] * min(most, 3)
+
+    monkeypatch.setattr(faults, "run_command", command)
+    monkeypatch.setattr(faults, "_under_faults", under_faults)
+    monkeypatch.setattr(faults, "_folder", lambda out, name: out / name)
+    monkeypatch.setattr(faults, "compare_runs", lambda one, other: SAME)
+    part = faults._seed_part(tmp_path, 0, "quick", frozenset(), Console(quiet=True))
+    assert len(part["faults"]) == FAULTS["quick"] == 4 and part["undisturbed_s"] == 20.0
+    first, second, third, fourth = ran
+    assert f"run.iterations={ITERATIONS['quick']}" in first and first[:3] == second[:3]
+    longer = ("--set", f"run.iterations={ITERATIONS['quick'] * 3 // 2}")
+    assert third == ("train", "--resume", str(tmp_path / "disturbed_0"), *longer)
+    assert fourth == ("train", "--resume", str(tmp_path / "undisturbed_0"), *longer)
