@@ -26,7 +26,8 @@ from core.errors import RlhfSpecError
 HEARTBEAT_LIMIT_S = 10.0
 ORDER_LIMIT_S = 40.0
 "The run's limits of silence: of instances, and of all others."
-SECONDS = {"freeze": 4.0, "cut": 4.0, "long_cut": 25.0, "fill": 10.0}
+SECONDS = {"freeze": 4.0, "cut": 4.0, "long_cut": 25.0, "reset": 4.0, "fill": 10.0}
+"How long each lasts; of a reset, which is over at once, how long the run has to notice."
 _BEYOND_S = 15.0
 "How much longer than the limit a long freeze lasts."
 RECOVERY_LIMIT_S = 300.0
@@ -119,6 +120,7 @@ class _Injection:
         self._began_s = time.monotonic()
         if card.kind == "reset":
             network.reset(*pair)
+            _sleep(SECONDS["reset"], self._is_running)
         else:
             network.cut(*pair, SECONDS[card.kind], self._is_running)
         return self._fault(self._at_strength(lost=set()))
