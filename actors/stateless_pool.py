@@ -7,6 +7,7 @@ question alone.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -151,6 +152,9 @@ class StatelessPool(Generic[Q]):
                     f"whether {self._kind.culprit} ends its process or needs more memory, or raise "
                     "cluster.max_instance_restarts"
                 ) from None
+            with suppress(Exception):
+                # one that cannot be reached, or is frozen, may live: it gives its place back, and answers no more
+                ray.kill(asked.handle)
             self._num_restarts[actor] = number + 1
             self._names[actor] = f"{self._kind.stem}-{actor}-r{number + 1}"
             self._actors[actor] = self._make(actor, number + 1)
@@ -175,8 +179,6 @@ class StatelessPool(Generic[Q]):
             )
             if self._make is None or self._num_restarts[asked.actor] == self._max_restarts:
                 raise late
-            # what is frozen ends in no other way, and must not answer later
-            ray.kill(asked.handle)
             for ref, other in list(self._open.items()):
                 if other.handle is asked.handle:
                     del self._open[ref]

@@ -123,8 +123,8 @@ def _train_with_restarts(
             report.stop()
             state = restarts.after(error)
         except (*LOSSES, PlacementError) as error:
-            # what cannot be brought up the first time is told at once
-            if is_up or not attempt:
+            # what cannot be brought up the first time is told at once, but for a run that had been up before
+            if is_up or (not attempt and (state is None or isinstance(error, PlacementError))):
                 raise
             state = restarts.after(TrainerLost(f"the new actors did not come up: {error}"))
     raise AssertionError("a count has no end")
