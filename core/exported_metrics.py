@@ -50,7 +50,9 @@ _LIVE = [
     *_of(
         "gauge",
         ("run_up", "flag", "1 while the run's loop lives, 0 after its end"),
+        ("run_outlived", "flag", "1: Ray goes on after the run, 0: it is the run's own and ends with it"),
         ("heartbeat_timestamp_seconds", "s", "when the loop's process last gave a sign of life"),
+        ("end_timestamp_seconds", "s", "when the loop ended, however it did, unless it was killed; 0 before"),
         ("progress_timestamp_seconds", "s", "when iteration, phase, samples or tokens last moved on"),
         ("iteration", "1", "iteration in progress, counted from 1"),
         ("iterations_planned", "1", "iterations of the whole run"),

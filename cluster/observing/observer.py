@@ -86,9 +86,6 @@ class Observer:
         self.progress(iteration, "save", 0, 1)
         self._figures = dict(figures)
         run_metrics.add("iterations")
-        with suppress(RlhfSpecError):
-            # whoever writes metrics.jsonl has refused what is not declared
-            run_metrics.set_figures(figures)
         logger.info("iteration %d ended", iteration + 1, extra={"fields": {"figures": self._figures}})
 
     def note(self, text: str) -> None:
@@ -102,7 +99,7 @@ class Observer:
         with self._lock:
             self._count_phase()
             page = self._page()
-        _set_gauges(page)
+        set_gauges(page, outlived=not self._session.is_local)
         tell_vitals(LOOP)
         self._write(page)
         return page
@@ -111,7 +108,7 @@ class Observer:
         """The last page, gauges that say so."""
         with self._lock:
             page = self._page(ended=True)
-        _set_gauges(page)
+        set_gauges(page, outlived=not self._session.is_local)
         self._write(page)
 
     def _ask(self) -> None:
@@ -245,11 +242,17 @@ def _draft(budget: Budget | None) -> str:
     return f"{budget.num_nodes} nodes, depth {budget.depth}, width {budget.width}: {budget.reason}"
 
 
-def _set_gauges(page: LivePage) -> None:
+def set_gauges(page: LivePage, *, outlived: bool) -> None:
+    """Set what the page says, again and again: Ray forgets a gauge that was not set for 20 s.
+
+    `outlived`: Ray goes on after the run, so that the port can tell its end.
+    """
     wait_s = max((page.told_at - wait.since for wait in page.waits), default=0.0)
     for name, value in (
         ("run_up", float(not page.ended)),
+        ("run_outlived", float(outlived)),
         ("heartbeat_timestamp_seconds", page.told_at),
+        ("end_timestamp_seconds", page.told_at if page.ended else 0.0),
         ("progress_timestamp_seconds", page.progress_at),
         ("iteration", min(page.iteration + 1, page.num_iterations)),
         ("iterations_planned", page.num_iterations),
@@ -263,6 +266,10 @@ def _set_gauges(page: LivePage) -> None:
     for row in page.instances:
         is_serving = row.state == "serving" and not page.ended
         run_metrics.set_value("instance_serving", float(is_serving), actor=row.name)
+    if not page.ended:
+        with suppress(RlhfSpecError):
+            # whoever writes metrics.jsonl has refused what is not declared
+            run_metrics.set_figures(page.figures)
 
 
 def _ray_address() -> str:
