@@ -31,6 +31,7 @@ from cluster.resuming.take_up import take_up
 from cluster.run_checkpoints import save_checkpoints
 from cluster.run_folder.layout import RunDir
 from cluster.run_folder.rollout_files import write_rollouts
+from cluster.run_folder.run_status import STOPPING
 from cluster.run_folder.weights_log import note_weights
 from cluster.system import System, running_system
 from cluster.tracking.run_log import RunLog
@@ -68,16 +69,16 @@ def run_training(
     Raises InputError for what the user can mend, other RlhfSpecErrors for what failed on the way.
     """
 
-    def interrupted() -> None:
-        run_dir.set_status("interrupted", BY_SIGTERM)
+    def stopping() -> None:
+        run_dir.set_status(STOPPING, BY_SIGTERM)
 
     with (
         run_dir.heartbeat(),
-        sigterm_exits(interrupted),
+        sigterm_exits(stopping),
         ray_session(
             config,
             run_dir.path.name,
-            on_sigterm=interrupted,
+            on_sigterm=stopping,
             store_bytes=inputs.object_store_bytes,
             logs=run_dir.logs_folder,
         ) as session,

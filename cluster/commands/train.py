@@ -207,14 +207,16 @@ def _train(
 
 
 def _set_ending(run_dir: RunDir, error: BaseException) -> None:
+    from cluster.run_folder.run_status import STOPPING
     from core.errors import describe_error
 
     if isinstance(error, KeyboardInterrupt):
         run_dir.set_status("interrupted", "stopped by Ctrl-C")
     elif isinstance(error, SystemExit):
-        # the handler of SIGTERM has said so before anything else
-        if run_dir.status()["state"] == "running":
-            run_dir.set_status("interrupted", describe_error(error))
+        # the handler of SIGTERM has said why, before anything else
+        status = run_dir.status()
+        why = status["reason"] if status["state"] == STOPPING else describe_error(error)
+        run_dir.set_status("interrupted", why)
     else:
         run_dir.set_status("failed", describe_error(error))
 

@@ -1,7 +1,7 @@
 """The run folder: one absolute place for everything a run leaves behind.
 
     RUN/config.yaml                     the resolved config, every default spelled out
-    RUN/status.json                     running | finished | interrupted | failed, why, and a heartbeat
+    RUN/status.json                     running | stopping | finished | interrupted | failed, why, heartbeat
     RUN/owners/0001.json                the process that began the run, then each that resumed it
     RUN/live.json                       what the run is doing now, for `rlhfspec status`; replaced every two seconds
     RUN/logs/ACTOR.jsonl                structured log of each process; at most 16 MB each

@@ -141,9 +141,10 @@ def test_a_finished_run_is_refused_until_more_iterations_are_asked_for(run_dir: 
     assert (resumed.state.num_iterations, resumed.config.run.iterations) == (4, 9)
 
 
-def test_a_living_run_is_refused_and_a_killed_one_is_not(run_dir: RunDir) -> None:
-    run_dir.set_status("running")
-    with pytest.raises(ConfigError, match=r"is not cut off: state running: process \d+"):
+@pytest.mark.parametrize("state", ["running", "stopping"])
+def test_a_living_run_is_refused_and_a_killed_one_is_not(run_dir: RunDir, state: str) -> None:
+    run_dir.set_status(state)
+    with pytest.raises(ConfigError, match=rf"is not cut off: state {state}: process \d+"):
         open_run(run_dir.path, (), print)
     # its process as it was, gone by now
     child = subprocess.run(
