@@ -15,6 +15,9 @@ from typing import Literal
 from core.metric_registry import declared, find_metric
 
 Kind = Literal["gauge", "counter", "histogram"]
+MOST_NUMBERS = 64
+_NUMBER = re.compile(r"[0-9]+")
+_NUMBERS = re.compile(r"(?:-r?[0-9]+)+")
 PREFIX = "rlhfspec_"
 "Ray puts `ray_` before it."
 
@@ -188,6 +191,18 @@ def exported_figure(figure: str) -> Exported | None:
     return Exported(
         name=figure_name(figure), kind="gauge", unit=metric.unit, help=f"{metric.help} (last iteration)"
     )
+
+
+def bounded_label(label: str, value: str) -> str:
+    """A label's value out of a bounded set, since Ray keeps a counter's series for good.
+
+    Of actors, numbers begin anew at MOST_NUMBERS: `gen-0-r65` is told as `gen-0-r1`. Of who is waited for, the kinds.
+    """
+    if label == "waited_for":
+        return ", ".join(dict.fromkeys(_NUMBERS.sub("", one) for one in value.split(", ")))
+    if label == "actor":
+        return _NUMBER.sub(lambda match: str(int(match[0]) % MOST_NUMBERS), value)
+    return value
 
 
 def find_live(name: str) -> Exported | None:

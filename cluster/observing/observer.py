@@ -24,9 +24,11 @@ from actors.ray_utils.process_log import begin_process_log
 from actors.ray_utils.stack_page import begin_stack_page, end_stack_page
 from actors.ray_utils.vitals import tell_vitals
 from actors.ray_utils.watch import open_waits
-from cluster.observing.live_page import PAGE_EVERY_S, STORE, EventRow, InstanceRow, LivePage, WaitRow
+from cluster.observing.live_page import PAGE_EVERY_S, EventRow, InstanceRow, LivePage, WaitRow
+from cluster.observing.page_store import drop_old_pages, store_page
 from cluster.placement.ray_session import RaySession
 from cluster.reporting.console import Reporter
+from cluster.run_folder.kept_logs import drop_old_logs
 from cluster.run_folder.layout import RunDir
 from core.decode_records import Budget
 from core.errors import RlhfSpecError, StorageError
@@ -39,6 +41,7 @@ logger = logging.getLogger(__name__)
 LOOP = "loop"
 "What the process of the loop is called among the actors."
 KEPT_EVENTS = 20
+TIDY_EVERY_S = 600.0
 _ANSWER_S = 1.0
 
 
@@ -68,6 +71,7 @@ class Observer:
         self._sight: SchedulerSight = SchedulerSight()
         self._mark: object = None
         self._counted_at = clock()
+        self._tidied_at = 0.0
 
     def watch(self, system: System) -> None:
         """Look at the scheduler and the published weights from now on; of a system that begins anew, at its own."""
@@ -102,6 +106,7 @@ class Observer:
         set_gauges(page, outlived=not self._session.is_local)
         tell_vitals(LOOP)
         self._write(page)
+        self._tidy()
         return page
 
     def close(self) -> None:
@@ -125,6 +130,15 @@ class Observer:
         except Exception:
             # dead, or being replaced: its silence is told
             self._asked = None
+
+    def _tidy(self) -> None:
+        """Let go of what actors and runs left behind that are gone."""
+        now = self._clock()
+        if now - self._tidied_at >= TIDY_EVERY_S:
+            self._tidied_at = now
+            drop_old_logs(self._run_dir.logs_folder, now=now)
+            with suppress(Exception):
+                drop_old_pages(now)
 
     def _count_phase(self) -> None:
         now = self._clock()
@@ -176,7 +190,7 @@ class Observer:
             # a disk that is full is told by what needs it
             run_metrics.add("dropped_writes", file="live")
         with suppress(Exception):
-            _store(page.run, None if page.ended else text)
+            store_page(page.run, None if page.ended else text)
 
 
 @contextmanager
@@ -276,13 +290,3 @@ def _ray_address() -> str:
     with suppress(Exception):
         return str(ray.get_runtime_context().gcs_address)
     return ""
-
-
-def _store(run: str, text: bytes | None) -> None:
-    """Put the page where whoever joins the cluster finds it; None: take it away."""
-    from ray.experimental import internal_kv
-
-    if text is None:
-        internal_kv._internal_kv_del(run.encode(), namespace=STORE)
-    else:
-        internal_kv._internal_kv_put(run.encode(), text, namespace=STORE)

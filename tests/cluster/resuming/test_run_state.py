@@ -72,6 +72,8 @@ def run_dir(tmp_path: Path) -> RunDir:
         made.rollouts_file(number).touch()
         made.samples_file(number).parent.mkdir(exist_ok=True)
         made.samples_file(number).touch()
+        made.trace_file(number).parent.mkdir(exist_ok=True)
+        made.trace_file(number).touch()
         made.checkpoint_dir("target", number).mkdir()
     made.evaluated_file(4).parent.mkdir()
     for number in (0, 2, 4, 6):
@@ -101,7 +103,7 @@ def test_a_run_folder_is_taken_back_to_its_state(run_dir: RunDir) -> None:
     )
     assert column(run_dir.evaluations_file, "num_iterations") == [0, 1, 2, 3, 4]
     assert column(run_dir.weights_file, "weight_version") == [0, 1, 2, 3, 4]
-    for folder in ("rollouts", "samples"):
+    for folder in ("rollouts", "samples", "traces"):
         assert numbers(run_dir.path / folder) == [0, 1, 2, 3]
     assert numbers(run_dir.path / "evaluations") == [0, 2, 4]
     kept = sorted(path.name for path in (run_dir.path / "checkpoints").iterdir())
