@@ -194,7 +194,7 @@ def exported_figure(figure: str) -> Exported | None:
 
 
 def bounded_label(label: str, value: str) -> str:
-    """A label's value out of a bounded set, since Ray keeps a counter's series for good.
+    """A label's value out of a bounded set: panels and alerts group by them, and Ray keeps counters of the dead.
 
     Of actors, numbers begin anew at MOST_NUMBERS: `gen-0-r65` is told as `gen-0-r1`. Of who is waited for, the kinds.
     """

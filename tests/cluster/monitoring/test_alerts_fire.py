@@ -58,9 +58,9 @@ ENDED = DEAD | {
     "end_timestamp_seconds": "0+0x26 1620 1680 stale",
     'instance_serving actor="gen-0"': "1+0x26 0 0 stale",
 }
-KILLED_BEFORE = {f'{key} NodeAddress="other"': "1+0x9 stale" for key in ("run_up", "run_outlived")} | {
-    'heartbeat_timestamp_seconds NodeAddress="other"': "0+60x9 stale",
-    'end_timestamp_seconds NodeAddress="other"': "0+0x9 stale",
+KILLED_BEFORE = {f'{key} WorkerId="a"': "1+0x9 stale" for key in ("run_up", "run_outlived")} | {
+    'heartbeat_timestamp_seconds WorkerId="a"': "0+60x9 stale",
+    'end_timestamp_seconds WorkerId="a"': "0+0x9 stale",
 }
 "Another process of the same run, which was resumed at once."
 
@@ -72,7 +72,7 @@ ILL = (
     # it ended, was resumed, and died then
     (
         "RlhfspecLoopSilent",
-        DEAD | KILLED_BEFORE | {'end_timestamp_seconds NodeAddress="other"': "0+0x8 540 stale"},
+        DEAD | KILLED_BEFORE | {'end_timestamp_seconds WorkerId="a"': "0+0x8 540 stale"},
     ),
     # its node is gone as well, and nobody scrapes it any more
     ("RlhfspecLoopSilent", DEAD | {"up": "1+0x28 0+0x12"}),
