@@ -20,9 +20,9 @@ from actors.ray_utils.remote import Handle
 from actors.ray_utils.waiting import get, wait_any
 from actors.trainer_actor import TrainerActor
 from cluster.placement.topology import Place, PlacementContext, actor_options
-from cluster.weights.publish import PublishedWeights, confirm, from_trainer
+from cluster.weights.publish import Fetching, PublishedWeights, confirm
 from core.config import ClusterConfig
-from core.errors import InstanceLost, PeerLost, WaitTimeout
+from core.errors import InstanceLost, WaitTimeout
 from core.records import Rollout, UpdateReport
 from learning.draft_refit import RefitReport
 
@@ -141,15 +141,12 @@ class TrainerPool:
 
     def take(self, model: Literal["target", "draft"] = "target") -> PublishedWeights:
         """Take a model's current weights into the object store."""
-        following = self.follow() if model == "target" else {}
-        try:
-            weights = from_trainer(self.first, timeout_s=self._timeout_s, model=model)
-        except PeerLost:
-            # who is gone explains why
-            self._join(following, f"help to pack the {model} weights")
-            raise
-        self._join(following, f"help to pack the {model} weights")
-        return weights
+        return self.begin_take(model).wait()
+
+    def begin_take(self, model: Literal["target", "draft"] = "target") -> Fetching:
+        """Order what `take` takes, after whatever the trainers were asked for before, and return at once."""
+        helpers = self.follow() if model == "target" else {}
+        return Fetching(self.first, timeout_s=self._timeout_s, model=model, helpers=helpers)
 
     def follow(self) -> dict[str, Any]:
         """Let the other trainers take part while the first walks through its weights; their answers, to be awaited."""
@@ -197,10 +194,6 @@ class TrainerPool:
         """End all of them: one that is frozen ends in no other way."""
         for one in self._trainers.values():
             ray.kill(one)
-
-    def _join(self, following: Mapping[str, Any], order: str) -> None:
-        if following:
-            get_all(following, waiter="the loop", order=order, timeout_s=self._timeout_s)
 
     def _ask_first(self, ref: Any, order: str, timeout_s: float | None = None) -> Any:
         return get(
