@@ -41,6 +41,8 @@ class TrainerPool:
         self._loading: list[tuple[dict[str, Any], str, PublishedWeights | None]] = []
         self._start_timeout_s = cluster.start_timeout_s
         self._timeout_s = cluster.order_timeout_s + (_GRACE_S if len(trainers) > 1 else 0.0)
+        self.meanwhile: Callable[[], None] | None = None
+        "called about every second while the loop waits for an update, a refit, weights or a state"
 
     @classmethod
     def start(
@@ -122,26 +124,29 @@ class TrainerPool:
         )
         return max(seconds.values())
 
-    def update(
-        self, rollouts: Any, *, recompute_old: bool = False, meanwhile: Callable[[], None] | None = None
-    ) -> UpdateReport:
-        """Learn from one batch, a reference to it; `recompute_old` as in `Learner.update`.
-
-        `meanwhile` is called about every second until a trainer has answered.
-        """
+    def update(self, rollouts: Any, *, recompute_old: bool = False) -> UpdateReport:
+        """Learn from one batch, a reference to it; `recompute_old` as in `Learner.update`."""
         refs = {name: one.update.remote(rollouts, recompute_old) for name, one in self._trainers.items()}
         answers = get_all(
-            refs, waiter="the loop", order="update", timeout_s=self._timeout_s, meanwhile=meanwhile
+            refs, waiter="the loop", order="update", timeout_s=self._timeout_s, meanwhile=self.meanwhile
         )
         return answers[self.first_name]
 
     def refit(self, rollouts: Any, budget_s: float) -> RefitReport:
         """Let the draft model follow, for at most so many seconds."""
-        return self._ask_first(self.first.refit.remote(rollouts, budget_s), "refit the draft model")
+        refs = {self.first_name: self.first.refit.remote(rollouts, budget_s)}
+        answers = get_all(
+            refs,
+            waiter="the loop",
+            order="refit the draft model",
+            timeout_s=self._timeout_s,
+            meanwhile=self.meanwhile,
+        )
+        return answers[self.first_name]
 
     def take(self, model: Literal["target", "draft"] = "target") -> PublishedWeights:
         """Take a model's current weights into the object store."""
-        return self.begin_take(model).wait()
+        return self.begin_take(model).wait(self.meanwhile)
 
     def begin_take(self, model: Literal["target", "draft"] = "target") -> Fetching:
         """Order what `take` takes, after whatever the trainers were asked for before, and return at once."""
@@ -168,7 +173,13 @@ class TrainerPool:
     def save_state(self, folder: Path) -> None:
         """Let all write what they hold into a new folder, in one that all see. Raises StorageError."""
         refs = {name: one.save_state.remote(str(folder)) for name, one in self._trainers.items()}
-        get_all(refs, waiter="the loop", order="write their state", timeout_s=self._timeout_s)
+        get_all(
+            refs,
+            waiter="the loop",
+            order="write their state",
+            timeout_s=self._timeout_s,
+            meanwhile=self.meanwhile,
+        )
 
     def load_state(self, folder: Path) -> None:
         """Let all go on from what `save_state` wrote. Raises ConfigError when it does not fit."""
@@ -194,12 +205,3 @@ class TrainerPool:
         """End all of them: one that is frozen ends in no other way."""
         for one in self._trainers.values():
             ray.kill(one)
-
-    def _ask_first(self, ref: Any, order: str, timeout_s: float | None = None) -> Any:
-        return get(
-            ref,
-            waiter="the loop",
-            waited_for=self.first_name,
-            order=order,
-            timeout_s=timeout_s or self._timeout_s,
-        )

@@ -18,6 +18,7 @@ from actors.actor_messages import LoadedWeights
 from actors.ray_utils.group_wait import get_all
 from actors.ray_utils.remote import Handle
 from actors.ray_utils.waiting import awake_s, get
+from actors.ray_utils.watch import LOOK_S
 from core.errors import InstanceLost, PeerLost, RlhfSpecError, WaitTimeout, WeightsError
 from core.weight_records import WeightManifest
 
@@ -113,13 +114,16 @@ class Fetching:
             return None
         return self._brought
 
-    def wait(self) -> PublishedWeights:
-        """All of it. Raises WaitTimeout, and what a trainer raised."""
+    def wait(self, meanwhile: Callable[[], None] | None = None) -> PublishedWeights:
+        """All of it; `meanwhile` is called about every second. Raises WaitTimeout, and what a trainer raised."""
         while self._brought is None:
             left_s = self._ends_s - awake_s()
-            if not ray.wait([self._chunks], timeout=max(left_s, 0.0), fetch_local=False)[0]:
+            if ray.wait([self._chunks], timeout=min(max(left_s, 0.0), LOOK_S), fetch_local=False)[0]:
+                self._step()
+            elif left_s <= LOOK_S:
                 raise self._too_late()
-            self._step()
+            elif meanwhile is not None:
+                meanwhile()
         if self._helpers:
             self._ask(self._helpers, self._timeout_s)
         return self._brought
