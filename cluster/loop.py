@@ -148,6 +148,7 @@ def train(system: System, run_dir: RunDir, report: Reporter, *, resume: RunState
     recorder = Recorder(run_dir, report, step_log=run.step_log)
     evaluator = Evaluator(system, run_dir, report, recorder, None if resume is None else resume.evaluations)
     states = StateKeeper(system, run_dir, report.note)
+    system.trainers.meanwhile = lambda: attend(system, report)
     report.on_progress = run_dir.progress
     report.start(run.iterations, done=first)
     boundary: Boundary | None = None
@@ -208,6 +209,8 @@ def _keep_what_was_learned(
     system: System, run_dir: RunDir, states: StateKeeper, boundary: Boundary | None
 ) -> str:
     """Save state and weights of the iterations that are finished; how to go on from them."""
+    # what ended the run would end this too
+    system.trainers.meanwhile = None
     finished = system.target.manifest.weight_version
     if not finished:
         return "no iteration was finished"
@@ -255,9 +258,7 @@ def run_iteration(
     streamed = forwards.finish() if forwards is not None else Streamed()
     rollouts = ray.put(learned)
     system.is_learning = True
-    update = system.trainers.update(
-        rollouts, recompute_old=system.recomputes_old, meanwhile=lambda: attend(system, report)
-    )
+    update = system.trainers.update(rollouts, recompute_old=system.recomputes_old)
     # again, since an update that fails must not take the rollouts with it
     run_dir.owner.require()
     advantages = dict(zip(map(id, learned), update.sample_advantages or (), strict=False))
