@@ -23,13 +23,14 @@ from steered_pool import SteeredPool, bits, bits_alone, tiny_config
 import cluster.scheduling.joiners
 cluster.scheduling.joiners.SAID_AFTER_S = 5.0
 
-# the second instance finds no room beside the first
+# an instance fills its node: scheduler and reward are on the head
 small = dict(object_store_memory=80 << 20)
-nodes = Cluster(initialize_head=True, head_node_args=dict(num_cpus=2, include_dashboard=False, **small))
+nodes = Cluster(initialize_head=True, head_node_args=dict(num_cpus=1, include_dashboard=False, **small))
 try:
+    nodes.add_node(num_cpus=2, **small)
     second = nodes.add_node(num_cpus=2, **small)
     ray.init(address=nodes.address, log_to_driver=False)
-    config = tiny_config({target!r}, {draft!r}, num_actors=2, num_cpus=1.5, **{elastic!r})
+    config = tiny_config({target!r}, {draft!r}, num_actors=2, num_cpus=2.0, **{elastic!r})
     with SteeredPool(config).running() as pool:
         rows = pool.system.generation._instances
         (there,) = [name for name, row in rows.items() if row.node == second.node_id]
