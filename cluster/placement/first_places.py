@@ -10,7 +10,7 @@ from collections.abc import Collection
 
 from ray.util.placement_group import PlacementGroup
 
-from cluster.placement.single_places import living_nodes, node_of
+from cluster.placement.single_places import living_nodes, nodes_of
 from cluster.placement.topology import Place
 
 
@@ -31,8 +31,11 @@ class FirstPlaces:
 
         An actor that is ordered there starts when Ray has reserved the bundle again.
         """
+        if not self._vacant:
+            return None
+        nodes, kept = nodes_of(self._group), living_nodes().intersection(ending)
         for place in self._vacant:
-            if self._node(place) not in ending:
+            if nodes.get(place.bundle) not in kept:
                 self._vacant.remove(place)
                 return place
         return None
@@ -41,10 +44,7 @@ class FirstPlaces:
         """Take this one, which is vacant, wherever its bundle is now."""
         self._vacant.remove(place)
 
-    def is_reserved(self, place: Place) -> bool:
-        """Whether its bundle is on a node that lives."""
-        return bool(self._node(place))
-
-    def _node(self, place: Place) -> str:
-        node = node_of(self._group, place.bundle)
-        return node if node in living_nodes() else ""
+    def reserved(self) -> set[int]:
+        """The bundles that are on nodes that live, vacant or not."""
+        living = living_nodes()
+        return {bundle for bundle, node in nodes_of(self._group).items() if node in living}

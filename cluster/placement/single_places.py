@@ -68,9 +68,9 @@ def is_placed(group: PlacementGroup) -> bool:
     return placement_group_table(group).get("state") == "CREATED"
 
 
-def node_of(group: PlacementGroup, bundle: int) -> str:
-    """Ray's id of the node that a bundle is on, or was before its node went; empty while it is on none."""
-    return placement_group_table(group).get("bundles_to_node_id", {}).get(bundle, "")
+def nodes_of(group: PlacementGroup) -> dict[int, str]:
+    """Ray's ids of the nodes that its bundles are on, or were before their nodes went, by bundle."""
+    return dict(placement_group_table(group).get("bundles_to_node_id", {}))
 
 
 def living_nodes() -> set[str]:

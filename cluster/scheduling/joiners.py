@@ -57,6 +57,10 @@ class Joiner:
         """Seconds since it was decided on."""
         return time.monotonic() - self.began_s
 
+    def is_due(self, now_s: float) -> bool:
+        """Whether its place is to be looked at."""
+        return self.looked_s is None or now_s - self.looked_s >= PLACES_EVERY_S
+
     @property
     def answers(self) -> list[Any]:
         """References to what it has been asked."""
@@ -87,6 +91,8 @@ class Joiners:
         self._places, self._first_places = places, first_places
         self._note, self._start_timeout_s = note, start_timeout_s
         self._coming: list[Joiner] = []
+        self._reserved: set[int] = set()
+        "bundles of first places, as looked at last"
 
     def __len__(self) -> int:
         return len(self._coming)
@@ -176,6 +182,7 @@ class Joiners:
         """
         ready: list[Ready] = []
         failed: list[tuple[Joiner, RlhfSpecError]] = []
+        self._look_for_first_places()
         for one in list(self._coming):
             has_place = self._has_place(one, num_there)
             chunks = self._chunks(one, weights, may_fetch=may_fetch) if has_place else {}
@@ -234,13 +241,19 @@ class Joiners:
         numerics, node = (self._answer(one, ref, "say what it is") for ref in one.words)
         return Ready(joiner=one, numerics=numerics, node=node)
 
+    def _look_for_first_places(self) -> None:
+        """See which are reserved, once for all that wait there."""
+        now_s = time.monotonic()
+        if any(one.group is None and one.is_due(now_s) for one in self._coming):
+            self._reserved = self._first_places.reserved()
+
     def _has_place(self, one: Joiner, num_there: int) -> bool:
         """Whether its bundle is reserved; one of the run's may go with its node, and come again."""
         now_s = time.monotonic()
-        if one.looked_s is None or now_s - one.looked_s >= PLACES_EVERY_S:
+        if one.is_due(now_s):
             one.looked_s = now_s
             if one.group is None:
-                there = self._first_places.is_reserved(one.place)
+                there = one.place.bundle in self._reserved
             else:
                 there = one.placed_s is not None or is_placed(one.group)
             one.placed_s = (one.placed_s or now_s) if there else None

@@ -110,7 +110,10 @@ class PoolChanges:
             self._move_into_first_places()
         ready, failed = self._joiners.look(weights, may_fetch=may_fetch, num_there=len(self._staying))
         for joiner, error in failed:
-            self._fail(f"{joiner.name} could not start: {error}")
+            if joiner.group is None and joiner.place.bundle not in self._first_places.reserved():
+                self._start_in(joiner.place, f"{joiner.name} lost its place before it had joined ({error})")
+            else:
+                self._fail(f"{joiner.name} could not start: {error}")
         missing = self._settings.least - len(self._staying) - len(self._joiners) - len(ready)
         if missing > 0 and not self._is_blocked:
             self._start(missing)
@@ -231,6 +234,13 @@ class PoolChanges:
         """A place of its own, under a name that no instance has had."""
         self._next_number += 1
         return self._topology.added(self._next_number - 1)
+
+    def _start_in(self, place: Place, why: str) -> None:
+        """Start one in a vacant first place that is on no node: it waits there, so it cannot fail at once again."""
+        name = self._next_place().name
+        self._note(f"{why}; {name} starts there when there is room")
+        self._first_places.take_back(place)
+        self._joiners.add(self._order(name, place, None))
 
     def _move_into_first_places(self) -> None:
         """Have those that wait for a bundle of their own start in a first place that has become vacant.

@@ -193,7 +193,11 @@ class PlayedPool:
         monkeypatch.setattr(pool_changes, "awake_s", clock.monotonic)
         monkeypatch.setattr(pool_changes, "announced_ends", lambda nodes: self._ends_of(nodes))
         monkeypatch.setattr(pool_changes, "run_metrics", SimpleNamespace(add=self._count))
-        monkeypatch.setattr(first_places, "node_of", self.node_of)
+        monkeypatch.setattr(
+            first_places,
+            "nodes_of",
+            lambda group: {bundle: node for (of, bundle), node in self.bundles.items() if of == group},
+        )
         monkeypatch.setattr(first_places, "living_nodes", lambda: self.nodes)
         monkeypatch.setattr(generation_pool, "publish", self._publish)
         monkeypatch.setattr(generation_pool, "GenerationActor", kind)

@@ -140,6 +140,21 @@ def test_a_place_that_goes_with_its_node_while_one_starts_there_is_waited_for_ag
     assert world.serving == ["gen-0-r1", "gen-1"]
 
 
+def test_one_that_dies_with_its_place_while_it_starts_is_no_failed_start(world):
+    # Ray did not know yet that the node is dead, and has started it there
+    world.slow.add("gen-0-r1")
+    world.lose("gen-0")
+    world.look()
+    world.nodes.remove("node-0")
+    world.dead.add("gen-0-r1")
+    world.look()
+    (said,) = world.said("lost its place before it had joined")
+    assert said.endswith("gen-2 starts there when there is room") and not world.said("none is started")
+    world.put_first(0, "node-9")
+    world.look()
+    assert world.serving == ["gen-1", "gen-2"]
+
+
 def test_without_any_instance_the_run_waits_for_one_and_goes_on(world):
     world.nodes.clear()
     for name in ("gen-0", "gen-1"):
