@@ -240,13 +240,13 @@ class ManifestHost:
     def _check_profile(self) -> None:
         """Require the profile's hardware here. Weights may have moved on. Raises ProfileError naming what differs."""
         profile = self._spec.profile
-        if profile is None or "draft" not in self._models:
+        if profile is None or "target" not in self._models:
             return
         measured = profile.provenance
         running = here(
             measured,
             self._models["target"],
-            self._models["draft"],
+            self._models.get("draft"),
             engine=self._engine_settings,
             dtype=self._spec.dtype,
         )
