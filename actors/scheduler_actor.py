@@ -360,7 +360,9 @@ class SchedulerActor:
             now_s = self._machine.awake_s
             emitted = sum(stats.num_emitted_tokens for stats in self._machine.members.stats.values())
             mark = (emitted, self._machine.num_delivered)
-            if mark != self._progress_mark or self._machine.num_open == 0:
+            # without an instance they wait for one, as long as the loop lets them
+            is_idle = self._machine.num_open == 0 or not self._machine.members.serving
+            if mark != self._progress_mark or is_idle:
                 self._progress_mark, self._progress_at_s = mark, now_s
             waited_s = now_s - self._progress_at_s
             if waited_s <= self._settings.order_timeout_s or self._failure is not None:

@@ -7,8 +7,11 @@ question alone.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
+
+import ray
 
 from actors.ray_utils import run_metrics
 from actors.ray_utils.remote import Handle
@@ -134,7 +137,7 @@ class StatelessPool(Generic[Q]):
                 if other.actor == asked.actor:
                     other.wait.restart()
             found.append((asked.question, answer))
-        self._refuse_late()
+        self._replace_late()
         return found
 
     def _replace(self, asked: _Open[Q], death: ActorDied) -> None:
@@ -149,6 +152,9 @@ class StatelessPool(Generic[Q]):
                     f"whether {self._kind.culprit} ends its process or needs more memory, or raise "
                     "cluster.max_instance_restarts"
                 ) from None
+            with suppress(Exception):
+                # one that cannot be reached, or is frozen, may live: it gives its place back, and answers no more
+                ray.kill(asked.handle)
             self._num_restarts[actor] = number + 1
             self._names[actor] = f"{self._kind.stem}-{actor}-r{number + 1}"
             self._actors[actor] = self._make(actor, number + 1)
@@ -158,15 +164,22 @@ class StatelessPool(Generic[Q]):
             self._note(f"{death}; {self._names[actor]} takes its place and {redo}")
         self.ask(actor, asked.question)
 
-    def _refuse_late(self) -> None:
-        """Miss what each actor was asked first and has not answered. Raises WaitTimeout."""
+    def _replace_late(self) -> None:
+        """Replace an actor that has not answered what it was asked first: it is frozen. Raises WaitTimeout."""
         for asked in {asked.actor: asked for asked in reversed(self._open.values())}.values():
             asked.wait.look()
-            if asked.wait.left_s == 0.0:
-                raise WaitTimeout(
-                    waiter="the loop",
-                    waited_for=asked.name,
-                    order=self._kind.order(asked.question),
-                    waited_s=asked.wait.waited_s,
-                    advice=self._kind.late_advice,
-                )
+            if asked.wait.left_s > 0.0:
+                continue
+            late = WaitTimeout(
+                waiter="the loop",
+                waited_for=asked.name,
+                order=self._kind.order(asked.question),
+                waited_s=asked.wait.waited_s,
+                advice=self._kind.late_advice,
+            )
+            if self._make is None or self._num_restarts[asked.actor] == self._max_restarts:
+                raise late
+            for ref, other in list(self._open.items()):
+                if other.handle is asked.handle:
+                    del self._open[ref]
+                    self._replace(other, ActorDied(str(late)))

@@ -1,24 +1,29 @@
 """An hour of training, watched from outside: memory, processes, open files, shared memory, the run folder's growth.
 
-Figures compare the last sixth of the time with the second sixth: the first is for warming up.
+Figures compare the last sixth of the time with the second sixth: the first is for warming up. All that was seen is in
+OUT/soak_samples.jsonl, a line a moment.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from rich.console import Console
 
 from benchmarks.faulty.processes import serving_actors
 from benchmarks.support.command import setting_words, start_command
+from benchmarks.support.growth import JUDGED_FROM_MINUTES, Sample, grown, growth
 from benchmarks.support.process_tree import descendants
 from benchmarks.support.result import ROOT, write_result
+from cluster.placement.ray_session import TERMINATED
 from core.errors import RlhfSpecError
 from core.metrics import read_metrics
 from core.proc_files import PROC, sizes
@@ -27,12 +32,12 @@ MINUTES = {"quick": 3.0, "default": 10.0, "full": 60.0}
 EVERY_S = 5.0
 END_S = 180.0
 _MIB = 2.0**20
-Sample = dict[str, float]
-"Of one moment: figures by name, memory in MiB."
+_IDLE_PROCESS = "ray::IDLE"
+"Ray keeps some at hand, and ends them as it likes."
 
 
 def run(*, out: Path, mode: str, data: Path | None) -> int:
-    """Run the benchmark; returns 0, or 1 when something was left behind."""
+    """Run the benchmark; returns 0, or 1 when something has grown or was left behind, in a line each."""
     console = Console()
     out = out.absolute()
     out.mkdir(parents=True, exist_ok=True)
@@ -48,7 +53,7 @@ def run(*, out: Path, mode: str, data: Path | None) -> int:
     driver = start_command(words, folder=ROOT, log=out / "soak.log")
     seen: set[int] = set()
     try:
-        samples = _watch(driver, 60.0 * MINUTES[mode], out, seen)
+        samples, size_mib = _watch(driver, 60.0 * MINUTES[mode], out, seen)
         driver.send_signal(signal.SIGTERM)
         code = driver.wait(timeout=END_S)
     finally:
@@ -65,28 +70,28 @@ def run(*, out: Path, mode: str, data: Path | None) -> int:
         "exit_code": float(code),
         "processes_left": float(len(left)),
         "shared_memory_left_mib": max(shared_bytes() - before, 0) / _MIB,
-        **growth(samples),
+        **growth([_without(sample, "spilled_mib") for sample in samples]),
+        "object_store_size_mib": size_mib,
         "object_store_peak_mib": max(sample["object_store_mib"] for sample in samples),
+        "spilled_peak_mib": max(sample["spilled_mib"] for sample in samples),
+        "all_mib": samples[-1]["all_mib"],
+        "open_files": samples[-1]["open_files"],
         "folder_mib": folder_bytes(folder) / _MIB,
-        "folder_kib_per_iteration": _folder_growth(folder) / 1024.0,
+        **_folder_growth(folder, len(metrics)),
     }
     for name, value in figures.items():
         console.print(f"{name}: {value:.4g}")
     write_result(out, "soak", figures, provenance={"mode": mode})
-    return 1 if left else 0
-
-
-def growth(samples: Sequence[Sample]) -> dict[str, float]:
-    """For every figure of the samples: its mean over the last sixth, over that of the second sixth."""
-    sixth = max(len(samples) // 6, 1)
-    early, late = samples[sixth : 2 * sixth] or samples[:sixth], samples[-sixth:]
-    found = {}
-    for name in samples[-1]:
-        if name in ("folder_mib", "object_store_mib"):
-            continue
-        means = [sum(one[name] for one in part) / len(part) for part in (late, early)]
-        found[f"{name}_late_over_early"] = means[0] / means[1] if means[1] else 1.0
-    return found
+    if MINUTES[mode] < JUDGED_FROM_MINUTES:
+        console.print(f"growth is judged from {JUDGED_FROM_MINUTES:.0f} minutes on: it was still warming up")
+    wrong = grown(figures)
+    if code != TERMINATED:
+        wrong.append(
+            f"the run ended with {code} after SIGTERM; expected {TERMINATED}; see {out / 'soak.log'}"
+        )
+    for line in wrong:
+        console.print(f"not met: {line}", style="red", soft_wrap=True)
+    return 1 if wrong else 0
 
 
 def shared_bytes() -> int:
@@ -99,28 +104,67 @@ def folder_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
-def _watch(driver: subprocess.Popen[bytes], seconds: float, out: Path, seen: set[int]) -> list[Sample]:
-    """Samples from when all actors serve, for so many seconds; `seen` gets every process."""
+def _watch(
+    driver: subprocess.Popen[bytes], seconds: float, out: Path, seen: set[int]
+) -> tuple[list[Sample], float]:
+    """Samples from when all actors serve, for so many seconds, and the object store's size in MiB.
+
+    `seen` gets every process.
+    """
     while not all(serving_actors(driver.pid).values()):
         _require_running(driver, out)
         time.sleep(1.0)
+    size_mib, temporary = _object_store(driver.pid)
     samples: list[Sample] = []
     ends_s = time.monotonic() + seconds
-    while time.monotonic() < ends_s:
-        _require_running(driver, out)
-        below = descendants(driver.pid)
-        seen |= below
-        actors = serving_actors(driver.pid)
-        sample = {f"{pool}_mib": sum(map(_private_mib, pids)) for pool, pids in actors.items()}
-        sample["driver_mib"] = _private_mib(driver.pid)
-        sample["all_mib"] = sample["driver_mib"] + sum(map(_private_mib, below))
-        sample["num_processes"] = float(len(below))
-        sample["open_files"] = float(sum(map(_open_files, {driver.pid, *below})))
-        # all that have it open see it; no other process below has shared memory of such a size
-        sample["object_store_mib"] = max(map(_shared_mib, below), default=0.0)
-        samples.append(sample)
-        time.sleep(EVERY_S)
-    return samples
+    with (out / "soak_samples.jsonl").open("w") as kept:
+        while time.monotonic() < ends_s:
+            _require_running(driver, out)
+            below = descendants(driver.pid)
+            seen |= below
+            samples.append(_sample(driver.pid, below, temporary))
+            kept.write(json.dumps(samples[-1]) + "\n")
+            kept.flush()
+            time.sleep(EVERY_S)
+    return samples, size_mib
+
+
+def _sample(driver: int, below: set[int], temporary: Path) -> Sample:
+    actors = serving_actors(driver)
+    sample = {f"{pool}_mib": sum(map(_private_mib, pids)) for pool, pids in actors.items()}
+    sample["driver_mib"] = _private_mib(driver)
+    sample["all_mib"] = sample["driver_mib"] + sum(map(_private_mib, below))
+    sample["num_processes"] = float(sum(not _is_idle(pid) for pid in below))
+    sample["open_files"] = float(sum(map(_open_files, {driver, *below})))
+    # all that have it open see it; no other process below has shared memory of such a size
+    sample["object_store_mib"] = max(map(_shared_mib, below), default=0.0)
+    sample["spilled_mib"] = sum(map(folder_bytes, temporary.glob("**/ray_spilled_objects*"))) / _MIB
+    return sample
+
+
+def _without(sample: Sample, name: str) -> Sample:
+    return {key: value for key, value in sample.items() if key != name}
+
+
+def _object_store(driver: int) -> tuple[float, Path]:
+    """Its size in MiB and Ray's temporary folder, as the raylet was told. Raises RlhfSpecError."""
+    for pid in descendants(driver):
+        words = _command(pid)
+        size = re.search(r"--object_store_memory=(\d+)", words)
+        folder = re.search(r"--temp[-_]dir=(\S+)", words)
+        if size and folder:
+            return int(size[1]) / _MIB, Path(folder[1])
+    raise RlhfSpecError(f"process {driver} has no raylet below it; expected a run with a Ray of its own")
+
+
+def _is_idle(pid: int) -> bool:
+    return _command(pid).startswith(_IDLE_PROCESS)
+
+
+def _command(pid: int) -> str:
+    with suppress(OSError):
+        return (PROC / str(pid) / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    return ""
 
 
 def _require_running(driver: subprocess.Popen[bytes], out: Path) -> None:
@@ -140,10 +184,14 @@ def _shared_mib(pid: int) -> float:
     return sizes(PROC / str(pid) / "status").get("RssShmem", 0) / _MIB
 
 
-def _folder_growth(folder: Path) -> float:
-    """Bytes an iteration beside checkpoints and states, of which a fixed number is kept."""
-    num_iterations = max(len(read_metrics(folder / "metrics.jsonl")), 1)
-    return (folder_bytes(folder) - folder_bytes(folder / "checkpoints")) / num_iterations
+def _folder_growth(folder: Path, num_iterations: int) -> dict[str, float]:
+    """KiB an iteration beside checkpoints and states, of which a fixed number is kept: in all, and of each entry."""
+    found = {}
+    for entry in sorted(folder.iterdir()):
+        if entry.name != "checkpoints":
+            size = folder_bytes(entry) if entry.is_dir() else entry.stat().st_size
+            found[f"{entry.stem}_kib_per_iteration"] = size / 1024.0 / max(num_iterations, 1)
+    return {"folder_kib_per_iteration": sum(found.values()), **found}
 
 
 def _open_files(pid: int) -> int:

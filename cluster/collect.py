@@ -96,7 +96,8 @@ def collect(
             if taken.completions or system.scheduler.stats.num_emitted_tokens != stats.num_emitted_tokens:
                 wait.answered()
                 wait.restart()
-            elif is_asking:
+            elif is_asking or not system.generation.instances:
+                # environments have limits of their own, and so has a pool without instances
                 wait.restart()
             wait.look()
             if episodes is None:

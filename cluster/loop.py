@@ -31,6 +31,7 @@ from cluster.resuming.take_up import take_up
 from cluster.run_checkpoints import save_checkpoints
 from cluster.run_folder.layout import RunDir
 from cluster.run_folder.rollout_files import write_rollouts
+from cluster.run_folder.run_status import STOPPING
 from cluster.run_folder.weights_log import note_weights
 from cluster.system import System, running_system
 from cluster.tracking.run_log import RunLog
@@ -68,16 +69,16 @@ def run_training(
     Raises InputError for what the user can mend, other RlhfSpecErrors for what failed on the way.
     """
 
-    def interrupted() -> None:
-        run_dir.set_status("interrupted", BY_SIGTERM)
+    def stopping() -> None:
+        run_dir.set_status(STOPPING, BY_SIGTERM)
 
     with (
         run_dir.heartbeat(),
-        sigterm_exits(interrupted),
+        sigterm_exits(stopping),
         ray_session(
             config,
             run_dir.path.name,
-            on_sigterm=interrupted,
+            on_sigterm=stopping,
             store_bytes=inputs.object_store_bytes,
             logs=run_dir.logs_folder,
         ) as session,
@@ -123,8 +124,8 @@ def _train_with_restarts(
             report.stop()
             state = restarts.after(error)
         except (*LOSSES, PlacementError) as error:
-            # what cannot be brought up the first time is told at once
-            if is_up or not attempt:
+            # what cannot be brought up the first time is told at once, but for a run that had been up before
+            if is_up or (not attempt and (state is None or isinstance(error, PlacementError))):
                 raise
             state = restarts.after(TrainerLost(f"the new actors did not come up: {error}"))
     raise AssertionError("a count has no end")
@@ -147,6 +148,7 @@ def train(system: System, run_dir: RunDir, report: Reporter, *, resume: RunState
     recorder = Recorder(run_dir, report, step_log=run.step_log)
     evaluator = Evaluator(system, run_dir, report, recorder, None if resume is None else resume.evaluations)
     states = StateKeeper(system, run_dir, report.note)
+    system.trainers.meanwhile = lambda: attend(system, report)
     report.on_progress = run_dir.progress
     report.start(run.iterations, done=first)
     boundary: Boundary | None = None
@@ -207,6 +209,8 @@ def _keep_what_was_learned(
     system: System, run_dir: RunDir, states: StateKeeper, boundary: Boundary | None
 ) -> str:
     """Save state and weights of the iterations that are finished; how to go on from them."""
+    # what ended the run would end this too
+    system.trainers.meanwhile = None
     finished = system.target.manifest.weight_version
     if not finished:
         return "no iteration was finished"
@@ -254,9 +258,7 @@ def run_iteration(
     streamed = forwards.finish() if forwards is not None else Streamed()
     rollouts = ray.put(learned)
     system.is_learning = True
-    update = system.trainers.update(
-        rollouts, recompute_old=system.recomputes_old, meanwhile=lambda: attend(system, report)
-    )
+    update = system.trainers.update(rollouts, recompute_old=system.recomputes_old)
     # again, since an update that fails must not take the rollouts with it
     run_dir.owner.require()
     advantages = dict(zip(map(id, learned), update.sample_advantages or (), strict=False))

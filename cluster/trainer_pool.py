@@ -7,7 +7,7 @@ of every weight, the others take part while it packs (`follow`).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -21,9 +21,9 @@ from actors.ray_utils.waiting import get, wait_any
 from actors.trainer_actor import TrainerActor
 from cluster.placement.topology import Place, PlacementContext, actor_options
 from cluster.trainer_heartbeat import TrainerHeartbeat
-from cluster.weights.publish import PublishedWeights, confirm, from_trainer
+from cluster.weights.publish import Fetching, PublishedWeights, confirm
 from core.config import ClusterConfig
-from core.errors import InstanceLost, PeerLost, WaitTimeout
+from core.errors import InstanceLost, WaitTimeout
 from core.records import Rollout, UpdateReport
 from learning.draft_refit import RefitReport
 
@@ -43,6 +43,8 @@ class TrainerPool:
         self._start_timeout_s = cluster.start_timeout_s
         self._heartbeat_timeout_s = cluster.heartbeat_timeout_s
         self._timeout_s = cluster.order_timeout_s + (_GRACE_S if len(trainers) > 1 else 0.0)
+        self.meanwhile: Callable[[], None] | None = None
+        "called about every second while the loop waits for an update, a refit, weights or a state"
 
     @classmethod
     def start(
@@ -118,16 +120,14 @@ class TrainerPool:
         """
         return max(self._all(order, "compute the forwards of scored samples").values())
 
-    def update(
-        self, rollouts: Any, *, recompute_old: bool = False, meanwhile: Callable[[], None] | None = None
-    ) -> UpdateReport:
+    def update(self, rollouts: Any, *, recompute_old: bool = False) -> UpdateReport:
         """Learn from one batch, a reference to it; `recompute_old` as in `Learner.update`.
 
-        `meanwhile` is called about every second until a trainer has answered. Raises InstanceLost naming one that died
-        or is silent, WaitTimeout when none gets on for `cluster.order_timeout_s`, and what they raise themselves.
+        Raises InstanceLost naming a trainer that died or is silent, WaitTimeout when none gets on for
+        `cluster.order_timeout_s`, and what they raise themselves.
         """
         refs = {name: one.update.remote(rollouts, recompute_old) for name, one in self._trainers.items()}
-        return self._all(refs, "update", meanwhile)[self.first_name]
+        return self._all(refs, "update")[self.first_name]
 
     def refit(self, rollouts: Any, budget_s: float) -> RefitReport:
         """Let the draft model follow, for at most so many seconds."""
@@ -136,15 +136,19 @@ class TrainerPool:
 
     def take(self, model: Literal["target", "draft"] = "target") -> PublishedWeights:
         """Take a model's current weights into the object store."""
-        following = self.follow() if model == "target" else {}
-        try:
-            weights = from_trainer(self.first, timeout_s=self._timeout_s, model=model)
-        except PeerLost:
-            # who is gone explains why
-            self._join(following, f"help to pack the {model} weights")
-            raise
-        self._join(following, f"help to pack the {model} weights")
-        return weights
+        heartbeat = self._heartbeat(self._trainers, f"pack the {model} weights")
+
+        def meanwhile() -> None:
+            heartbeat.look()
+            if self.meanwhile is not None:
+                self.meanwhile()
+
+        return self.begin_take(model).wait(meanwhile)
+
+    def begin_take(self, model: Literal["target", "draft"] = "target") -> Fetching:
+        """Order what `take` takes, after whatever the trainers were asked for before, and return at once."""
+        helpers = self.follow() if model == "target" else {}
+        return Fetching(self.first, timeout_s=self._timeout_s, model=model, helpers=helpers)
 
     def follow(self) -> dict[str, Any]:
         """Let the other trainers take part while the first walks through its weights; their answers, to be awaited."""
@@ -191,22 +195,17 @@ class TrainerPool:
         for one in self._trainers.values():
             ray.kill(one)
 
-    def _join(self, following: Mapping[str, Any], order: str) -> None:
-        if following:
-            self._all(following, order)
+    def _heartbeat(self, names: Iterable[str], order: str) -> TrainerHeartbeat:
+        trainers = {name: self._trainers[name] for name in names}
+        return TrainerHeartbeat(trainers, order=order, timeout_s=self._heartbeat_timeout_s)
 
-    def _all(
-        self, refs: Mapping[str, Any], order: str, meanwhile: Callable[[], None] | None = None
-    ) -> dict[str, Any]:
+    def _all(self, refs: Mapping[str, Any], order: str) -> dict[str, Any]:
         """Wait for trainers at work, and look whether they live."""
-        heartbeat = TrainerHeartbeat(
-            {name: self._trainers[name] for name in refs}, order=order, timeout_s=self._heartbeat_timeout_s
-        )
         return get_all(
             refs,
             waiter="the loop",
             order=order,
             timeout_s=self._timeout_s,
-            meanwhile=meanwhile,
-            gets_on=heartbeat.look,
+            meanwhile=self.meanwhile,
+            gets_on=self._heartbeat(refs, order).look,
         )

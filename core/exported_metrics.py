@@ -15,6 +15,9 @@ from typing import Literal
 from core.metric_registry import declared, find_metric
 
 Kind = Literal["gauge", "counter", "histogram"]
+MOST_NUMBERS = 64
+_NUMBER = re.compile(r"[0-9]+")
+_NUMBERS = re.compile(r"(?:-r?[0-9]+)+")
 PREFIX = "rlhfspec_"
 "Ray puts `ray_` before it."
 
@@ -50,7 +53,9 @@ _LIVE = [
     *_of(
         "gauge",
         ("run_up", "flag", "1 while the run's loop lives, 0 after its end"),
+        ("run_outlived", "flag", "1: Ray goes on after the run, 0: it is the run's own and ends with it"),
         ("heartbeat_timestamp_seconds", "s", "when the loop's process last gave a sign of life"),
+        ("end_timestamp_seconds", "s", "when the loop ended, however it did, unless it was killed; 0 before"),
         ("progress_timestamp_seconds", "s", "when iteration, phase, samples or tokens last moved on"),
         ("iteration", "1", "iteration in progress, counted from 1"),
         ("iterations_planned", "1", "iterations of the whole run"),
@@ -186,6 +191,18 @@ def exported_figure(figure: str) -> Exported | None:
     return Exported(
         name=figure_name(figure), kind="gauge", unit=metric.unit, help=f"{metric.help} (last iteration)"
     )
+
+
+def bounded_label(label: str, value: str) -> str:
+    """A label's value out of a bounded set: panels and alerts group by them, and Ray keeps counters of the dead.
+
+    Of actors, numbers begin anew at MOST_NUMBERS: `gen-0-r65` is told as `gen-0-r1`. Of who is waited for, the kinds.
+    """
+    if label == "waited_for":
+        return ", ".join(dict.fromkeys(_NUMBERS.sub("", one) for one in value.split(", ")))
+    if label == "actor":
+        return _NUMBER.sub(lambda match: str(int(match[0]) % MOST_NUMBERS), value)
+    return value
 
 
 def find_live(name: str) -> Exported | None:

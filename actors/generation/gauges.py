@@ -1,11 +1,12 @@
 """Gauges and counters of one instance for the node's metrics port (`ray_rlhfspec_*`), labels `run` and `actor`.
 
-Series of dead actors stay at the port for over a minute, so an instance sets its gauges to 0 when it
-stops; aggregate by `actor` over living ones.
+Ray's agent forgets a gauge that was not set for two export intervals (20 s): an idle instance says the same again.
+One that stops sets its gauges to 0, since the last values stay at the port for so long.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 
@@ -14,6 +15,8 @@ from core.decode_records import GenerationStats, InstanceLoad
 
 REFRESH_S = 1.0
 "Who reads the port does so every few seconds, and the decode thread pays for each time."
+REPEAT_S = 5.0
+"Half of Ray's export interval."
 
 
 class InstanceGauges:
@@ -24,6 +27,9 @@ class InstanceGauges:
         self._last = GenerationStats()
         self._clock = clock
         self._refreshed_s = clock() - REFRESH_S
+        self._said: dict[str, float] = {}
+        self._said_s = clock()
+        self._lock = threading.Lock()
 
     def update(self, load: InstanceLoad) -> None:
         """Publish the load; while samples run, once in REFRESH_S."""
@@ -54,11 +60,23 @@ class InstanceGauges:
             instance_drafter_alarm=bool(load.drafter_alarm),
         )
 
+    def repeat(self) -> None:
+        """Say what was said last once more, where that is REPEAT_S ago; from any thread."""
+        with self._lock:
+            if self._clock() - self._said_s >= REPEAT_S:
+                self._tell(self._said)
+
     def close(self) -> None:
         """Set every gauge to 0."""
         self._set(**dict.fromkeys(_GAUGES, 0))
 
     def _set(self, **values: float) -> None:
+        with self._lock:
+            self._said |= values
+            self._tell(values)
+
+    def _tell(self, values: dict[str, float]) -> None:
+        self._said_s = self._clock()
         for name, value in values.items():
             run_metrics.set_value(name, value, actor=self._instance)
 

@@ -83,6 +83,7 @@ class GenerationActor:
     @ray.method(concurrency_group="poll")
     def poll(self, acknowledged: int, wait_s: float) -> PollReply:
         """Answer with what finished, at once or after `wait_s` with nothing."""
+        self._gauges.repeat()
         return self._loop.poll(acknowledged=acknowledged, wait_s=wait_s)
 
     @ray.method(concurrency_group="control")

@@ -38,6 +38,10 @@ _CAUSES = (
     (r"its node has died", "its machine, or Ray on it, died"),
     (r"placement group was removed", "its place in the cluster was taken back"),
     (
+        r"actor .* is unavailable",
+        "its connection broke; whether it lives, and did what it was asked, is not known",
+    ),
+    (
         r"connection error code",
         "its process vanished without a word: killed from outside (SIGKILL) or crashed; if the kernel ended it "
         "for memory, `dmesg` of that machine says so",

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from ray.util.metrics import Counter, Gauge, Histogram
 
 from core.errors import RlhfSpecError
-from core.exported_metrics import PREFIX, Exported, exported_figure, find_live
+from core.exported_metrics import PREFIX, Exported, bounded_label, exported_figure, find_live
 
 
 class Sink(Protocol):
@@ -99,7 +99,7 @@ def _record(name: str, kind: str, value: float, labels: dict[str, str]) -> None:
     if metric is None or metric.kind != kind or set(metric.labels) != set(labels):
         raise _not_declared(f"{name} ({kind}, labels {', '.join(sorted(labels)) or 'none'})")
     if _sink is not None:
-        _sink.record(metric, value, labels)
+        _sink.record(metric, value, {label: bounded_label(label, text) for label, text in labels.items()})
 
 
 def _not_declared(what: str) -> RlhfSpecError:

@@ -23,6 +23,11 @@ from core.errors import InstanceLost, RlhfSpecError, WaitTimeout
 class ActorDied(InstanceLost):
     """The other side of a call died, or cannot be reached any more; raised on this side only."""
 
+    def __init__(self, message: str, name: str = "") -> None:
+        super().__init__(message)
+        self.name = name
+        "who died"
+
 
 def get(ref: Any, *, waiter: str, waited_for: str, order: str, timeout_s: float) -> Any:
     """Wait for one answer or a list of them; what takes unusually long is told to the watch.
@@ -47,7 +52,7 @@ def get(ref: Any, *, waiter: str, waited_for: str, order: str, timeout_s: float)
         except DEATHS as error:
             require_node(error)
             raise ActorDied(
-                f"{waited_for} died while {waiter} waited for '{order}': {cause_of(error)}"
+                f"{waited_for} died while {waiter} waited for '{order}': {cause_of(error)}", waited_for
             ) from None
         except RayTaskError as error:
             raise own_error(error) from None

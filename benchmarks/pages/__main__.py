@@ -1,4 +1,4 @@
-"""`python -m benchmarks.pages`: writes every page, the README's rows and the picture."""
+"""`python -m benchmarks.pages`: writes the page of every benchmark with results, the README's rows, the picture."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def main() -> None:
     """Write them all."""
     folder, readme = ROOT / "docs" / "benchmarks", ROOT / "README.md"
     folder.mkdir(parents=True, exist_ok=True)
-    for name in ABOUT:
+    for name in filter(load_results, ABOUT):
         (folder / f"{name}.md").write_text(page(name))
     draw_speedup(folder / "speedup.svg", load_results("engine")[HEADLINE_MACHINE])
     readme.write_text(with_figures(readme.read_text()))

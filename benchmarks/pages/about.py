@@ -14,6 +14,8 @@ class About:
     how: str
     data: bool = False
     "whether it takes real prompts"
+    full: bool = False
+    "whether its bars are of the full size"
 
 
 ABOUT = {
@@ -172,5 +174,33 @@ ABOUT = {
         "move samples at any time, compared bit for bit with one instance without speculation or kept caches. "
         "`prefill_tokens`: committed tokens computed again; `_nothing_kept`: of the instance that keeps no cache "
         "between turns.",
+    ),
+    "faults": About(
+        title="Faults",
+        question="Does training under faults of every kind end as it would have without them?",
+        how="`rlhfspec train` of the demo (two instances, scheduler, reward, trainer) in a process of its own; from "
+        "outside a fault every few seconds, in an order drawn by the seed, each after the recovery from the last. "
+        "`KIND_POOL` counts them. `kill`: SIGKILL. `freeze`: SIGSTOP for 4 s, which the run sits out. `long_freeze`: "
+        "15 s beyond the limit of silence (10 s of instances, 40 s of all others), borne only where the process was "
+        "found and replaced. `cut`, `long_cut`: all that arrives on the TCP connections of two processes is dropped "
+        "for 4 and 25 s by filters on their sockets; `reset`: the connections are shut down. `fill`: another driver "
+        "holds the whole object store for 10 s with objects in use, which Ray cannot spill, so the run's own go to "
+        "disk. A full disk is not among them: `tests/cluster/test_train_ending.py` has it. Samples, tokens, "
+        "log-probabilities, rewards, metrics that are not of the clock, and the final checksum are compared with an "
+        "undisturbed run's. `recovery_s`: until every pool has as many actors at work as before. `resumes`: drivers "
+        "killed at a random moment and resumed, PPO and GRPO, with and without LoRA, compared likewise. `verify_*`: "
+        "`rlhfspec verify --share 1.0` of an undisturbed run.",
+        full=True,
+    ),
+    "soak": About(
+        title="Soak",
+        question="Does an hour of training leave memory, files, processes and the object store as they were?",
+        how="The demo, looked at every 5 s from outside, then ended by SIGTERM. `X_late_over_early`: mean over the "
+        "last ten minutes over that of minutes 10 to 20; memory is what a process has alone (private and dirty), of "
+        "each pool, the driver, and all processes with Ray's own; the bars are 1.05 for memory and the object store, "
+        "1.02 for open files, 1 for processes. `spilled_peak_mib`: objects that Ray wrote to disk. What is left is "
+        "counted after the end. `X_kib_per_iteration`: growth of the run folder in all and by entry, beside "
+        "checkpoints and states, of which a fixed number is kept.",
+        full=True,
     ),
 }

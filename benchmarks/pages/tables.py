@@ -111,7 +111,12 @@ def with_figures(readme: str) -> str:
 
 def _command(name: str) -> str:
     bench = name.removesuffix("_real") + (" --real" if name.endswith("_real") else "")
-    return f"rlhfspec bench {bench} --out bench" + (" --data gsm8k_train.jsonl" if ABOUT[name].data else "")
+    words = f"rlhfspec bench {bench} --out bench"
+    return (
+        words
+        + (" --full" if ABOUT[name].full else "")
+        + (" --data gsm8k_train.jsonl" if ABOUT[name].data else "")
+    )
 
 
 def _cell(result: Mapping[str, Any], figure: str) -> str:

@@ -206,9 +206,10 @@ def _view(args: argparse.Namespace) -> RenderableType:
 
 def _page(run_dir: RunDir) -> LivePage | None:
     from cluster.observing.live_page import LivePage
+    from cluster.run_folder.run_status import LIVING
 
     page = LivePage.read(run_dir.live_file)
-    if page is not None and run_dir.status()["state"] not in ("running", "unknown"):
+    if page is not None and run_dir.status()["state"] not in (*LIVING, "unknown"):
         # its last page may not have been written, as on a full disk
         page = replace(page, ended=True)
     return page

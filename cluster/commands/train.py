@@ -195,26 +195,34 @@ def _train(
             run_training(config, inputs, run_dir, report, state)
     except BaseException as error:
         # nothing from here on may hide what ended the run
-        with suppress(Exception):
-            _set_ending(run_dir, error)
+        is_stop = isinstance(error, SystemExit)
+        if not is_stop:
+            with suppress(Exception):
+                _set_ending(run_dir, error)
         with suppress(Exception):
             # a full disk takes no more files, another's run none of ours; whoever sent SIGTERM waits for no drawing
             may_write = not isinstance(error, StorageError | RunTaken)
-            _close(run_dir, report, with_files=may_write, with_picture=not isinstance(error, SystemExit))
+            _close(run_dir, report, with_files=may_write, with_picture=not is_stop)
+        if is_stop:
+            # it is stopping until nothing more is written
+            with suppress(Exception):
+                _set_ending(run_dir, error)
         raise
     run_dir.set_status("finished")
     _close(run_dir, report)
 
 
 def _set_ending(run_dir: RunDir, error: BaseException) -> None:
+    from cluster.run_folder.run_status import STOPPING
     from core.errors import describe_error
 
     if isinstance(error, KeyboardInterrupt):
         run_dir.set_status("interrupted", "stopped by Ctrl-C")
     elif isinstance(error, SystemExit):
-        # the handler of SIGTERM has said so before anything else
-        if run_dir.status()["state"] == "running":
-            run_dir.set_status("interrupted", describe_error(error))
+        # the handler of SIGTERM has said why, before anything else
+        status = run_dir.status()
+        why = status["reason"] if status["state"] == STOPPING else describe_error(error)
+        run_dir.set_status("interrupted", why)
     else:
         run_dir.set_status("failed", describe_error(error))
 

@@ -40,6 +40,12 @@ _PLACEMENT_TIMEOUT_S = 600.0
 "Nodes and images take minutes to come; the default is for clusters that stand."
 _LONGEST_NAME = 47
 "Of a RayJob, in KubeRay."
+_GRACE_S = 120
+"From the notice of a pod's end to its kill, what it does before SIGTERM included."
+_EMPTYING_S = 90
+"Of that, for the samples of a generation pod to move away; with what follows it is below the grace."
+_NOTICE_S = 20
+"For Ray to take the notice: nobody answers where the whole cluster is deleted."
 
 
 def cluster_config(tree: dict[str, Any], overrides: Iterable[str] = ()) -> dict[str, Any]:
@@ -168,6 +174,9 @@ def _cluster_spec(
 
 
 def _worker_group(pods: PoolPods, image: str, *, least: int, autoscales: bool) -> dict[str, Any]:
+    template = _template("ray-worker", pods.pod, image)
+    if pods.pool == "generation":
+        template["spec"]["containers"][0]["lifecycle"] = {"preStop": {"exec": {"command": _announce_end()}}}
     group: dict[str, Any] = {
         "groupName": pods.pool,
         "replicas": least,
@@ -175,11 +184,30 @@ def _worker_group(pods: PoolPods, image: str, *, least: int, autoscales: bool) -
         "maxReplicas": pods.num_pods,
         "labels": {POOL_LABEL: pods.pool},
         "rayStartParams": _start_parameters(pods.pod),
-        "template": _template("ray-worker", pods.pod, image),
+        "template": template,
     }
     if autoscales:
         group["idleTimeoutSeconds"] = IDLE_TIMEOUT_S[pods.pool]
     return group
+
+
+def end_notice() -> str:
+    """The command by which a pod tells Ray that it ends.
+
+    Ray finds the cluster by RAY_ADDRESS, which KubeRay sets, and the node as that of the pod.
+    """
+    return (
+        "ray drain-node --reason DRAIN_NODE_REASON_PREEMPTION --reason-message 'the pod ends' "
+        f"--deadline-remaining-seconds {_EMPTYING_S}"
+    )
+
+
+def _announce_end() -> list[str]:
+    """What a pod does before SIGTERM, at which Ray ends: tell Ray, and wait for its instances to be emptied.
+
+    A node that is idle ends by itself once Ray knows, and the pod with it.
+    """
+    return ["/bin/sh", "-c", f"timeout {_NOTICE_S} {end_notice()} && sleep {_EMPTYING_S}"]
 
 
 def _start_parameters(pod: PodSize) -> dict[str, str]:
@@ -204,7 +232,7 @@ def _template(container: str, pod: PodSize, image: str, config_name: str | None 
         volumes.append({"name": "config", "configMap": {"name": config_name}})
     spec: dict[str, Any] = {
         "automountServiceAccountToken": False,
-        "terminationGracePeriodSeconds": 120,
+        "terminationGracePeriodSeconds": _GRACE_S,
         "securityContext": {
             "runAsNonRoot": True,
             "runAsUser": _USER,

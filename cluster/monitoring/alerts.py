@@ -23,6 +23,15 @@ class Alert:
 
 
 _UP = "and on (run) max by (run) ({run_up}) == 1"
+_HEARD = "max by (run) (max_over_time({heartbeat_timestamp_seconds}[1h]))"
+"The series of a dead loop end with it: an hour of what it said last is looked at."
+_NOT_ENDED = f"unless on (run) max by (run) (max_over_time({{end_timestamp_seconds}}[1h])) >= {_HEARD}"
+"By times: a run that is resumed has other series, of which the old ones say that it was up."
+_CAN_TELL = (
+    "and on (run) (max by (run) (last_over_time({run_outlived}[1h])) == 1 or max by (run) "
+    "(last_over_time({run_up}[1h]) and on (job, instance) up == 1))"
+)
+"Not of a run whose own Ray, and with it the port, has ended: well or not, nobody there can say."
 
 
 def _grew(name: str, by: str, window: str) -> str:
@@ -42,7 +51,7 @@ ALERTS = (
     ),
     Alert(
         name="RlhfspecLoopSilent",
-        query="(time() - max by (run) ({heartbeat_timestamp_seconds}) > 120) " + _UP,
+        query=f"((time() - {_HEARD} > 120) {_NOT_ENDED}) {_CAN_TELL}",
         holds="1m",
         severity="critical",
         text="the loop of run {{ $labels.run }} gives no sign of life for {{ $value | humanizeDuration }}",

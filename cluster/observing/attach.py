@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from cluster.observing.live_page import STORE, LivePage
+from cluster.observing.live_page import LivePage
+from cluster.observing.page_store import stored_pages
 from cluster.run_folder.layout import RunDir
 from core.errors import ConfigError, WaitTimeout
 
@@ -89,7 +90,6 @@ def within(call: Callable[[], T], whom: str, timeout_s: float = ANSWER_S) -> T:
 
 def _read_runs() -> list[ClusterRun]:
     import ray
-    from ray.experimental import internal_kv
 
     alive: dict[str, list[str]] = {}
     named: list[Any] = ray.util.list_named_actors(all_namespaces=True)
@@ -97,11 +97,9 @@ def _read_runs() -> list[ClusterRun]:
         if actor["namespace"].startswith(_NAMESPACE_STEM):
             alive.setdefault(actor["namespace"], []).append(actor["name"])
     runs = []
-    for key in internal_kv._internal_kv_list(b"", namespace=STORE) or []:
-        page = LivePage.decode(internal_kv._internal_kv_get(key, namespace=STORE) or b"")
-        if page is not None:
-            actors = tuple(alive.pop(page.namespace, ()))
-            runs.append(ClusterRun(page=page, namespace=page.namespace, actors=actors))
+    for page in stored_pages():
+        actors = tuple(alive.pop(page.namespace, ()))
+        runs.append(ClusterRun(page=page, namespace=page.namespace, actors=actors))
     # such as evaluations, which tell no page
     runs += [ClusterRun(page=None, namespace=name, actors=tuple(actors)) for name, actors in alive.items()]
     return runs

@@ -24,9 +24,11 @@ from actors.ray_utils.process_log import begin_process_log
 from actors.ray_utils.stack_page import begin_stack_page, end_stack_page
 from actors.ray_utils.vitals import tell_vitals
 from actors.ray_utils.watch import open_waits
-from cluster.observing.live_page import PAGE_EVERY_S, STORE, EventRow, InstanceRow, LivePage, WaitRow
+from cluster.observing.live_page import PAGE_EVERY_S, EventRow, InstanceRow, LivePage, WaitRow
+from cluster.observing.page_store import drop_old_pages, store_page
 from cluster.placement.ray_session import RaySession
 from cluster.reporting.console import Reporter
+from cluster.run_folder.kept_logs import drop_old_logs
 from cluster.run_folder.layout import RunDir
 from core.decode_records import Budget
 from core.errors import RlhfSpecError, StorageError
@@ -39,6 +41,7 @@ logger = logging.getLogger(__name__)
 LOOP = "loop"
 "What the process of the loop is called among the actors."
 KEPT_EVENTS = 20
+TIDY_EVERY_S = 600.0
 _ANSWER_S = 1.0
 
 
@@ -68,6 +71,7 @@ class Observer:
         self._sight: SchedulerSight = SchedulerSight()
         self._mark: object = None
         self._counted_at = clock()
+        self._tidied_at = 0.0
 
     def watch(self, system: System) -> None:
         """Look at the scheduler and the published weights from now on; of a system that begins anew, at its own."""
@@ -86,9 +90,6 @@ class Observer:
         self.progress(iteration, "save", 0, 1)
         self._figures = dict(figures)
         run_metrics.add("iterations")
-        with suppress(RlhfSpecError):
-            # whoever writes metrics.jsonl has refused what is not declared
-            run_metrics.set_figures(figures)
         logger.info("iteration %d ended", iteration + 1, extra={"fields": {"figures": self._figures}})
 
     def note(self, text: str) -> None:
@@ -102,16 +103,17 @@ class Observer:
         with self._lock:
             self._count_phase()
             page = self._page()
-        _set_gauges(page)
+        set_gauges(page, outlived=not self._session.is_local)
         tell_vitals(LOOP)
         self._write(page)
+        self._tidy()
         return page
 
     def close(self) -> None:
         """The last page, gauges that say so."""
         with self._lock:
             page = self._page(ended=True)
-        _set_gauges(page)
+        set_gauges(page, outlived=not self._session.is_local)
         self._write(page)
 
     def _ask(self) -> None:
@@ -128,6 +130,15 @@ class Observer:
         except Exception:
             # dead, or being replaced: its silence is told
             self._asked = None
+
+    def _tidy(self) -> None:
+        """Let go of what actors and runs left behind that are gone."""
+        now = self._clock()
+        if now - self._tidied_at >= TIDY_EVERY_S:
+            self._tidied_at = now
+            drop_old_logs(self._run_dir.logs_folder, now=now)
+            with suppress(Exception):
+                drop_old_pages(now)
 
     def _count_phase(self) -> None:
         now = self._clock()
@@ -179,7 +190,7 @@ class Observer:
             # a disk that is full is told by what needs it
             run_metrics.add("dropped_writes", file="live")
         with suppress(Exception):
-            _store(page.run, None if page.ended else text)
+            store_page(page.run, None if page.ended else text)
 
 
 @contextmanager
@@ -245,11 +256,17 @@ def _draft(budget: Budget | None) -> str:
     return f"{budget.num_nodes} nodes, depth {budget.depth}, width {budget.width}: {budget.reason}"
 
 
-def _set_gauges(page: LivePage) -> None:
+def set_gauges(page: LivePage, *, outlived: bool) -> None:
+    """Set what the page says, again and again: Ray forgets a gauge that was not set for 20 s.
+
+    `outlived`: Ray goes on after the run, so that the port can tell its end.
+    """
     wait_s = max((page.told_at - wait.since for wait in page.waits), default=0.0)
     for name, value in (
         ("run_up", float(not page.ended)),
+        ("run_outlived", float(outlived)),
         ("heartbeat_timestamp_seconds", page.told_at),
+        ("end_timestamp_seconds", page.told_at if page.ended else 0.0),
         ("progress_timestamp_seconds", page.progress_at),
         ("iteration", min(page.iteration + 1, page.num_iterations)),
         ("iterations_planned", page.num_iterations),
@@ -263,19 +280,13 @@ def _set_gauges(page: LivePage) -> None:
     for row in page.instances:
         is_serving = row.state == "serving" and not page.ended
         run_metrics.set_value("instance_serving", float(is_serving), actor=row.name)
+    if not page.ended:
+        with suppress(RlhfSpecError):
+            # whoever writes metrics.jsonl has refused what is not declared
+            run_metrics.set_figures(page.figures)
 
 
 def _ray_address() -> str:
     with suppress(Exception):
         return str(ray.get_runtime_context().gcs_address)
     return ""
-
-
-def _store(run: str, text: bytes | None) -> None:
-    """Put the page where whoever joins the cluster finds it; None: take it away."""
-    from ray.experimental import internal_kv
-
-    if text is None:
-        internal_kv._internal_kv_del(run.encode(), namespace=STORE)
-    else:
-        internal_kv._internal_kv_put(run.encode(), text, namespace=STORE)

@@ -69,8 +69,13 @@ def is_placed(group: PlacementGroup) -> bool:
 
 
 def node_of(group: PlacementGroup, bundle: int) -> str:
-    """Ray's id of the node that a bundle is on; empty while it is on none."""
+    """Ray's id of the node that a bundle is on, or was before its node went; empty while it is on none."""
     return placement_group_table(group).get("bundles_to_node_id", {}).get(bundle, "")
+
+
+def living_nodes() -> set[str]:
+    """Ray's ids of the nodes that it does not hold for dead."""
+    return {node["NodeID"] for node in ray.nodes() if node["Alive"]}
 
 
 def announced_ends(nodes: Collection[str]) -> dict[str, float | None]:

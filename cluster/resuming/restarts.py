@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from actors.ray_utils.waiting import ActorDied
 from cluster.resuming.rewind import rewind
 from cluster.resuming.run_state import RunState, last_state
 from cluster.run_folder.layout import RunDir
@@ -30,6 +31,9 @@ def as_trainer_lost(system: System, error: RlhfSpecError) -> TrainerLost | None:
         return None
     # of another error, one that is silent may only be at work
     lost = system.trainers.lost(or_silent=isinstance(error, LOSSES))
+    if isinstance(error, ActorDied) and error.name in system.trainers.handles and error.name not in lost:
+        # it answers again, and nobody knows whether it did what it was ordered
+        lost.append(error.name)
     if not lost:
         return None
     system.trainers.kill()

@@ -12,7 +12,7 @@ from cluster.resuming.run_state import RunState
 from cluster.run_folder.layout import RunDir
 from core.files import PARTIAL, storage_errors, write_whole
 
-_NUMBERED = re.compile(r"(?:iteration|evaluation)[_-](\d+)\.\w+")
+_NUMBERED = re.compile(r"(?:iteration|evaluation)[_-](\d+)(?:\.\w+)+")
 _CHECKPOINT = re.compile(r"(?:target|draft|adapter|state)_(\d+)")
 
 
@@ -27,7 +27,7 @@ def rewind(run_dir: RunDir, state: RunState | None) -> None:
         _keep_lines(file, lambda row: row["iteration"] < finished)
     _keep_lines(run_dir.evaluations_file, lambda row: row["num_iterations"] <= finished)
     _keep_lines(run_dir.weights_file, lambda row: row["weight_version"] <= version)
-    for folder in ("rollouts", "samples", "steps"):
+    for folder in ("rollouts", "samples", "steps", "traces"):
         _remove_from(run_dir.path / folder, max(finished, 0))
     _remove_from(run_dir.path / "evaluations", finished + 1)
     checkpoints = run_dir.path / "checkpoints"

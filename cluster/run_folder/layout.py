@@ -1,7 +1,7 @@
 """The run folder: one absolute place for everything a run leaves behind.
 
     RUN/config.yaml                     the resolved config, every default spelled out
-    RUN/status.json                     running | finished | interrupted | failed, why, and a heartbeat
+    RUN/status.json                     running | stopping | finished | interrupted | failed, why, heartbeat
     RUN/owners/0001.json                the process that began the run, then each that resumed it
     RUN/live.json                       what the run is doing now, for `rlhfspec status`; replaced every two seconds
     RUN/logs/ACTOR.jsonl                structured log of each process; at most 16 MB each
@@ -21,6 +21,7 @@
     RUN/checkpoints/best/               the target at its best evaluation; best_adapter/ likewise
     RUN/timeline.{json,png}             what the instances did in the last iteration, as trace and as picture
     RUN/traces/iteration_0000.json.gz   the trace of each of the last 100 iterations, for `rlhfspec trace`
+    RUN/remote_copy.json                what the copy at run.copy_to has, where that is set
     RUN/progress.png, RUN/summary.txt   written at the end, after an interruption too
 
 A job's working directory (Ray unpacks it under its own temporary folder and deletes it) is never

@@ -2,13 +2,15 @@
 
 For machines whose disk goes with them: `rlhfspec train --resume URL` brings the folder back. Any URL that fsspec knows.
 A thread of its own copies, so that the loop waits for nothing; what cannot be copied is a note, and tried again.
+What was sent is noted in the folder, so that a resumed run sends the rest only, and removes what it does not have.
 """
 
 from __future__ import annotations
 
+import json
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -17,17 +19,20 @@ from cluster.run_folder.layout import RunDir, of_run
 from cluster.run_folder.owner import FOLDER
 from core.checkpoint_manifest import MANIFEST
 from core.errors import ConfigError, describe_error
-from core.files import PARTIAL, whole_folder
+from core.files import PARTIAL, whole_folder, write_whole
 
 _LOOK_S = 2.0
 _OWNER_LOOK_S = 30.0
-_NOT_COPIED = ("live.json", "logs", "traces")
+SENT_FILE = "remote_copy.json"
+_NOT_COPIED = ("live.json", "logs", "traces", SENT_FILE)
 "Of the machine and the moment."
 _LAST_PASS_S = 600.0
 _LAST_PASS_OF_A_STOPPED_RUN_S = 15.0
 "Kubernetes ends a pod 30 s after SIGTERM."
 _Stamp = tuple[int, int]
 "Size and time of change of a file."
+_VERSIONS = ("ETag", "etag", "md5Hash", "LastModified", "last_modified", "updated", "mtime", "created")
+"What file systems tell of a file that was written again, the surest first."
 
 
 def is_url(place: str) -> bool:
@@ -44,6 +49,8 @@ class RemoteCopy:
         self.url = f"{place.rstrip('/')}/{run_dir.path.name}"
         self._fs, self._root = _file_system(self.url)
         self._sent: dict[str, _Stamp] = {}
+        self._leftovers: set[str] = set()
+        self._has_begun = False
         self._last_fault = ""
 
     def bring_up_to_date(self) -> bool:
@@ -54,14 +61,21 @@ class RemoteCopy:
         try:
             if not self.is_own():
                 return False
+            if not self._has_begun:
+                self._begin()
             here = self._files()
-            gone = sorted(self._sent.keys() - here.keys(), key=lambda name: not name.endswith(MANIFEST))
-            for name in gone:
-                self._fs.rm_file(f"{self._root}/{name}")
-                del self._sent[name]
+            gone = (self._sent.keys() | self._leftovers) - here.keys()
+            for name in sorted(gone, key=lambda name: (not name.endswith(MANIFEST), name)):
+                with suppress(FileNotFoundError):
+                    self._fs.rm_file(f"{self._root}/{name}")
+                self._sent.pop(name, None)
+            self._leftovers = set()
             for name in sorted(here, key=lambda name: (name.endswith(MANIFEST), name)):
                 if self._sent.get(name) != here[name]:
                     self._send(name, here[name])
+            with suppress(Exception):
+                # without the note it is sent again
+                _note_sent(self._run_dir.path, self.url, self._sent, _there(self._fs, self._root))
         except Exception as error:  # whatever the file system's library raises
             fault = describe_error(error)
             if fault != self._last_fault:
@@ -94,6 +108,21 @@ class RemoteCopy:
             owner.lose(f"another process, which copies it to {self.url}")
         return not owner.is_taken
 
+    def _begin(self) -> None:
+        """Learn what an earlier process of the run has sent, as far as it is there; nothing where the copy is new."""
+        sent = _read_sent(self._run_dir.path, self.url)
+        if sent is None:
+            _note_sent(self._run_dir.path, self.url, {}, {})
+        else:
+            there = _there(self._fs, self._root)
+            self._sent = {
+                name: stamp for name, (stamp, version) in sent.items() if there.get(name) == version
+            }
+            self._leftovers = {
+                name for name in there.keys() - self._sent.keys() if not name.startswith(f"{FOLDER}/")
+            }
+        self._has_begun = True
+
     def states(self) -> frozenset[str]:
         """Names of the whole states in the folder."""
         return frozenset(
@@ -111,8 +140,7 @@ class RemoteCopy:
                 or not path.is_file()
             ):
                 continue
-            stat = path.stat()
-            found[name] = (stat.st_size, stat.st_mtime_ns)
+            found[name] = _stamp(path)
         return found
 
     def _send(self, name: str, stamp: _Stamp) -> None:
@@ -180,21 +208,23 @@ def fetch_run(url: str, base: Path, note: Callable[[str], None]) -> Path:
         return folder
     fs, root = _file_system(url.rstrip("/"))
     try:
-        names = [str(path) for path in fs.find(root)]
+        there = _there(fs, root)
     except Exception as error:  # whatever the file system's library raises
         raise ConfigError(
             f"cannot read {url}: {describe_error(error)}; check the URL and your access"
         ) from error
-    if not any(name.endswith("/config.yaml") for name in names):
+    if "config.yaml" not in there:
         raise ConfigError(
             f"{url} holds no run: expected the folder of one, as run.copy_to makes it, with a config.yaml"
         )
-    note(f"fetching {len(names)} files from {url}")
+    note(f"fetching {len(there)} files from {url}")
     with whole_folder(folder) as partial:
-        for name in names:
-            to = partial / PurePosixPath(name).relative_to(PurePosixPath(root))
+        for name in there:
+            to = partial / name
             to.parent.mkdir(parents=True, exist_ok=True)
-            fs.get_file(name, str(to))
+            fs.get_file(f"{root}/{name}", str(to))
+        sent = {name: _stamp(partial / name) for name in there}
+        _note_sent(partial, url.rstrip("/"), sent, there)
     return folder
 
 
@@ -213,6 +243,45 @@ def fetch_newest(place: str, run_name: str, base: Path, note: Callable[[str], No
     newest = of_run([*names, *here], run_name)[:1]
     if newest and newest[0] not in here:
         fetch_run(f"{place.rstrip('/')}/{newest[0]}", base, note)
+
+
+def _stamp(path: Path) -> _Stamp:
+    stat = path.stat()
+    return stat.st_size, stat.st_mtime_ns
+
+
+def _there(fs: Any, root: str) -> dict[str, str]:
+    """Size and version of every file below a folder of the file system, by its name there."""
+    fs.invalidate_cache()
+    return {
+        PurePosixPath(name).relative_to(PurePosixPath(root)).as_posix(): _version(info)
+        for name, info in fs.find(root, detail=True).items()
+    }
+
+
+def _version(info: Mapping[str, Any]) -> str:
+    told = next((str(info[key]) for key in _VERSIONS if info.get(key)), "")
+    return f"{info.get('size')} {told}"
+
+
+def _note_sent(folder: Path, url: str, sent: Mapping[str, _Stamp], there: Mapping[str, str]) -> None:
+    """Write down what the copy has, and as what it is known there. Raises StorageError."""
+    known = {name: [*stamp, there[name]] for name, stamp in sent.items() if name in there}
+    write_whole(folder / SENT_FILE, json.dumps({"url": url, "sent": known}) + "\n", durable=False)
+
+
+def _read_sent(folder: Path, url: str) -> dict[str, tuple[_Stamp, str]] | None:
+    """What was written down of a copy at this place; None where there is no such note."""
+    try:
+        tree = json.loads((folder / SENT_FILE).read_text())
+        if tree["url"] != url:
+            return None
+        return {
+            name: ((int(size), int(changed)), str(version))
+            for name, (size, changed, version) in tree["sent"].items()
+        }
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None
 
 
 def _file_system(url: str) -> tuple[Any, str]:

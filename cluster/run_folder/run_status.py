@@ -25,6 +25,11 @@ HEARTBEAT_S = 5.0
 STALE_AFTER_S = 60.0
 "A heartbeat of another machine that is older: clocks differ a little, network file systems lag."
 
+STOPPING = "stopping"
+"Told to end by SIGTERM, and not through with it: `interrupted` once Ray and the actors are down."
+LIVING = ("running", STOPPING)
+"States of a process that is there, or has been killed."
+
 _READS = 3
 _READ_AGAIN_S = 0.05
 
@@ -76,12 +81,12 @@ class StatusWriter:
 
     @contextmanager
     def beating(self) -> Iterator[None]:
-        """Refresh the heartbeat every few seconds while the block runs and the state is `running`."""
+        """Refresh the heartbeat every few seconds while the block runs and the state is a living one."""
         stop = threading.Event()
 
         def beat() -> None:
             while not stop.wait(HEARTBEAT_S):
-                if self._told["state"] == "running":
+                if self._told["state"] in LIVING:
                     with suppress(OSError):
                         self._write({})
 
@@ -148,10 +153,15 @@ def describe_status(status: Status, *, now: datetime | None = None) -> list[str]
     state, reason = status["state"], status["reason"]
     who = ProcessIdentity.from_tree(status)
     age_s = _age_s(status, now or datetime.now(UTC))
-    if state != "running" or who is None or age_s is None:
+    if state not in LIVING or who is None or age_s is None:
         return [f"state {state}" + (f": {reason}" if reason else "")]
     where = f"process {who.pid} on {who.host}"
     beat = f"last heartbeat {_duration(age_s)} ago, {_progress(status)}"
+    if who.is_gone and state == STOPPING:
+        return [
+            f"state interrupted: {reason}; {where} was killed before it was through ({beat})",
+            "  what was finished is kept; go on with `rlhfspec train --resume` and this folder",
+        ]
     if who.is_gone:
         return [
             f"state stale: status.json says running, but {where} is gone ({beat})",
@@ -159,22 +169,22 @@ def describe_status(status: Status, *, now: datetime | None = None) -> list[str]
             "`rlhfspec train --resume` and this folder, or start the run again",
         ]
     if age_s <= STALE_AFTER_S:
-        return [f"state running: {where} ({beat})"]
+        return [f"state {state}: {where} ({beat})" + (f", {reason}" if reason else "")]
     if who.is_here:
         return [
             f"state stale: {where} exists but gives no sign of life ({beat})",
             f"  it is stopped or the machine is overloaded; kill -CONT {who.pid} lets a stopped one go on",
         ]
     return [
-        f"state stale: status.json says running, but nothing was heard of {where} ({beat})",
+        f"state stale: status.json says {state}, but nothing was heard of {where} ({beat})",
         f"  look on {who.host} whether it lives (ps {who.pid}); if not, go on with `rlhfspec train --resume`",
     ]
 
 
 def may_be_running(status: Status, *, now: datetime | None = None) -> bool:
-    """Whether a run that calls itself running may be believed: nothing shows that its process is gone."""
+    """Whether a run that calls itself running or stopping may be believed: nothing shows that its process is gone."""
     who = ProcessIdentity.from_tree(status)
-    if status["state"] != "running" or who is None or who.is_gone:
+    if status["state"] not in LIVING or who is None or who.is_gone:
         return False
     age_s = _age_s(status, now or datetime.now(UTC))
     return who.is_here or (age_s is not None and age_s <= STALE_AFTER_S)

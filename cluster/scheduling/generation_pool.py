@@ -2,7 +2,8 @@
 
 The loop's process makes every actor, so instances outlive a scheduler, and the chunks of the current
 versions stay referenced here for whoever joins later. The first instances stand in the run's one placement group and
-are waited for; whoever comes later has a bundle of its own and starts beside the run (`pool_changes`).
+are waited for; whoever comes later starts beside the run (`pool_changes`), in the place of one that is gone or in a
+bundle of its own.
 """
 
 from __future__ import annotations
@@ -17,20 +18,16 @@ from ray.util.placement_group import PlacementGroup
 
 from actors.actor_messages import GenerationSpec, InstanceNumerics, LostInstance, Taken
 from actors.generation.generation_actor import GenerationActor
-from actors.ray_utils import run_metrics
 from actors.ray_utils.remote import Handle
-from actors.ray_utils.waiting import get
 from cluster.placement.single_places import SinglePlaces
 from cluster.placement.topology import Place, PlacementContext, Topology, actor_options
 from cluster.scheduling.departures import LastWords
-from cluster.scheduling.instance_table import Instance, InstanceTable
+from cluster.scheduling.instance_table import InstanceTable
 from cluster.scheduling.joiners import Joiner
 from cluster.scheduling.pool_changes import PoolChanges
 from cluster.scheduling.scheduler_client import SchedulerClient
 from cluster.weights.publish import PublishedWeights, publish
 from core.config import ClusterConfig
-from core.errors import InstanceLost
-from policies.scheduling.members import InstanceState
 
 
 class GenerationPool:
@@ -50,14 +47,12 @@ class GenerationPool:
     ) -> None:
         """None is made so far; each gets a row of `instances`. `note` is told of each change, in one line."""
         self._cluster = cluster
-        self._places = topology.generation
         self._context = context
         self._scheduler = scheduler
         self._instances = instances
         self._spec_for = spec_for
         self._note = note
         self._weights: dict[str, PublishedWeights] = {}
-        self._num_restarts = 0
         self._less_than_bits: list[str] = []
         self._rounds_by = ""
         self._began_s = 0.0
@@ -68,7 +63,7 @@ class GenerationPool:
             single_places,
             scheduler,
             instances,
-            order=self._order_joiner,
+            order=self._order,
             note=note,
         )
 
@@ -80,19 +75,20 @@ class GenerationPool:
     def make_all(self) -> None:
         """Start the processes of all instances; they come up while the caller goes on."""
         self._began_s = time.monotonic()
-        for place in self._places:
-            self._make(place.name, place)
+        self._changes.order_first()
 
     def bring_up(self, *weights: PublishedWeights) -> None:
-        """Give all instances their first weights. Raises InstanceLost when one cannot start."""
+        """Give all instances their first weights. Raises InstanceLost and the like when one cannot start."""
         self._weights = {w.manifest.model: w for w in weights}
-        self._bring_up(list(self.instances))
+        for ready in self._changes.bring_up_first(self._weights):
+            self._note_numerics(ready.joiner.name, ready.numerics)
         self._changes.begin(start_up_s=time.monotonic() - self._began_s)
 
     def look(self, taken: Taken, *, may_fetch: bool = True) -> None:
         """Carry out what the scheduler decided of the pool's size, take in who has started, empty nodes that end.
 
         To be called often; waits for nobody. `may_fetch`: whether the trainer can be asked for weights.
+        Raises WaitTimeout when there has been no instance for too long.
         """
         for ready in self._changes.look(taken, self._weights, may_fetch=may_fetch):
             self._note_numerics(ready.joiner.name, ready.numerics)
@@ -123,37 +119,11 @@ class GenerationPool:
             self.replace(LostInstance(instance=name, reason=str(error), num_requeued=0))
 
     def replace(self, lost: LostInstance) -> str | None:
-        """Make a replacement with the current weights; its name, or None when it was replaced before.
+        """Start a replacement beside the run; its name, or None where none takes the place at once.
 
         Raises InstanceLost when `cluster.max_instance_restarts` are used up.
         """
-        row = self._instances[lost.instance]
-        if row.group is not None or (row.leaves_because and row.place is not None):
-            self._changes.lost(lost)
-            return None
-        place, row.place = row.place, None
-        if place is None:
-            return None
-        row.state = InstanceState.GONE
-        ray.kill(row.handle)
-        run_metrics.add("lost_actors", pool="generation")
-        self._num_restarts += 1
-        if self._num_restarts > self._cluster.max_instance_restarts:
-            raise InstanceLost(
-                f"instance {lost.instance} was lost ({lost.reason}) and all "
-                f"{self._cluster.max_instance_restarts} replacements of this run are used up; look at the "
-                "actors' logs in the Ray dashboard, or raise cluster.max_instance_restarts"
-            )
-        name = f"{place.name}-r{self._num_restarts}"
-        again = f"{lost.num_requeued} samples were queued again, " if lost.num_requeued else ""
-        self._note(f"instance {lost.instance} was lost ({lost.reason}); {again}{name} takes its place")
-        self._make(name, place)
-        run_metrics.add("replaced_actors", pool="generation")
-        try:
-            self._bring_up([name])
-        except InstanceLost as error:
-            return self.replace(LostInstance(instance=name, reason=str(error), num_requeued=0))
-        return name
+        return self._changes.lose(lost)
 
     def stop(self) -> None:
         """Let every instance leave its loop, so that its gauges end at 0."""
@@ -161,21 +131,13 @@ class GenerationPool:
         refs: list[Any] = [handle.stop.remote(1.0) for handle in self.instances.values()]
         ray.wait(refs, num_returns=len(refs), timeout=2.0)
 
-    def _make(self, name: str, place: Place) -> None:
-        spec, handle = self._order_actor(name, place, self._context)
-        self._instances[name] = Instance(
-            handle=handle,
-            num_slots=spec.engine.max_running_samples,
-            place=place,
-            sentinel=handle.run.remote(),
-        )
-
-    def _order_joiner(self, place: Place, group: PlacementGroup | None) -> Joiner:
-        """Start an instance that nobody waits for; `group`: its own bundle, where it has one."""
+    def _order(self, name: str, place: Place, group: PlacementGroup | None) -> Joiner:
+        """Start the process of an instance; `group`: its own bundle, where it has one."""
         context = self._context if group is None else replace(self._context, group=group)
-        spec, handle = self._order_actor(place.name, place, context)
+        spec = self._spec_for(name)
+        handle = GenerationActor.options(**actor_options(place, context) | {"name": name}).remote(spec)
         return Joiner(
-            name=place.name,
+            name=name,
             place=place,
             group=group,
             spec=spec,
@@ -183,45 +145,6 @@ class GenerationPool:
             sentinel=handle.run.remote(),
             began_s=time.monotonic(),
         )
-
-    def _order_actor(
-        self, name: str, place: Place, context: PlacementContext
-    ) -> tuple[GenerationSpec, Handle]:
-        spec = self._spec_for(name)
-        return spec, GenerationActor.options(**actor_options(place, context) | {"name": name}).remote(spec)
-
-    def _bring_up(self, names: list[str]) -> None:
-        """Load the first weights (module building and the probe included), then let them take samples."""
-        handles = {name: self._instances[name].handle for name in names}
-        for model in self._spec_for(names[0]).model_names:
-            lost = publish(self._weights[model], handles, timeout_s=self._cluster.start_timeout_s)
-            for error in lost.values():
-                raise error
-        self._ask_numerics(handles)
-        for name in names:
-            self._scheduler.join(name)
-
-    def _ask_numerics(self, handles: Mapping[str, Handle]) -> None:
-        """Note every way in which instances promise less than bits, once.
-
-        Instances that round by unlike code give the same distribution, but not the same bits.
-        """
-        for name, handle in handles.items():
-            told: InstanceNumerics = get(
-                handle.numerics.remote(),
-                waiter="the loop",
-                waited_for=name,
-                order="say what its numerics promise",
-                timeout_s=self._cluster.order_timeout_s,
-            )
-            self._note_numerics(name, told)
-            self._instances[name].node = get(
-                handle.node.remote(),
-                waiter="the loop",
-                waited_for=name,
-                order="say where it is",
-                timeout_s=self._cluster.order_timeout_s,
-            )
 
     def _note_numerics(self, name: str, told: InstanceNumerics) -> None:
         self._rounds_by = self._rounds_by or told.rounds_by

@@ -13,7 +13,7 @@ from typing import Any
 from actors.ray_utils.remote import Handle
 from cluster.placement.topology import Place
 from core.decode_records import GenerationStats
-from policies.scheduling.members import InstanceState
+from policies.scheduling.members import KEPT_GONE, InstanceState
 
 
 @dataclass(slots=True, kw_only=True)
@@ -37,7 +37,25 @@ class Instance:
 
 
 class InstanceTable(dict[str, Instance]):
-    """Every instance of the run by name, those that are gone included."""
+    """The instances of the run by name; of those that are gone, the last KEPT_GONE."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._gone: list[str] = []
+        self._dropped = GenerationStats()
+
+    def __setitem__(self, name: str, row: Instance) -> None:
+        super().__setitem__(name, row)
+        self._gone += [
+            name for name, row in self.items() if row.state is InstanceState.GONE and name not in self._gone
+        ]
+        while len(self._gone) > KEPT_GONE:
+            self._dropped += self.pop(self._gone.pop(0)).stats
+
+    @property
+    def stats(self) -> GenerationStats:
+        """What all have done, those that are not kept any more included, as the scheduler told last."""
+        return sum((row.stats for row in self.values()), self._dropped)
 
     @property
     def serving(self) -> dict[str, Instance]:

@@ -1,32 +1,36 @@
-"""How the generation pool changes during a run: growth, shrinking, nodes that announce their end, lost extra instances.
+"""How the generation pool changes during a run: growth, shrinking, lost instances, nodes that announce their end.
 
 The scheduler decides and empties; here actors are started and ended, and nothing is waited for. A start that fails is
-said and tried again later; the run goes on with what it has.
+said and tried again later; the run goes on with what it has, and without any for a while only.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 
 import ray
 from ray.util.placement_group import PlacementGroup
 
 from actors.actor_messages import LostInstance, Taken
-from cluster.placement.single_places import SinglePlaces, announced_ends, node_of
+from actors.ray_utils import run_metrics
+from actors.ray_utils.waiting import awake_s
+from cluster.placement.first_places import FirstPlaces
+from cluster.placement.single_places import SinglePlaces, announced_ends
 from cluster.placement.topology import Place, Topology
 from cluster.scheduling.departures import Departures
 from cluster.scheduling.instance_table import Instance, InstanceTable
 from cluster.scheduling.joiners import Joiner, Joiners, Ready
+from cluster.scheduling.restart_budget import RestartBudget
 from cluster.scheduling.scheduler_client import SchedulerClient
 from cluster.weights.publish import PublishedWeights
 from core.config import ClusterConfig
+from core.errors import WaitTimeout
 from policies.scaling.scaling_records import Resize, Starts
 from policies.scheduling.members import InstanceState
 
 NODES_EVERY_S = 1.0
-"Between two looks for nodes that announce their end."
+"Between two looks for nodes that announce their end, and for places that have come back."
 BLOCKED_S = 30.0
 "After a failed start, doubled with every further one up to"
 MOST_BLOCKED_S = 600.0
@@ -44,28 +48,45 @@ class PoolChanges:
         scheduler: SchedulerClient,
         instances: InstanceTable,
         *,
-        order: Callable[[Place, PlacementGroup | None], Joiner],
+        order: Callable[[str, Place, PlacementGroup | None], Joiner],
         note: Callable[[str], None],
     ) -> None:
-        """`run_group` holds the first places; `order` starts an actor; `note` takes one line for a person."""
+        """`run_group` holds the first places; `order` starts an actor by its name; `note` takes a line for a person."""
         self._settings, self._topology, self._places = cluster.generation, topology, places
         self._scheduler, self._instances, self._order, self._note = scheduler, instances, order, note
-        self._joiners = Joiners(places, note, start_timeout_s=cluster.start_timeout_s)
+        self._first_places = FirstPlaces(run_group)
+        self._joiners = Joiners(places, self._first_places, note, start_timeout_s=cluster.start_timeout_s)
+        self._budget = RestartBudget(cluster.max_instance_restarts)
         self.departures = Departures()
         self.rollouts_ahead = 0
         self._next_number = len(topology.generation)
-        self._run_group = run_group
-        self._vacant: list[Place] = []
-        "first places whose instance has left with its node: Ray reserves them again elsewhere"
         self._start_up_s = 0.0
-        self._num_failed, self._blocked_until_s = 0, 0.0
+        self._num_failed, self._failed_s = 0, 0.0
         self._nodes_at_s = 0.0
         self._ending: set[str] = set()
+        self._num_replacements = 0
+        self._num_owed = 0
+        "lost instances whose place nobody has taken so far"
+        self._none_since_s: float | None = None
+        self._none_timeout_s = cluster.no_instance_timeout_s
+        self._last_failure = ""
         self._counts = dict.fromkeys(("num_joined", "num_left", "num_failed_starts"), 0)
 
     @property
     def _staying(self) -> dict[str, Instance]:
         return {name: row for name, row in self._instances.items() if row.state is InstanceState.SERVING}
+
+    def order_first(self) -> None:
+        """Start the processes of the first instances; they come up while the caller goes on."""
+        for place in self._topology.generation:
+            self._joiners.add(self._order(place.name, place, None))
+
+    def bring_up_first(self, weights: Mapping[str, PublishedWeights]) -> list[Ready]:
+        """Wait for the first instances. Raises what one of them cannot start by."""
+        first = self._joiners.bring_up(weights)
+        for ready in first:
+            self._admit(ready)
+        return first
 
     def begin(self, *, start_up_s: float) -> None:
         """The first instances serve: start what the pool is to begin with beyond them."""
@@ -74,19 +95,29 @@ class PoolChanges:
         self._tell()
 
     def look(self, taken: Taken, weights: Mapping[str, PublishedWeights], *, may_fetch: bool) -> list[Ready]:
-        """Carry out what is due; the instances that may join now."""
+        """Carry out what is due; the instances that may join now.
+
+        Raises WaitTimeout when there has been no instance for `cluster.no_instance_timeout_s`, nor one that starts.
+        """
         for left in taken.left:
             self._end(left.instance)
         if taken.resized is not None:
             self._resize(taken.resized)
         self.departures.look()
-        self._empty_ending_nodes()
+        if (now_s := time.monotonic()) - self._nodes_at_s >= NODES_EVERY_S:
+            self._nodes_at_s = now_s
+            self._empty_ending_nodes()
+            self._move_into_first_places()
         ready, failed = self._joiners.look(weights, may_fetch=may_fetch, num_there=len(self._staying))
-        for joiner, reason in failed:
-            self._fail(f"{joiner.name} could not start: {reason}")
+        for joiner, error in failed:
+            self._fail(f"{joiner.name} could not start: {error}")
         missing = self._settings.least - len(self._staying) - len(self._joiners) - len(ready)
         if missing > 0 and not self._is_blocked:
             self._start(missing)
+        if ready or self._instances.serving:
+            self._none_since_s = None
+        else:
+            self._wait_for_one()
         if not ready:
             self._tell()
         return ready
@@ -94,34 +125,45 @@ class PoolChanges:
     def join(self, ready: Ready) -> None:
         """Let an instance that holds the current weights take samples."""
         one = ready.joiner
-        self._instances[one.name] = Instance(
-            handle=one.handle,
-            num_slots=one.spec.engine.max_running_samples,
-            place=one.place,
-            group=one.group,
-            node=ready.node,
-            sentinel=one.sentinel,
-        )
-        self._scheduler.join(one.name)
+        self._admit(ready)
         self._start_up_s, self._num_failed = one.started_s, 0
         self._counts["num_joined"] += 1
+        if self._num_owed:
+            self._num_owed -= 1
+            run_metrics.add("replaced_actors", pool="generation")
         self._note(f"{one.name} joined after {one.started_s:.1f} s: {len(self._staying)} instances")
         self._tell()
 
-    def lost(self, lost: LostInstance) -> None:
-        """An instance with a bundle of its own, or that was leaving, is gone: give its place back.
+    def lose(self, lost: LostInstance) -> str | None:
+        """An instance is gone: give its place back; the name of the one that takes its place at once, if one does.
 
-        Another starts where the pool's size asks for it.
+        Where it had a bundle of its own, another starts when the pool's size asks for it; where it was leaving,
+        another was started then. Raises InstanceLost when `cluster.max_instance_restarts` are used up.
         """
         row = self._instances[lost.instance]
-        row.state = InstanceState.GONE
+        if row.place is None:
+            # told before
+            return None
+        place, has_own, row.state = row.place, row.group is not None, InstanceState.GONE
         ray.kill(row.handle)
+        run_metrics.add("lost_actors", pool="generation")
         self._give_back(row)()
         again = f"; {lost.num_requeued} samples were queued again" if lost.num_requeued else ""
         if row.leaves_because:
             self._note(f"instance {lost.instance} was lost while it was emptied ({lost.reason}){again}")
-        else:
+            return None
+        self._num_owed += 1
+        if has_own:
             self._fail(f"instance {lost.instance} was lost ({lost.reason}){again}")
+            return None
+        what = f"instance {lost.instance} was lost ({lost.reason})"
+        self._budget.spend(place=place.name, node=row.node, what=what)
+        self._num_replacements += 1
+        name = f"{place.name}-r{self._num_replacements}"
+        self._note(f"{what}{again}; {name} takes its place")
+        self._first_places.take_back(place)
+        self._joiners.add(self._order(name, place, None))
+        return name
 
     def figures(self) -> dict[str, float]:
         """What has changed since the last call."""
@@ -137,7 +179,16 @@ class PoolChanges:
 
     @property
     def _is_blocked(self) -> bool:
-        return time.monotonic() < self._blocked_until_s
+        return self._blocked_s > 0.0
+
+    @property
+    def _blocked_s(self) -> float:
+        """For how long none is started; with nobody left there is less to lose."""
+        if not self._num_failed:
+            return 0.0
+        most_s = MOST_BLOCKED_S if self._instances.serving else BLOCKED_S
+        wait_s = min(BLOCKED_S * 2.0 ** (self._num_failed - 1), most_s)
+        return max(0.0, self._failed_s + wait_s - time.monotonic())
 
     def _tell(self) -> None:
         """Let the scheduler know what it decides by."""
@@ -170,19 +221,33 @@ class PoolChanges:
 
     def _start(self, count: int) -> None:
         for _ in range(count):
-            place, group = self._free_place()
-            self._joiners.add(self._order(place, group))
+            added, vacant = self._next_place(), self._first_places.take(ending=self._ending)
+            if vacant is not None:
+                self._joiners.add(self._order(added.name, vacant, None))
+            else:
+                self._joiners.add(self._order(added.name, added, self._places.reserve(added)))
 
-    def _free_place(self) -> tuple[Place, PlacementGroup | None]:
-        """A bundle, under a name that no instance has had: one of the first that is vacant, or a new one."""
-        place = self._topology.added(self._next_number)
+    def _next_place(self) -> Place:
+        """A place of its own, under a name that no instance has had."""
         self._next_number += 1
-        for vacant in self._vacant:
-            node = node_of(self._run_group, vacant.bundle)
-            if node and node not in self._ending:
-                self._vacant.remove(vacant)
-                return replace(vacant, name=place.name), None
-        return place, self._places.reserve(place)
+        return self._topology.added(self._next_number - 1)
+
+    def _move_into_first_places(self) -> None:
+        """Have those that wait for a bundle of their own start in a first place that has become vacant.
+
+        Ray reserves that again: it would take the room that they wait for.
+        """
+        while (waiting := self._joiners.without_place()) is not None:
+            vacant = self._first_places.take(ending=self._ending)
+            if vacant is None:
+                return
+            self._joiners.drop(waiting)
+            # Ray frees the other's name some time after its end
+            name = self._next_place().name
+            self._joiners.add(self._order(name, vacant, None))
+            self._note(
+                f"a place of the run's own is vacant: {name} starts there in the stead of {waiting.name}"
+            )
 
     def _end(self, name: str) -> None:
         """An instance is empty: hear its last words, end it, give its place back."""
@@ -202,24 +267,57 @@ class PoolChanges:
         (place, row.place), (group, row.group) = (row.place, None), (row.group, None)
         if group is not None:
             return lambda: self._places.free(group)
-        return lambda: self._vacant.append(place) if place is not None else None
+        return lambda: self._first_places.give_back(place) if place is not None else None
 
     def _fail(self, what: str) -> None:
         """Say that a start failed, and start nothing for a while."""
-        self._num_failed += 1
+        if not self._is_blocked:
+            # what fails together, as on a node that dies, counts once
+            self._num_failed, self._failed_s = self._num_failed + 1, time.monotonic()
         self._counts["num_failed_starts"] += 1
-        wait_s = min(BLOCKED_S * 2.0 ** (self._num_failed - 1), MOST_BLOCKED_S)
-        self._blocked_until_s = time.monotonic() + wait_s
+        self._last_failure = what
         self._note(
-            f"{what}; the run goes on with {len(self._staying)} instances, and none is started for {wait_s:.0f} s"
+            f"{what}; the run goes on with {len(self._staying)} instances, and none is started for "
+            f"{self._blocked_s:.0f} s"
         )
+
+    def _admit(self, ready: Ready) -> None:
+        one = ready.joiner
+        self._instances[one.name] = Instance(
+            handle=one.handle,
+            num_slots=one.spec.engine.max_running_samples,
+            place=one.place,
+            group=one.group,
+            node=ready.node,
+            sentinel=one.sentinel,
+        )
+        self._scheduler.join(one.name)
+
+    def _wait_for_one(self) -> None:
+        """No instance is left: say so, and after a while end what can be gone on with."""
+        now_s = awake_s()
+        names = ", ".join(self._joiners.names) or "a new one"
+        if self._none_since_s is None:
+            self._none_since_s = now_s
+            self._note(
+                f"no generation instance is left; the run waits up to {self._none_timeout_s:.0f} s for {names} "
+                "(cluster.no_instance_timeout_s)"
+            )
+        waited_s = now_s - self._none_since_s
+        # one that has a place by then has a limit of its own
+        if waited_s > self._none_timeout_s and not self._joiners.have_a_place:
+            missing = self._joiners.what_is_missing() or self._last_failure
+            raise WaitTimeout(
+                waiter="the loop, without any generation instance,",
+                waited_for=names,
+                order="start and load the weights",
+                waited_s=waited_s,
+                advice=f"{missing or 'look at its log in the Ray dashboard'}; make room, or raise "
+                "cluster.no_instance_timeout_s",
+            )
 
     def _empty_ending_nodes(self) -> None:
         """Let the scheduler empty instances whose node has announced its end, and start others elsewhere."""
-        now_s = time.monotonic()
-        if now_s - self._nodes_at_s < NODES_EVERY_S:
-            return
-        self._nodes_at_s = now_s
         rows = self._staying
         ends = announced_ends({row.node for row in rows.values() if row.node})
         self._ending |= ends.keys()

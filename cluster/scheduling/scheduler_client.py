@@ -65,7 +65,7 @@ class SchedulerClient:
     @property
     def stats(self) -> GenerationStats:
         """Sums over all instances since the run began, lost ones included, as of the last `take`."""
-        return sum((row.stats for row in self._instances.values()), GenerationStats())
+        return self._instances.stats
 
     @property
     def planning_s(self) -> float:
@@ -114,7 +114,8 @@ class SchedulerClient:
         self._planning_s = taken.planning_s
         self._delivered.update((completion.key, completion) for completion in taken.completions)
         for name, stats in taken.stats.items():
-            self._instances[name].stats = stats
+            if name in self._instances:
+                self._instances[name].stats = stats
         for gone in (*taken.lost, *taken.left):
             self._instances[gone.instance].state = InstanceState.GONE
         given_up, self._lost = self._lost, []

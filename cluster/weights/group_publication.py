@@ -56,7 +56,7 @@ class Broadcast:
         Raises:
             NumericsError: the weights are not finite.
         """
-        if not self._is_on:
+        if not self._is_on or not instances:
             return None
         told = replace(layout.manifest, weight_version=weight_version)
         try:
@@ -119,7 +119,7 @@ class Broadcast:
         manifest = answers[sender]
         for name in instances:
             confirm(answers[name], manifest)
-        return PublishedWeights(manifest=manifest, chunk_refs=(), fetch=self._trainers.take)
+        return PublishedWeights(manifest=manifest, chunk_refs=(), fetch=self._trainers.begin_take)
 
     def _all(self, refs: Mapping[str, Any], order: str) -> dict[str, Any]:
         """Wait for every answer, then raise the first error: nobody is left waiting in the group."""

@@ -10,16 +10,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import ray
 
 from actors.actor_messages import LoadedWeights
+from actors.ray_utils.group_wait import get_all
 from actors.ray_utils.remote import Handle
 from actors.ray_utils.waiting import awake_s, get
-from core.errors import InstanceLost, WaitTimeout, WeightsError
+from actors.ray_utils.watch import LOOK_S
+from core.errors import InstanceLost, PeerLost, RlhfSpecError, WaitTimeout, WeightsError
 from core.weight_records import WeightManifest
 
+_Brought = TypeVar("_Brought")
 _GRACE_S = 5.0
 "The caller waits longer than the instance, so that the instance's own message arrives."
 
@@ -30,21 +33,143 @@ class PublishedWeights:
 
     manifest: WeightManifest
     chunk_refs: tuple[Any, ...]
-    fetch: Callable[[], PublishedWeights] | None = None
-    "for a version that was broadcast: brings its chunks into the object store when they are first asked for"
+    fetch: Callable[[], Fetching] | None = None
+    "for a version that was broadcast: orders its chunks into the object store, when they are first asked for"
+    _coming: Fetching | None = None
 
     def refs(self) -> tuple[Any, ...]:
         """The chunks, from whoever has them. Raises WeightsError when that one has another version by now."""
-        if self.fetch is not None:
-            brought = self.fetch()
-            if brought.manifest != self.manifest:
-                raise WeightsError(
-                    f"expected the trainer to hold {self.manifest.model} version {self.manifest.weight_version} with "
-                    f"checksum {self.manifest.checksum}, got version {brought.manifest.weight_version} with "
-                    f"{brought.manifest.checksum}; only the trainer's present version can be brought again"
-                )
-            self.chunk_refs, self.fetch = brought.chunk_refs, None
+        if self.fetch is not None and not self._take(self._asked(lambda coming: coming.wait())):
+            raise WeightsError(
+                f"expected the trainer to hold {self.manifest.model} version {self.manifest.weight_version}, and it "
+                "has trained on; only its present version can be brought again"
+            )
         return self.chunk_refs
+
+    def refs_so_far(self, *, may_ask: bool) -> tuple[Any, ...] | None:
+        """The chunks where they are there, without a wait; None: they are on their way, or cannot be had now.
+
+        `may_ask`: whether whoever has them may be asked. Raises what `refs` raises but for a newer version, with which
+        another one comes.
+        """
+        if self.fetch is None:
+            return self.chunk_refs
+        if self._coming is None and not may_ask:
+            return None
+        brought = self._asked(lambda coming: coming.look())
+        return self.chunk_refs if brought is not None and self._take(brought) else None
+
+    def _asked(self, how: Callable[[Fetching], _Brought]) -> _Brought:
+        """Order the chunks where they are not on their way, and look or wait for them."""
+        assert self.fetch is not None
+        self._coming = self._coming or self.fetch()
+        try:
+            return how(self._coming)
+        except RlhfSpecError:
+            self._coming = None
+            raise
+
+    def _take(self, brought: PublishedWeights) -> bool:
+        """Keep what was brought; False: it is a newer version. Raises WeightsError: it is another one."""
+        own, its = self.manifest, brought.manifest
+        self._coming = None
+        if its.weight_version > own.weight_version:
+            return False
+        if its != own:
+            raise WeightsError(
+                f"expected the trainer to hold {own.model} version {own.weight_version} with checksum {own.checksum}, "
+                f"got version {its.weight_version} with {its.checksum}"
+            )
+        self.chunk_refs, self.fetch = brought.chunk_refs, None
+        return True
+
+
+class Fetching:
+    """Weights on their way from a trainer into the object store, chunk by chunk; the references outlive the trainer."""
+
+    def __init__(
+        self,
+        trainer: Handle,
+        *,
+        timeout_s: float,
+        model: Literal["target", "draft"] = "target",
+        helpers: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Order them. `helpers`: answers to come, by name, of trainers that take part while the first packs."""
+        self._chunks = trainer.packed.options(num_returns="streaming").remote(model)
+        self._model, self._timeout_s, self._helpers = model, timeout_s, helpers or {}
+        self._refs: list[Any] = []
+        self._brought: PublishedWeights | None = None
+        self._ends_s = awake_s() + timeout_s
+
+    def look(self) -> PublishedWeights | None:
+        """What is there, without a wait; None: not all. Raises WaitTimeout, and what a trainer raised."""
+        while self._brought is None:
+            if not ray.wait([self._chunks], timeout=0, fetch_local=False)[0]:
+                if awake_s() > self._ends_s:
+                    raise self._too_late()
+                return None
+            self._step()
+        if self._helpers and not self._have_helped():
+            return None
+        return self._brought
+
+    def wait(self, meanwhile: Callable[[], None] | None = None) -> PublishedWeights:
+        """All of it; `meanwhile` is called about every second. Raises WaitTimeout, and what a trainer raised."""
+        while self._brought is None:
+            left_s = self._ends_s - awake_s()
+            if ray.wait([self._chunks], timeout=min(max(left_s, 0.0), LOOK_S), fetch_local=False)[0]:
+                self._step()
+            elif left_s <= LOOK_S:
+                raise self._too_late()
+            elif meanwhile is not None:
+                meanwhile()
+        if self._helpers:
+            self._ask(self._helpers, self._timeout_s)
+        return self._brought
+
+    def _step(self) -> None:
+        try:
+            self._refs.append(next(self._chunks))
+        except StopIteration:
+            # the last one is the manifest, or what went wrong
+            try:
+                manifest = get(
+                    self._refs.pop(),
+                    waiter="the loop",
+                    waited_for="trainer",
+                    order=f"pack the {self._model} weights",
+                    timeout_s=self._timeout_s,
+                )
+            except PeerLost:
+                # who is gone explains why
+                self._ask(self._helpers, self._timeout_s)
+                raise
+            self._brought = PublishedWeights(manifest=manifest, chunk_refs=tuple(self._refs))
+
+    def _have_helped(self) -> bool:
+        refs = list(self._helpers.values())
+        if len(ray.wait(refs, num_returns=len(refs), timeout=0)[0]) < len(refs):
+            if awake_s() > self._ends_s:
+                self._ask(self._helpers, 0.0)
+            return False
+        self._ask(self._helpers, self._timeout_s)
+        self._helpers = {}
+        return True
+
+    def _ask(self, helpers: Mapping[str, Any], timeout_s: float) -> None:
+        get_all(
+            helpers, waiter="the loop", order=f"help to pack the {self._model} weights", timeout_s=timeout_s
+        )
+
+    def _too_late(self) -> WaitTimeout:
+        return WaitTimeout(
+            waiter="the loop",
+            waited_for="trainer",
+            order=f"pack the {self._model} weights (chunk {len(self._refs)})",
+            waited_s=self._timeout_s,
+            advice="raise cluster.order_timeout_s if the trainer is only slow",
+        )
 
 
 def from_trainer(
@@ -54,33 +179,7 @@ def from_trainer(
 
     Raises WaitTimeout, and what the trainer raised.
     """
-    chunks = trainer.packed.options(num_returns="streaming").remote(model)
-    ends_s = awake_s() + timeout_s
-    refs: list[Any] = []
-    while True:
-        left_s = ends_s - awake_s()
-        ready, _ = ray.wait([chunks], timeout=max(left_s, 0.0), fetch_local=False)
-        if not ready:
-            raise WaitTimeout(
-                waiter="the loop",
-                waited_for="trainer",
-                order=f"pack the {model} weights (chunk {len(refs)})",
-                waited_s=timeout_s,
-                advice="raise cluster.order_timeout_s if the trainer is only slow",
-            )
-        try:
-            refs.append(next(chunks))
-        except StopIteration:
-            break
-    # the last one is the manifest, or what went wrong
-    manifest = get(
-        refs.pop(),
-        waiter="the loop",
-        waited_for="trainer",
-        order=f"pack the {model} weights",
-        timeout_s=timeout_s,
-    )
-    return PublishedWeights(manifest=manifest, chunk_refs=tuple(refs))
+    return Fetching(trainer, timeout_s=timeout_s, model=model).wait()
 
 
 def publish(

@@ -104,6 +104,8 @@ class ClusterConfig(Section):
     order_timeout_s: Seconds = 300.0
     "weight loads, scoring; an update in which no forward ends for so long"
     max_instance_restarts: int = Field(default=3, ge=0)
+    no_instance_timeout_s: Seconds = 600.0
+    "a run whose generation instances are all lost waits so long for one, then ends; it can be resumed"
     max_trainer_restarts: int = Field(default=3, ge=0)
     "in a run: trainers that die or freeze are started anew, all together, from the run's last state"
     max_scheduler_restarts: int = Field(default=3, ge=0)

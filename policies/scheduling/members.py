@@ -12,6 +12,9 @@ from typing import Any
 from core.decode_records import GenerationStats, InstanceLoad
 from core.records import SampleKey
 
+KEPT_GONE = 16
+"Of the instances that are gone, the last ones are kept, for people and for what they have done."
+
 
 class InstanceState(StrEnum):
     """Where an instance stands between its start and its end."""
@@ -61,7 +64,13 @@ class Member:
 
 
 class Members(dict[str, Member]):
-    """Every instance that ever joined, by name."""
+    """Every instance that has joined, by name; of those that are gone, the last KEPT_GONE."""
+
+    def drop_gone(self) -> None:
+        """Drop those among the gone that were heard of first."""
+        gone = [name for name, member in self.items() if member.state is InstanceState.GONE]
+        for name in sorted(gone, key=lambda name: self[name].last_seen_s)[:-KEPT_GONE]:
+            del self[name]
 
     @property
     def serving(self) -> dict[str, Member]:

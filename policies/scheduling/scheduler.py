@@ -21,6 +21,7 @@ from policies.migration.move_messages import MoveOutcome
 from policies.reallocation.pool_records import Move, ReallocationPolicy
 from policies.scaling.scaling_policy import ScalingPolicy
 from policies.scaling.scaling_records import Starts
+from policies.scheduling.accepted import Accepted
 from policies.scheduling.events import (
     Alarm,
     ClockTicked,
@@ -78,7 +79,7 @@ class Scheduler:
         self._scaling = scaling
         self._starts, self._may_leave = Starts(), frozenset[str]()
         self._ledger = Ledger(binding=binding, prefix=f"{term}-")
-        self._accepted: dict[SampleKey, tuple[int, str]] = {}
+        self._accepted = Accepted()
         self._max_new_tokens = 1
 
     @property
@@ -94,7 +95,7 @@ class Scheduler:
     @property
     def num_delivered(self) -> int:
         """Samples delivered so far."""
-        return len(self._accepted)
+        return self._accepted.num_delivered
 
     @property
     def awake_s(self) -> float:
@@ -225,7 +226,7 @@ class Scheduler:
         machine._arrive(tuple(requests))
         for completion in delivered:
             del machine._ledger.samples[completion.key]
-            machine._accepted[completion.key] = (completion.epoch, digest(completion))
+            machine._accepted.add(completion.key, completion.epoch, digest(completion))
         machine._look_at_clock(now_s)
         known = list(snapshots)
         for snapshot in known:
@@ -238,7 +239,7 @@ class Scheduler:
             machine._adopt(key, sample, known)
         machine._ledger.find_waiting()
         orders = machine._settle_what_was_set_aside(known)
-        asked = set(machine._ledger.samples) | set(machine._accepted)
+        asked = set(machine._ledger.samples) | machine._accepted.keys()
         for snapshot in known:
             news = tuple(c for c in snapshot.completions if c.key in asked)
             report = InstanceReported(instance=snapshot.instance, now_s=now_s, completions=news)
@@ -250,14 +251,15 @@ class Scheduler:
             self._ledger.now_s = self._clock.read(now_s)
 
     def _arrive(self, requests: tuple[SampleRequest, ...]) -> None:
+        self._accepted.let_go()
         for request in requests:
-            accepted_epoch, _ = self._accepted.get(request.key, (-1, ""))
+            accepted_epoch, _ = self._accepted.get(request.key) or (-1, "")
             if request.key in self._ledger.samples or request.epoch < next_asking(accepted_epoch):
                 raise RlhfSpecError(
                     f"sample {request.key} was handed to the scheduler twice; expected every sample index "
                     "once, or again under the epochs of a next asking; the data cursor must never reuse one"
                 )
-            self._accepted.pop(request.key, None)
+            self._accepted.ask_again(request.key)
             self._ledger.add(request)
             self._max_new_tokens = max(self._max_new_tokens, request.sampling.max_new_tokens)
 
@@ -267,6 +269,7 @@ class Scheduler:
         self.members[event.instance] = Member(
             most_slots=event.num_slots, last_seen_s=self._ledger.now_s, link=event.link
         )
+        self.members.drop_gone()
 
     def _adopt(self, key: SampleKey, sample: OpenSample, snapshots: list[InstanceSnapshot]) -> None:
         held = [(s.open_epochs[key], s.instance, "") for s in snapshots if key in s.open_epochs]
@@ -339,10 +342,12 @@ class Scheduler:
 
     def _complete(self, instance: str, completion: Completion) -> list[Order]:
         key, epoch = completion.key, completion.epoch
-        if key in self._accepted:
-            of_another_asking = next_asking(epoch) != next_asking(self._accepted[key][0])
-            return [] if of_another_asking else self._compare(key, instance, epoch, digest(completion))
+        if (accepted := self._accepted.get(key)) is not None:
+            of_another_asking = next_asking(epoch) != next_asking(accepted[0])
+            return [] if of_another_asking else _compare(accepted, key, instance, epoch, digest(completion))
         sample = self._ledger.samples.get(key)
+        if sample is None and self._accepted.is_forgotten(key):
+            return []
         if sample is None:
             return [Alarm(key=key, instance=instance, epoch=epoch, what="a sample nobody asked for")]
         if epoch < sample.first_epoch:
@@ -356,7 +361,8 @@ class Scheduler:
             what = f"reported under epoch {epoch}; its owner is {sample.owner}, epoch {sample.request.epoch}"
             return [Alarm(key=key, instance=instance, epoch=epoch, what=what)]
         self.members[instance].owned.remove(key)
-        self._accepted[key] = (epoch, digest(completion))
+        delivered = (epoch, digest(completion))
+        self._accepted.add(key, *delivered)
         if self._reallocation is not None:
             self._reallocation.note_finished(completion.num_tokens)
         if self._scaling is not None:
@@ -364,15 +370,8 @@ class Scheduler:
         orders: list[Order] = [Deliver(completion=completion)]
         orders += self._ledger.end_move(key, MoveOutcome.KEPT, "finished before it left")
         for stale_epoch, stale_instance, stale_digest in self._ledger.samples.pop(key).stale:
-            orders += self._compare(key, stale_instance, stale_epoch, stale_digest)
+            orders += _compare(delivered, key, stale_instance, stale_epoch, stale_digest)
         return orders
-
-    def _compare(self, key: SampleKey, instance: str, epoch: int, other: str) -> list[Order]:
-        accepted_epoch, accepted = self._accepted[key]
-        if other == accepted:
-            return []
-        what = f"tokens or log-probabilities differ from those accepted under epoch {accepted_epoch}"
-        return [Alarm(key=key, instance=instance, epoch=epoch, what=what)]
 
     def _give_up_silent(self) -> list[Order]:
         orders: list[Order] = []
@@ -381,3 +380,11 @@ class Scheduler:
             if silent_s > self._heartbeat_timeout_s:
                 orders += self._ledger.lose(name, f"silent for {silent_s:.0f} s")
         return orders
+
+
+def _compare(accepted: tuple[int, str], key: SampleKey, instance: str, epoch: int, other: str) -> list[Order]:
+    accepted_epoch, own = accepted
+    if other == own:
+        return []
+    what = f"tokens or log-probabilities differ from those accepted under epoch {accepted_epoch}"
+    return [Alarm(key=key, instance=instance, epoch=epoch, what=what)]

@@ -122,3 +122,23 @@ def test_samples_of_a_dead_reward_actor_are_scored_again_and_reported_in_one_lin
         InstanceLost, match=r"all 1 replacements of reward-0 are used up.*max_instance_restarts"
     ):
         pool.collect(wait_s=60.0)
+
+
+def test_a_frozen_reward_actor_is_replaced_and_its_samples_are_scored_again(local_ray):
+    config, notes = RewardConfig(kind="sample_rewards:vowel_share"), []
+    first = RewardActor.options(num_cpus=0).remote("reward-0", config)
+    other = RewardActor.options(num_cpus=0).remote("reward-0-r1", config)
+    pool = RewardPool(
+        [first], timeout_s=2.0, make=lambda actor, number: other, max_restarts=1, note=notes.append
+    )
+    pid = ray.get(first.__ray_call__.remote(lambda self: os.getpid()), timeout=60)
+    ray.get(other.score.remote([], []), timeout=60)
+    os.kill(pid, signal.SIGSTOP)
+    pool.submit([0, 1], prompts(2), ["aaaa", "xyzt"])
+    pool.submit([2], prompts(1), ["ae--"])
+    scored = []
+    while len(scored) < 3:
+        scored += pool.collect(wait_s=0.2)
+    assert {item: reward.value for item, reward in scored} == {0: 1.0, 1: 0.0, 2: 0.5} and len(scored) == 3
+    (note,) = notes
+    assert "waited 2 s for reward-0" in note and note.endswith("takes its place and scores 3 samples again")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -10,7 +11,6 @@ import pyarrow.parquet as pq
 import pytest
 
 from benchmarks.faulty.comparison import compare_runs
-from benchmarks.soak import growth
 from core.checkpoint_manifest import write_manifest
 
 
@@ -28,7 +28,9 @@ def row(sample: int, *tokens: int) -> dict[str, object]:
     }
 
 
-def run(folder: Path, rows: list[dict[str, object]], checksum: str = "ab") -> Path:
+def run(
+    folder: Path, rows: list[dict[str, object]], checksum: str = "ab", kl: float = 0.5, seconds: float = 1.0
+) -> Path:
     shutil.rmtree(folder, ignore_errors=True)
     (folder / "rollouts").mkdir(parents=True)
     target = folder / "checkpoints" / "target"
@@ -36,6 +38,8 @@ def run(folder: Path, rows: list[dict[str, object]], checksum: str = "ab") -> Pa
     (target / "weights").write_text(checksum)
     write_manifest(target, model="target", weight_version=1, parameter_checksum=checksum)
     pq.write_table(pa.Table.from_pylist(rows), folder / "rollouts" / "iteration_0000.parquet")
+    metrics = {"iteration": 0, "learner/approx_kl": kl, "time/iteration_s": seconds}
+    (folder / "metrics.jsonl").write_text(json.dumps(metrics) + "\n")
     return folder
 
 
@@ -60,6 +64,11 @@ def test_what_differs_is_counted(tmp_path: Path, rows, checksum: str, wrong: dic
     assert found.is_equal == (not wrong) and found.num_samples == 2
 
 
-def test_growth_compares_the_last_sixth_with_the_second() -> None:
-    samples = [{"all_mib": size} for size in (500.0, 100.0, 999.0, 999.0, 999.0, 103.0)]
-    assert growth(samples) == {"all_mib_late_over_early": pytest.approx(1.03)}
+def test_metrics_differ_but_for_those_of_the_clock(tmp_path: Path) -> None:
+    one = run(tmp_path / "one", ROWS)
+    assert compare_runs(one, run(tmp_path / "other", ROWS, seconds=9.0)).is_equal
+    found = compare_runs(one, run(tmp_path / "other", ROWS, kl=0.25))
+    assert found.metrics_different == ["learner/approx_kl"] and not found.is_equal
+    with (tmp_path / "other" / "metrics.jsonl").open("a") as file:
+        file.write('{"iteration": 1}\n')
+    assert compare_runs(one, tmp_path / "other").metrics_different == ["number of iterations: 1 and 2"]

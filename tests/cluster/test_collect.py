@@ -143,6 +143,7 @@ class Report:
 class Generation:
     def __init__(self) -> None:
         self.replaced: list[str] = []
+        self.instances = {"gen-1": None}
 
     def replace(self, lost: LostInstance) -> str | None:
         self.replaced.append(lost.instance)

@@ -2,12 +2,13 @@
 
 import pytest
 
+from cluster.kuberay.ray_manifests import end_notice
 from tests.helpers.ray_script import answer_of
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.long]
 
 SCRIPT = """
-import json, os, subprocess, sys, time
+import json, os, shlex, subprocess, sys, time
 sys.path[:0] = ["tests/helpers"]
 os.environ["PYTHONPATH"] = os.pathsep.join([os.getcwd(), os.path.join(os.getcwd(), "tests", "helpers")])
 os.environ["RAY_AUTH_MODE"] = "disabled"
@@ -33,9 +34,10 @@ try:
             if done >= 6 and not done_at:
                 done_at.append(time.monotonic())
                 nodes.add_node(num_cpus=2, wait=False, **small)
-                subprocess.run([sys.executable, "-m", "ray.scripts.scripts", "drain-node", "--address", nodes.address,
-                    "--node-id", second.node_id, "--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "spot",
-                    "--deadline-remaining-seconds", "120"], check=True, capture_output=True)
+                # as a pod's hook does, which has a node and a cluster of its own
+                subprocess.run([sys.executable, "-m", "ray.scripts.scripts", *shlex.split({notice!r}),
+                    "--node-id", second.node_id], check=True, capture_output=True,
+                    env=os.environ | dict(RAY_ADDRESS=nodes.address))
 
         rollouts = pool.collect(asked, at)
         pool.wait_for(lambda: pool.has_said(there + " has left") and len(pool.serving) == 2)
@@ -57,10 +59,13 @@ print(said)
 
 def test_a_node_that_announces_its_end_is_emptied_and_its_instance_replaced(tiny_pair, tmp_path_factory):
     folder = tmp_path_factory.mktemp("r")
-    said = answer_of(
-        SCRIPT.format(target=str(tiny_pair.target), draft=str(tiny_pair.draft), folder=str(folder)),
-        timeout_s=300.0,
+    script = SCRIPT.format(
+        target=str(tiny_pair.target),
+        draft=str(tiny_pair.draft),
+        folder=str(folder),
+        notice=end_notice().removeprefix("ray "),
     )
+    said = answer_of(script, timeout_s=900.0)
     assert said["equal"], said["notes"]
     assert said["there"] not in said["serving"] and len(said["serving"]) == 2 and not any(said["nodes"])
     assert any("is emptied, another starts elsewhere" in note for note in said["notes"])

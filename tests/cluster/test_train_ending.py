@@ -102,10 +102,18 @@ def test_the_reason_a_run_ended_is_printed_though_the_status_cannot_be_written(r
 
 
 def test_the_reason_that_the_signal_handler_gave_stays(run_dir, monkeypatch):
-    run_dir.set_status("interrupted", "stopped by SIGTERM")
+    run_dir.set_status("stopping", "stopped by SIGTERM")
+    close, states = train._close, []
+
+    def closing(*arguments: Any, **options: Any) -> None:
+        states.append(run_dir.status()["state"])
+        close(*arguments, **options)
+
+    monkeypatch.setattr(train, "_close", closing)
     with pytest.raises(SystemExit):
         end(run_dir, monkeypatch, SystemExit(143))
-    assert run_dir.status()["reason"] == "stopped by SIGTERM"
+    assert (run_dir.status()["state"], run_dir.status()["reason"]) == ("interrupted", "stopped by SIGTERM")
+    assert states == ["stopping"], "it still writes"
     assert run_dir.summary_file.exists() and not run_dir.picture_file.exists(), "no time for a drawing"
 
 

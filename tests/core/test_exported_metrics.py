@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from core.exported_metrics import exported_figure, figure_metrics, figure_name, live_metrics
+from core.exported_metrics import bounded_label, exported_figure, figure_metrics, figure_name, live_metrics
 
 
 def test_no_two_metrics_share_a_name() -> None:
@@ -42,3 +42,22 @@ def test_a_figure_is_called(figure: str, name: str) -> None:
     assert figure_name(figure) == name
     exported = exported_figure(figure)
     assert exported is not None and exported.kind == "gauge" and exported.series == f"ray_rlhfspec_{name}"
+
+
+@pytest.mark.parametrize(
+    ("label", "value", "told"),
+    [
+        ("actor", "gen-3", "gen-3"),
+        ("actor", "gen-0-r63", "gen-0-r63"),
+        ("actor", "gen-64-r130", "gen-0-r2"),
+        ("actor", "loop", "loop"),
+        ("waited_for", "gen-0, gen-12-r4, trainer", "gen, trainer"),
+        ("waited_for", "scheduler-r3", "scheduler"),
+        ("waited_for", "the object store", "the object store"),
+        ("phase", "generate-1", "generate-1"),
+    ],
+)
+def test_a_label_has_boundedly_many_values_however_many_actors_come_and_go(
+    label: str, value: str, told: str
+) -> None:
+    assert bounded_label(label, value) == told

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from actors.generation.gauges import REFRESH_S, InstanceGauges
+from actors.generation.gauges import REFRESH_S, REPEAT_S, InstanceGauges
 from actors.ray_utils import run_metrics
 from core.decode_records import GenerationStats, InstanceLoad
 from core.errors import RlhfSpecError
@@ -91,6 +91,22 @@ def test_gauges_are_zero_after_an_instance_has_stopped(notebook: Notebook) -> No
     assert notebook.values["instance_waiting_samples"] == 2.0
     gauges.close()
     assert {name for name, value in notebook.values.items() if value} == {"emitted_tokens"}
+
+
+def test_an_idle_instance_says_the_same_again_before_ray_forgets_it(notebook: Notebook) -> None:
+    gauges = InstanceGauges("rollout-0", clock=lambda: notebook.now_s)
+    gauges.update(load(0, num_emitted_tokens=10))
+    notebook.values.clear()
+    notebook.now_s += 0.9 * REPEAT_S
+    gauges.repeat()
+    assert not notebook.values
+    notebook.now_s += 0.2 * REPEAT_S
+    gauges.repeat()
+    assert notebook.values["instance_weight_version"] == 3.0 and "emitted_tokens" not in notebook.values
+    gauges.close()
+    notebook.now_s += 2 * REPEAT_S
+    gauges.repeat()
+    assert not any(notebook.values.values()), "it has stopped"
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import pytest
 import yaml
 from kustomized import kustomized
 from manifests import ROOT, cluster_spec, groups, of_kind, rendered, smollm2_config
+from ray.scripts.scripts import drain_node
 
 from actors.serving.reward_deployment import ServerArguments
 from cluster.kuberay.ray_manifests import RAY_VERSION, TOKEN_SECRET
@@ -95,6 +97,26 @@ def test_every_pod_asks_for_a_token_and_takes_no_more_than_it_says(name: str) ->
         assert volumes[mounts["/dev/shm"]]["emptyDir"]["medium"] == "Memory"
         assert "persistentVolumeClaim" in volumes[mounts["/runs"]]
         assert group is spec["headGroupSpec"] or pod["automountServiceAccountToken"] is False
+
+
+@pytest.mark.parametrize("name", ["base/job", "overlays/gpu-cluster"])
+def test_generation_pods_tell_ray_of_their_end_in_words_that_it_knows(name: str) -> None:
+    hooks = {
+        group["groupName"]: group["template"]["spec"]["containers"][0].get("lifecycle")
+        for group in cluster_spec(ray_document(name))["workerGroupSpecs"]
+    }
+    assert [pool for pool, hook in hooks.items() if hook] == ["generation"]
+    shell, flag, line = hooks["generation"]["preStop"]["exec"]["command"]
+    assert (shell, flag) == ("/bin/sh", "-c")
+    notice, wait = line.split(" && ")
+    timeout, limit_s, ray, order, *words = shlex.split(notice)
+    assert (timeout, ray, order) == ("timeout", "ray", "drain-node")
+    # Ray promises nothing of this command: its parser refuses what it does not know
+    told = drain_node.make_context(order, words).params
+    group = next(g for g in groups(ray_document(name)) if g.get("groupName") == "generation")
+    grace_s = group["template"]["spec"]["terminationGracePeriodSeconds"]
+    waits_s = int(wait.removeprefix("sleep "))
+    assert told["deadline_remaining_seconds"] == waits_s and int(limit_s) + waits_s < grace_s
 
 
 @pytest.mark.parametrize("name", KUSTOMIZATIONS)

@@ -72,6 +72,8 @@ def run_dir(tmp_path: Path) -> RunDir:
         made.rollouts_file(number).touch()
         made.samples_file(number).parent.mkdir(exist_ok=True)
         made.samples_file(number).touch()
+        made.trace_file(number).parent.mkdir(exist_ok=True)
+        made.trace_file(number).touch()
         made.checkpoint_dir("target", number).mkdir()
     made.evaluated_file(4).parent.mkdir()
     for number in (0, 2, 4, 6):
@@ -101,7 +103,7 @@ def test_a_run_folder_is_taken_back_to_its_state(run_dir: RunDir) -> None:
     )
     assert column(run_dir.evaluations_file, "num_iterations") == [0, 1, 2, 3, 4]
     assert column(run_dir.weights_file, "weight_version") == [0, 1, 2, 3, 4]
-    for folder in ("rollouts", "samples"):
+    for folder in ("rollouts", "samples", "traces"):
         assert numbers(run_dir.path / folder) == [0, 1, 2, 3]
     assert numbers(run_dir.path / "evaluations") == [0, 2, 4]
     kept = sorted(path.name for path in (run_dir.path / "checkpoints").iterdir())
@@ -141,9 +143,10 @@ def test_a_finished_run_is_refused_until_more_iterations_are_asked_for(run_dir: 
     assert (resumed.state.num_iterations, resumed.config.run.iterations) == (4, 9)
 
 
-def test_a_living_run_is_refused_and_a_killed_one_is_not(run_dir: RunDir) -> None:
-    run_dir.set_status("running")
-    with pytest.raises(ConfigError, match=r"is not cut off: state running: process \d+"):
+@pytest.mark.parametrize("state", ["running", "stopping"])
+def test_a_living_run_is_refused_and_a_killed_one_is_not(run_dir: RunDir, state: str) -> None:
+    run_dir.set_status(state)
+    with pytest.raises(ConfigError, match=rf"is not cut off: state {state}: process \d+"):
         open_run(run_dir.path, (), print)
     # its process as it was, gone by now
     child = subprocess.run(

@@ -90,6 +90,50 @@ def test_of_two_machines_that_resume_one_copy_the_last_goes_on(run_dir: RunDir, 
         both[0].owner.require()
 
 
+@pytest.mark.parametrize("is_fetched", [False, True], ids=["here", "on another machine"])
+def test_a_resumed_run_sends_what_changed_and_removes_what_the_rewind_took(
+    run_dir: RunDir, tmp_path: Path, is_fetched: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state(run_dir, 1), state(run_dir, 2)
+    first = RemoteCopy(run_dir, PLACE, pytest.fail)
+    assert first.bring_up_to_date()
+    if is_fetched:
+        run_dir = RunDir.open(fetch_run(first.url, tmp_path / "there", print))
+    # what a rewind and a new iteration do: the same size, another content
+    shutil.rmtree(run_dir.checkpoint_dir("state", 2))
+    (run_dir.checkpoint_dir("state", 1) / "trainer" / "weights").write_bytes(bytes([7]) * 10)
+    again = RemoteCopy(run_dir, PLACE, pytest.fail)
+    put, sent = again._fs.put_file, []
+
+    def put_file(here: str, there: str) -> None:
+        sent.append(there.removeprefix("/bucket/runs/demo-20260101-120000/"))
+        put(here, there)
+
+    monkeypatch.setattr(again._fs, "put_file", put_file)
+    assert again.bring_up_to_date()
+    assert sent == ["checkpoints/state_0001/trainer/weights"]
+    assert not [name for name in copied() if "state_0002" in name]
+    assert again._fs.cat("/bucket/runs/demo-20260101-120000/" + sent[0]) == bytes([7]) * 10
+
+
+def test_what_another_wrote_at_the_copy_or_went_from_there_is_sent_again(run_dir: RunDir) -> None:
+    state(run_dir, 1)
+    assert RemoteCopy(run_dir, PLACE, pytest.fail).bring_up_to_date()
+    whole, root = copied(), "/bucket/runs/demo-20260101-120000/"
+    bucket = fsspec.filesystem("memory")
+    bucket.rm_file(root + "config.yaml")
+    # of the same size: another process has copied its own there
+    bucket.pipe(root + "metrics.jsonl", b"x" * run_dir.metrics_file.stat().st_size)
+    assert RemoteCopy(run_dir, PLACE, pytest.fail).bring_up_to_date()
+    assert copied() == whole and bucket.cat(root + "metrics.jsonl") == run_dir.metrics_file.read_bytes()
+
+
+def test_a_run_that_has_sent_nothing_removes_nothing_of_what_is_there(run_dir: RunDir) -> None:
+    fsspec.filesystem("memory").pipe("/bucket/runs/demo-20260101-120000/of_another", b"x")
+    assert RemoteCopy(run_dir, PLACE, pytest.fail).bring_up_to_date()
+    assert "of_another" in copied()
+
+
 def test_a_state_s_manifest_goes_last_so_that_half_of_one_is_none(run_dir: RunDir, monkeypatch) -> None:
     state(run_dir, 1)
     notes: list[str] = []

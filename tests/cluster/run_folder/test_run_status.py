@@ -18,7 +18,14 @@ import pytest
 from cluster.cli import main
 from cluster.run_folder import run_status
 from cluster.run_folder.process_identity import ProcessIdentity
-from cluster.run_folder.run_status import STATUS_BYTES, Status, StatusWriter, describe_status, read_status
+from cluster.run_folder.run_status import (
+    STATUS_BYTES,
+    Status,
+    StatusWriter,
+    describe_status,
+    may_be_running,
+    read_status,
+)
 from core.errors import StorageError
 
 NOW = datetime(2026, 1, 2, 12, 0, tzinfo=UTC)
@@ -189,6 +196,20 @@ def test_running_stale_and_stopped_are_told_apart():
 
     other_start = ProcessIdentity(**me.as_tree() | {"pid_started": 1})
     assert "is gone" in describe_status(running(other_start, age_s=3), now=NOW)[0], "its number is used again"
+
+
+def test_a_run_that_is_stopping_runs_until_its_process_is_gone():
+    stopping: Status = running(ProcessIdentity.of_this(), age_s=3) | {
+        "state": "stopping",
+        "reason": "SIGTERM",
+    }  # type: ignore[assignment]
+    (line,) = describe_status(stopping, now=NOW)
+    assert line.startswith("state stopping: process ") and line.endswith(", SIGTERM")
+    assert may_be_running(stopping, now=NOW)
+    gone: Status = stopping | {"pid_started": 1}  # type: ignore[assignment]
+    line, advice = describe_status(gone, now=NOW)
+    assert line.startswith("state interrupted: SIGTERM; process ") and "was killed before" in line
+    assert "--resume" in advice and not may_be_running(gone, now=NOW)
 
 
 @pytest.mark.parametrize("change", [{"host": "elsewhere"}, {"pid_namespace": "pid:[1]"}], ids=str)

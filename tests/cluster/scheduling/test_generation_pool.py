@@ -1,117 +1,176 @@
-"""The generation pool tells of every instance that is lost and replaced, in or outside of a rollout. No Ray."""
+"""The generation pool tells of every instance that is lost, and replaces it beside the run. No Ray."""
 
 from dataclasses import replace
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
+from played_pool import LOST, PlayedPool, weights
 
-import cluster.scheduling.generation_pool
-from actors.actor_messages import InstanceNumerics, LostInstance
-from actors.ray_utils.waiting import ActorDied
-from cluster.scheduling.generation_pool import GenerationPool
-from cluster.scheduling.instance_table import InstanceTable
-from core.config import ClusterConfig
-from core.errors import InstanceLost
-
-
-class Method:
-    def remote(self, *arguments: Any) -> object:
-        return object()
-
-
-class Scheduler:
-    def __init__(self) -> None:
-        self.joined: list[str] = []
-        self.lost: list[str] = []
-
-    def join(self, name: str) -> None:
-        self.joined.append(name)
-
-    def lose(self, name: str, reason: str) -> None:
-        self.lost.append(name)
-
-
-class World:
-    """Instances that confirm every version, but for those that are dead."""
-
-    def __init__(self, monkeypatch) -> None:
-        self.dead: set[str] = set()
-        self.notes: list[str] = []
-        self.scheduler = Scheduler()
-        actor = SimpleNamespace(options=lambda **options: SimpleNamespace(remote=self.make))
-        monkeypatch.setattr(cluster.scheduling.generation_pool, "GenerationActor", actor)
-        monkeypatch.setattr(cluster.scheduling.generation_pool, "actor_options", lambda place, context: {})
-        monkeypatch.setattr(cluster.scheduling.generation_pool, "publish", self.publish)
-        self.numerics = InstanceNumerics(promise="invariant: every bit", rounds_by="code of our own (cpu)")
-        monkeypatch.setattr(cluster.scheduling.generation_pool, "get", lambda ref, **wait: self.numerics)
-        monkeypatch.setattr(cluster.scheduling.generation_pool.ray, "kill", lambda handle: None)
-        self.pool = GenerationPool(
-            cluster=ClusterConfig(max_instance_restarts=2),
-            topology=SimpleNamespace(generation=tuple(SimpleNamespace(name=f"gen-{i}") for i in range(2))),
-            context=SimpleNamespace(group=None),
-            single_places=SimpleNamespace(),
-            scheduler=self.scheduler,
-            instances=InstanceTable(),
-            spec_for=lambda name: SimpleNamespace(
-                model_names=("target",), engine=SimpleNamespace(max_running_samples=4)
-            ),
-            note=self.notes.append,
-        )
-        self.weights = SimpleNamespace(manifest=SimpleNamespace(model="target"))
-        self.pool.make_all()
-        self.pool.bring_up(self.weights)
-
-    def make(self, spec: Any) -> Any:
-        return SimpleNamespace(run=Method(), numerics=Method(), node=Method())
-
-    def publish(self, weights: Any, handles: dict, *, timeout_s: float) -> dict[str, InstanceLost]:
-        return {name: ActorDied(f"{name} died: SIGKILL") for name in handles if name in self.dead}
+from cluster.scheduling.restart_budget import INCIDENT_S, RestartBudget
+from core.errors import InstanceLost, WaitTimeout
 
 
 @pytest.fixture
-def world(monkeypatch) -> World:
-    return World(monkeypatch)
+def world(monkeypatch) -> PlayedPool:
+    return PlayedPool(monkeypatch)
 
 
-def test_an_instance_that_died_between_rollouts_is_reported_and_replaced_at_the_publication(world):
-    world.dead = {"gen-0"}
-    world.pool.publish(world.weights)
+def test_the_first_instances_come_up_together_in_their_order(world):
+    assert world.scheduler.joined == ["gen-0", "gen-1"] and not world.notes
+    assert [row.node for row in world.table.values()] == ["node-0", "node-1"]
+
+
+def test_a_first_instance_that_cannot_start_ends_the_start_with_its_reason(monkeypatch):
+    world = PlayedPool(monkeypatch, up=False)
+    world.dead = {"gen-1"}
+    world.pool.make_all()
+    with pytest.raises(InstanceLost, match="gen-1 died"):
+        world.pool.bring_up(world.weights)
+
+
+def test_an_instance_that_died_between_rollouts_is_found_at_the_publication_and_nobody_waits(world):
+    world.dead, world.slow = {"gen-0"}, {"gen-0-r1"}
+    world.pool.publish(weights(1))
     assert world.notes == ["instance gen-0 was lost (gen-0 died: SIGKILL); gen-0-r1 takes its place"]
-    assert sorted(world.pool.instances) == ["gen-0-r1", "gen-1"] and world.scheduler.lost == ["gen-0"]
-    assert world.scheduler.joined == ["gen-0", "gen-1", "gen-0-r1"]
+    assert world.serving == ["gen-1"] and world.scheduler.lost == ["gen-0"]
+    world.look()
+    assert world.serving == ["gen-1"], "it still loads"
+    # what is published meanwhile is sent after it: it never samples from an older version
+    world.pool.publish(weights(2))
+    world.slow.clear()
+    world.look()
+    assert world.serving == ["gen-0-r1", "gen-1"] and world.actors["gen-0-r1"].loaded == [1, 2]
+    assert world.counted == {("lost_actors", "generation"): 1, ("replaced_actors", "generation"): 1}
 
 
 def test_numerics_that_promise_less_than_bits_are_reported_once(world):
     assert world.pool.is_invariant
     world.numerics = replace(world.numerics, promise="fast: the distribution (engine.num_threads is 2)")
     for name in ("gen-0", "gen-1"):
-        world.pool.replace(LostInstance(instance=name, reason="silent", num_requeued=0))
+        world.lose(name)
+        world.look()
     assert not world.pool.is_invariant
-    told = [note for note in world.notes if "numerics" in note]
-    assert told == ["numerics on gen-0-r1: fast: the distribution (engine.num_threads is 2)"]
+    assert world.said("numerics") == [
+        "numerics on gen-0-r1: fast: the distribution (engine.num_threads is 2)"
+    ]
 
 
 def test_an_instance_that_rounds_by_other_code_is_named_and_bits_are_promised_no_more(world):
     world.numerics = replace(world.numerics, rounds_by="torch 2.13.0 on a processor")
-    world.pool.replace(LostInstance(instance="gen-1", reason="silent", num_requeued=0))
+    world.lose("gen-1")
+    world.look()
     assert not world.pool.is_invariant
-    (told,) = [note for note in world.notes if "numerics" in note]
+    (told,) = world.said("numerics")
     assert told.startswith(
         "numerics on gen-1-r1: it rounds by torch 2.13.0 on a processor, the first instance by "
     )
 
 
 def test_a_replacement_is_reported_once_with_the_number_of_requeued_samples(world):
-    lost = LostInstance(instance="gen-1", reason="silent for 61 s", num_requeued=3)
-    assert world.pool.replace(lost) == "gen-1-r1" and world.pool.replace(lost) is None
+    assert world.lose("gen-1", num_requeued=3) == "gen-1-r1" and world.lose("gen-1") is None
     assert world.notes == [
-        "instance gen-1 was lost (silent for 61 s); 3 samples were queued again, gen-1-r1 takes its place"
+        f"instance gen-1 was lost ({LOST}); 3 samples were queued again; gen-1-r1 takes its place"
     ]
 
 
-def test_a_replacement_that_dies_is_replaced_until_the_restarts_are_used_up(world):
-    world.dead = {"gen-0-r1", "gen-0-r2"}
-    with pytest.raises(InstanceLost, match="all 2 replacements of this run are used up") as caught:
-        world.pool.replace(LostInstance(instance="gen-0", reason="died", num_requeued=0))
-    assert len(world.notes) == 2 and "memory" not in str(caught.value)
+def test_an_instance_that_is_lost_again_and_again_is_replaced_until_the_restarts_are_used_up(world):
+    for number, name in enumerate(("gen-0", "gen-0-r1"), start=1):
+        assert world.lose(name) == f"gen-0-r{number}"
+        world.look()
+    with pytest.raises(InstanceLost, match="all 2 replacements of this run are used up"):
+        world.lose("gen-0-r2")
+
+
+def test_the_instances_of_a_node_that_dies_are_one_restart():
+    now_s = 0.0
+    budget = RestartBudget(1, clock=lambda: now_s)
+    for place in ("gen-0", "gen-1", "gen-2"):
+        budget.spend(place=place, node="node-0", what="a machine died")
+    with pytest.raises(InstanceLost, match=r"^a machine died and all 1 replacements .* used up"):
+        budget.spend(place="gen-1", node="node-0", what="a machine died")
+
+
+@pytest.mark.parametrize(("node", "after_s"), [("", 0.0), ("node-1", 0.0), ("node-0", INCIDENT_S + 1.0)])
+def test_what_is_lost_elsewhere_or_later_counts_for_itself(node, after_s):
+    now_s = 0.0
+    budget = RestartBudget(1, clock=lambda: now_s)
+    budget.spend(place="gen-0", node=node and "node-0", what="died")
+    now_s = after_s
+    with pytest.raises(InstanceLost):
+        budget.spend(place="gen-1", node=node, what="died")
+
+
+def test_a_replacement_that_cannot_start_gives_its_place_back_and_is_tried_again_there(world):
+    world.dead.add("gen-0-r1")
+    world.lose("gen-0")
+    world.look()
+    (said,) = world.said("gen-0-r1 could not start")
+    assert "the run goes on with 1 instances, and none is started for 30 s" in said
+    assert len(world.actors) == 3, "not at once"
+    world.look(after_s=31.0)
+    world.look()
+    assert world.serving == ["gen-1", "gen-2"] and world.actors["gen-2"].place.bundle == 0
+    assert not world.own and world.counted["replaced_actors", "generation"] == 1
+
+
+def test_a_lost_node_is_waited_for_beside_the_run_and_what_is_missing_is_said_within_a_minute(world):
+    world.nodes.remove("node-0")
+    world.lose("gen-0", num_requeued=2)
+    for _ in range(20):
+        world.look(after_s=3.0)
+    assert world.serving == ["gen-1"] and not world.actors["gen-0-r1"].loaded
+    (said,) = world.said("no place")
+    assert said.startswith("gen-0-r1 has had no place for 2") and "the run goes on with 1 instances" in said
+    # the time without a place is none of its start
+    world.look(after_s=100000.0)
+    world.put_first(0, "node-9")
+    world.look()
+    assert world.serving == ["gen-0-r1", "gen-1"] and world.table["gen-0-r1"].node == "node-9"
+
+
+def test_a_place_that_goes_with_its_node_while_one_starts_there_is_waited_for_again(world):
+    world.slow.add("gen-0-r1")
+    world.lose("gen-0")
+    world.look()
+    world.nodes.remove("node-0")
+    world.look(after_s=1000.0)
+    assert not world.said("could not start")
+    world.slow.clear()
+    world.put_first(0, "node-9")
+    world.look()
+    assert world.serving == ["gen-0-r1", "gen-1"]
+
+
+def test_without_any_instance_the_run_waits_for_one_and_goes_on(world):
+    world.nodes.clear()
+    for name in ("gen-0", "gen-1"):
+        world.lose(name)
+    world.look()
+    (said,) = world.said("no generation instance is left")
+    assert "waits up to 600 s for gen-0-r1, gen-1-r2" in said
+    world.look(after_s=590.0)
+    world.put_first(1, "node-9")
+    world.look(after_s=30.0)
+    assert world.serving == ["gen-1-r2"]
+    world.look(after_s=1000.0)
+    assert len(world.said("no generation instance is left")) == 1
+
+
+def test_without_any_instance_for_too_long_the_run_ends_and_says_what_it_waited_for(world):
+    world.nodes.clear()
+    for name in ("gen-0", "gen-1"):
+        world.lose(name)
+    world.look()
+    with pytest.raises(WaitTimeout) as caught:
+        world.look(after_s=601.0)
+    said = str(caught.value)
+    assert "waited 601 s for gen-0-r1, gen-1-r2 to answer 'start and load the weights'" in said
+    assert "gen-0-r1 has had no place for 60" in said and "cluster.no_instance_timeout_s" in said
+
+
+def test_with_nobody_left_a_start_that_fails_is_tried_again_soon(world):
+    world.dead |= {"gen-0-r1", "gen-1-r2", *(f"gen-{number}" for number in range(2, 20))}
+    for name in ("gen-0", "gen-1"):
+        world.lose(name)
+    for _ in range(9):
+        world.look(after_s=31.0)
+    assert len(world.actors) >= 20, "every half minute, both"

@@ -10,6 +10,7 @@ from move_messages import complete, request
 from core.decode_records import GenerationStats, InstanceLoad
 from core.errors import RlhfSpecError
 from core.records import EPOCHS_OF_AN_ASKING, Completion, SampleKey, SampleRequest
+from policies.scheduling.accepted import Accepted
 from policies.scheduling.events import (
     Abandon,
     Alarm,
@@ -22,7 +23,7 @@ from policies.scheduling.events import (
     SamplesArrived,
     Submit,
 )
-from policies.scheduling.members import InstanceState
+from policies.scheduling.members import KEPT_GONE, InstanceState
 from policies.scheduling.scheduler import Scheduler
 
 
@@ -48,6 +49,34 @@ def indices(requests) -> list[int]:
 
 def machine() -> Scheduler:
     return Scheduler(heartbeat_timeout_s=10.0)
+
+
+def test_of_instances_that_are_gone_the_last_are_kept():
+    scheduler = machine()
+    scheduler.handle(joined("old"))
+    for number in range(3 * KEPT_GONE):
+        scheduler.handle(joined(f"gen-{number}", now_s=0.1 * number))
+        scheduler.handle(report("old", now_s=0.1 * number))
+        scheduler.handle(InstanceGone(instance=f"gen-{number}", reason="died"))
+    scheduler.handle(InstanceGone(instance="old", reason="died"))
+    scheduler.handle(joined("last", now_s=10.0))
+    last = range(2 * KEPT_GONE + 1, 3 * KEPT_GONE)
+    assert set(scheduler.members) == {"old", "last", *(f"gen-{number}" for number in last)}
+
+
+def test_what_was_delivered_long_ago_is_forgotten_and_no_late_copy_of_it_is_an_alarm():
+    scheduler = machine()
+    scheduler._accepted = Accepted(most=4)
+    scheduler.handle(joined("a", 100))
+    for first in (0, 8, 16):
+        scheduler.handle(SamplesArrived(requests=tuple(request(i) for i in range(first, first + 8))))
+        orders = scheduler.handle(report("a", *(complete(request(i), "a") for i in range(first, first + 8))))
+        assert len([order for order in orders if isinstance(order, Deliver)]) == 8
+    # within the last asking all are kept: 4 of the one before, and 8
+    assert len(scheduler._accepted.keys()) == 12 and scheduler.num_delivered == 24
+    assert scheduler.handle(report("a", complete(request(3), "a"))) == [], "no alarm, not delivered twice"
+    (alarm,) = scheduler.handle(report("a", complete(request(99), "a")))
+    assert isinstance(alarm, Alarm) and alarm.what == "a sample nobody asked for"
 
 
 def test_waiting_samples_are_bound_only_to_free_slots_and_evenly():

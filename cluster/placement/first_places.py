@@ -1,0 +1,50 @@
+"""The generation pool's places in the run's own placement group: who leaves one makes it vacant for the next.
+
+Ray reserves a bundle again elsewhere when its node has gone, so a vacant first place is taken before another single
+place is asked for: both would be waiting for the same room.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from ray.util.placement_group import PlacementGroup
+
+from cluster.placement.single_places import living_nodes, node_of
+from cluster.placement.topology import Place
+
+
+class FirstPlaces:
+    """Of one run."""
+
+    def __init__(self, group: PlacementGroup) -> None:
+        """`group` holds all first places; all of them are taken."""
+        self._group = group
+        self._vacant: list[Place] = []
+
+    def give_back(self, place: Place) -> None:
+        """Nobody stands there any more."""
+        self._vacant.append(place)
+
+    def take(self, *, ending: Collection[str]) -> Place | None:
+        """One that is vacant, reserved or about to be, and not on a node that ends (`ending`: their ids); None: none.
+
+        An actor that is ordered there starts when Ray has reserved the bundle again.
+        """
+        for place in self._vacant:
+            if self._node(place) not in ending:
+                self._vacant.remove(place)
+                return place
+        return None
+
+    def take_back(self, place: Place) -> None:
+        """Take this one, which is vacant, wherever its bundle is now."""
+        self._vacant.remove(place)
+
+    def is_reserved(self, place: Place) -> bool:
+        """Whether its bundle is on a node that lives."""
+        return bool(self._node(place))
+
+    def _node(self, place: Place) -> str:
+        node = node_of(self._group, place.bundle)
+        return node if node in living_nodes() else ""

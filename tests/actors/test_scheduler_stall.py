@@ -1,0 +1,51 @@
+"""The scheduler fails when its instances make no token for too long; without one it waits for one. No Ray."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from fake_engine import make_request
+
+import actors.scheduler_actor
+from actors.actor_messages import SchedulerSettings
+from core.errors import WaitTimeout
+from policies.scheduling.events import ClockTicked
+
+
+class Silent:
+    """An instance that takes everything and says nothing."""
+
+    def __getattr__(self, order: str) -> Any:
+        return SimpleNamespace(remote=lambda *arguments: object())
+
+
+class Played:
+    """A scheduler without a process of its own, and its clock."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_s = 0.0
+        module = actors.scheduler_actor
+        monkeypatch.setattr(module, "begin_actor", lambda name: name)
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: self.now_s))
+        settings = SchedulerSettings(
+            poll_interval_s=0.1, heartbeat_timeout_s=1000.0, order_timeout_s=10.0, reallocation_interval_s=1.0
+        )
+        self.actor = module.SchedulerActor.__ray_metadata__.modified_class(settings)  # type: ignore[attr-defined]
+
+    def pass_by(self, seconds: int) -> None:
+        for _ in range(seconds):
+            self.now_s += 1.0
+            self.actor._handle(ClockTicked(now_s=self.now_s))
+            self.actor._check_for_stall()
+        self.actor.take(0.0)
+
+
+def test_samples_without_an_instance_wait_and_those_of_a_silent_one_are_a_failure(monkeypatch):
+    played = Played(monkeypatch)
+    played.actor.enqueue((make_request(0), make_request(1)))
+    # the loop has a limit of its own for that
+    played.pass_by(60)
+    played.actor.join("gen-0", Silent(), 4)
+    played.pass_by(9)
+    with pytest.raises(WaitTimeout, match=r"the scheduler \(2 open samples\) waited \d+ s for gen-0"):
+        played.pass_by(3)

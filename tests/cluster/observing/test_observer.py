@@ -1,0 +1,65 @@
+"""What the loop's observer says at each look. No Ray: the metrics are a notebook."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from actors.ray_utils import run_metrics
+from cluster.observing.observer import Observer
+from cluster.placement.ray_session import RaySession
+from cluster.run_folder.layout import RunDir
+from core.config import Config
+from core.exported_metrics import Exported
+
+
+class Notebook(dict[str, float]):
+    """Stands for Ray's metrics: the last value of each gauge."""
+
+    def record(self, metric: Exported, value: float, labels: dict[str, str]) -> None:
+        if metric.kind == "gauge":
+            self[metric.name] = value
+
+
+@pytest.fixture
+def notebook() -> Iterator[Notebook]:
+    notebook = Notebook()
+    run_metrics.begin(notebook)
+    yield notebook
+    run_metrics.begin(None)
+
+
+@pytest.fixture
+def observer(tmp_path: Path) -> Observer:
+    tree = {
+        "run": {"output_dir": str(tmp_path / "runs")},
+        "data": {"task": "chain"},
+        "speculation": {"drafter": "none"},
+    }
+    run_dir = RunDir.create(Config.model_validate(tree))
+    session = RaySession(namespace="rlhfspec-demo-0", is_local=False, dashboard_url=None)
+    return Observer(run_dir, session, num_iterations=5, clock=lambda: 1000.0)
+
+
+def test_figures_of_the_last_iteration_are_set_at_each_look(observer: Observer, notebook: Notebook) -> None:
+    observer.iteration(0, {"reward/mean": 0.5, "time/update_s": 3.0})
+    observer.iteration(1, {"reward/mean": 0.75})
+    for _ in range(2):
+        # Ray has forgotten what was set last
+        notebook.clear()
+        observer.look()
+        assert notebook["reward_mean"] == 0.75 and notebook["iteration"] == 2.0
+        assert "time_update_seconds" not in notebook, "of an iteration before"
+
+
+def test_the_last_look_says_that_the_run_has_ended_and_when(observer: Observer, notebook: Notebook) -> None:
+    observer.look()
+    assert (notebook["run_up"], notebook["end_timestamp_seconds"], notebook["run_outlived"]) == (
+        1.0,
+        0.0,
+        1.0,
+    )
+    observer.close()
+    assert (notebook["run_up"], notebook["end_timestamp_seconds"]) == (0.0, 1000.0)

@@ -1,0 +1,105 @@
+"""Where instances start that come during a run: a first place that is vacant before a bundle of their own. No Ray."""
+
+import pytest
+from played_pool import PlayedPool
+
+from policies.scaling.scaling_records import Resize
+
+
+def elastic(monkeypatch, **generation) -> PlayedPool:
+    return PlayedPool(monkeypatch, **{"num_actors": 2, "min_actors": 2, "max_actors": 4} | generation)
+
+
+@pytest.fixture
+def drained(monkeypatch) -> PlayedPool:
+    """A fixed pool whose first node has announced its end; its instance has left, its successor has no place."""
+    world = PlayedPool(monkeypatch)
+    world.ends = {"node-0": 110.0}
+    world.look()
+    assert world.table["gen-0"].leaves_because == "its node node-0 ends in 110 s"
+    world.leave("gen-0")
+    return world
+
+
+def test_on_a_node_that_ends_no_place_is_vacant(drained):
+    drained.look(after_s=30.0)
+    assert drained.own == ["gen-2"] and drained.serving == ["gen-1"], (
+        "its successor waits for a bundle elsewhere"
+    )
+
+
+def test_a_successor_without_a_place_takes_the_first_place_that_is_vacant_when_the_node_has_gone(drained):
+    drained.nodes.remove("node-0")
+    drained.look()
+    # one wish for one room: Ray reserves the run's own bundle again by itself
+    assert not drained.own and drained.serving == ["gen-1"]
+    assert drained.said("gen-3 starts there in the stead of gen-2")
+    drained.put_first(0, "node-7")
+    drained.look()
+    assert drained.serving == ["gen-1", "gen-3"] and drained.actors["gen-3"].place.bundle == 0
+    assert not drained.counted, "nobody was lost"
+
+
+def test_a_successor_that_has_a_place_stays_there_and_the_next_one_takes_the_vacant_first_place(monkeypatch):
+    world = elastic(monkeypatch)
+    world.ends = {"node-0": None}
+    world.look()
+    world.put("gen-2", "node-5")
+    world.look()
+    world.leave("gen-0")
+    world.nodes.remove("node-0")
+    world.put_first(0, "node-7")
+    world.look()
+    assert world.serving == ["gen-1", "gen-2"] and world.own == ["gen-2"]
+    world.look(resized=Resize(target=3, reason="it pays"))
+    assert world.serving == ["gen-1", "gen-2", "gen-3"] and world.own == ["gen-2"]
+    assert world.table["gen-3"].node == "node-7"
+
+
+def test_an_instance_lost_while_it_is_emptied_gives_its_first_place_back(monkeypatch):
+    world = PlayedPool(monkeypatch)
+    world.ends = {"node-0": 20.0}
+    world.look()
+    world.nodes.remove("node-0")
+    assert world.lose("gen-0", num_requeued=4) is None
+    assert world.said("gen-0 was lost while it was emptied") and world.said("4 samples were queued again")
+    world.put_first(0, "node-7")
+    world.look()
+    assert world.serving == ["gen-1", "gen-3"] and not world.own
+    assert world.counted == {("lost_actors", "generation"): 1}, "its successor was started before"
+
+
+def test_an_added_instance_that_is_lost_is_counted_and_so_is_the_next_one(monkeypatch):
+    world = elastic(monkeypatch)
+    world.look(resized=Resize(target=3, reason="it pays"))
+    world.put("gen-2", "node-5")
+    world.look()
+    assert world.lose("gen-2") is None and not world.own
+    assert world.counted == {("lost_actors", "generation"): 1}
+    world.look(after_s=31.0, resized=Resize(target=3, reason="it pays"))
+    world.put("gen-3", "node-5")
+    world.look()
+    assert world.serving == ["gen-0", "gen-1", "gen-3"]
+    assert world.counted["replaced_actors", "generation"] == 1
+
+
+def test_added_instances_that_are_lost_together_block_growth_once(monkeypatch):
+    world = elastic(monkeypatch, max_actors=6)
+    world.look(resized=Resize(target=6, reason="it pays"))
+    for number in range(2, 6):
+        world.put(f"gen-{number}", "node-5")
+    world.look()
+    assert len(world.serving) == 6
+    for number in range(2, 6):
+        world.lose(f"gen-{number}")
+    assert len(world.said("none is started for 30 s")) == 4
+
+
+def test_a_pool_that_shrinks_gives_up_a_start_without_a_bundle_and_none_in_a_first_place(monkeypatch):
+    world = elastic(monkeypatch)
+    world.nodes.remove("node-0")
+    world.lose("gen-0")
+    world.look(resized=Resize(target=3, reason="it pays"))
+    assert world.own == ["gen-2"]
+    world.look(resized=Resize(target=1, reason="it does not"))
+    assert not world.own and "gen-0-r1" not in world.dead
