@@ -52,6 +52,11 @@ class SpeculationConfig(Section):
         """Whether drafts cost next to nothing, and come with no scores of a model."""
         return self.drafter in ("ngram", "suffix")
 
+    @property
+    def remembers(self) -> bool:
+        """Whether drafts are looked up in finished responses."""
+        return self.drafter == "suffix" and self.policy != "off"
+
     @model_validator(mode="after")
     def _has_levels(self) -> SpeculationConfig:
         if self.policy in ("fixed", "capacity") and self.num_nodes > 0 and self.depth == 0:
