@@ -25,6 +25,7 @@ from engine.weights.bare_llama import BareLlama
 from engine.weights.chunks import pack_weights
 from tests.helpers import tiny_pool
 
+TREE = SpeculationConfig(policy="fixed", num_nodes=4, depth=2, branching=2)
 MODELS: dict[str, Callable[[], PreTrainedModel]] = {"target": tiny_pool.target, "draft": tiny_pool.draft}
 
 
@@ -36,7 +37,7 @@ def new_host(
     forward: str,
     device: str = "cpu",
     cache_dir: str | None = None,
-    speculation: SpeculationConfig = SpeculationConfig(policy="fixed", num_nodes=4, depth=2, branching=2),
+    speculation: SpeculationConfig = TREE,
 ) -> ManifestHost:
     torch.set_num_threads(1)
     return ManifestHost(
