@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import numpy as np
+
 from core.config import (
     AlgorithmConfig,
     DrafterTrainingConfig,
@@ -127,6 +129,16 @@ class SchedulerSettings:
     "None: the pool's size is left as it is"
     term: int = 0
     "counts the schedulers of a run: instances take no samples from an older one than they know of"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FinishedText:
+    """A response that one instance has finished, for the others to look up in."""
+
+    instance: str
+    prompt: np.ndarray
+    "int64 token ids"
+    response: np.ndarray
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

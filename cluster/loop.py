@@ -257,6 +257,8 @@ def run_iteration(
     report.progress("update", 0, 1)
     streamed = forwards.finish() if forwards is not None else Streamed()
     rollouts = ray.put(learned)
+    if system.config.speculation.remembers:
+        system.generation.remember(collected.rollouts)
     system.is_learning = True
     update = system.trainers.update(rollouts, recompute_old=system.recomputes_old)
     # again, since an update that fails must not take the rollouts with it

@@ -123,12 +123,7 @@ class Config(Section):
         if self.speculation.drafter == "model" and self.models.draft is None:
             raise ValueError(
                 "speculation.drafter is 'model' but models.draft is null; "
-                "name a draft model, or set speculation.drafter to ngram or none"
-            )
-        if self.speculation.drafter == "ngram" and self.speculation.policy == "goodput":
-            raise ValueError(
-                "speculation.policy goodput goes by a draft model's scores, and drafter ngram has none; "
-                "use policy bandit, batch_table, capacity or fixed with it"
+                "name a draft model, or set speculation.drafter to suffix or none"
             )
         if self.speculation.ngram_min > self.speculation.ngram_max:
             raise ValueError("speculation.ngram_min must not exceed speculation.ngram_max")

@@ -16,6 +16,7 @@ from engine.drafters.drafter import Drafter
 from engine.drafters.model_drafter import ModelDrafter
 from engine.drafters.ngram_drafter import NgramDrafter
 from engine.drafters.refinement import Scorer
+from engine.drafters.suffix_drafter import SuffixDrafter
 from engine.engine import Engine
 from engine.model.compute_backend import ComputeBackend, PoolAttention
 from engine.model.cuda_graphs import CudaRecorder
@@ -31,7 +32,7 @@ from engine.numerics import (
     use_threads,
 )
 from engine.weights.causal_lm import CausalLM, max_context_tokens
-from policies.drafting.draft_policy import DraftPolicy, RefiningPolicy
+from policies.drafting.draft_policy import DraftPolicy
 from profiles.profile import Profile
 
 logger = logging.getLogger(__name__)
@@ -233,12 +234,9 @@ def _drafter(
             raise ConfigError("speculation.drafter is 'model' but no draft model was given; set models.draft")
         _check_draft_vocabulary(draft, vocab_size)
         return ModelDrafter(runner_of(draft), max_prefill_tokens=engine.max_prefill_tokens)
+    if speculation.drafter == "suffix":
+        return SuffixDrafter(memory_mb=speculation.suffix_memory_mb, min_match=speculation.suffix_min)
     if speculation.drafter == "ngram":
-        if isinstance(policy, RefiningPolicy):
-            raise ConfigError(
-                "a policy that refines drafts (goodput) goes by a draft model's scores, and drafter ngram has none; "
-                "use bandit, batch_table, capacity or fixed"
-            )
         return NgramDrafter(ngram_max=speculation.ngram_max, ngram_min=speculation.ngram_min)
     return None
 

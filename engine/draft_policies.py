@@ -11,6 +11,7 @@ from policies.drafting.baselines.fixed import FixedPolicy, OffPolicy
 from policies.drafting.cadence import Cadence
 from policies.drafting.draft_policy import DraftPolicy
 from policies.drafting.goodput import GoodputPolicy
+from policies.drafting.lookup_goodput import LookupGoodput
 from profiles.profile import Profile
 
 
@@ -28,6 +29,8 @@ def build_policy(speculation: SpeculationConfig, profile: Profile | None = None)
                 "speculation.policy goodput needs a profile of this pair on this machine and got none; "
                 "set speculation.profile to auto or to a folder that `rlhfspec profile` made"
             )
+        if speculation.looks_up:
+            return LookupGoodput(profile, max_nodes=speculation.max_nodes, max_depth=speculation.max_depth)
         return Cadence(
             GoodputPolicy(profile, max_nodes=speculation.max_nodes, max_depth=speculation.max_depth)
         )

@@ -19,96 +19,34 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from actors.actor_messages import HeldSamples, PollReply
-from actors.generation.loop_engine import BucketSource, EngineHost
+from actors.generation.loop_engine import EngineHost
+from actors.generation.loop_orders import (
+    HoldOrder,
+    LoadOrder,
+    LoopOrder,
+    NewsOrder,
+    RememberOrder,
+    StepLogOrder,
+    StopOrder,
+    SubmitOrder,
+)
 from actors.generation.trace_events import TraceLog
 from core.decode_records import InstanceLoad, StepRecord
 from core.errors import RlhfSpecError
 from core.progress import Progress
-from core.records import Completion, SampleKey, SampleRequest
-from core.weight_records import WeightManifest
-from policies.migration.move_messages import MoveReport, News, describe
+from core.records import Completion, SampleKey
+from policies.migration.move_messages import MoveReport
 
 if TYPE_CHECKING:
     # they import torch, which the scheduler has no use for
     from actors.migration.migrator import Migrator
-    from engine.exchange import CachePiece
 
 logger = logging.getLogger(__name__)
 TICK_S = 0.1
 "How often an idle loop looks after its open moves."
 GATHER_S = 0.05
 "Between two answers to polls, while samples run: an answer tells of all of them, and many samples end at once."
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SubmitOrder:
-    """Take these samples, if they come from no scheduler that has been replaced."""
-
-    requests: tuple[SampleRequest, ...]
-    term: int = 0
-
-    def __str__(self) -> str:
-        names = ", ".join(f"{r.key.sample_index}@{r.epoch}" for r in self.requests)
-        return f"submit {names}" + (f" in term {self.term}" if self.term else "")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadOrder:
-    """Load this version of this model; there must be no open sample."""
-
-    manifest: WeightManifest
-    chunks: tuple[np.ndarray, ...]
-    group: BucketSource | None = None
-    "where the chunks come from instead; of the manifest only version, names and places hold then"
-
-    def __str__(self) -> str:
-        return f"load {self.manifest.model} version {self.manifest.weight_version}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StopOrder:
-    """Leave the loop at the next boundary."""
-
-    def __str__(self) -> str:
-        return "stop"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HoldOrder:
-    """Answer what is held, and take no samples of an earlier term any more."""
-
-    term: int
-
-    def __str__(self) -> str:
-        return f"hold for term {self.term}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepLogOrder:
-    """Answer with the records of decode steps since the last such order."""
-
-    def __str__(self) -> str:
-        return "hand over the step log"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NewsOrder:
-    """Something about a move: an order, a peer's message, news of a transfer thread, a verdict."""
-
-    news: News
-    term: int | None = None
-    "of the scheduler that says it; None: it comes from a peer or a transfer thread"
-    pieces: tuple[CachePiece, ...] = ()
-    "of caches, that came beside a peer's message"
-
-    def __str__(self) -> str:
-        return describe(self.news)
-
-
-LoopOrder = SubmitOrder | LoadOrder | StopOrder | HoldOrder | StepLogOrder | NewsOrder
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,6 +222,9 @@ class DecodeLoop:
                         with self._counting_moves():
                             self._migrator.hold()
                     future.set_result(self._held())
+                case RememberOrder():
+                    self._host.remember(order.responses)
+                    future.set_result(None)
                 case StepLogOrder():
                     future.set_result(self._take_step_log())
                 case StopOrder():

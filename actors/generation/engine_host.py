@@ -22,6 +22,7 @@ from core.weight_records import TensorSpec, WeightManifest
 from engine.build import build_engine
 from engine.calibration.engine_provenance import device_name, here
 from engine.drafters.model_drafter import ModelDrafter
+from engine.drafters.suffix_drafter import SuffixDrafter
 from engine.engine import Engine
 from engine.model.compute_backend import ComputeBackend
 from engine.model.kept_verdicts import KeptVerdicts, facts_of_start
@@ -135,6 +136,11 @@ class ManifestHost:
             self._is_torn = True
             yield {spec.name: view_of(spec, flat, starts[index]) for spec in specs[index]}
 
+    def remember(self, responses: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
+        """Let a drafter that looks tokens up know these responses: token ids of prompt and response."""
+        if self._engine is not None and isinstance(self._engine.drafter, SuffixDrafter):
+            self._engine.drafter.remember(responses)
+
     def _require_copies_hold(self, models: Iterable[str]) -> None:
         """Raises WeightsError when a copy that the engine decodes from is not what was loaded."""
         if self._engine is None:
@@ -240,13 +246,13 @@ class ManifestHost:
     def _check_profile(self) -> None:
         """Require the profile's hardware here. Weights may have moved on. Raises ProfileError naming what differs."""
         profile = self._spec.profile
-        if profile is None or "draft" not in self._models:
+        if profile is None or "target" not in self._models:
             return
         measured = profile.provenance
         running = here(
             measured,
             self._models["target"],
-            self._models["draft"],
+            self._models.get("draft"),
             engine=self._engine_settings,
             dtype=self._spec.dtype,
         )

@@ -9,6 +9,7 @@ scheduler queues its samples again.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import TYPE_CHECKING, Any
@@ -16,18 +17,26 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import ray
 
-from actors.actor_messages import GenerationSpec, HeldSamples, InstanceNumerics, LoadedWeights, PollReply
-from actors.generation.decode_loop import (
-    DecodeLoop,
+from actors.actor_messages import (
+    FinishedText,
+    GenerationSpec,
+    HeldSamples,
+    InstanceNumerics,
+    LoadedWeights,
+    PollReply,
+)
+from actors.generation.decode_loop import DecodeLoop
+from actors.generation.gauges import InstanceGauges
+from actors.generation.loop_orders import (
     HoldOrder,
     LoadOrder,
     LoopOrder,
     NewsOrder,
+    RememberOrder,
     StepLogOrder,
     StopOrder,
     SubmitOrder,
 )
-from actors.generation.gauges import InstanceGauges
 from actors.generation.trace_events import TraceEvent
 from actors.ray_utils.actor_start import begin_actor
 from actors.ray_utils.remote import Handle, remote
@@ -103,6 +112,12 @@ class GenerationActor:
         Raises WeightsError when the chunks do not match the manifest or a sample is open.
         """
         return self._carry_out(LoadOrder(manifest=manifest, chunks=chunks), timeout_s)
+
+    @ray.method(concurrency_group="control")
+    def remember(self, texts: Sequence[FinishedText], timeout_s: float) -> None:
+        """Look up in what other instances have finished, too."""
+        others = tuple((text.prompt, text.response) for text in texts if text.instance != self._spec.instance)
+        self._carry_out(RememberOrder(responses=others), timeout_s)
 
     @ray.method(concurrency_group="control")
     def join_broadcast(self, ticket: BroadcastTicket, rank: int, timeout_s: float) -> None:

@@ -87,6 +87,10 @@ class EngineHost(Protocol):
         """Load one version of one model and read it back."""
         ...
 
+    def remember(self, responses: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
+        """Let a drafter that looks tokens up know these responses: token ids of prompt and response."""
+        ...
+
     def receive_weights(self, layout: WeightManifest, group: BucketSource) -> LoadedWeights:
         """Load the next version of a model from a broadcast group and read it back."""
         ...

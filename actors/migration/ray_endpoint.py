@@ -8,8 +8,9 @@ import numpy as np
 import ray
 
 from actors.actor_messages import GenerationSpec
-from actors.generation.decode_loop import DecodeLoop, NewsOrder
+from actors.generation.decode_loop import DecodeLoop
 from actors.generation.engine_host import ManifestHost
+from actors.generation.loop_orders import NewsOrder
 from actors.migration.context import MigrationContext
 from actors.migration.migrator import Migrator
 from actors.migration.peers import Peers

@@ -20,7 +20,14 @@ from core.errors import ProfileError
 from core.records import SampleKey, SampleRequest, Stream
 from engine.build import build_engine
 from engine.calibration.engine_provenance import provenance_of
-from engine.calibration.profiler import MAX_PROFILED_NODES, MadeProfile, Placeholder, make_profile
+from engine.calibration.profiler import (
+    MAX_PROFILED_NODES,
+    MadeProfile,
+    Placeholder,
+    make_profile,
+    make_verification_profile,
+)
+from engine.calibration.random_chains import RandomChains
 from engine.weights.loading import load_causal_lm, num_token_ids
 from learning.data.prompts import sampling_params
 from learning.pairs.make import require_writable
@@ -37,14 +44,15 @@ class ProfiledRun:
     """What a profile of this run is measured with."""
 
     target: PreTrainedModel
-    draft: PreTrainedModel
+    draft: PreTrainedModel | None
+    "None: drafts are looked up"
     provenance: Provenance
     max_total_tokens: int
 
 
 def needs_profile(config: Config) -> bool:
     """Whether the policy goes by a profile."""
-    return config.speculation.policy == "goodput" and config.speculation.drafter == "model"
+    return config.speculation.policy == "goodput" and config.speculation.drafter != "none"
 
 
 def resolve_profile(config: Config, inputs: Inputs, report: Reporter) -> Profile | None:
@@ -82,16 +90,20 @@ def resolve_profile(config: Config, inputs: Inputs, report: Reporter) -> Profile
 
 
 def describe(config: Config, inputs: Inputs) -> ProfiledRun:
-    """Load the pair and describe it. Raises ProfileError when there is no draft model to profile."""
-    models = config.models
-    if config.speculation.drafter != "model" or models.draft is None:
+    """Load what is to be profiled and describe it. Raises ProfileError when nothing drafts."""
+    models, speculation = config.models, config.speculation
+    if speculation.drafter == "none" or (speculation.drafter == "model" and models.draft is None):
         raise ProfileError(
-            "a profile needs a target and a draft model; set models.draft and speculation.drafter=model"
+            "a profile needs a target and what drafts for it; set models.draft, or speculation.drafter=suffix"
         )
+    names = (models.target, models.draft if speculation.drafter == "model" else None)
     target, draft = (
-        load_causal_lm(name, models.dtype, trust_remote_code=models.trust_remote_code)
-        for name in (models.target, models.draft)
+        None
+        if name is None
+        else load_causal_lm(name, models.dtype, trust_remote_code=models.trust_remote_code)
+        for name in names
     )
+    assert target is not None
     max_total_tokens = inputs.max_total_tokens(config)
     return ProfiledRun(
         target=target,
@@ -123,7 +135,13 @@ def measure(
             policy=Placeholder(MAX_PROFILED_NODES),
             max_total_tokens=run.max_total_tokens,
             vocab_size=num_token_ids(inputs.tokenizer),
+            drafter=RandomChains(num_token_ids(inputs.tokenizer)) if run.draft is None else None,
         )
+        if run.draft is None:
+            with report.job("profile of the target on this machine") as tick:
+                return make_verification_profile(
+                    engine, _requests(config, inputs), run.provenance, budget_s=budget_s, progress=tick
+                )
         with report.job("profile of the pair on this machine") as tick:
             return make_profile(
                 engine, _requests(config, inputs), run.provenance, budget_s=budget_s, progress=tick

@@ -9,14 +9,14 @@ bundle of its own.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import ray
 from ray.util.placement_group import PlacementGroup
 
-from actors.actor_messages import GenerationSpec, InstanceNumerics, LostInstance, Taken
+from actors.actor_messages import FinishedText, GenerationSpec, InstanceNumerics, LostInstance, Taken
 from actors.generation.generation_actor import GenerationActor
 from actors.ray_utils.remote import Handle
 from cluster.placement.single_places import SinglePlaces
@@ -28,6 +28,7 @@ from cluster.scheduling.pool_changes import PoolChanges
 from cluster.scheduling.scheduler_client import SchedulerClient
 from cluster.weights.publish import PublishedWeights, publish
 from core.config import ClusterConfig
+from core.records import Rollout
 
 
 class GenerationPool:
@@ -109,6 +110,24 @@ class GenerationPool:
     def keep(self, weights: PublishedWeights) -> None:
         """Take note of a version that every instance has got by another way: replacements get it."""
         self._weights[weights.manifest.model] = weights
+
+    def remember(self, rollouts: Sequence[Rollout]) -> None:
+        """Tell every instance what the others have finished, where drafts are looked up in it; nobody waits."""
+        instances = self.instances
+        if len(instances) < 2:
+            return
+        texts = ray.put(
+            [
+                FinishedText(
+                    instance=rollout.completion.instance,
+                    prompt=rollout.prompt.token_ids,
+                    response=rollout.completion.token_ids,
+                )
+                for rollout in rollouts
+            ]
+        )
+        for handle in instances.values():
+            handle.remember.remote(texts, self._cluster.order_timeout_s)
 
     def publish(self, weights: PublishedWeights) -> None:
         """Publish a new version to every instance; one that died since it was last heard of is replaced."""

@@ -23,7 +23,8 @@ class SamplingConfig(Section):
 class SpeculationConfig(Section):
     """What is drafted, and who decides how much."""
 
-    drafter: Literal["model", "ngram", "none"] = "model"
+    drafter: Literal["model", "ngram", "suffix", "none"] = "model"
+    "model: a draft model; ngram, suffix: look-up in the sample's own text; suffix: in all responses to its prompt too"
     policy: Literal["goodput", "batch_table", "bandit", "capacity", "fixed", "off"] = "goodput"
     "goodput: adaptive, from a profile; batch_table, bandit: TLT's; capacity: FastGRPO's; fixed; off: plain decoding"
     profile: UserPath = "auto"
@@ -41,6 +42,20 @@ class SpeculationConfig(Section):
     "capacity: tokens one target forward verifies at no more than twice the cost of one"
     ngram_max: int = Field(default=4, ge=1)
     ngram_min: int = Field(default=2, ge=1)
+    suffix_min: int = Field(default=1, ge=1)
+    "suffix: least tokens that must match"
+    suffix_memory_mb: float = Field(default=256.0, gt=0.0)
+    "suffix: responses to look up in, of each instance; the prompts used longest ago go first"
+
+    @property
+    def looks_up(self) -> bool:
+        """Whether drafts cost next to nothing, and come with no scores of a model."""
+        return self.drafter in ("ngram", "suffix")
+
+    @property
+    def remembers(self) -> bool:
+        """Whether drafts are looked up in finished responses."""
+        return self.drafter == "suffix" and self.policy != "off"
 
     @model_validator(mode="after")
     def _has_levels(self) -> SpeculationConfig:

@@ -32,9 +32,13 @@ def sweep_costs(
     random: np.random.Generator,
     *,
     budget_s: float,
+    chains_only: bool = False,
     progress: Callable[[float], None] = lambda share: None,
 ) -> CostTable:
-    """Time decode steps with drawn plans, at batches of 1, 2, 4, .. and at short and long contexts."""
+    """Time decode steps with drawn plans, at batches of 1, 2, 4, .. and at short and long contexts.
+
+    `chains_only`: for a drafter that knows no trees.
+    """
     slots = engine.runner.pool.num_slots
     sizes = sorted({1 << power for power in range(slots.bit_length())} | {slots})
     room, longest = engine.exchange.kv_admission, engine.max_total_tokens
@@ -48,7 +52,8 @@ def sweep_costs(
     rows: list[StepRecord] = []
     for number, (size, share) in enumerate(cells):
         progress(number / len(cells))
-        rows += _cell(engine, _tiled(requests, size, share, engine), random, budget_s / len(cells))
+        plans = _DrawnPlans(random, chains_only=chains_only)
+        rows += _cell(engine, _tiled(requests, size, share, engine), plans, budget_s / len(cells))
     return cost_table(rows)
 
 
@@ -74,10 +79,9 @@ def cost_table(records: Sequence[StepRecord]) -> CostTable:
 
 
 def _cell(
-    engine: Engine, requests: list[SampleRequest], random: np.random.Generator, budget_s: float
+    engine: Engine, requests: list[SampleRequest], plans: _DrawnPlans, budget_s: float
 ) -> list[StepRecord]:
     """Time steps of one batch size from one context length on."""
-    plans = _DrawnPlans(random)
     engine.policy = plans
     rows: list[StepRecord] = []
     deadline_s = time.perf_counter() + budget_s
@@ -140,8 +144,9 @@ class _DrawnPlans:
     _SHARES = (0.2, 0.6, 0.12, 0.08)
     _MOST = 16
 
-    def __init__(self, random: np.random.Generator) -> None:
+    def __init__(self, random: np.random.Generator, *, chains_only: bool = False) -> None:
         self.warm_up = False
+        self._shares = (0.25, 0.75) if chains_only else self._SHARES
         self._random = random
         self._budget = PLAIN
         self._counts: np.ndarray | None = None
@@ -149,7 +154,7 @@ class _DrawnPlans:
     def draw(self) -> None:
         """Draw the next plan."""
         self._counts = None
-        kind = int(self._random.choice(4, p=self._SHARES))
+        kind = int(self._random.choice(len(self._shares), p=self._shares))
         if kind == 0:
             self._budget = PLAIN
             return

@@ -21,23 +21,24 @@ from profiles.provenance import Provenance
 
 ENGINE_CODE = "rows of attention abreast"
 "To be renamed when decode steps take another time than before: old profiles are then measured anew."
+NO_DRAFT = "none: drafts are looked up"
 _RECORDED = ("transformers", "numpy", "statsmodels")
 
 
 def provenance_of(
     target: CausalLM,
-    draft: CausalLM,
+    draft: CausalLM | None,
     *,
     engine: EngineConfig,
     dtype: str,
     sampling: SamplingParams,
     max_total_tokens: int,
 ) -> Provenance:
-    """Describe a pair on this machine as a profile would."""
+    """Describe a pair, or a target whose drafts are looked up, on this machine as a profile would."""
     return Provenance(
         **_instance_facts(target, draft, engine, dtype),
         target_weights=model_checksum(target),
-        draft_weights=model_checksum(draft),
+        draft_weights=NO_DRAFT if draft is None else model_checksum(draft),
         sampling=f"T={sampling.temperature:g} top_k={sampling.top_k} top_p={sampling.top_p:g}",
         max_total_tokens=max_total_tokens,
         versions=", ".join(f"{package} {metadata.version(package)}" for package in _RECORDED),
@@ -48,7 +49,7 @@ def provenance_of(
 def here(
     measured: Provenance,
     target: CausalLM,
-    draft: CausalLM,
+    draft: CausalLM | None,
     *,
     engine: EngineConfig,
     dtype: str,
@@ -57,7 +58,9 @@ def here(
     return replace(measured, **_instance_facts(target, draft, engine, dtype))
 
 
-def _instance_facts(target: CausalLM, draft: CausalLM, engine: EngineConfig, dtype: str) -> dict[str, Any]:
+def _instance_facts(
+    target: CausalLM, draft: CausalLM | None, engine: EngineConfig, dtype: str
+) -> dict[str, Any]:
     """What an instance knows by itself: hardware, numerics, architectures, slots."""
     device = resolve_device(engine)
     backend = choose_backend(device, num_threads=engine.num_threads)
@@ -67,7 +70,7 @@ def _instance_facts(target: CausalLM, draft: CausalLM, engine: EngineConfig, dty
         "dtype": dtype,
         "numerics": resolve_numerics(engine, device),
         "target_model": _architecture(target),
-        "draft_model": _architecture(draft),
+        "draft_model": NO_DRAFT if draft is None else _architecture(draft),
         "num_slots": engine.max_running_samples,
         "kv_cache": "full lengths" if engine.kv_cache_mb is None else f"{engine.kv_cache_mb:g} MB",
         "torch_version": torch.__version__,

@@ -96,6 +96,50 @@ def make_profile(
     return MadeProfile(profile=profile, costs=costs, drafts=drafts)
 
 
+def make_verification_profile(
+    engine: Engine,
+    requests: Sequence[SampleRequest],
+    provenance: Provenance,
+    *,
+    budget_s: float = 30.0,
+    seed: int = 0,
+    progress: Progress = lambda what, share: None,
+) -> MadeProfile:
+    """Measure what verification costs, for drafters that look tokens up: nothing is known of their acceptance.
+
+    Arguments as `make_profile`; the engine's drafter is `engine.calibration.random_chains.RandomChains`.
+    """
+    policy, scorer = engine.policy, engine.scorer
+    try:
+        engine.scorer = Scorer(PRIOR)
+        random = np.random.default_rng(seed)
+        sweeps = []
+        for number in range(2):
+
+            def report(share: float, number: int = number) -> None:
+                progress("profile: sweeping costs", (number + share) / 2)
+
+            sweeps.append(
+                sweep_costs(
+                    engine, requests, random, budget_s=budget_s / 2, chains_only=True, progress=report
+                )
+            )
+    finally:
+        engine.cancel_all()
+        engine.policy, engine.scorer = policy, scorer
+    costs = join_costs(sweeps)
+    profile = Profile(
+        provenance=provenance,
+        cost=fit_costs(costs),
+        acceptance=PRIOR,
+        yields=(),
+        max_samples=engine.runner.pool.num_slots,
+        quality=cost_quality(fit_costs(sweeps[0]), sweeps[1]),
+    )
+    progress("profile: done", 1.0)
+    return MadeProfile(profile=profile, costs=costs, drafts=[])
+
+
 def yield_curves(drafts: Sequence[DraftRecording], acceptance: AcceptanceModel) -> tuple[YieldCurve, ...]:
     """The chain's curve at full depth: shorter chains are its heads; trees at every depth from two levels on."""
     curves = []

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from jaxtyping import Int
+from torch import Tensor
 
 from engine.decoding.draft_tree import DEAD, DraftTree, chain
 from engine.decoding.running_batch import RunningBatch
@@ -17,7 +19,7 @@ class CachelessDrafter:
     def admit(self, slots: range, batch: RunningBatch) -> None:
         """Nothing to prepare: the past is in the batch."""
 
-    def commit(self, batch: RunningBatch, tree: DraftTree, verdict: Verdict) -> None:
+    def commit(self, batch: RunningBatch, tree: DraftTree, verdict: Verdict) -> Int[Tensor, " B"] | None:
         """Nothing is cached."""
 
     def note_kept(self, batch: RunningBatch, num_kept: np.ndarray) -> None:

@@ -98,6 +98,13 @@ class Refinement:
         self._last = self._frontier = path[:, -1:]
         self.seconds += self._clock() - started
 
+    def whole_chain(self, path: np.ndarray) -> None:
+        """Take the path scores of a chain that was drafted at once, float32 [B, levels]."""
+        started = self._clock()
+        path = np.where(np.arange(1, path.shape[1] + 1) < self._remaining[:, None], path, np.float32(0.0))
+        self._add(path, (1,) * path.shape[1])
+        self.seconds += self._clock() - started
+
     def _add(self, scores: np.ndarray, sizes: tuple[int, ...]) -> None:
         self._blocks.append(scores)
         self._sizes += sizes

@@ -5,6 +5,7 @@ The policy is asked what the engine asked it, in the same order, and shown what 
     plan      with the state; the whole budget must be equal, its reason included
     deepen    refined budgets: after no level with ones, then whenever the levels it asked for are drafted, with the
               last level's scores; until it answers 0 or the budget's depth is reached; the levels must be as many
+              (a policy whose `drafts_at_once` is true is asked for no levels)
     select    with all scores; every sample's number of nodes must be equal
     observe   with the record
 
@@ -74,7 +75,7 @@ def _refined(policy: DraftPolicy, record: StepRecord) -> Difference | None:
     sizes = () if draft is None else draft.level_sizes
     if draft is not None and draft.scores.shape != (record.num_samples, sum(sizes)):
         return _difference(record, "draft", draft.scores.shape, (record.num_samples, sum(sizes)))
-    levels = _levels(policy, record, sizes)
+    levels = len(sizes) if getattr(policy, "drafts_at_once", False) else _levels(policy, record, sizes)
     stopped = levels > len(sizes) and _may_lack_room(record.budget, sizes, policy.max_nodes)
     if levels != len(sizes) and not stopped:
         return _difference(record, "levels", len(sizes), levels)

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import tiny_pool
 
-from actors.generation.decode_loop import DecodeLoop, StepLogOrder, StopOrder, SubmitOrder
+from actors.generation.decode_loop import DecodeLoop
+from actors.generation.loop_orders import StepLogOrder, StopOrder, SubmitOrder
 from cluster.cli import main
 from core.config import EngineConfig, SpeculationConfig
 from core.decode_records import StepRecord

@@ -25,6 +25,7 @@ PLANS = {
     "tree8": SpeculationConfig(policy="fixed", num_nodes=8, depth=4, branching=2),
     "tree16": SpeculationConfig(policy="fixed", num_nodes=16, depth=4, branching=3),
     "ngram": SpeculationConfig(policy="fixed", drafter="ngram", num_nodes=5, ngram_max=3, ngram_min=1),
+    "suffix": SpeculationConfig(policy="fixed", drafter="suffix", num_nodes=5),
     "capacity": SpeculationConfig(policy="capacity", num_nodes=12, depth=4, branching=2, capacity_tokens=30),
 }
 

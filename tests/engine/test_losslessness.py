@@ -60,6 +60,7 @@ CASES = [
             ("tree8", 3, "reversed"),
             ("tree16", 8, "shuffled"),
             ("ngram", 8, "given"),
+            ("suffix", 8, "reversed"),
             ("capacity", 8, "reversed"),
         ]
     ],
@@ -87,7 +88,7 @@ def test_samples_do_not_depend_on_plan_batch_or_order(
     assert_equal([by_key[request.key] for request in requests], plain(dtype, sampling))
     if plan != "off":
         assert engine.stats.num_draft_tokens > 50
-    if plan not in ("off", "ngram"):
+    if plan not in ("off", "ngram", "suffix"):
         assert engine.stats.num_accepted_tokens > 10, "nothing accepted: the case proves nothing"
     if plan in ("tree8", "tree16") and sampling != "T=0":
         assert engine.stats.num_accepted_rank2_plus > 0

@@ -9,7 +9,8 @@ import numpy as np
 import ray
 
 from actors.actor_messages import LoadedWeights
-from actors.generation.decode_loop import DecodeLoop, HoldOrder, SubmitOrder
+from actors.generation.decode_loop import DecodeLoop
+from actors.generation.loop_orders import HoldOrder, SubmitOrder
 from core.decode_records import GenerationStats, InstanceLoad, StepRecord
 from core.errors import DataError
 from core.progress import Progress
@@ -126,6 +127,9 @@ class FakeHost:
     def __init__(self, engine: FakeEngine) -> None:
         self.engine = engine
         self.loaded: list[int] = []
+
+    def remember(self, responses) -> None:
+        pass
 
     def load_weights(self, manifest, chunks) -> LoadedWeights:
         self.loaded.append(manifest.weight_version)

@@ -16,7 +16,8 @@ from typing import Any
 from in_process import NO_FAULTS, FaultPlan, MemoryHub, MemoryTransport
 
 from actors.actor_messages import HeldSamples, PollReply
-from actors.generation.decode_loop import DecodeLoop, HoldOrder, NewsOrder, SubmitOrder
+from actors.generation.decode_loop import DecodeLoop
+from actors.generation.loop_orders import HoldOrder, NewsOrder, SubmitOrder
 from actors.migration.context import MigrationContext
 from actors.migration.migrator import Migrator
 from actors.migration.transfers import Transfers

@@ -9,7 +9,8 @@ import pytest
 from fake_engine import POISON, FakeEngine, FakeHost, make_request, response_of
 
 from actors.generation import decode_loop
-from actors.generation.decode_loop import DecodeLoop, HoldOrder, LoadOrder, StopOrder, SubmitOrder
+from actors.generation.decode_loop import DecodeLoop
+from actors.generation.loop_orders import HoldOrder, LoadOrder, StopOrder, SubmitOrder
 from core.errors import DataError, RlhfSpecError
 from core.weight_records import WeightManifest
 

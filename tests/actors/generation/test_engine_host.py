@@ -17,6 +17,7 @@ from core.config import EngineConfig, SpeculationConfig
 from core.errors import ConfigError, PlacementError, WeightsError
 from core.weight_records import WeightManifest
 from engine.drafters.model_drafter import ModelDrafter
+from engine.drafters.suffix_drafter import SuffixDrafter
 from engine.model.llama_forward import LlamaForward
 from engine.model.stock_forward import StockForward
 from engine.model.stock_linears import OwnProduct
@@ -24,6 +25,7 @@ from engine.weights.bare_llama import BareLlama
 from engine.weights.chunks import pack_weights
 from tests.helpers import tiny_pool
 
+TREE = SpeculationConfig(policy="fixed", num_nodes=4, depth=2, branching=2)
 MODELS: dict[str, Callable[[], PreTrainedModel]] = {"target": tiny_pool.target, "draft": tiny_pool.draft}
 
 
@@ -31,13 +33,18 @@ def published(name: str, version: int = 1) -> tuple[WeightManifest, list[np.ndar
     return pack_weights(MODELS[name](), name=name, weight_version=version)  # type: ignore[arg-type]
 
 
-def new_host(forward: str, device: str = "cpu", cache_dir: str | None = None) -> ManifestHost:
+def new_host(
+    forward: str,
+    device: str = "cpu",
+    cache_dir: str | None = None,
+    speculation: SpeculationConfig = TREE,
+) -> ManifestHost:
     torch.set_num_threads(1)
     return ManifestHost(
         GenerationSpec(
             instance="gen-0",
             engine=EngineConfig(device=device, max_running_samples=2, probe=False, forward=forward),  # type: ignore[arg-type]
-            speculation=SpeculationConfig(policy="fixed", num_nodes=4, depth=2, branching=2),
+            speculation=speculation,
             dtype="float32",
             max_total_tokens=64,
             vocab_size=tiny_pool.VOCAB_SIZE,
@@ -54,6 +61,18 @@ def test_an_engine_works_on_the_device_that_was_assigned_to_its_actor() -> None:
     ):
         for name in MODELS:
             host.load_weights(*published(name))
+
+
+def test_what_others_have_finished_is_looked_up_where_the_drafter_does() -> None:
+    host = new_host("auto", speculation=SpeculationConfig(policy="fixed", drafter="suffix"))
+    text = (np.array([1, 2, 3]), np.array([4, 5, 6, 7]))
+    # before there are weights there is nobody to remember
+    host.remember([text])
+    host.load_weights(*published("target"))
+    assert host.engine is not None and isinstance(drafter := host.engine.drafter, SuffixDrafter)
+    host.remember([text])
+    assert drafter.num_states == 1 + 7
+    new_host("auto").remember([text])
 
 
 def test_an_engine_is_not_built_where_its_gpu_has_no_room(monkeypatch) -> None:

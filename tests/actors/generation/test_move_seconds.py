@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 import pytest
 from fake_engine import FakeEngine, FakeHost, make_request
 
-from actors.generation.decode_loop import DecodeLoop, HoldOrder, NewsOrder, SubmitOrder
+from actors.generation.decode_loop import DecodeLoop
+from actors.generation.loop_orders import HoldOrder, NewsOrder, SubmitOrder
 from core.decode_records import InstanceLoad
 from core.errors import RlhfSpecError
 from core.records import Completion, SampleKey

@@ -72,18 +72,6 @@ def test_a_dead_drafter_is_suspended_named_and_harmless(
     assert tokens == {completion.key: completion.token_ids.tolist() for completion in plain}
 
 
-def test_a_policy_that_needs_scores_refuses_a_drafter_without(pairs) -> None:
-    with pytest.raises(ConfigError, match="ngram has none"):
-        build_engine(
-            pairs["float32"].target,
-            None,
-            engine=EngineConfig(device="cpu", max_running_samples=2, probe=False),
-            speculation=SpeculationConfig(policy="goodput", drafter="ngram"),
-            max_total_tokens=64,
-            profile=PROFILE,
-        )
-
-
 def test_goodput_without_a_profile_says_how_to_get_one(pairs) -> None:
     with pytest.raises(ConfigError, match="rlhfspec profile"):
         build_engine(

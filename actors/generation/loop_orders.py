@@ -1,0 +1,95 @@
+"""What a decode loop is ordered to do, one record an order; their text stands in its log."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from actors.generation.loop_engine import BucketSource
+from core.records import SampleRequest
+from core.weight_records import WeightManifest
+from policies.migration.move_messages import News, describe
+
+if TYPE_CHECKING:
+    # it imports torch, which the scheduler has no use for
+    from engine.exchange import CachePiece
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SubmitOrder:
+    """Take these samples, if they come from no scheduler that has been replaced."""
+
+    requests: tuple[SampleRequest, ...]
+    term: int = 0
+
+    def __str__(self) -> str:
+        names = ", ".join(f"{r.key.sample_index}@{r.epoch}" for r in self.requests)
+        return f"submit {names}" + (f" in term {self.term}" if self.term else "")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadOrder:
+    """Load this version of this model; there must be no open sample."""
+
+    manifest: WeightManifest
+    chunks: tuple[np.ndarray, ...]
+    group: BucketSource | None = None
+    "where the chunks come from instead; of the manifest only version, names and places hold then"
+
+    def __str__(self) -> str:
+        return f"load {self.manifest.model} version {self.manifest.weight_version}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StopOrder:
+    """Leave the loop at the next boundary."""
+
+    def __str__(self) -> str:
+        return "stop"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HoldOrder:
+    """Answer what is held, and take no samples of an earlier term any more."""
+
+    term: int
+
+    def __str__(self) -> str:
+        return f"hold for term {self.term}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepLogOrder:
+    """Answer with the records of decode steps since the last such order."""
+
+    def __str__(self) -> str:
+        return "hand over the step log"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewsOrder:
+    """Something about a move: an order, a peer's message, news of a transfer thread, a verdict."""
+
+    news: News
+    term: int | None = None
+    "of the scheduler that says it; None: it comes from a peer or a transfer thread"
+    pieces: tuple[CachePiece, ...] = ()
+    "of caches, that came beside a peer's message"
+
+    def __str__(self) -> str:
+        return describe(self.news)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RememberOrder:
+    """Look up in these responses too: token ids of prompt and response."""
+
+    responses: tuple[tuple[np.ndarray, np.ndarray], ...]
+
+    def __str__(self) -> str:
+        return f"remember {len(self.responses)} responses"
+
+
+LoopOrder = RememberOrder | SubmitOrder | LoadOrder | StopOrder | HoldOrder | StepLogOrder | NewsOrder
