@@ -24,6 +24,7 @@ from cluster.episodes import EpisodeRewards, Episodes, start_episodes
 from cluster.forward_stream import ForwardStream
 from cluster.placement.ray_session import RaySession
 from cluster.placement.single_places import SinglePlaces
+from cluster.placement.single_places import nodes_of as node_ids
 from cluster.placement.spare_cores import nodes_of, streams_forwards
 from cluster.placement.topology import PlacementContext, Topology, actor_options, place, plan
 from cluster.preflight.evaluation_prompts import EvaluationPrompts
@@ -84,6 +85,8 @@ class System(GeneratingSystem):
     "whether trainers compute what they can during the rollout (`cluster.placement.spare_cores`)"
     is_learning: bool = False
     "whether an iteration has begun to change what the trainers hold: no state can be taken then"
+    first_nodes: frozenset[str] = frozenset()
+    "Ray's ids of the machines that the run was placed on"
     refit_overhead_s: float = 0.0
     "what the last refit of the draft model took beside the learning: packing, publishing, confirming"
 
@@ -140,6 +143,7 @@ def running_system(
         context = PlacementContext(group=group, namespace=session.namespace, environment=session.environment)
         with watching(note), watching_raylet(own_raylet() if session.is_local else None, note):
             system = _make_actors(config, inputs, topology, context, singles, note)
+            system.first_nodes = frozenset(node_ids(group).values())
             _bring_up(system)
             system.streams_forwards, why = streams_forwards(
                 config, topology, nodes_of(group, topology), recomputes_old=system.recomputes_old

@@ -1,4 +1,4 @@
-"""A trainer that died or froze: the run begins anew where its last state was taken, a few times at most."""
+"""A trainer or a machine that is gone: the run begins anew where its last state was taken, a few times at most."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from actors.ray_utils.waiting import ActorDied
+from cluster.placement.single_places import living_nodes
 from cluster.resuming.rewind import rewind
 from cluster.resuming.run_state import RunState, last_state
 from cluster.run_folder.layout import RunDir
@@ -26,7 +27,10 @@ LOSSES = (InstanceLost, PeerLost, SchedulerLost, WaitTimeout)
 
 
 def as_trainer_lost(system: System, error: RlhfSpecError) -> TrainerLost | None:
-    """What `error` says where a trainer is dead or frozen, all of them ended then; None where they live."""
+    """What `error` says where a trainer is dead or frozen, all of them ended then; None where they live.
+
+    So, too, where the loss of somebody who was not replaced goes with the loss of a machine: new places are found then.
+    """
     if isinstance(error, InputError | NodeDied):
         return None
     # of another error, one that is silent may only be at work
@@ -34,6 +38,8 @@ def as_trainer_lost(system: System, error: RlhfSpecError) -> TrainerLost | None:
     if isinstance(error, ActorDied) and error.name in system.trainers.handles and error.name not in lost:
         # it answers again, and nobody knows whether it did what it was ordered
         lost.append(error.name)
+    if not lost and isinstance(error, LOSSES):
+        lost = [f"machine {node[:8]}" for node in sorted(system.first_nodes - living_nodes())]
     if not lost:
         return None
     system.trainers.kill()
