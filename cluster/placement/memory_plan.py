@@ -3,7 +3,7 @@
 Plain arithmetic on the models' configs; no tensor is made. The fixed costs of a process are measured
 ones (Linux, CPU torch 2.13, Ray 2.60), the rest follows from the sizes:
 
-    generation  weights and their inference copy + KV pool + one step's logits
+    generation  weights and their inference copy + KV pool + one step's logits; with drafter suffix what it looks up in
     trainer     weights, gradients and two Adam moments in float32 (LoRA: the adapters', and the weights below),
                 reference, shared by all trainers with fsdp2; buckets on their way out + one forward's activations;
                 with refits the draft's, and its targets
@@ -165,6 +165,7 @@ def plan_memory(
         kv_pool = min(kv_pool, int(config.engine.kv_cache_mb * MB))
     has_turns = config.environment.kind is not None
     kept_mb = config.engine.turn_cache_mb if has_turns else 0.0
+    kept_mb += config.speculation.suffix_memory_mb if config.speculation.remembers else 0.0
     learning_bytes = _learner_bytes(config, target) + _refit_bytes(config, draft)
     return MemoryPlan(
         generation_bytes=TORCH_PROCESS_BYTES + kv_pool + engine_bytes + int(kept_mb * MB),

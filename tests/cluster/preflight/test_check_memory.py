@@ -61,6 +61,14 @@ def test_the_kv_pool_holds_prompt_response_and_tree_of_every_slot() -> None:
     assert plan(settings).kv_pool_bytes == 4 * 64 * (target + draft)
 
 
+def test_what_a_suffix_drafter_looks_up_in_is_counted() -> None:
+    kept = [
+        plan(config(speculation={"drafter": "suffix", "suffix_memory_mb": mb})).generation_bytes
+        for mb in (1.0, 101.0)
+    ]
+    assert kept[1] - kept[0] == 100 * 10**6
+
+
 def test_bfloat16_halves_the_kv_pool_on_a_gpu_only() -> None:
     models = {"draft": "demo", "dtype": "bfloat16"}
     assert plan(config(models=models)).kv_pool_bytes == plan(config()).kv_pool_bytes
