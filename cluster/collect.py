@@ -20,7 +20,7 @@ from cluster.reporting.console import Reporter
 from cluster.rollout_buffer import RolloutBuffer
 from cluster.system import GeneratingSystem, Scored
 from core.decode_records import GenerationStats
-from core.errors import RewardError
+from core.errors import RewardError, RlhfSpecError
 from core.records import ResponseFacts, Rollout, SampleRequest, Unscored
 from learning.data.prompts import response_text
 from policies.scheduling.events import MoveRecord
@@ -70,7 +70,8 @@ def collect(
     used up.
     """
     began_s = time.perf_counter()
-    moves = list(_take(system, wait_s=0.0, report=report).moves)
+    moves = [*system.late_moves, *_take(system, wait_s=0.0, report=report).moves]
+    system.late_moves.clear()
     before, planned_before_s = system.scheduler.stats, system.scheduler.planning_s
     episodes = system.episodes
     if episodes is None:
@@ -143,8 +144,17 @@ def collect(
 
 
 def attend(system: GeneratingSystem, report: Reporter) -> None:
-    """Look after the pool while the loop waits for something else and no sample is open; the trainer is busy."""
-    _take(system, wait_s=0.0, report=report, may_fetch=False)
+    """Look after the pool while the loop waits for something else and no sample is open; the trainer is busy.
+
+    Raises RlhfSpecError where a sample was open after all: its completion would be lost.
+    """
+    taken = _take(system, wait_s=0.0, report=report, may_fetch=False)
+    system.late_moves.extend(taken.moves)
+    if taken.completions:
+        raise RlhfSpecError(
+            f"{len(taken.completions)} samples were completed while the loop waited for something else; expected none "
+            "to be open then: this is a fault of the project, please report it"
+        )
 
 
 def _take(system: GeneratingSystem, *, wait_s: float, report: Reporter, may_fetch: bool = True) -> Taken:

@@ -116,7 +116,7 @@ class Recorder:
 
         What goes wrong is a note: a picture neither ends a run nor hides what ended it.
         """
-        if self._last is None:
+        if self._last is None or self._run_dir.owner.is_taken:
             return
         try:
             self._write(*self._last)

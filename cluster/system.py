@@ -6,7 +6,8 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import ray
@@ -23,8 +24,7 @@ from cluster.dynamic_sampling import UsefulGroups
 from cluster.episodes import EpisodeRewards, Episodes, start_episodes
 from cluster.forward_stream import ForwardStream
 from cluster.placement.ray_session import RaySession
-from cluster.placement.single_places import SinglePlaces
-from cluster.placement.single_places import nodes_of as node_ids
+from cluster.placement.single_places import SinglePlaces, lost_machines
 from cluster.placement.spare_cores import nodes_of, streams_forwards
 from cluster.placement.topology import PlacementContext, Topology, actor_options, place, plan
 from cluster.preflight.evaluation_prompts import EvaluationPrompts
@@ -45,6 +45,7 @@ from engine.weights.loading import load_causal_lm, load_hf_config, num_token_ids
 from engine.weights.stored_weights import stored_weights
 from learning.data.cursor import PromptCursor
 from learning.data.prompts import sampling_params
+from policies.scheduling.events import MoveRecord
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +67,8 @@ class GeneratingSystem:
     target: PublishedWeights
     draft: PublishedWeights | None
     evaluation: EvaluationPrompts | None = None
+    late_moves: list[MoveRecord] = field(default_factory=list)
+    "that were told of after the rollout in which they were ordered; the next one's record has them"
 
     def stop(self) -> None:
         """Let the actors end their loops; what is left ends with their bundles."""
@@ -85,8 +88,8 @@ class System(GeneratingSystem):
     "whether trainers compute what they can during the rollout (`cluster.placement.spare_cores`)"
     is_learning: bool = False
     "whether an iteration has begun to change what the trainers hold: no state can be taken then"
-    first_nodes: frozenset[str] = frozenset()
-    "Ray's ids of the machines that the run was placed on"
+    lost_machines: Callable[[], list[str]] = list
+    "Ray's ids of those that are gone with the scheduler's, a reward actor's or a trainer's place on them"
     refit_overhead_s: float = 0.0
     "what the last refit of the draft model took beside the learning: packing, publishing, confirming"
 
@@ -143,7 +146,9 @@ def running_system(
         context = PlacementContext(group=group, namespace=session.namespace, environment=session.environment)
         with watching(note), watching_raylet(own_raylet() if session.is_local else None, note):
             system = _make_actors(config, inputs, topology, context, singles, note)
-            system.first_nodes = frozenset(node_ids(group).values())
+            # instances find new places by themselves
+            others = {each.bundle for each in topology.places} - {each.bundle for each in topology.generation}
+            system.lost_machines = partial(lost_machines, group, others)
             _bring_up(system)
             system.streams_forwards, why = streams_forwards(
                 config, topology, nodes_of(group, topology), recomputes_old=system.recomputes_old

@@ -118,7 +118,8 @@ class TrainerPool:
 
         Raises InstanceLost naming a trainer that died, WaitTimeout, and what they raise themselves.
         """
-        return max(self._all(order, "compute the forwards of scored samples").values())
+        # samples are open: who looks after the pool here would take their completions
+        return max(self._all(order, "compute the forwards of scored samples", meanwhile=None).values())
 
     def update(self, rollouts: Any, *, recompute_old: bool = False) -> UpdateReport:
         """Learn from one batch, a reference to it; `recompute_old` as in `Learner.update`.
@@ -127,12 +128,12 @@ class TrainerPool:
         `cluster.order_timeout_s`, and what they raise themselves.
         """
         refs = {name: one.update.remote(rollouts, recompute_old) for name, one in self._trainers.items()}
-        return self._all(refs, "update")[self.first_name]
+        return self._all(refs, "update", meanwhile=self.meanwhile)[self.first_name]
 
     def refit(self, rollouts: Any, budget_s: float) -> RefitReport:
         """Let the draft model follow, for at most so many seconds."""
         refs = {self.first_name: self.first.refit.remote(rollouts, budget_s)}
-        return self._all(refs, "refit the draft model")[self.first_name]
+        return self._all(refs, "refit the draft model", meanwhile=self.meanwhile)[self.first_name]
 
     def take(self, model: Literal["target", "draft"] = "target") -> PublishedWeights:
         """Take a model's current weights into the object store."""
@@ -168,7 +169,7 @@ class TrainerPool:
     def save_state(self, folder: Path) -> None:
         """Let all write what they hold into a new folder, in one that all see. Raises StorageError."""
         refs = {name: one.save_state.remote(str(folder)) for name, one in self._trainers.items()}
-        self._all(refs, "write their state")
+        self._all(refs, "write their state", meanwhile=self.meanwhile)
 
     def load_state(self, folder: Path) -> None:
         """Let all go on from what `save_state` wrote. Raises ConfigError when it does not fit."""
@@ -199,13 +200,15 @@ class TrainerPool:
         trainers = {name: self._trainers[name] for name in names}
         return TrainerHeartbeat(trainers, order=order, timeout_s=self._heartbeat_timeout_s)
 
-    def _all(self, refs: Mapping[str, Any], order: str) -> dict[str, Any]:
+    def _all(
+        self, refs: Mapping[str, Any], order: str, *, meanwhile: Callable[[], None] | None = None
+    ) -> dict[str, Any]:
         """Wait for trainers at work, and look whether they live."""
         return get_all(
             refs,
             waiter="the loop",
             order=order,
             timeout_s=self._timeout_s,
-            meanwhile=self.meanwhile,
+            meanwhile=meanwhile,
             gets_on=self._heartbeat(refs, order).look,
         )

@@ -73,7 +73,7 @@ def get_all(
             raise no_answer(waiter, ", ".join(left), order, wait.waited_s)
     if failed:
         # NCCL ends a process whose peer is silent, at the limit: what died late is not what failed
-        gave_up = wait.waited_s > _LATE * timeout_s
+        gave_up = wait.left_s < (1.0 - _LATE) * timeout_s
         raise explaining(failed, list(left), order, gave_up=gave_up) from None
     wait.answered()
     return answers

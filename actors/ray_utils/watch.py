@@ -112,8 +112,9 @@ class OpenWait:
         return max(0.0, self._timeout_s + self._heard_at_s - self.waited_s)
 
     def heard(self) -> None:
-        """The other side gets on: the time until it is given up begins anew."""
+        """The other side gets on: the time until it is given up, or missed, begins anew."""
         self._heard_at_s = self.waited_s
+        self._says_at_s = max(self._says_at_s, self._heard_at_s + LEAST_S)
 
     def restart(self) -> None:
         """Begin anew: the other side was heard of."""
@@ -138,7 +139,7 @@ class OpenWait:
         usual = "never asked before" if usual_s is None else f"{_seconds(usual_s)} last time"
         self._watch.note(
             f"{waited_for} has not answered '{order}' for {waited_s:.0f} s ({usual}); "
-            f"{waiter} gives up after {self._timeout_s:.0f} s"
+            f"{waiter} gives up after {self._heard_at_s + self._timeout_s:.0f} s"
         )
 
     def overslept(self, seconds: float) -> None:

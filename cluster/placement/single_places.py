@@ -78,6 +78,11 @@ def living_nodes() -> set[str]:
     return {node["NodeID"] for node in ray.nodes() if node["Alive"]}
 
 
+def lost_machines(group: PlacementGroup, bundles: Collection[int]) -> list[str]:
+    """Ray's ids of nodes that are gone, and on which some of these bundles still have their place."""
+    return sorted({node for bundle, node in nodes_of(group).items() if bundle in bundles} - living_nodes())
+
+
 def announced_ends(nodes: Collection[str]) -> dict[str, float | None]:
     """Seconds until each of these nodes ends that has announced it (`ray drain-node`, spot notice); None: no deadline.
 

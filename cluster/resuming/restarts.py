@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from actors.ray_utils.waiting import ActorDied
-from cluster.placement.single_places import living_nodes
 from cluster.resuming.rewind import rewind
 from cluster.resuming.run_state import RunState, last_state
 from cluster.run_folder.layout import RunDir
@@ -39,7 +38,7 @@ def as_trainer_lost(system: System, error: RlhfSpecError) -> TrainerLost | None:
         # it answers again, and nobody knows whether it did what it was ordered
         lost.append(error.name)
     if not lost and isinstance(error, LOSSES):
-        lost = [f"machine {node[:8]}" for node in sorted(system.first_nodes - living_nodes())]
+        lost = [f"machine {node[:8]}" for node in system.lost_machines()]
     if not lost:
         return None
     system.trainers.kill()
@@ -68,8 +67,9 @@ class TrainerRestarts:
     def after(self, error: TrainerLost) -> RunState | None:
         """Take the run folder back to its last state, which is returned; None: to its beginning.
 
-        Raises TrainerLost when restarts are used up, StorageError.
+        Raises TrainerLost when restarts are used up, RunTaken, StorageError.
         """
+        self._run_dir.owner.require()
         if self._num == self._most:
             raise TrainerLost(
                 f"{error}; all {self._most} restarts of the trainers (cluster.max_trainer_restarts) are used up; look "

@@ -18,7 +18,7 @@ from typing import Any
 from cluster.run_folder.layout import RunDir, of_run
 from cluster.run_folder.owner import FOLDER
 from core.checkpoint_manifest import MANIFEST
-from core.errors import ConfigError, describe_error
+from core.errors import ConfigError, StorageError, describe_error
 from core.files import PARTIAL, whole_folder, write_whole
 
 _LOOK_S = 2.0
@@ -64,15 +64,26 @@ class RemoteCopy:
             if not self._has_begun:
                 self._begin()
             here = self._files()
+            if "config.yaml" not in here:
+                raise StorageError(
+                    f"expected a run in {self._run_dir.path}, and config.yaml is gone from it; the copy stays as it is"
+                )
             gone = (self._sent.keys() | self._leftovers) - here.keys()
             for name in sorted(gone, key=lambda name: (not name.endswith(MANIFEST), name)):
                 with suppress(FileNotFoundError):
                     self._fs.rm_file(f"{self._root}/{name}")
                 self._sent.pop(name, None)
             self._leftovers = set()
+            asked_s = time.monotonic()
             for name in sorted(here, key=lambda name: (name.endswith(MANIFEST), name)):
-                if self._sent.get(name) != here[name]:
-                    self._send(name, here[name])
+                if self._sent.get(name) == here[name]:
+                    continue
+                if time.monotonic() - asked_s > _OWNER_LOOK_S:
+                    # a large state takes minutes, in which another may begin
+                    asked_s = time.monotonic()
+                    if not self.is_own():
+                        return False
+                self._send(name, here[name])
             with suppress(Exception):
                 # without the note it is sent again
                 _note_sent(self._run_dir.path, self.url, self._sent, _there(self._fs, self._root))

@@ -9,9 +9,9 @@ import pytest
 from made_moves import move
 
 from actors.actor_messages import LostInstance, Taken
-from cluster.collect import collect
+from cluster.collect import attend, collect
 from core.decode_records import GenerationStats
-from core.errors import RewardError, WeightsError
+from core.errors import RewardError, RlhfSpecError, WeightsError
 from core.records import (
     Completion,
     FinishReason,
@@ -161,6 +161,7 @@ def system(*script: Taken, batch_size: int = 2) -> Any:
         generation=Generation(),
         tokenizer=TOKENIZER,
         target=SimpleNamespace(manifest=SimpleNamespace(weight_version=2)),
+        late_moves=[],
         config=SimpleNamespace(
             rollout=SimpleNamespace(max_staleness=0),
             reward=SimpleNamespace(batch_size=batch_size),
@@ -217,6 +218,16 @@ def test_moves_and_planning_are_those_of_this_iteration():
     found = collected(made, 0, 1)
     assert [record.order.move_id for record in found.moves] == ["0-0", "0-1", "0-2", "0-3"]
     assert found.planning_s == 0.5, "of two answers, the first one having come before the samples"
+
+
+def test_what_is_told_between_two_rollouts_is_kept_and_a_completion_then_is_a_fault():
+    made = system()
+    made.scheduler.script = [Taken(moves=(move("0-0"),)), Taken(moves=(move("0-1"),)), taken(0), taken(7)]
+    attend(made, Report())
+    found = collected(made, 0)
+    assert [record.order.move_id for record in found.moves] == ["0-0", "0-1"] and not made.late_moves
+    with pytest.raises(RlhfSpecError, match="1 samples were completed while the loop waited"):
+        attend(made, Report())
 
 
 def test_a_lost_instance_is_replaced_once():

@@ -94,6 +94,16 @@ def test_the_limit_begins_anew_where_the_other_side_gets_on_and_the_wait_does_no
     assert told.watch.usual_s("trainer: update") == 150.0
 
 
+def test_one_that_gets_on_is_not_missed(told):
+    wait = told.begin(timeout_s=100.0)
+    for _ in range(60):
+        told.pass_s(wait, 10.0)
+        wait.heard()
+    assert not told.notes
+    told.pass_s(wait, 80.0)
+    assert [note.rpartition("; ")[2] for note in told.notes] == ["the loop gives up after 700 s"]
+
+
 def test_waits_inside_a_watched_block_are_reported_and_others_are_not():
     notes: list[str] = []
     names = {"waiter": "the loop", "waited_for": "trainer", "order": "update", "timeout_s": 300.0}

@@ -8,7 +8,6 @@ from ray.exceptions import ActorUnavailableError
 
 from actors.ray_utils.deaths import cause_of
 from actors.ray_utils.waiting import ActorDied
-from cluster.resuming import restarts
 from cluster.resuming.restarts import as_trainer_lost
 from core.errors import ConfigError, InstanceLost, RlhfSpecError, WaitTimeout, WeightsError
 
@@ -27,14 +26,9 @@ class Trainers:
         self.killed = True
 
 
-@pytest.fixture(autouse=True)
-def living(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(restarts, "living_nodes", lambda: {"head", "node-1"})
-
-
-def lost(error: RlhfSpecError, *silent: str, nodes: tuple[str, ...] = ("head",)) -> str | None:
+def lost(error: RlhfSpecError, *silent: str, machines: tuple[str, ...] = ()) -> str | None:
     trainers = Trainers(list(silent))
-    system: Any = SimpleNamespace(trainers=trainers, first_nodes=frozenset(nodes))
+    system: Any = SimpleNamespace(trainers=trainers, lost_machines=lambda: list(machines))
     found = as_trainer_lost(system, error)
     assert trainers.killed == (found is not None)
     return None if found is None else str(found)
@@ -60,8 +54,8 @@ def test_a_machine_that_went_with_the_scheduler_makes_the_run_begin_anew_elsewhe
         waiter="the loop", waited_for="scheduler-r1", order="rebuild its state", waited_s=300.0, advice="look"
     )
     assert lost(error) is None
-    assert lost(error, nodes=("head", "node-0", "node-1")) == f"machine node-0 was lost: {error}"
-    assert lost(WeightsError("x"), nodes=("node-0",)) is None
+    assert lost(error, machines=("node-0",)) == f"machine node-0 was lost: {error}"
+    assert lost(WeightsError("x"), machines=("node-0",)) is None
 
 
 def test_a_silent_trainer_explains_a_loss_and_no_other_error() -> None:

@@ -60,6 +60,17 @@ def test_a_copy_follows_the_folder_and_comes_back_whole(run_dir: RunDir, tmp_pat
     assert (back / "metrics.jsonl").read_text() == run_dir.metrics_file.read_text()
 
 
+def test_a_run_folder_that_vanishes_does_not_take_its_copy_with_it(run_dir: RunDir) -> None:
+    state(run_dir, 1)
+    notes: list[str] = []
+    copy = RemoteCopy(run_dir, PLACE, notes.append)
+    assert copy.bring_up_to_date()
+    before = copied()
+    shutil.rmtree(run_dir.path)
+    assert not copy.bring_up_to_date() and copied() == before
+    assert "config.yaml is gone from it; the copy stays as it is" in notes[0]
+
+
 def test_the_first_of_two_machines_that_copy_one_run_ends(run_dir: RunDir, tmp_path: Path) -> None:
     silent = RemoteCopy(run_dir, PLACE, print)
     silent.claim()
