@@ -7,6 +7,7 @@ instances join and when it takes over from a dead one.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,10 +40,13 @@ class Instance:
 class InstanceTable(dict[str, Instance]):
     """The instances of the run by name; of those that are gone, the last KEPT_GONE."""
 
-    def __init__(self) -> None:
+    def __init__(self, rows: Mapping[str, Instance] | None = None) -> None:
+        """`rows`: to begin with."""
         super().__init__()
         self._gone: list[str] = []
         self._dropped = GenerationStats()
+        for name, row in (rows or {}).items():
+            self[name] = row
 
     def __setitem__(self, name: str, row: Instance) -> None:
         super().__setitem__(name, row)

@@ -222,7 +222,7 @@ def test_moves_and_planning_are_those_of_this_iteration():
 
 def test_what_is_told_between_two_rollouts_is_kept_and_a_completion_then_is_a_fault():
     made = system()
-    made.scheduler.script = [Taken(moves=(move("0-0"),)), Taken(moves=(move("0-1"),)), taken(0), taken(7)]
+    made.scheduler.script = [Taken(moves=(move("0-0"),)), Taken(moves=(move("0-1"),)), taken(0), taken(1)]
     attend(made, Report())
     found = collected(made, 0)
     assert [record.order.move_id for record in found.moves] == ["0-0", "0-1"] and not made.late_moves

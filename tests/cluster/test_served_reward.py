@@ -62,6 +62,7 @@ def rollouts(run_dir: RunDir) -> list[dict]:
     ]
 
 
+@pytest.mark.long
 def test_a_ppo_run_with_the_deployment_has_the_rewards_of_the_pool(run, tmp_path):
     path = save_reward_model(tmp_path / "reward")
     serve.start(proxy_location="Disabled")
