@@ -24,6 +24,7 @@ from benchmarks.support.growth import JUDGED_FROM_MINUTES, Sample, grown, growth
 from benchmarks.support.process_tree import descendants
 from benchmarks.support.result import ROOT, write_result
 from cluster.placement.ray_session import TERMINATED
+from cluster.run_folder.layout import of_run
 from core.errors import RlhfSpecError
 from core.metrics import read_metrics
 from core.proc_files import PROC, sizes
@@ -62,7 +63,8 @@ def run(*, out: Path, mode: str, data: Path | None) -> int:
     ends_s = time.monotonic() + END_S
     while (left := _alive(seen)) and time.monotonic() < ends_s:
         time.sleep(1.0)
-    (folder,) = (out / "runs").glob("soak-2*")
+    # an earlier run may have left its own there
+    folder = out / "runs" / of_run(os.listdir(out / "runs"), "soak")[0]
     metrics = read_metrics(folder / "metrics.jsonl")
     figures = {
         "minutes": MINUTES[mode],

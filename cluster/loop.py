@@ -257,7 +257,10 @@ def run_iteration(
     report.progress("update", 0, 1)
     streamed = forwards.finish() if forwards is not None else Streamed()
     rollouts = ray.put(learned)
-    if system.config.speculation.remembers:
+    prompts_ahead = (system.config.run.iterations - iteration - 1) * rollout.prompts_per_iteration
+    if system.config.speculation.remembers and (
+        groups is not None or system.cursor.comes_again(prompts_ahead)
+    ):
         system.generation.remember(collected.rollouts)
     system.is_learning = True
     update = system.trainers.update(rollouts, recompute_old=system.recomputes_old)

@@ -63,7 +63,7 @@ _LIVE = [
         ("samples_planned", "samples", "of the phase in progress"),
         ("policy_weight_version", "version", "of the target that was published last"),
         ("wait_seconds", "s", "longest wait that is open in the loop; 0 without any"),
-        ("instance_serving", "flag", "1: takes samples, 0: given up or ended", "actor"),
+        ("instance_serving", "instances", "of this label that take samples; 0: given up or ended", "actor"),
         ("scheduler_silent_seconds", "s", "since the scheduler last answered the loop's observer"),
     ),
     *_of(
@@ -197,6 +197,7 @@ def bounded_label(label: str, value: str) -> str:
     """A label's value out of a bounded set: panels and alerts group by them, and Ray keeps counters of the dead.
 
     Of actors, numbers begin anew at MOST_NUMBERS: `gen-0-r65` is told as `gen-0-r1`. Of who is waited for, the kinds.
+    Whoever sets a gauge for several actors adds up those of one value first.
     """
     if label == "waited_for":
         return ", ".join(dict.fromkeys(_NUMBERS.sub("", one) for one in value.split(", ")))

@@ -209,6 +209,8 @@ class SampleExchange:
         """Free a slot; the last sample moves in."""
         last = len(self._batch) - 1
         length = int(self._batch.lengths[last])
+        if self._drafter is not None:
+            self._drafter.leave(slot, self._batch)
         with self._leases.moving(slot, last):
             self._batch.remove(slot)
             if last != slot:

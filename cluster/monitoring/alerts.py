@@ -77,7 +77,7 @@ ALERTS = (
         name="RlhfspecStaleWeights",
         query=(
             "max by (run) ({policy_weight_version}) - on (run) min by (run) ({instance_weight_version} and on "
-            "(run, actor) {instance_serving} == 1) > 0"
+            "(run, actor) {instance_serving} > 0) > 0"
         ),
         holds="10m",
         severity="warning",

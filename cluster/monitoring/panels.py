@@ -232,7 +232,7 @@ ROWS = (
                 "Versions that instances are behind",
                 (
                     "max by (run) ({policy_weight_version}) - on (run) min by (run) ({instance_weight_version} and on "
-                    "(run, actor) {instance_serving} == 1)",
+                    "(run, actor) {instance_serving} > 0)",
                     "{{run}}",
                 ),
             ),

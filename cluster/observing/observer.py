@@ -11,7 +11,7 @@ import os
 import socket
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
@@ -32,6 +32,7 @@ from cluster.run_folder.kept_logs import drop_old_logs
 from cluster.run_folder.layout import RunDir
 from core.decode_records import Budget
 from core.errors import RlhfSpecError, StorageError
+from core.exported_metrics import bounded_label
 from core.files import write_whole
 
 if TYPE_CHECKING:
@@ -277,9 +278,12 @@ def set_gauges(page: LivePage, *, outlived: bool) -> None:
         ("scheduler_silent_seconds", page.scheduler_silent_s),
     ):
         run_metrics.set_value(name, value)
+    serving: Counter[str] = Counter()
     for row in page.instances:
-        is_serving = row.state == "serving" and not page.ended
-        run_metrics.set_value("instance_serving", float(is_serving), actor=row.name)
+        # labels begin anew after some: one that is gone must not speak for a living one of the same label
+        serving[bounded_label("actor", row.name)] += row.state == "serving" and not page.ended
+    for actor, count in serving.items():
+        run_metrics.set_value("instance_serving", float(count), actor=actor)
     if not page.ended:
         with suppress(RlhfSpecError):
             # whoever writes metrics.jsonl has refused what is not declared

@@ -18,6 +18,7 @@ from ray.util.placement_group import PlacementGroup
 
 from actors.actor_messages import FinishedText, GenerationSpec, InstanceNumerics, LostInstance, Taken
 from actors.generation.generation_actor import GenerationActor
+from actors.ray_utils.deaths import DEATHS, last_line
 from actors.ray_utils.remote import Handle
 from cluster.placement.single_places import SinglePlaces
 from cluster.placement.topology import Place, PlacementContext, Topology, actor_options
@@ -57,6 +58,8 @@ class GenerationPool:
         self._less_than_bits: list[str] = []
         self._rounds_by = ""
         self._began_s = 0.0
+        self._told: list[Any] = []
+        self._said_untold = False
         self._changes = PoolChanges(
             cluster,
             topology,
@@ -126,8 +129,28 @@ class GenerationPool:
                 for rollout in rollouts
             ]
         )
-        for handle in instances.values():
-            handle.remember.remote(texts, self._cluster.order_timeout_s)
+        self._told = self._still_told() + [
+            handle.remember.remote(texts, self._cluster.order_timeout_s) for handle in instances.values()
+        ]
+
+    def _still_told(self) -> list[Any]:
+        """What of `remember` has no answer yet; the first that failed is said, a death elsewhere."""
+        ready, pending = (
+            ray.wait(self._told, num_returns=len(self._told), timeout=0) if self._told else ([], [])
+        )
+        for ref in ready:
+            try:
+                ray.get(ref, timeout=self._cluster.order_timeout_s)
+            except DEATHS:
+                continue
+            except Exception as error:
+                if not self._said_untold:
+                    self._said_untold = True
+                    self._note(
+                        "an instance could not be told what others have finished, it drafts from its own alone: "
+                        f"{last_line(error)}; the run goes on, and later ones are not said"
+                    )
+        return pending
 
     def publish(self, weights: PublishedWeights) -> None:
         """Publish a new version to every instance; one that died since it was last heard of is replaced."""

@@ -122,6 +122,13 @@ class RunningBatch:
         """Return the slot of a running sample; None when it does not run here."""
         return next((slot for slot, request in enumerate(self.requests) if request.key == key), None)
 
+    def has_ended(self, slot: int) -> bool:
+        """True when a sample stands at its limit or behind a stop token."""
+        length = int(self.lengths[slot])
+        if length == self.prompt_lengths[slot]:
+            return False
+        return bool(length == self.limits[slot] or self.tokens[slot, length - 1] in self.stop_ids[slot])
+
     def remove(self, slot: int) -> int:
         """Take a sample out; the last one moves into its slot. Returns the slot it came from."""
         last = len(self.requests) - 1

@@ -28,6 +28,9 @@ class CachelessDrafter:
     def move_slot(self, source: int, target: int) -> None:
         """Nothing is cached."""
 
+    def leave(self, slot: int, batch: RunningBatch) -> None:
+        """Nothing is kept of it."""
+
     def drop(self) -> None:
         """Nothing is cached."""
 

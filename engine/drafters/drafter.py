@@ -61,6 +61,10 @@ class Drafter(Protocol):
         """The sample of slot `source` now stands in slot `target`."""
         ...
 
+    def leave(self, slot: int, batch: RunningBatch) -> None:
+        """The sample in this slot is about to leave it, finished or not; it still stands in `batch`."""
+        ...
+
     def drop(self) -> None:
         """Forget all cached state: the draft model's weights have changed."""
         ...

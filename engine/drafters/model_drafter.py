@@ -90,6 +90,9 @@ class ModelDrafter:
         self.runner.pool.move_slot(source, target, int(self._cached[source]))
         self._cached[target] = self._cached[source]
 
+    def leave(self, slot: int, batch: RunningBatch) -> None:
+        """Nothing to do: who comes next begins with an empty cache."""
+
     def drop(self) -> None:
         """Forget every cached token."""
         self._cached[:] = 0

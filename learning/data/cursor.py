@@ -65,6 +65,11 @@ class PromptCursor:
         """Passes over the prompts so far."""
         return self._epoch + self._position / max(len(self._order), 1)
 
+    def comes_again(self, num_prompts: int) -> bool:
+        """Whether one handed out of late may be among the next `num_prompts`; equal rows of the data are two."""
+        repeats = max((source.repeats for source in self.dataset.sources), default=1.0)
+        return num_prompts > 0 and (repeats > 1.0 or self._position + num_prompts > len(self._order))
+
     def state(self) -> dict[str, int | str]:
         """Return what a checkpoint keeps, JSON values."""
         return self._identity() | {

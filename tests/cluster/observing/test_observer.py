@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from actors.ray_utils import run_metrics
-from cluster.observing.observer import Observer
+from cluster.observing.live_page import InstanceRow
+from cluster.observing.observer import Observer, set_gauges
 from cluster.placement.ray_session import RaySession
 from cluster.run_folder.layout import RunDir
 from core.config import Config
@@ -18,9 +20,13 @@ from core.exported_metrics import Exported
 class Notebook(dict[str, float]):
     """Stands for Ray's metrics: the last value of each gauge."""
 
+    def __init__(self) -> None:
+        self.labelled: dict[tuple[str, str], float] = {}
+
     def record(self, metric: Exported, value: float, labels: dict[str, str]) -> None:
         if metric.kind == "gauge":
             self[metric.name] = value
+            self.labelled[metric.name, labels.get("actor", "")] = value
 
 
 @pytest.fixture
@@ -63,3 +69,16 @@ def test_the_last_look_says_that_the_run_has_ended_and_when(observer: Observer, 
     )
     observer.close()
     assert (notebook["run_up"], notebook["end_timestamp_seconds"]) == (0.0, 1000.0)
+
+
+@pytest.mark.parametrize("gone_first", [True, False])
+def test_an_instance_that_is_gone_hides_no_living_one_of_its_label(
+    observer: Observer, notebook: Notebook, gone_first: bool
+) -> None:
+    states = {"gen-64": "gone", "gen-0": "serving", "gen-1": "gone", "gen-2": "serving", "gen-66": "serving"}
+    rows = [InstanceRow(name=name, state=state, num_slots=4) for name, state in states.items()]
+    page = replace(observer.look(), instances=tuple(rows if gone_first else rows[::-1]))
+    for told, expected in (page, (1.0, 0.0, 2.0)), (replace(page, ended=True), (0.0, 0.0, 0.0)):
+        set_gauges(told, outlived=True)
+        serving = [notebook.labelled["instance_serving", f"gen-{number}"] for number in range(3)]
+        assert tuple(serving) == expected

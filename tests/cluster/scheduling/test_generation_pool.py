@@ -3,10 +3,12 @@
 from dataclasses import replace
 
 import pytest
+import ray
 from played_pool import LOST, PlayedPool, weights
+from ray.exceptions import RayActorError
 
 from cluster.scheduling.restart_budget import INCIDENT_S, RestartBudget
-from core.errors import InstanceLost, WaitTimeout
+from core.errors import InstanceLost, RlhfSpecError, WaitTimeout
 
 
 @pytest.fixture
@@ -189,3 +191,25 @@ def test_with_nobody_left_a_start_that_fails_is_tried_again_soon(world):
     for _ in range(9):
         world.look(after_s=31.0)
     assert len(world.actors) >= 20, "every half minute, both"
+
+
+def test_what_an_instance_could_not_be_told_of_finished_responses_is_said_once(world, monkeypatch):
+    errors: list[Exception] = []
+
+    def get(ref, *, timeout):
+        if errors:
+            raise errors[-1]
+
+    monkeypatch.setattr(ray, "put", lambda texts: texts)
+    monkeypatch.setattr(ray, "get", get)
+    world.slow.add("gen-1")
+    world.pool.remember([])
+    errors.append(RayActorError())
+    world.pool.remember([])
+    assert not world.notes, "a death is told by whoever replaces it"
+    errors.append(RlhfSpecError("the decode loop of gen-1 stood still"))
+    world.slow.clear()
+    for _ in range(3):
+        world.pool.remember([])
+    (said,) = world.notes
+    assert "the decode loop of gen-1 stood still; the run goes on" in said

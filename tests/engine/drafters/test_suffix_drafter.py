@@ -1,6 +1,6 @@
 """The suffix drafter proposes what siblings and earlier responses said, and keeps its memory bounded."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -17,6 +17,7 @@ from engine.decoding.noise import Noise
 from engine.decoding.running_batch import RunningBatch
 from engine.drafters.match_acceptance import MatchAcceptance
 from engine.drafters.suffix_drafter import STATE_BYTES, SuffixDrafter
+from policies.drafting.baselines.fixed import FixedPolicy
 from policies.drafting.lookup_goodput import LookupGoodput
 from policies.drafting.replay import replay
 from tests.helpers.backends import CPU, own_backend
@@ -48,6 +49,17 @@ class Texts:
         length = int(self.batch.lengths[slot])
         self.batch.tokens[slot, length : length + len(tokens)] = tokens
         self.batch.lengths[slot] += len(tokens)
+
+    def leave(self, slot: int) -> SampleState:
+        state = self.batch.state(slot, weight_version=0)
+        self.drafter.leave(slot, self.batch)
+        if (last := self.batch.remove(slot)) != slot:
+            self.drafter.move_slot(last, slot)
+        return state
+
+    def come_back(self, state: SampleState) -> None:
+        slot = self.batch.add(state)
+        self.drafter.admit(range(slot, slot + 1), self.batch)
 
     def drafted(self) -> list[list[int]]:
         tree = self.drafter.draft(self.batch, BUDGET, Noise(torch.empty(len(self.batch), 5, 64)))
@@ -90,6 +102,79 @@ def test_earlier_responses_are_remembered_and_the_oldest_prompt_goes_first(make_
     assert texts.drafted() == [[42, 43, 44, 45], []]
 
 
+def test_memory_holds_after_every_response_and_while_samples_are_written(make_requests) -> None:
+    most = 60
+    texts = Texts(make_requests, memory_mb=(most + 0.5) * STATE_BYTES / 1e6)
+    drafter, peaks = texts.drafter, []
+
+    def responses() -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        for number in range(30):
+            yield np.array([number, number + 1]), np.arange(40, 50)
+            peaks.append(drafter.num_states)
+
+    drafter.remember(responses())
+    assert most / 2 < max(peaks) <= most
+    texts.admit([1, 2], [3, 4])
+    for token in range(20):
+        texts.say(0, token)
+        texts.say(1, token + 20)
+        texts.drafted()
+        assert drafter.num_states <= most
+    # what nobody writes in went first
+    texts.say(1, 3)
+    assert texts.drafted()[1][:2] == [4, 20]
+
+
+def test_running_samples_that_need_more_than_there_is_are_not_looked_up(make_requests) -> None:
+    texts = Texts(make_requests, memory_mb=30.5 * STATE_BYTES / 1e6)
+    texts.admit([1, 2], [3, 4], [3, 4])
+    for token in range(10, 20):
+        for slot in range(3):
+            texts.say(slot, token + 10 * slot)
+        texts.drafted()
+        assert texts.drafter.num_states <= 30
+    texts.say(0, 1)
+    texts.say(1, 3)
+    first, second, _ = texts.drafted()
+    assert first == [] and second[:1] == [4]
+    for _ in range(3):
+        texts.leave(0)
+    texts.admit([1, 2])
+    texts.say(0, 1)
+    assert texts.drafted() == [[2, 1]]
+
+
+def test_what_was_never_looked_up_is_remembered_when_its_sample_leaves(texts: Texts) -> None:
+    texts.admit([1, 2, 3], [1, 2, 3])
+    texts.say(0, 20, 21, 22, 23)
+    texts.leave(0)
+    texts.say(0, 20)
+    assert texts.drafted() == [[21, 22, 23]]
+
+
+def test_a_sample_that_comes_back_is_written_once(texts: Texts) -> None:
+    texts.admit([1, 2, 3], [1, 2, 3], [1, 2, 3], [1, 2, 3])
+    texts.say(0, 20, 21)
+    for slot in (1, 2):
+        texts.say(slot, 20, 30)
+    texts.drafted()
+    for _ in range(3):
+        # the first one is preempted and goes to the end
+        first = next(slot for slot in range(4) if texts.batch.tokens[slot, 4] == 21)
+        texts.come_back(texts.leave(first))
+    last = next(slot for slot in range(4) if texts.batch.lengths[slot] == 3)
+    texts.say(last, 20)
+    assert texts.drafted()[last] == [30], "two of three said so"
+
+
+def test_a_sample_that_is_generated_anew_begins_at_its_prompt(texts: Texts) -> None:
+    texts.admit([1, 2, 3])
+    texts.say(0, 20, 21)
+    texts.come_back(SampleState.fresh(texts.leave(0).request))
+    texts.say(0, 20)
+    assert texts.drafted() == [[21]]
+
+
 def test_a_sample_keeps_its_text_when_its_slot_changes(texts: Texts) -> None:
     texts.admit([1, 2, 3], [5, 6, 7])
     texts.say(1, 6)
@@ -111,6 +196,23 @@ def test_acceptance_is_learned_by_match_length_and_share_and_follows_changes() -
     for _ in range(400):
         acceptance.observe(np.array([short]), np.array([False]))
     assert acceptance.conditional(np.array([short])) < 0.2
+
+
+def test_an_engine_that_looks_nothing_up_remembers_all_the_same(pairs, make_requests) -> None:
+    requests = make_requests((12, 30, 30), SamplingParams(temperature=0.3, max_new_tokens=40))
+    engine = build_engine(
+        pairs["float32"].target,
+        None,
+        engine=EngineConfig(device="cpu", max_running_samples=2, max_prefill_tokens=96, probe=False),
+        speculation=SpeculationConfig(drafter="suffix", policy="fixed", num_nodes=4, depth=4),
+        max_total_tokens=192,
+    )
+    looks_up, engine.policy = engine.policy, FixedPolicy(num_nodes=0, depth=0, branching=1)
+    engine.generate(requests)
+    assert engine.stats.num_draft_tokens == 0
+    steps, engine.policy = engine.stats.num_decode_steps, looks_up
+    engine.generate(requests)
+    assert engine.stats.num_decode_steps - steps < steps / 2
 
 
 @pytest.mark.parametrize("drafter", ["suffix", "ngram"])

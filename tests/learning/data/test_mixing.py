@@ -57,6 +57,25 @@ def test_two_identical_sources_give_each_prompt_once_an_epoch_and_after_a_resume
     assert [index for _, index in got] == list(range(80))
 
 
+@mark.parametrize(
+    ("stop_at", "weight", "ahead"), [(4, 1.0, 17), (20, 1.0, 1), (24, 1.0, 17), (1, 2.0, 1), (15, 1.0, 6)]
+)
+def test_a_cursor_knows_whether_its_prompts_come_again(tmp_path, tokenizer, stop_at, weight, ahead):
+    data = DataConfig(
+        sources=(
+            {"path": write(tmp_path / "a.jsonl", [f"{n}?" for n in range(10)]), "weight": weight},
+            {"path": write(tmp_path / "b.jsonl", [f"{n}!" for n in range(10)])},
+        )
+    )
+    cursor = PromptCursor(load_prompts(data, tokenizer, seed=0), run_seed=3, shuffle=True)
+    drawn(cursor, stop_at)
+    assert cursor.comes_again(ahead)
+    assert not cursor.comes_again(0)
+    if weight == 1.0:
+        left_of_epoch = -stop_at % 20
+        assert ahead == left_of_epoch + 1 and not cursor.comes_again(left_of_epoch)
+
+
 def test_duplicates_over_sources_are_left_out(tmp_path, tokenizer):
     path = write(tmp_path / "a.jsonl", ["1?", "2?"])
     other = write(tmp_path / "b.jsonl", ["2?", "3?"])
