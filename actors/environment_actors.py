@@ -151,7 +151,7 @@ class EnvironmentPool(Generic[T]):
             config: of their environments.
             order_timeout_s: how long an actor may be silent beyond a step's own limit.
             make: makes the n-th replacement (from 1) of the i-th actor; None replaces none.
-            max_restarts: replacements of each actor.
+            max_restarts: replacements of each actor within an hour.
             note: told of every replacement, one line.
         """
         self._kind = config.kind

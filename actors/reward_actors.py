@@ -99,7 +99,7 @@ class RewardPool(Generic[T]):
             timeout_s: how long an actor may go without an answer.
             kind: `reward.kind`, for messages.
             make: makes the n-th replacement (from 1) of the i-th actor; None replaces none.
-            max_restarts: replacements of each actor.
+            max_restarts: replacements of each actor within an hour.
             note: told of every replacement, one line.
         """
         self._kind = kind

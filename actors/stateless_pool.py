@@ -17,6 +17,7 @@ from actors.ray_utils import run_metrics
 from actors.ray_utils.remote import Handle
 from actors.ray_utils.waiting import ActorDied, get, wait_any
 from actors.ray_utils.watch import OpenWait
+from actors.restart_budget import RestartBudget
 from core.errors import WaitTimeout
 
 Q = TypeVar("Q")
@@ -64,12 +65,12 @@ class StatelessPool(Generic[Q]):
         max_restarts: int = 0,
         note: Callable[[str], None] = lambda text: None,
     ) -> None:
-        """`make` None replaces none; `max_restarts` counts for each actor; `note` is told of every replacement."""
+        """`make` None replaces none; `max_restarts`: of each actor within an hour; `note` is told of every one."""
         self._actors = list(actors)
         self._kind = kind
         self._make = make
-        self._max_restarts = max_restarts if make is not None else 0
         self._note = note
+        self._budgets = [RestartBudget(max_restarts if make is not None else 0) for _ in self._actors]
         self._num_restarts = [0] * len(self._actors)
         self._names = [f"{kind.stem}-{actor}" for actor in range(len(self._actors))]
         self._open: dict[Any, _Open[Q]] = {}
@@ -145,11 +146,11 @@ class StatelessPool(Generic[Q]):
         actor = asked.actor
         if asked.handle is self._actors[actor]:
             run_metrics.add("lost_actors", pool=self._kind.stem)
-            number = self._num_restarts[actor]
-            if self._make is None or number == self._max_restarts:
+            number, budget = self._num_restarts[actor], self._budgets[actor]
+            if self._make is None or not budget.spend():
                 raise ActorDied(
-                    f"{death}; all {self._max_restarts} replacements of {self._kind.stem}-{actor} are used up; look "
-                    f"whether {self._kind.culprit} ends its process or needs more memory, or raise "
+                    f"{death}; all {budget.most} replacements of {self._kind.stem}-{actor} within an hour are used up; "
+                    f"look whether {self._kind.culprit} ends its process or needs more memory, or raise "
                     "cluster.max_instance_restarts"
                 ) from None
             with suppress(Exception):
@@ -177,7 +178,7 @@ class StatelessPool(Generic[Q]):
                 waited_s=asked.wait.waited_s,
                 advice=self._kind.late_advice,
             )
-            if self._make is None or self._num_restarts[asked.actor] == self._max_restarts:
+            if self._make is None or self._budgets[asked.actor].num_spent >= self._budgets[asked.actor].most:
                 raise late
             for ref, other in list(self._open.items()):
                 if other.handle is asked.handle:

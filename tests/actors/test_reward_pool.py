@@ -119,7 +119,8 @@ def test_samples_of_a_dead_reward_actor_are_scored_again_and_reported_in_one_lin
     killed(actors[-1])
     pool.submit([3], prompts(1), ["aaaa"])
     with pytest.raises(
-        InstanceLost, match=r"all 1 replacements of reward-0 are used up.*max_instance_restarts"
+        InstanceLost,
+        match=r"all 1 replacements of reward-0 within an hour are used up.*max_instance_restarts",
     ):
         pool.collect(wait_s=60.0)
 
