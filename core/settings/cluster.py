@@ -100,7 +100,7 @@ class ClusterConfig(Section):
     "an actor's constructor, model building included"
     poll_interval_s: Seconds = 0.1
     heartbeat_timeout_s: Seconds = 60.0
-    "an instance or a trainer at work that answers nothing for so long is taken for lost"
+    "whoever is at work (instance, trainer, reward or environment actor) and gives no sign of life for so long is lost"
     order_timeout_s: Seconds = 300.0
     "weight loads, scoring; an update in which no forward ends for so long"
     max_instance_restarts: int = Field(default=3, ge=0)
