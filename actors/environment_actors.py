@@ -12,9 +12,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+import ray
+
 from actors.ray_utils.actor_start import begin_actor
 from actors.ray_utils.remote import Handle, remote
-from actors.stateless_pool import PoolKind, Replace, StatelessPool
+from actors.stateless_pool import HEARTBEAT_S, PoolKind, Replace, StatelessPool
 from core.config import EnvironmentConfig
 from core.errors import EpisodeError, InputError, one_line
 from core.named_code import import_from_too
@@ -32,7 +34,7 @@ class _Running:
     num_steps: int = 0
 
 
-@remote
+@remote(concurrency_groups={"control": 1})
 class EnvironmentActor:
     """Runs the environments of some episodes, several at once."""
 
@@ -47,6 +49,10 @@ class EnvironmentActor:
 
     def __repr__(self) -> str:
         return f"EnvironmentActor({self._name})"
+
+    @ray.method(concurrency_group="control")
+    def alive(self) -> None:
+        """Answer at once, whatever the environments are at."""
 
     def prove(self) -> None:
         """Make one environment. Raises ConfigError."""
@@ -140,6 +146,7 @@ class EnvironmentPool(Generic[T]):
         config: EnvironmentConfig,
         *,
         order_timeout_s: float,
+        heartbeat_timeout_s: float = HEARTBEAT_S,
         make: Replace | None = None,
         max_restarts: int = 0,
         note: Callable[[str], None] = lambda text: None,
@@ -149,9 +156,10 @@ class EnvironmentPool(Generic[T]):
         Args:
             actors: each an `EnvironmentActor`.
             config: of their environments.
-            order_timeout_s: how long an actor may be silent beyond a step's own limit.
+            order_timeout_s: how long an actor may go without an answer beyond a step's own limit.
+            heartbeat_timeout_s: how long one that is asked may give no sign of life.
             make: makes the n-th replacement (from 1) of the i-th actor; None replaces none.
-            max_restarts: replacements of each actor.
+            max_restarts: replacements of each actor within an hour.
             note: told of every replacement, one line.
         """
         self._kind = config.kind
@@ -160,6 +168,7 @@ class EnvironmentPool(Generic[T]):
             call=lambda actor, asked: actor.answer.remote(asked.key, asked.prompt, asked.responses),
             order=lambda asked: f"answer for {describe(config, asked.key, len(asked.responses))}",
             timeout_s=config.timeout_s + order_timeout_s,
+            heartbeat_timeout_s=heartbeat_timeout_s,
             again=lambda _: "plays its episodes again",
             culprit="the environment",
             late_advice="look at its stack in the Ray dashboard",
@@ -183,7 +192,8 @@ class EnvironmentPool(Generic[T]):
     def collect(self, *, wait_s: float) -> list[tuple[T, Answer | EpisodeError]]:
         """Return what has been answered, waiting up to `wait_s` for the first; an error of a step is an answer too.
 
-        Raises WaitTimeout when an actor is silent, ActorDied when one died more often than it may be replaced.
+        Raises WaitTimeout when an actor takes too long, ActorDied when one died or froze more often than it may be
+        replaced.
         """
         answers = self._actors.answers(wait_s=wait_s, errors=(EpisodeError,))
         return [(asked.item, answer) for asked, answer in answers]

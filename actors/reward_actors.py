@@ -11,10 +11,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+import ray
+
 from actors.ray_utils.actor_start import begin_actor
 from actors.ray_utils.assigned_device import assigned_gpus, resolve_device
 from actors.ray_utils.remote import Handle, remote
-from actors.stateless_pool import PoolKind, Replace, StatelessPool
+from actors.stateless_pool import HEARTBEAT_S, PoolKind, Replace, StatelessPool
 from core.config import RewardConfig
 from core.named_code import import_from_too
 from core.records import Prompt, ResponseFacts, Reward, Unscored
@@ -26,9 +28,9 @@ from learning.rewards.score_request import RewardSource
 T = TypeVar("T")
 
 
-@remote
+@remote(concurrency_groups={"control": 1})
 class RewardActor:
-    """Scores batches with the configured reward function."""
+    """Scores batches with the configured reward function, in a thread of its own that is always the same."""
 
     def __init__(self, name: str, config: RewardConfig, caller_dir: str | None = None) -> None:
         """`caller_dir`: the driver's folder, for code of the user's."""
@@ -40,6 +42,10 @@ class RewardActor:
 
     def __repr__(self) -> str:
         return f"RewardActor({self._name})"
+
+    @ray.method(concurrency_group="control")
+    def alive(self) -> None:
+        """Answer at once, whatever is being scored."""
 
     def score(
         self,
@@ -87,6 +93,7 @@ class RewardPool(Generic[T]):
         actors: Sequence[Handle],
         *,
         timeout_s: float,
+        heartbeat_timeout_s: float = HEARTBEAT_S,
         kind: str = "",
         make: Replace | None = None,
         max_restarts: int = 0,
@@ -97,9 +104,10 @@ class RewardPool(Generic[T]):
         Args:
             actors: each a `RewardActor`.
             timeout_s: how long an actor may go without an answer.
+            heartbeat_timeout_s: how long one that scores may give no sign of life.
             kind: `reward.kind`, for messages.
             make: makes the n-th replacement (from 1) of the i-th actor; None replaces none.
-            max_restarts: replacements of each actor.
+            max_restarts: replacements of each actor within an hour.
             note: told of every replacement, one line.
         """
         self._kind = kind
@@ -112,6 +120,7 @@ class RewardPool(Generic[T]):
             call=lambda actor, batch: actor.score.remote(batch.prompts, batch.responses, batch.facts),
             order=lambda batch: f"score {len(batch.items)} responses with {kind or 'the reward function'}",
             timeout_s=timeout_s,
+            heartbeat_timeout_s=heartbeat_timeout_s,
             again=lambda batches: f"scores {num_samples(batches)} samples again",
             culprit="the reward function",
             late_advice="it takes too long or never returns: look at its stack in the Ray dashboard and mend "
@@ -146,7 +155,7 @@ class RewardPool(Generic[T]):
         """Return what has been scored, waiting up to `wait_s` for the first batch; see `skipped` too.
 
         Raises RewardError or whatever scoring raised; WaitTimeout when a batch takes too long; ActorDied
-        when an actor died more often than it may be replaced.
+        when an actor died or froze more often than it may be replaced.
         """
         scored: list[tuple[T, Reward]] = []
         for batch, rewards in self._actors.answers(wait_s=wait_s):

@@ -1,11 +1,13 @@
 """Actors that answer questions and keep nothing that matters: who is asked what, and who replaces a dead one.
 
 What was asked of an actor that died is asked again of the one that takes its place, so an answer may depend on the
-question alone.
+question alone. One that freezes is killed and replaced, too; one that is slow and lives is not: work would only begin
+anew, and be paid for again.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -14,19 +16,26 @@ from typing import Any, Generic, TypeVar
 import ray
 
 from actors.ray_utils import run_metrics
+from actors.ray_utils.heartbeat import Heartbeat
 from actors.ray_utils.remote import Handle
 from actors.ray_utils.waiting import ActorDied, get, wait_any
-from actors.ray_utils.watch import OpenWait
+from actors.ray_utils.watch import LOOK_S, OpenWait
+from actors.restart_budget import RestartBudget
 from core.errors import WaitTimeout
 
 Q = TypeVar("Q")
+HEARTBEAT_S = 60.0
+"As `cluster.heartbeat_timeout_s`."
 Replace = Callable[[int, int], Handle]
 "Makes the n-th replacement (from 1) of the i-th actor."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolKind(Generic[Q]):
-    """How the actors of one kind are asked, and what a person reads when they do not answer."""
+    """How the actors of one kind are asked, and what a person reads when they do not answer.
+
+    Beside what they are asked they have a method `alive`, which answers at once.
+    """
 
     stem: str
     "they are called STEM-0, STEM-1, ..., replacements STEM-0-r1 and so on"
@@ -36,6 +45,8 @@ class PoolKind(Generic[Q]):
     "what one question asks, as a verb, for messages"
     timeout_s: float
     "how long an actor may go without an answer"
+    heartbeat_timeout_s: float
+    "how long one that is asked something may give no sign of life"
     again: Callable[[Sequence[Q]], str]
     "what a replacement does with the questions of the dead one, as a verb"
     culprit: str
@@ -63,16 +74,27 @@ class StatelessPool(Generic[Q]):
         make: Replace | None = None,
         max_restarts: int = 0,
         note: Callable[[str], None] = lambda text: None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`make` None replaces none; `max_restarts` counts for each actor; `note` is told of every replacement."""
+        """`make` None replaces none; `max_restarts`: of each actor within an hour; `note` is told of every one.
+
+        `clock`, monotonic in seconds, measures silences and that hour.
+        """
         self._actors = list(actors)
         self._kind = kind
         self._make = make
-        self._max_restarts = max_restarts if make is not None else 0
         self._note = note
+        most = max_restarts if make is not None else 0
+        self._budgets = [RestartBudget(most, clock=clock) for _ in self._actors]
         self._num_restarts = [0] * len(self._actors)
         self._names = [f"{kind.stem}-{actor}" for actor in range(len(self._actors))]
         self._open: dict[Any, _Open[Q]] = {}
+        self._clock = clock
+        self._heartbeat = Heartbeat(
+            lambda actor: actor.alive.remote(), timeout_s=kind.heartbeat_timeout_s, clock=clock
+        )
+        self._looks_at_s = clock()
+        self._heard_of: set[str] = set()
 
     def __len__(self) -> int:
         return len(self._actors)
@@ -94,6 +116,7 @@ class StatelessPool(Generic[Q]):
         refs = [call(actor) for actor in self._actors]
         for name, ref in zip(self._names, refs, strict=True):
             get(ref, waiter="the loop", waited_for=name, order=order, timeout_s=timeout_s)
+            self._heard_of.add(name)
 
     def tell(self, actor: int, call: Callable[[Handle], Any]) -> None:
         """Call one actor whose answer nobody reads."""
@@ -113,8 +136,8 @@ class StatelessPool(Generic[Q]):
     def answers(self, *, wait_s: float, errors: tuple[type[Exception], ...] = ()) -> list[tuple[Q, Any]]:
         """What has been answered, waiting up to `wait_s` for the first; an error of `errors` is an answer too.
 
-        Raises whatever else an actor raised; WaitTimeout when one is silent for too long; ActorDied when one died more
-        often than it may be replaced.
+        Raises whatever else an actor raised; WaitTimeout when one that lives takes too long; ActorDied when one died or
+        froze more often than it may be replaced.
         """
         found: list[tuple[Q, Any]] = []
         for ref in wait_any(list(self._open), timeout_s=wait_s):
@@ -133,11 +156,13 @@ class StatelessPool(Generic[Q]):
             except errors as error:
                 answer = error
             asked.wait.answered()
+            self._heard_of.add(asked.name)
             for other in self._open.values():
                 if other.actor == asked.actor:
                     other.wait.restart()
             found.append((asked.question, answer))
-        self._replace_late()
+        self._replace_silent()
+        self._refuse_late()
         return found
 
     def _replace(self, asked: _Open[Q], death: ActorDied) -> None:
@@ -145,11 +170,11 @@ class StatelessPool(Generic[Q]):
         actor = asked.actor
         if asked.handle is self._actors[actor]:
             run_metrics.add("lost_actors", pool=self._kind.stem)
-            number = self._num_restarts[actor]
-            if self._make is None or number == self._max_restarts:
+            number, budget = self._num_restarts[actor], self._budgets[actor]
+            if self._make is None or not budget.spend():
                 raise ActorDied(
-                    f"{death}; all {self._max_restarts} replacements of {self._kind.stem}-{actor} are used up; look "
-                    f"whether {self._kind.culprit} ends its process or needs more memory, or raise "
+                    f"{death}; all {budget.most} replacements of {self._kind.stem}-{actor} within an hour are used up; "
+                    f"look whether {self._kind.culprit} ends its process or needs more memory, or raise "
                     "cluster.max_instance_restarts"
                 ) from None
             with suppress(Exception):
@@ -164,22 +189,41 @@ class StatelessPool(Generic[Q]):
             self._note(f"{death}; {self._names[actor]} takes its place and {redo}")
         self.ask(actor, asked.question)
 
-    def _replace_late(self) -> None:
-        """Replace an actor that has not answered what it was asked first: it is frozen. Raises WaitTimeout."""
-        for asked in {asked.actor: asked for asked in reversed(self._open.values())}.values():
+    def _first_asked(self) -> dict[str, _Open[Q]]:
+        """What each actor that has not answered all was asked first, by its name."""
+        return {one.name: one for one in reversed(self._open.values())}
+
+    def _replace_silent(self) -> None:
+        """Ask about every second who lives, and replace who is frozen. Raises ActorDied."""
+        if self._clock() < self._looks_at_s:
+            return
+        self._looks_at_s = self._clock() + LOOK_S
+        in_office = self._actors
+        busy = {name: one for name, one in self._first_asked().items() if one.handle is in_office[one.actor]}
+        self._heartbeat.keep(busy)
+        for name, asked in busy.items():
+            order, is_up = self._kind.order(asked.question), name in self._heard_of
+            self._heartbeat.watch(name, asked.handle, order, is_up=is_up)
+        try:
+            self._heartbeat.look()
+        except ActorDied as death:
+            frozen = busy[death.name].handle
+            for ref, asked in list(self._open.items()):
+                if asked.handle is frozen:
+                    del self._open[ref]
+                    self._replace(asked, death)
+
+    def _refuse_late(self) -> None:
+        """Miss what each actor was asked first and has not answered. Raises WaitTimeout."""
+        for name, asked in self._first_asked().items():
             asked.wait.look()
-            if asked.wait.left_s > 0.0:
+            # one that is silent besides may be frozen: the heartbeat tells, within its own limit
+            if asked.wait.left_s > 0.0 or self._heartbeat.is_silent(name):
                 continue
-            late = WaitTimeout(
+            raise WaitTimeout(
                 waiter="the loop",
-                waited_for=asked.name,
+                waited_for=name,
                 order=self._kind.order(asked.question),
                 waited_s=asked.wait.waited_s,
                 advice=self._kind.late_advice,
             )
-            if self._make is None or self._num_restarts[asked.actor] == self._max_restarts:
-                raise late
-            for ref, other in list(self._open.items()):
-                if other.handle is asked.handle:
-                    del self._open[ref]
-                    self._replace(other, ActorDied(str(late)))

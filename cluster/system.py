@@ -146,9 +146,7 @@ def running_system(
         context = PlacementContext(group=group, namespace=session.namespace, environment=session.environment)
         with watching(note), watching_raylet(own_raylet() if session.is_local else None, note):
             system = _make_actors(config, inputs, topology, context, singles, note)
-            # instances find new places by themselves
-            others = {each.bundle for each in topology.places} - {each.bundle for each in topology.generation}
-            system.lost_machines = partial(lost_machines, group, others)
+            system.lost_machines = partial(lost_machines, group, topology.fixed_bundles)
             _bring_up(system)
             system.streams_forwards, why = streams_forwards(
                 config, topology, nodes_of(group, topology), recomputes_old=system.recomputes_old
@@ -321,6 +319,7 @@ def _rewards(
     return RewardPool(
         [make(actor, 0) for actor in range(len(topology.reward))],
         timeout_s=scoring_timeout_s(config),
+        heartbeat_timeout_s=config.cluster.heartbeat_timeout_s,
         kind=reward.title,
         make=make,
         max_restarts=config.cluster.max_instance_restarts,

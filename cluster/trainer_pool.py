@@ -16,11 +16,11 @@ import ray
 
 from actors.actor_messages import TrainerSpec
 from actors.ray_utils.group_wait import get_all
+from actors.ray_utils.heartbeat import Heartbeat
 from actors.ray_utils.remote import Handle
 from actors.ray_utils.waiting import get, wait_any
 from actors.trainer_actor import TrainerActor
 from cluster.placement.topology import Place, PlacementContext, actor_options
-from cluster.trainer_heartbeat import TrainerHeartbeat
 from cluster.weights.publish import Fetching, PublishedWeights, confirm
 from core.config import ClusterConfig
 from core.errors import InstanceLost, WaitTimeout
@@ -196,9 +196,13 @@ class TrainerPool:
         for one in self._trainers.values():
             ray.kill(one)
 
-    def _heartbeat(self, names: Iterable[str], order: str) -> TrainerHeartbeat:
-        trainers = {name: self._trainers[name] for name in names}
-        return TrainerHeartbeat(trainers, order=order, timeout_s=self._heartbeat_timeout_s)
+    def _heartbeat(self, names: Iterable[str], order: str) -> Heartbeat:
+        heartbeat = Heartbeat(
+            lambda trainer: trainer.forwards_so_far.remote(), timeout_s=self._heartbeat_timeout_s
+        )
+        for name in names:
+            heartbeat.watch(name, self._trainers[name], order)
+        return heartbeat
 
     def _all(
         self, refs: Mapping[str, Any], order: str, *, meanwhile: Callable[[], None] | None = None

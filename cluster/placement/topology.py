@@ -87,6 +87,11 @@ class Topology:
             )
         )
 
+    @property
+    def fixed_bundles(self) -> set[int]:
+        """Those of all but instances, which find new places by themselves."""
+        return {place.bundle for place in self.places} - {place.bundle for place in self.generation}
+
     def wanted(self) -> dict[str, float]:
         """Resources of all bundles together."""
         total: Counter[str] = Counter()

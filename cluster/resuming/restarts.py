@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from actors.ray_utils.waiting import ActorDied
+from actors.restart_budget import RestartBudget
 from cluster.resuming.rewind import rewind
 from cluster.resuming.run_state import RunState, last_state
 from cluster.run_folder.layout import RunDir
@@ -60,9 +62,19 @@ def telling_trainer_loss(system: System) -> Iterator[None]:
 class TrainerRestarts:
     """Of one run."""
 
-    def __init__(self, run_dir: RunDir, *, most: int, note: Callable[[str], None]) -> None:
-        self._run_dir, self._most, self._note = run_dir, most, note
-        self._num = 0
+    def __init__(
+        self,
+        run_dir: RunDir,
+        *,
+        most: int,
+        note: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`most` restarts are made within an hour, and from one state; `clock` is monotonic, in seconds."""
+        self._run_dir, self._note = run_dir, note
+        self._budget = RestartBudget(most, clock=clock)
+        self._begun_at: list[int] = []
+        "iterations of the state that each restart since the last progress began at"
 
     def after(self, error: TrainerLost) -> RunState | None:
         """Take the run folder back to its last state, which is returned; None: to its beginning.
@@ -70,16 +82,21 @@ class TrainerRestarts:
         Raises TrainerLost when restarts are used up, RunTaken, StorageError.
         """
         self._run_dir.owner.require()
-        if self._num == self._most:
-            raise TrainerLost(
-                f"{error}; all {self._most} restarts of the trainers (cluster.max_trainer_restarts) are used up; look "
-                f"at their logs, and go on with `rlhfspec train --resume {self._run_dir.path}`"
-            ) from error
-        self._num += 1
         state = last_state(self._run_dir, self._note)
+        begins_at = 0 if state is None else state.num_iterations
+        # a run that never reaches its next state makes no progress, however long each try takes
+        tries = [at for at in self._begun_at if at == begins_at]
+        if len(tries) >= self._budget.most or not self._budget.spend():
+            raise TrainerLost(
+                f"{error}; all {self._budget.most} restarts of the trainers within an hour, or from one state, are "
+                "used up (cluster.max_trainer_restarts); look at their logs, and go on with "
+                f"`rlhfspec train --resume {self._run_dir.path}`"
+            ) from error
+        self._begun_at = [*tries, begins_at]
+        num = max(self._budget.num_spent, len(self._begun_at))
         where = "its beginning: there is no state yet"
         if state is not None:
             where = f"its state after iteration {state.num_iterations}"
-        self._note(f"{error}; restart {self._num} of {self._most}: the run goes on from {where}")
+        self._note(f"{error}; restart {num} of {self._budget.most}: the run goes on from {where}")
         rewind(self._run_dir, state)
         return state

@@ -19,9 +19,9 @@ from cluster.placement.first_places import FirstPlaces
 from cluster.placement.single_places import SinglePlaces, announced_ends
 from cluster.placement.topology import Place, Topology
 from cluster.scheduling.departures import Departures
+from cluster.scheduling.incident_budget import IncidentBudget
 from cluster.scheduling.instance_table import Instance, InstanceTable
 from cluster.scheduling.joiners import Joiner, Joiners, Ready
-from cluster.scheduling.restart_budget import RestartBudget
 from cluster.scheduling.scheduler_client import SchedulerClient
 from cluster.weights.publish import PublishedWeights
 from core.config import ClusterConfig
@@ -56,7 +56,7 @@ class PoolChanges:
         self._scheduler, self._instances, self._order, self._note = scheduler, instances, order, note
         self._first_places = FirstPlaces(run_group)
         self._joiners = Joiners(places, self._first_places, note, start_timeout_s=cluster.start_timeout_s)
-        self._budget = RestartBudget(cluster.max_instance_restarts)
+        self._budget = IncidentBudget(cluster.max_instance_restarts)
         self.departures = Departures()
         self.rollouts_ahead = 0
         self._next_number = len(topology.generation)

@@ -18,6 +18,7 @@ from actors.actor_messages import HeldSamples, LostInstance, Rejoined, Scheduler
 from actors.ray_utils import run_metrics
 from actors.ray_utils.remote import Handle
 from actors.ray_utils.waiting import ActorDied, awake_s, get
+from actors.restart_budget import RestartBudget
 from cluster.scheduling.instance_table import InstanceTable
 from core.decode_records import GenerationStats
 from core.errors import InstanceLost, SchedulerLost, WaitTimeout
@@ -41,11 +42,14 @@ class SchedulerClient:
         max_restarts: int,
         start_timeout_s: float,
     ) -> None:
-        """Start the first scheduler. `make` starts an actor whose name no earlier term has used."""
+        """Start the first scheduler. `make` starts an actor whose name no earlier term has used.
+
+        `max_restarts` within an hour are made.
+        """
         self._make = make
         self._settings = settings
         self._instances = instances
-        self._max_restarts = max_restarts
+        self._budget = RestartBudget(max_restarts)
         self._start_timeout_s = start_timeout_s
         self._asked: dict[SampleKey, SampleRequest] = {}
         self._delivered: dict[SampleKey, Completion] = {}
@@ -149,9 +153,9 @@ class SchedulerClient:
         """Put a new scheduler into office that knows what the dead one knew, or can find it out."""
         while True:
             run_metrics.add("lost_actors", pool="scheduler")
-            if self._settings.term == self._max_restarts:
+            if not self._budget.spend():
                 raise SchedulerLost(
-                    f"{reason}; all {self._max_restarts} restarts of this run are used up "
+                    f"{reason}; all {self._budget.most} restarts within an hour are used up "
                     "(cluster.max_scheduler_restarts)"
                 )
             self._settings = replace(self._settings, term=self._settings.term + 1)

@@ -100,13 +100,15 @@ class ClusterConfig(Section):
     "an actor's constructor, model building included"
     poll_interval_s: Seconds = 0.1
     heartbeat_timeout_s: Seconds = 60.0
-    "an instance or a trainer at work that answers nothing for so long is taken for lost"
+    "whoever is at work (instance, trainer, reward or environment actor) and gives no sign of life for so long is lost"
     order_timeout_s: Seconds = 300.0
     "weight loads, scoring; an update in which no forward ends for so long"
     max_instance_restarts: int = Field(default=3, ge=0)
+    "within an hour: lost instances that are replaced; counted for each reward and environment actor too"
     no_instance_timeout_s: Seconds = 600.0
     "a run whose generation instances are all lost waits so long for one, then ends; it can be resumed"
     max_trainer_restarts: int = Field(default=3, ge=0)
-    "in a run: trainers that die or freeze are started anew, all together, from the run's last state"
+    "within an hour, and from one state: trainers that die or freeze are started anew, all together, from the run's "
+    "last state"
     max_scheduler_restarts: int = Field(default=3, ge=0)
-    "in a run, as the instances'; the state comes from the instances and the loop"
+    "within an hour; the state comes from the instances and the loop"

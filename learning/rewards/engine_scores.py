@@ -7,7 +7,8 @@ rounds to depends on that text alone, whatever is scored beside it (docs/design.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from threading import Lock
 from typing import Any
 
@@ -51,7 +52,7 @@ class EngineScores:
     def scores(self, texts: Sequence[Sequence[int]]) -> list[float]:
         """The score of each text of at least one token id, at its last token that is not the padding one."""
         scored = [self._until_scored(text) for text in texts]
-        with self._lock:
+        with self._lock, _one_thread():
             found = [
                 score
                 for start in range(0, len(scored), NUM_SLOTS)
@@ -132,6 +133,17 @@ def engine_scores(model: PreTrainedModel, *, max_tokens: int | None) -> EngineSc
         )
         return None
     return ours
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Torch's number is each calling thread's own, and several threads round unlike one."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 class _AsCausalLM(nn.Module):

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 
 import numpy as np
 import pytest
@@ -119,9 +120,29 @@ def test_samples_of_a_dead_reward_actor_are_scored_again_and_reported_in_one_lin
     killed(actors[-1])
     pool.submit([3], prompts(1), ["aaaa"])
     with pytest.raises(
-        InstanceLost, match=r"all 1 replacements of reward-0 are used up.*max_instance_restarts"
+        InstanceLost,
+        match=r"all 1 replacements of reward-0 within an hour are used up.*max_instance_restarts",
     ):
         pool.collect(wait_s=60.0)
+
+
+def test_a_slow_reward_actor_that_lives_is_missed_and_neither_killed_nor_asked_again(local_ray):
+    first = RewardActor.options(num_cpus=0).remote("reward-0", RewardConfig(kind="sample_rewards:hanging"))
+    pool = RewardPool(
+        [first],
+        timeout_s=8.0,
+        heartbeat_timeout_s=4.0,
+        make=lambda actor, number: pytest.fail("replaced"),
+        max_restarts=3,
+        note=lambda text: None,
+    )
+    pool.prove(timeout_s=60.0)
+    pool.submit([0], prompts(1), ["a"])
+    ends_s = time.monotonic() + 60.0
+    with pytest.raises(WaitTimeout, match=r"the loop waited 8 s for reward-0 .*it takes too long"):
+        while time.monotonic() < ends_s:
+            pool.collect(wait_s=0.2)
+    ray.get(first.alive.remote(), timeout=60)
 
 
 def test_a_frozen_reward_actor_is_replaced_and_its_samples_are_scored_again(local_ray):
@@ -129,8 +150,14 @@ def test_a_frozen_reward_actor_is_replaced_and_its_samples_are_scored_again(loca
     first = RewardActor.options(num_cpus=0).remote("reward-0", config)
     other = RewardActor.options(num_cpus=0).remote("reward-0-r1", config)
     pool = RewardPool(
-        [first], timeout_s=2.0, make=lambda actor, number: other, max_restarts=1, note=notes.append
+        [first],
+        timeout_s=600.0,
+        heartbeat_timeout_s=2.0,
+        make=lambda actor, number: other,
+        max_restarts=1,
+        note=notes.append,
     )
+    pool.prove(timeout_s=60.0)
     pid = ray.get(first.__ray_call__.remote(lambda self: os.getpid()), timeout=60)
     ray.get(other.score.remote([], []), timeout=60)
     os.kill(pid, signal.SIGSTOP)
@@ -141,4 +168,5 @@ def test_a_frozen_reward_actor_is_replaced_and_its_samples_are_scored_again(loca
         scored += pool.collect(wait_s=0.2)
     assert {item: reward.value for item, reward in scored} == {0: 1.0, 1: 0.0, 2: 0.5} and len(scored) == 3
     (note,) = notes
-    assert "waited 2 s for reward-0" in note and note.endswith("takes its place and scores 3 samples again")
+    assert note.startswith("reward-0 gave no sign of life for ")
+    assert note.endswith("takes its place and scores 3 samples again")

@@ -8,8 +8,10 @@ from ray.exceptions import ActorUnavailableError
 
 from actors.ray_utils.deaths import cause_of
 from actors.ray_utils.waiting import ActorDied
-from cluster.resuming.restarts import as_trainer_lost
-from core.errors import ConfigError, InstanceLost, RlhfSpecError, WaitTimeout, WeightsError
+from actors.restart_budget import WINDOW_S
+from cluster.resuming import restarts
+from cluster.resuming.restarts import TrainerRestarts, as_trainer_lost
+from core.errors import ConfigError, InstanceLost, RlhfSpecError, TrainerLost, WaitTimeout, WeightsError
 
 
 class Trainers:
@@ -62,3 +64,49 @@ def test_a_silent_trainer_explains_a_loss_and_no_other_error() -> None:
     assert lost(InstanceLost("x"), "trainer-0") == "trainer-0 was lost: x"
     assert lost(WeightsError("x"), "trainer-0") is None
     assert lost(ConfigError("x"), "trainer-0") is None
+
+
+class Played:
+    """A run whose trainers are lost now and then, where its last state says."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, most: int) -> None:
+        self.now_s, self.finished, self.notes = 0.0, 0, list[str]()
+        monkeypatch.setattr(restarts, "last_state", lambda *_: SimpleNamespace(num_iterations=self.finished))
+        monkeypatch.setattr(restarts, "rewind", lambda *_: None)
+        run_dir: Any = SimpleNamespace(path="runs/r", owner=SimpleNamespace(require=lambda: None))
+        self.restarts = TrainerRestarts(run_dir, most=most, note=self.notes.append, clock=lambda: self.now_s)
+
+    def lose(self, *, after_s: float, finished: int) -> None:
+        self.now_s, self.finished = self.now_s + after_s, finished
+        self.restarts.after(TrainerLost("trainer-0 was lost: x"))
+
+
+def test_separate_losses_of_a_week_never_end_a_run_that_gets_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Played(monkeypatch, most=1)
+    for day in range(7):
+        run.lose(after_s=24 * WINDOW_S, finished=10 * day)
+    assert run.notes[-1] == (
+        "trainer-0 was lost: x; restart 1 of 1: the run goes on from its state after iteration 60"
+    )
+
+
+def test_losses_within_an_hour_use_the_restarts_up_though_the_run_gets_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = Played(monkeypatch, most=2)
+    run.lose(after_s=0.0, finished=0)
+    run.lose(after_s=60.0, finished=10)
+    assert "restart 2 of 2" in run.notes[-1]
+    with pytest.raises(TrainerLost, match=r"all 2 restarts .*max_trainer_restarts.*--resume runs/r"):
+        run.lose(after_s=60.0, finished=20)
+
+
+def test_a_run_that_never_reaches_its_next_state_ends_however_long_each_try_takes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = Played(monkeypatch, most=2)
+    for finished in (0, 10, 10):
+        run.lose(after_s=2 * WINDOW_S, finished=finished)
+    assert "restart 2 of 2" in run.notes[-1]
+    with pytest.raises(TrainerLost, match="or from one state"):
+        run.lose(after_s=2 * WINDOW_S, finished=10)

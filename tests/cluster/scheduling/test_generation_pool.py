@@ -7,7 +7,8 @@ import ray
 from played_pool import LOST, PlayedPool, weights
 from ray.exceptions import RayActorError
 
-from cluster.scheduling.restart_budget import INCIDENT_S, RestartBudget
+from actors.restart_budget import WINDOW_S
+from cluster.scheduling.incident_budget import INCIDENT_S, IncidentBudget
 from core.errors import InstanceLost, RlhfSpecError, WaitTimeout
 
 
@@ -78,13 +79,13 @@ def test_an_instance_that_is_lost_again_and_again_is_replaced_until_the_restarts
     for number, name in enumerate(("gen-0", "gen-0-r1"), start=1):
         assert world.lose(name) == f"gen-0-r{number}"
         world.look()
-    with pytest.raises(InstanceLost, match="all 2 replacements of this run are used up"):
+    with pytest.raises(InstanceLost, match="all 2 replacements within an hour are used up"):
         world.lose("gen-0-r2")
 
 
 def test_the_instances_of_a_node_that_dies_are_one_restart():
     now_s = 0.0
-    budget = RestartBudget(1, clock=lambda: now_s)
+    budget = IncidentBudget(1, clock=lambda: now_s)
     for place in ("gen-0", "gen-1", "gen-2"):
         budget.spend(place=place, node="node-0", what="a machine died")
     with pytest.raises(InstanceLost, match=r"^a machine died and all 1 replacements .* used up"):
@@ -94,11 +95,19 @@ def test_the_instances_of_a_node_that_dies_are_one_restart():
 @pytest.mark.parametrize(("node", "after_s"), [("", 0.0), ("node-1", 0.0), ("node-0", INCIDENT_S + 1.0)])
 def test_what_is_lost_elsewhere_or_later_counts_for_itself(node, after_s):
     now_s = 0.0
-    budget = RestartBudget(1, clock=lambda: now_s)
+    budget = IncidentBudget(1, clock=lambda: now_s)
     budget.spend(place="gen-0", node=node and "node-0", what="died")
     now_s = after_s
     with pytest.raises(InstanceLost):
         budget.spend(place="gen-1", node=node, what="died")
+
+
+def test_incidents_of_a_week_are_all_made_good():
+    now_s = 0.0
+    budget = IncidentBudget(1, clock=lambda: now_s)
+    for _ in range(20):
+        budget.spend(place="gen-0", node="node-0", what="died")
+        now_s += WINDOW_S
 
 
 def test_a_replacement_that_cannot_start_gives_its_place_back_and_is_tried_again_there(world):

@@ -1,5 +1,7 @@
 """A reward model's scores by the engine's forward: those of transformers, for every text, or no forward at all."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from pytest import approx, mark
@@ -103,3 +105,26 @@ def test_what_the_engine_does_not_compute_alike_keeps_the_librarys_forward(tmp_p
         # as a model whose head sees more than the last state
         model.register_forward_hook(lambda _, inputs, out: setattr(out, "logits", out.logits + 1.0))
     assert engine_scores(model, max_tokens=None) is None
+
+
+def test_scores_keep_their_bits_in_a_thread_whose_number_of_threads_is_another(tmp_path):
+    """As an actor's threads: what one has set does not hold in the next."""
+    ours = engine_scores(tiny(tmp_path), max_tokens=None)
+    assert ours is not None
+    asked = texts((40, 17, 5))
+    expected, seen = ours.scores(asked), []
+    inner = ours._forward
+
+    def forward(*arguments):
+        seen.append(torch.get_num_threads())
+        return inner(*arguments)
+
+    ours._forward = forward  # type: ignore[assignment]
+
+    def score() -> tuple[list[float], int]:
+        torch.set_num_threads(2)
+        return ours.scores(asked), torch.get_num_threads()
+
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(score).result() == (expected, 2)
+    assert seen and set(seen) == {1}

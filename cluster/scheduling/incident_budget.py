@@ -5,19 +5,19 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from actors.restart_budget import RestartBudget
 from core.errors import InstanceLost
 
 INCIDENT_S = 60.0
 "Instances of one node that are lost within so long of the first are one incident, each place counted once."
 
 
-class RestartBudget:
+class IncidentBudget:
     """Of one run."""
 
     def __init__(self, most: int, *, clock: Callable[[], float] = time.monotonic) -> None:
-        """`most`: incidents that are made good; `clock` is monotonic, in seconds."""
-        self._most, self._clock = most, clock
-        self._num = 0
+        """`most`: incidents that are made good within an hour; `clock` is monotonic, in seconds."""
+        self._budget, self._clock = RestartBudget(most, clock=clock), clock
         self._incidents: dict[str, tuple[float, set[str]]] = {}
         "by node: since when, and which places"
 
@@ -32,9 +32,8 @@ class RestartBudget:
             places.add(place)
             return
         self._incidents[node] = (now_s, {place})
-        self._num += 1
-        if self._num > self._most:
+        if not self._budget.spend():
             raise InstanceLost(
-                f"{what} and all {self._most} replacements of this run are used up; look at the actors' logs in the "
-                "Ray dashboard, or raise cluster.max_instance_restarts"
+                f"{what} and all {self._budget.most} replacements within an hour are used up; look at the actors' logs "
+                "in the Ray dashboard, or raise cluster.max_instance_restarts"
             )
