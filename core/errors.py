@@ -120,6 +120,7 @@ class WaitTimeout(RlhfSpecError):
         super().__init__(
             f"{waiter} waited {waited_s:.0f} s for {waited_for} to answer '{order}' and gave up; {advice}"
         )
+        self.waited_for = waited_for
         self._arguments = {
             "waiter": waiter,
             "waited_for": waited_for,

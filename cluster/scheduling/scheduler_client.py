@@ -26,6 +26,7 @@ from core.records import Completion, SampleKey, SampleRequest
 from policies.scaling.scaling_records import Starts
 from policies.scheduling.members import InstanceState
 
+SCHEDULER = "scheduler"
 _GRACE_S = 5.0
 "The caller waits longer than the instance, so that the instance's own message arrives."
 
@@ -51,6 +52,8 @@ class SchedulerClient:
         self._instances = instances
         self._budget = RestartBudget(max_restarts)
         self._start_timeout_s = start_timeout_s
+        # it answers everything at once: one that does not is frozen, and no order makes it slow
+        self._answers_within_s = min(settings.heartbeat_timeout_s + _GRACE_S, settings.order_timeout_s)
         self._asked: dict[SampleKey, SampleRequest] = {}
         self._delivered: dict[SampleKey, Completion] = {}
         self._lost: list[LostInstance] = []
@@ -139,8 +142,11 @@ class SchedulerClient:
         try:
             self._require_alive()
             ref = getattr(self._handle, order).remote(*arguments)
-            return self._get(ref, order, self._settings.order_timeout_s)
-        except ActorDied as error:
+            return self._get(ref, order, self._answers_within_s)
+        except (ActorDied, WaitTimeout) as error:
+            if isinstance(error, WaitTimeout) and error.waited_for != SCHEDULER:
+                # the scheduler itself waited in vain for somebody
+                raise
             self._restart(str(error))
             return None
 
@@ -225,7 +231,7 @@ class SchedulerClient:
         )
 
     def _get(self, ref: Any, order: str, timeout_s: float) -> Any:
-        return get(ref, waiter="the loop", waited_for="scheduler", order=order, timeout_s=timeout_s)
+        return get(ref, waiter="the loop", waited_for=SCHEDULER, order=order, timeout_s=timeout_s)
 
 
 def scheduler_name(term: int) -> str:
