@@ -16,7 +16,7 @@
     |-- RunTaken              another process goes on with this run
     |-- WaitTimeout           one process waited for another for too long
     |-- TransferError         a channel between two instances failed, or a frame arrived damaged
-    |-- NodeDied              Ray itself died under the run
+    |-- NodeDied              Ray itself died under the run, or did not start
     |-- RewardServerLost      a reward server did not answer, however often it was asked
     |-- InstanceLost          a generation instance died or froze
     |-- TrainerLost           a trainer died or froze

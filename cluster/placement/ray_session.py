@@ -33,7 +33,7 @@ from cluster.placement.memory_plan import OBJECT_STORE_USUAL_BYTES
 from cluster.placement.origin import ROOT
 from cluster.run_folder.leftovers import RAY_FOLDER, claim, sweep_ray_folders
 from core.config import Config
-from core.errors import PlacementError
+from core.errors import NodeDied, PlacementError
 
 MIN_OBJECT_STORE_BYTES = 100 << 20
 LOOPBACK = "127.0.0.1"
@@ -197,7 +197,8 @@ def _local(
                     logging_level=logging.WARNING,
                 )
             except Exception as error:  # of many kinds: sockets, processes, memory
-                raise PlacementError(
+                # bad settings have been refused above: it is the machine
+                raise NodeDied(
                     f"cannot start Ray on this machine: {_one_line(error)}; look at memory, /dev/shm and the "
                     f"temporary folder {tempfile.gettempdir()}, or join a running cluster with cluster.address"
                 ) from error

@@ -14,7 +14,7 @@ from cluster.run_folder.layout import RunDir, of_run
 from cluster.run_folder.run_status import STALE_AFTER_S, describe_status, may_be_running, was_heard_of
 from core.config import Config
 from core.config_io import dump_config, load_config
-from core.errors import ConfigError
+from core.errors import ConfigError, describe_error
 from learning.data.cursor import PromptCursor
 from learning.data.prompts import PromptDataset
 
@@ -39,8 +39,12 @@ class ResumedRun:
     def begin(self, config: Config) -> RunDir:
         """Take the folder back to the state and call it running. Raises StorageError, ConfigError: it runs again."""
         take_over(self.run_dir)
-        rewind(self.run_dir, self.state)
-        dump_config(config, self.run_dir.config_file)
+        try:
+            rewind(self.run_dir, self.state)
+            dump_config(config, self.run_dir.config_file)
+        except Exception as error:
+            self.run_dir.set_status("failed", describe_error(error))
+            raise
         return self.run_dir
 
 

@@ -59,7 +59,11 @@ class RunState:
 def state_folders(run_dir: RunDir) -> list[Path]:
     """Folders of states, the newest first."""
     folder = run_dir.path / "checkpoints"
-    found = [path for path in folder.iterdir() if _NAME.fullmatch(path.name)] if folder.is_dir() else []
+    found = [
+        path
+        for path in (folder.iterdir() if folder.is_dir() else ())
+        if _NAME.fullmatch(path.name) and path.is_dir() and not path.is_symlink()
+    ]
     return sorted(found, key=lambda path: int(path.name.rpartition("_")[2]), reverse=True)
 
 
@@ -80,6 +84,11 @@ def read_state(folder: Path) -> RunState:
         tree: dict[str, Any] = json.loads((folder / "state.json").read_text())
         if tree.pop("schema_version") != SCHEMA_VERSION:
             raise ValueError(f"its schema version is not {SCHEMA_VERSION}")
+        numbers = tree["num_iterations"], tree["weight_version"]
+        if any(type(number) is not int for number in numbers) or _NAME.fullmatch(folder.name) is None:
+            raise ValueError(f"expected numbers of iterations and of the weights' version, got {numbers}")
+        if numbers[0] != int(folder.name.rpartition("_")[2]):
+            raise ValueError(f"it is of {numbers[0]} iterations, its folder's name of others")
         marks = EvaluationMarks(**tree.pop("evaluations"))
         return RunState(folder=folder, evaluations=marks, **tree)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

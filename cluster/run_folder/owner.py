@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import uuid
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -36,7 +37,7 @@ class Owner:
         """Number of the last owner, 0 where nobody has claimed the folder."""
         folder = self._run / FOLDER
         names = [path.stem for path in folder.glob("*.json")] if folder.is_dir() else []
-        return max((int(name) for name in names if name.isdigit()), default=0)
+        return max((int(name) for name in names if re.fullmatch(r"[0-9]+", name)), default=0)
 
     def claim(self, *, after: int) -> bool:
         """Become the owner that follows number `after`; False where somebody else has just done so.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
@@ -19,7 +20,7 @@ from cluster.run_folder.layout import RunDir, of_run
 from cluster.run_folder.owner import FOLDER
 from core.checkpoint_manifest import MANIFEST
 from core.errors import ConfigError, StorageError, describe_error
-from core.files import PARTIAL, whole_folder, write_whole
+from core.files import PARTIAL, storage_errors, whole_folder, write_whole
 
 _LOOK_S = 2.0
 _OWNER_LOOK_S = 30.0
@@ -98,7 +99,7 @@ class RemoteCopy:
     def claim(self) -> None:
         """Write this process' name there, before anything else, so that one that was taken for gone sees it."""
         name = self._run_dir.owner.name
-        if name is not None and (self._run_dir.path / name).is_file():
+        if name is not None and (self._run_dir.path / name).is_file() and self.is_own():
             self._send(name, self._files()[name])
 
     def is_own(self) -> bool:
@@ -209,15 +210,21 @@ def copying(run_dir: RunDir, place: str | None, note: Callable[[str], None]) -> 
 
 
 def fetch_run(url: str, base: Path, note: Callable[[str], None]) -> Path:
-    """Bring a copied run folder to `base`; one of its name that is there already is left as it is.
+    """Bring a copied run folder to `base`.
 
-    Raises ConfigError: no run there, no library for such a URL, StorageError.
+    One of its name that is there already is left as it is, unless another machine has gone on with the copy since:
+    then it is moved aside. Raises ConfigError: no run there, no library for such a URL, StorageError.
     """
     folder = base / url.rstrip("/").rpartition("/")[2]
-    if folder.exists():
-        note(f"{folder} is there already: the run goes on from it, not from {url}")
-        return folder
     fs, root = _file_system(url.rstrip("/"))
+    if folder.exists():
+        if not _is_behind(folder, fs, root):
+            note(f"{folder} is there already: the run goes on from it, not from {url}")
+            return folder
+        aside = folder.with_name(f".behind-{folder.name}-{uuid.uuid4().hex[:6]}")
+        with storage_errors(folder):
+            folder.rename(aside)
+        note(f"another machine has gone on with {url} since: what was here is now {aside}")
     try:
         there = _there(fs, root)
     except Exception as error:  # whatever the file system's library raises
@@ -252,8 +259,34 @@ def fetch_newest(place: str, run_name: str, base: Path, note: Callable[[str], No
         ) from error
     here = [path.name for path in base.iterdir()] if base.is_dir() else []
     newest = of_run([*names, *here], run_name)[:1]
-    if newest and newest[0] not in here:
+    if newest and newest[0] in names:
         fetch_run(f"{place.rstrip('/')}/{newest[0]}", base, note)
+
+
+def _is_behind(folder: Path, fs: Any, root: str) -> bool:
+    """Whether the copy of a run has owners that its folder here does not know."""
+    fs.invalidate_cache()
+    try:
+        there = {str(path).rpartition("/")[2]: str(path) for path in fs.ls(f"{root}/{FOLDER}", detail=False)}
+        for name in sorted(there, reverse=True)[:1]:
+            here = folder / FOLDER / name
+            return not here.is_file() or here.read_bytes() != fs.cat_file(there[name])
+    except FileNotFoundError:
+        pass
+    return False
+
+
+def require_place(place: str, run: Path) -> None:
+    """Raise ConfigError where no copy of the run folder can be kept: no such library, or the folder itself."""
+    fs, root = _file_system(f"{place.rstrip('/')}/{run.name}")
+    if "file" not in (fs.protocol if isinstance(fs.protocol, tuple) else (fs.protocol,)):
+        return
+    to, own = Path(root).resolve(), run.resolve()
+    if to == own or own in to.parents or to in own.parents:
+        raise ConfigError(
+            f"run.copy_to {place} would copy the run folder {run} into itself; expected a place beside "
+            f"run.output_dir. To bring a copy back, give it as a URL: --resume file://{own}"
+        )
 
 
 def _stamp(path: Path) -> _Stamp:

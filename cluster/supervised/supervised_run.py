@@ -26,7 +26,13 @@ from core.errors import ConfigError, describe_error
 from core.files import storage_errors, write_whole
 from core.metrics import MetricsLog, read_metrics
 from core.settings.supervised import SupervisedConfig
-from learning.supervised.supervised_job import SupervisedJob, last_state, require_same, state_step
+from learning.supervised.supervised_job import (
+    SupervisedJob,
+    last_state,
+    require_same,
+    state_folders,
+    state_step,
+)
 
 FOLDERS = ("checkpoints",)
 _TOLD_EVERY_S = 2.0
@@ -122,7 +128,7 @@ def _new_path(config: SupervisedConfig, out: Path | None) -> Path:
 
 def _forget_later(run_dir: RunDir, step: int) -> None:
     """Drop metrics and states of steps after the state that is gone on from: they are taken again."""
-    for state in (run_dir.path / "checkpoints").glob("state_*"):
+    for state in state_folders(run_dir.path / "checkpoints"):
         if state_step(state) > step:
             with storage_errors(state):
                 shutil.rmtree(state)

@@ -26,6 +26,8 @@ from profiles.quality import acceptance_quality, cost_quality
 from profiles.recording import DraftRecording, join_nodes
 
 CURVE_NODES = 24
+NOTHING_DRAFTED = (YieldCurve(branching=1, width=1, levels=1, curve=(0.0, 0.0)),)
+"What look-ups yield is not known before a run: whoever plans with the profile alone goes by plain decoding."
 PRIOR = AcceptanceModel(first=(1.0, 1.0, 0.0, 0.5, 0.0), other=(-1.0, -0.5, 0.5, 0.0, 0.0))
 "Orders candidates before anything is fitted."
 Progress = Callable[[str, float], None]
@@ -132,7 +134,7 @@ def make_verification_profile(
         provenance=provenance,
         cost=fit_costs(costs),
         acceptance=PRIOR,
-        yields=(),
+        yields=NOTHING_DRAFTED,
         max_samples=engine.runner.pool.num_slots,
         quality=cost_quality(fit_costs(sweeps[0]), sweeps[1]),
     )

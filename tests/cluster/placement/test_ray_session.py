@@ -27,7 +27,7 @@ from cluster.placement.ray_session import (
 from cluster.run_folder.process_identity import processes_using
 from core.config import Config
 from core.config_io import config_from_dict
-from core.errors import PlacementError
+from core.errors import NodeDied, PlacementError
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -269,7 +269,7 @@ def test_a_failed_start_of_ray_is_one_placement_error_and_leaves_no_folder(tmp_p
     make = tempfile.mkdtemp
     monkeypatch.setattr(tempfile, "mkdtemp", lambda **names: made.append(make(**names)) or made[-1])
     with (
-        pytest.raises(PlacementError, match="cannot start Ray on this machine: no room for a store"),
+        pytest.raises(NodeDied, match="cannot start Ray on this machine: no room for a store"),
         ray_session(config(), "test"),
     ):
         pass

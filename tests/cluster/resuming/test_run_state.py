@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import asdict
@@ -195,6 +196,19 @@ def test_of_two_processes_that_resume_a_run_one_is_refused(
     with pytest.raises(ConfigError, match="was just taken up by another process"):
         take_over(theirs)
     mine.owner.require()
+
+
+def test_what_only_looks_like_a_state_is_left_alone(run_dir: RunDir) -> None:
+    checkpoints = run_dir.path / "checkpoints"
+    (checkpoints / "state_9999").symlink_to("state_0002")
+    (checkpoints / "state_9998").write_text("no folder")
+    shutil.copytree(checkpoints / "state_0002", checkpoints / "state_0007")
+    (run_dir.path / "owners" / "²0.json").touch()
+    notes: list[str] = []
+    state = last_state(run_dir, notes.append)
+    assert state is not None and state.num_iterations == 4
+    assert len(notes) == 1 and "state_0007 is passed over: " in notes[0] and "of 2 iterations" in notes[0]
+    assert run_dir.owner.last() == 1
 
 
 def test_a_state_that_stands_is_not_written_again(run_dir: RunDir) -> None:

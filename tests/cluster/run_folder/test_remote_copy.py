@@ -9,7 +9,7 @@ import fsspec
 import pytest
 
 from cluster.run_folder.layout import RunDir
-from cluster.run_folder.remote_copy import RemoteCopy, copying, fetch_newest, fetch_run
+from cluster.run_folder.remote_copy import RemoteCopy, copying, fetch_newest, fetch_run, require_place
 from core.checkpoint_manifest import MANIFEST, verify_checkpoint, write_manifest
 from core.config_io import config_from_dict
 from core.errors import ConfigError, RunTaken
@@ -95,10 +95,52 @@ def test_of_two_machines_that_resume_one_copy_the_last_goes_on(run_dir: RunDir, 
     for one, its_copy in zip(both, copies, strict=True):
         assert one.owner.claim(after=1)
         its_copy.claim()
-    assert [its_copy.bring_up_to_date() for its_copy in copies] == [False, True]
-    both[1].owner.require()
+    assert [its_copy.bring_up_to_date() for its_copy in copies] == [True, False]
+    both[0].owner.require()
     with pytest.raises(RunTaken):
-        both[0].owner.require()
+        both[1].owner.require()
+
+
+def test_a_folder_that_another_machine_has_gone_beyond_is_moved_aside_and_harms_no_copy(
+    run_dir: RunDir, tmp_path: Path
+) -> None:
+    state(run_dir, 1)
+    assert RemoteCopy(run_dir, PLACE, print).bring_up_to_date()
+    there = RunDir.open(fetch_run(f"{PLACE}/{run_dir.path.name}", tmp_path / "there", print))
+    assert there.owner.claim(after=1)
+    state(there, 2)
+    ahead = RemoteCopy(there, PLACE, print)
+    ahead.claim()
+    assert ahead.bring_up_to_date()
+    # the first machine comes back, and is told to go on with what it has
+    old = RunDir.open(run_dir.path)
+    assert old.owner.claim(after=1)
+    behind, before = RemoteCopy(old, PLACE, print), copied()
+    behind.claim()
+    assert not behind.bring_up_to_date() and copied() == before
+    with pytest.raises(RunTaken):
+        old.owner.require()
+    # or to go on with the newest
+    notes: list[str] = []
+    fetch_newest(PLACE, "demo", run_dir.path.parent, notes.append)
+    assert (run_dir.path / "checkpoints" / "state_0002").is_dir()
+    (aside,) = run_dir.path.parent.glob(".behind-*")
+    assert (aside / "checkpoints" / "state_0001").is_dir() and "another machine has gone on" in notes[0]
+    # and what is not behind stays
+    fetch_newest(PLACE, "demo", run_dir.path.parent, notes.append)
+    assert "is there already" in notes[-1]
+
+
+@pytest.mark.parametrize(
+    "place", [".", "demo-20260101-120000", "demo-20260101-120000/copies", "file://{here}"]
+)
+def test_a_copy_into_the_run_folder_itself_is_refused(run_dir: RunDir, place: str) -> None:
+    here = run_dir.path.parent
+    named = place.format(here=here) if "{" in place else str(here / place)
+    with pytest.raises(ConfigError, match=r"into itself; expected a place beside .* --resume file:///"):
+        require_place(named, run_dir.path)
+    require_place(str(here.parent / "copies"), run_dir.path)
+    require_place(PLACE, run_dir.path)
 
 
 @pytest.mark.parametrize("is_fetched", [False, True], ids=["here", "on another machine"])

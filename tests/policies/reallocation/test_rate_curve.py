@@ -1,9 +1,12 @@
 """Rate curves: exact at their points, monotone everywhere, corrected slowly; the knee."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hand_profile import hand_cost, hand_profile
 
+from engine.calibration.profiler import NOTHING_DRAFTED
 from policies.reallocation.rate_curve import RateCurve, rate_curve_from_profile
 
 
@@ -63,6 +66,14 @@ def test_without_speculation_a_profile_gives_plain_decoding() -> None:
     cost = hand_cost(forward_ms=10.0, knee_tokens=16, knee_ms=0.5)
     curve = rate_curve_from_profile(hand_profile(0.8, cost), speculation=False)
     assert curve.seconds_per_token(np.array([1, 16, 32])) == pytest.approx([0.0102, 0.0102, 0.0182])
+
+
+def test_with_look_ups_moves_are_planned_by_plain_decoding() -> None:
+    cost = hand_cost(forward_ms=10.0, token_ms=0.1)
+    profile = hand_profile(0.8, cost)
+    curve = rate_curve_from_profile(replace(profile, yields=NOTHING_DRAFTED))
+    plain = rate_curve_from_profile(profile, speculation=False)
+    assert curve.goodput(np.array([1, 8, 64])) == pytest.approx(plain.goodput(np.array([1, 8, 64])))
 
 
 def test_the_knee_is_where_a_flat_step_starts_to_grow() -> None:
