@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from importlib.util import find_spec
 from typing import Literal
@@ -50,6 +52,20 @@ def use_threads(num_threads: int) -> None:
     if torch.get_num_threads() != num_threads:
         logger.info("torch threads: %d, as engine.num_threads says", num_threads)
         torch.set_num_threads(num_threads)
+
+
+@contextmanager
+def on_threads(num_threads: int) -> Iterator[None]:
+    """Let torch compute on so many threads in the block: the number is each thread's own, and several round unlike one.
+
+    At the sizes of a CPU's models a second one often only waits.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def choose_backend(device: torch.device, *, num_threads: int | None = None) -> ComputeBackend:

@@ -28,6 +28,7 @@ from engine.calibration.profiler import (
     make_verification_profile,
 )
 from engine.calibration.random_chains import RandomChains
+from engine.numerics import on_threads
 from engine.weights.loading import load_causal_lm, num_token_ids
 from learning.data.prompts import sampling_params
 from learning.pairs.make import require_writable
@@ -124,9 +125,7 @@ def measure(
     config: Config, inputs: Inputs, run: ProfiledRun, report: Reporter, *, budget_s: float
 ) -> MadeProfile:
     """Measure a profile with a progress bar, on the threads an instance would have."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(config.engine.num_threads)
-    try:
+    with on_threads(config.engine.num_threads):
         engine = build_engine(
             run.target,
             run.draft,
@@ -146,8 +145,6 @@ def measure(
             return make_profile(
                 engine, _requests(config, inputs), run.provenance, budget_s=budget_s, progress=tick
             )
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _requests(config: Config, inputs: Inputs) -> list[SampleRequest]:

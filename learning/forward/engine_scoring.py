@@ -11,7 +11,6 @@ Source: He et al. 2025, 'Defeating nondeterminism in LLM inference', section 'Tr
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -25,7 +24,7 @@ from engine.build import build_scoring_runner
 from engine.decoding.logprobs import token_logprobs
 from engine.model.prefill import fill_committed, prefill_packs
 from engine.model.prefill_plan import PrefillPiece, PrefillPlan, packed_inputs
-from engine.numerics import describe_numerics, resolve_device, resolve_numerics
+from engine.numerics import describe_numerics, on_threads, resolve_device, resolve_numerics
 from learning.experience import Experience
 from learning.forward.forward_count import note_forward
 
@@ -84,7 +83,7 @@ class EngineScorer:
         self._max_tokens = engine.max_prefill_tokens
         self.holds: str | None = None
         "whose weights were loaded last, by the name that `load` was given"
-        with _one_thread():
+        with on_threads(1):
             self._runner = build_scoring_runner(
                 model,
                 engine=engine,
@@ -96,7 +95,7 @@ class EngineScorer:
     def load(self, weights: Weights, *, name: str | None = None) -> None:
         """Score with these weights from here on, rounded to what they are published in. Raises WeightsError."""
         self.holds = None
-        with _one_thread():
+        with on_threads(1):
             self._runner.load(dict(weights))
         self.holds = name
 
@@ -115,7 +114,7 @@ class EngineScorer:
             )
         out = torch.zeros(experience.mask.shape)
         slots = self._runner.pool.num_slots
-        with _one_thread(), torch.inference_mode():
+        with on_threads(1), torch.inference_mode():
             for start in range(0, len(chosen), slots):
                 self._score(experience, chosen[start : start + slots], out)
         self._runner.pool.memory.hold(np.zeros(0, dtype=np.int64))
@@ -189,14 +188,3 @@ def with_values(logprobs: Float[Tensor, " M"], values: Float[Tensor, " M"]) -> F
     """`values` exactly, with the gradient of `logprobs`."""
     # the bracket is 0 to the bit; logprobs + (values - logprobs) would round
     return values + (logprobs - logprobs.detach())
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Several threads round unlike one: the engine's forward runs on one, the learner's on its own number."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

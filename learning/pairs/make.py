@@ -8,15 +8,14 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from core.errors import ConfigError, DataError
+from engine.numerics import on_threads
 from learning.pairs.demo_pair import DemoPairMaker, DemoRecipe
 from learning.pairs.text_pair import TextPairMaker, TextRecipe, read_examples
 
@@ -56,7 +55,7 @@ def make_demo_pair(
         return pair
     require_writable(home, "run.cache_dir")
     maker = DemoPairMaker(recipe, seed=seed, progress=progress or _silent)
-    with one_thread():
+    with on_threads(1):
         narrow, target = maker.make_target()
         draft = maker.make_draft(narrow)
     notes = {"recipe": dataclasses.asdict(recipe), "seed": seed, "accuracy": maker.accuracy}
@@ -89,7 +88,7 @@ def make_pair_from_text(
     examples = read_examples(data, prompt_field=prompt_field, answer_field=answer_field)
     recipe = recipe or TextRecipe()
     maker = TextPairMaker(recipe, examples, seed=seed, budget_s=budget_s, progress=progress or _silent)
-    with one_thread():
+    with on_threads(1):
         narrow, target = maker.make_target()
         draft = maker.make_draft(narrow)
     notes = {"recipe": dataclasses.asdict(recipe), "seed": seed, "data": [Path(p).name for p in data]}
@@ -109,17 +108,6 @@ def require_writable(home: Path, setting: str) -> None:
             f"{home} cannot be written: {parent} takes no new folder ({error.strerror}); "
             f"set {setting} to a folder you may write to"
         ) from error
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Run torch on one thread: at these sizes a second one only waits, 17 times as long on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _publish(

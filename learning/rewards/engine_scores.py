@@ -7,8 +7,7 @@ rounds to depends on that text alone, whatever is scored beside it (docs/design.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from threading import Lock
 from typing import Any
 
@@ -25,7 +24,7 @@ from engine.model.llama_forward import LlamaForward, can_serve
 from engine.model.prefill import prefill_packs
 from engine.model.prefill_plan import PrefillPiece, PrefillPlan, packed_inputs
 from engine.model.support import refuse_unsupported
-from engine.numerics import choose_backend
+from engine.numerics import choose_backend, on_threads
 from engine.weights.causal_lm import max_context_tokens
 
 NUM_SLOTS = 8
@@ -52,7 +51,7 @@ class EngineScores:
     def scores(self, texts: Sequence[Sequence[int]]) -> list[float]:
         """The score of each text of at least one token id, at its last token that is not the padding one."""
         scored = [self._until_scored(text) for text in texts]
-        with self._lock, _one_thread():
+        with self._lock, on_threads(1):
             found = [
                 score
                 for start in range(0, len(scored), NUM_SLOTS)
@@ -133,17 +132,6 @@ def engine_scores(model: PreTrainedModel, *, max_tokens: int | None) -> EngineSc
         )
         return None
     return ours
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Torch's number is each calling thread's own, and several threads round unlike one."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 class _AsCausalLM(nn.Module):
