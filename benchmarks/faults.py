@@ -233,7 +233,7 @@ def _resume_part(
     driver = start_command(_words(out, name, ROOT / config, settings), folder=ROOT, log=out / f"{name}.log")
     try:
         folder = _after_first_state(out, name, driver, older)
-        time.sleep(random.Random(name).uniform(0.0, 0.3 * whole["seconds"]))
+        time.sleep(random.Random(name).uniform(0.0, 0.2 * whole["seconds"]))
     finally:
         driver.send_signal(signal.SIGKILL)
         driver.wait()
