@@ -107,11 +107,7 @@ class RemoteCopy:
         owner = self._run_dir.owner
         if owner.name is None:
             return True
-        folder = f"{self._root}/{FOLDER}"
-        self._fs.invalidate_cache(folder)
-        if not self._fs.exists(folder):
-            return True
-        names = {str(path).rpartition("/")[2] for path in self._fs.ls(folder, detail=False)}
+        names = _owners_there(self._fs, self._root)
         own = owner.name.rpartition("/")[2]
         is_other = (
             own in names and self._fs.cat_file(f"{self._root}/{owner.name}").decode().strip() != owner.text
@@ -265,15 +261,20 @@ def fetch_newest(place: str, run_name: str, base: Path, note: Callable[[str], No
 
 def _is_behind(folder: Path, fs: Any, root: str) -> bool:
     """Whether the copy of a run has owners that its folder here does not know."""
-    fs.invalidate_cache()
-    try:
-        there = {str(path).rpartition("/")[2]: str(path) for path in fs.ls(f"{root}/{FOLDER}", detail=False)}
-        for name in sorted(there, reverse=True)[:1]:
-            here = folder / FOLDER / name
-            return not here.is_file() or here.read_bytes() != fs.cat_file(there[name])
-    except FileNotFoundError:
-        pass
-    return False
+    last = max(_owners_there(fs, root), default=None)
+    if last is None:
+        return False
+    here = folder / FOLDER / last
+    return not here.is_file() or here.read_bytes() != fs.cat_file(f"{root}/{FOLDER}/{last}")
+
+
+def _owners_there(fs: Any, root: str) -> set[str]:
+    """Names of the owners' files of a copy, as they are now."""
+    folder = f"{root}/{FOLDER}"
+    fs.invalidate_cache(folder)
+    if not fs.exists(folder):
+        return set()
+    return {str(path).rpartition("/")[2] for path in fs.ls(folder, detail=False)}
 
 
 def require_place(place: str, run: Path) -> None:

@@ -31,6 +31,7 @@ NOTHING_DRAFTED = (YieldCurve(branching=1, width=1, levels=1, curve=(0.0, 0.0)),
 PRIOR = AcceptanceModel(first=(1.0, 1.0, 0.0, 0.5, 0.0), other=(-1.0, -0.5, 0.5, 0.0, 0.0))
 "Orders candidates before anything is fitted."
 Progress = Callable[[str, float], None]
+_SWEEPING = "profile: sweeping costs"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,14 +74,9 @@ def make_profile(
         nodes = join_nodes([draft.nodes() for draft in drafts])
         acceptance = fit_acceptance(nodes)
         engine.scorer = Scorer(acceptance)
-        random = np.random.default_rng(seed)
-        sweeps = []
-        for number in range(2):
-
-            def report(share: float, number: int = number) -> None:
-                progress("profile: sweeping costs", (1 + number + share) / 3)
-
-            sweeps.append(sweep_costs(engine, requests, random, budget_s=budget_s / 3, progress=report))
+        sweeps = _two_sweeps(
+            engine, requests, seed, 2 / 3 * budget_s, lambda share: progress(_SWEEPING, (1 + 2 * share) / 3)
+        )
     finally:
         engine.cancel_all()
         engine.policy, engine.scorer = policy, scorer
@@ -114,18 +110,9 @@ def make_verification_profile(
     policy, scorer = engine.policy, engine.scorer
     try:
         engine.scorer = Scorer(PRIOR)
-        random = np.random.default_rng(seed)
-        sweeps = []
-        for number in range(2):
-
-            def report(share: float, number: int = number) -> None:
-                progress("profile: sweeping costs", (number + share) / 2)
-
-            sweeps.append(
-                sweep_costs(
-                    engine, requests, random, budget_s=budget_s / 2, chains_only=True, progress=report
-                )
-            )
+        sweeps = _two_sweeps(
+            engine, requests, seed, budget_s, lambda share: progress(_SWEEPING, share), chains_only=True
+        )
     finally:
         engine.cancel_all()
         engine.policy, engine.scorer = policy, scorer
@@ -140,6 +127,30 @@ def make_verification_profile(
     )
     progress("profile: done", 1.0)
     return MadeProfile(profile=profile, costs=costs, drafts=[])
+
+
+def _two_sweeps(
+    engine: Engine,
+    requests: Sequence[SampleRequest],
+    seed: int,
+    budget_s: float,
+    progress: Callable[[float], None],
+    *,
+    chains_only: bool = False,
+) -> list[CostTable]:
+    """The costs, measured twice: the first fit is judged on the later sweep."""
+    random = np.random.default_rng(seed)
+    return [
+        sweep_costs(
+            engine,
+            requests,
+            random,
+            budget_s=budget_s / 2,
+            chains_only=chains_only,
+            progress=lambda share, number=number: progress((number + share) / 2),
+        )
+        for number in range(2)
+    ]
 
 
 def yield_curves(drafts: Sequence[DraftRecording], acceptance: AcceptanceModel) -> tuple[YieldCurve, ...]:

@@ -13,6 +13,7 @@ LENGTHS = np.array([1, 2, 3, 4, 5, 7, 9, 13, 17, 33])
 SHARES = np.array([0.0, 0.5, 0.9])
 "Least share of each class."
 PRIOR = np.array([0.15, 0.25, 0.35, 0.4, 0.45, 0.5, 0.55, 0.6, 0.65, 0.7])
+PRIOR_TABLE = np.repeat(PRIOR[:, None], len(SHARES), axis=1)
 PRIOR_TRIALS = 4.0
 MOST_TRIALS = 200.0
 "What is older than so many trials of its class fades."
@@ -24,7 +25,7 @@ class MatchAcceptance:
     def __init__(self) -> None:
         self._trials = np.zeros((len(LENGTHS), len(SHARES)))
         self._accepted = np.zeros_like(self._trials)
-        self._table = np.repeat(PRIOR[:, None], len(SHARES), axis=1).astype(np.float32)
+        self._table = PRIOR_TABLE.astype(np.float32)
 
     def classes(self, lengths: np.ndarray, shares: np.ndarray) -> np.ndarray:
         """Class of each look-up, one number, of match lengths (from 1) and shares of one shape."""
@@ -44,7 +45,6 @@ class MatchAcceptance:
         many = trials > MOST_TRIALS
         accepted[many] *= MOST_TRIALS / trials[many]
         trials[many] = MOST_TRIALS
-        prior = np.repeat(PRIOR[:, None], len(SHARES), axis=1)
-        self._table = ((self._accepted + PRIOR_TRIALS * prior) / (self._trials + PRIOR_TRIALS)).astype(
+        self._table = ((self._accepted + PRIOR_TRIALS * PRIOR_TABLE) / (self._trials + PRIOR_TRIALS)).astype(
             np.float32
         )

@@ -56,22 +56,20 @@ class SuffixAutomaton:
         return token, to, count[to] / max(sum(count[other] for other in following.values()), 1)
 
     def _extend(self, state: int, token: int) -> int:
-        known = self.next[state].get(token)
-        if known is not None:
+        if token in self.next[state]:
             # another text went on like this
-            return known if self.length[known] == self.length[state] + 1 else self._split(state, token, known)
+            return self._step(state, token)
         new = self._new({}, self.length[state] + 1, 0)
         while state != NO_STATE and token not in self.next[state]:
             self.next[state][token] = new
             state = self.link[state]
-        if state == NO_STATE:
-            self.link[new] = ROOT
-        else:
-            known = self.next[state][token]
-            self.link[new] = (
-                known if self.length[known] == self.length[state] + 1 else self._split(state, token, known)
-            )
+        self.link[new] = ROOT if state == NO_STATE else self._step(state, token)
         return new
+
+    def _step(self, state: int, token: int) -> int:
+        """The state of the longest substring of `state` with the token behind it, made where it has none of its own."""
+        known = self.next[state][token]
+        return known if self.length[known] == self.length[state] + 1 else self._split(state, token, known)
 
     def _split(self, state: int, token: int, known: int) -> int:
         """Give the shorter substrings of `known`, which end at more places from now on, a state of their own."""

@@ -19,7 +19,7 @@ from engine.drafters.lookup_drafter import Found, LookupDrafter
 from engine.drafters.suffix_automaton import ROOT, SuffixAutomaton
 
 STATE_BYTES = 420
-"Of an automaton's state in memory, measured: a dictionary and four numbers."
+"Of a state in memory: a dictionary and four numbers, 357 bytes measured over 200,000 tokens, and some room."
 MOST_LEFT = 4096
 "Samples that left unfinished and may come back: their places in their texts, a few numbers each."
 
