@@ -1,0 +1,264 @@
+"""A draft head's weights and sizes, in EAGLE-3's own names and files (Li et al. 2025, arXiv 2503.01840).
+
+What SpecForge and EAGLE write and what SGLang and vLLM read: `config.json` of a `LlamaForCausalLMEagle3`, and
+safetensors with these names (H hidden size of the target, D draft vocabulary, V the target's):
+
+    fc.weight                                   [H, 3 H]    mixes low, middle and high hidden states of the target
+    midlayer.input_layernorm.weight             [H]         norm of the token's embedding
+    midlayer.hidden_norm.weight                 [H]         norm of the mixed hidden state
+    midlayer.self_attn.{q,k,v,o}_proj.weight                q, k, v read both norms behind one another: [.., 2 H]
+    midlayer.post_attention_layernorm.weight    [H]
+    midlayer.mlp.{gate,up,down}_proj.weight
+    norm.weight                                 [H]
+    lm_head.weight                              [D, H]
+    d2t                                         int64 [D]   target's id minus draft id
+    t2d                                         bool [V]    whether the draft vocabulary has a target's id
+
+The token embedding is the target's. Others' files may hold one (`embed_tokens.weight`): it is left out.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Int
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from core.errors import ModelError
+from core.files import storage_errors
+
+ARCHITECTURE = "LlamaForCausalLMEagle3"
+WEIGHTS_FILE = "model.safetensors"
+CONFIG_FILE = "config.json"
+LAYER = "midlayer."
+NUM_MIXED = 3
+"Hidden states that `fc` mixes."
+LEFT_OUT = ("embed_tokens.weight", "model.embed_tokens.weight")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadConfig:
+    """Sizes of a head. It fits targets of its hidden size, vocabulary and tokenizer."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    vocab_size: int
+    "of the target, padded ids included"
+    draft_vocab_size: int
+    tapped_layers: tuple[int, ...]
+    "whose inputs are mixed, of the target's layers from 0, ascending"
+    rms_norm_eps: float = 1e-5
+    rope_parameters: Mapping[str, Any] = field(default_factory=lambda: {"rope_theta": 10_000.0})
+    max_position_embeddings: int = 2048
+
+    @property
+    def attended_size(self) -> int:
+        """Of all heads of a token together."""
+        return self.num_heads * self.head_size
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return every tensor's shape by name."""
+        hidden, inner, kv = self.hidden_size, self.intermediate_size, self.num_kv_heads * self.head_size
+        return {
+            "fc.weight": (hidden, len(self.tapped_layers) * hidden),
+            LAYER + "input_layernorm.weight": (hidden,),
+            LAYER + "hidden_norm.weight": (hidden,),
+            LAYER + "self_attn.q_proj.weight": (self.attended_size, 2 * hidden),
+            LAYER + "self_attn.k_proj.weight": (kv, 2 * hidden),
+            LAYER + "self_attn.v_proj.weight": (kv, 2 * hidden),
+            LAYER + "self_attn.o_proj.weight": (hidden, self.attended_size),
+            LAYER + "post_attention_layernorm.weight": (hidden,),
+            LAYER + "mlp.gate_proj.weight": (inner, hidden),
+            LAYER + "mlp.up_proj.weight": (inner, hidden),
+            LAYER + "mlp.down_proj.weight": (hidden, inner),
+            "norm.weight": (hidden,),
+            "lm_head.weight": (self.draft_vocab_size, hidden),
+            "d2t": (self.draft_vocab_size,),
+            "t2d": (self.vocab_size,),
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadWeights:
+    """Config and tensors by EAGLE-3's names: floats, and `d2t` and `t2d`."""
+
+    config: HeadConfig
+    tensors: Mapping[str, Tensor]
+
+    @property
+    def token_ids(self) -> Int[Tensor, " D"]:
+        """The target's id of every draft id, ascending."""
+        return self.tensors["d2t"] + torch.arange(self.config.draft_vocab_size)
+
+    @property
+    def num_trained(self) -> int:
+        """Weights that training changes."""
+        return sum(tensor.numel() for tensor in self.tensors.values() if tensor.is_floating_point())
+
+    def with_trained(self, tensors: Mapping[str, Tensor]) -> HeadWeights:
+        """Return the same head with other float tensors; vocabulary and config stay."""
+        return replace(self, tensors={**self.tensors, **tensors})
+
+
+def vocabulary_tensors(token_ids: Int[Tensor, " D"], vocab_size: int) -> dict[str, Tensor]:
+    """Return `d2t` and `t2d` of a draft vocabulary: the target's ids in it, ascending."""
+    t2d = torch.zeros(vocab_size, dtype=torch.bool)
+    t2d[token_ids] = True
+    return {"d2t": token_ids - torch.arange(len(token_ids)), "t2d": t2d}
+
+
+def default_taps(num_layers: int) -> tuple[int, ...]:
+    """Layers whose inputs are mixed: EAGLE-3's low, middle and high (2, L / 2, L - 3), kept apart in small models."""
+    wanted = (min(2, num_layers - 1), num_layers // 2, max(num_layers - 3, 0))
+    return tuple(sorted(wanted))
+
+
+def save_head(folder: Path, head: HeadWeights) -> None:
+    """Write a head into a folder, made if need be. Raises StorageError."""
+    config = head.config
+    tree = {
+        "architectures": [ARCHITECTURE],
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": 1,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_size,
+        "rms_norm_eps": config.rms_norm_eps,
+        "rope_theta": config.rope_parameters.get("rope_theta", 10_000.0),
+        "rope_scaling": _scaling_of(config.rope_parameters),
+        "max_position_embeddings": config.max_position_embeddings,
+        "vocab_size": config.vocab_size,
+        "draft_vocab_size": config.draft_vocab_size,
+        "attention_bias": False,
+        "tie_word_embeddings": False,
+        "torch_dtype": str(head.tensors["fc.weight"].dtype).removeprefix("torch."),
+        "eagle_config": {
+            "use_aux_hidden_state": True,
+            "eagle_aux_hidden_state_layer_ids": list(config.tapped_layers),
+        },
+    }
+    with storage_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        contiguous = {name: tensor.contiguous() for name, tensor in head.tensors.items()}
+        save_file(contiguous, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+        (folder / CONFIG_FILE).write_text(json.dumps(tree, indent=2) + "\n")
+
+
+def load_head(folder: Path, *, num_target_layers: int) -> HeadWeights:
+    """Read a head that was written by us, SpecForge or EAGLE.
+
+    Args:
+        folder: with `config.json` and safetensors of one file.
+        num_target_layers: says which layers were tapped where the config does not.
+
+    Raises:
+        ModelError: there is none, it is of another form, a tensor lacks or has another shape or is not finite.
+    """
+    tree = _read_config(folder)
+    tensors = _read_tensors(folder)
+    try:
+        config = _config_of(tree, num_target_layers)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ModelError(
+            f"the config.json of the draft head {folder} lacks what an EAGLE-3 head needs: {type(error).__name__} "
+            f"{error}; take a head of that form, or make one with `rlhfspec drafter make`"
+        ) from error
+    if "d2t" not in tensors:
+        # a head over the whole vocabulary brings no tables
+        tensors |= vocabulary_tensors(torch.arange(config.draft_vocab_size), config.vocab_size)
+    head = HeadWeights(config=config, tensors={n: t for n, t in tensors.items() if n not in LEFT_OUT})
+    require_whole(head, str(folder))
+    return head
+
+
+def require_whole(head: HeadWeights, name: str) -> None:
+    """Raise ModelError where a tensor lacks, is one too many, or is not of its shape, or not finite."""
+    expected = head.config.shapes()
+    got = {key: tuple(tensor.shape) for key, tensor in head.tensors.items()}
+    for key in sorted(expected.keys() | got.keys()):
+        if expected.get(key) != got.get(key):
+            raise ModelError(
+                f"the draft head {name} is not of EAGLE-3's form: expected {key} to be "
+                f"{list(expected[key]) if key in expected else 'absent'}, got "
+                f"{list(got[key]) if key in got else 'none'}; its config.json and its weights must go together"
+            )
+    for key, tensor in head.tensors.items():
+        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+            raise ModelError(f"the draft head {name} has weights in {key} that are not finite; make it again")
+    ids = head.token_ids
+    if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= head.config.vocab_size):
+        raise ModelError(
+            f"the draft head {name} maps its vocabulary to token ids from {int(ids.min())} to {int(ids.max())}, "
+            f"its target has {head.config.vocab_size}; d2t must hold the target's id minus the draft's"
+        )
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    try:
+        tree = json.loads((folder / CONFIG_FILE).read_text())
+    except (OSError, ValueError) as error:
+        raise ModelError(
+            f"the draft head {folder} cannot be read: expected a folder with {CONFIG_FILE} and {WEIGHTS_FILE}, got "
+            f"{type(error).__name__}: {error}; make one with `rlhfspec drafter make`"
+        ) from error
+    architectures = tree.get("architectures") if isinstance(tree, dict) else None
+    if not architectures or "eagle3" not in str(architectures[0]).lower():
+        raise ModelError(
+            f"{folder} holds no draft head: expected an EAGLE-3 architecture such as {ARCHITECTURE}, got "
+            f"{architectures!r}; a draft model of its own goes with speculation.drafter=model"
+        )
+    return tree
+
+
+def _read_tensors(folder: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(folder / WEIGHTS_FILE)
+    except (OSError, SafetensorError, ValueError) as error:
+        raise ModelError(
+            f"the weights of the draft head {folder} cannot be read: {WEIGHTS_FILE}: {type(error).__name__}: "
+            f"{error}; heads in other files are not read: save them as safetensors, in one file"
+        ) from error
+
+
+def _config_of(tree: dict[str, Any], num_target_layers: int) -> HeadConfig:
+    hidden = int(tree["hidden_size"])
+    num_heads = int(tree["num_attention_heads"])
+    eagle = tree.get("eagle_config") or {}
+    taps = eagle.get("eagle_aux_hidden_state_layer_ids") or tree.get("eagle_aux_hidden_state_layer_ids")
+    rope: dict[str, Any] = {"rope_theta": float(tree.get("rope_theta") or 10_000.0)}
+    rope |= tree.get("rope_parameters") or {}
+    rope |= tree.get("rope_scaling") or {}
+    if int(tree.get("num_hidden_layers", 1)) != 1:
+        raise ValueError(f"num_hidden_layers 1 was expected, got {tree['num_hidden_layers']}")
+    return HeadConfig(
+        hidden_size=hidden,
+        intermediate_size=int(tree["intermediate_size"]),
+        num_heads=num_heads,
+        num_kv_heads=int(tree.get("num_key_value_heads") or num_heads),
+        head_size=int(tree.get("head_dim") or hidden // num_heads),
+        vocab_size=int(tree["vocab_size"]),
+        draft_vocab_size=int(tree.get("draft_vocab_size") or tree["vocab_size"]),
+        tapped_layers=tuple(int(layer) for layer in taps) if taps else default_taps(num_target_layers),
+        rms_norm_eps=float(tree.get("rms_norm_eps") or 1e-5),
+        rope_parameters=rope,
+        max_position_embeddings=int(tree.get("max_position_embeddings") or 2048),
+    )
+
+
+def _scaling_of(rope: Mapping[str, Any]) -> dict[str, Any] | None:
+    """What a config calls `rope_scaling`: everything but the base."""
+    rest = {key: value for key, value in rope.items() if key != "rope_theta"}
+    return rest if rest.get("rope_type", "default") != "default" else None
