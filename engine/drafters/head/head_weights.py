@@ -206,6 +206,26 @@ def require_whole(head: HeadWeights, name: str) -> None:
         )
 
 
+def require_fit(head: HeadConfig, target: Any) -> None:
+    """Raise ModelError where a head is not for targets of this Hugging Face config."""
+    text = target.get_text_config()
+    asked = (head.hidden_size, head.vocab_size, max(head.tapped_layers))
+    for what, expected, got in (
+        ("hidden size", int(text.hidden_size), head.hidden_size),
+        ("vocabulary", int(text.vocab_size), head.vocab_size),
+    ):
+        if expected != got:
+            raise ModelError(
+                f"the draft head does not fit the target: expected {what} {expected}, got {got}; take the head that "
+                "was made for this target, or make one with `rlhfspec drafter make`"
+            )
+    if asked[2] >= int(text.num_hidden_layers):
+        raise ModelError(
+            f"the draft head reads hidden states of layer {asked[2]}, the target has {text.num_hidden_layers} layers; "
+            "take the head that was made for this target"
+        )
+
+
 def _read_config(folder: Path) -> dict[str, Any]:
     try:
         tree = json.loads((folder / CONFIG_FILE).read_text())
