@@ -168,6 +168,8 @@ class PollReply:
     "number of response tokens so far of running samples, a little old"
     moves: tuple[MoveReport, ...] = ()
     "what it says of moves, not yet acknowledged"
+    is_training: bool = False
+    "whether it trains a draft head at this moment"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,6 +207,10 @@ class InstanceSight:
     num_slots: int
     silent_s: float
     "since its last answer"
+    activity: str
+    "busy, idle or training"
+    activity_s: float
+    "since it began with that"
     load: InstanceLoad | None
 
 
