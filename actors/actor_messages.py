@@ -66,8 +66,7 @@ class GenerationSpec:
     @property
     def model_names(self) -> tuple[str, ...]:
         """Models whose weights must arrive before the instance can run."""
-        drafts = self.speculation.drafter == "model" and self.speculation.policy != "off"
-        return ("target", "draft") if drafts else ("target",)
+        return ("target", "draft") if self.speculation.has_draft else ("target",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

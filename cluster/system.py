@@ -8,9 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
 
-import ray
 from ray.util.placement_group import remove_placement_group
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
@@ -35,14 +33,12 @@ from cluster.scheduling.instance_table import InstanceTable
 from cluster.scheduling.reallocation import migration_settings, reallocation_policy, scaling_policy
 from cluster.scheduling.scheduler_client import SchedulerClient, scheduler_name
 from cluster.trainer_pool import TrainerPool
+from cluster.weights.first_weights import first_draft, load_and_put
 from cluster.weights.group_publication import Broadcast
 from cluster.weights.publish import PublishedWeights
 from core.config import Config
 from core.records import Completion, SampleRequest, SamplingParams
-from engine.weights.causal_lm import DTYPES
-from engine.weights.chunks import WeightPacker, pack_weights
-from engine.weights.loading import load_causal_lm, load_hf_config, num_token_ids, require_finite
-from engine.weights.stored_weights import stored_weights
+from engine.weights.loading import num_token_ids
 from learning.data.cursor import PromptCursor
 from learning.data.prompts import sampling_params
 from policies.scheduling.events import MoveRecord
@@ -181,7 +177,7 @@ def running_generation(
                 rewards=_rewards(config, topology, context, note, episodes),
                 episodes=episodes,
                 target=load_and_put(config, config.models.target, "target"),
-                draft=_draft(config),
+                draft=first_draft(config),
                 evaluation=inputs.evaluation,
             )
             _bring_up_generation(system)
@@ -253,7 +249,7 @@ def _make_actors(
         episodes=episodes,
         trainers=trainers,
         target=load_and_put(config, config.models.target, "target"),
-        draft=_draft(config),
+        draft=first_draft(config),
         broadcast=Broadcast(cluster, trainers, note),
         evaluation=inputs.evaluation,
     )
@@ -264,38 +260,6 @@ def _bring_up(system: System) -> None:
     system.trainers.begin_loading(system.target, system.draft if system.config.refits_draft else None)
     _bring_up_generation(system)
     system.trainers.confirm_loaded()
-
-
-def load_and_put(config: Config, name: str, model: Any) -> PublishedWeights:
-    """Read a model here, where its path is known, and publish it as version 0 of `model`.
-
-    Where its files name every weight as the model does, no model is built: a bucket at a time passes through.
-    """
-    models = config.models
-    hf_config = load_hf_config(name, trust_remote_code=models.trust_remote_code)
-    stored = stored_weights(name, hf_config, models.dtype)
-    if stored is None:
-        loaded = load_causal_lm(name, models.dtype, trust_remote_code=models.trust_remote_code)
-        manifest, chunks = pack_weights(loaded, name=model, weight_version=0)
-        return PublishedWeights(manifest=manifest, chunk_refs=tuple(ray.put(chunk) for chunk in chunks))
-    dtype = DTYPES[models.dtype]
-    # as published: what is finite in its file may not be when it is rounded
-    require_finite(name, ((key, tensor.to(dtype)) for key, tensor in stored.tensors()))
-    packer = WeightPacker(
-        name=model,
-        weight_version=0,
-        hf_config_json=stored.hf_config_json,
-        dtypes=dict.fromkeys(stored.tensor_names, dtype),
-        rooms=1,
-    )
-    refs = tuple(ray.put(chunk) for chunk in packer.chunks(stored.tensors()))
-    return PublishedWeights(manifest=packer.manifest(), chunk_refs=refs)
-
-
-def _draft(config: Config) -> PublishedWeights | None:
-    if config.speculation.drafter != "model" or config.models.draft is None:
-        return None
-    return load_and_put(config, config.models.draft, "draft")
 
 
 def _rewards(

@@ -120,10 +120,12 @@ class Config(Section):
                 f"sampling.temperature must be at least {LEAST_TEMPERATURE}, got {self.sampling.temperature}: logits "
                 "over it overflow; use 1.0"
             )
-        if self.speculation.drafter == "model" and self.models.draft is None:
+        drafter = self.speculation.drafter
+        if drafter in ("model", "head") and self.models.draft is None:
+            what = {"model": "a draft model", "head": "the folder of a draft head"}[drafter]
             raise ValueError(
-                "speculation.drafter is 'model' but models.draft is null; "
-                "name a draft model, or set speculation.drafter to suffix or none"
+                f"speculation.drafter is '{drafter}' but models.draft is null; "
+                f"name {what}, or set speculation.drafter to suffix or none"
             )
         if self.speculation.ngram_min > self.speculation.ngram_max:
             raise ValueError("speculation.ngram_min must not exceed speculation.ngram_max")

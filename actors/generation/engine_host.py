@@ -21,6 +21,8 @@ from core.errors import ModelError, RlhfSpecError, WeightsError
 from core.weight_records import TensorSpec, WeightManifest
 from engine.build import build_engine
 from engine.calibration.engine_provenance import device_name, here
+from engine.drafters.head.head_weights import HeadWeights, require_fit
+from engine.drafters.head.published_head import head_checksum, published_head
 from engine.drafters.model_drafter import ModelDrafter
 from engine.drafters.suffix_drafter import SuffixDrafter
 from engine.engine import Engine
@@ -46,6 +48,8 @@ class ManifestHost:
     def __init__(self, spec: GenerationSpec) -> None:
         self._spec = spec
         self._models: dict[str, CausalLM] = {}
+        self._head: HeadWeights | None = None
+        "what drafts, as it was published, where that is a head"
         self._first: dict[str, WeightManifest] = {}
         self._versions: dict[str, int] = {}
         self._engine: Engine | None = None
@@ -63,6 +67,8 @@ class ManifestHost:
         loaded.
         """
         tensors = weight_views(manifest, chunks)
+        if manifest.model == "draft" and self._spec.speculation.drafter == "head":
+            return self._load_head(manifest, tensors)
         if self._engine is not None:
             self._engine.load_weights(manifest, tensors)
             self._require_copies_hold([manifest.model])
@@ -78,6 +84,21 @@ class ManifestHost:
             model=manifest.model,
             weight_version=manifest.weight_version,
             checksum=model_checksum(self._models[manifest.model]),
+        )
+
+    def _load_head(self, manifest: WeightManifest, tensors: dict[str, Tensor]) -> LoadedWeights:
+        """Load one version of the draft head; it is kept as it was published, the drafter has its own copy."""
+        head = published_head(manifest, tensors)
+        if self._engine is not None:
+            self._engine.load_weights(manifest, dict(head.tensors))
+        self._head, self._versions["draft"] = head, manifest.weight_version
+        if self._engine is None:
+            self._build_when_complete()
+        return LoadedWeights(
+            instance=self._spec.instance,
+            model=manifest.model,
+            weight_version=manifest.weight_version,
+            checksum=head_checksum(head),
         )
 
     def numerics(self) -> InstanceNumerics:
@@ -154,8 +175,10 @@ class ManifestHost:
                 drafter.runner.require_copies_hold(who)
 
     def _build_when_complete(self) -> None:
-        if set(self._models) < set(self._spec.model_names):
+        if not self._versions.keys() >= set(self._spec.model_names):
             return
+        if self._head is not None:
+            require_fit(self._head.config, self._models["target"].config)
         self._check_profile()
         require_gpu_room(
             self._spec.instance,
@@ -165,9 +188,10 @@ class ManifestHost:
             advice="set engine.kv_cache_mb, lower engine.max_running_samples or engine.graph_memory_mb, or raise "
             "cluster.generation.num_gpus",
         )
+        draft: Any = self._models.get("draft") if self._head is None else self._head
         self._engine = build_engine(
             self._models["target"],
-            self._models.get("draft"),
+            draft,
             engine=self._engine_settings,
             speculation=self._spec.speculation,
             max_total_tokens=self._spec.max_total_tokens,

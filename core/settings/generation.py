@@ -23,8 +23,8 @@ class SamplingConfig(Section):
 class SpeculationConfig(Section):
     """What is drafted, and who decides how much."""
 
-    drafter: Literal["model", "ngram", "suffix", "none"] = "model"
-    "model: a draft model; ngram, suffix: look-up in the sample's own text; suffix: in all responses to its prompt too"
+    drafter: Literal["model", "head", "ngram", "suffix", "none"] = "model"
+    "model: a draft model; head: a layer on the target's hidden states; ngram, suffix: look-up in the sample's own text"
     policy: Literal["goodput", "batch_table", "bandit", "capacity", "fixed", "off"] = "goodput"
     "goodput: adaptive, from a profile; batch_table, bandit: TLT's; capacity: FastGRPO's; fixed; off: plain decoding"
     profile: UserPath = "auto"
@@ -46,6 +46,11 @@ class SpeculationConfig(Section):
     "suffix: least tokens that must match"
     suffix_memory_mb: float = Field(default=256.0, gt=0.0)
     "suffix: responses to look up in, of each instance; the prompts used longest ago go first"
+
+    @property
+    def has_draft(self) -> bool:
+        """Whether models.draft drafts: a model of its own, or a head."""
+        return self.drafter in ("model", "head") and self.policy != "off"
 
     @property
     def looks_up(self) -> bool:
