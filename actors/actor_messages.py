@@ -37,6 +37,16 @@ class InstanceNumerics:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SpotSpec:
+    """How an instance trains a draft head while it has no samples."""
+
+    training: DrafterTrainingConfig
+    temperature: float
+    "that responses are sampled at"
+    seed: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationSpec:
     """What an instance is told when it is made; its weights come by manifest."""
 
@@ -62,6 +72,8 @@ class GenerationSpec:
     "that it plans to take of a GPU; 0: not reckoned"
     gpu_share: float = 1.0
     "of a GPU that is its own"
+    spot: SpotSpec | None = None
+    "None: it trains no draft head"
 
     @property
     def model_names(self) -> tuple[str, ...]:
@@ -148,6 +160,30 @@ class LoadedWeights:
     model: str
     weight_version: int
     checksum: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadProgress:
+    """What an instance's spot trainer did since its head was last published."""
+
+    num_steps: int
+    num_tokens: int
+    "learned from, repeated ones each time"
+    train_s: float
+    held_out_tokens: int
+    "response tokens that heads can be compared on there"
+    failure: str = ""
+    "what ended training there"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadComparison:
+    """Losses of two heads on what an instance has held out, nats a token; NaN where that is nothing."""
+
+    present: float
+    "of the published head"
+    tried: float
+    num_tokens: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

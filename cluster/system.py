@@ -12,7 +12,7 @@ from functools import partial
 from ray.util.placement_group import remove_placement_group
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from actors.actor_messages import GenerationSpec, SchedulerSettings, TrainerSpec
+from actors.actor_messages import GenerationSpec, SchedulerSettings, SpotSpec, TrainerSpec
 from actors.ray_utils.node import own_raylet, watching_raylet
 from actors.ray_utils.remote import Handle
 from actors.ray_utils.watch import watching
@@ -88,6 +88,8 @@ class System(GeneratingSystem):
     "Ray's ids of those that are gone with the scheduler's, a reward actor's or a trainer's place on them"
     refit_overhead_s: float = 0.0
     "what the last refit of the draft model took beside the learning: packing, publishing, confirming"
+    told_faults: set[str] = field(default_factory=set)
+    "of the draft head's training, that were told"
 
     @property
     def recomputes_old(self) -> bool:
@@ -306,6 +308,11 @@ def _generation_spec(config: Config, inputs: Inputs, instance: str, max_total_to
         cache_dir=config.run.cache_dir,
         gpu_bytes=inputs.gpu_bytes,
         gpu_share=config.cluster.generation.num_gpus,
+        spot=SpotSpec(
+            training=config.drafter_training, temperature=config.sampling.temperature, seed=config.run.seed
+        )
+        if config.trains_head
+        else None,
     )
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from transformers.configuration_utils import PretrainedConfig
 
 from cluster.placement.memory_plan import ModelShape
+from core.config import Config
 from engine.cache.kv_pool import KVShape, cell_size
 from engine.drafters.head.head_weights import HeadConfig, HeadWeights, load_head, require_fit
 
@@ -40,6 +41,24 @@ def head_shape(head: HeadConfig) -> ModelShape:
         hidden_size=head.hidden_size,
         vocab_size=head.draft_vocab_size,
     )
+
+
+def describe_training(config: Config) -> str:
+    """Say whether a head will be trained, and where not, why."""
+    training = config.drafter_training
+    if config.trains_head:
+        return (
+            "the head is trained by instances that have no samples, from at most "
+            f"{training.buffer_mb:g} MB of hidden states each, and published after an update where it is no worse"
+        )
+    why = "drafter_training.spot is off"
+    if not training.refit:
+        why = "drafter_training.refit is false"
+    elif config.speculation.policy == "off":
+        why = "speculation.policy is off"
+    elif config.decodes_on_gpu:
+        why = "instances on GPUs train none so far"
+    return f"the head stays as it is: {why}"
 
 
 def _describe(folder: str, head: HeadWeights) -> str:

@@ -27,7 +27,7 @@ from cluster.placement.memory_plan import (
 from cluster.placement.ray_session import check_local_ray, is_local, object_store_bytes
 from cluster.placement.topology import plan as plan_topology
 from cluster.placement.topology import require_machine
-from cluster.preflight.draft_head import check_head
+from cluster.preflight.draft_head import check_head, describe_training
 from cluster.preflight.inputs import Inputs, read_inputs, read_tokenizer
 from cluster.preflight.param_count import count_params
 from cluster.preflight.reward_plan import check_reward, reward_columns
@@ -125,7 +125,7 @@ def check_run(config: Config, *, output_dir: Path) -> CheckReport:
     draft_config = None
     if config.speculation.drafter == "head" and config.models.draft is not None:
         draft, line = check_head(config.models.draft, target_config)
-        lines.append(line)
+        lines += [line, describe_training(config)]
     elif config.speculation.drafter == "model" and config.models.draft is not None:
         draft_config = load_hf_config(config.models.draft, trust_remote_code=trust)
         check_compatible(tokenizer, load_tokenizer(config.models.draft, trust_remote_code=trust))

@@ -56,7 +56,8 @@ def read_head(config: Config, folder: Path) -> HeadWeights:
     models = config.models
     target = load_hf_config(models.target, trust_remote_code=models.trust_remote_code).get_text_config()
     head = load_head(folder.expanduser(), num_target_layers=int(target.num_hidden_layers))
-    return rounded(head, DTYPES[models.dtype])
+    # what is trained is published as it is trained
+    return rounded(head, DTYPES["float32" if config.trains_head else models.dtype])
 
 
 def put_head(head: HeadWeights, *, weight_version: int) -> PublishedWeights:

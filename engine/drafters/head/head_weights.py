@@ -111,6 +111,11 @@ class HeadWeights:
         """Weights that training changes."""
         return self.config.num_trained
 
+    @property
+    def trained(self) -> dict[str, Tensor]:
+        """The tensors that training changes, by name."""
+        return {name: tensor for name, tensor in self.tensors.items() if tensor.is_floating_point()}
+
     def with_trained(self, tensors: Mapping[str, Tensor]) -> HeadWeights:
         """Return the same head with other float tensors; vocabulary and config stay."""
         return replace(self, tensors={**self.tensors, **tensors})

@@ -57,4 +57,4 @@ def head_checksum(head: HeadWeights) -> str:
 
 def rounded(head: HeadWeights, dtype: torch.dtype) -> HeadWeights:
     """Return the head with its floats in another type."""
-    return head.with_trained({n: t.to(dtype) for n, t in head.tensors.items() if t.is_floating_point()})
+    return head.with_trained({name: tensor.to(dtype) for name, tensor in head.trained.items()})
