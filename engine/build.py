@@ -11,8 +11,12 @@ from core.config import EngineConfig, SpeculationConfig
 from core.errors import ConfigError, ModelError, NotInvariantError, NumericsError
 from engine.admission import MB
 from engine.attention.backends import Attention
+from engine.cache.kv_pool import KVPool
 from engine.draft_policies import build_policy
 from engine.drafters.drafter import Drafter
+from engine.drafters.head.head_drafter import HeadDrafter
+from engine.drafters.head.head_forward import HeadForward
+from engine.drafters.head.head_weights import HeadWeights, require_fit
 from engine.drafters.model_drafter import ModelDrafter
 from engine.drafters.ngram_drafter import NgramDrafter
 from engine.drafters.refinement import Scorer
@@ -40,7 +44,7 @@ logger = logging.getLogger(__name__)
 
 def build_engine(
     target: CausalLM,
-    draft: CausalLM | None,
+    draft: CausalLM | HeadWeights | None,
     *,
     engine: EngineConfig,
     speculation: SpeculationConfig,
@@ -63,7 +67,7 @@ def build_engine(
 
     Args:
         target: the target model, in eval mode.
-        draft: the draft model, for drafter `model`.
+        draft: the draft model, for drafter `model`; the draft head, for drafter `head`.
         engine: numerics, attention, slots, threads.
         speculation: drafter and draft policy.
         max_total_tokens: the longest prompt plus the longest response.
@@ -86,7 +90,7 @@ def build_engine(
         NumericsError: invariant numerics are asked for and the probe finds a difference.
     """
     for model, role in ((target, "target"), (draft, "draft")):
-        if model is not None:
+        if model is not None and not isinstance(model, HeadWeights):
             _check_context(model, role, max_total_tokens)
     device = resolve_device(engine)
     if device.type == "cpu":
@@ -118,7 +122,7 @@ def build_engine(
             numerics = "fast"
             runner_of.keywords["attention"] = attention_for(engine, numerics, backend)
             runner = runner_of(target)
-    drafter = drafter or _drafter(speculation, engine, policy, draft, runner_of, vocab_size)
+    drafter = drafter or _drafter(speculation, engine, policy, draft, runner, runner_of, vocab_size)
     return Engine(
         runner,
         drafter=drafter,
@@ -223,14 +227,22 @@ def _drafter(
     speculation: SpeculationConfig,
     engine: EngineConfig,
     policy: DraftPolicy,
-    draft: CausalLM | None,
+    draft: CausalLM | HeadWeights | None,
+    runner: ModelRunner,
     runner_of: Callable[[CausalLM], ModelRunner],
     vocab_size: int,
 ) -> Drafter | None:
     if policy.max_nodes == 0:
         return None
+    if speculation.drafter == "head":
+        if not isinstance(draft, HeadWeights):
+            raise ConfigError(
+                "speculation.drafter is 'head' but no draft head was given; set models.draft to a folder that "
+                "`rlhfspec drafter make` has written"
+            )
+        return _head_drafter(draft, engine, policy, runner, vocab_size)
     if speculation.drafter == "model":
-        if draft is None:
+        if draft is None or isinstance(draft, HeadWeights):
             raise ConfigError("speculation.drafter is 'model' but no draft model was given; set models.draft")
         _check_draft_vocabulary(draft, vocab_size)
         return ModelDrafter(runner_of(draft), max_prefill_tokens=engine.max_prefill_tokens)
@@ -239,6 +251,39 @@ def _drafter(
     if speculation.drafter == "ngram":
         return NgramDrafter(ngram_max=speculation.ngram_max, ngram_min=speculation.ngram_min)
     return None
+
+
+def _head_drafter(
+    head: HeadWeights, engine: EngineConfig, policy: DraftPolicy, runner: ModelRunner, vocab_size: int
+) -> HeadDrafter:
+    require_fit(head.config, runner.model.config)
+    pool, steps = runner.pool, runner.pool.num_slots * (policy.max_nodes + 1)
+    taps = runner.tap(
+        (*head.config.tapped_layers, pool.shape.num_layers),
+        max_tokens=max(engine.max_prefill_tokens, steps),
+    )
+    forward = HeadForward(
+        head,
+        embedding=runner.model.base_model.get_input_embeddings().weight,
+        capacity=pool.capacity,
+        backend=runner.backend,
+    )
+    drafter = HeadDrafter(
+        forward,
+        KVPool(
+            forward.kv_shape,
+            num_slots=pool.num_slots,
+            capacity=pool.capacity,
+            dtype=pool.cells.dtype,
+            device=runner.device,
+            reach=None if engine.kv_cache_mb is None else policy.max_nodes + 1,
+        ),
+        attention=runner.attention,
+        max_depth=policy.max_nodes,
+        vocab_size=vocab_size,
+    )
+    taps.followers.append(drafter)
+    return drafter
 
 
 def _check_context(model: CausalLM, role: str, max_total_tokens: int) -> None:

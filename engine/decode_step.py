@@ -74,7 +74,7 @@ def decode_step(
     phases.mark()
 
     ancestors = None if tree.is_chain else ancestors_or_self(tree)
-    logits = _target_logits(runner, batch, tree, ancestors, lengths - 1)
+    logits, hidden = _target_logits(runner, batch, tree, ancestors, lengths - 1)
     phases.mark()
 
     # a node at depth d chooses the token of depth d + 1
@@ -91,6 +91,8 @@ def decode_step(
         # only what is emitted is scaled and valued
         path = verdict.path[..., None].expand(-1, -1, logits.shape[-1])
         logits, kept = logits.gather(1, path), None if kept is None else kept.gather(1, path)
+        if hidden is not None:
+            hidden = hidden.gather(1, verdict.path[..., None].expand(-1, -1, hidden.shape[-1]))
     scaled = scale(logits, batch.sampling)
     policy, sampling = emitted_logprobs(scaled, verdict.token_ids, batch.sampling, kept)
     kept_nodes = drafter.commit(batch, tree, verdict) if drafter is not None and tree.num_nodes else None
@@ -109,6 +111,8 @@ def decode_step(
     )
     if drafter is not None and num_kept:
         drafter.note_kept(batch, num_kept[0])
+    if runner.taps is not None and hidden is not None:
+        runner.taps.tell_verified(batch, hidden, token_ids, num_accepted)
     return StepOutput(
         token_ids=token_ids,
         policy_logprobs=policy_logprobs,
@@ -129,8 +133,8 @@ def _to_host(*tensors: Tensor) -> list[np.ndarray]:
 
 def _target_logits(
     runner: ModelRunner, batch: RunningBatch, tree: DraftTree, ancestors: Tensor | None, base: Tensor
-) -> Tensor:
-    """Run root and nodes of every sample; return logits [B, n, V]."""
+) -> tuple[Tensor, Tensor | None]:
+    """Run root and nodes of every sample; return logits [B, n, V], and hidden states [B, n, k H] where tapped."""
     live, n = len(batch), tree.num_nodes + 1
     depth = tree.depth_with_root
     ragged = None if tree.num_kept is None else RaggedRows.of(tree.num_kept + 1, base.device)
@@ -151,6 +155,12 @@ def _target_logits(
     # nodes behind a sample's limit are computed and cut off; their positions must still exist
     positions = (base[:, None] + depth).clamp_(max=batch.tokens.shape[1] - 1)
     ids, positions = ids.reshape(-1), positions.reshape(-1)
-    if ragged is None:
-        return runner.logits(ids, positions, plan).view(live, n, -1)
-    return ragged.unpack(runner.logits(ragged.pack(ids), ragged.pack(positions), plan)).view(live, n, -1)
+    if ragged is not None:
+        ids, positions = ragged.pack(ids), ragged.pack(positions)
+    found = [runner.logits(ids, positions, plan)]
+    if runner.taps is not None:
+        found.append(runner.taps.rows(len(ids)))
+    if ragged is not None:
+        found = [ragged.unpack(each) for each in found]
+    logits, *hidden = (each.view(live, n, -1) for each in found)
+    return logits, hidden[0] if hidden else None

@@ -24,8 +24,7 @@ from core.weight_records import WeightManifest
 from engine.counters import Tally
 from engine.decode_step import decode_step
 from engine.decoding.running_batch import RunningBatch
-from engine.drafters.drafter import Drafter
-from engine.drafters.model_drafter import ModelDrafter
+from engine.drafters.drafter import Drafter, TrainedDrafter
 from engine.drafters.refinement import Refinement, Scorer
 from engine.exchange import SampleExchange
 from engine.model.prefill import fill_committed
@@ -34,7 +33,7 @@ from engine.model.runner import ModelRunner
 from engine.numerics import Numerics
 from engine.outcomes import completion_of, not_finite_error, where_not_finite
 from engine.requests import require_can_go_on, require_distinct
-from engine.weights.chunks import model_checksum, require_loadable
+from engine.weights.chunks import require_loadable
 from policies.drafting.draft_policy import DrafterAlarm, DraftPolicy, RefiningPolicy, WatchfulPolicy
 
 logger = logging.getLogger(__name__)
@@ -313,10 +312,9 @@ class Engine:
         """
         require_loadable(manifest, tensors)
         if manifest.model == "draft":
-            if not isinstance(self.drafter, ModelDrafter):
+            if not isinstance(self.drafter, TrainedDrafter):
                 raise WeightsError(f"instance {self.instance} has no draft model to load weights into")
-            self.drafter.runner.load(tensors)
-            self.drafter.drop()
+            self.drafter.load(tensors)
             self.exchange.kept.shrink_to(0)
             self.drafter_version = manifest.weight_version
             return
@@ -390,8 +388,8 @@ class Engine:
         self._tally.add_step(record, num_completions)
 
     def _raise_drafter_alarm(self, alarm: DrafterAlarm) -> None:
-        model = self.drafter.model if isinstance(self.drafter, ModelDrafter) else None
-        which = f"checksum {model_checksum(model)}, " if model is not None else ""
+        drafter = self.drafter
+        which = f"checksum {drafter.checksum()}, " if isinstance(drafter, TrainedDrafter) else ""
         self.drafter_alarm = (
             f"decode step {alarm.decode_step}: first draft tokens are accepted {alarm.observed:.2f} of late, usually "
             f"{alarm.usual:.2f}; drafter {which}version {self.drafter_version}, {alarm.drafter_age_steps} decode "

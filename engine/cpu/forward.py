@@ -17,6 +17,7 @@ from engine.cpu.pool_attention import block_tokens
 from engine.cpu.products import PANEL
 from engine.cpu.program import Program, native_code
 from engine.cpu.streamed_linear import StreamedLinear
+from engine.model.compute_backend import SeesHidden
 from engine.model.linears import Decoder, Layer, Linear, same_bits
 
 MIN_TOKENS = 64
@@ -57,6 +58,16 @@ class NativeLayer:
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Marks:
+    """Operations of a program, from 0."""
+
+    layers: tuple[int, ...]
+    "with which each layer begins, and what follows the last one: the input lies in `x` before it"
+    stored: int
+    "before which the last layer's keys and values are stored"
+
+
 class NativeForward:
     """Layers and head as one program over buffers that stay where they are."""
 
@@ -78,17 +89,21 @@ class NativeForward:
             self._build(max(MIN_TOKENS, 1 << (num_tokens - 1).bit_length()), pool)
         return self._x[:num_tokens], self._rope[:num_tokens]
 
-    def logits(self, num_tokens: int, segments: Segments) -> Float[Tensor, "M V"]:
+    def logits(
+        self, num_tokens: int, segments: Segments, taps: SeesHidden | None = None
+    ) -> Float[Tensor, "M V"]:
         """Return every token's next-token logits; a view where V is no multiple of PANEL."""
         out = self._x.new_empty(num_tokens, self.head_columns)
-        self._run(None, num_tokens, segments, out.data_ptr())
+        self._run(len(self._program), num_tokens, segments, out.data_ptr(), taps)
         return out[:, : self._head.columns]
 
-    def fill(self, num_tokens: int, segments: Segments) -> None:
+    def fill(self, num_tokens: int, segments: Segments, taps: SeesHidden | None = None) -> None:
         """Compute keys and values only."""
-        self._run(self._until_stored, num_tokens, segments, 0)
+        self._run(self._marks.stored, num_tokens, segments, 0, taps)
 
-    def _run(self, num_operations: int | None, num_tokens: int, segments: Segments, logits: int) -> None:
+    def _run(
+        self, until: int, num_tokens: int, segments: Segments, logits: int, taps: SeesHidden | None
+    ) -> None:
         self._program.set(
             tokens=num_tokens,
             head_tokens=num_tokens * self._heads,
@@ -96,7 +111,17 @@ class NativeForward:
             num_segments=len(segments),
             logits=logits,
         )
-        self._program.run(0, num_operations)
+        done = 0
+        if taps is not None:
+            for layer in sorted(set(taps.layers)):
+                begin = self._marks.layers[layer]
+                if begin >= until:
+                    break
+                if begin > done:
+                    self._program.run(done, begin - done)
+                    done = begin
+                taps.see(layer, self._x[:num_tokens])
+        self._program.run(done, until - done)
 
     def _build(self, room: int, pool: KVPool) -> None:
         """Make the buffers, and the program over them."""
@@ -111,7 +136,7 @@ class NativeForward:
         self._weights = _floats(block_tokens(self._queries) * self._queries, pool.capacity)
         self._pool, self._room = pool, room
         self._program = Program(self._code)
-        self._until_stored = self.add_layers(self._program, pool)
+        self._marks = self.add_layers(self._program, pool)
         self.add_head(self._program)
         self._program.close()
 
@@ -123,17 +148,18 @@ class NativeForward:
                     return f"layer {index} {name}"
         return None if same_bits(self._final_gain, _scaled(decoder.final_gain)) else "the last norm's gain"
 
-    def add_layers(self, program: Program, pool: KVPool) -> int:
+    def add_layers(self, program: Program, pool: KVPool) -> Marks:
         """Append everything between the embeddings and the head's product, over the buffers of `inputs`.
 
         Arguments to be set: tokens, head_tokens (tokens times KV heads), segments, num_segments.
-        Returns how many operations the program has when the last layer's keys and values are stored.
+        Returns where in the program what is.
         """
-        stored = 0
+        stored, begins = 0, []
         lanes = self._queries + 2
         x, normed, qkv = self._x, self._normed, self._qkv
         for index, layer in enumerate(self._layers):
             cells = pool.cells[index].data_ptr()
+            begins.append(len(program))
             self._norm(program, layer.attention_gain)
             self._product(program, layer.qkv, normed, qkv)
             if layer.head_gain is not None:
@@ -188,8 +214,9 @@ class NativeForward:
                 size=layer.down.depth,
             )
             self._product(program, layer.down, self._gated, x, added=True)
+        begins.append(len(program))
         self._norm(program, self._final_gain)
-        return stored
+        return Marks(layers=tuple(begins), stored=stored)
 
     def add_head(self, program: Program) -> None:
         """Append the head's product. Argument to be set: logits, the address of [tokens, head columns]."""

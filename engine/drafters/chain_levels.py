@@ -17,8 +17,8 @@ from engine.decoding.sampling_rule import TopK, choose, leaders
 from engine.drafters.refinement import Refinement
 from engine.model.compute_backend import FusedChain
 
-ForwardLevel = Callable[[RunningBatch, Tensor, Tensor, Tensor | None, Tensor], Float[Tensor, "B n V"]]
-"Batch, the level's tokens, committed lengths, what they see of earlier levels, depth of every column."
+ForwardLevel = Callable[[RunningBatch, Tensor, Tensor | None, Tensor, Tensor | None], Float[Tensor, "B n V"]]
+"`LevelDrafter.forward_level`."
 
 
 class ChainLevels(Protocol):
@@ -50,8 +50,7 @@ class LevelByLevel:
         self._noise = noise
         self._logits = logits
         self._refinement = refinement
-        self._lengths = batch.inputs().lengths
-        self._index = torch.arange(depth, device=self._lengths.device).expand(len(batch), -1)
+        self._index = torch.arange(depth, device=logits.device).expand(len(batch), -1)
         self._tokens: list[Tensor] = []
 
     def draft(self, begin: int, end: int) -> None:
@@ -72,8 +71,8 @@ class LevelByLevel:
         batch, drafted = self._batch, len(self._tokens)
         if drafted:
             last, index = self._tokens[-1], self._index[:, :drafted]
-            self._logits = self._forward(batch, last, self._lengths, None, index)[:, 0]
-        level = noise_at_level(len(batch), 1, drafted, self._lengths.device)
+            self._logits = self._forward(batch, last, None, index, None)[:, 0]
+        level = noise_at_level(len(batch), 1, drafted, self._logits.device)
         logits = self._logits[:, None]
         if self._refinement is None:
             self._tokens.append(choose(logits, self._noise, level, batch.sampling))

@@ -5,6 +5,7 @@ Its state per sample, if any, lives in slots that mirror the target's: the engin
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -80,4 +81,17 @@ class Drafter(Protocol):
 
     def adopt(self, slot: int, num_tokens: int) -> None:
         """The cache has been given the first `num_tokens` tokens of the sample in this slot."""
+        ...
+
+
+@runtime_checkable
+class TrainedDrafter(Protocol):
+    """A drafter with weights that follow the target."""
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take over weights of another version, and forget what depends on the old ones. Raises WeightsError."""
+        ...
+
+    def checksum(self) -> str:
+        """Of the weights, as manifests have it."""
         ...

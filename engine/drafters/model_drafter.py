@@ -1,41 +1,32 @@
-"""Drafts with a small causal LM: a tree, level by level, one forward a level over the whole batch.
-
-Children are ranked by the draft model's own `logits / T + g[t]`, the target's noise `g` included: the drafter
-guesses the sampled token and not merely a likely one (design 3.1; the chain form is Daliri et al. 2024,
-"Coupling without communication and drafter-invariant speculative decoding"). A node's score is the product, along
-its path, of the children's estimated acceptance: that of the acceptance model where the policy refines the draft,
-else a child's share of the softmax over perturbed scores.
-"""
+"""Drafts with a small causal LM that has a cache of its own."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
-import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from core.decode_records import Budget
 from engine.attention.visibility import count_up
 from engine.cache.kv_pool import KVPool
-from engine.decoding.draft_tree import DraftTree, chain, keep, root_only, select_best
-from engine.decoding.noise import Noise
+from engine.decoding.draft_tree import DraftTree
 from engine.decoding.running_batch import LAST_TOKENS, RunningBatch
-from engine.decoding.sampling_rule import leader_shares, leaders
 from engine.decoding.verify import Verdict
-from engine.drafters.chain_levels import ChainLevels, FusedLevels, LevelByLevel, noise_at_level
-from engine.drafters.refinement import Refinement
+from engine.drafters.level_drafter import LevelDrafter
+from engine.model.compute_backend import FusedChain
 from engine.model.forward_plan import TreePlan
 from engine.model.prefill import fill_committed
 from engine.model.prefill_plan import PrefillPiece
 from engine.model.runner import ModelRunner
-from engine.upload import upload
 from engine.weights.causal_lm import CausalLM
+from engine.weights.chunks import model_checksum
 
 MAX_CATCH_UP_TOKENS = LAST_TOKENS
 "More missing tokens than this are prefilled sample by sample instead of batched with the root."
 
 
-class ModelDrafter:
+class ModelDrafter(LevelDrafter):
     """A draft model with its own KV pool, slot for slot beside the target's."""
 
     def __init__(self, runner: ModelRunner, *, max_prefill_tokens: int) -> None:
@@ -49,26 +40,28 @@ class ModelDrafter:
         """The draft model."""
         return self.runner.model
 
+    @property
+    def pool(self) -> KVPool:
+        """See `LevelDrafter`."""
+        return self.runner.pool
+
+    @property
+    def fused_chain(self) -> FusedChain | None:
+        """See `LevelDrafter`."""
+        return self.runner.fused_chain
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """See `TrainedDrafter`."""
+        self.runner.load(dict(tensors))
+        self.drop()
+
+    def checksum(self) -> str:
+        """See `TrainedDrafter`."""
+        return model_checksum(self.model)
+
     def admit(self, slots: range, batch: RunningBatch) -> None:
         """Start with an empty cache; the next draft catches up."""
         self._cached[slots.start : slots.stop] = 0
-
-    def draft(
-        self,
-        batch: RunningBatch,
-        budget: Budget,
-        noise: Noise,
-        refinement: Refinement | None = None,
-    ) -> DraftTree:
-        """Catch up with the committed tokens, then expand the tree."""
-        logits = self._catch_up(batch)
-        if budget.branching == 1:
-            tree = self._draft_chain(batch, budget, noise, logits, refinement)
-        else:
-            tree = self._expand(batch, budget, noise, logits, refinement)
-        if refinement is None:
-            return select_best(tree, budget.num_nodes)
-        return keep(tree, refinement.select()) if tree.num_nodes else tree
 
     def commit(self, batch: RunningBatch, tree: DraftTree, verdict: Verdict) -> Int[Tensor, " B"]:
         """Keep the accepted nodes that were expanded: move them to their dense positions."""
@@ -78,7 +71,7 @@ class ModelDrafter:
         slots = tree.draft_slots.gather(1, (verdict.path[:, 1:] - 1).clamp_(min=0))
         step = count_up(slots.shape[1], slots.device)
         kept = (slots >= 0) & (step < verdict.num_accepted[:, None])
-        self.runner.pool.make_dense(batch.inputs().lengths, slots, kept & (slots != step))
+        self.pool.make_dense(batch.inputs().lengths, slots, kept & (slots != step))
         return kept.sum(1)
 
     def note_kept(self, batch: RunningBatch, num_kept: np.ndarray) -> None:
@@ -110,7 +103,7 @@ class ModelDrafter:
         """Go on from a cache that was filled elsewhere."""
         self._cached[slot] = num_tokens
 
-    def _catch_up(self, batch: RunningBatch) -> Float[Tensor, "B V"]:
+    def root_logits(self, batch: RunningBatch) -> Float[Tensor, "B V"]:
         """Bring every cache up to the root, which included; return the logits behind the root."""
         live = len(batch)
         lengths = batch.lengths[:live]
@@ -143,98 +136,12 @@ class ModelDrafter:
         self._cached[:live] = lengths
         return logits.view(live, count, -1)[:, -1]
 
-    def _draft_chain(
-        self,
-        batch: RunningBatch,
-        budget: Budget,
-        noise: Noise,
-        logits: Float[Tensor, "B V"],
-        refinement: Refinement | None,
-    ) -> DraftTree:
-        """Draft the best child of the best child: nothing to sort, so the tree carries no scores."""
-        fused, depth = self.runner.fused_chain, budget.depth
-        levels: ChainLevels
-        if fused is not None and not batch.sampling.any_filter:
-            levels = FusedLevels(fused, batch, noise, logits, refinement)
-        else:
-            levels = LevelByLevel(self._forward_level, batch, noise, logits, refinement, depth)
-        drafted = 0
-        asked_at = depth if refinement is None else min(depth, refinement.levels_to_draft())
-        while drafted < asked_at:
-            levels.draft(drafted, asked_at)
-            drafted = asked_at
-            if refinement is not None and drafted < depth:
-                asked_at = min(depth, drafted + refinement.levels_to_draft())
-        return chain(levels.token_ids(drafted)) if drafted else root_only(len(batch), logits.device)
-
-    def _expand(
-        self,
-        batch: RunningBatch,
-        budget: Budget,
-        noise: Noise,
-        logits: Float[Tensor, "B V"],
-        refinement: Refinement | None,
-    ) -> DraftTree:
-        """Expand `width` nodes a level, `branching` children each; return all candidates by level."""
-        live, device = len(batch), self.runner.device
-        lengths = batch.inputs().lengths
-        frontier_logits = logits[:, None]
-        frontier_number = torch.zeros(live, 1, dtype=torch.int64, device=device)
-        frontier_score = torch.ones(live, 1, device=device)
-        frontier_seen = torch.zeros(live, 1, 0, dtype=torch.bool, device=device)
-        depth_of_column = torch.zeros(live, 0, dtype=torch.int64, device=device)
-        levels: list[tuple[Tensor, ...]] = []
-        offset = 0
-        # a wide tree has more columns than nodes: near the end of the cache it stays shallow
-        room = self.runner.pool.room_behind(int(batch.lengths[:live].max()))
-        asked_at = budget.depth if refinement is None else refinement.levels_to_draft()
-        if asked_at == 0:
-            return root_only(live, device)
-        for level in range(1, budget.depth + 1):
-            noise_level = noise_at_level(live, frontier_logits.shape[1], level - 1, device)
-            inputs = (frontier_logits, noise, noise_level, batch.sampling)
-            if refinement is None:
-                ids, share = leader_shares(*inputs, budget.branching)
-                score = frontier_score[..., None] * share
-            else:
-                found = leaders(*inputs, min(budget.branching + 1, logits.shape[-1]))
-                ids, estimates = refinement.children(found)
-                (score,) = upload([estimates], device)
-            score = score.reshape(live, -1)
-            ids = ids.reshape(live, -1)
-            parent = frontier_number.repeat_interleave(budget.branching, 1)
-            draft_slot = torch.full_like(ids, -1)
-            levels.append((ids, parent, score, draft_slot))
-            columns = depth_of_column.shape[1]
-            if level == budget.depth or columns + min(budget.width, score.shape[1]) > room:
-                break
-            if refinement is not None and level == asked_at:
-                asked_at += refinement.levels_to_draft()
-                if level == asked_at:
-                    break
-            best = torch.sort(score, dim=1, descending=True, stable=True).indices[:, : budget.width]
-            if refinement is not None:
-                refinement.expand(best.cpu().numpy())
-            draft_slot.scatter_(1, best, torch.arange(best.shape[1], device=device).expand_as(best) + columns)
-            parent_seen = frontier_seen.gather(
-                1, (best // budget.branching)[..., None].expand(-1, -1, frontier_seen.shape[2])
-            )
-            itself = torch.eye(best.shape[1], dtype=torch.bool, device=device).expand(live, -1, -1)
-            frontier_seen = torch.cat([parent_seen, itself], dim=2)
-            depth_of_column = torch.cat([depth_of_column, torch.full_like(best, level - 1)], dim=1)
-            frontier_logits = self._forward_level(
-                batch, ids.gather(1, best), lengths, frontier_seen, depth_of_column
-            )
-            frontier_score = score.gather(1, best)
-            frontier_number = best + 1 + offset
-            offset += ids.shape[1]
-        return _candidates(levels, budget.branching)
-
-    def _forward_level(
-        self, batch: RunningBatch, ids: Tensor, lengths: Tensor, seen: Tensor | None, depth: Tensor
+    def forward_level(
+        self, batch: RunningBatch, ids: Tensor, seen: Tensor | None, depth: Tensor, parents: Tensor | None
     ) -> Float[Tensor, "B n V"]:
-        """Run one level's tokens; they are written behind the committed tokens and earlier levels."""
+        """See `LevelDrafter`. Parents are seen in the cache."""
         live, n = ids.shape
+        lengths = batch.inputs().lengths
         plan = TreePlan(
             pool=self.runner.pool,
             attention=self.runner.attention,
@@ -249,18 +156,3 @@ class ModelDrafter:
         last_position = batch.tokens.shape[1] - 1
         logits = self.runner.logits(ids.reshape(-1), positions.clamp(max=last_position).reshape(-1), plan)
         return logits.view(live, n, -1)
-
-
-def _candidates(levels: list[tuple[Tensor, ...]], branching: int) -> DraftTree:
-    ids, parents, scores, slots = (torch.cat(parts, dim=1) for parts in zip(*levels, strict=True))
-    depth = torch.cat([torch.full_like(level[0], d + 1) for d, level in enumerate(levels)], dim=1)
-    rank = torch.arange(ids.shape[1], device=ids.device) % branching + 1
-    return DraftTree(
-        token_ids=ids,
-        parents=parents,
-        depth=depth,
-        rank=rank.expand_as(ids),
-        scores=scores,
-        draft_slots=slots,
-        is_chain=False,
-    )

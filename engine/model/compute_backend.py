@@ -103,6 +103,18 @@ class FusedChain(Protocol):
 
 
 @runtime_checkable
+class SeesHidden(Protocol):
+    """Sets hidden states aside (`engine.model.hidden_taps`)."""
+
+    layers: tuple[int, ...]
+    "whose inputs it wants; the number of layers: the last one's output"
+
+    def see(self, layer: int, x: Float[Tensor, "M H"]) -> None:
+        """Take a layer's input."""
+        ...
+
+
+@runtime_checkable
 class FusedForward(Protocol):
     """A whole forward in one call, over weights laid out by this back end."""
 
@@ -110,11 +122,13 @@ class FusedForward(Protocol):
         """Return where to write the tokens' embeddings and rotations before `logits` or `fill`."""
         ...
 
-    def logits(self, num_tokens: int, segments: Segments) -> Float[Tensor, "M V"]:
-        """Return every token's next-token logits."""
+    def logits(
+        self, num_tokens: int, segments: Segments, taps: SeesHidden | None = None
+    ) -> Float[Tensor, "M V"]:
+        """Return every token's next-token logits; `taps` sees the hidden states that it wants on the way."""
         ...
 
-    def fill(self, num_tokens: int, segments: Segments) -> None:
+    def fill(self, num_tokens: int, segments: Segments, taps: SeesHidden | None = None) -> None:
         """Compute keys and values only."""
         ...
 

@@ -27,6 +27,7 @@ from torch.nn import functional as F
 from engine.cache.kv_pool import KVPool, KVShape, cell_size
 from engine.model.compute_backend import ComputeBackend, FusedChain, FusedForward, PoolAttention
 from engine.model.forward_plan import ForwardPlan
+from engine.model.hidden_taps import HiddenTaps
 from engine.model.linears import Decoder, Layer, MatrixLinear, same_bits, taken
 from engine.model.llama_layout import LlamaLayout, head_size
 from engine.weights.bare_llama import MODEL_TYPES
@@ -60,6 +61,7 @@ class LlamaForward:
         self._norm_floor = torch.tensor(root, dtype=torch.float32, device=model.device)
         self._rope = _rotations(model, capacity)
         self._layers: list[Layer] = []
+        self._taps: HiddenTaps | None = None
         self.fused: FusedForward | None = None
         "the whole forward in one call, where the back end has it and attention works inside the pool"
         self.reload()
@@ -127,28 +129,39 @@ class LlamaForward:
         """See `engine.model.runner.Forward`."""
         if self.fused is not None and isinstance(plan.attention, PoolAttention):
             self._write_inputs(self.fused, input_ids, position_ids, plan)
-            return self.fused.logits(len(input_ids), plan.segments())
+            return self.fused.logits(len(input_ids), plan.segments(), self._taps)
         x = self._embedded(input_ids)
         rotation = self._rotation(position_ids)
         for index, layer in enumerate(self._layers):
+            self._show(index, x)
             x = self._after_qkv(index, layer, x, self._qkv(layer, x, rotation), plan)
+        self._show(len(self._layers), x)
         return self._head(self._norm(x, self._final_gain))
 
     def fill(self, input_ids: Tensor, position_ids: Tensor, plan: ForwardPlan) -> None:
         """See `engine.model.runner.Forward`."""
         if self.fused is not None and isinstance(plan.attention, PoolAttention):
             self._write_inputs(self.fused, input_ids, position_ids, plan)
-            self.fused.fill(len(input_ids), plan.segments())
+            self.fused.fill(len(input_ids), plan.segments(), self._taps)
             return
         x = self._embedded(input_ids)
         rotation = self._rotation(position_ids)
         last = len(self._layers) - 1
         for index, layer in enumerate(self._layers):
+            self._show(index, x)
             qkv = self._qkv(layer, x, rotation)
             if index == last:
                 plan.store(index, qkv)
                 return
             x = self._after_qkv(index, layer, x, qkv, plan)
+
+    def tap(self, taps: HiddenTaps) -> None:
+        """See `engine.model.runner.Forward`."""
+        self._taps = taps
+
+    def _show(self, layer: int, x: Tensor) -> None:
+        if self._taps is not None:
+            self._taps.see(layer, x)
 
     def chain(self, pool: KVPool, *, vocab_size: int) -> FusedChain | None:
         """Return what drafts chains with these weights in few calls, until they are laid out anew; None: nothing."""

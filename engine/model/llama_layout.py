@@ -165,8 +165,8 @@ class LlamaLayout:
         return FusedLayer(
             attention_gain=attention_gain,
             qkv=Weights(
-                self._by_head(query, key, value),
-                self._by_head(attention.q_proj.bias, attention.k_proj.bias, attention.v_proj.bias),
+                by_head(query, key, value, self.kv_heads, self.size),
+                self._biases_by_head(attention.q_proj.bias, attention.k_proj.bias, attention.v_proj.bias),
             ),
             head_gain=self._head_gain(attention),
             out=Weights(attention.o_proj.weight.to(self._weight_dtype), attention.o_proj.bias),
@@ -189,15 +189,12 @@ class LlamaLayout:
         gain = gain * gain.numel() ** 0.5
         return None, [weight * gain for weight in weights]
 
-    def _by_head(self, query: Tensor | None, key: Tensor | None, value: Tensor | None) -> Any:
-        """Join rows [H * E, ...] of queries, keys and values KV head by KV head, rotary pairs made neighbours."""
+    def _biases_by_head(
+        self, query: Tensor | None, key: Tensor | None, value: Tensor | None
+    ) -> Tensor | None:
         if query is None or key is None or value is None:
             return None
-        lead = (self.kv_heads, -1, self.size)
-        tail = query.shape[1:]
-        queries = _pairs_together(query.view(*lead, *tail), dim=2)
-        keys = _pairs_together(key.view(*lead, *tail), dim=2)
-        return torch.cat([queries, keys, value.view(*lead, *tail)], dim=1).reshape(-1, *tail)
+        return by_head(query, key, value, self.kv_heads, self.size)
 
     def _head_gain(self, attention: Any) -> Tensor | None:
         if self._model.config.model_type != "qwen3":
@@ -205,6 +202,14 @@ class LlamaLayout:
         query = _pairs_together(attention.q_norm.weight.float(), dim=0)
         key = _pairs_together(attention.k_norm.weight.float(), dim=0)
         return torch.cat([query.expand(self.queries, -1), key[None]])
+
+
+def by_head(query: Tensor, key: Tensor, value: Tensor, kv_heads: int, size: int) -> Tensor:
+    """Join rows [H * E, ...] of queries, keys and values KV head by KV head, rotary pairs made neighbours."""
+    lead, tail = (kv_heads, -1, size), query.shape[1:]
+    queries = _pairs_together(query.view(*lead, *tail), dim=2)
+    keys = _pairs_together(key.view(*lead, *tail), dim=2)
+    return torch.cat([queries, keys, value.view(*lead, *tail)], dim=1).reshape(-1, *tail)
 
 
 def head_size(model: CausalLM) -> int:

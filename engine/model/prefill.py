@@ -42,9 +42,13 @@ def fill_committed(
         plan = PrefillPlan(pool=runner.pool, attention=runner.attention, pieces=pack)
         on_device = upload([ids, positions], runner.device)
         runner.fill(on_device[0], on_device[1], plan)
+        if runner.taps is not None:
+            runner.taps.tell_filled(tokens, pack, len(ids))
         total += len(ids)
     for source, piece in copies:
         runner.pool.copy_slot(source, piece.slot, piece.length)
+        if runner.taps is not None:
+            runner.taps.tell_copied(source, piece)
     return total
 
 

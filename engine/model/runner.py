@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from core.errors import NumericsError, WeightsError
+from core.errors import ModelError, NumericsError, WeightsError
 from engine.attention.backends import Attention
 from engine.cache.kv_pool import KVPool, KVShape
 from engine.model.comparison import Comparison, failing_is_refused, require_finite_logits
 from engine.model.compute_backend import ComputeBackend, FusedChain, PoolAttention
 from engine.model.cuda_graphs import ForwardGraphs, Recorder
 from engine.model.forward_plan import ForwardPlan, TreePlan
+from engine.model.hidden_taps import HiddenTaps
 from engine.model.llama_forward import LlamaForward, can_serve
 from engine.model.support import refuse_unsupported, unsupported
 from engine.weights.bare_llama import BareLlama
@@ -43,6 +44,10 @@ class Forward(Protocol):
 
     def fill(self, input_ids: Int[Tensor, " M"], position_ids: Int[Tensor, " M"], plan: ForwardPlan) -> None:
         """Compute keys and values only."""
+        ...
+
+    def tap(self, taps: HiddenTaps) -> None:
+        """Show hidden states to `taps` from now on. Raises ModelError where layers cannot be found."""
         ...
 
     def reload(self) -> None:
@@ -114,6 +119,7 @@ class ModelRunner:
         self._chain: FusedChain | None = None
         self._one_thread = torch.get_num_threads() == 1
         self.graphs: ForwardGraphs | None = None
+        self.taps: HiddenTaps | None = None
         if comparison is None:
             require_finite_logits(self)
         else:
@@ -147,6 +153,38 @@ class ModelRunner:
             plain = self.backend.plain()
             self._forward = LlamaForward(self.model, capacity=self.pool.capacity, backend=plain)
             self._chain = None
+            if self.taps is not None:
+                self._forward.tap(self.taps)
+
+    def tap(self, layers: Sequence[int], *, max_tokens: int) -> HiddenTaps:
+        """Set hidden states aside from now on, of forwards of at most so many tokens.
+
+        Args:
+            layers: whose inputs, from 0; the number of layers asks for the last one's output.
+            max_tokens: of one forward.
+
+        Raises:
+            ModelError: there is no such layer.
+        """
+        num_layers = self.pool.shape.num_layers
+        if any(not 0 <= layer <= num_layers for layer in layers):
+            raise ModelError(
+                f"hidden states of layers {list(layers)} were asked for, the target has {num_layers} layers; take a "
+                "draft head that was made for this target"
+            )
+        padding = self._forward.min_tokens
+        taps = HiddenTaps(
+            layers,
+            hidden_size=int(self.model.config.get_text_config().hidden_size),
+            max_tokens=max_tokens + padding,
+            dtype=torch.float32 if self.device.type == "cpu" else self.model.dtype,
+            device=self.device,
+        )
+        self._forward.tap(taps)
+        if self.graphs is not None:
+            self.graphs.forget()
+        self.taps = taps
+        return taps
 
     @property
     def fused_chain(self) -> FusedChain | None:

@@ -19,6 +19,7 @@ from transformers.modeling_utils import PreTrainedModel
 from engine.cache.kv_pool import KVShape, cell_size
 from engine.model.compute_backend import ComputeBackend
 from engine.model.forward_plan import ForwardPlan
+from engine.model.hidden_taps import HiddenTaps
 from engine.model.linears import same_bits
 from engine.model.stock_linears import OwnProduct, with_own_products
 from engine.model.support import switch_attention, unsupported
@@ -44,6 +45,22 @@ class StockForward:
     def fill(self, input_ids: Tensor, position_ids: Tensor, plan: ForwardPlan) -> None:
         """See `engine.model.runner.Forward`."""
         self._run(input_ids, position_ids, plan, logits_to_keep=1)
+
+    def tap(self, taps: HiddenTaps) -> None:
+        """See `engine.model.runner.Forward`."""
+        decoder: Any = self._model.get_decoder()
+        layers, norm = getattr(decoder, "layers", None), getattr(decoder, "norm", None)
+        if layers is None or norm is None:
+            raise unsupported(self._model, "its decoder layers are not found, and a draft head reads them")
+
+        def show(layer: int, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+            taps.see(layer, (arguments[0] if arguments else named["hidden_states"])[0])
+
+        for layer, module in enumerate((*layers, norm)):
+            if taps.wants(layer):
+                module.register_forward_pre_hook(
+                    lambda _, arguments, named, layer=layer: show(layer, arguments, named), with_kwargs=True
+                )
 
     def reload(self) -> None:
         """Lay the linears' weights out anew; the others are the module's own."""

@@ -114,7 +114,7 @@ class _Decoder(nn.Module):
         self.embed_tokens = _Gain(config.vocab_size, config.hidden_size, dtype=dtype)
         self.layers = nn.ModuleList(_Layer(config, index, dtype) for index in range(config.num_hidden_layers))
         self.norm = _Gain(config.hidden_size, dtype=dtype)
-        self.rotary_emb = _Rotary(config)
+        self.rotary_emb = Rotary(config)
 
 
 class _Layer(nn.Module):
@@ -160,7 +160,7 @@ class _Gain(nn.Module):
         self.weight = nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
 
 
-class _Rotary(nn.Module):
+class Rotary(nn.Module):
     """Frequencies of the rotary positions: Su et al. 2021, 'RoFormer', section 3.2.2; scaled ones by transformers."""
 
     inv_freq: Tensor

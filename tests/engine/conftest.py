@@ -17,6 +17,7 @@ from engine.engine import Engine
 from engine.model.compute_backend import ComputeBackend
 from engine.weights.causal_lm import DTYPES
 from engine.weights.loading import freeze
+from tests.helpers.random_heads import random_head
 
 VOCAB_SIZE = 64
 PLANS = {
@@ -26,6 +27,8 @@ PLANS = {
     "tree16": SpeculationConfig(policy="fixed", num_nodes=16, depth=4, branching=3),
     "ngram": SpeculationConfig(policy="fixed", drafter="ngram", num_nodes=5, ngram_max=3, ngram_min=1),
     "suffix": SpeculationConfig(policy="fixed", drafter="suffix", num_nodes=5),
+    "head chain": SpeculationConfig(policy="fixed", drafter="head", num_nodes=5, branching=1),
+    "head tree": SpeculationConfig(policy="fixed", drafter="head", num_nodes=8, depth=4, branching=3),
     "capacity": SpeculationConfig(policy="capacity", num_nodes=12, depth=4, branching=2, capacity_tokens=30),
 }
 
@@ -99,7 +102,7 @@ def make_engine(pairs: dict[str, Pair]) -> Callable[..., Engine]:
         pair = pair or pairs[dtype]
         return build_engine(
             pair.target,
-            pair.draft,
+            random_head(pair.target, draft_vocab_size=48) if PLANS[plan].drafter == "head" else pair.draft,
             engine=EngineConfig(device="cpu", max_running_samples=batch, max_prefill_tokens=96, probe=False),
             speculation=PLANS[plan],
             max_total_tokens=max_total_tokens,

@@ -135,7 +135,7 @@ def test_the_draft_cache_that_came_along_equals_a_dense_forward_of_the_draft_mod
     drafter = to.drafter
     assert isinstance(drafter, ModelDrafter)
     errors, missing = [], []
-    catch_up = drafter._catch_up
+    catch_up = drafter.root_logits
 
     def checked(running):
         missing.append(int(running.lengths[0]) - drafter.num_cached_tokens(0))
@@ -144,7 +144,7 @@ def test_the_draft_cache_that_came_along_equals_a_dense_forward_of_the_draft_mod
         errors.append((logits[0] - dense_logits(drafter.model, tokens)[-1]).abs().max().item())
         return logits
 
-    drafter._catch_up = checked  # type: ignore[method-assign]
+    drafter.root_logits = checked  # type: ignore[method-assign]
     move(source, to, requests[0])
     finish(to)
     assert max(errors) < 1e-4 and len(errors) > 5
@@ -160,7 +160,7 @@ def test_a_damaged_draft_cache_would_be_seen(make_engine, make_requests, dense_l
     move(source, to, requests[0])
     drafter.cache.range_of(0, 3, 9).zero_()
     tokens = to._batch.tokens[0, : to._batch.lengths[0]]
-    logits = drafter._catch_up(to._batch)
+    logits = drafter.root_logits(to._batch)
     assert (logits[0] - dense_logits(drafter.model, tokens)[-1]).abs().max().item() > 1e-2
 
 

@@ -32,7 +32,7 @@ def random_head(
     maker = torch.Generator().manual_seed(seed)
     ids = torch.randperm(config.vocab_size, generator=maker)[:size].sort().values
     tensors = {
-        name: torch.ones(shape) if len(shape) == 1 else torch.randn(shape, generator=maker) * 0.1
+        name: torch.ones(shape) if len(shape) == 1 else torch.randn(shape, generator=maker) * 0.03
         for name, shape in head.shapes().items()
         if name not in ("d2t", "t2d")
     }

@@ -1,0 +1,140 @@
+"""Keeps what running samples give a head to learn from: no forward is made for it (TLT, arXiv 2511.16665, 4.2).
+
+Rows come from prefills and verifications as they happen. A sample whose first tokens were computed elsewhere (it moved
+in, or its caches were kept from an earlier turn) has no rows for them, and is not recorded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.decoding.running_batch import RunningBatch
+from engine.drafters.head.feature_sequence import FeatureSequence
+from engine.model.prefill_plan import PrefillPiece
+
+LEAST_RESPONSE = 4
+"Tokens; of shorter responses there is next to nothing to learn."
+FIRST_ROWS = 64
+
+
+class FeatureRecorder:
+    """A `HiddenFollower` that gathers whole sequences. `take` hands them out."""
+
+    def __init__(
+        self, *, num_taps: int, hidden_size: int, max_bytes: int, dtype: torch.dtype = torch.bfloat16
+    ) -> None:
+        """Record nothing yet.
+
+        Args:
+            num_taps: tapped layers whose inputs a row begins with; the last layer's output follows them.
+            hidden_size: H.
+            max_bytes: of finished sequences; the oldest are given up for new ones. As much again, at most, for those
+                that run: samples beyond it are not recorded.
+            dtype: of the rows kept.
+        """
+        self._columns = (num_taps + 1) * hidden_size
+        self._hidden_size = hidden_size
+        self._max_bytes = max_bytes
+        self._dtype = dtype
+        self._rows: dict[int, Tensor] = {}
+        "of the slots that are recorded, [room, (k + 1) H]; a room of twice what is needed at most"
+        self._count: dict[int, int] = {}
+        self._done: list[FeatureSequence] = []
+
+    def take(self) -> list[FeatureSequence]:
+        """Hand the finished sequences out, the oldest first."""
+        done, self._done = self._done, []
+        return done
+
+    @property
+    def num_bytes(self) -> int:
+        """Of finished sequences and of those that run."""
+        return self._open_bytes + sum(each.num_bytes for each in self._done)
+
+    def filled(self, tokens: np.ndarray, pieces: Sequence[PrefillPiece], hidden: Tensor) -> None:
+        """See `HiddenFollower`."""
+        first = 0
+        for piece in pieces:
+            if piece.start == 0:
+                self._begin(piece.slot)
+            if self._count.get(piece.slot) == piece.start:
+                self._append(piece.slot, hidden[first : first + piece.length])
+            else:
+                self._forget(piece.slot)
+            first += piece.length
+
+    def copied(self, source: int, piece: PrefillPiece) -> None:
+        """See `HiddenFollower`."""
+        if self._count.get(source, 0) >= piece.length:
+            self._begin(piece.slot)
+            if piece.slot in self._rows:
+                self._append(piece.slot, self._rows[source][: piece.length])
+        else:
+            self._forget(piece.slot)
+
+    def verified(
+        self, batch: RunningBatch, hidden: Tensor, token_ids: np.ndarray, num_accepted: np.ndarray
+    ) -> None:
+        """See `HiddenFollower`."""
+        for slot in range(len(batch)):
+            root = int(batch.lengths[slot]) - 1
+            if root == 0:
+                self._begin(slot)
+            if self._count.get(slot) == root:
+                self._append(slot, hidden[slot, : int(num_accepted[slot]) + 1])
+            else:
+                self._forget(slot)
+
+    def moved(self, source: int, target: int) -> None:
+        """See `HiddenFollower`."""
+        self._forget(target)
+        if source in self._rows:
+            self._rows[target], self._count[target] = self._rows.pop(source), self._count.pop(source)
+
+    def left(self, slot: int, batch: RunningBatch) -> None:
+        """Keep the sequence, if all of it was seen; see `HiddenFollower`."""
+        prompt, total = int(batch.prompt_lengths[slot]), int(batch.lengths[slot])
+        rows, count = self._rows.get(slot), self._count.get(slot, 0)
+        self._forget(slot)
+        # a stop token or a limit may have cut what a step accepted
+        if rows is None or count < total - 1 or total - prompt < LEAST_RESPONSE:
+            return
+        taps, last = rows[: total - 1].split([self._columns - self._hidden_size, self._hidden_size], dim=-1)
+        self._done.append(
+            FeatureSequence(
+                token_ids=batch.tokens[slot, :total].copy(),
+                prompt_length=prompt,
+                taps=taps.contiguous(),
+                last=last[prompt - 1 :].contiguous(),
+            )
+        )
+        while self._done and sum(each.num_bytes for each in self._done) > self._max_bytes:
+            self._done.pop(0)
+
+    @property
+    def _open_bytes(self) -> int:
+        return sum(rows.nbytes for rows in self._rows.values())
+
+    def _begin(self, slot: int) -> None:
+        self._forget(slot)
+        if self._open_bytes < self._max_bytes:
+            self._rows[slot] = torch.empty(FIRST_ROWS, self._columns, dtype=self._dtype)
+            self._count[slot] = 0
+
+    def _append(self, slot: int, hidden: Tensor) -> None:
+        count = self._count[slot]
+        needed = count + len(hidden)
+        if needed > len(self._rows[slot]):
+            grown = torch.empty(2 * needed, self._columns, dtype=self._dtype)
+            grown[:count] = self._rows[slot][:count]
+            self._rows[slot] = grown
+        self._rows[slot][count:needed] = hidden
+        self._count[slot] = needed
+
+    def _forget(self, slot: int) -> None:
+        self._rows.pop(slot, None)
+        self._count.pop(slot, None)
