@@ -17,6 +17,7 @@ from engine.drafters.drafter import Drafter
 from engine.drafters.head.head_drafter import HeadDrafter
 from engine.drafters.head.head_forward import HeadForward
 from engine.drafters.head.head_weights import HeadWeights, require_fit
+from engine.drafters.head.tapping import tap_for_head
 from engine.drafters.model_drafter import ModelDrafter
 from engine.drafters.ngram_drafter import NgramDrafter
 from engine.drafters.refinement import Scorer
@@ -122,7 +123,9 @@ def build_engine(
             numerics = "fast"
             runner_of.keywords["attention"] = attention_for(engine, numerics, backend)
             runner = runner_of(target)
-    drafter = drafter or _drafter(speculation, engine, policy, draft, runner, runner_of, vocab_size)
+    drafter = drafter or _drafter(
+        speculation, engine, policy, draft, runner, runner_of, max_total_tokens, vocab_size
+    )
     return Engine(
         runner,
         drafter=drafter,
@@ -230,6 +233,7 @@ def _drafter(
     draft: CausalLM | HeadWeights | None,
     runner: ModelRunner,
     runner_of: Callable[[CausalLM], ModelRunner],
+    max_total_tokens: int,
     vocab_size: int,
 ) -> Drafter | None:
     if policy.max_nodes == 0:
@@ -240,7 +244,7 @@ def _drafter(
                 "speculation.drafter is 'head' but no draft head was given; set models.draft to a folder that "
                 "`rlhfspec drafter make` has written"
             )
-        return _head_drafter(draft, engine, policy, runner, vocab_size)
+        return _head_drafter(draft, engine, policy, runner, max_total_tokens, vocab_size)
     if speculation.drafter == "model":
         if draft is None or isinstance(draft, HeadWeights):
             raise ConfigError("speculation.drafter is 'model' but no draft model was given; set models.draft")
@@ -254,13 +258,20 @@ def _drafter(
 
 
 def _head_drafter(
-    head: HeadWeights, engine: EngineConfig, policy: DraftPolicy, runner: ModelRunner, vocab_size: int
+    head: HeadWeights,
+    engine: EngineConfig,
+    policy: DraftPolicy,
+    runner: ModelRunner,
+    max_total_tokens: int,
+    vocab_size: int,
 ) -> HeadDrafter:
     require_fit(head.config, runner.model.config)
-    pool, steps = runner.pool, runner.pool.num_slots * (policy.max_nodes + 1)
-    taps = runner.tap(
-        (*head.config.tapped_layers, pool.shape.num_layers),
-        max_tokens=max(engine.max_prefill_tokens, steps),
+    pool = runner.pool
+    taps = tap_for_head(
+        runner,
+        head.config.tapped_layers,
+        max_prefill_tokens=engine.max_prefill_tokens,
+        max_total_tokens=max_total_tokens,
     )
     forward = HeadForward(
         head,

@@ -78,7 +78,7 @@ class Engine:
         self.step_records: deque[StepRecord] = deque(maxlen=STEP_LOG_LENGTH)
         self.step_log: list[StepRecord] | None = None
         "all of them, where it is set to a list; who takes them sets it to a new one"
-        self._max_prefill_tokens = max_prefill_tokens
+        self.max_prefill_tokens = max_prefill_tokens
         self._clock = clock
         self._observe_s = 0.0
         self.drafter_alarm = ""
@@ -361,7 +361,7 @@ class Engine:
             for slot, length in zip(slots, missing, strict=True)
         ]
         computed = fill_committed(
-            self.runner, self._batch.tokens, pieces, self._max_prefill_tokens, cached=cached
+            self.runner, self._batch.tokens, pieces, self.max_prefill_tokens, cached=cached
         )
         seconds, num_kept = self._clock() - started, int(cached[first:].sum())
         self._tally.add(num_prefill_tokens=computed, num_kept_tokens=num_kept, prefill_s=seconds)

@@ -8,7 +8,7 @@ import torch
 from core.config import EngineConfig, SpeculationConfig
 from core.records import SamplingParams
 from engine.build import build_engine
-from engine.drafters.head.feature_recorder import FeatureRecorder
+from engine.drafters.head.tapping import record_features
 from tests.helpers.random_heads import random_head
 
 PLANS = {
@@ -35,7 +35,7 @@ def recorded(target, requests, plan: str, *, slots: int = 4, max_bytes: int = 1 
         speculation=PLANS[plan],
         max_total_tokens=128,
     )
-    recorder = made.record_features(head.config.tapped_layers, max_bytes=max_bytes, dtype=torch.float32)
+    recorder = record_features(made, head.config.tapped_layers, max_bytes=max_bytes, dtype=torch.float32)
     return recorder, made.generate(requests)
 
 
@@ -54,7 +54,9 @@ def test_rows_are_those_of_a_whole_forward(target, make_requests, plan: str) -> 
             continue
         found = texts[text]
         outputs = []
-        norm = target.base_model.norm.register_forward_pre_hook(lambda _, args: outputs.append(args[0][0]))
+        norm = target.base_model.norm.register_forward_pre_hook(
+            lambda _, args, out=outputs: out.append(args[0][0])
+        )
         with torch.inference_mode():
             states = target(torch.tensor([text]), output_hidden_states=True).hidden_states
         norm.remove()

@@ -90,11 +90,11 @@ def reference_chain(
     return drafted
 
 
-@pytest.mark.parametrize("prefill", [64, 7])
-def test_chains_are_those_of_the_equations(target, make_requests, prefill: int) -> None:
+@pytest.mark.parametrize(("prefill", "changes"), [(64, {}), (7, {}), (64, {"forward": "stock"})])
+def test_chains_are_those_of_the_equations(target, make_requests, prefill: int, changes: dict) -> None:
     """After a prefill, after accepted tokens, and after more plain steps than may wait."""
     head = random_head(target, draft_vocab_size=40, dtype=torch.bfloat16)
-    engine = engine_of(target, head, max_prefill_tokens=prefill)
+    engine = engine_of(target, head, max_prefill_tokens=prefill, numerics="fast", **changes)
     drafter = engine.drafter
     assert isinstance(drafter, HeadDrafter)
     sampling = SamplingParams(temperature=0.8, max_new_tokens=100)
