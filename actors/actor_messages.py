@@ -37,6 +37,16 @@ class InstanceNumerics:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SpotSpec:
+    """How an instance trains a draft head while it has no samples."""
+
+    training: DrafterTrainingConfig
+    temperature: float
+    "that responses are sampled at"
+    seed: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationSpec:
     """What an instance is told when it is made; its weights come by manifest."""
 
@@ -62,12 +72,13 @@ class GenerationSpec:
     "that it plans to take of a GPU; 0: not reckoned"
     gpu_share: float = 1.0
     "of a GPU that is its own"
+    spot: SpotSpec | None = None
+    "None: it trains no draft head"
 
     @property
     def model_names(self) -> tuple[str, ...]:
         """Models whose weights must arrive before the instance can run."""
-        drafts = self.speculation.drafter == "model" and self.speculation.policy != "off"
-        return ("target", "draft") if drafts else ("target",)
+        return ("target", "draft") if self.speculation.has_draft else ("target",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,6 +163,30 @@ class LoadedWeights:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HeadProgress:
+    """What an instance's spot trainer did since its head was last published."""
+
+    num_steps: int
+    num_tokens: int
+    "learned from, repeated ones each time"
+    train_s: float
+    held_out_tokens: int
+    "response tokens that heads can be compared on there"
+    failure: str = ""
+    "what ended training there"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadComparison:
+    """Losses of two heads on what an instance has held out, nats a token; NaN where that is nothing."""
+
+    present: float
+    "of the published head"
+    tried: float
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PollReply:
     """An instance's answer to a poll: everything finished and not yet acknowledged."""
 
@@ -168,6 +203,8 @@ class PollReply:
     "number of response tokens so far of running samples, a little old"
     moves: tuple[MoveReport, ...] = ()
     "what it says of moves, not yet acknowledged"
+    is_training: bool = False
+    "whether it trains a draft head at this moment"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,6 +242,10 @@ class InstanceSight:
     num_slots: int
     silent_s: float
     "since its last answer"
+    activity: str
+    "busy, idle or training"
+    activity_s: float
+    "since it began with that"
     load: InstanceLoad | None
 
 

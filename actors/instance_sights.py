@@ -16,6 +16,8 @@ def instance_sights(members: Members, *, now_s: float) -> tuple[InstanceSight, .
             num_owned=len(member.owned),
             num_slots=member.num_slots,
             silent_s=max(0.0, now_s - member.last_seen_s),
+            activity=str(member.activity),
+            activity_s=max(0.0, now_s - member.since_s),
             load=member.load,
         )
         for name, member in members.items()

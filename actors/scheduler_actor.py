@@ -284,6 +284,7 @@ class SchedulerActor:
                 moves=reply.moves,
                 boundary=reply.boundary,
                 busy_s=reply.busy_s,
+                is_training=reply.is_training,
             )
         )
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from cluster.head_step import train_head
 from cluster.reporting.console import Reporter
 from cluster.system import System
 from learning.draft_refit import RefitReport
@@ -30,6 +31,8 @@ def refit_draft(system: System, rollouts: Any, *, iteration_s: float, report: Re
         report: gets the note.
     """
     config = system.config
+    if config.trains_head:
+        return train_head(system, iteration_s=iteration_s, report=report)
     if system.draft is None or not config.refits_draft:
         return {}
     began_s = time.perf_counter()

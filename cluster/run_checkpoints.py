@@ -7,9 +7,10 @@ import shutil
 
 from cluster.run_folder.layout import RunDir
 from cluster.system import System
-from cluster.weights.checkpoints import save_adapter, save_checkpoint
+from cluster.weights.checkpoints import save_adapter, save_checkpoint, save_head_checkpoint
 from cluster.weights.publish import PublishedWeights
 from core.files import PARTIAL, storage_errors
+from engine.drafters.head.published_head import is_head
 from engine.weights.generation_settings import load_generation_settings
 
 _MODELS = ("target", "draft", "adapter")
@@ -18,7 +19,9 @@ _MODELS = ("target", "draft", "adapter")
 def save_checkpoints(
     system: System, run_dir: RunDir, *, iteration: int | None = None, with_adapter: bool = True
 ) -> None:
-    """Save the trained target and the drafter as Hugging Face checkpoints, an adapter beside its merged target.
+    """Save the trained target and the drafter as Hugging Face checkpoints (a head under EAGLE-3's names).
+
+    An adapter stands beside its merged target.
 
     The adapter alone needs the trainers, which may be gone.
 
@@ -58,14 +61,17 @@ def remove_old(run_dir: RunDir, *, keep: int) -> None:
 def _save(
     system: System, run_dir: RunDir, weights: PublishedWeights, name: str, iteration: int | None = None
 ) -> None:
-    models = system.config.models
+    models, timeout_s = system.config.models, system.config.cluster.order_timeout_s
+    if is_head(weights.manifest):
+        save_head_checkpoint(weights, run_dir.checkpoint_dir(name, iteration), timeout_s=timeout_s)
+        return
     source = models.draft if name == "draft" else models.target
     save_checkpoint(
         weights,
         system.tokenizer,
         run_dir.checkpoint_dir(name, iteration),
         dtype=system.config.models.dtype,
-        timeout_s=system.config.cluster.order_timeout_s,
+        timeout_s=timeout_s,
         generation=load_generation_settings(source) if source is not None else None,
     )
 

@@ -8,13 +8,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
 
-import ray
 from ray.util.placement_group import remove_placement_group
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from actors.actor_messages import GenerationSpec, SchedulerSettings, TrainerSpec
+from actors.actor_messages import GenerationSpec, SchedulerSettings, SpotSpec, TrainerSpec
 from actors.ray_utils.node import own_raylet, watching_raylet
 from actors.ray_utils.remote import Handle
 from actors.ray_utils.watch import watching
@@ -35,14 +33,12 @@ from cluster.scheduling.instance_table import InstanceTable
 from cluster.scheduling.reallocation import migration_settings, reallocation_policy, scaling_policy
 from cluster.scheduling.scheduler_client import SchedulerClient, scheduler_name
 from cluster.trainer_pool import TrainerPool
+from cluster.weights.first_weights import first_draft, load_and_put
 from cluster.weights.group_publication import Broadcast
 from cluster.weights.publish import PublishedWeights
 from core.config import Config
 from core.records import Completion, SampleRequest, SamplingParams
-from engine.weights.causal_lm import DTYPES
-from engine.weights.chunks import WeightPacker, pack_weights
-from engine.weights.loading import load_causal_lm, load_hf_config, num_token_ids, require_finite
-from engine.weights.stored_weights import stored_weights
+from engine.weights.loading import num_token_ids
 from learning.data.cursor import PromptCursor
 from learning.data.prompts import sampling_params
 from policies.scheduling.events import MoveRecord
@@ -92,6 +88,8 @@ class System(GeneratingSystem):
     "Ray's ids of those that are gone with the scheduler's, a reward actor's or a trainer's place on them"
     refit_overhead_s: float = 0.0
     "what the last refit of the draft model took beside the learning: packing, publishing, confirming"
+    told_faults: set[str] = field(default_factory=set)
+    "of the draft head's training, that were told"
 
     @property
     def recomputes_old(self) -> bool:
@@ -181,7 +179,7 @@ def running_generation(
                 rewards=_rewards(config, topology, context, note, episodes),
                 episodes=episodes,
                 target=load_and_put(config, config.models.target, "target"),
-                draft=_draft(config),
+                draft=first_draft(config),
                 evaluation=inputs.evaluation,
             )
             _bring_up_generation(system)
@@ -253,7 +251,7 @@ def _make_actors(
         episodes=episodes,
         trainers=trainers,
         target=load_and_put(config, config.models.target, "target"),
-        draft=_draft(config),
+        draft=first_draft(config),
         broadcast=Broadcast(cluster, trainers, note),
         evaluation=inputs.evaluation,
     )
@@ -264,38 +262,6 @@ def _bring_up(system: System) -> None:
     system.trainers.begin_loading(system.target, system.draft if system.config.refits_draft else None)
     _bring_up_generation(system)
     system.trainers.confirm_loaded()
-
-
-def load_and_put(config: Config, name: str, model: Any) -> PublishedWeights:
-    """Read a model here, where its path is known, and publish it as version 0 of `model`.
-
-    Where its files name every weight as the model does, no model is built: a bucket at a time passes through.
-    """
-    models = config.models
-    hf_config = load_hf_config(name, trust_remote_code=models.trust_remote_code)
-    stored = stored_weights(name, hf_config, models.dtype)
-    if stored is None:
-        loaded = load_causal_lm(name, models.dtype, trust_remote_code=models.trust_remote_code)
-        manifest, chunks = pack_weights(loaded, name=model, weight_version=0)
-        return PublishedWeights(manifest=manifest, chunk_refs=tuple(ray.put(chunk) for chunk in chunks))
-    dtype = DTYPES[models.dtype]
-    # as published: what is finite in its file may not be when it is rounded
-    require_finite(name, ((key, tensor.to(dtype)) for key, tensor in stored.tensors()))
-    packer = WeightPacker(
-        name=model,
-        weight_version=0,
-        hf_config_json=stored.hf_config_json,
-        dtypes=dict.fromkeys(stored.tensor_names, dtype),
-        rooms=1,
-    )
-    refs = tuple(ray.put(chunk) for chunk in packer.chunks(stored.tensors()))
-    return PublishedWeights(manifest=packer.manifest(), chunk_refs=refs)
-
-
-def _draft(config: Config) -> PublishedWeights | None:
-    if config.speculation.drafter != "model" or config.models.draft is None:
-        return None
-    return load_and_put(config, config.models.draft, "draft")
 
 
 def _rewards(
@@ -342,6 +308,11 @@ def _generation_spec(config: Config, inputs: Inputs, instance: str, max_total_to
         cache_dir=config.run.cache_dir,
         gpu_bytes=inputs.gpu_bytes,
         gpu_share=config.cluster.generation.num_gpus,
+        spot=SpotSpec(
+            training=config.drafter_training, temperature=config.sampling.temperature, seed=config.run.seed
+        )
+        if config.trains_head
+        else None,
     )
 
 

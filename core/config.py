@@ -89,6 +89,13 @@ class Config(Section):
         speculation = self.speculation
         return self.drafter_training.refit and speculation.drafter == "model" and speculation.policy != "off"
 
+    @property
+    def trains_head(self) -> bool:
+        """True when a draft head drafts and instances are to train it while they have no samples."""
+        training, speculation = self.drafter_training, self.speculation
+        is_head = speculation.drafter == "head" and speculation.has_draft
+        return is_head and training.refit and training.spot != "off" and not self.decodes_on_gpu
+
     @model_validator(mode="before")
     @classmethod
     def _simple_on_gpus(cls, given: Any) -> Any:
@@ -120,10 +127,17 @@ class Config(Section):
                 f"sampling.temperature must be at least {LEAST_TEMPERATURE}, got {self.sampling.temperature}: logits "
                 "over it overflow; use 1.0"
             )
-        if self.speculation.drafter == "model" and self.models.draft is None:
+        drafter = self.speculation.drafter
+        if drafter in ("model", "head") and self.models.draft is None:
+            what = {"model": "a draft model", "head": "the folder of a draft head"}[drafter]
             raise ValueError(
-                "speculation.drafter is 'model' but models.draft is null; "
-                "name a draft model, or set speculation.drafter to suffix or none"
+                f"speculation.drafter is '{drafter}' but models.draft is null; "
+                f"name {what}, or set speculation.drafter to suffix or none"
+            )
+        if self.drafter_training.spot == "on" and drafter == "head" and self.decodes_on_gpu:
+            raise ValueError(
+                "drafter_training.spot is on, but instances decode on GPUs, where training would queue before their "
+                "forwards; expected instances on CPUs: set it to auto or off"
             )
         if self.speculation.ngram_min > self.speculation.ngram_max:
             raise ValueError("speculation.ngram_min must not exceed speculation.ngram_max")

@@ -106,6 +106,9 @@ _LIVE = [
         ("accepted_tokens", "tokens", "draft tokens accepted", "actor"),
         ("completions", "samples", "samples that ended", "actor"),
         ("move_seconds", "s", "that the decode thread gave to moving samples", "actor"),
+        ("spot_seconds", "s", "that it trained a draft head while it had no samples", "actor"),
+        ("spot_steps", "1", "optimizer steps of that training", "actor"),
+        ("spot_tokens", "tokens", "positions that it learned from", "actor"),
         (
             "preemptions",
             "1",

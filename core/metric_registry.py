@@ -134,12 +134,21 @@ _DECLARED = [
     *_of(
         "draft",
         ("weight_version", "version", "last", "of the draft model"),
-        ("refit_taken", "flag", "mean", "1: the refit's weights were taken"),
+        (
+            "refit_taken",
+            "flag",
+            "mean",
+            "1: the refit's weights were taken, or the head that instances trained",
+        ),
         ("refit_steps", "steps", "sum", "optimizer steps of the refit"),
         ("refit_tokens", "tokens", "sum", "tokens it learned from"),
         ("learn_s", "s", "sum", "seconds of learning in it"),
         ("kl_before", "nats", "mean", "KL(target || draft) on held-out responses before the refit"),
         ("kl_after", "nats", "mean", "the same after it"),
+        ("spot_s", "s", "sum", "seconds that instances without samples trained the draft head"),
+        ("spot_steps", "steps", "sum", "optimizer steps in them"),
+        ("spot_tokens", "tokens", "sum", "positions learned from in them"),
+        ("spot_instances", "instances", "mean", "that had trained the head since it was last published"),
     ),
     *_of(
         "moves",

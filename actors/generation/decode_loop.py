@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 from actors.actor_messages import HeldSamples, PollReply
 from actors.generation.loop_engine import EngineHost
 from actors.generation.loop_orders import (
+    CallOrder,
     HoldOrder,
     LoadOrder,
     LoopOrder,
@@ -47,6 +48,10 @@ TICK_S = 0.1
 "How often an idle loop looks after its open moves."
 GATHER_S = 0.05
 "Between two answers to polls, while samples run: an answer tells of all of them, and many samples end at once."
+
+
+_NEEDS_THE_CORE = (SubmitOrder, NewsOrder, LoadOrder, StopOrder)
+"Orders after which the loop computes, or ends: what computes in its spare time stops."
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +110,9 @@ class DecodeLoop:
         with self._changed:
             if self._ended is None:
                 self._mailbox.put((order, future))
+                if isinstance(order, _NEEDS_THE_CORE):
+                    # before the loop wakes: every moment counts
+                    self._let_spare_time(end=True)
             else:
                 future.set_exception(self._ended)
         return future
@@ -139,6 +147,7 @@ class DecodeLoop:
                 load=self._published.load,
                 completions=tuple(item for _, item in self._outbox if isinstance(item, Completion)),
                 moves=tuple(item for _, item in self._outbox if isinstance(item, MoveReport)),
+                is_training=self._host.spare is not None and self._host.spare.is_active,
                 sequence=self._sequence,
                 progress=self._published.progress,
             )
@@ -184,6 +193,8 @@ class DecodeLoop:
                 self._report_state()
             if moving and wait_s is None:
                 wait_s = TICK_S
+            if not moving and self._mailbox.empty():
+                self._let_spare_time()
             with contextlib.suppress(queue.Empty):
                 self._carry_out(*self._mailbox.get(block=wait_s != 0.0, timeout=wait_s or None))
         while not self._mailbox.empty():
@@ -192,7 +203,15 @@ class DecodeLoop:
             with self._counting_moves():
                 self._migrator.tick()
 
+    def _let_spare_time(self, *, end: bool = False) -> None:
+        """Let what computes in spare time begin, or end within the operation under way; returns at once."""
+        spare = self._host.spare
+        if spare is not None:
+            (spare.stop_soon if end else spare.allow)()
+
     def _carry_out(self, order: LoopOrder, future: Future) -> None:
+        if isinstance(order, _NEEDS_THE_CORE):
+            self._let_spare_time(end=True)
         logger.debug("%s, boundary %d: %s", self._instance, self.boundary, order)
         try:
             match order:
@@ -222,6 +241,8 @@ class DecodeLoop:
                         with self._counting_moves():
                             self._migrator.hold()
                     future.set_result(self._held())
+                case CallOrder():
+                    future.set_result(order.call())
                 case RememberOrder():
                     self._host.remember(order.responses)
                     future.set_result(None)
@@ -239,6 +260,9 @@ class DecodeLoop:
                 raise
         except BaseException as error:
             future.set_exception(error)
+            if isinstance(order, CallOrder) and isinstance(error, Exception):
+                # who asked is told; no sample depends on it
+                return
             raise
 
     def _submit(self, order: SubmitOrder) -> None:

@@ -5,7 +5,9 @@ An instance never opens a model path: the first weights arrive as every later ve
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +15,24 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from actors.actor_messages import GenerationSpec, InstanceNumerics, LoadedWeights
+from actors.actor_messages import (
+    GenerationSpec,
+    HeadComparison,
+    HeadProgress,
+    InstanceNumerics,
+    LoadedWeights,
+)
 from actors.generation.loop_engine import BucketSource
+from actors.generation.spare_time import SpareTime
+from actors.generation.spot_trainer import SpotTrainer
 from actors.ray_utils.assigned_device import assigned_gpus, require_gpu_room, resolve_device
 from core.config import EngineConfig
 from core.errors import ModelError, RlhfSpecError, WeightsError
 from core.weight_records import TensorSpec, WeightManifest
 from engine.build import build_engine
 from engine.calibration.engine_provenance import device_name, here
+from engine.drafters.head.head_weights import HeadWeights, require_fit
+from engine.drafters.head.published_head import head_checksum, published_head
 from engine.drafters.model_drafter import ModelDrafter
 from engine.drafters.suffix_drafter import SuffixDrafter
 from engine.engine import Engine
@@ -46,15 +58,29 @@ class ManifestHost:
     def __init__(self, spec: GenerationSpec) -> None:
         self._spec = spec
         self._models: dict[str, CausalLM] = {}
+        self._head: HeadWeights | None = None
+        "what drafts, as it was published, where that is a head"
         self._first: dict[str, WeightManifest] = {}
         self._versions: dict[str, int] = {}
         self._engine: Engine | None = None
+        self._spot: SpotTrainer | None = None
+        "trains the head in spare time"
         self._is_torn = False
 
     @property
     def engine(self) -> Engine | None:
         """The engine; None until the first version of every model has been loaded, and while it has two versions."""
         return None if self._is_torn else self._engine
+
+    @property
+    def spare(self) -> SpareTime | None:
+        """What trains the draft head while there are no samples; None: it is not trained here."""
+        return None if self._spot is None else self._spot.spare
+
+    def close(self) -> None:
+        """End what trains."""
+        if self._spot is not None:
+            self._spot.spare.close()
 
     def load_weights(self, manifest: WeightManifest, chunks: Sequence[np.ndarray]) -> LoadedWeights:
         """Load one version of one model, and read back what decodes from now on.
@@ -63,8 +89,11 @@ class ManifestHost:
         loaded.
         """
         tensors = weight_views(manifest, chunks)
+        if manifest.model == "draft" and self._spec.speculation.drafter == "head":
+            return self._load_head(manifest, tensors)
         if self._engine is not None:
-            self._engine.load_weights(manifest, tensors)
+            with self._not_training():
+                self._engine.load_weights(manifest, tensors)
             self._require_copies_hold([manifest.model])
             self._is_torn = self._is_torn and manifest.model != "target"
         else:
@@ -78,6 +107,23 @@ class ManifestHost:
             model=manifest.model,
             weight_version=manifest.weight_version,
             checksum=model_checksum(self._models[manifest.model]),
+        )
+
+    def _load_head(self, manifest: WeightManifest, tensors: dict[str, Tensor]) -> LoadedWeights:
+        """Load one version of the draft head; it is kept as it was published, the drafter has its own copy."""
+        head = published_head(manifest, tensors)
+        if self._engine is not None:
+            self._engine.load_weights(manifest, dict(head.tensors))
+        if self._spot is not None:
+            self._spot.load(head.trained)
+        self._head, self._versions["draft"] = head, manifest.weight_version
+        if self._engine is None:
+            self._build_when_complete()
+        return LoadedWeights(
+            instance=self._spec.instance,
+            model=manifest.model,
+            weight_version=manifest.weight_version,
+            checksum=head_checksum(head),
         )
 
     def numerics(self) -> InstanceNumerics:
@@ -105,7 +151,8 @@ class ManifestHost:
             raise WeightsError(
                 f"{self._spec.instance} has no engine yet: its first weights come by the object store"
             )
-        self._engine.load_parts(layout, self._received(layout, group))
+        with self._not_training():
+            self._engine.load_parts(layout, self._received(layout, group))
         self._require_copies_hold([layout.model])
         self._is_torn = False
         return LoadedWeights(
@@ -114,6 +161,33 @@ class ManifestHost:
             weight_version=layout.weight_version,
             checksum=model_checksum(self._models[layout.model]),
         )
+
+    @contextmanager
+    def _not_training(self) -> Iterator[None]:
+        """The target gets other weights in the block: nobody reads them meanwhile."""
+        if self._spot is None:
+            yield
+            return
+        self._spot.target_changes()
+        yield
+        self._spot.target_changed()
+
+    def head_progress(self) -> tuple[HeadProgress, dict[str, np.ndarray]]:
+        """What spot training did since the last published head, and the tensors that came of it, if any."""
+        if self._spot is None:
+            return HeadProgress(num_steps=0, num_tokens=0, train_s=0.0, held_out_tokens=0), {}
+        return self._spot.progress()
+
+    def compare_head(self, manifest: WeightManifest, chunks: Sequence[np.ndarray]) -> HeadComparison:
+        """Compare a head that is not published with the present one. Raises WeightsError: damaged chunks."""
+        if self._spot is None:
+            return HeadComparison(present=math.nan, tried=math.nan, num_tokens=0)
+        return self._spot.compare(published_head(manifest, weight_views(manifest, chunks)).trained)
+
+    def give_up_head(self) -> None:
+        """Train again from the published head, at half the rate."""
+        if self._spot is not None:
+            self._spot.give_up()
 
     def _received(self, layout: WeightManifest, group: BucketSource) -> Iterator[dict[str, Tensor]]:
         """The tensors of one bucket after the other, checked; views of one buffer."""
@@ -154,8 +228,10 @@ class ManifestHost:
                 drafter.runner.require_copies_hold(who)
 
     def _build_when_complete(self) -> None:
-        if set(self._models) < set(self._spec.model_names):
+        if not self._versions.keys() >= set(self._spec.model_names):
             return
+        if self._head is not None:
+            require_fit(self._head.config, self._models["target"].config)
         self._check_profile()
         require_gpu_room(
             self._spec.instance,
@@ -165,9 +241,10 @@ class ManifestHost:
             advice="set engine.kv_cache_mb, lower engine.max_running_samples or engine.graph_memory_mb, or raise "
             "cluster.generation.num_gpus",
         )
+        draft: Any = self._models.get("draft") if self._head is None else self._head
         self._engine = build_engine(
             self._models["target"],
-            self._models.get("draft"),
+            draft,
             engine=self._engine_settings,
             speculation=self._spec.speculation,
             max_total_tokens=self._spec.max_total_tokens,

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,6 +21,8 @@ import ray
 from actors.actor_messages import (
     FinishedText,
     GenerationSpec,
+    HeadComparison,
+    HeadProgress,
     HeldSamples,
     InstanceNumerics,
     LoadedWeights,
@@ -28,6 +31,7 @@ from actors.actor_messages import (
 from actors.generation.decode_loop import DecodeLoop
 from actors.generation.gauges import InstanceGauges
 from actors.generation.loop_orders import (
+    CallOrder,
     HoldOrder,
     LoadOrder,
     LoopOrder,
@@ -85,6 +89,7 @@ class GenerationActor:
         try:
             self._loop.run()
         finally:
+            self._host.close()
             self._gauges.close()
             if self._endpoint is not None:
                 self._endpoint.close()
@@ -162,6 +167,24 @@ class GenerationActor:
     def numerics(self) -> InstanceNumerics:
         """What is promised of tokens here, and why; to be asked once all models have weights."""
         return self._host.numerics()
+
+    @ray.method(concurrency_group="control", num_returns=2)
+    def take_head(self, timeout_s: float) -> tuple[HeadProgress, dict[str, np.ndarray]]:
+        """What spot training did since the last published head, and the tensors that came of it."""
+        return self._carry_out(
+            CallOrder(what="hand over the trained head", call=self._host.head_progress), timeout_s
+        )
+
+    @ray.method(concurrency_group="control")
+    def compare_head(self, timeout_s: float, manifest: WeightManifest, *chunks: np.ndarray) -> HeadComparison:
+        """Compare a head that is not published with the present one on what is held out here."""
+        call = partial(self._host.compare_head, manifest, chunks)
+        return self._carry_out(CallOrder(what="compare draft heads", call=call), timeout_s)
+
+    @ray.method(concurrency_group="control")
+    def give_up_head(self, timeout_s: float) -> None:
+        """Train again from the published head, at half the rate."""
+        self._carry_out(CallOrder(what="give up the trained head", call=self._host.give_up_head), timeout_s)
 
     @ray.method(concurrency_group="control")
     def stop(self, timeout_s: float) -> None:

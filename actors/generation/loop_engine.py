@@ -75,12 +75,34 @@ class BucketSource(Protocol):
         ...
 
 
+class Spare(Protocol):
+    """What the loop needs of `actors.generation.spare_time.SpareTime`."""
+
+    @property
+    def is_active(self) -> bool:
+        """Whether it is allowed and has something to do."""
+        ...
+
+    def allow(self) -> None:
+        """The loop has no samples."""
+        ...
+
+    def stop_soon(self) -> None:
+        """It is about to have some; returns at once."""
+        ...
+
+
 class EngineHost(Protocol):
     """Holds the engine, which exists once all its weights have arrived."""
 
     @property
     def engine(self) -> LoopEngine | None:
         """The engine, if it exists."""
+        ...
+
+    @property
+    def spare(self) -> Spare | None:
+        """What computes while there are no samples."""
         ...
 
     def load_weights(self, manifest: WeightManifest, chunks: Sequence[np.ndarray]) -> LoadedWeights:

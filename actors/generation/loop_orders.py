@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -92,4 +93,17 @@ class RememberOrder:
         return f"remember {len(self.responses)} responses"
 
 
-LoopOrder = RememberOrder | SubmitOrder | LoadOrder | StopOrder | HoldOrder | StepLogOrder | NewsOrder
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallOrder:
+    """Answer with what a call returns, made between decode steps."""
+
+    what: str
+    call: Callable[[], Any]
+
+    def __str__(self) -> str:
+        return self.what
+
+
+LoopOrder = (
+    CallOrder | RememberOrder | SubmitOrder | LoadOrder | StopOrder | HoldOrder | StepLogOrder | NewsOrder
+)

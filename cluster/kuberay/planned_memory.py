@@ -11,11 +11,13 @@ from transformers.configuration_utils import PretrainedConfig
 
 from cluster.placement.memory_plan import MemoryPlan, ModelShape, object_store_need, plan_memory
 from cluster.placement.ray_session import MIN_OBJECT_STORE_BYTES
+from cluster.preflight.draft_head import head_shape
 from cluster.preflight.named_models import DEMO
 from cluster.preflight.param_count import count_params
 from cluster.preflight.run_check import model_shape
 from core.config import Config, DataConfig
 from core.errors import ModelError
+from engine.drafters.head.head_weights import load_head_config
 from engine.weights.loading import load_hf_config, meta_model
 from learning.adapter import count_adapter_params
 from learning.known_models.catalog import KNOWN_MODELS
@@ -41,7 +43,11 @@ def plan_remote_memory(config: Config, like: Mapping[str, str]) -> MemoryPlan:
         module = meta_model(models.target, target_config)
         target = replace(target, num_adapter_params=count_adapter_params(module, config.trainer.lora))
     draft = None
-    if config.speculation.drafter == "model" and models.draft is not None:
+    if config.speculation.drafter == "head" and models.draft is not None:
+        folder = Path(like.get("draft", models.draft)).expanduser()
+        num_layers = int(target_config.get_text_config().num_hidden_layers)
+        draft = head_shape(load_head_config(folder, num_target_layers=num_layers))
+    elif config.speculation.drafter == "model" and models.draft is not None:
         draft = model_shape(_read_config(config, "draft", models.draft, like))
     return plan_memory(
         config,

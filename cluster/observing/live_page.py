@@ -34,6 +34,9 @@ class InstanceRow:
     "since it began"
     weight_version: int = 0
     silent_s: float = 0.0
+    activity: str = ""
+    "busy, idle or training, for so many seconds"
+    activity_s: float = 0.0
     drafter_alarm: str = ""
     draft: str = ""
     "how much the last decode step drafted, and why"

@@ -232,7 +232,13 @@ def observing(
 def _row(sight: InstanceSight) -> InstanceRow:
     load = sight.load
     if load is None:
-        return InstanceRow(name=sight.instance, state=sight.state, num_slots=sight.num_slots)
+        return InstanceRow(
+            name=sight.instance,
+            state=sight.state,
+            num_slots=sight.num_slots,
+            activity=sight.activity,
+            activity_s=sight.activity_s,
+        )
     return InstanceRow(
         name=sight.instance,
         state=sight.state,
@@ -244,6 +250,8 @@ def _row(sight: InstanceSight) -> InstanceRow:
         acceptance_length=load.stats.mean_acceptance_length,
         weight_version=load.weight_version,
         silent_s=sight.silent_s,
+        activity=sight.activity,
+        activity_s=sight.activity_s,
         drafter_alarm=load.drafter_alarm,
         draft=_draft(load.budget),
     )

@@ -94,7 +94,7 @@ def page_lines(page: LivePage, now: float) -> list[str]:
 def _instances(page: LivePage) -> Table:
     table = Table(title="instances", title_justify="left", box=None, pad_edge=False)
     table.add_column("name")
-    table.add_column("state")
+    table.add_column("state", no_wrap=True)
     for title in ("running", "waiting", "slots", "tokens/s", "accepts", "version", "heard"):
         table.add_column(title, justify="right")
     table.add_column("")
@@ -102,7 +102,9 @@ def _instances(page: LivePage) -> Table:
         is_gone = row.state == "gone"
         table.add_row(
             row.name,
-            row.state,
+            f"{row.activity} {span(row.activity_s)}"
+            if row.state == "serving" and row.activity
+            else row.state,
             *("-" if is_gone else str(n) for n in (row.num_running, row.num_waiting, row.num_slots)),
             "-" if is_gone else f"{row.tokens_per_s:,.0f}",
             f"{row.acceptance_length:.2f}",

@@ -3,7 +3,8 @@
 Plain arithmetic on the models' configs; no tensor is made. The fixed costs of a process are measured
 ones (Linux, CPU torch 2.13, Ray 2.60), the rest follows from the sizes:
 
-    generation  weights and their inference copy + KV pool + one step's logits; with drafter suffix what it looks up in
+    generation  weights and their inference copy + KV pool + one step's logits; with drafter suffix what it looks up in,
+                with a head that is trained its optimizer and the hidden states
     trainer     weights, gradients and two Adam moments in float32 (LoRA: the adapters', and the weights below),
                 reference, shared by all trainers with fsdp2; buckets on their way out + one forward's activations;
                 with refits the draft's, and its targets
@@ -61,6 +62,12 @@ _PACKING_BUCKETS = 2
 "Of a version that is published: one being packed, one on its way."
 _REFIT_COPIES = 2 + _ADAM_COPIES
 "The draft model and what it was before the refit, with gradient and moments."
+_SPOT_COPIES = 9
+"A head as published, in training, its gradient, two moments, room for a step's results of all three, and a copy."
+_SPOT_ANCHORS = 256
+"Positions in one forward of a head's training."
+_HELD_OUT_SHARE = 0.125
+"Of the buffer, beside it."
 _SOFT_TARGET_BYTES = 8
 "Id and log-probability of one likely token."
 _LOGIT_COPIES = 2
@@ -168,7 +175,11 @@ def plan_memory(
     kept_mb += config.speculation.suffix_memory_mb if config.speculation.remembers else 0.0
     learning_bytes = _learner_bytes(config, target) + _refit_bytes(config, draft)
     return MemoryPlan(
-        generation_bytes=TORCH_PROCESS_BYTES + kv_pool + engine_bytes + int(kept_mb * MB),
+        generation_bytes=TORCH_PROCESS_BYTES
+        + kv_pool
+        + engine_bytes
+        + int(kept_mb * MB)
+        + _spot_bytes(config, draft),
         kv_pool_bytes=kv_pool,
         longest_sample_bytes=longest_sample,
         trainer_bytes=TORCH_PROCESS_BYTES + learning_bytes + _scorer_bytes(config, target, max_total_tokens),
@@ -208,12 +219,18 @@ def require_gpu_room(plan: MemoryPlan, *, num_gpus: float, device_bytes: int) ->
 def object_store_need(config: Config, target: ModelShape, draft: ModelShape | None) -> int:
     """Bytes of the object store that hold two versions of every published model, and an iteration's rollouts."""
     dtype, rollout = config.models.dtype, config.rollout
-    weights = target.weight_bytes(dtype) + (draft.weight_bytes(dtype) if draft else 0)
+    weights = target.weight_bytes(dtype) + (draft.weight_bytes(_draft_dtype(config)) if draft else 0)
+    # every instance's own head, on its way into their mean
+    heads = (
+        config.cluster.generation.most * draft.num_params * _MASTER_BYTES
+        if draft and config.trains_head
+        else 0
+    )
     samples = rollout.prompts_per_iteration * rollout.samples_per_prompt
     rollouts = (
         samples * (config.data.max_prompt_tokens + config.max_response_tokens) * _ROLLOUT_BYTES_PER_TOKEN
     )
-    return _PUBLISHED_VERSIONS * weights + rollouts + _STORE_SLACK_BYTES
+    return _PUBLISHED_VERSIONS * weights + heads + rollouts + _STORE_SLACK_BYTES
 
 
 def _sample_bytes(config: Config, target: ModelShape, draft: ModelShape | None, max_total_tokens: int) -> int:
@@ -241,7 +258,7 @@ def _pages_of(kv: KVShape, element_bytes: int, *, on_gpu: bool) -> Pages:
 
 def _engine_bytes(config: Config, target: ModelShape, draft: ModelShape | None) -> int:
     dtype = config.models.dtype
-    weights = target.weight_bytes(dtype) + (draft.weight_bytes(dtype) if draft else 0)
+    weights = target.weight_bytes(dtype) + (draft.weight_bytes(_draft_dtype(config)) if draft else 0)
     params = target.num_params + (draft.num_params if draft else 0)
     on_gpu = config.decodes_on_gpu
     copy = params * _DTYPE_BYTES[dtype] if on_gpu else int(params * 4 * _INFERENCE_COPY)
@@ -308,6 +325,22 @@ def _refit_bytes(config: Config, draft: ModelShape | None) -> int:
     return weights * _REFIT_COPIES + published + settings.max_tokens_per_step * (layers + logits) + targets
 
 
+def _draft_dtype(config: Config) -> str:
+    """What a draft is published in: a head that is trained in float32 is published so."""
+    return "float32" if config.trains_head else config.models.dtype
+
+
+def _spot_bytes(config: Config, draft: ModelShape | None) -> int:
+    """Of a draft head that an instance trains while it has no samples, and of what it learns from."""
+    if draft is None or not config.trains_head:
+        return 0
+    buffer = int(config.drafter_training.buffer_mb * MB * (1 + _HELD_OUT_SHARE))
+    # the rows of the target's output matrix that the head's vocabulary has
+    rows = draft.vocab_size * draft.hidden_size * _MASTER_BYTES
+    logits = _SPOT_ANCHORS * draft.vocab_size * 4 * _REFIT_LOGIT_COPIES
+    return draft.num_params * _MASTER_BYTES * _SPOT_COPIES + rows + logits + buffer
+
+
 def _reward_bytes(reward_params: int | None) -> int:
     if reward_params is None:
         return PLAIN_PROCESS_BYTES
@@ -316,7 +349,7 @@ def _reward_bytes(reward_params: int | None) -> int:
 
 def _disk_bytes(config: Config, target: ModelShape, draft: ModelShape | None) -> int:
     dtype = config.models.dtype
-    checkpoint = target.weight_bytes(dtype) + (draft.weight_bytes(dtype) if draft else 0)
+    checkpoint = target.weight_bytes(dtype) + (draft.weight_bytes(_draft_dtype(config)) if draft else 0)
     every, keep = config.run.checkpoint_every, config.run.keep_checkpoints
     num_numbered = config.run.iterations // every if every else 0
     # one more than are kept for the moment in which the oldest goes
@@ -336,5 +369,8 @@ def _state_bytes(config: Config, target: ModelShape, draft: ModelShape | None) -
     learned = target.num_params if target.num_adapter_params is None else target.num_adapter_params
     has_reference = config.algorithm.kl_coef > 0.0 and target.num_adapter_params is None
     weights = target.num_params * (2 if has_reference else 1) + (target.num_adapter_params or 0)
-    numbers = weights + 2 * learned + (3 * draft.num_params if draft and config.refits_draft else 0)
+    # a draft model with two moments; of a head what was published
+    drafts = 0 if draft is None else draft.num_params * (3 if config.refits_draft else 1)
+    has_draft = config.refits_draft or config.speculation.drafter == "head"
+    numbers = weights + 2 * learned + (drafts if has_draft else 0)
     return numbers * _MASTER_BYTES * min(config.run.iterations // every, config.run.keep_states + 1)

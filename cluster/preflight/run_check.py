@@ -27,6 +27,7 @@ from cluster.placement.memory_plan import (
 from cluster.placement.ray_session import check_local_ray, is_local, object_store_bytes
 from cluster.placement.topology import plan as plan_topology
 from cluster.placement.topology import require_machine
+from cluster.preflight.draft_head import check_head, describe_training
 from cluster.preflight.inputs import Inputs, read_inputs, read_tokenizer
 from cluster.preflight.param_count import count_params
 from cluster.preflight.reward_plan import check_reward, reward_columns
@@ -122,7 +123,10 @@ def check_run(config: Config, *, output_dir: Path) -> CheckReport:
     lines = [_describe_model("target", config.models.target, target)]
     draft = None
     draft_config = None
-    if config.speculation.drafter == "model" and config.models.draft is not None:
+    if config.speculation.drafter == "head" and config.models.draft is not None:
+        draft, line = check_head(config.models.draft, target_config)
+        lines += [line, describe_training(config)]
+    elif config.speculation.drafter == "model" and config.models.draft is not None:
         draft_config = load_hf_config(config.models.draft, trust_remote_code=trust)
         check_compatible(tokenizer, load_tokenizer(config.models.draft, trust_remote_code=trust))
         draft = model_shape(draft_config, config.models.draft)
@@ -211,7 +215,7 @@ def _check_scoring(config: Config) -> None:
 
 def _verify_own_checkpoints(config: Config) -> None:
     """Checkpoints that a run wrote have checksums: a damaged one would decode to nonsense."""
-    draft = config.models.draft if config.speculation.drafter == "model" else None
+    draft = config.models.draft if config.speculation.drafter in ("model", "head") else None
     for name in (config.models.target, draft):
         if name is not None and has_manifest(Path(name)):
             verify_checkpoint(Path(name))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
@@ -17,6 +17,7 @@ from cluster.proof.proof_record import Proof
 from cluster.proof.recorded_samples import Recorded, read_recorded
 from cluster.proof.regeneration import Regenerator, Work
 from cluster.run_folder.layout import RunDir
+from cluster.weights.first_weights import read_head
 from core.checkpoint_manifest import has_manifest
 from core.config import Config
 from core.errors import DataError, ModelError, WeightsError
@@ -25,7 +26,6 @@ from engine.decoding.draft_tree import DraftTree
 from engine.decoding.running_batch import RunningBatch
 from engine.decoding.verify import Verdict
 from engine.drafters.drafter import Drafter
-from engine.weights.causal_lm import CausalLM
 from engine.weights.loading import load_causal_lm
 from learning.data.prompts import sampling_params
 from policies.drafting.baselines.fixed import FixedPolicy
@@ -162,14 +162,20 @@ def _policy(config: Config) -> tuple[DraftPolicy, str]:
     return FixedPolicy(**shape), words
 
 
-def _draft(run: Path, config: Config, iteration: int) -> tuple[CausalLM | None, str]:
-    """The draft model that iteration had, where it is kept, else the first one."""
+def _draft(run: Path, config: Config, iteration: int) -> tuple[Any, str]:
+    """The draft model, or the head, that iteration had, where it is kept, else the first one."""
     speculation, models = config.speculation, config.models
-    if speculation.drafter != "model" or speculation.policy == "off" or models.draft is None:
+    if not speculation.has_draft or models.draft is None:
         return None, f"drafter {speculation.drafter}"
     folder = RunDir(path=run).checkpoint_dir("draft", iteration - 1) if iteration else Path(models.draft)
     is_own = not iteration or has_manifest(folder)
     name = str(folder) if is_own else models.draft
+    if speculation.drafter == "head":
+        head = read_head(config, Path(name))
+        return (
+            head,
+            "the iteration's draft head" if is_own else "the first draft head (the iteration's is not kept)",
+        )
     model = load_causal_lm(name, models.dtype, trust_remote_code=models.trust_remote_code)
     return (
         model,

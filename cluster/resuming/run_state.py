@@ -2,6 +2,7 @@
 
     RUN/checkpoints/state_0004/state.json   progress: cursor, versions, checksum, marks of the evaluations
     RUN/checkpoints/state_0004/trainer/     what trainers hold (`learning.parallel.learner_state`, the draft's refit)
+    RUN/checkpoints/state_0004/head/        a draft head, where one drafts
 
 Between two iterations no sample is open, and tokens follow from weights, prompts and keys: no random generator, cache
 or schedule of an instance needs to be kept. The folder appears by one rename, with a manifest of checksums.
@@ -54,6 +55,11 @@ class RunState:
     def trainer_folder(self) -> Path:
         """What the trainers hold."""
         return self.folder / "trainer"
+
+    @property
+    def head_folder(self) -> Path:
+        """The draft head as it was published last, where one drafts: trained tensors and its vocabulary."""
+        return self.folder / "head"
 
 
 def state_folders(run_dir: RunDir) -> list[Path]:

@@ -12,8 +12,10 @@ from typing import Any
 from cluster.resuming.run_state import SCHEMA_VERSION, EvaluationMarks, RunState, state_folders
 from cluster.run_folder.layout import RunDir
 from cluster.system import System
+from cluster.weights.checkpoints import save_head_checkpoint
 from core.checkpoint_manifest import has_manifest, write_manifest
 from core.files import PARTIAL, storage_errors, whole_folder
+from engine.drafters.head.published_head import is_head
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +75,9 @@ class StateKeeper:
             return None
         with whole_folder(state.folder) as partial:
             system.trainers.save_state(replace(state, folder=partial).trainer_folder)
+            if draft is not None and is_head(draft.manifest):
+                timeout_s = system.config.cluster.order_timeout_s
+                save_head_checkpoint(draft, replace(state, folder=partial).head_folder, timeout_s=timeout_s)
             (partial / "state.json").write_text(json.dumps(_as_tree(state), indent=2) + "\n")
             write_manifest(
                 partial,

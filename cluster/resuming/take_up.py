@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from cluster.resuming.run_state import RunState
 from cluster.system import System
+from cluster.weights.first_weights import put_head
 from cluster.weights.publish import PublishedWeights
 from core.errors import ConfigError, StorageError
+from engine.drafters.head.head_weights import load_head
+from engine.drafters.head.published_head import is_head
 
 
 def take_up(system: System, state: RunState) -> None:
     """Put trainers, instances and cursor where the state was taken.
 
     Trainers begin with the first weights all the same: an adapter's base and a reference are made of them.
-    Raises ConfigError, DataError: the config is not that of the state; StorageError: other weights come of it.
+    Raises ConfigError, DataError: the config is not that of the state; StorageError: other weights come of it;
+    ModelError: its draft head cannot be read.
     """
     blind = system.trainers.blind_to(state.folder)
     if blind:
@@ -27,6 +31,11 @@ def take_up(system: System, state: RunState) -> None:
     system.generation.publish(system.target)
     if system.draft is not None and system.config.refits_draft and state.draft_version:
         system.draft = system.trainers.take("draft")
+        _require(system.draft, state, state.draft_version, state.draft_checksum)
+        system.generation.publish(system.draft)
+    if system.draft is not None and is_head(system.draft.manifest) and state.draft_version:
+        head = load_head(state.head_folder, num_target_layers=1)
+        system.draft = put_head(head, weight_version=state.draft_version)
         _require(system.draft, state, state.draft_version, state.draft_checksum)
         system.generation.publish(system.draft)
 

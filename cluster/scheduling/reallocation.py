@@ -60,7 +60,8 @@ def _curve(config: Config, profile: Profile | None) -> RateCurve:
 def _kv_bytes_per_token(config: Config) -> float:
     """Target and draft cache together, float32 as on CPU: an upper bound on devices that keep bfloat16."""
     names = [config.models.target]
-    if config.speculation.drafter == "model" and config.models.draft is not None:
+    if config.speculation.drafter in ("model", "head") and config.models.draft is not None:
+        # the config of a head is one of a model with one layer
         names.append(config.models.draft)
     return float(sum(KVShape.of(_read(name, config)).token_bytes for name in names))
 

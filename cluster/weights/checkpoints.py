@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+import numpy as np
 from transformers import GenerationConfig
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
@@ -18,6 +19,8 @@ from cluster.weights.publish import PublishedWeights
 from core.checkpoint_manifest import write_manifest
 from core.files import whole_folder
 from core.weight_records import WeightManifest
+from engine.drafters.head.head_weights import save_head
+from engine.drafters.head.published_head import published_head
 from engine.weights.chunks import load_into, weight_views
 from engine.weights.generation_settings import write_generation_settings
 from engine.weights.loading import build_causal_lm
@@ -37,13 +40,7 @@ def save_checkpoint(
     `generation` is the generation_config.json that the model came with: end tokens stand there that nothing else names.
     Raises WeightsError when a chunk does not match, StorageError when the disk is full.
     """
-    chunks = get(
-        list(weights.refs()),
-        waiter="the loop",
-        waited_for="the object store",
-        order=f"fetch {weights.manifest.model} version {weights.manifest.weight_version}",
-        timeout_s=timeout_s,
-    )
+    chunks = _chunks(weights, timeout_s)
     model = build_causal_lm(weights.manifest.hf_config_json, dtype)
     load_into(model, weight_views(weights.manifest, chunks))
     with whole_folder(folder) as partial:
@@ -56,6 +53,29 @@ def save_checkpoint(
             weight_version=weights.manifest.weight_version,
             parameter_checksum=weights.manifest.checksum,
         )
+
+
+def save_head_checkpoint(weights: PublishedWeights, folder: Path, *, timeout_s: float) -> None:
+    """Save a draft head as `folder` under EAGLE-3's names, whole or not at all; raises what `save_checkpoint` does."""
+    head = published_head(weights.manifest, weight_views(weights.manifest, _chunks(weights, timeout_s)))
+    with whole_folder(folder) as partial:
+        save_head(partial, head)
+        write_manifest(
+            partial,
+            model="draft",
+            weight_version=weights.manifest.weight_version,
+            parameter_checksum=weights.manifest.checksum,
+        )
+
+
+def _chunks(weights: PublishedWeights, timeout_s: float) -> list[np.ndarray]:
+    return get(
+        list(weights.refs()),
+        waiter="the loop",
+        waited_for="the object store",
+        order=f"fetch {weights.manifest.model} version {weights.manifest.weight_version}",
+        timeout_s=timeout_s,
+    )
 
 
 def save_adapter(files: Mapping[str, bytes], folder: Path, *, merged: WeightManifest) -> None:

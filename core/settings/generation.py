@@ -48,6 +48,11 @@ class SpeculationConfig(Section):
     "suffix: responses to look up in, of each instance; the prompts used longest ago go first"
 
     @property
+    def has_draft(self) -> bool:
+        """Whether models.draft drafts: a model of its own, or a head."""
+        return self.drafter in ("model", "head") and self.policy != "off"
+
+    @property
     def looks_up(self) -> bool:
         """Whether drafts cost next to nothing, and come with no scores of a model."""
         return self.drafter in ("ngram", "suffix")

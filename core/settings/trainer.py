@@ -74,15 +74,22 @@ class TrainerConfig(Section):
 
 
 class DrafterTrainingConfig(Section):
-    """How the draft model follows the target: a refit after every update. Idle without a draft model."""
+    """How what drafts follows the target. Idle without a draft model or a draft head."""
 
     refit: bool = True
+    "a draft model is refit after every update; a head is trained by instances that have no samples. false: both stay"
     budget_share: float = Field(default=0.05, gt=0.0, le=1.0)
-    "most seconds of a refit, publication included, over those that the iteration took before it"
+    """most seconds of a refit, publication included, over those that the iteration took before it; of a head: of
+    collecting, comparing and publishing what idle time has trained"""
     learning_rate: float = Field(default=5e-5, gt=0.0, le=1e6)
     max_tokens_per_step: int = Field(default=1024, ge=16)
-    "tokens, padding included, in one optimizer step of the draft and in the held-out slice"
+    "tokens, padding included, in one optimizer step of the draft and in the held-out slice; of a head: response tokens"
     max_passes: int = Field(default=8, ge=1)
-    "over one iteration's rollouts, when the budget allows so many"
+    "over one iteration's rollouts, when the budget allows so many; of a head: over what its buffer holds"
     num_target_tokens: int = Field(default=32, ge=0)
     "likeliest tokens a position whose probabilities the update keeps to learn from; 0: sampled tokens only"
+    spot: Literal["auto", "on", "off"] = "auto"
+    "a head: train it on instances while they have no samples; auto: where they decode on CPUs"
+    buffer_mb: float = Field(default=256.0, gt=0.0)
+    "a head: hidden states to learn from, of each instance"
+    head_learning_rate: float = Field(default=1e-4, gt=0.0, le=1e6)

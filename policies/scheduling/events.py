@@ -48,6 +48,8 @@ class InstanceReported:
     "what it says of moves, in order, before its completions"
     boundary: int = 0
     "number of its last step boundary"
+    is_training: bool = False
+    "whether it trains a draft head, having no sample"
     busy_s: float = 0.0
     "seconds its decode step now running has taken, by its own clock; 0 between steps"
 

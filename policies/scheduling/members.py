@@ -29,6 +29,16 @@ class InstanceState(StrEnum):
     "died, was given up, or has left"
 
 
+class Activity(StrEnum):
+    """What an instance that serves does with its time (TLT, arXiv 2511.16665, section 4.1)."""
+
+    BUSY = "busy"
+    "has samples, or some are on their way to it"
+    IDLE = "idle"
+    TRAINING = "training"
+    "has none, and trains a draft head meanwhile"
+
+
 @dataclass(slots=True)
 class Member:
     """An instance that has joined."""
@@ -46,14 +56,30 @@ class Member:
     "step boundary it last told"
     boundary_since_s: float = 0.0
     leaves_because: str = ""
-    idle_since_s: float | None = None
-    "since when it has had no sample, as looked at last"
+    activity: Activity = Activity.IDLE
+    "as looked at last"
+    since_s: float = 0.0
+    "when that began"
+    free_since_s: float | None = None
+    "since when it has had no sample, training or not; None: it has some"
+    is_training: bool = False
+    "as told last"
 
     def looked_at_step(self, boundary: int, now_s: float) -> float:
         """Return for how many seconds it has told no other step boundary than this one."""
         if boundary != self.boundary:
             self.boundary, self.boundary_since_s = boundary, now_s
         return now_s - self.boundary_since_s
+
+    def look(self, *, has_samples: bool, now_s: float) -> None:
+        """Note what it does now, by what it owns and has told."""
+        if not has_samples and self.free_since_s is None:
+            self.free_since_s = now_s
+        self.free_since_s = None if has_samples else self.free_since_s
+        idle = Activity.TRAINING if self.is_training else Activity.IDLE
+        activity = Activity.BUSY if has_samples else idle
+        if activity is not self.activity:
+            self.activity, self.since_s = activity, now_s
 
     @property
     def num_slots(self) -> int:

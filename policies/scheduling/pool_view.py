@@ -36,6 +36,6 @@ def _view(name: str, ledger: Ledger) -> InstanceView:
         num_leaving=len(member.owned) - len(movable),
         goodput_tokens_per_s=member.load.goodput_tokens_per_s if member.load else 0.0,
         goodput_samples=member.load.goodput_samples if member.load else 0.0,
-        idle_s=0.0 if member.idle_since_s is None else ledger.now_s - member.idle_since_s,
+        idle_s=0.0 if member.free_since_s is None else ledger.now_s - member.free_since_s,
         is_leaving=is_leaving,
     )

@@ -142,7 +142,10 @@ class Scheduler:
                 orders = []
             case ClockTicked():
                 orders = self._give_up_silent()
-        return orders + self._ledger.pull() + let_go(self._ledger)
+        orders += self._ledger.pull() + let_go(self._ledger)
+        if isinstance(event, ClockTicked):
+            self._look_at_activity()
+        return orders
 
     def expect(self, starts: Starts, may_leave: Collection[str]) -> None:
         """Take note of instances that start, and of those whose places can be given back."""
@@ -152,6 +155,7 @@ class Scheduler:
         """Let the policies order moves and sizes, from what the last polls said."""
         self._look_at_clock(now_s)
         orders = self._ledger.forget_silent_moves(timeout_s=MOVE_TIMEOUT_S)
+        self._look_at_activity()
         if self._scaling is not None:
             orders += self._resize(self._scaling)
         if self._reallocation is None:
@@ -160,11 +164,12 @@ class Scheduler:
         view = pool_view(self._ledger, max_new_tokens=self._max_new_tokens)
         return orders + self._start(self._reallocation.plan(view))
 
-    def _resize(self, scaling: ScalingPolicy) -> list[Order]:
+    def _look_at_activity(self) -> None:
         for name, member in self.members.serving.items():
-            is_idle = not member.owned and not self.moves.num_arriving(name)
-            since_s = self._ledger.now_s if member.idle_since_s is None else member.idle_since_s
-            member.idle_since_s = since_s if is_idle else None
+            has_samples = bool(member.owned) or self.moves.num_arriving(name) > 0
+            member.look(has_samples=has_samples, now_s=self._ledger.now_s)
+
+    def _resize(self, scaling: ScalingPolicy) -> list[Order]:
         if not self.members.serving:
             # the first ones are on their way, or the loop fills the pool up
             return []
@@ -267,7 +272,10 @@ class Scheduler:
         if event.instance in self.members:
             raise RlhfSpecError(f"instance {event.instance} joined twice; a replacement needs a new name")
         self.members[event.instance] = Member(
-            most_slots=event.num_slots, last_seen_s=self._ledger.now_s, link=event.link
+            most_slots=event.num_slots,
+            last_seen_s=self._ledger.now_s,
+            since_s=self._ledger.now_s,
+            link=event.link,
         )
         self.members.drop_gone()
 
@@ -306,6 +314,7 @@ class Scheduler:
         member = self.members.serving.get(event.instance)
         if member is not None:
             member.load = event.load or member.load
+            member.is_training = event.is_training
             stuck_s = member.looked_at_step(event.boundary, self._ledger.now_s)
             # by both clocks: what was stopped together with the scheduler is not to blame for it
             if min(stuck_s, event.busy_s) > self._heartbeat_timeout_s:

@@ -27,6 +27,7 @@ class Host:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
+        self.spare = None
 
 
 @pytest.fixture(scope="module")

@@ -126,6 +126,7 @@ class FakeHost:
 
     def __init__(self, engine: FakeEngine) -> None:
         self.engine = engine
+        self.spare = None
         self.loaded: list[int] = []
 
     def remember(self, responses) -> None:

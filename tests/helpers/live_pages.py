@@ -22,7 +22,15 @@ PAGE = LivePage(
     weight_version=2,
     figures={"reward/mean": 0.25, "time/iteration_s": 3.0},
     instances=(
-        InstanceRow(name="gen-0", state="serving", num_running=3, num_slots=4, tokens_per_s=120.0),
+        InstanceRow(
+            name="gen-0",
+            state="serving",
+            num_running=3,
+            num_slots=4,
+            tokens_per_s=120.0,
+            activity="training",
+            activity_s=12.0,
+        ),
         InstanceRow(name="gen-1", state="gone"),
     ),
     waits=(

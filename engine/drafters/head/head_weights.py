@@ -22,6 +22,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,11 @@ class HeadConfig:
         """Of all heads of a token together."""
         return self.num_heads * self.head_size
 
+    @property
+    def num_trained(self) -> int:
+        """Weights that training changes."""
+        return sum(prod(shape) for name, shape in self.shapes().items() if name not in ("d2t", "t2d"))
+
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return every tensor's shape by name."""
         hidden, inner, kv = self.hidden_size, self.intermediate_size, self.num_kv_heads * self.head_size
@@ -103,7 +109,12 @@ class HeadWeights:
     @property
     def num_trained(self) -> int:
         """Weights that training changes."""
-        return sum(tensor.numel() for tensor in self.tensors.values() if tensor.is_floating_point())
+        return self.config.num_trained
+
+    @property
+    def trained(self) -> dict[str, Tensor]:
+        """The tensors that training changes, by name."""
+        return {name: tensor for name, tensor in self.tensors.items() if tensor.is_floating_point()}
 
     def with_trained(self, tensors: Mapping[str, Tensor]) -> HeadWeights:
         """Return the same head with other float tensors; vocabulary and config stay."""
@@ -123,10 +134,10 @@ def default_taps(num_layers: int) -> tuple[int, ...]:
     return tuple(sorted(wanted))
 
 
-def save_head(folder: Path, head: HeadWeights) -> None:
-    """Write a head into a folder, made if need be. Raises StorageError."""
+def config_tree(head: HeadWeights) -> dict[str, Any]:
+    """Return a head's `config.json`."""
     config = head.config
-    tree = {
+    return {
         "architectures": [ARCHITECTURE],
         "model_type": "llama",
         "hidden_act": "silu",
@@ -150,11 +161,15 @@ def save_head(folder: Path, head: HeadWeights) -> None:
             "eagle_aux_hidden_state_layer_ids": list(config.tapped_layers),
         },
     }
+
+
+def save_head(folder: Path, head: HeadWeights) -> None:
+    """Write a head into a folder, made if need be. Raises StorageError."""
     with storage_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
         contiguous = {name: tensor.contiguous() for name, tensor in head.tensors.items()}
         save_file(contiguous, folder / WEIGHTS_FILE, metadata={"format": "pt"})
-        (folder / CONFIG_FILE).write_text(json.dumps(tree, indent=2) + "\n")
+        (folder / CONFIG_FILE).write_text(json.dumps(config_tree(head), indent=2) + "\n")
 
 
 def load_head(folder: Path, *, num_target_layers: int) -> HeadWeights:
@@ -167,21 +182,26 @@ def load_head(folder: Path, *, num_target_layers: int) -> HeadWeights:
     Raises:
         ModelError: there is none, it is of another form, a tensor lacks or has another shape or is not finite.
     """
-    tree = _read_config(folder)
+    config = load_head_config(folder, num_target_layers=num_target_layers)
     tensors = _read_tensors(folder)
-    try:
-        config = _config_of(tree, num_target_layers)
-    except (KeyError, TypeError, ValueError) as error:
-        raise ModelError(
-            f"the config.json of the draft head {folder} lacks what an EAGLE-3 head needs: {type(error).__name__} "
-            f"{error}; take a head of that form, or make one with `rlhfspec drafter make`"
-        ) from error
     if "d2t" not in tensors:
         # a head over the whole vocabulary brings no tables
         tensors |= vocabulary_tensors(torch.arange(config.draft_vocab_size), config.vocab_size)
     head = HeadWeights(config=config, tensors={n: t for n, t in tensors.items() if n not in LEFT_OUT})
     require_whole(head, str(folder))
     return head
+
+
+def load_head_config(folder: Path, *, num_target_layers: int) -> HeadConfig:
+    """Read the sizes of the head in a folder; arguments and errors as `load_head`. Its weights need not be there."""
+    tree = _read_config(folder)
+    try:
+        return config_of_tree(tree, num_target_layers)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ModelError(
+            f"the config.json of the draft head {folder} lacks what an EAGLE-3 head needs: {type(error).__name__} "
+            f"{error}; take a head of that form, or make one with `rlhfspec drafter make`"
+        ) from error
 
 
 def require_whole(head: HeadWeights, name: str) -> None:
@@ -253,7 +273,8 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
         ) from error
 
 
-def _config_of(tree: dict[str, Any], num_target_layers: int) -> HeadConfig:
+def config_of_tree(tree: Mapping[str, Any], num_target_layers: int) -> HeadConfig:
+    """Read the sizes from a `config.json`; `num_target_layers` as in `load_head`. Raises KeyError and the like."""
     hidden = int(tree["hidden_size"])
     num_heads = int(tree["num_attention_heads"])
     eagle = tree.get("eagle_config") or {}

@@ -14,8 +14,9 @@ from transformers.modeling_utils import PreTrainedModel
 from actors.actor_messages import GenerationSpec
 from actors.generation.engine_host import ManifestHost
 from core.config import EngineConfig, SpeculationConfig
-from core.errors import ConfigError, PlacementError, WeightsError
+from core.errors import ConfigError, ModelError, PlacementError, WeightsError
 from core.weight_records import WeightManifest
+from engine.drafters.head.published_head import pack_head
 from engine.drafters.model_drafter import ModelDrafter
 from engine.drafters.suffix_drafter import SuffixDrafter
 from engine.model.llama_forward import LlamaForward
@@ -24,6 +25,8 @@ from engine.model.stock_linears import OwnProduct
 from engine.weights.bare_llama import BareLlama
 from engine.weights.chunks import pack_weights
 from tests.helpers import tiny_pool
+from tests.helpers.random_heads import random_head
+from tests.helpers.tiny_llama import tiny_llama
 
 TREE = SpeculationConfig(policy="fixed", num_nodes=4, depth=2, branching=2)
 MODELS: dict[str, Callable[[], PreTrainedModel]] = {"target": tiny_pool.target, "draft": tiny_pool.draft}
@@ -183,3 +186,29 @@ def test_a_stock_forward_is_not_kept_as_our_own(tmp_path) -> None:
         for name in MODELS:
             host.load_weights(*published(name))
             assert isinstance(host._models[name], PreTrainedModel)
+
+
+def test_a_head_is_kept_as_it_was_published_and_given_to_the_engine(monkeypatch) -> None:
+    built = []
+
+    def build(target, draft, **settings):
+        built.append((draft, settings["drafter_version"]))
+        return tiny_pool.engine("off", slots=2)
+
+    monkeypatch.setattr("actors.generation.engine_host.build_engine", build)
+    host = new_host("auto", speculation=SpeculationConfig(policy="fixed", drafter="head"))
+    head = random_head(tiny_pool.target(), draft_vocab_size=9)
+    manifest, chunks = pack_head(head, weight_version=5)
+    answer = host.load_weights(manifest, chunks)
+    assert (answer.weight_version, answer.checksum) == (5, manifest.checksum) and not built
+    host.load_weights(*published("target"))
+    ((draft, version),) = built
+    assert version == 5 and draft.config == head.config
+    assert all(torch.equal(draft.tensors[name], tensor) for name, tensor in head.tensors.items())
+
+
+def test_a_head_of_another_target_is_refused_where_it_is_to_draft() -> None:
+    host = new_host("auto", speculation=SpeculationConfig(policy="fixed", drafter="head"))
+    host.load_weights(*pack_head(random_head(tiny_llama()), weight_version=0))
+    with pytest.raises(ModelError, match="does not fit the target: expected vocabulary 64, got 19"):
+        host.load_weights(*published("target"))

@@ -47,6 +47,7 @@ def test_status_shows_where_the_run_is_for_whom_it_waits_and_what_happened(
         "iteration 3 of 5: generate 12 of 64",
         "reward 0.250",
         "gen-0",
+        "training 12 s",
         "the loop for trainer to 'update'",
         "instance gen-1 was lost",
     ):

@@ -1,0 +1,66 @@
+"""The weights that a run begins with, read where their path is known and published as version 0."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import ray
+
+from cluster.weights.publish import PublishedWeights
+from core.config import Config
+from engine.drafters.head.head_weights import HeadWeights, load_head
+from engine.drafters.head.published_head import pack_head, rounded
+from engine.weights.causal_lm import DTYPES
+from engine.weights.chunks import WeightPacker, pack_weights
+from engine.weights.loading import load_causal_lm, load_hf_config, require_finite
+from engine.weights.stored_weights import stored_weights
+
+
+def load_and_put(config: Config, name: str, model: Literal["target", "draft"]) -> PublishedWeights:
+    """Read a model here, where its path is known, and publish it as version 0 of `model`.
+
+    Where its files name every weight as the model does, no model is built: a bucket at a time passes through.
+    """
+    models = config.models
+    hf_config = load_hf_config(name, trust_remote_code=models.trust_remote_code)
+    stored = stored_weights(name, hf_config, models.dtype)
+    if stored is None:
+        loaded = load_causal_lm(name, models.dtype, trust_remote_code=models.trust_remote_code)
+        manifest, chunks = pack_weights(loaded, name=model, weight_version=0)
+        return PublishedWeights(manifest=manifest, chunk_refs=tuple(ray.put(chunk) for chunk in chunks))
+    dtype = DTYPES[models.dtype]
+    # as published: what is finite in its file may not be when it is rounded
+    require_finite(name, ((key, tensor.to(dtype)) for key, tensor in stored.tensors()))
+    packer = WeightPacker(
+        name=model,
+        weight_version=0,
+        hf_config_json=stored.hf_config_json,
+        dtypes=dict.fromkeys(stored.tensor_names, dtype),
+        rooms=1,
+    )
+    refs = tuple(ray.put(chunk) for chunk in packer.chunks(stored.tensors()))
+    return PublishedWeights(manifest=packer.manifest(), chunk_refs=refs)
+
+
+def first_draft(config: Config) -> PublishedWeights | None:
+    """Read and publish what drafts: a model of its own, or a head; None where neither does. Raises ModelError."""
+    drafter, name = config.speculation.drafter, config.models.draft
+    if drafter == "head" and name is not None:
+        return put_head(read_head(config, Path(name)), weight_version=0)
+    return load_and_put(config, name, "draft") if drafter == "model" and name is not None else None
+
+
+def read_head(config: Config, folder: Path) -> HeadWeights:
+    """Read a draft head in the type it is published in. Raises ModelError."""
+    models = config.models
+    target = load_hf_config(models.target, trust_remote_code=models.trust_remote_code).get_text_config()
+    head = load_head(folder.expanduser(), num_target_layers=int(target.num_hidden_layers))
+    # what is trained is published as it is trained
+    return rounded(head, DTYPES["float32" if config.trains_head else models.dtype])
+
+
+def put_head(head: HeadWeights, *, weight_version: int) -> PublishedWeights:
+    """Put a head into the object store as a version of `draft`. Raises NotFiniteError."""
+    manifest, chunks = pack_head(head, weight_version=weight_version)
+    return PublishedWeights(manifest=manifest, chunk_refs=tuple(ray.put(chunk) for chunk in chunks))

@@ -1,0 +1,60 @@
+"""A draft head as published weights: the manifest carries its config.json and its tensors, `d2t` and `t2d` too."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from core.errors import WeightsError
+from core.weight_records import WeightManifest
+from engine.drafters.head.head_weights import (
+    ARCHITECTURE,
+    HeadWeights,
+    config_of_tree,
+    config_tree,
+    require_whole,
+)
+from engine.weights.chunks import checksum_of, pack_tensors
+
+
+def pack_head(head: HeadWeights, *, weight_version: int) -> tuple[WeightManifest, list[np.ndarray]]:
+    """Copy a head, in the types it has, into chunks as `draft`; see `pack_tensors` for what is returned and raised."""
+    return pack_tensors(
+        sorted(head.tensors.items()),
+        hf_config_json=json.dumps(config_tree(head)),
+        name="draft",
+        weight_version=weight_version,
+    )
+
+
+def is_head(manifest: WeightManifest) -> bool:
+    """Whether a draft model's manifest is of a head."""
+    return manifest.model == "draft" and ARCHITECTURE in manifest.hf_config_json
+
+
+def published_head(manifest: WeightManifest, tensors: Mapping[str, Tensor]) -> HeadWeights:
+    """Return the head that was packed, as copies. Raises WeightsError: no head; ModelError: another's tensors."""
+    if not is_head(manifest):
+        raise WeightsError(
+            f"{manifest.model} weights version {manifest.weight_version}: expected a draft head, got a model of its "
+            "own; set speculation.drafter to model"
+        )
+    # taps stand in every config that we write
+    config = config_of_tree(json.loads(manifest.hf_config_json), num_target_layers=1)
+    head = HeadWeights(config=config, tensors={name: tensor.clone() for name, tensor in tensors.items()})
+    require_whole(head, f"version {manifest.weight_version}")
+    return head
+
+
+def head_checksum(head: HeadWeights) -> str:
+    """Return the checksum that `pack_head` would put into the manifest."""
+    return checksum_of(tensor for _, tensor in sorted(head.tensors.items()))
+
+
+def rounded(head: HeadWeights, dtype: torch.dtype) -> HeadWeights:
+    """Return the head with its floats in another type."""
+    return head.with_trained({name: tensor.to(dtype) for name, tensor in head.trained.items()})

@@ -1,0 +1,108 @@
+"""What is wrong with a draft head is said before a run starts, in one error; what is right with it, by the check."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.kuberay.planned_memory import plan_remote_memory
+from cluster.preflight.run_check import CheckReport, check_run
+from core.config import Config
+from core.config_io import config_from_dict
+from core.errors import ConfigError, ModelError
+from engine.drafters.head.head_weights import save_head
+from engine.weights.loading import load_causal_lm
+from tests.conftest import TinyPair
+from tests.helpers.random_heads import random_head
+
+
+@pytest.fixture
+def head(tiny_pair: TinyPair, tmp_path: Path) -> Path:
+    target: Any = load_causal_lm(str(tiny_pair.target), "float32")
+    save_head(tmp_path / "head", random_head(target, draft_vocab_size=7))
+    return tmp_path / "head"
+
+
+@pytest.fixture
+def config(tiny_pair: TinyPair) -> Callable[[Path | None], Config]:
+    def of(draft: Path | None) -> Config:
+        return config_from_dict(
+            {
+                "models": {"target": str(tiny_pair.target), "draft": None if draft is None else str(draft)},
+                "data": {"task": "chain", "limit": 8},
+                "sampling": {"max_new_tokens": 20},
+                "speculation": {"drafter": "head", "policy": "fixed"},
+                "engine": {"max_running_samples": 4},
+                "rollout": {"prompts_per_iteration": 8},
+                "trainer": {"minibatch_size": 8},
+            }
+        )
+
+    return of
+
+
+@pytest.fixture
+def check(config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], CheckReport]:
+    monkeypatch.setattr("cluster.placement.machine.num_cores", lambda: 4)
+    return lambda draft: check_run(config(draft), output_dir=tmp_path)
+
+
+def changed(head: Path, **changes: Any) -> Path:
+    file = head / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    return head
+
+
+def test_the_check_describes_a_head_and_reckons_it(head: Path, check, config, tiny_pair: TinyPair) -> None:
+    report = check(head)
+    assert any(f"draft head {head}" in line and "7 of the target's" in line for line in report.models)
+    # a head has one layer's cache of its own; what is planned from afar is the same
+    afar = plan_remote_memory(config(head), {})
+    assert afar.kv_pool_bytes > plan_remote_memory(without_draft(config(head)), {}).kv_pool_bytes
+    assert afar.generation_bytes >= report.memory.generation_bytes > 0
+
+
+def without_draft(config: Config) -> Config:
+    return config.model_copy(
+        update={"speculation": config.speculation.model_copy(update={"drafter": "none"})}
+    )
+
+
+def test_a_head_must_be_named(config) -> None:
+    with pytest.raises(ConfigError, match=r"drafter is 'head' but models\.draft is null; name the folder"):
+        config(None)
+
+
+def test_a_folder_that_is_no_head_is_refused(check, tiny_pair: TinyPair, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="holds no draft head: expected an EAGLE-3 architecture"):
+        check(tiny_pair.draft)
+    with pytest.raises(ModelError, match=r"cannot be read: expected a folder with config\.json"):
+        check(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"hidden_size": 64}, "of EAGLE-3's form: expected fc.weight"),
+        ({"vocab_size": 4096}, "of EAGLE-3's form: expected t2d"),
+        (
+            {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}},
+            "layer 2, the target has 2 layers",
+        ),
+    ],
+)
+def test_a_head_of_another_target_is_refused(head: Path, check, sizes, message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        check(changed(head, **sizes))
+
+
+def test_a_head_whose_sizes_go_together_but_not_with_the_target_is_refused(check, tmp_path: Path) -> None:
+    from tests.helpers.tiny_llama import tiny_llama
+
+    save_head(tmp_path / "other", random_head(tiny_llama(hidden_size=16, head_dim=4)))
+    with pytest.raises(ModelError, match=r"does not fit the target: expected hidden size 32, got 16"):
+        check(tmp_path / "other")

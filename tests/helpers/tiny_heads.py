@@ -1,0 +1,60 @@
+"""A draft head of a tiny Llama and feature sequences of it, for the tests of heads."""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.drafters.head.feature_sequence import FeatureSequence
+from engine.drafters.head.head_weights import HeadWeights
+from learning.heads.fresh_head import draft_vocabulary, fresh_head
+from learning.heads.head_trainer import HeadTrainer
+from learning.heads.target_features import TargetFeatures
+
+
+def tiny_head(model, size: int = 11, *, seed: int = 0, noise: float = 0.2) -> HeadWeights:
+    """Over a part of the vocabulary, shaken so that no weight of it stands for nothing."""
+    ids = draft_vocabulary(size, model.config.vocab_size, responses=[np.arange(3, 17)], always=[1])
+    head = fresh_head(model, ids, seed=seed)
+    random = torch.Generator().manual_seed(seed)
+    floats = {name: value for name, value in head.tensors.items() if value.is_floating_point()}
+    return head.with_trained(
+        {name: value + noise * torch.randn(value.shape, generator=random) for name, value in floats.items()}
+    )
+
+
+def trainer_of(model, head: HeadWeights, **settings) -> HeadTrainer:
+    """A trainer that reads a model's tensors."""
+    return HeadTrainer(
+        head,
+        embedding=model.get_input_embeddings().weight,
+        output_weight=model.get_output_embeddings().weight,
+        final_norm_gain=model.base_model.norm.weight,
+        final_norm_eps=model.config.rms_norm_eps,
+        **{"learning_rate": 0.01, **settings},
+    )
+
+
+def features(model, head: HeadWeights, prompt: np.ndarray, response: np.ndarray) -> FeatureSequence:
+    """Hidden states of one sequence, float32."""
+    with TargetFeatures(model, head.config.tapped_layers, dtype=torch.float32) as recorded:
+        return recorded.of(prompt, response)
+
+
+def random_sequences(model, head: HeadWeights, shapes: list[tuple[int, int]], seed: int = 0) -> list:
+    """Of random tokens; `shapes` are numbers of tokens of prompts and responses."""
+    rng = np.random.default_rng(seed)
+    return [
+        features(model, head, rng.integers(2, 19, size=prompt), rng.integers(2, 19, size=response))
+        for prompt, response in shapes
+    ]
+
+
+def sampled_sequences(model, head: HeadWeights, num: int, length: int, seed: int = 0) -> list:
+    """Responses that the model samples itself, at temperature 1, to prompts of two tokens."""
+    random = torch.Generator().manual_seed(seed)
+    ids = torch.randint(2, 19, (num, 2), generator=random)
+    with torch.no_grad():
+        for _ in range(length):
+            probs: Tensor = model(ids).logits[:, -1].softmax(-1)
+            ids = torch.cat([ids, torch.multinomial(probs, 1, generator=random)], dim=1)
+    return [features(model, head, row[:2], row[2:]) for row in ids.numpy()]

@@ -1,0 +1,197 @@
+"""A head's training: it learns, it stops between two operations with nothing changed, and goes on from its state."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from tiny_heads import random_sequences, sampled_sequences, tiny_head, trainer_of
+from tiny_llama import tiny_llama
+from torch import Tensor
+
+from core.errors import ConfigError
+from engine.drafters.head.head_weights import load_head, save_head
+from learning.heads.fresh_head import draft_vocabulary, fresh_head
+from learning.heads.head_trainer import HeadTrainer
+
+SHAPES = [(3, 9), (2, 6), (4, 7)]
+
+
+def model_of(seed: int = 0):
+    return tiny_llama(seed, initializer_range=0.3).eval()
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+class StopAt:
+    """Says stop when it is asked for the n-th time, and ever after."""
+
+    def __init__(self, when: int) -> None:
+        self.asked, self.when = 0, when
+
+    def __call__(self) -> bool:
+        self.asked += 1
+        return self.asked >= self.when
+
+
+def test_training_lowers_the_loss_of_every_level_and_raises_the_overlap():
+    model = tiny_llama(initializer_range=0.05).eval()
+    with torch.no_grad():
+        # what comes next hangs on the last token, and can be learned in seconds
+        model.get_input_embeddings().weight.mul_(20.0)
+        model.lm_head.weight.mul_(30.0)
+    head = fresh_head(model, draft_vocabulary(19, 19, responses=[]))
+    train = sampled_sequences(model, head, 16, 12)
+    held_out = sampled_sequences(model, head, 8, 12, seed=1)
+    trainer = trainer_of(model, head, learning_rate=0.02)
+    before = trainer_of(model, head).step(held_out)
+    for _ in range(20):
+        trainer.step(train)
+    after = trainer_of(model, trainer.head).step(held_out)
+    assert before is not None and after is not None
+    for level in range(3):
+        assert after.level_losses[level] < 0.3 * before.level_losses[level]
+        assert after.level_overlaps[level] > before.level_overlaps[level] + 0.3
+
+
+def test_a_step_that_is_stopped_anywhere_changes_nothing():
+    model = model_of()
+    head = tiny_head(model)
+    sequences = random_sequences(model, head, SHAPES)
+    trainer = trainer_of(model, head)
+    trainer.step(sequences)
+    before = trainer.state()
+    never = StopAt(1 << 30)
+    twin = trainer_of(model, head)
+    twin.load_state(before)
+    twin.step(sequences, never)
+    assert never.asked > 50
+    for when in [*range(1, never.asked, 7), never.asked]:
+        asked = StopAt(when)
+        assert trainer.step(sequences, asked) is None
+        assert asked.asked == when, "it was asked again after it had said stop"
+        assert same(trainer.state(), before)
+        assert all(parameter.grad is None for parameter in trainer.module.parameters())
+    assert trainer.step(sequences) is not None
+    assert same(trainer.state(), twin.state())
+
+
+def test_a_saved_state_goes_on_bit_for_bit():
+    model = model_of()
+    head = tiny_head(model)
+    sequences = random_sequences(model, head, SHAPES)
+    trainer = trainer_of(model, head)
+    trainer.step(sequences)
+    state = trainer.state()
+    trainer.step(sequences)
+    other = trainer_of(model, tiny_head(model, seed=5))
+    other.load_state(state)
+    assert other.num_steps == 1
+    other.step(sequences)
+    assert same(other.state(), trainer.state())
+
+
+def test_copies_that_were_given_out_do_not_change():
+    model = model_of()
+    head = tiny_head(model)
+    trainer = trainer_of(model, head)
+    sequences = random_sequences(model, head, SHAPES)
+    trainer.step(sequences)
+    state = trainer.state()
+    kept = {name: value.clone() for name, value in state.items()}
+    for _ in range(3):
+        trainer.step(sequences)
+    assert same(state, kept)
+
+
+def test_what_was_trained_survives_its_files_bit_for_bit(tmp_path):
+    model = model_of()
+    head = tiny_head(model)
+    trainer = trainer_of(model, head)
+    sequences = random_sequences(model, head, SHAPES)
+    trainer.step(sequences)
+    save_head(tmp_path / "head", trainer.head)
+    read = load_head(tmp_path / "head", num_target_layers=2)
+    assert read.config == trainer.head.config
+    assert same(dict(read.tensors), dict(trainer.head.tensors))
+    one, other = trainer_of(model, trainer.head).step(sequences), trainer_of(model, read).step(sequences)
+    assert one == other and one is not None
+
+
+def test_the_target_that_has_changed_is_learned_from():
+    model, changed = model_of(), model_of(1)
+    head = tiny_head(model)
+    sequences = random_sequences(model, head, SHAPES)
+    trainer = trainer_of(model, head)
+    trainer.take_target(
+        embedding=changed.get_input_embeddings().weight,
+        output_weight=changed.get_output_embeddings().weight,
+        final_norm_gain=changed.base_model.norm.weight,
+    )
+    got, expected = trainer.step(sequences), trainer_of(changed, head).step(sequences)
+    assert got == expected and got is not None
+
+
+def test_each_sequence_is_told_its_need():
+    model = model_of()
+    head = tiny_head(model)
+    sequences = random_sequences(model, head, [(3, 9), (1, 1), (2, 6)])
+    together = trainer_of(model, head).step(sequences)
+    assert together is not None and together.needs[1] == 0.0
+    for index in (0, 2):
+        alone = trainer_of(model, head).step([sequences[index]])
+        assert alone is not None
+        assert together.needs[index] == pytest.approx(alone.needs[0], rel=1e-5)
+        assert alone.needs[0] == pytest.approx(1.0 - alone.level_overlaps[0], rel=1e-5)
+
+
+def test_nothing_to_learn_from_is_no_step():
+    model = model_of()
+    head = tiny_head(model)
+    trainer = trainer_of(model, head)
+    assert trainer.step(random_sequences(model, head, [(1, 1)])) is None
+    assert trainer.step([]) is None
+    assert trainer.num_steps == 0
+
+
+def test_hidden_states_that_are_not_finite_change_nothing():
+    model = model_of()
+    head = tiny_head(model)
+    trainer = trainer_of(model, head)
+    before = trainer.state()
+    (sequence,) = random_sequences(model, head, [(3, 9)])
+    report = trainer.step([replace(sequence, taps=torch.full_like(sequence.taps, torch.inf))])
+    assert report is not None and not np.isfinite(report.grad_norm)
+    assert same(trainer.state(), before)
+
+
+@pytest.mark.parametrize("wrong", [{"num_unrolled": 0}, {"temperature": -1.0}, {"learning_rate": 0.0}])
+def test_settings_out_of_range_are_refused(wrong: dict):
+    model = model_of()
+    with pytest.raises(ConfigError, match="expects num_unrolled of 1 or more"):
+        trainer_of(model, tiny_head(model), **wrong)
+
+
+def test_weights_of_another_head_are_refused():
+    model = model_of()
+    trainer: HeadTrainer = trainer_of(model, tiny_head(model))
+    other = trainer_of(model, tiny_head(model, 7))
+    before = trainer.state()
+    with pytest.raises(ConfigError, match="lm_head"):
+        trainer.load(other.weights())
+    with pytest.raises(ConfigError, match="of other sizes"):
+        trainer.load_state(other.state())
+    assert same(trainer.state(), before)
+
+
+def test_products_in_bfloat16_learn_the_same_but_for_rounding():
+    model = model_of()
+    head = tiny_head(model)
+    sequences = random_sequences(model, head, SHAPES)
+    exact = trainer_of(model, head).step(sequences)
+    rounded = trainer_of(model, head, compute_dtype=torch.bfloat16).step(sequences)
+    assert exact is not None and rounded is not None
+    assert rounded.loss == pytest.approx(exact.loss, rel=0.05)
+    assert rounded.grad_norm == pytest.approx(exact.grad_norm, rel=0.1)
