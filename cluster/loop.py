@@ -25,7 +25,7 @@ from cluster.refit_step import refit_draft
 from cluster.reporting.console import Reporter
 from cluster.reporting.iteration_metrics import iteration_figures, with_evaluation
 from cluster.resuming.restarts import LOSSES, TrainerRestarts, as_trainer_lost, telling_trainer_loss
-from cluster.resuming.run_state import RunState, state_folders
+from cluster.resuming.run_state import RunState
 from cluster.resuming.save_state import Boundary, StateKeeper
 from cluster.resuming.take_up import take_up
 from cluster.run_checkpoints import save_checkpoints
@@ -36,6 +36,7 @@ from cluster.run_folder.weights_log import note_weights
 from cluster.system import System, running_system
 from cluster.tracking.run_log import RunLog
 from cluster.tracking.trackers import Trackers
+from core.checkpoint_manifest import state_folders
 from core.config import Config
 from core.errors import (
     NumericsError,
@@ -217,7 +218,7 @@ def _keep_what_was_learned(
     if boundary is not None and not system.is_learning:
         with suppress(RlhfSpecError):
             states.save(boundary)
-    if state_folders(run_dir):
+    if state_folders(run_dir.checkpoints_folder):
         with suppress(RlhfSpecError):
             save_checkpoints(system, run_dir, with_adapter=False)
         return f"{finished} iterations are finished; go on with `rlhfspec train --resume {run_dir.path}`"

@@ -276,10 +276,15 @@ class RunDir:
         """Parquet file of what one instance's decode steps did in one iteration."""
         return self.path / "steps" / instance / f"iteration_{iteration:04d}.parquet"
 
+    @property
+    def checkpoints_folder(self) -> Path:
+        """Checkpoints of models, and states of the whole run."""
+        return self.path / "checkpoints"
+
     def checkpoint_dir(self, model: str, iteration: int | None = None) -> Path:
         """Folder of a checkpoint of `target`, `draft`, `adapter`, `best`; the last one has no number."""
         name = model if iteration is None else f"{model}_{iteration:04d}"
-        return self.path / "checkpoints" / name
+        return self.checkpoints_folder / name
 
     def set_status(self, state: str, reason: str = "") -> None:
         """Write state and reason into status.json. Raises StorageError."""

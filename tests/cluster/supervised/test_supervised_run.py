@@ -141,7 +141,7 @@ def test_a_resumed_run_ends_where_an_unbroken_one_does(
     assert run("sft", "--resume", cut.path, sets=("trainer.max_steps=6",)) == 0
     assert [row["iteration"] for row in read_metrics(cut.metrics_file)] == list(range(7))
     assert cut.status()["state"] == "finished"
-    assert ("state_0004 is passed over: checkpoint" in capsys.readouterr().out) == bool(lora)
+    assert ("state_0004 is passed over: state" in capsys.readouterr().out) == bool(lora)
     expected, resumed = (weights(one.path / "checkpoints" / "model") for one in (whole, cut))
     assert all(torch.equal(resumed[name], weight) for name, weight in expected.items())
 
