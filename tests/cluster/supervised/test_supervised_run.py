@@ -227,6 +227,27 @@ def test_a_run_without_a_state_cannot_be_gone_on_with(files: Path, tmp_path: Pat
     assert "holds no whole state to go on from" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (None, "is not a run folder: expected config.yaml in it, found none"),
+        (
+            "data: {task: chain}",
+            "is no run of this command, or one of another version, and cannot be resumed: ",
+        ),
+    ],
+    ids=["empty", "of another command"],
+)
+def test_of_a_folder_that_is_no_such_run_what_it_lacks_is_said(tmp_path: Path, capsys, text, said):
+    if text is not None:
+        (tmp_path / "config.yaml").write_text(text)
+    assert run("sft", "--resume", tmp_path) == 2
+    error = capsys.readouterr().err
+    assert f"{tmp_path} {said}" in error and "--config" not in error
+    assert run("sft", "--resume", tmp_path / "nowhere") == 2
+    assert "nowhere is not a run folder" in capsys.readouterr().err
+
+
 @pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.usefixtures("local_ray")
