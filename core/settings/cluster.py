@@ -116,6 +116,13 @@ class ClusterConfig(Section):
     max_scheduler_restarts: int = Field(default=3, ge=0)
     "within an hour; the state comes from the instances and the loop"
 
+    def silence_limit_s(self, call_timeout_s: float) -> float:
+        """For how long an actor may be silent whose code, one call of which may take so long, is the user's.
+
+        A call that never lets go of Python's lock (a regular expression, an extension) lets nobody else answer.
+        """
+        return max(self.heartbeat_timeout_s, call_timeout_s + LEAST_HEARTBEATS)
+
     @model_validator(mode="after")
     def _hears_of_the_living(self) -> Self:
         if self.heartbeat_timeout_s < LEAST_HEARTBEATS * self.poll_interval_s:

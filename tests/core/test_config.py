@@ -9,6 +9,7 @@ import pytest
 from pydantic import BaseModel
 
 from core.config import (
+    ClusterConfig,
     Config,
     DataConfig,
     EngineConfig,
@@ -110,6 +111,12 @@ def test_a_malformed_override_is_refused(tmp_path: Path, override: str) -> None:
 def test_combinations_that_cannot_run_are_refused(section: str, values: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         config_from_dict(SMALLEST | {section: values})
+
+
+def test_one_call_of_the_user_s_code_may_keep_an_actor_silent_for_as_long_as_it_may_take() -> None:
+    cluster = ClusterConfig(heartbeat_timeout_s=10.0)
+    assert cluster.silence_limit_s(2.0) == 10.0
+    assert cluster.silence_limit_s(600.0) == 605.0, "its own limit ends it, not the heartbeat's"
 
 
 def every_float() -> list[tuple[str, ...]]:
