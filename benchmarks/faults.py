@@ -62,6 +62,8 @@ RESUMED_KINDS = {
 def run(*, out: Path, mode: str, data: Path | None) -> int:
     """Run the benchmark; returns 0, or 1 when there were fewer faults than wanted, or one was not borne.
 
+    1 as well where `rlhfspec verify` took longer than the run's generation, or found a difference.
+
     Borne is a fault after which every actor is at work again, and nothing of the run is lost, doubled or changed.
     """
     console = Console()

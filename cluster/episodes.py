@@ -288,7 +288,7 @@ def start_episodes(
         [make(actor, 0) for actor in range(len(topology.environment))],
         config.environment,
         order_timeout_s=config.cluster.order_timeout_s,
-        heartbeat_timeout_s=config.cluster.heartbeat_timeout_s,
+        heartbeat_timeout_s=config.cluster.silence_limit_s(config.environment.timeout_s),
         make=make,
         max_restarts=config.cluster.max_instance_restarts,
         note=note,

@@ -25,17 +25,15 @@ from cluster.refit_step import refit_draft
 from cluster.reporting.console import Reporter
 from cluster.reporting.iteration_metrics import iteration_figures, with_evaluation
 from cluster.resuming.restarts import LOSSES, TrainerRestarts, as_trainer_lost, telling_trainer_loss
-from cluster.resuming.run_state import RunState, state_folders
+from cluster.resuming.run_state import RunState
 from cluster.resuming.save_state import Boundary, StateKeeper
 from cluster.resuming.take_up import take_up
 from cluster.run_checkpoints import save_checkpoints
 from cluster.run_folder.layout import RunDir
-from cluster.run_folder.rollout_files import write_rollouts
 from cluster.run_folder.run_status import STOPPING
-from cluster.run_folder.weights_log import note_weights
 from cluster.system import System, running_system
 from cluster.tracking.run_log import RunLog
-from cluster.tracking.trackers import Trackers
+from core.checkpoint_manifest import state_folders
 from core.config import Config
 from core.errors import (
     NumericsError,
@@ -142,9 +140,8 @@ def train(system: System, run_dir: RunDir, report: Reporter, *, resume: RunState
         with telling_trainer_loss(system):
             take_up(system, resume)
         first = resume.num_iterations
-    run_dir.owner.require()
     run = system.config.run
-    log = RunLog(system.config, run_dir, Trackers.of(system.config, run_dir, report.note, num_done=first))
+    log = RunLog.begin(system.config, run_dir, report.note, num_done=first)
     recorder = Recorder(run_dir, report, step_log=run.step_log)
     evaluator = Evaluator(system, run_dir, report, recorder, None if resume is None else resume.evaluations)
     states = StateKeeper(system, run_dir, report.note)
@@ -160,20 +157,19 @@ def train(system: System, run_dir: RunDir, report: Reporter, *, resume: RunState
 
     try:
         if resume is None:
-            note_weights(run_dir.weights_file, system.target.manifest)
+            log.weights(system.target.manifest)
             log.before_training(evaluator.at_start())
         boundary = here(first)
         for iteration in range(first, run.iterations):
             system.is_learning = False
             try:
-                figures = run_iteration(system, iteration, run_dir, report, recorder, log)
+                figures = run_iteration(system, iteration, report, recorder, log)
             except NumericsError as error:
                 raise type(error)(f"iteration {iteration + 1} of {run.iterations}: {error}") from error
             try:
                 figures = with_evaluation(figures, evaluator.after(iteration))
             finally:
                 # what was trained is told, however an evaluation ends
-                run_dir.owner.require()
                 log.write(iteration, figures)
             report.iteration(iteration, figures)
             if run.checkpoint_every and (iteration + 1) % run.checkpoint_every == 0:
@@ -217,7 +213,7 @@ def _keep_what_was_learned(
     if boundary is not None and not system.is_learning:
         with suppress(RlhfSpecError):
             states.save(boundary)
-    if state_folders(run_dir):
+    if state_folders(run_dir.checkpoints_folder):
         with suppress(RlhfSpecError):
             save_checkpoints(system, run_dir, with_adapter=False)
         return f"{finished} iterations are finished; go on with `rlhfspec train --resume {run_dir.path}`"
@@ -237,7 +233,7 @@ def _keep_what_was_learned(
 
 
 def run_iteration(
-    system: System, iteration: int, run_dir: RunDir, report: Reporter, recorder: Recorder, log: RunLog
+    system: System, iteration: int, report: Reporter, recorder: Recorder, log: RunLog
 ) -> dict[str, float]:
     """Sample, score, update, publish, refit once; return the iteration's figures."""
     rollout = system.config.rollout
@@ -248,8 +244,7 @@ def run_iteration(
     began_s = time.perf_counter()
     forwards, groups = system.forward_stream(requests), system.useful_groups(requests)
     collected = collect(system, requests, report, forwards, groups)
-    run_dir.owner.require()
-    write_rollouts(run_dir.rollouts_file(iteration), collected.rollouts)
+    log.rollouts(iteration, collected.rollouts)
     learned = collected.rollouts if groups is None else groups.batch(collected.rollouts)
     moves = recorder.record(iteration, collected, system.generation.instances, system.generation.last_words())
 
@@ -264,13 +259,10 @@ def run_iteration(
         system.generation.remember(collected.rollouts)
     system.is_learning = True
     update = system.trainers.update(rollouts, recompute_old=system.recomputes_old)
-    # again, since an update that fails must not take the rollouts with it
-    run_dir.owner.require()
     advantages = dict(zip(map(id, learned), update.sample_advantages or (), strict=False))
-    write_rollouts(
-        run_dir.rollouts_file(iteration),
-        collected.rollouts,
-        [advantages.get(id(rollout)) for rollout in collected.rollouts],
+    # again, since an update that fails must not take the rollouts with it
+    log.rollouts(
+        iteration, collected.rollouts, [advantages.get(id(rollout)) for rollout in collected.rollouts]
     )
     publish_began_s = time.perf_counter()
     report.progress("publish", 0, 1)
@@ -278,7 +270,7 @@ def run_iteration(
     broadcast = system.broadcast.publish(system.target, update.weight_version, instances)
     system.target = broadcast or system.trainers.take()
     (system.generation.keep if broadcast else system.generation.publish)(system.target)
-    note_weights(run_dir.weights_file, system.target.manifest)
+    log.weights(system.target.manifest)
     refit_began_s = time.perf_counter()
     report.progress("refit", 0, 1)
     draft_figures = refit_draft(system, rollouts, iteration_s=refit_began_s - began_s, report=report)

@@ -285,7 +285,7 @@ def _rewards(
     return RewardPool(
         [make(actor, 0) for actor in range(len(topology.reward))],
         timeout_s=scoring_timeout_s(config),
-        heartbeat_timeout_s=config.cluster.heartbeat_timeout_s,
+        heartbeat_timeout_s=config.cluster.silence_limit_s(config.reward.timeout_s),
         kind=reward.title,
         make=make,
         max_restarts=config.cluster.max_instance_restarts,

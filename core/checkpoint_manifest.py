@@ -1,12 +1,14 @@
-"""`rlhfspec-manifest.json` of a checkpoint folder: what it holds, with size and SHA-256 of every file.
+"""`rlhfspec-manifest.json` of a checkpoint or state folder: what it holds, with size and SHA-256 of every file.
 
-A folder without one (anybody else's checkpoint) has nothing to be compared with.
+A folder without one (anybody else's checkpoint) has nothing to be compared with. States of a run lie beside its
+checkpoints, as `state_NUMBER`.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +16,16 @@ from core.errors import ModelError
 
 MANIFEST = "rlhfspec-manifest.json"
 SCHEMA_VERSION = 1
+_STATE = re.compile(r"state_([0-9]+)")
 
 
 class CheckpointDamaged(ModelError):
-    """A file of a checkpoint is not what its manifest says."""
+    """A file of a checkpoint or state is not what its manifest says."""
 
     def __init__(self, folder: Path, file: str, expected: str, got: str) -> None:
+        advice = f"copy the checkpoint anew, or delete its {MANIFEST} if you changed it on purpose"
         super().__init__(
-            f"checkpoint {folder} is damaged: {file}: expected {expected}, got {got}; copy the checkpoint anew, or "
-            f"delete its {MANIFEST} if you changed it on purpose"
+            f"{_title(folder)} is damaged: {file}: expected {expected}, got {got}; {_advice(folder, advice)}"
         )
         self.file, self.expected, self.got = file, expected, got
 
@@ -70,6 +73,24 @@ def verify_checkpoint(folder: Path) -> dict[str, Any]:
     return tree
 
 
+def state_folders(checkpoints: Path) -> list[Path]:
+    """Folders of states in a folder of checkpoints, whole or not, the newest first."""
+    found = [
+        path
+        for path in (checkpoints.iterdir() if checkpoints.is_dir() else ())
+        if _STATE.fullmatch(path.name) and path.is_dir() and not path.is_symlink()
+    ]
+    return sorted(found, key=state_number, reverse=True)
+
+
+def state_number(state: Path) -> int:
+    """The iteration or step that a state was taken after. Raises ValueError: its folder has another name."""
+    match = _STATE.fullmatch(state.name)
+    if match is None:
+        raise ValueError(f"expected a folder called state_NUMBER, got {state.name}")
+    return int(match[1])
+
+
 def _read(folder: Path) -> dict[str, Any]:
     path = folder / MANIFEST
     try:
@@ -82,10 +103,25 @@ def _read(folder: Path) -> dict[str, Any]:
                 raise TypeError(f"size or checksum of {name} is missing")
         return tree
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        advice = _advice(folder, "copy the checkpoint anew, or delete the file if there is one")
         raise ModelError(
-            f"checkpoint {folder} cannot be verified: expected its {MANIFEST}, got {type(error).__name__}: "
-            f"{error}; copy the checkpoint anew, or delete the file if there is one"
+            f"{_title(folder)} cannot be verified: expected its {MANIFEST}, got {type(error).__name__}: {error}; "
+            f"{advice}"
         ) from error
+
+
+def _title(folder: Path) -> str:
+    return f"{'state' if _STATE.fullmatch(folder.name) else 'checkpoint'} {folder}"
+
+
+def _advice(folder: Path, of_checkpoint: str) -> str:
+    """What helps; a state without its manifest would be none, whoever has changed it."""
+    if _STATE.fullmatch(folder.name) is None:
+        return of_checkpoint
+    return (
+        "put the state back from a copy of the run folder, such as run.copy_to keeps; without one the state before it "
+        "serves, or the run is started anew"
+    )
 
 
 def _sha256(path: Path) -> str:

@@ -1,6 +1,7 @@
 """Actors at work are asked, about every second, whether they live and get on: a frozen one is found soon.
 
-Work may take long; an actor that answers is never taken for frozen, however long it works.
+Work may take long; an actor that answers is never taken for frozen, however long it works. One call that keeps Python's
+lock (a regular expression, an extension that does not let go of it) lets no actor answer: it counts as silence.
 """
 
 from __future__ import annotations
@@ -97,6 +98,7 @@ class Heartbeat:
         if silent_s > self._timeout_s:
             raise ActorDied(
                 f"{name} gave no sign of life for {silent_s:.0f} s (cluster.heartbeat_timeout_s) while the loop waited "
-                f"for '{order}': its process is frozen, or its machine out of reach",
+                f"for '{order}': its process is frozen, or its machine out of reach, or "
+                "one call of its code keeps Python's lock for as long",
                 name,
             )

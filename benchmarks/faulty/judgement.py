@@ -90,4 +90,7 @@ def problems(
     lines += [f"{one.name}: resumed, and differs from the whole run" for one in killed if not one.is_equal]
     if figures.get("verify_differences"):
         lines.append(f"rlhfspec verify: {figures['verify_differences']:.0f} differences, expected 0")
+    ratio = figures.get("verify_over_generate", 0.0)
+    if ratio >= 1.0:
+        lines.append(f"rlhfspec verify took {ratio:.2f} times what generation took, expected less than 1")
     return lines

@@ -86,7 +86,7 @@ def run_supervised(kind: type[SupervisedConfig], args: argparse.Namespace) -> in
             "--resume goes on with a run by its own config; expected no --config, --out, --model or --data beside it; "
             "change keys with --set"
         )
-    path = args.config if args.resume is None else args.resume / "config.yaml"
+    path = args.config if args.resume is None else _own_config(kind, args.resume)
     keys = (("model", "name", _absolute(args.model)), ("data", "path", _absolute(args.data)))
     given: dict[str, dict[str, Any]] = {
         section: {key: value} for section, key, value in keys if value is not None
@@ -105,6 +105,21 @@ def run_supervised(kind: type[SupervisedConfig], args: argparse.Namespace) -> in
     finally:
         report.stop()
     return 0
+
+
+def _own_config(kind: type[SupervisedConfig], folder: Path) -> Path:
+    """The config that a run folder holds. Raises ConfigError: it is none, or one of another command."""
+    from cluster.run_folder.layout import RunDir
+    from core.config_io import load_config_of
+
+    file = RunDir.open(folder).config_file
+    try:
+        load_config_of(kind, file)
+    except ConfigError as error:
+        raise ConfigError(
+            f"{folder} is no run of this command, or one of another version, and cannot be resumed: {error}"
+        ) from None
+    return file
 
 
 def _absolute(name: str | None) -> str | None:

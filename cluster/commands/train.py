@@ -147,10 +147,6 @@ def _run(
     from cluster.preflight.run_check import check_run
 
     checked = check_run(config, output_dir=path)
-    if config.run.copy_to is not None:
-        from cluster.run_folder.remote_copy import require_place
-
-        require_place(config.run.copy_to, path)
     report.stop()
     if dry_run:
         _print_plan(config, checked.lines(), report)

@@ -17,6 +17,8 @@ STORE = b"rlhfspec"
 "Namespace of the key-value store."
 PAGE_EVERY_S = 2.0
 STALE_AFTER_S = 30.0
+STARTING = "starting"
+"The phase before the first iteration of this process."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,7 +24,7 @@ from actors.ray_utils.process_log import begin_process_log
 from actors.ray_utils.stack_page import begin_stack_page, end_stack_page
 from actors.ray_utils.vitals import tell_vitals
 from actors.ray_utils.watch import open_waits
-from cluster.observing.live_page import PAGE_EVERY_S, EventRow, InstanceRow, LivePage, WaitRow
+from cluster.observing.live_page import PAGE_EVERY_S, STARTING, EventRow, InstanceRow, LivePage, WaitRow
 from cluster.observing.page_store import drop_old_pages, store_page
 from cluster.placement.ray_session import RaySession
 from cluster.reporting.console import Reporter
@@ -62,7 +62,7 @@ class Observer:
         self._num_iterations = num_iterations
         self._address = _ray_address()
         self._lock = threading.Lock()
-        self._iteration, self._phase, self._done, self._total = 0, "starting", 0, 0
+        self._iteration, self._phase, self._done, self._total = 0, STARTING, 0, 0
         self._phase_since = self._progress_at = clock()
         self._figures: Mapping[str, float] = {}
         self._events: deque[EventRow] = deque(maxlen=KEPT_EVENTS)

@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from cluster.observing.live_page import STALE_AFTER_S, LivePage
+from cluster.observing.live_page import STALE_AFTER_S, STARTING, LivePage
 from cluster.reporting.console import describe_figures
 
 SHOWN_EVENTS = 8
@@ -69,14 +69,7 @@ def page_lines(page: LivePage, now: float) -> list[str]:
     # of an old page, ages are those of when it was told
     now = now if now - page.told_at <= STALE_AFTER_S and not page.ended else page.told_at
     lines = [f"run       {page.run}  {page.folder} on {page.host}", *told]
-    if page.iteration < page.num_iterations:
-        done = f" {page.done} of {page.total}" if page.total > 1 else ""
-        lines.append(
-            f"iteration {page.iteration + 1} of {page.num_iterations}: {page.phase or 'between phases'}{done} for "
-            f"{span(now - page.phase_since)}, last progress {span(now - page.progress_at)} ago"
-        )
-    else:
-        lines.append(f"iteration all {page.num_iterations} ended")
+    lines.append(f"iteration {_where(page, now)}")
     if page.figures:
         lines.append(f"last      {describe_figures(page.figures)}")
     rate = sum(row.tokens_per_s for row in page.instances)
@@ -89,6 +82,20 @@ def page_lines(page: LivePage, now: float) -> list[str]:
     if page.scheduler_silent_s > STALE_AFTER_S / 2:
         lines.append(f"scheduler has not answered for {span(page.scheduler_silent_s)}")
     return lines
+
+
+def _where(page: LivePage, now: float) -> str:
+    """How far the run is, or where it ended."""
+    for_s = span(now - page.phase_since)
+    if page.iteration >= page.num_iterations:
+        return f"all {page.num_iterations} ended"
+    if page.ended and page.phase == STARTING:
+        return f"none begun: it ended while it was starting, after {for_s}"
+    done = f" {page.done} of {page.total}" if page.total > 1 else ""
+    at, phase = f"{page.iteration + 1} of {page.num_iterations}", f"{page.phase or 'between phases'}{done}"
+    if page.ended:
+        return f"{at}: ended in {phase}, after {for_s}"
+    return f"{at}: {phase} for {for_s}, last progress {span(now - page.progress_at)} ago"
 
 
 def _instances(page: LivePage) -> Table:

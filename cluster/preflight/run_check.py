@@ -31,6 +31,7 @@ from cluster.preflight.draft_head import check_head, describe_training
 from cluster.preflight.inputs import Inputs, read_inputs, read_tokenizer
 from cluster.preflight.param_count import count_params
 from cluster.preflight.reward_plan import check_reward, reward_columns
+from cluster.run_folder.remote_copy import require_place
 from cluster.tracking.trackers import require_trackers
 from core.checkpoint_manifest import has_manifest, verify_checkpoint
 from core.config import Config
@@ -108,6 +109,8 @@ def check_run(config: Config, *, output_dir: Path) -> CheckReport:
     if config.trainer.scoring == "engine":
         _check_scoring(config)
     require_trackers(config)
+    if config.run.copy_to is not None:
+        require_place(config.run.copy_to, output_dir)
     topology = plan_topology(config)
     if is_local(config):
         require_machine(topology, num_cpus=machine.num_cores(), num_gpus=torch.cuda.device_count())

@@ -138,6 +138,12 @@ class Reporter:
     def finish(self, summary: Summary | SupervisedSummary | None, run_dir: RunDir) -> None:
         """Take the bars down and print the closing table."""
         self.stop()
+        if not run_dir.path.is_dir():
+            self.note(
+                f"the run folder {run_dir.path} is gone, and with it what the run had written; run.copy_to keeps "
+                "a copy elsewhere"
+            )
+            return
         if summary is None:
             self.console.print("no iteration finished")
         else:

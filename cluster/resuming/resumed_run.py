@@ -88,6 +88,7 @@ def newest_run(config: Config, base: Path, note: Callable[[str], None]) -> Resum
     for folder in _runs_of(base, config.run.name):
         run_dir = RunDir(path=folder)
         try:
+            run_dir.require_files()
             changes = deciding_changes(_own_config(run_dir), config)
         except ConfigError as error:
             note(f"--resume auto passes over {folder}: {error}")

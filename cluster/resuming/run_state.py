@@ -11,18 +11,16 @@ or schedule of an instance needs to be kept. The folder appears by one rename, w
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from cluster.run_folder.layout import RunDir
-from core.checkpoint_manifest import verify_checkpoint
+from core.checkpoint_manifest import state_folders, state_number, verify_checkpoint
 from core.errors import ModelError
 
 SCHEMA_VERSION = 1
-_NAME = re.compile(r"state_(\d+)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,20 +60,9 @@ class RunState:
         return self.folder / "head"
 
 
-def state_folders(run_dir: RunDir) -> list[Path]:
-    """Folders of states, the newest first."""
-    folder = run_dir.path / "checkpoints"
-    found = [
-        path
-        for path in (folder.iterdir() if folder.is_dir() else ())
-        if _NAME.fullmatch(path.name) and path.is_dir() and not path.is_symlink()
-    ]
-    return sorted(found, key=lambda path: int(path.name.rpartition("_")[2]), reverse=True)
-
-
 def last_state(run_dir: RunDir, note: Callable[[str], None]) -> RunState | None:
     """The newest state that is whole, None where there is none; `note` is told of damaged ones."""
-    for folder in state_folders(run_dir):
+    for folder in state_folders(run_dir.checkpoints_folder):
         try:
             return read_state(folder)
         except ModelError as error:
@@ -91,9 +78,9 @@ def read_state(folder: Path) -> RunState:
         if tree.pop("schema_version") != SCHEMA_VERSION:
             raise ValueError(f"its schema version is not {SCHEMA_VERSION}")
         numbers = tree["num_iterations"], tree["weight_version"]
-        if any(type(number) is not int for number in numbers) or _NAME.fullmatch(folder.name) is None:
+        if any(type(number) is not int for number in numbers):
             raise ValueError(f"expected numbers of iterations and of the weights' version, got {numbers}")
-        if numbers[0] != int(folder.name.rpartition("_")[2]):
+        if numbers[0] != state_number(folder):
             raise ValueError(f"it is of {numbers[0]} iterations, its folder's name of others")
         marks = EvaluationMarks(**tree.pop("evaluations"))
         return RunState(folder=folder, evaluations=marks, **tree)

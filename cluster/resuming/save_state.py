@@ -9,11 +9,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from cluster.resuming.run_state import SCHEMA_VERSION, EvaluationMarks, RunState, state_folders
+from cluster.resuming.run_state import SCHEMA_VERSION, EvaluationMarks, RunState
 from cluster.run_folder.layout import RunDir
 from cluster.system import System
 from cluster.weights.checkpoints import save_head_checkpoint
-from core.checkpoint_manifest import has_manifest, write_manifest
+from core.checkpoint_manifest import has_manifest, state_folders, write_manifest
 from core.files import PARTIAL, storage_errors, whole_folder
 from engine.drafters.head.published_head import is_head
 
@@ -85,7 +85,7 @@ class StateKeeper:
                 weight_version=state.weight_version,
                 parameter_checksum=state.parameter_checksum,
             )
-        for old in state_folders(self._run_dir)[self._keep :]:
+        for old in state_folders(self._run_dir.checkpoints_folder)[self._keep :]:
             _remove(old)
         return state
 

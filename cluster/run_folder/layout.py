@@ -179,7 +179,7 @@ class RunDir:
 
     @classmethod
     def open(cls, path: str | Path) -> RunDir:
-        """Open the folder of an earlier run. Raises ConfigError when it is none."""
+        """Open the folder of an earlier run. Raises ConfigError when it is none, or holds a folder for a file."""
         path = Path(path)
         # a name that the system refuses is no run folder either
         with suppress(OSError, RuntimeError, ValueError):
@@ -189,7 +189,25 @@ class RunDir:
                 f"{path} is not a run folder: expected config.yaml in it, found none; "
                 "give the folder that the run printed first"
             )
-        return cls(path=path)
+        run_dir = cls(path=path)
+        run_dir.require_files()
+        return run_dir
+
+    def require_files(self) -> None:
+        """Raise ConfigError where a folder stands in the place of one of the run's files."""
+        for file in (
+            self.status_file,
+            self.live_file,
+            self.metrics_file,
+            self.histograms_file,
+            self.evaluations_file,
+            self.weights_file,
+            self.moves_file,
+        ):
+            if file.is_dir():
+                raise ConfigError(
+                    f"{file} is a folder: expected a file of the run, or nothing; move it out of the run folder"
+                )
 
     @property
     def config_file(self) -> Path:
@@ -276,10 +294,15 @@ class RunDir:
         """Parquet file of what one instance's decode steps did in one iteration."""
         return self.path / "steps" / instance / f"iteration_{iteration:04d}.parquet"
 
+    @property
+    def checkpoints_folder(self) -> Path:
+        """Checkpoints of models, and states of the whole run."""
+        return self.path / "checkpoints"
+
     def checkpoint_dir(self, model: str, iteration: int | None = None) -> Path:
         """Folder of a checkpoint of `target`, `draft`, `adapter`, `best`; the last one has no number."""
         name = model if iteration is None else f"{model}_{iteration:04d}"
-        return self.path / "checkpoints" / name
+        return self.checkpoints_folder / name
 
     def set_status(self, state: str, reason: str = "") -> None:
         """Write state and reason into status.json. Raises StorageError."""

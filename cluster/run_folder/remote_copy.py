@@ -21,6 +21,7 @@ from cluster.run_folder.owner import FOLDER
 from core.checkpoint_manifest import MANIFEST
 from core.errors import ConfigError, StorageError, describe_error
 from core.files import PARTIAL, storage_errors, whole_folder, write_whole
+from core.outside import try_folder
 
 _LOOK_S = 2.0
 _OWNER_LOOK_S = 30.0
@@ -278,7 +279,11 @@ def _owners_there(fs: Any, root: str) -> set[str]:
 
 
 def require_place(place: str, run: Path) -> None:
-    """Raise ConfigError where no copy of the run folder can be kept: no such library, or the folder itself."""
+    """Raise ConfigError where no copy of the run folder can be kept.
+
+    That is: no such library, the run folder itself, a folder that can never be written. What another file system allows
+    is seen when it is written.
+    """
     fs, root = _file_system(f"{place.rstrip('/')}/{run.name}")
     if "file" not in (fs.protocol if isinstance(fs.protocol, tuple) else (fs.protocol,)):
         return
@@ -288,6 +293,12 @@ def require_place(place: str, run: Path) -> None:
             f"run.copy_to {place} would copy the run folder {run} into itself; expected a place beside "
             f"run.output_dir. To bring a copy back, give it as a URL: --resume file://{own}"
         )
+    try:
+        try_folder(to)
+    except OSError as error:
+        raise ConfigError(
+            f"run.copy_to {place}: no folder can be made there: {error.strerror}; name a place that you may write to"
+        ) from None
 
 
 def _stamp(path: Path) -> _Stamp:

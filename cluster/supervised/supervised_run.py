@@ -20,6 +20,7 @@ from cluster.resuming.resumed_run import require_cut_off, take_over
 from cluster.run_folder.layout import RunDir, choose_run_path
 from cluster.supervised.job_inputs import prepare
 from cluster.supervised.job_runner import run
+from core.checkpoint_manifest import state_folders, state_number
 from core.config import RunConfig
 from core.config_io import dump_config
 from core.errors import ConfigError, describe_error
@@ -30,8 +31,6 @@ from learning.supervised.supervised_job import (
     SupervisedJob,
     last_state,
     require_same,
-    state_folders,
-    state_step,
 )
 
 FOLDERS = ("checkpoints",)
@@ -49,7 +48,7 @@ def train_supervised(config: SupervisedConfig, report: Reporter, *, out: Path | 
     prepared = prepare(config, path / "checkpoints", report)
     run_dir = RunDir.create(config, path, folders=FOLDERS)
     # another run may have taken the name
-    job = prepared.job if run_dir.path == path else prepare(config, run_dir.path / "checkpoints", report).job
+    job = prepared.job if run_dir.path == path else prepare(config, run_dir.checkpoints_folder, report).job
     report.stop()
     for line in prepared.lines:
         report.note(line)
@@ -60,10 +59,10 @@ def resume_supervised(config: SupervisedConfig, report: Reporter, *, folder: Pat
     """Go on with the run in `folder` from its last state; the checkpoint's folder. Errors as above."""
     run_dir = RunDir.open(folder)
     require_cut_off(run_dir)
-    state = last_state(run_dir.path / "checkpoints", report.note)
+    state = last_state(run_dir.checkpoints_folder, report.note)
     report.note(f"run folder {run_dir.path}, from {state.name}")
     report.stage("reading model and rows")
-    prepared = prepare(config, run_dir.path / "checkpoints", report, resume=state)
+    prepared = prepare(config, run_dir.checkpoints_folder, report, resume=state)
     report.stop()
     for line in prepared.lines:
         report.note(line)
@@ -71,7 +70,7 @@ def resume_supervised(config: SupervisedConfig, report: Reporter, *, folder: Pat
     # another may have begun meanwhile
     take_over(run_dir)
     dump_config(config, run_dir.config_file)
-    _forget_later(run_dir, state_step(state))
+    _forget_later(run_dir, state_number(state))
     return _run(config, prepared.job, run_dir, report)
 
 
@@ -128,8 +127,8 @@ def _new_path(config: SupervisedConfig, out: Path | None) -> Path:
 
 def _forget_later(run_dir: RunDir, step: int) -> None:
     """Drop metrics and states of steps after the state that is gone on from: they are taken again."""
-    for state in state_folders(run_dir.path / "checkpoints"):
-        if state_step(state) > step:
+    for state in state_folders(run_dir.checkpoints_folder):
+        if state_number(state) > step:
             with storage_errors(state):
                 shutil.rmtree(state)
     if run_dir.metrics_file.is_file():

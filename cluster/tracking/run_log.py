@@ -1,10 +1,15 @@
-"""Everything that is written of a run's iterations: metrics, histograms, samples, other trackers."""
+"""Everything that is written of a run's iterations: rollouts, weights, metrics, histograms, samples, other trackers.
+
+Nothing is written into a folder that another process has taken.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from cluster.run_folder.layout import RunDir
+from cluster.run_folder.rollout_files import write_rollouts
+from cluster.run_folder.weights_log import note_weights
 from cluster.tracking.distribution_figures import distribution_figures
 from cluster.tracking.histograms import Histogram, write_histograms
 from cluster.tracking.sample_table import SampleRow, as_markdown, choose_samples
@@ -13,21 +18,47 @@ from core.config import Config
 from core.files import storage_errors, write_whole
 from core.metrics import MetricsLog
 from core.records import Rollout, UpdateReport
+from core.weight_records import WeightManifest
 from learning.update_metrics import LOG_RATIO_BINS, LOG_RATIO_WIDTH
 
 
 class RunLog:
-    """Of one run. Iterations count from 0; trackers get the number of finished ones as their step."""
+    """Of one run. Iterations count from 0; trackers get the number of finished ones as their step.
+
+    Every method that writes raises RunTaken first where another process goes on with the run.
+    """
 
     def __init__(self, config: Config, run_dir: RunDir, trackers: Trackers) -> None:
         self._tracking, self._run_dir, self._trackers = config.tracking, run_dir, trackers
         self._metrics = MetricsLog(run_dir.metrics_file)
+
+    @classmethod
+    def begin(cls, config: Config, run_dir: RunDir, note: Callable[[str], None], *, num_done: int) -> RunLog:
+        """With the trackers that the config asks for, which hear of what goes wrong by `note`."""
+        run_dir.owner.require()
+        return cls(config, run_dir, Trackers.of(config, run_dir, note, num_done=num_done))
+
+    def rollouts(
+        self,
+        iteration: int,
+        rollouts: Sequence[Rollout],
+        advantages: Sequence[float | None] | None = None,
+    ) -> None:
+        """Write an iteration's rollouts, again once their advantages are known. Raises StorageError."""
+        self._run_dir.owner.require()
+        write_rollouts(self._run_dir.rollouts_file(iteration), rollouts, advantages)
+
+    def weights(self, manifest: WeightManifest) -> None:
+        """Note a version of the target that instances have confirmed. Raises StorageError."""
+        self._run_dir.owner.require()
+        note_weights(self._run_dir.weights_file, manifest)
 
     def record(self, iteration: int, rollouts: Sequence[Rollout], update: UpdateReport) -> dict[str, float]:
         """Keep what was learned from as histograms and samples; return the figures of its distribution.
 
         `rollouts` in the order of their sample index. Raises StorageError.
         """
+        self._run_dir.owner.require()
         advantages = update.sample_advantages
         values: dict[str, Sequence[float]] = {
             "response_tokens": [rollout.completion.num_sampled_tokens for rollout in rollouts],
@@ -48,6 +79,7 @@ class RunLog:
 
     def write(self, iteration: int, figures: Mapping[str, float]) -> None:
         """Write the figures of one iteration. Raises StorageError; RlhfSpecError for one that may not be set."""
+        self._run_dir.owner.require()
         self._metrics.write(iteration, figures)
         self._trackers.figures(iteration + 1, figures)
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
 from core.settings.section import Seconds, Section
 
 MAX_ACTORS = 4096
+LEAST_HEARTBEATS = 5
+"So many must fit in `cluster.heartbeat_timeout_s`: one that comes late is no death. Actors are asked once a second."
 
 
 class PoolConfig(Section):
@@ -96,12 +98,13 @@ class ClusterConfig(Section):
     publication: PublicationConfig = PublicationConfig()
     scheduler_num_cpus: float = Field(default=0.1, ge=0.0)
     placement_timeout_s: Seconds = 30.0
-    start_timeout_s: Seconds = 300.0
+    start_timeout_s: Annotated[Seconds, Field(ge=1.0)] = 300.0
     "an actor's constructor, model building included"
     poll_interval_s: Seconds = 0.1
-    heartbeat_timeout_s: Seconds = 60.0
-    "whoever is at work (instance, trainer, reward or environment actor) and gives no sign of life for so long is lost"
-    order_timeout_s: Seconds = 300.0
+    heartbeat_timeout_s: Annotated[Seconds, Field(ge=float(LEAST_HEARTBEATS))] = 60.0
+    "whoever is at work (instance, trainer, reward or environment actor) and gives no sign of life for so long is "
+    "lost; at least 5 times poll_interval_s"
+    order_timeout_s: Annotated[Seconds, Field(ge=1.0)] = 300.0
     "weight loads, scoring; an update in which no forward ends for so long"
     max_instance_restarts: int = Field(default=3, ge=0)
     "within an hour: lost instances that are replaced; counted for each reward and environment actor too"
@@ -112,3 +115,20 @@ class ClusterConfig(Section):
     "last state"
     max_scheduler_restarts: int = Field(default=3, ge=0)
     "within an hour; the state comes from the instances and the loop"
+
+    def silence_limit_s(self, call_timeout_s: float) -> float:
+        """For how long an actor may be silent whose code, one call of which may take so long, is the user's.
+
+        A call that never lets go of Python's lock (a regular expression, an extension) lets nobody else answer.
+        """
+        return max(self.heartbeat_timeout_s, call_timeout_s + LEAST_HEARTBEATS)
+
+    @model_validator(mode="after")
+    def _hears_of_the_living(self) -> Self:
+        if self.heartbeat_timeout_s < LEAST_HEARTBEATS * self.poll_interval_s:
+            raise ValueError(
+                f"heartbeat_timeout_s {self.heartbeat_timeout_s:g} has no room for {LEAST_HEARTBEATS} answers of "
+                f"instances that are asked every {self.poll_interval_s:g} s (poll_interval_s): living ones would be "
+                "taken for lost; raise the one or lower the other"
+            )
+        return self

@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import re
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -26,7 +25,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from core.checkpoint_manifest import verify_checkpoint, write_manifest
+from core.checkpoint_manifest import state_folders, verify_checkpoint, write_manifest
 from core.errors import ConfigError, ModelError, WeightsError
 from core.files import partial_of, whole_folder
 from core.settings.supervised import PreferenceLossConfig, SupervisedModelConfig, SupervisedTrainerConfig
@@ -142,8 +141,9 @@ def last_state(folder: Path, note: Callable[[str], None]) -> Path:
 
     Raises ConfigError when there is none.
     """
-    states = [path for path in state_folders(folder) if (path / _TRAINED_ON).is_file()]
-    for path in sorted(states, key=state_step, reverse=True):
+    for path in state_folders(folder):
+        if not (path / _TRAINED_ON).is_file():
+            continue
         try:
             verify_checkpoint(path)
         except ModelError as error:
@@ -173,21 +173,6 @@ def require_same(job: SupervisedJob, state: Path) -> None:
             f"{state} was learned from something else: {'; '.join(changed)}; expected the same rows in the same order: "
             f"put it back, or begin a new run with --model {state.parent / 'model'}"
         )
-
-
-def state_folders(folder: Path) -> list[Path]:
-    """Folders of states in a folder of checkpoints, whole or not, in the order of their steps."""
-    found = [
-        path
-        for path in folder.glob("state_*")
-        if re.fullmatch(r"state_[0-9]+", path.name) and path.is_dir() and not path.is_symlink()
-    ]
-    return sorted(found, key=state_step)
-
-
-def state_step(state: Path) -> int:
-    """The step that a state folder is of."""
-    return int(state.name.removeprefix("state_"))
 
 
 def _trained_on(job: SupervisedJob) -> dict[str, Any]:
@@ -269,7 +254,7 @@ def _save_state(learner: SupervisedLearner, job: SupervisedJob, trained_on: dict
         learner.trainers.gather(None)
         (partial / _TRAINED_ON).write_text(json.dumps(trained_on, indent=1))
         write_manifest(partial, model="state", weight_version=learner.num_steps, parameter_checksum="")
-    for old in state_folders(job.folder)[:-_KEPT_STATES]:
+    for old in state_folders(job.folder)[_KEPT_STATES:]:
         with suppress(OSError):
             shutil.rmtree(old)
 

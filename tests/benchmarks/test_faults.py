@@ -29,8 +29,10 @@ RUN = Disturbed(seed=0, faults=[BORNE, CUT], comparison=SAME, undisturbed_s=10.0
 RESUME = Resumed(name="cut_0_ppo", has_been_killed=True, is_equal=True)
 
 
-def wrong(run: Disturbed = RUN, resume: Resumed = RESUME, differences: float = 0.0) -> list[str]:
-    figures = {"verify_differences": differences}
+def wrong(
+    run: Disturbed = RUN, resume: Resumed = RESUME, differences: float = 0.0, ratio: float = 0.9
+) -> list[str]:
+    figures = {"verify_differences": differences, "verify_over_generate": ratio}
     return problems([run], [resume], most=2, num_resumes=1, figures=figures)
 
 
@@ -95,6 +97,10 @@ def test_figures_count_by_kind_and_pool_and_over_all_runs() -> None:
     assert found["samples"] == 18 and found["samples_lost"] == 2 and found["weights_equal"] == 0.5
     assert found["recovery_s_median"] == 6.0 and found["recovery_s_max"] == 8.0
     assert found["resumes"] == 1 and found["resumes_equal"] == 1 and found["time_over_undisturbed"] == 3.0
+
+
+def test_a_proof_that_takes_longer_than_generation_is_a_fault() -> None:
+    assert wrong(ratio=1.25) == ["rlhfspec verify took 1.25 times what generation took, expected less than 1"]
 
 
 def test_a_part_is_made_once_until_its_code_or_settings_change(tmp_path: Path) -> None:

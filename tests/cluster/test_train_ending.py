@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -134,3 +135,16 @@ def test_a_run_that_cannot_begin_on_a_full_disk_leaves_no_folder(tmp_path: Path,
     ):
         RunDir.create(CONFIG, tmp_path / "run")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_folder_that_has_vanished_is_said_to_be_gone(run_dir, monkeypatch, capsys):
+    def vanish(*_: Any) -> None:
+        shutil.rmtree(run_dir.path)
+        raise StorageError("cannot write metrics.jsonl: No such file or directory")
+
+    monkeypatch.setattr(cluster.loop, "run_training", vanish)
+    with pytest.raises(StorageError):
+        train._train(CONFIG, None, run_dir, Reporter())  # type: ignore[arg-type]
+    told = " ".join(capsys.readouterr().out.split())
+    assert f"the run folder {run_dir.path} is gone" in told
+    assert "no iteration finished" not in told and not run_dir.path.exists()

@@ -7,7 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from core.checkpoint_manifest import MANIFEST, has_manifest, verify_checkpoint, write_manifest
+from core.checkpoint_manifest import (
+    MANIFEST,
+    has_manifest,
+    state_folders,
+    state_number,
+    verify_checkpoint,
+    write_manifest,
+)
 from core.errors import ModelError
 
 
@@ -68,3 +75,35 @@ def test_a_checkpoint_without_manifest_cannot_be_verified(folder: Path):
 def test_the_manifest_is_json_that_names_sizes(folder: Path):
     tree = json.loads((folder / MANIFEST).read_text())
     assert tree["files"]["sub/config.json"]["num_bytes"] == 2
+
+
+@pytest.fixture
+def state(folder: Path) -> Path:
+    """The same as the state of a run."""
+    path = folder / "checkpoints" / "state_0004"
+    path.mkdir(parents=True)
+    (path / "state.json").write_text("{}")
+    write_manifest(path, model="state", weight_version=4, parameter_checksum="abc")
+    return path
+
+
+@pytest.mark.parametrize("damaged", ["state.json", MANIFEST])
+def test_of_a_damaged_state_what_helps_is_said(state: Path, damaged: str):
+    """Without its manifest it would be none: to delete that helps nobody."""
+    (state / damaged).write_text("[")
+    with pytest.raises(
+        ModelError, match=r"^state .*put the state back from a copy of the run folder"
+    ) as error:
+        verify_checkpoint(state)
+    assert "delete" not in str(error.value)
+
+
+def test_states_are_found_newest_first_and_nothing_else(tmp_path: Path):
+    assert state_folders(tmp_path / "none") == []
+    for name in ("state_0002", "state_0010", "state_12345", "state_x", "target_0003", ".partial-state_0004"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "state_0003").write_text("no folder")
+    (tmp_path / "state_0005").symlink_to(tmp_path / "state_0002")
+    assert [state_number(path) for path in state_folders(tmp_path)] == [12345, 10, 2]
+    with pytest.raises(ValueError, match="expected a folder called state_NUMBER, got state_x"):
+        state_number(tmp_path / "state_x")

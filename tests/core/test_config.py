@@ -9,6 +9,7 @@ import pytest
 from pydantic import BaseModel
 
 from core.config import (
+    ClusterConfig,
     Config,
     DataConfig,
     EngineConfig,
@@ -89,6 +90,18 @@ def test_a_malformed_override_is_refused(tmp_path: Path, override: str) -> None:
         ("engine", {"num_threads": 5000}, "less than or equal to 1024"),
         ("cluster", {"generation": {"num_actors": 10**9}}, "less than or equal to 4096"),
         ("cluster", {"heartbeat_timeout_s": 1e300}, "less than or equal to 604800"),
+        (
+            "cluster",
+            {"heartbeat_timeout_s": 0.001},
+            r"heartbeat_timeout_s: .*greater than or equal to 5, got 0\.001",
+        ),
+        ("cluster", {"order_timeout_s": 0.001}, "greater than or equal to 1, got"),
+        ("cluster", {"start_timeout_s": 0.001}, "greater than or equal to 1, got"),
+        (
+            "cluster",
+            {"poll_interval_s": 30.0},
+            "no room for 5 answers of instances that are asked every 30 s",
+        ),
         ("rollout", {"prompts_per_iteration": 10**400}, "must fit in 64 bits"),
         ("run", {"output_dir": "a\0b"}, "output_dir holds a NUL"),
         ("run", {"output_dir": "~no-such-user/x"}, "home folder"),
@@ -98,6 +111,12 @@ def test_a_malformed_override_is_refused(tmp_path: Path, override: str) -> None:
 def test_combinations_that_cannot_run_are_refused(section: str, values: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         config_from_dict(SMALLEST | {section: values})
+
+
+def test_one_call_of_the_user_s_code_may_keep_an_actor_silent_for_as_long_as_it_may_take() -> None:
+    cluster = ClusterConfig(heartbeat_timeout_s=10.0)
+    assert cluster.silence_limit_s(2.0) == 10.0
+    assert cluster.silence_limit_s(600.0) == 605.0, "its own limit ends it, not the heartbeat's"
 
 
 def every_float() -> list[tuple[str, ...]]:

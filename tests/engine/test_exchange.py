@@ -116,13 +116,14 @@ MISSING = {
 }
 
 
+@pytest.mark.parametrize("plan", ["tree8", "head tree"])
 @pytest.mark.parametrize("missing", MISSING)
 def test_what_does_not_come_along_is_computed_and_changes_no_bit(
-    make_engine, make_requests, expected, missing
+    make_engine, make_requests, expected, missing, plan
 ):
     requests = make_requests(PROMPTS, PLAIN_SAMPLING)
-    source = started(make_engine("tree8", batch=4), requests[:3], steps=1)
-    to = started(make_engine("tree8", batch=4), requests[3:], steps=1)
+    source = started(make_engine(plan, batch=4), requests[:3], steps=1)
+    to = started(make_engine(plan, batch=4), requests[3:], steps=1)
     computed = move(source, to, requests[1], steps_between=1, keep=MISSING[missing])
     assert (computed > 0) == (missing != "the draft cache")
     done = finish(source, to)

@@ -10,8 +10,8 @@ import pytest
 from live_pages import NOW, PAGE
 
 from cluster.cli import main
-from cluster.observing.live_page import STALE_AFTER_S, LivePage
-from cluster.observing.status_text import told_lines
+from cluster.observing.live_page import STALE_AFTER_S, STARTING, LivePage
+from cluster.observing.status_text import page_lines, told_lines
 from cluster.run_folder.layout import RunDir
 from core.config import Config
 
@@ -81,3 +81,18 @@ def test_a_run_without_a_page_still_has_its_state(
     assert main(["status", str(run_dir.path)]) == 0
     shown = capsys.readouterr().out
     assert "state failed: the disk is full" in shown and "no live.json" in shown
+
+
+def test_of_a_run_that_has_ended_is_said_where_and_nothing_goes_on(
+    run_dir: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = replace(PAGE, iteration=0, phase=STARTING, done=0, total=0, waits=())
+    run_dir.live_file.write_bytes(first.encode())
+    assert "iteration 1 of 5: starting for 4 s" in page_lines(first, NOW)[1]
+    run_dir.set_status("failed", "no place for trainer-0")
+    assert main(["status", str(run_dir.path)]) == 0
+    shown = capsys.readouterr().out
+    assert "iteration none begun: it ended while it was starting, after 4 s" in shown
+    assert "starting for" not in shown and "last progress" not in shown
+    later = page_lines(replace(PAGE, ended=True), NOW + 600.0)[1]
+    assert later == "iteration 3 of 5: ended in generate 12 of 64, after 4 s"

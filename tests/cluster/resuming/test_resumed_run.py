@@ -17,9 +17,9 @@ import ray
 
 from cluster import loop as cluster_loop
 from cluster.cli import main
-from cluster.resuming.run_state import state_folders
 from cluster.run_folder.layout import RunDir
 from cluster.system import System
+from core.checkpoint_manifest import state_folders
 from core.metrics import read_metrics
 from tests.conftest import TinyPair
 
@@ -70,7 +70,7 @@ def cut_off(run_dir: RunDir, path: Path, *, after: int) -> RunDir:
     """A copy as a kill in the iteration after `after` leaves it, with files of that one."""
     shutil.copytree(run_dir.path, path)
     cut = RunDir(path=path)
-    for folder in state_folders(cut):
+    for folder in state_folders(cut.checkpoints_folder):
         if folder.name > f"state_{after:04d}":
             shutil.rmtree(folder)
     cut.set_status("interrupted", "killed")
@@ -186,7 +186,7 @@ def test_a_run_whose_driver_is_killed_again_and_again_ends_as_the_one_left_alone
         print(f"kill {kill}: {len(read_metrics(run_dir.metrics_file))} iterations written")
         if run_dir.status()["state"] == "finished":
             return same(alone, run_dir)
-        assert state_folders(run_dir)
+        assert state_folders(run_dir.checkpoints_folder)
         how = ("--config", str(file), "--resume", "auto") if kill % 2 else ("--resume", str(run_dir.path))
         child = start(*how)
     assert "resumed after iteration" in ended(child)

@@ -298,3 +298,17 @@ def test_auto_does_not_take_a_run_that_was_just_heard_of_on_another_machine(
     monkeypatch.setattr("cluster.resuming.resumed_run.time.sleep", beat)
     with pytest.raises(ConfigError, match="is not cut off"):
         newest_run(config(), run_dir.path.parent, print)
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "status.json", "live.json", "weights.jsonl"])
+def test_a_folder_in_the_place_of_a_run_s_file_is_one_error_before_anything_is_done(
+    run_dir: RunDir, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (run_dir.path / name).unlink(missing_ok=True)
+    (run_dir.path / name).mkdir()
+    for words in (["show"], ["status"], ["diagnose"], ["train", "--resume"]):
+        assert main([*words, str(run_dir.path)]) == 2
+        assert f"{run_dir.path / name} is a folder: expected a file" in capsys.readouterr().err
+    notes: list[str] = []
+    assert newest_run(config(), run_dir.path.parent, notes.append) is None
+    assert "passes over" in notes[0] and "expected a file" in notes[0]

@@ -143,6 +143,22 @@ def test_a_copy_into_the_run_folder_itself_is_refused(run_dir: RunDir, place: st
     require_place(PLACE, run_dir.path)
 
 
+@pytest.mark.parametrize("place", ["/proc/copies", "file:///proc/copies/of/runs", "{file}/copies"])
+def test_a_place_that_can_never_be_written_is_refused_at_the_start(
+    run_dir: RunDir, tmp_path: Path, place: str
+) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    named = place.format(file=file)
+    with pytest.raises(
+        ConfigError, match=rf"run\.copy_to {named}: no folder can be made there: .*; name a place"
+    ):
+        require_place(named, run_dir.path)
+    there = tmp_path / "copies"
+    require_place(str(there), run_dir.path)
+    assert not there.exists(), "nothing is left of the try"
+
+
 @pytest.mark.parametrize("is_fetched", [False, True], ids=["here", "on another machine"])
 def test_a_resumed_run_sends_what_changed_and_removes_what_the_rewind_took(
     run_dir: RunDir, tmp_path: Path, is_fetched: bool, monkeypatch: pytest.MonkeyPatch

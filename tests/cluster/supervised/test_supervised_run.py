@@ -141,7 +141,7 @@ def test_a_resumed_run_ends_where_an_unbroken_one_does(
     assert run("sft", "--resume", cut.path, sets=("trainer.max_steps=6",)) == 0
     assert [row["iteration"] for row in read_metrics(cut.metrics_file)] == list(range(7))
     assert cut.status()["state"] == "finished"
-    assert ("state_0004 is passed over: checkpoint" in capsys.readouterr().out) == bool(lora)
+    assert ("state_0004 is passed over: state" in capsys.readouterr().out) == bool(lora)
     expected, resumed = (weights(one.path / "checkpoints" / "model") for one in (whole, cut))
     assert all(torch.equal(resumed[name], weight) for name, weight in expected.items())
 
@@ -225,6 +225,27 @@ def test_a_run_without_a_state_cannot_be_gone_on_with(files: Path, tmp_path: Pat
     sft(files, tmp_path / "run", "trainer.max_steps=1")
     assert run("sft", "--resume", tmp_path / "run") == 2
     assert "holds no whole state to go on from" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (None, "is not a run folder: expected config.yaml in it, found none"),
+        (
+            "data: {task: chain}",
+            "is no run of this command, or one of another version, and cannot be resumed: ",
+        ),
+    ],
+    ids=["empty", "of another command"],
+)
+def test_of_a_folder_that_is_no_such_run_what_it_lacks_is_said(tmp_path: Path, capsys, text, said):
+    if text is not None:
+        (tmp_path / "config.yaml").write_text(text)
+    assert run("sft", "--resume", tmp_path) == 2
+    error = capsys.readouterr().err
+    assert f"{tmp_path} {said}" in error and "--config" not in error
+    assert run("sft", "--resume", tmp_path / "nowhere") == 2
+    assert "nowhere is not a run folder" in capsys.readouterr().err
 
 
 @pytest.mark.ray

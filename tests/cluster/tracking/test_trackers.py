@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from made_rollouts import rollout
+from played_pool import weights
 
 from cluster.run_folder.layout import RunDir
 from cluster.tracking.run_log import RunLog
@@ -15,7 +16,7 @@ from cluster.tracking.sample_table import SampleRow, choose_samples
 from cluster.tracking.trackers import Trackers, require_trackers
 from core.config import Config
 from core.config_io import config_from_dict
-from core.errors import ConfigError
+from core.errors import ConfigError, RunTaken
 from core.metrics import read_metrics
 from core.records import UpdateReport
 
@@ -111,6 +112,34 @@ def test_no_samples_are_written_where_none_are_asked_for(tmp_path):
     log, run_dir = run_log(config(samples=0), tmp_path, Trackers({}, print))
     log.record(0, ROLLOUTS, UPDATE)
     assert not (run_dir.path / "samples").exists()
+
+
+def test_nothing_is_written_into_a_run_that_another_process_has_taken(tmp_path):
+    log, run_dir = run_log(config(samples=4), tmp_path, Trackers({}, print))
+    other = RunDir.open(run_dir.path)
+    assert other.owner.claim(after=other.owner.last())
+
+    def files() -> list[Path]:
+        return sorted(path for path in run_dir.path.rglob("*") if path.is_file())
+
+    before = files()
+    for write in (
+        lambda: log.rollouts(0, ROLLOUTS),
+        lambda: log.weights(weights().manifest),
+        lambda: log.record(0, ROLLOUTS, UPDATE),
+        lambda: log.write(0, {"reward/mean": 0.5}),
+        lambda: RunLog.begin(config(), run_dir, print, num_done=0),
+    ):
+        with pytest.raises(RunTaken, match="this one ends here"):
+            write()
+    assert files() == before
+    theirs = RunLog.begin(config(), other, print, num_done=0)
+    theirs.rollouts(0, ROLLOUTS)
+    theirs.weights(weights().manifest)
+    assert {path.name for path in files()} - {path.name for path in before} == {
+        "iteration_0000.parquet",
+        "weights.jsonl",
+    }
 
 
 def track(made: Config, folder: Path) -> RunDir:
