@@ -317,6 +317,8 @@ class DecodeLoop:
         if finished and self._migrator is not None:
             with self._counting_moves():
                 self._migrator.after_step(finished)
+        if finished and self._host.spare is not None:
+            self._host.spare.gather()
         now_s = self._clock()
         self._step_began_s, self._is_stale = None, True
         batch, emitted = num_samples or engine.num_running, engine.num_emitted_tokens - emitted_before

@@ -23,7 +23,6 @@ from actors.actor_messages import (
     LoadedWeights,
 )
 from actors.generation.loop_engine import BucketSource
-from actors.generation.spare_time import SpareTime
 from actors.generation.spot_trainer import SpotTrainer
 from actors.ray_utils.assigned_device import assigned_gpus, require_gpu_room, resolve_device
 from core.config import EngineConfig
@@ -73,14 +72,14 @@ class ManifestHost:
         return None if self._is_torn else self._engine
 
     @property
-    def spare(self) -> SpareTime | None:
+    def spare(self) -> SpotTrainer | None:
         """What trains the draft head while there are no samples; None: it is not trained here."""
-        return None if self._spot is None else self._spot.spare
+        return self._spot
 
     def close(self) -> None:
         """End what trains."""
         if self._spot is not None:
-            self._spot.spare.close()
+            self._spot.close()
 
     def load_weights(self, manifest: WeightManifest, chunks: Sequence[np.ndarray]) -> LoadedWeights:
         """Load one version of one model, and read back what decodes from now on.
@@ -241,10 +240,9 @@ class ManifestHost:
             advice="set engine.kv_cache_mb, lower engine.max_running_samples or engine.graph_memory_mb, or raise "
             "cluster.generation.num_gpus",
         )
-        draft: Any = self._models.get("draft") if self._head is None else self._head
         self._engine = build_engine(
             self._models["target"],
-            draft,
+            self._models.get("draft") if self._head is None else self._head,
             engine=self._engine_settings,
             speculation=self._spec.speculation,
             max_total_tokens=self._spec.max_total_tokens,
@@ -257,6 +255,10 @@ class ManifestHost:
         )
         if self._spec.step_log:
             self._engine.step_log = []
+        if self._spec.spot is not None and self._head is not None and self._engine.drafter is not None:
+            from actors.generation.head_training import begin_training
+
+            self._spot = begin_training(self._spec, self._spec.spot, self._engine.runner, self._head)
         # those that arrived before were confirmed when nothing was laid out yet
         self._require_copies_hold(self._models)
         self._keep_comparisons(self._engine)

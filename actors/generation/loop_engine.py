@@ -76,7 +76,7 @@ class BucketSource(Protocol):
 
 
 class Spare(Protocol):
-    """What the loop needs of `actors.generation.spare_time.SpareTime`."""
+    """What the loop needs of `actors.generation.spot_trainer.SpotTrainer`."""
 
     @property
     def is_active(self) -> bool:
@@ -89,6 +89,10 @@ class Spare(Protocol):
 
     def stop_soon(self) -> None:
         """It is about to have some; returns at once."""
+        ...
+
+    def gather(self) -> None:
+        """Samples have finished."""
         ...
 
 

@@ -1,17 +1,17 @@
 """The spot trainer of one instance: trains the draft head while no sample is there (TLT, arXiv 2511.16665, section 4).
 
-Features arrive from the decode thread, are kept in a bounded buffer, and are learned from on a thread of its own. What
-was learned since the head was last published is handed over at the refit point of the loop (`cluster.head_step`);
-averaging, comparing and publishing are the loop's. No token depends on any of it.
+The decode thread brings the features of finished samples into a bounded buffer; a thread of its own learns from them.
+What was learned since the head was last published is handed over at the refit point of the loop
+(`cluster.head_step`); averaging, comparing and publishing are the loop's. No token depends on any of it.
 """
 
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from queue import Empty, SimpleQueue
 from typing import Protocol
 
 import numpy as np
@@ -19,6 +19,8 @@ from torch import Tensor
 
 from actors.actor_messages import HeadComparison, HeadProgress
 from actors.generation.spare_time import SpareTime
+from core.config import DrafterTrainingConfig
+from engine.admission import MB
 from engine.drafters.head.feature_sequence import FeatureSequence
 
 HELD_OUT_EVERY = 8
@@ -35,6 +37,11 @@ class StepReport(Protocol):
     @property
     def num_anchors(self) -> int:
         """Positions that were learned from."""
+        ...
+
+    @property
+    def loss(self) -> float:
+        """KL(target || head), nats a token."""
         ...
 
     @property
@@ -55,8 +62,8 @@ class HeadLearner(Protocol):
         """Take a step; None: nothing has changed, it was stopped."""
         ...
 
-    def evaluate(self, sequences: Sequence[FeatureSequence]) -> float:
-        """Return the loss on them, nats a token."""
+    def evaluate(self, sequences: Sequence[FeatureSequence]) -> StepReport:
+        """Report on a step that is not taken."""
         ...
 
     def weights(self) -> dict[str, Tensor]:
@@ -94,7 +101,7 @@ class HeadBuffer(Protocol):
 
 
 class SpotTrainer:
-    """Learns in spare time. `take` is the decode thread's; what loads or hands over weights pauses it first."""
+    """Learns in spare time. Its methods are the decode thread's; none but those that pause it wait for a step."""
 
     def __init__(
         self,
@@ -103,10 +110,9 @@ class SpotTrainer:
         head: Mapping[str, Tensor],
         *,
         name: str,
-        max_bytes: int,
-        max_tokens_per_step: int,
-        max_passes: int,
+        training: DrafterTrainingConfig,
         seed: int,
+        finished: Callable[[], Sequence[FeatureSequence]],
         read_target: Callable[[], None] = lambda: None,
         begin: Callable[[], None] = lambda: None,
         count: Callable[[float, int], None] = lambda seconds, tokens: None,
@@ -116,47 +122,71 @@ class SpotTrainer:
 
         Args:
             learner: holds the head and its optimizer.
-            buffer: what is learned from, of at most `max_bytes`.
+            buffer: what is learned from; what is held out takes `HELD_OUT_SHARE` of its bytes beside it.
             head: the trained tensors as they were published.
             name: of the thread.
-            max_bytes: of the buffer; what is held out takes `HELD_OUT_SHARE` of it beside.
-            max_tokens_per_step: response tokens that a step learns from.
-            max_passes: over what the buffer holds, until more arrives.
+            training: bounds of memory and steps.
             seed: of what is drawn.
+            finished: hands out what samples gave that finished since it was asked last.
             read_target: lets the learner read the target's weights anew.
             begin: called first on the thread.
             count: told the seconds and tokens of every step, on the thread.
             clock: seconds.
         """
         self._learner, self._buffer, self._head = learner, buffer, dict(head)
-        self._max_tokens, self._max_passes = max_tokens_per_step, max_passes
+        self._training = training
         self._full_rate = learner.learning_rate
         self._rate_scale = 1.0
         self._rng = np.random.default_rng([seed, 0x5E07])
-        self._read_target, self._count, self._clock = read_target, count, clock
-        self._inbox: SimpleQueue[FeatureSequence] = SimpleQueue()
+        self._finished, self._read_target = finished, read_target
+        self._count, self._clock = count, clock
+        self._lock = threading.Lock()
+        "of the buffer; held for moments"
         self._num_arrived = 0
         self._held_out: deque[FeatureSequence] = deque()
         self._held_out_bytes = 0
-        self._most_held_out = int(max_bytes * HELD_OUT_SHARE)
         self._learned_since_arrival = 0
         self._num_steps = self._num_tokens = 0
         self._train_s = 0.0
-        self.spare = SpareTime(self._learn, name=name, begin=begin)
+        self._spare = SpareTime(self._learn, name=name, begin=begin)
 
-    def take(self, sequence: FeatureSequence) -> None:
-        """Take what a finished sample gives to learn from; returns at once."""
-        self._inbox.put(sequence)
-        self.spare.more()
+    @property
+    def is_active(self) -> bool:
+        """See `SpareTime`."""
+        return self._spare.is_active
+
+    def allow(self) -> None:
+        """There are no samples: learn, from what has finished too."""
+        self.gather()
+        self._spare.allow()
+
+    def stop_soon(self) -> None:
+        """There will be some; returns at once, the operation under way is the last."""
+        self._spare.stop_soon()
+
+    def gather(self) -> None:
+        """Take in what finished samples give to learn from; one in some is held out, to compare heads on."""
+        new = self._finished()
+        if not new:
+            return
+        with self._lock:
+            for sequence in new:
+                self._num_arrived += 1
+                if self._num_arrived % HELD_OUT_EVERY == 0:
+                    self._hold_out(sequence)
+                elif self._buffer.add(sequence):
+                    self._learned_since_arrival = 0
+        self._spare.more()
 
     def target_changes(self) -> None:
         """The target is about to get other weights: stop reading it. Raises WaitTimeout."""
-        self.spare.pause()
+        self._spare.pause()
 
     def target_changed(self) -> None:
-        """It has got them: another iteration begins."""
-        self._sort_in()
-        self._buffer.next_iteration()
+        """It has got them: another iteration begins. What has finished was of the old ones."""
+        self.gather()
+        with self._lock:
+            self._buffer.next_iteration()
         self._read_target()
 
     def progress(self) -> tuple[HeadProgress, dict[str, np.ndarray]]:
@@ -164,13 +194,13 @@ class SpotTrainer:
 
         Raises WaitTimeout.
         """
-        self.spare.pause()
-        failure = self.spare.failure
+        self._spare.pause()
+        failure = self._spare.failure
         told = HeadProgress(
             num_steps=self._num_steps,
             num_tokens=self._num_tokens,
             train_s=self._train_s,
-            held_out_tokens=sum(each.num_response_tokens for each in self._held_out),
+            held_out_tokens=sum(each.num_response_tokens for each in self._compared_on()),
             failure="" if failure is None else f"{type(failure).__name__}: {failure}",
         )
         if failure is not None or not self._num_tokens:
@@ -179,13 +209,12 @@ class SpotTrainer:
 
     def compare(self, tensors: Mapping[str, Tensor]) -> HeadComparison:
         """Compare other weights with the published ones on what was held out. Raises WaitTimeout, ConfigError."""
-        self.spare.pause()
-        self._sort_in()
-        held_out = list(self._held_out)
+        self._spare.pause()
+        held_out = self._compared_on()
         losses = []
         for weights in (self._head, tensors):
             self._learner.load(weights)
-            losses.append(self._learner.evaluate(held_out) if held_out else math.nan)
+            losses.append(self._learner.evaluate(held_out).loss if held_out else math.nan)
         return HeadComparison(
             present=losses[0],
             tried=losses[1],
@@ -194,16 +223,20 @@ class SpotTrainer:
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Go on from a head that was published. Raises WaitTimeout, ConfigError: it is another one."""
-        self.spare.pause()
+        self._spare.pause()
         self._head = dict(tensors)
         self._rate_scale = min(1.0, self._rate_scale * RATE_AFTER_SUCCESS)
         self._begin_from_published()
 
     def give_up(self) -> None:
         """Go back to the published head, and learn more slowly from there. Raises WaitTimeout."""
-        self.spare.pause()
+        self._spare.pause()
         self._rate_scale *= RATE_AFTER_FAILURE
         self._begin_from_published()
+
+    def close(self) -> None:
+        """End the thread after the operation under way."""
+        self._spare.close()
 
     def _begin_from_published(self) -> None:
         self._learner.load(self._head)
@@ -213,10 +246,11 @@ class SpotTrainer:
 
     def _learn(self, should_stop: Callable[[], bool]) -> bool:
         """One step; see `SpareTime`."""
-        self._sort_in()
-        if self._learned_since_arrival >= self._max_passes * self._buffer.num_anchors:
-            return False
-        sequences = self._buffer.sample(self._rng, self._max_tokens)
+        with self._lock:
+            enough = self._training.max_passes * self._buffer.num_anchors
+            if self._learned_since_arrival >= enough:
+                return False
+            sequences = self._buffer.sample(self._rng, self._training.max_tokens_per_step)
         began_s = self._clock()
         report = self._learner.step(sequences, should_stop)
         seconds = self._clock() - began_s
@@ -226,25 +260,27 @@ class SpotTrainer:
         if report is None:
             # stopped, or nothing in these could be learned from
             return should_stop()
-        self._buffer.learned(sequences, report.needs)
+        with self._lock:
+            self._buffer.learned(sequences, report.needs)
+            self._learned_since_arrival += tokens
         self._num_steps += 1
         self._num_tokens += tokens
-        self._learned_since_arrival += tokens
         return True
 
-    def _sort_in(self) -> None:
-        """Take what has arrived: most to be learned from, some to compare heads on."""
-        while True:
-            try:
-                sequence = self._inbox.get_nowait()
-            except Empty:
-                return
-            self._num_arrived += 1
-            if self._num_arrived % HELD_OUT_EVERY:
-                if self._buffer.add(sequence):
-                    self._learned_since_arrival = 0
-                continue
-            self._held_out.append(sequence)
-            self._held_out_bytes += sequence.num_bytes
-            while self._held_out_bytes > self._most_held_out and len(self._held_out) > 1:
-                self._held_out_bytes -= self._held_out.popleft().num_bytes
+    def _hold_out(self, sequence: FeatureSequence) -> None:
+        self._held_out.append(sequence)
+        self._held_out_bytes += sequence.num_bytes
+        room = self._training.buffer_mb * MB * HELD_OUT_SHARE
+        while self._held_out_bytes > room and len(self._held_out) > 1:
+            self._held_out_bytes -= self._held_out.popleft().num_bytes
+
+    def _compared_on(self) -> list[FeatureSequence]:
+        """Of what is held out the latest, as many tokens as a step has: the loop waits for a comparison."""
+        chosen: list[FeatureSequence] = []
+        room = self._training.max_tokens_per_step
+        for sequence in reversed(self._held_out):
+            room -= sequence.num_response_tokens
+            if room < 0 and chosen:
+                break
+            chosen.append(sequence)
+        return chosen

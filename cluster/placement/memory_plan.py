@@ -66,8 +66,8 @@ _SPOT_COPIES = 9
 "A head as published, in training, its gradient, two moments, room for a step's results of all three, and a copy."
 _SPOT_ANCHORS = 256
 "Positions in one forward of a head's training."
-_HELD_OUT_SHARE = 0.125
-"Of the buffer, beside it."
+_BUFFER_SHARES = 1 + 0.125 + 2 * 0.5
+"Of the buffer: itself, what is held out, what samples that run give, and what has finished and is not in it yet."
 _SOFT_TARGET_BYTES = 8
 "Id and log-probability of one likely token."
 _LOGIT_COPIES = 2
@@ -334,7 +334,7 @@ def _spot_bytes(config: Config, draft: ModelShape | None) -> int:
     """Of a draft head that an instance trains while it has no samples, and of what it learns from."""
     if draft is None or not config.trains_head:
         return 0
-    buffer = int(config.drafter_training.buffer_mb * MB * (1 + _HELD_OUT_SHARE))
+    buffer = int(config.drafter_training.buffer_mb * MB * _BUFFER_SHARES)
     # the rows of the target's output matrix that the head's vocabulary has
     rows = draft.vocab_size * draft.hidden_size * _MASTER_BYTES
     logits = _SPOT_ANCHORS * draft.vocab_size * 4 * _REFIT_LOGIT_COPIES

@@ -138,6 +138,15 @@ class HeadTrainer:
         finally:
             self.module.zero_grad(set_to_none=True)
 
+    @torch.no_grad()
+    def evaluate(self, sequences: Sequence[FeatureSequence]) -> StepReport:
+        """Report on a step that is not taken: nothing changes."""
+        counts = [num_anchors(sequence) for sequence in sequences]
+        work, products = _Step(self._num_unrolled, sequences, counts), Products(dtype=self._dtype)
+        for pack in pack_sequences(sequences, PACK_ANCHORS):
+            self._learn(work, pack, products)
+        return work.report(0.0)
+
     def weights(self) -> dict[str, Tensor]:
         """Copies of the trained tensors by EAGLE-3's names, float32, on the CPU."""
         return self.module.weights()
@@ -201,7 +210,8 @@ class HeadTrainer:
         loss: Tensor = SoftTargetLoss.apply(  # type: ignore[assignment]
             products, target, levels, losses, overlaps, self.module.lm_head.weight, *normed
         )
-        loss.backward()
+        if loss.requires_grad:
+            loss.backward()
         work.add(pack, float(loss.detach()), losses, overlaps)
 
 

@@ -11,8 +11,9 @@ from fake_engine import FakeEngine, FakeHost, make_request
 
 from actors.generation.decode_loop import DecodeLoop
 from actors.generation.loop_orders import CallOrder, StopOrder, SubmitOrder
-from actors.generation.spare_time import SpareTime
 from actors.generation.spot_trainer import HELD_OUT_EVERY, SpotTrainer
+from core.config import DrafterTrainingConfig
+from engine.drafters.head.feature_sequence import FeatureSequence
 from tests.helpers.hand_learner import LIMIT_S, HandLearner, ListBuffer, sequence
 
 PASSES = 3
@@ -24,27 +25,33 @@ class Bench:
     def __init__(self, learner: HandLearner) -> None:
         self.learner, self.buffer = learner, ListBuffer()
         self.counted: list[tuple[float, int]] = []
-        self.idle = threading.Event()
+        self.recorded: list[FeatureSequence] = []
         self.trainer = SpotTrainer(
             learner,
             self.buffer,
             {"w": torch.zeros(1)},
             name="spot trainer",
-            max_bytes=1 << 20,
-            max_tokens_per_step=64,
-            max_passes=PASSES,
+            training=DrafterTrainingConfig(max_tokens_per_step=64, max_passes=PASSES, buffer_mb=1.0),
             seed=0,
+            finished=self.take,
             count=lambda seconds, tokens: self.counted.append((seconds, tokens)),
         )
 
-    @property
-    def spare(self) -> SpareTime:
-        return self.trainer.spare
+    def take(self) -> list[FeatureSequence]:
+        """As a recorder does."""
+        taken, self.recorded = self.recorded, []
+        return taken
+
+    def finish(self, *lengths: int) -> None:
+        """Samples of so many tokens have finished."""
+        self.recorded += [sequence(length) for length in lengths]
+        self.trainer.gather()
 
     def until_idle(self) -> None:
         """Wait until there is nothing more to do."""
-        with self.spare._changed:
-            assert self.spare._changed.wait_for(lambda: not self.spare.is_active, timeout=LIMIT_S)
+        spare = self.trainer._spare
+        with spare._changed:
+            assert spare._changed.wait_for(lambda: not spare.is_active, timeout=LIMIT_S)
 
 
 @pytest.fixture
@@ -59,15 +66,14 @@ def bench() -> Iterator[Callable[..., Bench]]:
     for one in made:
         one.learner.by_hand = False
         one.learner.let_go.release(100)
-        one.spare.close()
+        one.trainer.close()
 
 
 def test_it_learns_what_arrived_so_many_times_and_no_more(bench) -> None:
     one = bench()
-    one.trainer.take(sequence(10))
-    one.trainer.take(sequence(7))
-    assert not one.spare.is_active and not one.learner.num_ended, "nobody has allowed it"
-    one.spare.allow()
+    one.finish(10, 7)
+    assert not one.trainer.is_active and not one.learner.num_ended, "nobody has allowed it"
+    one.trainer.allow()
     one.until_idle()
     assert one.learner.num_ended == PASSES
     told, tensors = one.trainer.progress()
@@ -78,14 +84,14 @@ def test_it_learns_what_arrived_so_many_times_and_no_more(bench) -> None:
 
 def test_it_stops_within_the_operation_under_way_and_nothing_of_the_step_stays(bench) -> None:
     one = bench(num_operations=5, by_hand=True)
-    one.trainer.take(sequence())
-    one.spare.allow()
+    one.finish(10)
+    one.trainer.allow()
     assert one.learner.began.acquire(timeout=LIMIT_S)
     # returns at once, though the operation is not over
-    one.spare.stop_soon()
+    one.trainer.stop_soon()
     assert one.learner.num_ended == 0
     one.learner.let_go.release()
-    one.spare.pause()
+    one.trainer.target_changes()
     assert one.learner.num_ended == 1, "no other operation was begun"
     told, tensors = one.trainer.progress()
     assert told.num_steps == 0 and tensors == {}
@@ -94,8 +100,8 @@ def test_it_stops_within_the_operation_under_way_and_nothing_of_the_step_stays(b
 
 def test_whoever_changes_the_weights_waits_for_the_operation_under_way(bench) -> None:
     one = bench(num_operations=2, by_hand=True)
-    one.trainer.take(sequence())
-    one.spare.allow()
+    one.finish(10)
+    one.trainer.allow()
     assert one.learner.began.acquire(timeout=LIMIT_S)
     changing = threading.Thread(target=one.trainer.target_changes)
     changing.start()
@@ -108,21 +114,20 @@ def test_whoever_changes_the_weights_waits_for_the_operation_under_way(bench) ->
 
 def test_it_goes_on_when_it_is_allowed_again(bench) -> None:
     one = bench()
-    one.trainer.take(sequence())
-    one.spare.allow()
+    one.finish(10)
+    one.trainer.allow()
     one.until_idle()
-    one.spare.stop_soon()
-    one.trainer.take(sequence())
-    assert not one.spare.is_active
-    one.spare.allow()
+    one.trainer.stop_soon()
+    one.finish(10)
+    assert not one.trainer.is_active
+    one.trainer.allow()
     one.until_idle()
     assert one.learner.num_ended == 2 * PASSES
 
 
 def test_one_sequence_in_some_is_held_out_and_heads_are_compared_on_it(bench) -> None:
     one = bench()
-    for _ in range(2 * HELD_OUT_EVERY):
-        one.trainer.take(sequence(6))
+    one.finish(*[6] * 2 * HELD_OUT_EVERY)
     found = one.trainer.compare({"w": torch.full((1,), 8.0)})
     assert (found.present, found.tried, found.num_tokens) == (10.0, 2.0, 2 * 4)
     assert len(one.buffer.sequences) == 2 * (HELD_OUT_EVERY - 1)
@@ -131,8 +136,8 @@ def test_one_sequence_in_some_is_held_out_and_heads_are_compared_on_it(bench) ->
 
 def test_a_head_that_was_given_up_is_learned_on_from_the_published_one_more_slowly(bench) -> None:
     one = bench()
-    one.trainer.take(sequence())
-    one.spare.allow()
+    one.finish(10)
+    one.trainer.allow()
     one.until_idle()
     one.trainer.give_up()
     told, tensors = one.trainer.progress()
@@ -147,17 +152,17 @@ def test_a_head_that_was_given_up_is_learned_on_from_the_published_one_more_slow
 def test_a_failure_ends_training_and_is_told(bench) -> None:
     one = bench()
     one.learner.error = ZeroDivisionError("of a step")
-    one.trainer.take(sequence())
-    one.spare.allow()
+    one.finish(10)
+    one.trainer.allow()
     one.until_idle()
-    assert not one.spare.is_active
+    assert not one.trainer.is_active
     told, tensors = one.trainer.progress()
     assert told.failure == "ZeroDivisionError: of a step" and tensors == {}
 
 
 def test_an_iteration_ends_when_the_target_has_changed(bench) -> None:
     one = bench()
-    one.trainer.take(sequence())
+    one.finish(10)
     one.trainer.target_changes()
     one.trainer.target_changed()
     assert one.buffer.num_iterations == 1 and len(one.buffer.sequences) == 1
@@ -171,7 +176,7 @@ class SpareEngine(FakeEngine):
         self.bench, self.was_active = bench, []
 
     def submit(self, request) -> None:
-        self.was_active.append(self.bench.spare.is_active)
+        self.was_active.append(self.bench.trainer.is_active)
         super().submit(request)
 
 
@@ -179,11 +184,11 @@ def test_the_decode_loop_trains_while_it_has_no_samples_and_never_waits_for_it(b
     one = bench(num_operations=10**6, by_hand=True)
     engine = SpareEngine(one)
     host = FakeHost(engine)
-    host.spare = one.spare
+    host.spare = one.trainer
     loop = DecodeLoop("gen-0", host, report_interval_s=0.0)
     thread = threading.Thread(target=loop.run, daemon=True)
     thread.start()
-    one.trainer.take(sequence())
+    one.finish(10)
     assert one.learner.began.acquire(timeout=LIMIT_S), "idle: it trains"
     assert loop.poll(acknowledged=0, wait_s=0.0).is_training
     # what is asked of a loop that stays idle does not end it

@@ -272,3 +272,16 @@ def test_instances_on_a_cpu_take_no_memory_of_a_gpu() -> None:
     made = plan(config())
     assert made.gpu_bytes == 0
     require_gpu_room(made, num_gpus=0, device_bytes=0)
+
+
+def test_a_head_that_instances_train_takes_its_optimizer_and_hidden_states() -> None:
+    settings = {"drafter": "head", "policy": "fixed"}
+    frozen, trained, more = (
+        plan(config(speculation=settings, drafter_training=training))
+        for training in ({"spot": "off"}, {"buffer_mb": 16.0}, {"buffer_mb": 32.0})
+    )
+    # what is held out and what is being recorded comes on top of the buffer
+    assert more.generation_bytes - trained.generation_bytes == round(16e6 * 2.125)
+    assert trained.generation_bytes - frozen.generation_bytes > round(16e6 * 2.125) + 8 * 4 * DRAFT.num_params
+    # no trainer refits a head
+    assert trained.trainer_bytes == frozen.trainer_bytes

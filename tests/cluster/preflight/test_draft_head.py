@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from cluster.kuberay.planned_memory import plan_remote_memory
+from cluster.preflight.draft_head import describe_training
 from cluster.preflight.run_check import CheckReport, check_run
 from core.config import Config
-from core.config_io import config_from_dict
+from core.config_io import apply_overrides, config_from_dict
 from core.errors import ConfigError, ModelError
 from engine.drafters.head.head_weights import save_head
 from engine.weights.loading import load_causal_lm
@@ -64,6 +65,27 @@ def test_the_check_describes_a_head_and_reckons_it(head: Path, check, config, ti
     afar = plan_remote_memory(config(head), {})
     assert afar.kv_pool_bytes > plan_remote_memory(without_draft(config(head)), {}).kv_pool_bytes
     assert afar.generation_bytes >= report.memory.generation_bytes > 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ([], "the head is trained by instances that have no samples, from at most 256 MB"),
+        (["drafter_training.spot=off"], "the head stays as it is: drafter_training.spot is off"),
+        (["drafter_training.refit=false"], "the head stays as it is: drafter_training.refit is false"),
+        (["speculation.policy=off"], "the head stays as it is: speculation.policy is off"),
+        (["engine.device=cuda"], "the head stays as it is: instances on GPUs train none so far"),
+    ],
+)
+def test_the_check_says_whether_a_head_will_be_trained(config, changes: list[str], line: str) -> None:
+    tree = config(Path("head")).model_dump(mode="json")
+    assert describe_training(config_from_dict(apply_overrides(tree, changes))).startswith(line)
+
+
+def test_a_head_is_not_trained_on_gpus(config) -> None:
+    tree = config(Path("head")).model_dump(mode="json")
+    with pytest.raises(ConfigError, match=r"drafter_training\.spot is on, but instances decode on GPUs"):
+        config_from_dict(apply_overrides(tree, ["engine.device=cuda", "drafter_training.spot=on"]))
 
 
 def without_draft(config: Config) -> Config:

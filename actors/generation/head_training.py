@@ -1,0 +1,82 @@
+"""Puts an instance's spot trainer together: its engine records features, its own threads train the head."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from actors.actor_messages import GenerationSpec, SpotSpec
+from actors.generation.spot_trainer import SpotTrainer
+from actors.ray_utils import run_metrics
+from core.errors import ModelError
+from engine.admission import MB
+from engine.drafters.head.feature_recorder import FeatureRecorder
+from engine.drafters.head.head_weights import HeadWeights
+from engine.model.runner import ModelRunner
+from engine.numerics import use_threads
+from learning.heads.feature_buffer import FeatureBuffer
+from learning.heads.head_trainer import HeadTrainer
+from learning.heads.operations import fastest_dtype
+
+RECORDED_SHARE = 0.5
+"Of the buffer's bytes: what samples that run may give, and as much that has finished and is not in it yet."
+
+
+def begin_training(
+    spec: GenerationSpec, spot: SpotSpec, runner: ModelRunner, head: HeadWeights
+) -> SpotTrainer:
+    """Record what the engine computes from now on, and train on it in spare time.
+
+    Raises ModelError: the target's norm or embedding is not where Llama and its kin have them.
+    """
+    training = spot.training
+    max_bytes = int(training.buffer_mb * MB)
+    recorder = FeatureRecorder(
+        num_taps=len(head.config.tapped_layers),
+        hidden_size=head.config.hidden_size,
+        max_bytes=int(RECORDED_SHARE * max_bytes),
+    )
+    assert runner.taps is not None
+    runner.taps.followers.append(recorder)
+    learner = HeadTrainer(
+        head,
+        **_target_tensors(runner),
+        final_norm_eps=float(runner.model.config.get_text_config().rms_norm_eps),
+        learning_rate=training.head_learning_rate,
+        temperature=spot.temperature,
+        compute_dtype=fastest_dtype(),
+    )
+    return SpotTrainer(
+        learner,
+        FeatureBuffer(max_bytes),
+        head.trained,
+        name=f"spot trainer of {spec.instance}",
+        training=training,
+        seed=spot.seed,
+        finished=recorder.take,
+        read_target=lambda: learner.take_target(**_target_tensors(runner)),
+        begin=partial(use_threads, spec.engine.num_threads),
+        count=partial(_count, spec.instance),
+    )
+
+
+def _target_tensors(runner: ModelRunner) -> dict[str, Any]:
+    """What a head's training reads of the target, as `HeadTrainer.take_target` takes it."""
+    model: Any = runner.model
+    norm = getattr(model.base_model, "norm", None)
+    if norm is None or not hasattr(norm, "weight"):
+        raise ModelError(
+            f"a draft head cannot be trained for a {type(model).__name__}: expected its final norm where Llama, "
+            "Mistral and Qwen have it; set drafter_training.spot: off"
+        )
+    return {
+        "embedding": model.base_model.get_input_embeddings().weight,
+        "output_weight": model.get_output_embeddings().weight,
+        "final_norm_gain": norm.weight,
+    }
+
+
+def _count(instance: str, seconds: float, tokens: int) -> None:
+    run_metrics.add("spot_seconds", seconds, actor=instance)
+    run_metrics.add("spot_steps", float(tokens > 0), actor=instance)
+    run_metrics.add("spot_tokens", tokens, actor=instance)
