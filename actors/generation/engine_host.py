@@ -331,7 +331,7 @@ class ManifestHost:
         running = here(
             measured,
             self._models["target"],
-            self._models.get("draft"),
+            what_drafts(self._spec.speculation, self._head or self._models.get("draft")),
             engine=self._engine_settings,
             dtype=self._spec.dtype,
         )

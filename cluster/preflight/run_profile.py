@@ -20,7 +20,7 @@ from core.config import Config
 from core.errors import ProfileError
 from core.records import SampleKey, SampleRequest, Stream
 from engine.build import build_engine
-from engine.calibration.engine_provenance import provenance_of
+from engine.calibration.engine_provenance import provenance_of, what_drafts
 from engine.calibration.profiler import (
     MAX_PROFILED_NODES,
     MadeProfile,
@@ -48,7 +48,7 @@ class ProfiledRun:
 
     target: PreTrainedModel
     draft: PreTrainedModel | HeadWeights | None
-    "None: drafts are looked up"
+    "None: drafts are looked up, or made by the target's own layers"
     provenance: Provenance
     max_total_tokens: int
 
@@ -95,13 +95,13 @@ def resolve_profile(config: Config, inputs: Inputs, report: Reporter) -> Profile
 def describe(config: Config, inputs: Inputs) -> ProfiledRun:
     """Load what is to be profiled and describe it. Raises ProfileError when nothing drafts."""
     models, speculation = config.models, config.speculation
-    if speculation.drafter == "none" or (not speculation.looks_up and models.draft is None):
+    if speculation.drafter == "none" or (speculation.names_draft and models.draft is None):
         raise ProfileError(
             "a profile needs a target and what drafts for it; set models.draft, or speculation.drafter=suffix"
         )
     target = load_causal_lm(models.target, models.dtype, trust_remote_code=models.trust_remote_code)
     draft = None
-    if models.draft is not None and not speculation.looks_up:
+    if models.draft is not None and speculation.names_draft:
         draft = load_draft(models.draft, config)
     max_total_tokens = inputs.max_total_tokens(config)
     return ProfiledRun(
@@ -110,7 +110,7 @@ def describe(config: Config, inputs: Inputs) -> ProfiledRun:
         max_total_tokens=max_total_tokens,
         provenance=provenance_of(
             target,
-            draft,
+            what_drafts(speculation, draft),
             engine=config.engine,
             dtype=models.dtype,
             sampling=sampling_params(config.sampling, inputs.tokenizer, model=config.models.target),
@@ -141,9 +141,9 @@ def measure(
             policy=Placeholder(MAX_PROFILED_NODES),
             max_total_tokens=run.max_total_tokens,
             vocab_size=num_token_ids(inputs.tokenizer),
-            drafter=RandomChains(num_token_ids(inputs.tokenizer)) if run.draft is None else None,
+            drafter=RandomChains(num_token_ids(inputs.tokenizer)) if config.speculation.looks_up else None,
         )
-        if run.draft is None:
+        if config.speculation.looks_up:
             with report.job("profile of the target on this machine") as tick:
                 return make_verification_profile(
                     engine, _requests(config, inputs), run.provenance, budget_s=budget_s, progress=tick

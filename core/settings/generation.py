@@ -50,9 +50,14 @@ class SpeculationConfig(Section):
     "suffix: responses to look up in, of each instance; the prompts used longest ago go first"
 
     @property
+    def names_draft(self) -> bool:
+        """Whether models.draft is what drafts: a model of its own, or a head."""
+        return self.drafter in ("model", "head")
+
+    @property
     def has_draft(self) -> bool:
-        """Whether models.draft drafts: a model of its own, or a head."""
-        return self.drafter in ("model", "head") and self.policy != "off"
+        """Whether models.draft drafts, and anything does."""
+        return self.names_draft and self.policy != "off"
 
     @property
     def looks_up(self) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from core.config import EngineConfig
+from core.config import EngineConfig, SpeculationConfig
 from core.records import SamplingParams
 from engine.cache.kv_pool import KVShape
 from engine.drafters.head.head_weights import HeadWeights
@@ -27,9 +27,20 @@ NO_DRAFT = "none: drafts are looked up"
 _RECORDED = ("transformers", "numpy", "statsmodels")
 
 
+Drafts = CausalLM | HeadWeights | str | None
+"A draft model, a head, words for what drafts with the target's own weights; None: drafts are looked up."
+
+
+def what_drafts(speculation: SpeculationConfig, draft: CausalLM | HeadWeights | None) -> Drafts:
+    """Return what a profile is of."""
+    if speculation.drafter == "early_exit":
+        return f"the target's first layers: {speculation.exit_layers or 'a third'}"
+    return draft
+
+
 def provenance_of(
     target: CausalLM,
-    draft: CausalLM | HeadWeights | None,
+    draft: Drafts,
     *,
     engine: EngineConfig,
     dtype: str,
@@ -51,7 +62,7 @@ def provenance_of(
 def here(
     measured: Provenance,
     target: CausalLM,
-    draft: CausalLM | HeadWeights | None,
+    draft: Drafts,
     *,
     engine: EngineConfig,
     dtype: str,
@@ -60,9 +71,7 @@ def here(
     return replace(measured, **_instance_facts(target, draft, engine, dtype))
 
 
-def _instance_facts(
-    target: CausalLM, draft: CausalLM | HeadWeights | None, engine: EngineConfig, dtype: str
-) -> dict[str, Any]:
+def _instance_facts(target: CausalLM, draft: Drafts, engine: EngineConfig, dtype: str) -> dict[str, Any]:
     """What an instance knows by itself: hardware, numerics, architectures, slots."""
     device = resolve_device(engine)
     backend = choose_backend(device, num_threads=engine.num_threads)
@@ -92,16 +101,16 @@ def device_name(device: torch.device) -> str:
     return platform.processor() or platform.machine()
 
 
-def _checksum(draft: CausalLM | HeadWeights | None) -> str:
-    if draft is None:
-        return NO_DRAFT
+def _checksum(draft: Drafts) -> str:
+    if draft is None or isinstance(draft, str):
+        return draft or NO_DRAFT
     return head_checksum(draft) if isinstance(draft, HeadWeights) else model_checksum(draft)
 
 
-def _architecture(model: CausalLM | HeadWeights | None) -> str:
+def _architecture(model: Drafts) -> str:
     """Everything that decides a model's cost, readable."""
-    if model is None:
-        return NO_DRAFT
+    if model is None or isinstance(model, str):
+        return model or NO_DRAFT
     if isinstance(model, HeadWeights):
         size = model.config
         return (
