@@ -14,6 +14,7 @@ from engine.attention.backends import Attention
 from engine.cache.kv_pool import KVPool
 from engine.draft_policies import build_policy
 from engine.drafters.drafter import Drafter
+from engine.drafters.early_exit_drafter import EarlyExitDrafter
 from engine.drafters.head.head_drafter import HeadDrafter
 from engine.drafters.head.head_forward import HeadForward
 from engine.drafters.head.head_weights import HeadWeights, require_fit
@@ -250,6 +251,8 @@ def _drafter(
             raise ConfigError("speculation.drafter is 'model' but no draft model was given; set models.draft")
         _check_draft_vocabulary(draft, vocab_size)
         return ModelDrafter(runner_of(draft), max_prefill_tokens=engine.max_prefill_tokens)
+    if speculation.drafter == "early_exit":
+        return EarlyExitDrafter(runner, num_layers=speculation.exit_layers)
     if speculation.drafter == "suffix":
         return SuffixDrafter(memory_mb=speculation.suffix_memory_mb, min_match=speculation.suffix_min)
     if speculation.drafter == "ngram":

@@ -87,11 +87,17 @@ def run_supervised(kind: type[SupervisedConfig], args: argparse.Namespace) -> in
             "change keys with --set"
         )
     path = args.config if args.resume is None else _own_config(kind, args.resume)
-    keys = (("model", "name", _absolute(args.model)), ("data", "path", _absolute(args.data)))
+    for name in (args.model, args.data):
+        # a home that is not known is refused here
+        _ = None if name is None else path_argument(name)
+    keys = (("model", "name", args.model), ("data", "path", args.data))
     given: dict[str, dict[str, Any]] = {
         section: {key: value} for section, key, value in keys if value is not None
     }
     config = load_config_of(kind, path, args.set, given=given)
+    from cluster.preflight.absolute_paths import with_absolute_paths
+
+    config = with_absolute_paths(config, Path.cwd())
     # what takes seconds to load comes after what may be mistyped
     from cluster.reporting.console import Reporter
     from cluster.supervised.supervised_run import resume_supervised, train_supervised
@@ -120,12 +126,6 @@ def _own_config(kind: type[SupervisedConfig], folder: Path) -> Path:
             f"{folder} is no run of this command, or one of another version, and cannot be resumed: {error}"
         ) from None
     return file
-
-
-def _absolute(name: str | None) -> str | None:
-    """A path that is there, so that --resume finds it from any folder; a hub name as it is."""
-    path = None if name is None else path_argument(name)
-    return str(path.absolute()) if path is not None and path.exists() else name
 
 
 def path_argument(text: str) -> Path:

@@ -103,13 +103,14 @@ def _named_run(args: argparse.Namespace, report: Reporter) -> tuple[Config, Resu
 
 
 def _of_config(args: argparse.Namespace, report: Reporter) -> tuple[Config, ResumedRun | None]:
+    from cluster.preflight.absolute_paths import with_absolute_paths
     from cluster.run_folder.layout import run_base
     from core.config_io import load_config
     from core.errors import ConfigError
 
     if args.config is None:
         raise ConfigError("expected --config FILE, got none; or --resume RUN to go on with a run by its own")
-    config = load_config(args.config, args.set)
+    config = with_absolute_paths(load_config(args.config, args.set), Path.cwd())
     if args.resume is None:
         return config, None
     from cluster.preflight.named_models import resolve_models

@@ -40,6 +40,15 @@ class FirstPlaces:
                 return place
         return None
 
+    def take_reserved(self, *, ending: Collection[str]) -> Place | None:
+        """One that is vacant and on a node that lives and does not end; None: none."""
+        nodes, good = nodes_of(self._group), living_nodes().difference(ending)
+        for place in self._vacant:
+            if nodes.get(place.bundle) in good:
+                self._vacant.remove(place)
+                return place
+        return None
+
     def take_back(self, place: Place) -> None:
         """Take this one, which is vacant, wherever its bundle is now."""
         self._vacant.remove(place)

@@ -15,6 +15,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from cluster.preflight.inputs import Inputs
 from cluster.reporting.console import Reporter
+from cluster.weights.first_weights import read_head
 from core.config import Config
 from core.errors import ProfileError
 from core.records import SampleKey, SampleRequest, Stream
@@ -28,6 +29,7 @@ from engine.calibration.profiler import (
     make_verification_profile,
 )
 from engine.calibration.random_chains import RandomChains
+from engine.drafters.head.head_weights import HeadWeights
 from engine.numerics import on_threads
 from engine.weights.loading import load_causal_lm, num_token_ids
 from learning.data.prompts import sampling_params
@@ -45,7 +47,7 @@ class ProfiledRun:
     """What a profile of this run is measured with."""
 
     target: PreTrainedModel
-    draft: PreTrainedModel | None
+    draft: PreTrainedModel | HeadWeights | None
     "None: drafts are looked up"
     provenance: Provenance
     max_total_tokens: int
@@ -93,18 +95,14 @@ def resolve_profile(config: Config, inputs: Inputs, report: Reporter) -> Profile
 def describe(config: Config, inputs: Inputs) -> ProfiledRun:
     """Load what is to be profiled and describe it. Raises ProfileError when nothing drafts."""
     models, speculation = config.models, config.speculation
-    if speculation.drafter == "none" or (speculation.drafter == "model" and models.draft is None):
+    if speculation.drafter == "none" or (not speculation.looks_up and models.draft is None):
         raise ProfileError(
             "a profile needs a target and what drafts for it; set models.draft, or speculation.drafter=suffix"
         )
-    names = (models.target, models.draft if speculation.drafter == "model" else None)
-    target, draft = (
-        None
-        if name is None
-        else load_causal_lm(name, models.dtype, trust_remote_code=models.trust_remote_code)
-        for name in names
-    )
-    assert target is not None
+    target = load_causal_lm(models.target, models.dtype, trust_remote_code=models.trust_remote_code)
+    draft = None
+    if models.draft is not None and not speculation.looks_up:
+        draft = load_draft(models.draft, config)
     max_total_tokens = inputs.max_total_tokens(config)
     return ProfiledRun(
         target=target,
@@ -119,6 +117,15 @@ def describe(config: Config, inputs: Inputs) -> ProfiledRun:
             max_total_tokens=max_total_tokens,
         ),
     )
+
+
+def load_draft(name: str, config: Config) -> PreTrainedModel | HeadWeights:
+    """Load the draft model, or the head on this target, that a run would draft with. Raises ModelError."""
+    models = config.models
+    if config.speculation.drafter == "head":
+        # as it is published: instances compare
+        return read_head(config, Path(name))
+    return load_causal_lm(name, models.dtype, trust_remote_code=models.trust_remote_code)
 
 
 def measure(

@@ -18,6 +18,8 @@ _MAY_CHANGE = (
     "run.keep_states",
     "run.step_log",
     "run.copy_to",
+    # prompts are compared as such (`PromptCursor.restore`), wherever they lie
+    "data.path",
     "speculation",
     "engine.max_running_samples",
     "engine.kv_cache_mb",

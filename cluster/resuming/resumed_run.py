@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from cluster.preflight.absolute_paths import with_absolute_paths
 from cluster.resuming.changed_keys import deciding_changes
 from cluster.resuming.rewind import rewind
 from cluster.resuming.run_state import RunState, last_state
@@ -56,7 +57,7 @@ def open_run(folder: str | Path, settings: Sequence[str], note: Callable[[str], 
     """
     run_dir = RunDir.open(folder)
     before = _own_config(run_dir)
-    config = load_config(run_dir.config_file, settings)
+    config = with_absolute_paths(load_config(run_dir.config_file, settings), Path.cwd())
     changes = deciding_changes(before, config)
     if changes:
         raise ConfigError(
@@ -110,7 +111,8 @@ def newest_run(config: Config, base: Path, note: Callable[[str], None]) -> Resum
 
 def _own_config(run_dir: RunDir) -> Config:
     try:
-        return load_config(run_dir.config_file)
+        # runs of earlier versions kept relative ones
+        return with_absolute_paths(load_config(run_dir.config_file), Path.cwd())
     except ConfigError as error:
         raise ConfigError(
             f"{run_dir.path} is no run of `rlhfspec train`, or one of another version, and cannot be resumed: {error}"

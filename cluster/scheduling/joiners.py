@@ -129,6 +129,11 @@ class Joiners:
         for one in list(self._coming):
             self.drop(one)
 
+    def give_up(self, name: str) -> None:
+        """Give up the one of this name, where it is still on its way."""
+        for one in [one for one in self._coming if one.name == name]:
+            self.drop(one)
+
     def drop(self, one: Joiner) -> None:
         """Give one up: its actor ends, its place is free."""
         self._coming.remove(one)

@@ -67,6 +67,8 @@ class PoolChanges:
         self._num_replacements = 0
         self._num_owed = 0
         "lost instances whose place nobody has taken so far"
+        self._relieved: dict[str, str] = {}
+        "by one that starts in a first place: the instance whose bundle of its own is to be given back then"
         self._none_since_s: float | None = None
         self._none_timeout_s = cluster.no_instance_timeout_s
         self._last_failure = ""
@@ -75,6 +77,11 @@ class PoolChanges:
     @property
     def _staying(self) -> dict[str, Instance]:
         return {name: row for name, row in self._instances.items() if row.state is InstanceState.SERVING}
+
+    @property
+    def _num_coming(self) -> int:
+        """Instances on their way that add to those that stay."""
+        return len(self._joiners) - sum(name in self._staying for name in self._relieved.values())
 
     def order_first(self) -> None:
         """Start the processes of the first instances; they come up while the caller goes on."""
@@ -108,13 +115,20 @@ class PoolChanges:
             self._nodes_at_s = now_s
             self._empty_ending_nodes()
             self._move_into_first_places()
+            self._relieve_one()
         ready, failed = self._joiners.look(weights, may_fetch=may_fetch, num_there=len(self._staying))
         for joiner, error in failed:
+            relieved = self._relieved.pop(joiner.name, None)
             if joiner.group is None and joiner.place.bundle not in self._first_places.reserved():
+                if relieved is not None and relieved in self._staying:
+                    self._note(
+                        f"{joiner.name} lost its place before it had joined; {relieved} stays where it is"
+                    )
+                    continue
                 self._start_in(joiner.place, f"{joiner.name} lost its place before it had joined ({error})")
             else:
                 self._fail(f"{joiner.name} could not start: {error}")
-        missing = self._settings.least - len(self._staying) - len(self._joiners) - len(ready)
+        missing = self._settings.least - len(self._staying) - self._num_coming - len(ready)
         if missing > 0 and not self._is_blocked:
             self._start(missing)
         if ready or self._instances.serving:
@@ -135,6 +149,9 @@ class PoolChanges:
             self._num_owed -= 1
             run_metrics.add("replaced_actors", pool="generation")
         self._note(f"{one.name} joined after {one.started_s:.1f} s: {len(self._staying)} instances")
+        relieved = self._relieved.pop(one.name, None)
+        if relieved is not None and relieved in self._staying:
+            self._scheduler.leave(relieved, f"{one.name} stands in a place of the run's own in its stead")
         self._tell()
 
     def lose(self, lost: LostInstance) -> str | None:
@@ -198,7 +215,7 @@ class PoolChanges:
         if not self._settings.is_elastic:
             return
         starts = Starts(
-            num_starting=len(self._joiners),
+            num_starting=self._num_coming,
             start_up_s=round(self._start_up_s, 1),
             rollouts_ahead=self.rollouts_ahead,
             is_blocked=self._is_blocked,
@@ -212,7 +229,8 @@ class PoolChanges:
             row = self._instances[name]
             if row.state is InstanceState.SERVING:
                 row.state, row.leaves_because = InstanceState.LEAVING, change.reason
-        there = len(self._staying) + len(self._joiners)
+                self._give_up_relief(name)
+        there = len(self._staying) + self._num_coming
         if change.target > there:
             if not self._is_blocked:
                 self._note(f"the generation pool grows from {there} to {change.target}: {change.reason}")
@@ -223,6 +241,10 @@ class PoolChanges:
             self._note(f"the generation pool shrinks to {change.target}: {change.reason}")
 
     def _start(self, count: int) -> None:
+        # one that was to relieve another adds to it instead
+        while count and self._relieved:
+            self._relieved.popitem()
+            count -= 1
         for _ in range(count):
             added, vacant = self._next_place(), self._first_places.take(ending=self._ending)
             if vacant is not None:
@@ -258,6 +280,30 @@ class PoolChanges:
             self._note(
                 f"a place of the run's own is vacant: {name} starts there in the stead of {waiting.name}"
             )
+
+    def _relieve_one(self) -> None:
+        """Have one start in a vacant first place that is reserved, in the stead of one with a bundle of its own.
+
+        Ray gives back no single bundle of the run's group: the vacant one would be held to the end, for nobody.
+        """
+        own = next((name for name, row in self._staying.items() if row.group is not None), None)
+        if own is None or len(self._joiners) or self._is_blocked or not self.rollouts_ahead:
+            return
+        vacant = self._first_places.take_reserved(ending=self._ending)
+        if vacant is None:
+            return
+        name = self._next_place().name
+        self._relieved[name] = own
+        self._joiners.add(self._order(name, vacant, None))
+        self._note(
+            f"a place of the run's own is vacant: {name} starts there in the stead of {own}, which leaves then"
+        )
+
+    def _give_up_relief(self, name: str) -> None:
+        """One that was to be relieved leaves by itself: nobody takes its place."""
+        for relief in [relief for relief, relieved in self._relieved.items() if relieved == name]:
+            del self._relieved[relief]
+            self._joiners.give_up(relief)
 
     def _end(self, name: str) -> None:
         """An instance is empty: hear its last words, end it, give its place back."""

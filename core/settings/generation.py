@@ -23,7 +23,7 @@ class SamplingConfig(Section):
 class SpeculationConfig(Section):
     """What is drafted, and who decides how much."""
 
-    drafter: Literal["model", "head", "ngram", "suffix", "none"] = "model"
+    drafter: Literal["model", "head", "early_exit", "ngram", "suffix", "none"] = "model"
     "model: a draft model; head: a layer on the target's hidden states; ngram, suffix: look-up in the sample's own text"
     policy: Literal["goodput", "batch_table", "bandit", "capacity", "fixed", "off"] = "goodput"
     "goodput: adaptive, from a profile; batch_table, bandit: TLT's; capacity: FastGRPO's; fixed; off: plain decoding"
@@ -40,6 +40,8 @@ class SpeculationConfig(Section):
     "children offered per node; 1 is a chain"
     capacity_tokens: int = Field(default=24, ge=2)
     "capacity: tokens one target forward verifies at no more than twice the cost of one"
+    exit_layers: int = Field(default=0, ge=0)
+    "early_exit: of the target's first layers, that draft; 0: a third of all"
     ngram_max: int = Field(default=4, ge=1)
     ngram_min: int = Field(default=2, ge=1)
     suffix_min: int = Field(default=1, ge=1)

@@ -14,6 +14,8 @@ import torch
 from core.config import EngineConfig
 from core.records import SamplingParams
 from engine.cache.kv_pool import KVShape
+from engine.drafters.head.head_weights import HeadWeights
+from engine.drafters.head.published_head import head_checksum
 from engine.numerics import choose_backend, resolve_device, resolve_numerics
 from engine.weights.causal_lm import CausalLM
 from engine.weights.chunks import model_checksum
@@ -27,7 +29,7 @@ _RECORDED = ("transformers", "numpy", "statsmodels")
 
 def provenance_of(
     target: CausalLM,
-    draft: CausalLM | None,
+    draft: CausalLM | HeadWeights | None,
     *,
     engine: EngineConfig,
     dtype: str,
@@ -38,7 +40,7 @@ def provenance_of(
     return Provenance(
         **_instance_facts(target, draft, engine, dtype),
         target_weights=model_checksum(target),
-        draft_weights=NO_DRAFT if draft is None else model_checksum(draft),
+        draft_weights=_checksum(draft),
         sampling=f"T={sampling.temperature:g} top_k={sampling.top_k} top_p={sampling.top_p:g}",
         max_total_tokens=max_total_tokens,
         versions=", ".join(f"{package} {metadata.version(package)}" for package in _RECORDED),
@@ -49,7 +51,7 @@ def provenance_of(
 def here(
     measured: Provenance,
     target: CausalLM,
-    draft: CausalLM | None,
+    draft: CausalLM | HeadWeights | None,
     *,
     engine: EngineConfig,
     dtype: str,
@@ -59,7 +61,7 @@ def here(
 
 
 def _instance_facts(
-    target: CausalLM, draft: CausalLM | None, engine: EngineConfig, dtype: str
+    target: CausalLM, draft: CausalLM | HeadWeights | None, engine: EngineConfig, dtype: str
 ) -> dict[str, Any]:
     """What an instance knows by itself: hardware, numerics, architectures, slots."""
     device = resolve_device(engine)
@@ -70,7 +72,7 @@ def _instance_facts(
         "dtype": dtype,
         "numerics": resolve_numerics(engine, device),
         "target_model": _architecture(target),
-        "draft_model": NO_DRAFT if draft is None else _architecture(draft),
+        "draft_model": _architecture(draft),
         "num_slots": engine.max_running_samples,
         "kv_cache": "full lengths" if engine.kv_cache_mb is None else f"{engine.kv_cache_mb:g} MB",
         "torch_version": torch.__version__,
@@ -90,8 +92,22 @@ def device_name(device: torch.device) -> str:
     return platform.processor() or platform.machine()
 
 
-def _architecture(model: CausalLM) -> str:
+def _checksum(draft: CausalLM | HeadWeights | None) -> str:
+    if draft is None:
+        return NO_DRAFT
+    return head_checksum(draft) if isinstance(draft, HeadWeights) else model_checksum(draft)
+
+
+def _architecture(model: CausalLM | HeadWeights | None) -> str:
     """Everything that decides a model's cost, readable."""
+    if model is None:
+        return NO_DRAFT
+    if isinstance(model, HeadWeights):
+        size = model.config
+        return (
+            f"head on layers {', '.join(map(str, size.tapped_layers))}, {size.num_heads} heads over "
+            f"{size.num_kv_heads} of {size.head_size}, {model.num_trained} parameters, {size.draft_vocab_size} ids"
+        )
     shape = KVShape.of(model.config)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     return (

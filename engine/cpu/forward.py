@@ -101,6 +101,11 @@ class NativeForward:
         """Compute keys and values only."""
         self._run(self._marks.stored, num_tokens, segments, 0, taps)
 
+    def inputs_of(self, layer: int, num_tokens: int, segments: Segments) -> Float[Tensor, "M H"]:
+        """See `FusedForward.inputs_of`."""
+        self._run(self._marks.layers[layer], num_tokens, segments, 0, None)
+        return self._x[:num_tokens]
+
     def _run(
         self, until: int, num_tokens: int, segments: Segments, logits: int, taps: SeesHidden | None
     ) -> None:

@@ -155,6 +155,22 @@ class LlamaForward:
                 return
             x = self._after_qkv(index, layer, x, qkv, plan)
 
+    def exit_after(
+        self, num_layers: int, gain: Tensor, input_ids: Tensor, position_ids: Tensor, plan: ForwardPlan
+    ) -> Tensor:
+        """See `engine.model.runner.Forward`."""
+        if self.fused is not None and isinstance(plan.attention, PoolAttention):
+            self._write_inputs(self.fused, input_ids, position_ids, plan)
+            x = self.fused.inputs_of(num_layers, len(input_ids), plan.segments())
+        else:
+            x = self._embedded(input_ids)
+            rotation = self._rotation(position_ids)
+            for index, layer in enumerate(self._layers[:num_layers]):
+                x = self._after_qkv(index, layer, x, self._qkv(layer, x, rotation), plan)
+        x = F.rms_norm(x, (x.shape[-1],), gain.to(x.dtype), self._eps)
+        # where the last norm's gain is multiplied into the head, it is divided out here
+        return self._head(x if self._final_gain is not None else x * self._layout.inverse_final_gain())
+
     def tap(self, taps: HiddenTaps) -> None:
         """See `engine.model.runner.Forward`."""
         self._taps = taps

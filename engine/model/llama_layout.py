@@ -112,6 +112,11 @@ class LlamaLayout:
         gain, head = self._fused_head()
         return gain, self._linear(head)
 
+    def inverse_final_gain(self) -> Tensor:
+        """One over what is multiplied into the head where its gain is not kept apart, [H]; 0 for a gain of 0."""
+        gain = self._base.norm.weight.to(self.dtype)
+        return torch.where(gain == 0.0, gain, 1.0 / gain) / gain.numel() ** 0.5
+
     def altered_in_layer(self, index: int, served: Layer) -> Iterator[str]:
         """Names of what a laid-out layer holds otherwise than the module, in any bit."""
         fused = self._fused(self._base.layers[index])

@@ -50,6 +50,20 @@ class Forward(Protocol):
         """Show hidden states to `taps` from now on. Raises ModelError where layers cannot be found."""
         ...
 
+    def exit_after(
+        self,
+        num_layers: int,
+        gain: Float[Tensor, " H"],
+        input_ids: Int[Tensor, " M"],
+        position_ids: Int[Tensor, " M"],
+        plan: ForwardPlan,
+    ) -> Float[Tensor, "M V"]:
+        """Return next-token logits behind the first layers, by the model's head over a norm of this gain.
+
+        Writes those layers' keys and values. Raises ModelError: this forward cannot.
+        """
+        ...
+
     def reload(self) -> None:
         """Follow the module's weights after they changed."""
         ...
@@ -214,6 +228,21 @@ class ModelRunner:
         """Run the packed tokens for their keys and values only. Raises NumericsError as `logits`."""
         self._require_same_threads()
         self._forward.fill(*self._padded(input_ids, position_ids), plan)
+
+    @torch.inference_mode()
+    def exit_logits(
+        self,
+        num_layers: int,
+        gain: Float[Tensor, " H"],
+        input_ids: Int[Tensor, " M"],
+        position_ids: Int[Tensor, " M"],
+        plan: ForwardPlan,
+    ) -> Float[Tensor, "M V"]:
+        """Run the first layers only; see `Forward.exit_after`. Padded ids are cut off. Raises as `logits`."""
+        self._require_same_threads()
+        padded = self._padded(input_ids, position_ids)
+        out = self._forward.exit_after(num_layers, gain, *padded, plan)
+        return out[: len(input_ids), : self.vocab_size]
 
     def load(self, tensors: dict[str, Tensor]) -> None:
         """Load named weights into the model and its inference copy. Raises WeightsError when they do not fit."""

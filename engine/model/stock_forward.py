@@ -62,6 +62,14 @@ class StockForward:
                     lambda _, arguments, named, layer=layer: show(layer, arguments, named), with_kwargs=True
                 )
 
+    def exit_after(
+        self, num_layers: int, gain: Tensor, input_ids: Tensor, position_ids: Tensor, plan: ForwardPlan
+    ) -> Tensor:
+        """See `engine.model.runner.Forward`. Raises ModelError: the module runs as a whole."""
+        raise unsupported(
+            self._model, "early exit needs our own forward (Llama, Mistral, Qwen2, Qwen3); draft with suffix"
+        )
+
     def reload(self) -> None:
         """Lay the linears' weights out anew; the others are the module's own."""
         for module in self._model.modules():

@@ -29,6 +29,7 @@ PLANS = {
     "suffix": SpeculationConfig(policy="fixed", drafter="suffix", num_nodes=5),
     "head chain": SpeculationConfig(policy="fixed", drafter="head", num_nodes=5, branching=1),
     "head tree": SpeculationConfig(policy="fixed", drafter="head", num_nodes=8, depth=4, branching=3),
+    "exit tree": SpeculationConfig(policy="fixed", drafter="early_exit", num_nodes=8, depth=4, branching=2),
     "capacity": SpeculationConfig(policy="capacity", num_nodes=12, depth=4, branching=2, capacity_tokens=30),
 }
 

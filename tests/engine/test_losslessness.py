@@ -63,6 +63,7 @@ CASES = [
             ("suffix", 8, "reversed"),
             ("head chain", 8, "shuffled"),
             ("head tree", 3, "reversed"),
+            ("exit tree", 3, "shuffled"),
             ("capacity", 8, "reversed"),
         ]
     ],
@@ -79,6 +80,7 @@ CASES = [
             ("ngram", 8),
             ("capacity", 8),
             ("head tree", 3),
+            ("exit tree", 8),
         ]
     ],
     ("bfloat16", "top-p 0.9", "tree16", 8, "reversed"),

@@ -103,3 +103,121 @@ def test_a_pool_that_shrinks_gives_up_a_start_without_a_bundle_and_none_in_a_fir
     assert world.own == ["gen-2"]
     world.look(resized=Resize(target=1, reason="it does not"))
     assert not world.own and "gen-0-r1" not in world.dead
+
+
+@pytest.fixture(params=["fixed", "elastic"])
+def relieving(request, monkeypatch) -> PlayedPool:
+    """A successor serves in a bundle of its own; Ray has reserved the vacant first place again; the run goes on."""
+    world = PlayedPool(monkeypatch) if request.param == "fixed" else elastic(monkeypatch)
+    world.pool.rollouts_ahead(5)
+    world.ends = {"node-0": None}
+    world.look()
+    world.put("gen-2", "node-5")
+    world.look()
+    world.leave("gen-0")
+    assert world.serving == ["gen-1", "gen-2"] and world.own == ["gen-2"]
+    world.nodes.remove("node-0")
+    world.slow.add("gen-3")
+    world.put_first(0, "node-7")
+    world.look()
+    assert world.actors["gen-3"].place.bundle == 0 and world.own == ["gen-2"]
+    return world
+
+
+def test_a_vacant_first_place_is_used_and_the_successor_s_own_bundle_is_given_back(relieving):
+    """Ray gives back no single bundle of the run's group: both would be held to the end."""
+    world = relieving
+    assert world.said("gen-3 starts there in the stead of gen-2") and world.serving == ["gen-1", "gen-2"]
+    world.slow.clear()
+    world.look()
+    assert world.serving == ["gen-1", "gen-3"]
+    assert world.table["gen-2"].leaves_because == "gen-3 stands in a place of the run's own in its stead"
+    world.leave("gen-2")
+    world.look(after_s=60.0)
+    assert not world.own and set(world.actors) == {"gen-0", "gen-1", "gen-2", "gen-3"}
+    assert not world.counted, "nobody was lost"
+
+
+def test_a_successor_lost_meanwhile_is_followed_by_the_one_that_was_to_relieve_it(relieving):
+    world = relieving
+    assert world.lose("gen-2") is None
+    world.look(after_s=60.0)
+    assert set(world.actors) == {"gen-0", "gen-1", "gen-2", "gen-3"}, "no third one starts"
+    world.slow.clear()
+    world.look()
+    assert world.serving == ["gen-1", "gen-3"] and not world.own
+
+
+def test_where_the_successor_s_node_ends_too_the_relief_is_enough(relieving):
+    world = relieving
+    world.ends = {"node-5": 60.0}
+    world.look()
+    assert world.table["gen-2"].leaves_because.startswith("its node node-5 ends")
+    world.slow.clear()
+    world.look()
+    world.leave("gen-2")
+    assert world.serving == ["gen-1", "gen-3"] and not world.own
+    assert set(world.actors) == {"gen-0", "gen-1", "gen-2", "gen-3"}
+
+
+def test_where_the_pool_grows_meanwhile_nobody_is_relieved(relieving):
+    world = relieving
+    world.look(resized=Resize(target=3, reason="it pays"))
+    assert world.own == ["gen-2"] and "gen-4" not in world.actors, "the one that comes is the third"
+    world.slow.clear()
+    world.look()
+    assert world.serving == ["gen-1", "gen-2", "gen-3"]
+
+
+def test_where_the_one_to_be_relieved_leaves_as_the_pool_shrinks_no_other_comes(monkeypatch):
+    world = elastic(monkeypatch, num_actors=3)
+    world.pool.rollouts_ahead(5)
+    world.put("gen-2", "node-5")
+    world.look()
+    world.ends = {"node-0": None}
+    world.look()
+    world.put("gen-3", "node-6")
+    world.look()
+    world.leave("gen-0")
+    world.nodes.remove("node-0")
+    world.slow.add("gen-4")
+    world.put_first(0, "node-7")
+    world.look()
+    assert world.serving == ["gen-1", "gen-2", "gen-3"] and world.said(
+        "gen-4 starts there in the stead of gen-2"
+    )
+    world.slow.add("gen-5")
+    world.look(resized=Resize(target=2, leave=("gen-2",), reason="it does not pay"))
+    assert "gen-4" in world.dead
+    world.leave("gen-2")
+    assert world.serving == ["gen-1", "gen-3"] and world.said("gen-5 starts there in the stead of gen-3")
+    world.slow.clear()
+    world.look()
+    world.leave("gen-3")
+    assert world.serving == ["gen-1", "gen-5"] and not world.own
+
+
+def test_a_relief_whose_place_goes_again_leaves_the_successor_where_it_is(relieving):
+    world = relieving
+    world.nodes.remove("node-7")
+    world.dead.add("gen-3")
+    world.look()
+    assert world.serving == ["gen-1", "gen-2"] and world.own == ["gen-2"]
+    assert world.said("gen-3 lost its place before it had joined") and world.said("gen-2 stays where it is")
+    assert not world.said("none is started")
+    world.put_first(0, "node-8")
+    world.look()
+    assert world.serving == ["gen-1", "gen-4"], "tried again"
+
+
+def test_in_its_last_rollout_a_run_moves_nobody(monkeypatch):
+    world = PlayedPool(monkeypatch)
+    world.ends = {"node-0": None}
+    world.look()
+    world.put("gen-2", "node-5")
+    world.look()
+    world.leave("gen-0")
+    world.nodes.remove("node-0")
+    world.put_first(0, "node-7")
+    world.look()
+    assert world.serving == ["gen-1", "gen-2"] and "gen-3" not in world.actors
