@@ -163,6 +163,9 @@ def running_generation(
     config: Config, session: RaySession, inputs: Inputs, *, note: Callable[[str], None] = logger.warning
 ) -> Iterator[GeneratingSystem]:
     """Run what generates and scores, without a trainer. Otherwise, and in what it raises, as `running_system`."""
+    # nobody would collect what they learn
+    frozen = config.drafter_training.model_copy(update={"spot": "off"})
+    config = config.model_copy(update={"drafter_training": frozen})
     topology = replace(plan(config), trainer=())
     group = place(topology, is_local=session.is_local)
     singles = SinglePlaces(pinned_to="generation" if topology.pins_pools else None)

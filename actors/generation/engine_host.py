@@ -29,7 +29,7 @@ from core.config import EngineConfig
 from core.errors import ModelError, RlhfSpecError, WeightsError
 from core.weight_records import TensorSpec, WeightManifest
 from engine.build import build_engine
-from engine.calibration.engine_provenance import device_name, here
+from engine.calibration.engine_provenance import device_name, here, what_drafts
 from engine.drafters.head.head_weights import HeadWeights, require_fit
 from engine.drafters.head.published_head import head_checksum, published_head
 from engine.drafters.model_drafter import ModelDrafter
@@ -258,7 +258,7 @@ class ManifestHost:
         if self._spec.spot is not None and self._head is not None and self._engine.drafter is not None:
             from actors.generation.head_training import begin_training
 
-            self._spot = begin_training(self._spec, self._spec.spot, self._engine.runner, self._head)
+            self._spot = begin_training(self._spec, self._spec.spot, self._engine, self._head)
         # those that arrived before were confirmed when nothing was laid out yet
         self._require_copies_hold(self._models)
         self._keep_comparisons(self._engine)

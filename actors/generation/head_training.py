@@ -10,8 +10,9 @@ from actors.generation.spot_trainer import SpotTrainer
 from actors.ray_utils import run_metrics
 from core.errors import ModelError
 from engine.admission import MB
-from engine.drafters.head.feature_recorder import FeatureRecorder
 from engine.drafters.head.head_weights import HeadWeights
+from engine.drafters.head.tapping import record_features
+from engine.engine import Engine
 from engine.model.runner import ModelRunner
 from engine.numerics import use_threads
 from learning.heads.feature_buffer import FeatureBuffer
@@ -22,22 +23,15 @@ RECORDED_SHARE = 0.5
 "Of the buffer's bytes: what samples that run may give, and as much that has finished and is not in it yet."
 
 
-def begin_training(
-    spec: GenerationSpec, spot: SpotSpec, runner: ModelRunner, head: HeadWeights
-) -> SpotTrainer:
+def begin_training(spec: GenerationSpec, spot: SpotSpec, engine: Engine, head: HeadWeights) -> SpotTrainer:
     """Record what the engine computes from now on, and train on it in spare time.
 
-    Raises ModelError: the target's norm or embedding is not where Llama and its kin have them.
+    Raises ModelError: the target's final norm is not where Llama and its kin have it.
     """
     training = spot.training
     max_bytes = int(training.buffer_mb * MB)
-    recorder = FeatureRecorder(
-        num_taps=len(head.config.tapped_layers),
-        hidden_size=head.config.hidden_size,
-        max_bytes=int(RECORDED_SHARE * max_bytes),
-    )
-    assert runner.taps is not None
-    runner.taps.followers.append(recorder)
+    recorder = record_features(engine, head.config.tapped_layers, max_bytes=int(RECORDED_SHARE * max_bytes))
+    runner = engine.runner
     learner = HeadTrainer(
         head,
         **_target_tensors(runner),

@@ -15,7 +15,7 @@ from contextlib import suppress
 from core.errors import WaitTimeout
 
 logger = logging.getLogger(__name__)
-NICENESS = 10
+NICENESS = 19
 "Of the thread, where the system knows threads' priorities: a core that somebody else needs is theirs."
 PAUSE_TIMEOUT_S = 60.0
 "For the operation under way, which takes milliseconds."

@@ -172,7 +172,7 @@ class SpotTrainer:
         with self._lock:
             for sequence in new:
                 self._num_arrived += 1
-                if self._num_arrived % HELD_OUT_EVERY == 0:
+                if self._num_arrived % HELD_OUT_EVERY == HELD_OUT_EVERY // 2:
                     self._hold_out(sequence)
                 elif self._buffer.add(sequence):
                     self._learned_since_arrival = 0

@@ -23,6 +23,7 @@ from core.errors import DataError, ModelError, NotFiniteError, WeightsError
 from core.records import Completion, History, SampleKey, SampleRequest, SamplingParams
 from core.sample_state import SampleState
 from engine.build import build_engine
+from engine.drafters.head.head_weights import HeadWeights
 from engine.drafters.record_drafter import RecordDrafter
 from engine.engine import Engine
 from engine.model.kept_verdicts import KeptVerdicts
@@ -86,7 +87,7 @@ class Regenerator:
         models: dict[int, KeptModel],
         *,
         max_total_tokens: int,
-        draft: CausalLM | None = None,
+        draft: CausalLM | HeadWeights | None = None,
         policy: DraftPolicy | None = None,
     ) -> None:
         """Build the engine; each piece of work loads its weights.

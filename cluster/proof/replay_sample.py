@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
@@ -26,6 +26,8 @@ from engine.decoding.draft_tree import DraftTree
 from engine.decoding.running_batch import RunningBatch
 from engine.decoding.verify import Verdict
 from engine.drafters.drafter import Drafter
+from engine.drafters.head.head_weights import HeadWeights
+from engine.weights.causal_lm import CausalLM
 from engine.weights.loading import load_causal_lm
 from learning.data.prompts import sampling_params
 from policies.drafting.baselines.fixed import FixedPolicy
@@ -162,7 +164,7 @@ def _policy(config: Config) -> tuple[DraftPolicy, str]:
     return FixedPolicy(**shape), words
 
 
-def _draft(run: Path, config: Config, iteration: int) -> tuple[Any, str]:
+def _draft(run: Path, config: Config, iteration: int) -> tuple[CausalLM | HeadWeights | None, str]:
     """The draft model, or the head, that iteration had, where it is kept, else the first one."""
     speculation, models = config.speculation, config.models
     if not speculation.has_draft or models.draft is None:

@@ -116,6 +116,10 @@ class _Decoder(nn.Module):
         self.norm = _Gain(config.hidden_size, dtype=dtype)
         self.rotary_emb = Rotary(config)
 
+    def get_input_embeddings(self) -> nn.Module:
+        """By token id, as transformers names it; a draft head reads it."""
+        return self.embed_tokens
+
 
 class _Layer(nn.Module):
     def __init__(self, config: BareConfig, index: int, dtype: torch.dtype) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from core.config import DrafterTrainingConfig, EngineConfig, SpeculationConfig
 from core.records import Completion, SampleKey, SamplingParams
 from engine.drafters.head.head_weights import HeadWeights
 from engine.drafters.head.published_head import pack_head
+from engine.weights.bare_llama import BareLlama
 from engine.weights.chunks import pack_weights
 from tests.helpers import tiny_pool
 from tests.helpers.hand_learner import LIMIT_S
@@ -35,7 +37,7 @@ def head() -> HeadWeights:
 class Instance:
     """A decode loop on its thread, with a host that builds everything from manifests."""
 
-    def __init__(self, head: HeadWeights, *, trains: bool) -> None:
+    def __init__(self, head: HeadWeights, *, trains: bool, cache_dir: str | None = None) -> None:
         training = DrafterTrainingConfig(
             max_tokens_per_step=256, max_passes=PASSES, head_learning_rate=3e-3, buffer_mb=8.0
         )
@@ -47,6 +49,7 @@ class Instance:
             max_total_tokens=96,
             vocab_size=tiny_pool.VOCAB_SIZE,
             report_interval_s=0.0,
+            cache_dir=cache_dir,
             spot=SpotSpec(training=training, temperature=1.0, seed=5) if trains else None,
         )
         self.host = ManifestHost(spec)
@@ -97,8 +100,8 @@ class Instance:
 def instance(head: HeadWeights) -> Iterator[Callable[..., Instance]]:
     made: list[Instance] = []
 
-    def make(*, trains: bool) -> Instance:
-        made.append(Instance(head, trains=trains))
+    def make(**settings: Any) -> Instance:
+        made.append(Instance(head, **settings))
         return made[-1]
 
     yield make
@@ -138,3 +141,14 @@ def test_no_token_depends_on_training(instance) -> None:
         one.generate(12, 12)
     assert tiny_pool.mismatches(trained.done, plain.done) == []
     assert trained.progress()[0].failure == ""
+
+
+def test_a_second_start_trains_from_the_weights_alone(instance, tmp_path: Path) -> None:
+    first, second = (instance(trains=True, cache_dir=str(tmp_path)) for _ in range(2))
+    assert not isinstance(first.host._models["target"], BareLlama)
+    assert isinstance(second.host._models["target"], BareLlama)
+    for one in (first, second):
+        one.generate(0, 12)
+        one.until_idle()
+    assert tiny_pool.mismatches(second.done, first.done) == []
+    assert second.progress()[0].num_steps >= 2

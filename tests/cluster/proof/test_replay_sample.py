@@ -5,14 +5,19 @@ from __future__ import annotations
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 from made_run import SAMPLES, change_row, make_run, run_config
 
 from cluster.cli import main
 from cluster.proof.replay_sample import replay_sample
+from cluster.proof.verify_run import verify_run
 from cluster.run_folder.layout import RunDir
 from core.config_io import load_config
+from engine.drafters.head.head_weights import save_head
+from engine.weights.loading import load_causal_lm
+from tests.helpers.random_heads import random_head
 
 
 @pytest.fixture(scope="module")
@@ -52,3 +57,18 @@ def test_another_token_differs_and_no_such_sample_is_an_error(
     shutil.rmtree(RunDir(path=own).checkpoint_dir("target", 0))
     assert main(["replay", str(own), "--sample", str(SAMPLES)]) == 0
     assert "not generated again: the weights of version 1 are not kept" in capsys.readouterr().out
+
+
+def test_a_run_with_a_draft_head_is_replayed_by_it_and_verified_without(tiny_pair, tmp_path: Path) -> None:
+    target: Any = load_causal_lm(str(tiny_pair.target), "float32")
+    head = random_head(target, draft_vocab_size=12)
+    save_head(tmp_path / "head", head)
+    changes = {"models": {"draft": str(tmp_path / "head")}, "speculation": {"drafter": "head"}}
+    run = make_run(run_config(tiny_pair, tmp_path, **changes), tmp_path / "run")
+    replayed = replay_sample(run, load_config(RunDir(path=run).config_file, []), SAMPLES)
+    assert replayed.again is not None and not replayed.differences
+    assert "the first draft head (the iteration's is not kept)" in replayed.drafted_by
+    drafted = [int(token) for step in replayed.steps for token in step.token_ids if token >= 0]
+    assert drafted and set(drafted) <= set(head.token_ids.tolist())
+    # whose record is the draft
+    assert verify_run(run, share=1.0).differences == []
