@@ -1,77 +1,78 @@
-"""Drafters that need no model of their own, under the adaptive policy, on SmolLM2-135M-Instruct with chat prompts.
+"""Every drafter that needs no smaller sibling of the target, on SmolLM2-135M-Instruct with chat prompts.
 
-`worst_over_plain`: one response a prompt at temperature 1, where little repeats: drafting may not cost anything.
-`suffix_repeat_over_plain`: eight responses a prompt at temperature 0.6, the second time over the same prompts.
+- acceptance by depth and the cost of a level, one sample at a time, by a tree of at most eight nodes (the table);
+- speed under the adaptive policy over plain decoding, by batch size, and on prompts of another kind;
+- where responses repeat: eight a prompt at temperature 0.6, the second time over the same prompts;
+- a rollout of long-tailed limits on two instances.
+
+The head is made by the benchmark from other prompts, once (`benchmarks.contestants.made_head`); without --data there is
+none: it would have nothing to learn from.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 from rich.console import Console
 
+from benchmarks.contestants.contestants import PLAIN, Contestants
+from benchmarks.contestants.made_head import bench_head
+from benchmarks.contestants.other_prompts import CHAT, CODE, other_prompts
+from benchmarks.contestants.two_instances import head_rollouts
 from benchmarks.real.model import real_workload
 from benchmarks.support.result import write_result
-from benchmarks.support.timing import Figures, Rate, interleaved, ratios
+from benchmarks.support.timing import Figures, interleaved, ratios
 from benchmarks.support.workload import Workload
-from core.config import EngineConfig, SpeculationConfig
-from core.records import Completion, SampleRequest, SamplingParams
-from engine.build import build_engine
-from engine.calibration.engine_provenance import provenance_of
-from engine.calibration.profiler import MAX_PROFILED_NODES, Placeholder, make_verification_profile
-from engine.calibration.random_chains import RandomChains
-from engine.engine import Engine
-from profiles.profile import Profile
+from core.records import SampleRequest
+from engine.drafters.head.head_weights import HeadWeights
 
 BATCH_SIZES = {"quick": (8,), "default": (1, 8), "full": (1, 4, 8, 16)}
 MAX_NEW_TOKENS = {"quick": 48, "default": 96, "full": 128}
-ROUNDS = {"quick": 1, "default": 2, "full": 4}
-PROFILE_S = {"quick": 12.0, "default": 30.0, "full": 60.0}
+ROUNDS = {"quick": 1, "default": 2, "full": 3}
+PROFILE_S = {"quick": 12.0, "default": 40.0, "full": 60.0}
+PROMPTS = {"quick": 2, "default": 8, "full": 16}
+"Of the table, and of a batch size at least."
+HEAD_PROMPTS = 600
+"That the head is made from, at most; the measured ones are not among them."
 GROUP = 8
 REPEATED_PROMPTS = {"quick": 1, "default": 4, "full": 8}
-REPEAT_TEMPERATURE = 0.6
-CONTESTANTS = {
-    "plain": SpeculationConfig(policy="off", drafter="none"),
-    "ngram": SpeculationConfig(policy="goodput", drafter="ngram"),
-    "suffix": SpeculationConfig(policy="goodput", drafter="suffix"),
-}
+LOW_TEMPERATURE = 0.6
+LOOK_UPS = ("ngram", "suffix")
+COOL, OTHERS, REPEATED = 20_000, 30_000, 40_000
+"Sample indices begin here where temperature or prompts are others."
 
 
 def run(*, out: Path, mode: str, data: Path | None) -> int:
     """Write OUT/drafters.json; returns 0, or 1 when a token differs from plain decoding's."""
     console = Console()
-    most = max(*BATCH_SIZES[mode], REPEATED_PROMPTS[mode])
-    workload = real_workload(most, data=data, max_new_tokens=MAX_NEW_TOKENS[mode], console=console)
+    largest = max(*BATCH_SIZES[mode], PROMPTS[mode])
+    extra = 0 if data is None else HEAD_PROMPTS
+    workload = real_workload(largest + extra, data=data, max_new_tokens=MAX_NEW_TOKENS[mode], console=console)
     if workload is None:
         return 0
-    figures, rows = Figures(), []
-    mismatches = 0
-    worst: list[float] = []
-    for size in BATCH_SIZES[mode]:
-        engines = _Engines(workload, size, PROFILE_S[mode])
-        requests = workload.requests()[:size]
-        taken = interleaved({name: engines.rate(name, [requests]) for name in CONTESTANTS}, ROUNDS[mode])
-        mismatches += engines.mismatches
-        for name in ("ngram", "suffix"):
-            worst.append(figures.keep(f"{name}_over_plain_b{size}", ratios(taken, name, "plain")))
-        rows += _rows(f"b{size}", taken)
-    engines = _Engines(workload, GROUP, PROFILE_S[mode])
-    first, second = (
-        _grouped(workload.requests()[: REPEATED_PROMPTS[mode]], number * 10_000) for number in (0, 1)
-    )
-    taken = interleaved({name: engines.rate(name, [first, second]) for name in CONTESTANTS}, ROUNDS[mode])
-    mismatches += engines.mismatches
-    for name in ("ngram", "suffix"):
-        figures.keep(f"{name}_repeat_over_plain", ratios(taken, name, "plain"))
-        figures.values[f"{name}_repeat_acceptance_length"] = engines.acceptance_length[name]
-    rows += _rows("repeat", taken)
-    figures.values |= {"worst_over_plain": min(worst), "mismatches": float(mismatches)}
-    pq.write_table(pa.Table.from_pylist(rows), out / "drafters.parquet")
+    measured = replace(workload, prompts=workload.prompts[:largest])
+    figures, head = Figures(), None
+    if extra:
+        head, facts = bench_head(replace(workload, prompts=workload.prompts[largest:]), mode)
+        figures.values |= facts
+    parts = _Parts(measured, head, figures, mode, console)
+    parts.table()
+    worst = parts.speeds()
+    if mode != "quick":
+        worst += parts.other_prompts()
+    parts.repeats()
+    mismatches = float(parts.contestants.mismatches)
+    if head is not None and mode != "quick":
+        taken, differing = head_rollouts(measured, head, mode)
+        figures.keep("head_rollout_over_plain", taken)
+        mismatches += differing
+    figures.values |= {"worst_over_plain": min(worst), "mismatches": mismatches}
+    pq.write_table(pa.Table.from_pylist(parts.rows), out / "drafters.parquet")
     provenance = {
         "mode": mode,
         "rounds": ROUNDS[mode],
@@ -83,91 +84,114 @@ def run(*, out: Path, mode: str, data: Path | None) -> int:
     return 1 if mismatches else 0
 
 
-class _Engines:
-    """New engines for every round: what one round has said must not help the next."""
+class _Parts:
+    """The parts that one process runs."""
 
-    def __init__(self, workload: Workload, num_slots: int, profile_s: float) -> None:
+    def __init__(
+        self, workload: Workload, head: HeadWeights | None, figures: Figures, mode: str, console: Console
+    ) -> None:
         self._workload = workload
-        self._target = workload.target("float32")
-        self._config = EngineConfig(max_running_samples=num_slots, probe=False)
-        self._plain: dict[int, list[int]] = {}
-        self.mismatches = 0
-        self.acceptance_length: dict[str, float] = {}
-        self._profile = self._profiled(profile_s)
+        self._figures = figures
+        self._mode = mode
+        self._console = console
+        self._has_head = head is not None
+        slots = max(*BATCH_SIZES[mode], GROUP)
+        self.contestants = Contestants(workload, head, num_slots=slots, profile_s=PROFILE_S[mode])
+        self.rows: list[dict[str, Any]] = []
 
-    def rate(self, name: str, epochs: Sequence[Sequence[SampleRequest]]) -> Rate:
-        """Tokens a second of the last of some epochs, which follow each other in one engine."""
+    def table(self) -> None:
+        """Acceptance by depth and cost of a level, at temperature 1; the head's at 0.6 too."""
+        requests = self._workload.requests()[: PROMPTS[self._mode]]
+        lengths: dict[str, float] = {}
+        for name in self.contestants.names:
+            found = self.contestants.depths(name, requests)
+            lengths[name] = found.mean_length
+            self._figures.values |= {
+                f"{name}_acceptance_length": found.mean_length,
+                f"{name}_level_share": found.level_share,
+                **{f"{name}_accepted_at_{d}": share for d, share in enumerate(found.by_depth[:4], start=1)},
+            }
+            self._console.print(f"{name}: {found}", markup=False)
+        if self._has_head:
+            cool = self._cool(requests)
+            self._figures.values |= {
+                "head_acceptance_length_t06": self.contestants.depths("head", cool).mean_length,
+                "head_over_model_free": lengths["head"] - max(lengths[name] for name in LOOK_UPS),
+            }
 
-        def measured() -> float:
-            engine = self._engine(CONTESTANTS[name], self._profile)
-            for requests in epochs[:-1]:
-                self._compare(engine.generate(requests))
-            before, started = engine.stats, time.perf_counter()
-            done = engine.generate(epochs[-1])
-            seconds = time.perf_counter() - started
-            self._compare(done)
-            spent = engine.stats - before
-            self.acceptance_length[name] = spent.mean_acceptance_length
-            return spent.num_emitted_tokens / seconds
+    def speeds(self) -> list[float]:
+        """Every drafter over plain decoding by batch size; returns those that may not fall below."""
+        worst = []
+        for size in BATCH_SIZES[self._mode]:
+            requests = self._workload.requests()[: max(size, min(PROMPTS[self._mode], 4))]
+            worst += self._compared(f"b{size}", requests, size, self.contestants.names)
+        if self._has_head and 1 in BATCH_SIZES[self._mode]:
+            self._figures.values["head_b1_over_plain"] = self._figures.values["head_b1"]
+            cool = self._cool(self._workload.requests()[:4])
+            worst += self._compared("b1_t06", cool, 1, ["head"])
+        return worst
 
-        return measured
+    def other_prompts(self) -> list[float]:
+        """Code and chat, which no head was made from."""
+        names = ["head", *LOOK_UPS] if self._has_head else list(LOOK_UPS)
+        worst = []
+        for number, (kind, questions) in enumerate((("code", CODE), ("chat", CHAT))):
+            prompts = other_prompts(self._workload.tokenizer, questions)
+            others = replace(self._workload, prompts=prompts)
+            requests = others.requests(first_index=OTHERS + 1000 * number)
+            worst += self._compared(f"{kind}_b1", requests[:4], 1, names)
+            worst += self._compared(f"{kind}_b8", requests, 8, names)
+        return worst
 
-    def _compare(self, done: Sequence[Completion]) -> None:
-        for completion in done:
-            tokens = completion.token_ids.tolist()
-            self.mismatches += self._plain.setdefault(completion.key.sample_index, tokens) != tokens
+    def repeats(self) -> None:
+        """Eight responses a prompt, the second time over the same prompts."""
+        prompts = self._workload.requests()[: REPEATED_PROMPTS[self._mode]]
+        first, second = (_grouped(prompts, REPEATED + number * 5_000) for number in (0, 1))
+        self._compared("repeat", second, GROUP, list(LOOK_UPS), before=[first])
+        for name in LOOK_UPS:
+            self._figures.values[f"{name}_repeat_over_plain"] = self._figures.values[f"{name}_repeat"]
+            length = self.contestants.acceptance_length[name]
+            self._figures.values[f"{name}_repeat_acceptance_length"] = length
 
-    def _engine(self, speculation: SpeculationConfig, profile: Profile | None, **more) -> Engine:
-        return build_engine(
-            self._target,
-            None,
-            engine=self._config,
-            speculation=speculation,
-            max_total_tokens=self._workload.max_total_tokens,
-            vocab_size=self._workload.vocab_size,
-            profile=profile,
-            **more,
-        )
+    def _cool(self, requests: Sequence[SampleRequest]) -> list[SampleRequest]:
+        return [_at(request, COOL + request.key.sample_index) for request in requests]
 
-    def _profiled(self, budget_s: float) -> Profile:
-        workload = self._workload
-        engine = self._engine(
-            CONTESTANTS["suffix"],
-            None,
-            drafter=RandomChains(workload.vocab_size),
-            policy=Placeholder(MAX_PROFILED_NODES),
-        )
-        provenance = provenance_of(
-            self._target,
-            None,
-            engine=self._config,
-            dtype="float32",
-            sampling=workload.sampling,
-            max_total_tokens=workload.max_total_tokens,
-        )
-        return make_verification_profile(engine, workload.requests(), provenance, budget_s=budget_s).profile
+    def _compared(
+        self,
+        part: str,
+        requests: Sequence[SampleRequest],
+        at_once: int,
+        names: Sequence[str],
+        before: Sequence[Sequence[SampleRequest]] = (),
+    ) -> list[float]:
+        """Keep each one's speed over plain decoding as NAME_PART; returns them."""
+        rates = {
+            name: self.contestants.rate(name, [*before, requests], at_once=at_once)
+            for name in (PLAIN, *names)
+        }
+        taken = interleaved(rates, ROUNDS[self._mode])
+        self.rows += [
+            {"part": part, "contestant": name, "tokens_per_s": value}
+            for name, values in taken.items()
+            for value in values
+        ]
+        found = {name: self._figures.keep(f"{name}_{part}", ratios(taken, name, PLAIN)) for name in names}
+        self._console.print(f"{part}: { ({n: round(v, 3) for n, v in found.items()}) }", markup=False)
+        return list(found.values())
 
 
 def _grouped(requests: Sequence[SampleRequest], first: int) -> list[SampleRequest]:
     """Several responses to each prompt; their keys count from `first`."""
     return [
-        replace(
-            request,
-            key=replace(request.key, sample_index=first + number * GROUP + place),
-            sampling=_at(request.sampling),
-        )
+        _at(request, first + number * GROUP + place)
         for number, request in enumerate(requests)
         for place in range(GROUP)
     ]
 
 
-def _at(sampling: SamplingParams) -> SamplingParams:
-    return replace(sampling, temperature=REPEAT_TEMPERATURE)
-
-
-def _rows(part: str, taken: dict[str, list[float]]) -> list[dict[str, object]]:
-    return [
-        {"part": part, "contestant": name, "tokens_per_s": value}
-        for name, values in taken.items()
-        for value in values
-    ]
+def _at(request: SampleRequest, sample_index: int) -> SampleRequest:
+    return replace(
+        request,
+        key=replace(request.key, sample_index=sample_index),
+        sampling=replace(request.sampling, temperature=LOW_TEMPERATURE),
+    )

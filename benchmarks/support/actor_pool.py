@@ -20,6 +20,8 @@ from core.config import EngineConfig, ReallocationConfig, SpeculationConfig
 from core.decode_records import GenerationStats
 from core.errors import WaitTimeout
 from core.records import Completion, SampleKey, SampleRequest
+from engine.drafters.head.head_weights import HeadWeights
+from engine.drafters.head.published_head import pack_head
 from engine.weights.chunks import pack_weights
 from policies.reallocation.pool_records import ReallocationPolicy
 from policies.scheduling.events import Alarm, MoveRecord
@@ -64,8 +66,9 @@ class ActorPool:
         num_instances: int = 2,
         profile: Profile | None = None,
         migration: ReallocationConfig | None = None,
+        head: HeadWeights | None = None,
     ) -> None:
-        """Start the actors and load the weights. Raises WaitTimeout."""
+        """Start the actors and load the weights; `head` drafts for drafter `head`. Raises WaitTimeout."""
         self._num_slots = engine.max_running_samples
         names = [f"gen-{number}" for number in range(num_instances)]
         self.handles = {
@@ -88,6 +91,8 @@ class ActorPool:
         models = [pack_weights(workload.target(dtype), name="target", weight_version=0)]
         if speculation.drafter == "model" and speculation.policy != "off":
             models.append(pack_weights(workload.draft(dtype), name="draft", weight_version=0))
+        if head is not None:
+            models.append(pack_head(head, weight_version=0))
         for manifest, chunks in models:
             refs = tuple(ray.put(chunk) for chunk in chunks)
             weights = PublishedWeights(manifest=manifest, chunk_refs=refs)
