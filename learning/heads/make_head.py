@@ -17,8 +17,8 @@ from core.errors import ConfigError
 from core.records import Prompt, SamplingParams
 from engine.drafters.head.head_weights import HeadWeights
 from engine.numerics import on_threads
-from learning.heads.head_acceptance import Acceptance, drafted_response
 from learning.heads.fresh_head import DRAFT_VOCABULARY, draft_vocabulary, fresh_head
+from learning.heads.head_acceptance import Acceptance, drafted_response
 from learning.heads.head_module import HeadModule
 from learning.heads.head_trainer import HeadTrainer
 from learning.heads.operations import fastest_dtype
@@ -169,7 +169,7 @@ class _Maker:
         wanted, have = recipe.num_tokens / (1.0 - recipe.held_out_share), 0
 
         def enough() -> bool:
-            self._tick(f"own responses, {have:,} tokens")
+            self._tick("own responses")
             return have >= wanted or self._spent_s >= recipe.generate_share * self._budget_s
 
         for response in responder.responses(prompts, self._sampling, seed=self._seed, should_stop=enough):
@@ -225,7 +225,7 @@ class _Maker:
                 report = trainer.step([order[index] for index in pack], lambda: self._spent_s >= end_s)
                 if report is not None:
                     learned += report.num_anchors
-                    self._tick(f"pass {number + 1} of {recipe.max_passes}, KL {report.loss:.2f}")
+                    self._tick(f"pass {number + 1} of {recipe.max_passes}")
                 elif self._spent_s >= end_s:
                     if not trainer.num_steps:
                         raise ConfigError(
