@@ -24,6 +24,9 @@ from learning.heads.evaluate_head import evaluate_head, require_fit
 from learning.heads.head_acceptance import Acceptance
 from learning.heads.make_head import HeadRecipe, MadeHead, make_head
 
+TREES = (4, 8, 16)
+"Nodes of the fixed trees whose mean acceptance length is told beside the chain's."
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrafterInputs:
@@ -182,6 +185,9 @@ def print_acceptance(
         cells = [f"{one[level]:.3f}" if level < len(one) else "-" for one in levels]
         table.add_row(f"level {level + 1}", *cells)
     table.add_row("mean acceptance length", *(f"{one.mean_length():.3f}" for _, one in named))
+    for nodes in TREES:
+        cells = [f"{one.tree_length(nodes):.3f}" for _, one in named]
+        table.add_row(f"the same, best fixed tree of {nodes}", *cells)
     table.add_row("positions", *(f"{one.num_anchors:,}" for _, one in named))
     report.console.print(table)
 

@@ -61,7 +61,7 @@ def evaluate_head(
                 )
             )
             done = (place + len(drafted) / len(prompts)) / len(samplings)
-            progress(f"temperature {sampling.temperature:g}, {len(drafted)} responses", done)
+            progress(f"temperature {sampling.temperature:g}", done)
         found.append(Acceptance.of(drafted))
     return found
 

@@ -10,7 +10,7 @@ from tiny_llama import tiny_llama
 
 from core.records import Prompt, SamplingParams
 from engine.decoding.noise import gumbel_noise, key_words
-from learning.heads.head_acceptance import Acceptance, DraftedResponse, drafted_response
+from learning.heads.head_acceptance import NO_RANK, Acceptance, DraftedResponse, drafted_response
 from learning.heads.head_module import HeadModule
 from learning.heads.own_responses import Responder
 from tests.learning.heads.test_unrolled import drafted
@@ -19,9 +19,9 @@ LEVELS = 3
 
 
 def made(*rows: str, first: int = 0, category: str = "") -> DraftedResponse:
-    """One row an anchor, x where a level is right."""
-    hits = np.array([[mark == "x" for mark in row] for row in rows])
-    return DraftedResponse(hits=hits, first_token=first, category=category)
+    """One row an anchor: x where a level's first choice is right, else the rank of what is, or a point for none."""
+    ranks = [[NO_RANK if mark == "." else int(mark.replace("x", "0")) for mark in row] for row in rows]
+    return DraftedResponse(ranks=np.array(ranks), first_token=first, category=category)
 
 
 def test_a_level_counts_where_those_before_it_were_right():
@@ -36,6 +36,15 @@ def test_steps_emit_what_was_right_and_one_token_more():
     acceptance = Acceptance.of([made("xx", "..", "..", "..", "x.")])
     assert acceptance.mean_length() == pytest.approx((3 + 1 + 1) / 3)
     assert Acceptance.of([]).mean_length() == 1.0 and Acceptance.of([]).by_level() == []
+
+
+def test_the_best_fixed_tree_takes_the_likeliest_paths():
+    acceptance = Acceptance.of([made("x1", "x1", "1x", "x1", "..")])
+    assert acceptance.best_tree(3) == [(0,), (0, 1), (1,)]
+    assert acceptance.tree_length(0) == 1.0
+    # a chain's first node alone; then both levels of it: from 0 three tokens, from 3 the two that are left
+    assert acceptance.tree_length(1) == pytest.approx((2 + 1 + 2) / 3)
+    assert acceptance.tree_length(2) == pytest.approx((3 + 2) / 2)
 
 
 def test_positions_count_from_the_response_s_first_token():
@@ -62,7 +71,7 @@ def test_drafts_are_those_of_the_coupled_rule(temperature: float):
     prompts = [Prompt(prompt_id=index, token_ids=np.array([3, 4 + index, 5])) for index in range(3)]
     sampling = SamplingParams(temperature=temperature, max_new_tokens=8, stop_token_ids=())
     embedding, ids = model.get_input_embeddings().weight, head.token_ids
-    num_right = 0
+    seen: set[int] = set()
     for response in responder.responses(prompts, sampling, seed=3):
         sequence = replace(response.sequence, taps=response.sequence.taps.float())
         found = drafted_response(
@@ -82,9 +91,11 @@ def test_drafts_are_those_of_the_coupled_rule(temperature: float):
                 place = anchor + 2 + level
                 noise = gumbel_noise(words, np.array([[place]]), 19)[0, 0, ids]
                 scores = of_level / (temperature or 1.0) + (noise if temperature else 0.0)
-                expected.append(bool(ids[scores.argmax()] == sequence.token_ids[place]))
-            got = found.hits[anchor - 1].tolist()
-            assert got == expected + [False] * (LEVELS - len(expected))
-            num_right += sum(expected)
-    assert num_right > 0
+                order = ids[scores.argsort(descending=True)].tolist()
+                token = int(sequence.token_ids[place])
+                expected.append(order.index(token) if token in order else NO_RANK)
+            expected += [NO_RANK] * (LEVELS - len(expected))
+            assert found.ranks[anchor - 1].tolist() == expected
+            seen.update(expected)
+    assert {0, 1, 2, NO_RANK} <= seen
     assert torch.is_grad_enabled()
