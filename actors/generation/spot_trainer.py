@@ -27,6 +27,8 @@ HELD_OUT_EVERY = 8
 "Of the sequences that arrive one in so many is never learned from: heads are compared on them."
 HELD_OUT_SHARE = 0.125
 "Of the buffer's bytes."
+LEAST_TOKENS = 64
+"Of a step. One that is stopped has taught nothing, so the next one is half as long; one that ends, twice."
 RATE_AFTER_FAILURE = 0.5
 RATE_AFTER_SUCCESS = 1.5
 
@@ -116,7 +118,7 @@ class SpotTrainer:
         read_target: Callable[[], None] = lambda: None,
         begin: Callable[[], None] = lambda: None,
         count: Callable[[float, int], None] = lambda seconds, tokens: None,
-        clock: Callable[[], float] = time.perf_counter,
+        clock: Callable[[], float] = time.thread_time,
     ) -> None:
         """Start its thread; nothing is learned before features arrive and it is allowed.
 
@@ -131,7 +133,7 @@ class SpotTrainer:
             read_target: lets the learner read the target's weights anew.
             begin: called first on the thread.
             count: told the seconds and tokens of every step, on the thread.
-            clock: seconds.
+            clock: seconds; of the thread's own work, by default: others may need its core.
         """
         self._learner, self._buffer, self._head = learner, buffer, dict(head)
         self._training = training
@@ -146,6 +148,7 @@ class SpotTrainer:
         self._held_out: deque[FeatureSequence] = deque()
         self._held_out_bytes = 0
         self._learned_since_arrival = 0
+        self._step_tokens = training.max_tokens_per_step
         self._num_steps = self._num_tokens = 0
         self._train_s = 0.0
         self._spare = SpareTime(self._learn, name=name, begin=begin)
@@ -250,7 +253,7 @@ class SpotTrainer:
             enough = self._training.max_passes * self._buffer.num_anchors
             if self._learned_since_arrival >= enough:
                 return False
-            sequences = self._buffer.sample(self._rng, self._training.max_tokens_per_step)
+            sequences = self._buffer.sample(self._rng, self._step_tokens)
         began_s = self._clock()
         report = self._learner.step(sequences, should_stop)
         seconds = self._clock() - began_s
@@ -259,7 +262,9 @@ class SpotTrainer:
         self._count(seconds, tokens)
         if report is None:
             # stopped, or nothing in these could be learned from
+            self._step_tokens = max(LEAST_TOKENS, self._step_tokens // 2)
             return should_stop()
+        self._step_tokens = min(self._training.max_tokens_per_step, 2 * self._step_tokens)
         with self._lock:
             self._buffer.learned(sequences, report.needs)
             self._learned_since_arrival += tokens

@@ -31,7 +31,7 @@ class Bench:
             self.buffer,
             {"w": torch.zeros(1)},
             name="spot trainer",
-            training=DrafterTrainingConfig(max_tokens_per_step=64, max_passes=PASSES, buffer_mb=1.0),
+            training=DrafterTrainingConfig(max_tokens_per_step=256, max_passes=PASSES, buffer_mb=1.0),
             seed=0,
             finished=self.take,
             count=lambda seconds, tokens: self.counted.append((seconds, tokens)),
@@ -123,6 +123,22 @@ def test_it_goes_on_when_it_is_allowed_again(bench) -> None:
     one.trainer.allow()
     one.until_idle()
     assert one.learner.num_ended == 2 * PASSES
+
+
+def test_a_step_that_was_stopped_is_followed_by_a_shorter_one(bench) -> None:
+    one = bench(num_operations=2, by_hand=True)
+    one.finish(10)
+    for _ in range(3):
+        one.trainer.allow()
+        assert one.learner.began.acquire(timeout=LIMIT_S)
+        one.trainer.stop_soon()
+        one.learner.let_go.release()
+        one.trainer.target_changes()
+    one.learner.let_go.release(100)
+    one.trainer.allow()
+    one.until_idle()
+    # and one that ended by a longer one, up to what is configured
+    assert one.buffer.asked == [256, 128, 64, 64, 128, 256]
 
 
 def test_one_sequence_in_some_is_held_out_and_heads_are_compared_on_it(bench) -> None:
