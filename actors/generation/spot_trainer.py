@@ -151,6 +151,8 @@ class SpotTrainer:
         self._step_tokens = training.max_tokens_per_step
         self._num_steps = self._num_tokens = 0
         self._train_s = 0.0
+        self._is_handed_over = False
+        "what was learned is with the loop: anything learned now would be lost with its answer"
         self._spare = SpareTime(self._learn, name=name, begin=begin)
 
     @property
@@ -179,6 +181,7 @@ class SpotTrainer:
                     self._hold_out(sequence)
                 elif self._buffer.add(sequence):
                     self._learned_since_arrival = 0
+        self._is_handed_over = False
         self._spare.more()
 
     def target_changes(self) -> None:
@@ -195,7 +198,7 @@ class SpotTrainer:
     def progress(self) -> tuple[HeadProgress, dict[str, np.ndarray]]:
         """What was done since the last published head, and the tensors that came of it; none where nothing was learned.
 
-        Raises WaitTimeout.
+        It learns no more until the loop answers (`load`, `give_up`) or samples finish. Raises WaitTimeout.
         """
         self._spare.pause()
         failure = self._spare.failure
@@ -208,6 +211,7 @@ class SpotTrainer:
         )
         if failure is not None or not self._num_tokens:
             return told, {}
+        self._is_handed_over = True
         return told, {name: tensor.numpy() for name, tensor in self._learner.weights().items()}
 
     def compare(self, tensors: Mapping[str, Tensor]) -> HeadComparison:
@@ -246,12 +250,14 @@ class SpotTrainer:
         self._learner.learning_rate = self._full_rate * self._rate_scale
         self._num_steps = self._num_tokens = 0
         self._train_s = 0.0
+        self._is_handed_over = False
+        self._spare.more()
 
     def _learn(self, should_stop: Callable[[], bool]) -> bool:
         """One step; see `SpareTime`."""
         with self._lock:
             enough = self._training.max_passes * self._buffer.num_anchors
-            if self._learned_since_arrival >= enough:
+            if self._is_handed_over or self._learned_since_arrival >= enough:
                 return False
             sequences = self._buffer.sample(self._rng, self._step_tokens)
         began_s = self._clock()
