@@ -96,7 +96,11 @@ class SpareTime:
     def _run(self) -> None:
         with suppress(OSError, AttributeError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
-        self._begin()
+        try:
+            self._begin()
+        except Exception as error:
+            logger.exception("%s is given up", self._thread.name)
+            self.failure = error
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._closing or self.is_active)

@@ -27,6 +27,8 @@ HELD_OUT_EVERY = 8
 "Of the sequences that arrive one in so many is never learned from: heads are compared on them."
 HELD_OUT_SHARE = 0.125
 "Of the buffer's bytes."
+LEAST_TOKENS = 64
+"Of a step. One that is stopped has taught nothing, so the next one is half as long; one that ends, twice."
 RATE_AFTER_FAILURE = 0.5
 RATE_AFTER_SUCCESS = 1.5
 
@@ -116,7 +118,7 @@ class SpotTrainer:
         read_target: Callable[[], None] = lambda: None,
         begin: Callable[[], None] = lambda: None,
         count: Callable[[float, int], None] = lambda seconds, tokens: None,
-        clock: Callable[[], float] = time.perf_counter,
+        clock: Callable[[], float] = time.thread_time,
     ) -> None:
         """Start its thread; nothing is learned before features arrive and it is allowed.
 
@@ -131,7 +133,7 @@ class SpotTrainer:
             read_target: lets the learner read the target's weights anew.
             begin: called first on the thread.
             count: told the seconds and tokens of every step, on the thread.
-            clock: seconds.
+            clock: seconds; of the thread's own work, by default: others may need its core.
         """
         self._learner, self._buffer, self._head = learner, buffer, dict(head)
         self._training = training
@@ -146,8 +148,11 @@ class SpotTrainer:
         self._held_out: deque[FeatureSequence] = deque()
         self._held_out_bytes = 0
         self._learned_since_arrival = 0
+        self._step_tokens = training.max_tokens_per_step
         self._num_steps = self._num_tokens = 0
         self._train_s = 0.0
+        self._is_handed_over = False
+        "what was learned is with the loop: anything learned now would be lost with its answer"
         self._spare = SpareTime(self._learn, name=name, begin=begin)
 
     @property
@@ -176,6 +181,7 @@ class SpotTrainer:
                     self._hold_out(sequence)
                 elif self._buffer.add(sequence):
                     self._learned_since_arrival = 0
+        self._is_handed_over = False
         self._spare.more()
 
     def target_changes(self) -> None:
@@ -192,7 +198,7 @@ class SpotTrainer:
     def progress(self) -> tuple[HeadProgress, dict[str, np.ndarray]]:
         """What was done since the last published head, and the tensors that came of it; none where nothing was learned.
 
-        Raises WaitTimeout.
+        It learns no more until the loop answers (`load`, `give_up`) or samples finish. Raises WaitTimeout.
         """
         self._spare.pause()
         failure = self._spare.failure
@@ -205,6 +211,7 @@ class SpotTrainer:
         )
         if failure is not None or not self._num_tokens:
             return told, {}
+        self._is_handed_over = True
         return told, {name: tensor.numpy() for name, tensor in self._learner.weights().items()}
 
     def compare(self, tensors: Mapping[str, Tensor]) -> HeadComparison:
@@ -243,14 +250,16 @@ class SpotTrainer:
         self._learner.learning_rate = self._full_rate * self._rate_scale
         self._num_steps = self._num_tokens = 0
         self._train_s = 0.0
+        self._is_handed_over = False
+        self._spare.more()
 
     def _learn(self, should_stop: Callable[[], bool]) -> bool:
         """One step; see `SpareTime`."""
         with self._lock:
             enough = self._training.max_passes * self._buffer.num_anchors
-            if self._learned_since_arrival >= enough:
+            if self._is_handed_over or self._learned_since_arrival >= enough:
                 return False
-            sequences = self._buffer.sample(self._rng, self._training.max_tokens_per_step)
+            sequences = self._buffer.sample(self._rng, self._step_tokens)
         began_s = self._clock()
         report = self._learner.step(sequences, should_stop)
         seconds = self._clock() - began_s
@@ -259,7 +268,9 @@ class SpotTrainer:
         self._count(seconds, tokens)
         if report is None:
             # stopped, or nothing in these could be learned from
+            self._step_tokens = max(LEAST_TOKENS, self._step_tokens // 2)
             return should_stop()
+        self._step_tokens = min(self._training.max_tokens_per_step, 2 * self._step_tokens)
         with self._lock:
             self._buffer.learned(sequences, report.needs)
             self._learned_since_arrival += tokens

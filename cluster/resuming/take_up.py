@@ -29,11 +29,13 @@ def take_up(system: System, state: RunState) -> None:
     system.target = system.trainers.take()
     _require(system.target, state, state.weight_version, state.parameter_checksum)
     system.generation.publish(system.target)
-    if system.draft is not None and system.config.refits_draft and state.draft_version:
+    # what drafts may be another than in the state: then it begins as the config names it
+    has_head = state.head_folder.is_dir()
+    if system.draft is not None and system.config.refits_draft and state.draft_version and not has_head:
         system.draft = system.trainers.take("draft")
         _require(system.draft, state, state.draft_version, state.draft_checksum)
         system.generation.publish(system.draft)
-    if system.draft is not None and is_head(system.draft.manifest) and state.draft_version:
+    if system.draft is not None and is_head(system.draft.manifest) and state.draft_version and has_head:
         head = load_head(state.head_folder, num_target_layers=1)
         system.draft = put_head(head, weight_version=state.draft_version)
         _require(system.draft, state, state.draft_version, state.draft_checksum)

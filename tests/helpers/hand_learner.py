@@ -91,6 +91,8 @@ class ListBuffer:
 
     def __init__(self) -> None:
         self.sequences: list[FeatureSequence] = []
+        self.asked: list[int] = []
+        "most tokens of each sample that was drawn"
         self.needs: list[float] = []
         self.num_iterations = 0
 
@@ -106,6 +108,7 @@ class ListBuffer:
 
     def sample(self, rng: np.random.Generator, max_tokens: int) -> list[FeatureSequence]:
         """All of them."""
+        self.asked.append(max_tokens)
         return list(self.sequences)
 
     def learned(self, sequences: Sequence[FeatureSequence], needs: Sequence[float]) -> None:

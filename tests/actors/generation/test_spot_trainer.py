@@ -11,6 +11,7 @@ from fake_engine import FakeEngine, FakeHost, make_request
 
 from actors.generation.decode_loop import DecodeLoop
 from actors.generation.loop_orders import CallOrder, StopOrder, SubmitOrder
+from actors.generation.spare_time import SpareTime
 from actors.generation.spot_trainer import HELD_OUT_EVERY, SpotTrainer
 from core.config import DrafterTrainingConfig
 from engine.drafters.head.feature_sequence import FeatureSequence
@@ -31,7 +32,7 @@ class Bench:
             self.buffer,
             {"w": torch.zeros(1)},
             name="spot trainer",
-            training=DrafterTrainingConfig(max_tokens_per_step=64, max_passes=PASSES, buffer_mb=1.0),
+            training=DrafterTrainingConfig(max_tokens_per_step=256, max_passes=PASSES, buffer_mb=1.0),
             seed=0,
             finished=self.take,
             count=lambda seconds, tokens: self.counted.append((seconds, tokens)),
@@ -125,6 +126,22 @@ def test_it_goes_on_when_it_is_allowed_again(bench) -> None:
     assert one.learner.num_ended == 2 * PASSES
 
 
+def test_a_step_that_was_stopped_is_followed_by_a_shorter_one(bench) -> None:
+    one = bench(num_operations=2, by_hand=True)
+    one.finish(10)
+    for _ in range(3):
+        one.trainer.allow()
+        assert one.learner.began.acquire(timeout=LIMIT_S)
+        one.trainer.stop_soon()
+        one.learner.let_go.release()
+        one.trainer.target_changes()
+    one.learner.let_go.release(100)
+    one.trainer.allow()
+    one.until_idle()
+    # and one that ended by a longer one, up to what is configured
+    assert one.buffer.asked == [256, 128, 64, 64, 128, 256]
+
+
 def test_one_sequence_in_some_is_held_out_and_heads_are_compared_on_it(bench) -> None:
     one = bench()
     one.finish(*[6] * 2 * HELD_OUT_EVERY)
@@ -149,6 +166,26 @@ def test_a_head_that_was_given_up_is_learned_on_from_the_published_one_more_slow
     assert one.learner.learning_rate == 1.0, "never above what was configured"
 
 
+def test_between_handing_over_and_the_answer_nothing_is_learned(bench) -> None:
+    one = bench(by_hand=True)
+    one.finish(10)
+    one.trainer.allow()
+    assert one.learner.began.acquire(timeout=LIMIT_S)
+    one.trainer.stop_soon()
+    one.learner.let_go.release()
+    # one pass of three
+    assert one.trainer.progress()[1]
+    one.trainer.allow()
+    one.until_idle()
+    assert not one.learner.began.acquire(blocking=False)
+    one.trainer.load({"w": torch.full((1,), 3.0)})
+    one.trainer.allow()
+    assert one.learner.began.acquire(timeout=LIMIT_S)
+    one.learner.let_go.release(10)
+    one.until_idle()
+    assert float(one.learner.tensors["w"]) == 3.0 + PASSES - 1
+
+
 def test_a_failure_ends_training_and_is_told(bench) -> None:
     one = bench()
     one.learner.error = ZeroDivisionError("of a step")
@@ -158,6 +195,18 @@ def test_a_failure_ends_training_and_is_told(bench) -> None:
     assert not one.trainer.is_active
     told, tensors = one.trainer.progress()
     assert told.failure == "ZeroDivisionError: of a step" and tensors == {}
+
+
+def test_a_thread_that_cannot_begin_is_told_as_a_failure() -> None:
+    def begin() -> None:
+        raise OSError("no such core")
+
+    spare = SpareTime(lambda should_stop: True, name="spare", begin=begin)
+    spare.more()
+    spare.allow()
+    spare.pause()
+    spare.close()
+    assert isinstance(spare.failure, OSError) and not spare.is_active
 
 
 def test_an_iteration_ends_when_the_target_has_changed(bench) -> None:

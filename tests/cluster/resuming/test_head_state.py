@@ -101,6 +101,34 @@ def test_a_resumed_run_drafts_with_the_head_of_its_state(run_dir: RunDir, config
     assert [one.manifest.model for one in again.sent] == ["target", "draft"]
 
 
+def test_a_run_that_drafted_otherwise_before_begins_with_the_head_that_the_config_names(
+    run_dir: RunDir, config: Config
+) -> None:
+    manifest, chunks = pack_weights(tiny_llama(), name="draft", weight_version=3)
+    model = PublishedWeights(manifest=manifest, chunk_refs=tuple(chunks))
+    state = keep(run_dir, system_of(config, model))
+    again = system_of(config, published(random_head(tiny_llama(), seed=1), 0))
+    taking_up.take_up(again, state)
+    assert again.draft.manifest.weight_version == 0 and [one.manifest.model for one in again.sent] == [
+        "target"
+    ]
+
+
+def test_a_run_that_drafted_with_a_head_before_begins_with_the_model_that_the_config_names(
+    run_dir: RunDir, config: Config
+) -> None:
+    state = keep(run_dir, system_of(config, published(random_head(tiny_llama(), seed=8), 3)))
+    by_model = config.model_copy(
+        update={"speculation": config.speculation.model_copy(update={"drafter": "model"})}
+    )
+    manifest, chunks = pack_weights(tiny_llama(), name="draft", weight_version=0)
+    again = system_of(by_model, PublishedWeights(manifest=manifest, chunk_refs=tuple(chunks)))
+    taking_up.take_up(again, state)
+    assert again.draft.manifest.weight_version == 0 and [one.manifest.model for one in again.sent] == [
+        "target"
+    ]
+
+
 def test_a_state_whose_head_is_another_is_refused(run_dir: RunDir, config: Config) -> None:
     state = keep(run_dir, system_of(config, published(random_head(tiny_llama(), seed=8), 3)))
     save_head(state.head_folder, random_head(tiny_llama(), seed=9))
