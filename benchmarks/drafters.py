@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from rich.console import Console
 
-from benchmarks.contestants.contestants import PLAIN, Contestants
+from benchmarks.contestants.contestants import LOOK_UPS, PLAIN, Contestants
 from benchmarks.contestants.made_head import bench_head
 from benchmarks.contestants.other_prompts import CHAT, CODE, other_prompts
 from benchmarks.contestants.two_instances import head_rollouts
@@ -42,7 +42,6 @@ HEAD_PROMPTS = 600
 GROUP = 8
 REPEATED_PROMPTS = {"quick": 1, "default": 4, "full": 8}
 LOW_TEMPERATURE = 0.6
-LOOK_UPS = ("ngram", "suffix")
 COOL, OTHERS, REPEATED = 20_000, 30_000, 40_000
 "Sample indices begin here where temperature or prompts are others."
 

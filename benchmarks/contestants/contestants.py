@@ -30,7 +30,9 @@ from profiles.profile import Profile
 
 PLAIN = "plain"
 TREE = {"num_nodes": 8, "depth": 3, "branching": 3}
-"Of the table: at most eight nodes. Drafters that know chains only make one of eight."
+CHAIN = {"num_nodes": 8, "depth": 8, "branching": 1}
+"Of the table: at most eight nodes, of drafters that know trees, and of look-ups."
+LOOK_UPS = ("ngram", "suffix")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,14 +100,15 @@ class Contestants:
 
     def depths(self, name: str, requests: Sequence[SampleRequest]) -> Depths:
         """Decode one sample at a time by the table's plan."""
-        engine = self.engine(name, policy="fixed", **TREE)
+        plan = CHAIN if name in LOOK_UPS else TREE
+        engine = self.engine(name, policy="fixed", **plan)
         engine.step_log = []
         for request in requests:
             self._compare(engine.generate([request]))
-        records = [record for record in engine.step_log if record.budget.depth == self._depth(name)]
+        records = [record for record in engine.step_log if record.budget.depth == plan["depth"]]
         accepted = np.array([record.num_accepted_tokens for record in records])
-        reached = [float((accepted >= depth).mean()) for depth in range(self._depth(name) + 1)]
-        level_s = np.median([record.draft_s for record in records]) / self._depth(name)
+        reached = [float((accepted >= depth).mean()) for depth in range(plan["depth"] + 1)]
+        level_s = np.median([record.draft_s for record in records]) / plan["depth"]
         return Depths(
             mean_length=1.0 + float(accepted.mean()),
             by_depth=[b / a for a, b in pairwise(reached) if a > 0],
@@ -129,9 +132,6 @@ class Contestants:
         profile = self.profile(name) if settings.policy == "goodput" else None
         return self._build(settings, self._drafts[name], profile=profile)
 
-    def _depth(self, name: str) -> int:
-        return TREE["num_nodes"] if name in ("ngram", "suffix") else TREE["depth"]
-
     def _compare(self, done: Sequence[Completion]) -> None:
         """A sample's tokens are those that were first seen of it, whatever drafted: keys tell samples apart."""
         for completion in done:
@@ -153,7 +153,7 @@ class Contestants:
 
     def profile(self, name: str) -> Profile:
         """What the policy goes by; drafters that look up share one."""
-        looks_up = name in ("ngram", "suffix")
+        looks_up = name in LOOK_UPS
         kept = "suffix" if looks_up else name
         if kept not in self._profiles:
             self._profiles[kept] = self._measured(kept, looks_up)

@@ -38,6 +38,22 @@ ABOUT = {
         "batch. `break_even_batch` is the least batch where no plan wins, or twice the largest measured. "
         "`paged_*`: 64 long-tailed samples in the memory of 4 full slots.",
     ),
+    "drafters": About(
+        title="Drafters",
+        question="What are drafters worth that need no smaller sibling of the target?",
+        how="SmolLM2-135M-Instruct, chat prompts of GSM8K, float32, one thread. `head` is made by the benchmark with "
+        "`drafter make`'s recipe from other prompts (`head_make_s`, `head_own_tokens`); `model` is the target's own "
+        "first 4 layers as a model of its own, `early_exit` its first 10 with the target's last norm; `ngram` and "
+        "`suffix` look up. The table, one sample at a time at temperature 1, trees of 8 nodes in 3 levels, look-ups "
+        "as chains of 8: `X_acceptance_length` counts the bonus token, `X_accepted_at_D` is the share right at depth D "
+        "of those right before it, `X_level_share` a level's draft over a plain decode step. Speeds are rates under "
+        "`goodput` over plain decoding, rate over rate: `X_bN` at batch N (`_t06`: temperature 0.6), `X_code_bN` and "
+        "`X_chat_bN` on prompts of another kind than the head's, `X_repeat_over_plain` where responses repeat (eight a "
+        "prompt at temperature 0.6, second time over the same prompts); `worst_over_plain` is the least of all but the "
+        "last. `head_rollout_over_plain`: seconds of a rollout with long-tailed limits on two instances, plain over "
+        "head. `mismatches` counts samples whose tokens differ from those first seen, whatever drafted.",
+        data=True,
+    ),
     "ablation": About(
         title="Ablation of the CPU back end",
         question="What is each operation of our own worth, beside torch in its place?",
