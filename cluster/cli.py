@@ -1,5 +1,5 @@
 """The command line: `rlhfspec demo | train | sft | train-reward | eval | profile | bench | gpu-selftest | simulate |
-check | data | models | serve | kube | show | verify | replay | status | diagnose |
+check | data | models | drafter | serve | kube | show | verify | replay | status | diagnose |
 trace | monitoring`.
 
 Exit codes: 0 good, 2 bad input (one line says what to mend), 1 failure, 130 interrupted. Only what a
@@ -40,6 +40,7 @@ def build_parser() -> argparse.ArgumentParser:
         bench,
         check,
         data,
+        drafter,
         evaluate,
         gpu_selftest,
         kube,
@@ -76,6 +77,7 @@ def build_parser() -> argparse.ArgumentParser:
         check,
         data,
         models,
+        drafter,
         serve,
         kube,
         show,

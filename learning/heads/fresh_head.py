@@ -27,25 +27,32 @@ def draft_vocabulary(
     size: int,
     vocab_size: int,
     *,
-    responses: Iterable[np.ndarray],
+    counts: Tensor | None = None,
+    responses: Iterable[np.ndarray] = (),
     prompts: Iterable[np.ndarray] = (),
     always: Sequence[int] = (),
 ) -> Int[Tensor, " D"]:
-    """Return the target's ids that a head may draft, ascending: at most `vocab_size` of them.
+    """Return the target's ids that a head may draft, ascending: `size` of them, of the lowest `vocab_size`.
 
-    `always` (the stop tokens) first, then the most frequent tokens of the target's own responses, those of the
-    prompts, and the lowest ids; of equally frequent ones the lower id.
+    First `always` (the stop tokens); then the most frequent of the target's own responses, by `counts` [V] where they
+    are given (`token_shares.expected_counts`), else in `responses`; then those of the prompts, and the lowest ids. Of
+    equally frequent ones the lower id.
     """
     size = min(size, vocab_size)
     chosen = dict.fromkeys(token for token in always if 0 <= token < vocab_size)
-    for texts in (responses, prompts):
-        counts = np.zeros(vocab_size, dtype=np.int64)
-        for text in texts:
-            np.add.at(counts, text, 1)
-        order = np.argsort(-counts, kind="stable")
-        chosen |= dict.fromkeys(order[counts[order] > 0].tolist())
+    for found in (
+        _counted(responses, vocab_size) if counts is None else counts,
+        _counted(prompts, vocab_size),
+    ):
+        by_count = torch.sort(found[:vocab_size], descending=True, stable=True)
+        chosen |= dict.fromkeys(by_count.indices[by_count.values > 0].tolist())
     chosen |= dict.fromkeys(range(vocab_size))
     return torch.tensor(sorted(list(chosen)[:size]), dtype=torch.int64)
+
+
+def _counted(texts: Iterable[np.ndarray], vocab_size: int) -> Tensor:
+    joined = [*texts, np.zeros(0, dtype=np.int64)]
+    return torch.bincount(torch.from_numpy(np.concatenate(joined).astype(np.int64)), minlength=vocab_size)
 
 
 def fresh_head(
@@ -112,6 +119,17 @@ def head_config(target: CausalLM, draft_vocab_size: int, *, taps: Sequence[int] 
         rope_parameters=_rope_of(config),
         max_position_embeddings=config.max_position_embeddings,
     )
+
+
+def require_kin(target: CausalLM) -> None:
+    """Raise ModelError for a target whose layers are not Llama's or its kin's."""
+    base: Any = target.base_model
+    layers, norm = getattr(base, "layers", None), getattr(base, "norm", None)
+    if norm is None or not layers or not hasattr(getattr(layers[-1], "mlp", None), "gate_proj"):
+        raise ModelError(
+            f"no draft head can be made for a {type(target).__name__}: expected layers as Llama, Mistral and Qwen have "
+            "them (layers, norm, gated mlp); draft with speculation.drafter=suffix"
+        )
 
 
 def _rope_of(config: Any) -> dict[str, Any]:

@@ -4,7 +4,7 @@ Logits of a whole step would take gigabytes; here a few dozen rows exist at a ti
 position is computed once for all levels that predict it.
 
 Source: Hinton et al. 2015, section 2 (soft targets); gradients in the forward pass as in Hsu et al. 2024, 'Liger
-Kernel', section 3.2 (FusedLinearCrossEntropy).
+Kernel' (FusedLinearCrossEntropy).
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ from core.errors import ConfigError
 from engine.drafters.head.head_weights import load_head, save_head
 from learning.heads.fresh_head import draft_vocabulary, fresh_head
 from learning.heads.head_trainer import HeadTrainer
+from learning.heads.operations import Products
 
 SHAPES = [(3, 9), (2, 6), (4, 7)]
 
@@ -76,6 +77,26 @@ def test_a_step_that_is_stopped_anywhere_changes_nothing():
         assert all(parameter.grad is None for parameter in trainer.module.parameters())
     assert trainer.step(sequences) is not None
     assert same(trainer.state(), twin.state())
+
+
+def test_no_product_is_longer_than_a_piece(monkeypatch):
+    most = 6000.0
+    monkeypatch.setattr("learning.heads.operations.PIECE_FLOPS", {torch.float32: most})
+    num_products = 0
+    product = Products.product
+
+    def measured(self, left, right):
+        nonlocal num_products
+        num_products += 1
+        # eight rows are taken at once however wide the matrix
+        assert len(left) <= 8 or 2 * len(left) * right.numel() <= most
+        return product(self, left, right)
+
+    monkeypatch.setattr(Products, "product", measured)
+    model = model_of()
+    head = tiny_head(model)
+    assert trainer_of(model, head).step(random_sequences(model, head, SHAPES)) is not None
+    assert num_products > 100
 
 
 def test_a_saved_state_goes_on_bit_for_bit():
