@@ -69,6 +69,13 @@ def add_parser(commands: Any) -> None:
         metavar="D",
         help="token ids that it drafts (%(default)s)",
     )
+    make.add_argument(
+        "--threads",
+        type=_count("--threads"),
+        default=1,
+        metavar="N",
+        help="of torch, for training (%(default)s)",
+    )
     evaluate = _action(actions, "eval", "how a head's drafts are accepted", _EVAL, evaluate_head)
     evaluate.add_argument(
         "--drafter", type=path_argument, required=True, metavar="DIR", help="folder of the head"
@@ -113,7 +120,9 @@ def make_head(args: argparse.Namespace) -> int:
         budget_s=args.budget,
         temperature=args.temperature,
         max_new_tokens=args.max_new_tokens,
-        recipe=HeadRecipe(num_tokens=args.tokens, draft_vocab_size=args.draft_vocab),
+        recipe=HeadRecipe(
+            num_tokens=args.tokens, draft_vocab_size=args.draft_vocab, num_threads=args.threads
+        ),
         seed=args.seed,
     )
     return 0

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from core.errors import ConfigError
+from core.errors import ConfigError, DataError
 from core.records import Prompt, SamplingParams
 from engine.drafters.head.head_weights import HeadWeights
 from engine.numerics import on_threads
@@ -44,13 +44,15 @@ class HeadRecipe:
     "of the learning rate, at the end"
     step_anchors: int = 256
     "positions of an optimizer step, but at least one response"
-    generate_share: float = 0.5
+    generate_share: float = 0.6
     "of the budget, at most"
     evaluate_share: float = 0.06
     held_out_share: float = 0.08
     "of the responses"
     num_levels: int = 6
     "drafted for the acceptance that is told"
+    num_threads: int = 1
+    "of torch, for training; on a busy machine several wait for each other at every operation"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,9 +100,15 @@ def make_head(
 
     Raises:
         ModelError: the target's layers are not Llama's or its kin's, or its context is too short.
+        DataError: fewer than two prompts.
         ConfigError: the budget is over before two responses are there, or before a single step.
         NotFiniteError: the target's logits are not.
     """
+    if len(prompts) < 2:
+        raise DataError(
+            f"a draft head needs two prompts at least, one to learn from and one held out, got {len(prompts)}; give "
+            "hundreds"
+        )
     maker = _Maker(target, sampling, recipe or HeadRecipe(), budget_s, seed, progress, clock)
     return maker.make(prompts, vocab_size)
 
@@ -123,7 +131,6 @@ class _Maker:
 
     def make(self, prompts: Sequence[Prompt], vocab_size: int) -> MadeHead:
         """See `make_head`."""
-        num_threads = torch.get_num_threads()
         responses = list(self._responses(prompts, vocab_size))
         generate_s = self._spent_s
         if len(responses) < 2:
@@ -131,9 +138,12 @@ class _Maker:
                 f"a draft head needs two responses at least, one to learn from and one held out; {self._budget_s:g} s "
                 f"were enough for {len(responses)}; give --budget more seconds, or lower --max-new-tokens"
             )
-        num_held_out = max(1, round(len(responses) * self._recipe.held_out_share))
-        held_out, learned_from = responses[:num_held_out], responses[num_held_out:]
-        with on_threads(num_threads):
+        # they come in the order of their ends, the short ones first
+        responses.sort(key=lambda each: each.key.sample_index)
+        every = max(2, round(1.0 / self._recipe.held_out_share))
+        held_out = responses[::every]
+        learned_from = [each for place, each in enumerate(responses) if place % every]
+        with on_threads(self._recipe.num_threads):
             trainer = self._trainer(learned_from, vocab_size)
             num_learned = self._train(trainer, learned_from)
             train_s = self._spent_s - generate_s
