@@ -72,13 +72,14 @@ def read_inputs(
     config = config_from_dict(apply_overrides(tree, overrides), origin="the command")
     config = resolve_models(config, report)
     name = config.models.target
-    tokenizer = load_tokenizer(config.models.tokenizer or name)
+    trust = config.models.trust_remote_code
+    tokenizer = load_tokenizer(config.models.tokenizer or name, trust_remote_code=trust)
     says_chat = any(one.startswith("data.chat=") for one in overrides)
     if tokenizer.chat_template is not None and not says_chat:
         config = config.model_copy(update={"data": config.data.model_copy(update={"chat": True})})
     report.stage("reading model and prompts")
     dataset = load_prompts(config.data, tokenizer, seed=config.run.seed)
-    model = load_causal_lm(name, "float32", trust_remote_code=config.models.trust_remote_code)
+    model = load_causal_lm(name, "float32", trust_remote_code=trust)
     report.stop()
     for line in dataset.notes():
         report.note(line)

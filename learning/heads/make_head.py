@@ -44,7 +44,7 @@ class HeadRecipe:
     "of the learning rate, at the end"
     step_anchors: int = 256
     "positions of an optimizer step, but at least one response"
-    generate_share: float = 0.6
+    generate_share: float = 0.65
     "of the budget, at most"
     evaluate_share: float = 0.06
     held_out_share: float = 0.08

@@ -87,7 +87,7 @@ def test_the_budget_ends_every_part():
         recipe=HeadRecipe(num_tokens=10**6, draft_vocab_size=12, max_passes=10**6, step_anchors=40),
         clock=Ticking(0.25),
     )
-    assert made.generate_s <= 610.0
+    assert made.generate_s <= 660.0
     assert made.num_steps > 0 and made.acceptance.num_anchors > 0
     assert made.seconds <= 1010.0
 
