@@ -141,6 +141,17 @@ ROWS = (
                 _by_actor("max by (run, actor) ({instance_drafter_alarm})"),
                 text="1: drafting was suspended, because it was accepted too seldom.",
             ),
+            _panel(
+                "Training the draft head in idle time",
+                _by_actor("sum by (run, actor) (rate({spot_seconds}[rate]))"),
+                unit="percentunit",
+                text="Share of time that an instance's thread computed on it.",
+            ),
+            _panel(
+                "What the draft head learned from",
+                ("sum by (run) (rate({spot_tokens}[rate]))", "tokens/s {{run}}"),
+                ("sum by (run) (rate({spot_steps}[rate]))", "steps/s {{run}}"),
+            ),
         ),
     ),
     Row(

@@ -21,6 +21,9 @@ _MAY_CHANGE = (
     # prompts are compared as such (`PromptCursor.restore`), wherever they lie
     "data.path",
     "speculation",
+    "drafter_training.spot",
+    "drafter_training.buffer_mb",
+    "drafter_training.head_learning_rate",
     "engine.max_running_samples",
     "engine.kv_cache_mb",
     "engine.turn_cache_mb",

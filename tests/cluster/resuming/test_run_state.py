@@ -265,6 +265,11 @@ def test_a_run_may_get_longer_unless_its_learning_rate_falls_towards_the_end() -
     assert deciding_changes(falling, longer) == ["run.iterations was 6, now 9"]
 
 
+def test_how_a_draft_head_is_trained_decides_nothing() -> None:
+    other = config("drafter_training.spot=off", "drafter_training.buffer_mb=64", "speculation.drafter=head")
+    assert deciding_changes(config(), other) == []
+
+
 def test_auto_goes_on_with_the_newest_run_of_the_same_config(run_dir: RunDir) -> None:
     base, notes = run_dir.path.parent, []
     other = RunDir.create(config("run.seed=1"), base / "run-20260102-120000")
