@@ -12,8 +12,8 @@ from core.config import EngineConfig, SpeculationConfig
 from core.records import Prompt, SampleKey, SampleRequest, SamplingParams, Stream
 from engine.build import build_engine
 from engine.drafters.head.feature_sequence import FeatureSequence
+from engine.drafters.head.tapping import record_features
 from engine.engine import Engine
-from learning.heads.target_features import TargetFeatures
 
 SLOTS = 32
 
@@ -32,8 +32,12 @@ class OwnResponse:
         return self.sequence.num_response_tokens
 
 
+MAX_BYTES = 1 << 32
+"Of what is being recorded: far more than SLOTS responses have. What has finished is taken at once."
+
+
 class Responder:
-    """A target with an engine that decodes it plainly, and what listens to its layers."""
+    """A target with an engine that decodes it plainly, and what records its hidden states meanwhile."""
 
     def __init__(
         self,
@@ -45,7 +49,6 @@ class Responder:
         num_slots: int = SLOTS,
     ) -> None:
         """Raises as `build_engine`."""
-        self._target, self._taps = target, taps
         self._engine: Engine = build_engine(
             target,
             None,
@@ -54,6 +57,7 @@ class Responder:
             max_total_tokens=max_total_tokens,
             vocab_size=vocab_size,
         )
+        self._recorder = record_features(self._engine, taps, max_bytes=MAX_BYTES)
 
     def responses(
         self,
@@ -65,7 +69,8 @@ class Responder:
     ) -> Iterator[OwnResponse]:
         """Yield responses as they finish, until all have or `should_stop` says so, asked between decode steps.
 
-        Those that are not finished then are lost. Raises NotFiniteError as `Engine.step`.
+        Those that are not finished then are lost, and those of next to no tokens left out. Raises NotFiniteError as
+        `Engine.step`.
         """
         asked: dict[SampleKey, SampleRequest] = {}
         for index, prompt in enumerate(prompts):
@@ -74,11 +79,14 @@ class Responder:
         try:
             for request in asked.values():
                 self._engine.submit(request)
-            with TargetFeatures(self._target, self._taps) as features:
-                while self._engine.has_work and not should_stop():
-                    for done in self._engine.step():
-                        prompt = asked[done.key].prompt
-                        sequence = features.of(np.asarray(prompt.token_ids), done.token_ids)
-                        yield OwnResponse(key=done.key, prompt=prompt, sequence=sequence)
+            while self._engine.has_work and not should_stop():
+                done = self._engine.step()
+                recorded = {sequence.token_ids.tobytes(): sequence for sequence in self._recorder.take()}
+                for completion in done:
+                    prompt = asked[completion.key].prompt
+                    text = np.concatenate([prompt.token_ids, completion.token_ids]).astype(np.int64)
+                    sequence = recorded.get(text.tobytes())
+                    if sequence is not None:
+                        yield OwnResponse(key=completion.key, prompt=prompt, sequence=sequence)
         finally:
             self._engine.cancel_all()

@@ -8,7 +8,7 @@ from engine.drafters.head.feature_sequence import FeatureSequence
 from engine.drafters.head.head_weights import HeadWeights
 from learning.heads.fresh_head import draft_vocabulary, fresh_head
 from learning.heads.head_trainer import HeadTrainer
-from learning.heads.target_features import TargetFeatures
+from tests.helpers.target_features import TargetFeatures
 
 
 def tiny_head(model, size: int = 11, *, seed: int = 0, noise: float = 0.2) -> HeadWeights:

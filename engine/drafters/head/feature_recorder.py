@@ -1,7 +1,8 @@
 """Keeps what running samples give a head to learn from: no forward is made for it (TLT, arXiv 2511.16665, 4.2).
 
-Rows come from prefills and verifications as they happen. A sample whose first tokens were computed elsewhere (it moved
-in, or its caches were kept from an earlier turn) has no rows for them, and is not recorded.
+Rows come from prefills and verifications as they happen. Recorded are samples whose every response token was decoded
+here, in one go: not those that moved, were preempted, or went on from an earlier turn's caches. A prefill ends before
+the last layer's output, so response tokens that were prefilled again could teach nothing.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class FeatureRecorder:
             num_taps: tapped layers whose inputs a row begins with; the last layer's output follows them.
             hidden_size: H.
             max_bytes: of finished sequences; the oldest are given up for new ones. As much again, at most, for those
-                that run: samples beyond it are not recorded.
+                that run: one that outgrows it is recorded no further.
             dtype: of the rows kept.
         """
         self._columns = (num_taps + 1) * hidden_size
@@ -43,6 +44,8 @@ class FeatureRecorder:
         self._rows: dict[int, Tensor] = {}
         "of the slots that are recorded, [room, (k + 1) H]; a room of twice what is needed at most"
         self._count: dict[int, int] = {}
+        self._decoded_from: dict[int, int] = {}
+        "the first position of a slot that a decode step has computed"
         self._done: list[FeatureSequence] = []
 
     def take(self) -> list[FeatureSequence]:
@@ -71,7 +74,7 @@ class FeatureRecorder:
         """See `HiddenFollower`."""
         if self._count.get(source, 0) >= piece.length:
             self._begin(piece.slot)
-            if piece.slot in self._rows:
+            if piece.slot in self._rows and source in self._rows:
                 self._append(piece.slot, self._rows[source][: piece.length])
         else:
             self._forget(piece.slot)
@@ -85,6 +88,7 @@ class FeatureRecorder:
             if root == 0:
                 self._begin(slot)
             if self._count.get(slot) == root:
+                self._decoded_from.setdefault(slot, root)
                 self._append(slot, hidden[slot, : int(num_accepted[slot]) + 1])
             else:
                 self._forget(slot)
@@ -94,14 +98,17 @@ class FeatureRecorder:
         self._forget(target)
         if source in self._rows:
             self._rows[target], self._count[target] = self._rows.pop(source), self._count.pop(source)
+            if source in self._decoded_from:
+                self._decoded_from[target] = self._decoded_from.pop(source)
 
     def left(self, slot: int, batch: RunningBatch) -> None:
-        """Keep the sequence, if all of it was seen; see `HiddenFollower`."""
+        """Keep the sequence, if it has ended and all of it was seen; see `HiddenFollower`."""
         prompt, total = int(batch.prompt_lengths[slot]), int(batch.lengths[slot])
         rows, count = self._rows.get(slot), self._count.get(slot, 0)
+        whole = batch.has_ended(slot) and self._decoded_from.get(slot, total) <= prompt - 1
         self._forget(slot)
         # a stop token or a limit may have cut what a step accepted
-        if rows is None or count < total - 1 or total - prompt < LEAST_RESPONSE:
+        if rows is None or not whole or count < total - 1 or total - prompt < LEAST_RESPONSE:
             return
         taps, last = rows[: total - 1].split([self._columns - self._hidden_size, self._hidden_size], dim=-1)
         self._done.append(
@@ -121,7 +128,7 @@ class FeatureRecorder:
 
     def _begin(self, slot: int) -> None:
         self._forget(slot)
-        if self._open_bytes < self._max_bytes:
+        if self._open_bytes + FIRST_ROWS * self._columns * self._dtype.itemsize <= self._max_bytes:
             self._rows[slot] = torch.empty(FIRST_ROWS, self._columns, dtype=self._dtype)
             self._count[slot] = 0
 
@@ -129,6 +136,11 @@ class FeatureRecorder:
         count = self._count[slot]
         needed = count + len(hidden)
         if needed > len(self._rows[slot]):
+            # both stand side by side for a moment
+            room = 2 * needed * self._columns * self._dtype.itemsize
+            if self._open_bytes + room > self._max_bytes:
+                self._forget(slot)
+                return
             grown = torch.empty(2 * needed, self._columns, dtype=self._dtype)
             grown[:count] = self._rows[slot][:count]
             self._rows[slot] = grown
@@ -136,5 +148,5 @@ class FeatureRecorder:
         self._count[slot] = needed
 
     def _forget(self, slot: int) -> None:
-        self._rows.pop(slot, None)
-        self._count.pop(slot, None)
+        for each in (self._rows, self._count, self._decoded_from):
+            each.pop(slot, None)

@@ -8,6 +8,7 @@ import torch
 from core.config import EngineConfig, SpeculationConfig
 from core.records import SamplingParams
 from engine.build import build_engine
+from engine.drafters.head.feature_recorder import FeatureRecorder
 from engine.drafters.head.tapping import record_features
 from tests.helpers.random_heads import random_head
 
@@ -23,8 +24,14 @@ def target(new_model: Callable):
     return new_model(7, "float32", num_layers=4)
 
 
-def recorded(target, requests, plan: str, *, slots: int = 4, max_bytes: int = 1 << 28, **engine):
+def recorded(target, requests, plan: str, **settings):
     """Generate, and return the recorder and the completions."""
+    made, recorder = recording_engine(target, plan, **settings)
+    return recorder, made.generate(requests)
+
+
+def recording_engine(target, plan: str, *, slots: int = 4, max_bytes: int = 1 << 28, **engine):
+    """An engine, and what records beside it."""
     head = random_head(target)
     made = build_engine(
         target,
@@ -36,7 +43,7 @@ def recorded(target, requests, plan: str, *, slots: int = 4, max_bytes: int = 1 
         max_total_tokens=128,
     )
     recorder = record_features(made, head.config.tapped_layers, max_bytes=max_bytes, dtype=torch.float32)
-    return recorder, made.generate(requests)
+    return made, recorder
 
 
 @pytest.mark.parametrize("plan", PLANS)
@@ -68,11 +75,39 @@ def test_rows_are_those_of_a_whole_forward(target, make_requests, plan: str) -> 
     assert recorder.num_bytes == 0, "nothing is held of samples that have left"
 
 
-def test_memory_is_bounded(target, make_requests) -> None:
-    requests = make_requests((20,) * 12, SamplingParams(max_new_tokens=24))
-    recorder, _ = recorded(target, requests, "plain", max_bytes=100_000)
-    assert 0 < recorder.num_bytes <= 100_000
+def test_memory_is_bounded(target, make_requests, monkeypatch) -> None:
+    """Of finished sequences, and of those that run while they grow."""
+    most: list[int] = []
+    append = FeatureRecorder._append
+
+    def watched(self: FeatureRecorder, slot: int, hidden: torch.Tensor) -> None:
+        append(self, slot, hidden)
+        most.append(self._open_bytes)
+
+    monkeypatch.setattr(FeatureRecorder, "_append", watched)
+    requests = make_requests((20,) * 12, SamplingParams(max_new_tokens=100))
+    recorder, _ = recorded(target, requests, "plain", max_bytes=500_000)
+    assert 0 < max(most) <= 500_000
+    assert 0 < recorder.num_bytes <= 500_000
     assert 0 < len(recorder.take()) < 12
+
+
+def test_preempted_samples_teach_nothing(target, make_requests) -> None:
+    """Their response tokens are prefilled again, and a prefill ends before the last layer's output."""
+    requests = make_requests((9, 12, 15), SamplingParams(max_new_tokens=30))
+    engine, recorder = recording_engine(target, "plain")
+    for request in requests:
+        engine.submit(request)
+    for _ in range(10):
+        engine.step()
+    engine.exchange.preempt(1, weight_version=0)
+    assert not recorder.take(), "it has not ended"
+    done = {c.key: c for c in engine.generate([])}
+    while engine.has_work:
+        done.update((c.key, c) for c in engine.step())
+    kept = {tuple(sequence.token_ids.tolist()) for sequence in recorder.take()}
+    texts = [(*r.prompt.token_ids.tolist(), *done[r.key].token_ids.tolist()) for r in requests]
+    assert [text in kept for text in texts] == [True, False, True]
 
 
 def test_no_token_changes(target, make_requests) -> None:
