@@ -245,7 +245,7 @@ def _drafter(
                 "speculation.drafter is 'head' but no draft head was given; set models.draft to a folder that "
                 "`rlhfspec drafter make` has written"
             )
-        return _head_drafter(draft, engine, policy, runner, max_total_tokens, vocab_size)
+        return head_drafter(draft, engine, policy, runner, max_total_tokens, vocab_size)
     if speculation.drafter == "model":
         if draft is None or isinstance(draft, HeadWeights):
             raise ConfigError("speculation.drafter is 'model' but no draft model was given; set models.draft")
@@ -260,7 +260,7 @@ def _drafter(
     return None
 
 
-def _head_drafter(
+def head_drafter(
     head: HeadWeights,
     engine: EngineConfig,
     policy: DraftPolicy,
@@ -268,6 +268,7 @@ def _head_drafter(
     max_total_tokens: int,
     vocab_size: int,
 ) -> HeadDrafter:
+    """Return the drafter of a head on this runner, whose hidden states are tapped for it. Raises ModelError."""
     require_fit(head.config, runner.model.config)
     pool = runner.pool
     taps = tap_for_head(

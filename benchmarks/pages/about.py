@@ -205,7 +205,7 @@ ABOUT = {
         "log-probabilities, rewards, metrics that are not of the clock, and the final checksum are compared with an "
         "undisturbed run's. `recovery_s`: until every pool has as many actors at work as before. `resumes`: drivers "
         "killed at a random moment and resumed, PPO and GRPO, with and without LoRA, compared likewise. "
-        "`verify_over_generate`: `rlhfspec verify --share 1.0` of an undisturbed run, the engine's start included, over "
+        "`verify_over_generate`: `rlhfspec verify --share 1.0` of an undisturbed run, its start included, over "
         "the seconds of its generation on two instances; `verify_command_over_generate`: the whole command, with "
         "imports and checksums.",
         full=True,
