@@ -34,6 +34,7 @@ from torch import Tensor
 
 from core.errors import ModelError
 from core.files import storage_errors
+from engine.drafters.head.config_keys import tap_keys, taps_of
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 WEIGHTS_FILE = "model.safetensors"
@@ -156,10 +157,7 @@ def config_tree(head: HeadWeights) -> dict[str, Any]:
         "attention_bias": False,
         "tie_word_embeddings": False,
         "torch_dtype": str(head.tensors["fc.weight"].dtype).removeprefix("torch."),
-        "eagle_config": {
-            "use_aux_hidden_state": True,
-            "eagle_aux_hidden_state_layer_ids": list(config.tapped_layers),
-        },
+        **tap_keys(config.tapped_layers),
     }
 
 
@@ -277,8 +275,6 @@ def config_of_tree(tree: Mapping[str, Any], num_target_layers: int) -> HeadConfi
     """Read the sizes from a `config.json`; `num_target_layers` as in `load_head`. Raises KeyError and the like."""
     hidden = int(tree["hidden_size"])
     num_heads = int(tree["num_attention_heads"])
-    eagle = tree.get("eagle_config") or {}
-    taps = eagle.get("eagle_aux_hidden_state_layer_ids") or tree.get("eagle_aux_hidden_state_layer_ids")
     rope: dict[str, Any] = {"rope_theta": float(tree.get("rope_theta") or 10_000.0)}
     rope |= tree.get("rope_parameters") or {}
     rope |= tree.get("rope_scaling") or {}
@@ -292,7 +288,7 @@ def config_of_tree(tree: Mapping[str, Any], num_target_layers: int) -> HeadConfi
         head_size=int(tree.get("head_dim") or hidden // num_heads),
         vocab_size=int(tree["vocab_size"]),
         draft_vocab_size=int(tree.get("draft_vocab_size") or tree["vocab_size"]),
-        tapped_layers=tuple(int(layer) for layer in taps) if taps else default_taps(num_target_layers),
+        tapped_layers=taps_of(tree) or default_taps(num_target_layers),
         rms_norm_eps=float(tree.get("rms_norm_eps") or 1e-5),
         rope_parameters=rope,
         max_position_embeddings=int(tree.get("max_position_embeddings") or 2048),
