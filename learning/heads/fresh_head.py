@@ -11,6 +11,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from core.errors import ModelError
+from engine.drafters.head.config_keys import ROPE_NEEDS, rope_of
 from engine.drafters.head.head_weights import (
     LAYER,
     HeadConfig,
@@ -133,8 +134,6 @@ def require_kin(target: CausalLM) -> None:
 
 
 def _rope_of(config: Any) -> dict[str, Any]:
-    """The target's, as the files of heads have it: the kind is left out where it is the default one."""
-    rope = dict(config.rope_parameters or {"rope_theta": 10_000.0})
-    if rope.get("rope_type", "default") == "default":
-        return {"rope_theta": float(rope["rope_theta"])}
-    return rope
+    """The target's where its frequencies are the same at every length, else plain ones of the same base."""
+    rope = rope_of(config.rope_parameters or {})
+    return rope if rope.get("rope_type", "default") in ROPE_NEEDS else {"rope_theta": rope["rope_theta"]}

@@ -34,13 +34,12 @@ from torch import Tensor
 
 from core.errors import ModelError
 from core.files import storage_errors
+from engine.drafters.head.config_keys import require_plain, rope_of, rope_of_tree, tap_keys, taps_of
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 WEIGHTS_FILE = "model.safetensors"
 CONFIG_FILE = "config.json"
 LAYER = "midlayer."
-NUM_MIXED = 3
-"Hidden states that `fc` mixes."
 LEFT_OUT = ("embed_tokens.weight", "model.embed_tokens.weight")
 
 
@@ -58,9 +57,13 @@ class HeadConfig:
     draft_vocab_size: int
     tapped_layers: tuple[int, ...]
     "whose inputs are mixed, of the target's layers from 0, ascending"
-    rms_norm_eps: float = 1e-5
-    rope_parameters: Mapping[str, Any] = field(default_factory=lambda: {"rope_theta": 10_000.0})
+    rms_norm_eps: float = 1e-6
+    rope_parameters: Mapping[str, Any] = field(default_factory=dict)
+    "by their present names; the default kind is left out (`config_keys.rope_of`)"
     max_position_embeddings: int = 2048
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rope_parameters", rope_of(self.rope_parameters))
 
     @property
     def attended_size(self) -> int:
@@ -148,7 +151,7 @@ def config_tree(head: HeadWeights) -> dict[str, Any]:
         "num_key_value_heads": config.num_kv_heads,
         "head_dim": config.head_size,
         "rms_norm_eps": config.rms_norm_eps,
-        "rope_theta": config.rope_parameters.get("rope_theta", 10_000.0),
+        "rope_theta": config.rope_parameters["rope_theta"],
         "rope_scaling": _scaling_of(config.rope_parameters),
         "max_position_embeddings": config.max_position_embeddings,
         "vocab_size": config.vocab_size,
@@ -156,10 +159,7 @@ def config_tree(head: HeadWeights) -> dict[str, Any]:
         "attention_bias": False,
         "tie_word_embeddings": False,
         "torch_dtype": str(head.tensors["fc.weight"].dtype).removeprefix("torch."),
-        "eagle_config": {
-            "use_aux_hidden_state": True,
-            "eagle_aux_hidden_state_layer_ids": list(config.tapped_layers),
-        },
+        **tap_keys(config.tapped_layers),
     }
 
 
@@ -196,8 +196,9 @@ def load_head_config(folder: Path, *, num_target_layers: int) -> HeadConfig:
     """Read the sizes of the head in a folder; arguments and errors as `load_head`. Its weights need not be there."""
     tree = _read_config(folder)
     try:
+        require_plain(tree, str(folder))
         return config_of_tree(tree, num_target_layers)
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ModelError(
             f"the config.json of the draft head {folder} lacks what an EAGLE-3 head needs: {type(error).__name__} "
             f"{error}; take a head of that form, or make one with `rlhfspec drafter make`"
@@ -277,13 +278,6 @@ def config_of_tree(tree: Mapping[str, Any], num_target_layers: int) -> HeadConfi
     """Read the sizes from a `config.json`; `num_target_layers` as in `load_head`. Raises KeyError and the like."""
     hidden = int(tree["hidden_size"])
     num_heads = int(tree["num_attention_heads"])
-    eagle = tree.get("eagle_config") or {}
-    taps = eagle.get("eagle_aux_hidden_state_layer_ids") or tree.get("eagle_aux_hidden_state_layer_ids")
-    rope: dict[str, Any] = {"rope_theta": float(tree.get("rope_theta") or 10_000.0)}
-    rope |= tree.get("rope_parameters") or {}
-    rope |= tree.get("rope_scaling") or {}
-    if int(tree.get("num_hidden_layers", 1)) != 1:
-        raise ValueError(f"num_hidden_layers 1 was expected, got {tree['num_hidden_layers']}")
     return HeadConfig(
         hidden_size=hidden,
         intermediate_size=int(tree["intermediate_size"]),
@@ -292,14 +286,13 @@ def config_of_tree(tree: Mapping[str, Any], num_target_layers: int) -> HeadConfi
         head_size=int(tree.get("head_dim") or hidden // num_heads),
         vocab_size=int(tree["vocab_size"]),
         draft_vocab_size=int(tree.get("draft_vocab_size") or tree["vocab_size"]),
-        tapped_layers=tuple(int(layer) for layer in taps) if taps else default_taps(num_target_layers),
-        rms_norm_eps=float(tree.get("rms_norm_eps") or 1e-5),
-        rope_parameters=rope,
+        tapped_layers=taps_of(tree) or default_taps(num_target_layers),
+        rms_norm_eps=float(tree.get("rms_norm_eps") or 1e-6),
+        rope_parameters=rope_of_tree(tree),
         max_position_embeddings=int(tree.get("max_position_embeddings") or 2048),
     )
 
 
 def _scaling_of(rope: Mapping[str, Any]) -> dict[str, Any] | None:
     """What a config calls `rope_scaling`: everything but the base."""
-    rest = {key: value for key, value in rope.items() if key != "rope_theta"}
-    return rest if rest.get("rope_type", "default") != "default" else None
+    return {key: value for key, value in rope.items() if key != "rope_theta"} or None

@@ -112,7 +112,7 @@ def test_a_folder_that_is_no_head_is_refused(check, tiny_pair: TinyPair, tmp_pat
         ({"hidden_size": 64}, "of EAGLE-3's form: expected fc.weight"),
         ({"vocab_size": 4096}, "of EAGLE-3's form: expected t2d"),
         (
-            {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}},
+            {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]},
             "layer 2, the target has 2 layers",
         ),
     ],

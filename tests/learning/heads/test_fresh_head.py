@@ -50,3 +50,13 @@ def test_a_model_of_another_build_is_refused():
     model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=19))
     with pytest.raises(ModelError, match="no draft head can be made for a GPT2LMHeadModel"):
         fresh_head(model, torch.arange(4))
+
+
+@pytest.mark.parametrize(
+    ("scaling", "kind"),
+    [({"rope_type": "linear", "factor": 2.0}, "linear"), ({"rope_type": "dynamic", "factor": 2.0}, None)],
+)
+def test_rotary_positions_are_the_targets_where_they_do_not_depend_on_the_length(scaling: dict, kind):
+    model = tiny_llama(rope_parameters={"rope_theta": 5_000.0, **scaling})
+    rope = fresh_head(model, torch.arange(4)).config.rope_parameters
+    assert rope["rope_theta"] == 5_000.0 and rope.get("rope_type") == kind
