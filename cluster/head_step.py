@@ -32,7 +32,7 @@ from engine.drafters.head.published_head import published_head
 from engine.weights.chunks import weight_views
 
 FORGET = 0.9
-"What is left of the seconds set aside after an iteration without a publication."
+"What is left of the seconds set aside after an iteration that had no time for a meeting."
 
 Outcome = Literal["taken", "worse", "nothing", "no_time"]
 
@@ -83,10 +83,10 @@ def train_head(system: System, *, iteration_s: float, report: Reporter) -> dict[
         return HeadStep(outcome="no_time", weight_version=draft.manifest.weight_version).figures()
     step = _Step(system, report)
     done = step.take()
-    if done.outcome == "taken":
-        system.refit_overhead_s = time.perf_counter() - began_s
-    else:
-        system.refit_overhead_s *= FORGET
+    seconds = time.perf_counter() - began_s
+    # collecting and comparing cost what they cost, whatever comes of them; where nobody had learned anything, a meeting
+    # that has something to collect costs as much as before, or more
+    system.refit_overhead_s = seconds if done.num_trained else max(seconds, system.refit_overhead_s)
     return done.figures()
 
 

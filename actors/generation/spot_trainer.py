@@ -260,8 +260,16 @@ class SpotTrainer:
             if self._is_handed_over or self._learned_since_arrival >= enough:
                 return False
             sequences = self._buffer.sample(self._rng, self._step_tokens)
+        was_stopped = False
+
+        def watched() -> bool:
+            # an order may be over by the time that the step has ended: what it saw counts
+            nonlocal was_stopped
+            was_stopped = was_stopped or should_stop()
+            return was_stopped
+
         began_s = self._clock()
-        report = self._learner.step(sequences, should_stop)
+        report = self._learner.step(sequences, watched)
         seconds = self._clock() - began_s
         self._train_s += seconds
         tokens = 0 if report is None else report.num_anchors
@@ -269,7 +277,7 @@ class SpotTrainer:
         if report is None:
             # stopped, or nothing in these could be learned from
             self._step_tokens = max(LEAST_TOKENS, self._step_tokens // 2)
-            return should_stop()
+            return was_stopped
         self._step_tokens = min(self._training.max_tokens_per_step, 2 * self._step_tokens)
         with self._lock:
             self._buffer.learned(sequences, report.needs)

@@ -22,7 +22,7 @@ from engine.drafters.head.feature_sequence import FeatureSequence
 from engine.drafters.head.head_weights import HeadWeights
 from learning.heads.head_module import HeadModule
 from learning.heads.operations import Products, Stopped
-from learning.heads.packed_features import PackedFeatures, num_anchors, pack_sequences
+from learning.heads.packed_features import PackedFeatures, Stretch, num_anchors, pack_stretches
 from learning.heads.soft_loss import LevelRows, SoftTargetLoss, TargetRows
 from learning.heads.stoppable_adam import StoppableAdam
 from learning.heads.unrolled import unroll
@@ -129,7 +129,7 @@ class HeadTrainer:
         try:
             work = _Step(self._num_unrolled, sequences, counts)
             products = Products(should_stop, self._dtype)
-            for pack in pack_sequences(sequences, PACK_ANCHORS):
+            for pack in pack_stretches(sequences, PACK_ANCHORS):
                 self._learn(work, pack, products)
             rate = self.learning_rate * min(1.0, (self.num_steps + 1) / WARMUP_STEPS)
             return work.report(self._optimizer.step(rate, products))
@@ -143,7 +143,7 @@ class HeadTrainer:
         """Report on a step that is not taken: nothing changes."""
         counts = [num_anchors(sequence) for sequence in sequences]
         work, products = _Step(self._num_unrolled, sequences, counts), Products(dtype=self._dtype)
-        for pack in pack_sequences(sequences, PACK_ANCHORS):
+        for pack in pack_stretches(sequences, PACK_ANCHORS):
             self._learn(work, pack, products)
         return work.report(0.0)
 
@@ -182,12 +182,9 @@ class HeadTrainer:
         )
         self.load({name: value for name, value in state.items() if not name.startswith(prefix)})
 
-    def _learn(self, work: _Step, pack: list[int], products: Products) -> None:
-        """Add the gradient of some sequences."""
-        pack = [index for index in pack if work.counts[index]]
-        if not pack:
-            return
-        packed = PackedFeatures([work.sequences[index] for index in pack], self._embedding.device)
+    def _learn(self, work: _Step, pack: Sequence[Stretch], products: Products) -> None:
+        """Add the gradient of some anchors."""
+        packed = PackedFeatures(work.sequences, self._embedding.device, stretches=pack)
         states = unroll(
             self.module,
             packed,
@@ -195,16 +192,16 @@ class HeadTrainer:
             num_levels=self._num_unrolled,
             products=products,
         )
-        last = F.rms_norm(packed.last, self._final_gain.shape, self._final_gain, self._eps)
+        last = packed.target_states(len(states))
+        last = F.rms_norm(last, self._final_gain.shape, self._final_gain, self._eps)
         target = TargetRows(
             states=last.to(self._dtype), weight=self._output_rows, temperature=self._temperature
         )
-        # the k-th level's first prediction is the anchor's k-th target
         levels = [
-            LevelRows(targets=packed.level_anchors(level + 1) + level, scale=work.scales[level])
+            LevelRows(targets=packed.level_rows(level + 1, len(states)), scale=work.scales[level])
             for level in range(len(states))
         ]
-        losses = torch.zeros(len(states), device=packed.last.device)
+        losses = torch.zeros(len(states), device=last.device)
         overlaps = [torch.zeros(len(each), device=each.device) for each in states]
         normed = [products.watched(self.module.norm(each)) for each in states]
         loss: Tensor = SoftTargetLoss.apply(  # type: ignore[assignment]
@@ -227,27 +224,31 @@ class _Step:
         ]
         self._losses = torch.zeros(num_levels, dtype=torch.float64)
         self._overlaps = torch.zeros(num_levels, dtype=torch.float64)
-        self._needs = [0.0] * len(sequences)
+        self._overlap_of = [0.0] * len(sequences)
         self._loss = 0.0
 
-    def add(self, pack: Sequence[int], loss: float, losses: Tensor, overlaps: Sequence[Tensor]) -> None:
+    def add(self, pack: Sequence[Stretch], loss: float, losses: Tensor, overlaps: Sequence[Tensor]) -> None:
         """Count a pack in."""
         self._loss += loss
         self._losses[: len(losses)] += losses.cpu()
         for level, overlap in enumerate(overlaps):
             self._overlaps[level] += float(overlap.sum())
-        of_first = overlaps[0].split([self.counts[index] for index in pack])
-        for index, overlap in zip(pack, of_first, strict=True):
-            self._needs[index] = 1.0 - float(overlap.mean())
+        of_first = overlaps[0].split([len(stretch.anchors) for stretch in pack])
+        for stretch, overlap in zip(pack, of_first, strict=True):
+            self._overlap_of[stretch.index] += float(overlap.sum())
 
     def report(self, grad_norm: float) -> StepReport:
         """All of it."""
         totals = torch.tensor(self._totals).clamp(min=1)
+        needs = [
+            1.0 - overlap / count if count else 0.0
+            for overlap, count in zip(self._overlap_of, self.counts, strict=True)
+        ]
         return StepReport(
             num_anchors=self._totals[0],
             loss=self._loss,
             level_losses=tuple((self._losses / totals).tolist()),
             level_overlaps=tuple((self._overlaps / totals).tolist()),
-            needs=tuple(self._needs),
+            needs=tuple(needs),
             grad_norm=grad_norm,
         )

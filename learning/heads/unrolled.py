@@ -17,6 +17,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional as F
 
+from learning.heads.anchor_attention import Seen, attend
 from learning.heads.head_module import HeadModule
 from learning.heads.operations import Products
 from learning.heads.packed_features import PackedFeatures, Span
@@ -58,7 +59,8 @@ def unroll(
     for level in range(1, num_levels + 1):
         if level > 1:
             # the last anchor of every sequence has no further token to predict
-            state = states[-1][_without_last(packed.level_counts(level - 1), state.device)]
+            going_on = _first_of_each(packed.level_counts(level - 1), packed.level_counts(level))
+            state = states[-1][going_on.to(state.device)]
             if not len(state):
                 break
             x = _inputs(head, F.embedding(packed.level_tokens(level), embedding), state)
@@ -109,50 +111,23 @@ def _attend(
     products: Products,
 ) -> Float[Tensor, "R attended"]:
     parts = []
+    size = query.shape[-1]
     for index, (span, part) in enumerate(zip(spans, query.split(list(counts)), strict=True)):
         if len(part):
-            of_anchor = [(level.keys[index][: len(part)], level.values[index][: len(part)]) for level in own]
-            parts.append(
-                products.watched(
-                    _attend_one(part, keys[span.cells], values[span.cells], of_anchor, span.first_anchor)
-                )
+            none = part.new_zeros(len(part), keys.shape[1], 0, size)
+            own_keys = [level.keys[index][: len(part), :, None] for level in own]
+            own_values = [level.values[index][: len(part), :, None] for level in own]
+            seen = Seen(
+                keys=keys[span.cells],
+                values=values[span.cells],
+                own_keys=torch.cat([none, *own_keys], dim=2),
+                own_values=torch.cat([none, *own_values], dim=2),
             )
+            parts.append(attend(products, part, seen, span.first_anchor))
     return torch.cat(parts)
 
 
-def _attend_one(
-    query: Float[Tensor, "m heads E"],
-    keys: Float[Tensor, "n kv E"],
-    values: Float[Tensor, "n kv E"],
-    own: Sequence[tuple[Tensor, Tensor]],
-    first_anchor: int,
-) -> Float[Tensor, "m attended"]:
-    """One sequence: the m-th anchor's query sees the cells up to the anchor's own, and that anchor's levels."""
-    num, heads, size = query.shape
-    kv = keys.shape[1]
-    # [kv, group, m, E] and [kv, 1, n, E]: a group of queries shares keys and values
-    grouped = query.view(num, kv, heads // kv, size).permute(1, 2, 0, 3)
-    key, value = keys.permute(1, 0, 2)[:, None], values.permute(1, 0, 2)[:, None]
-    scores = grouped @ key.transpose(2, 3)
-    place = torch.arange(len(keys), device=query.device)
-    hidden = place[None] > first_anchor + place[:num, None]
-    scores = [scores.masked_fill(hidden, -torch.inf)]
-    scores += [(grouped * _by_kv(key_of)).sum(-1, keepdim=True) for key_of, _ in own]
-    weights = (torch.cat(scores, dim=-1) * size**-0.5).softmax(dim=-1)
-    attended = weights[..., : len(keys)] @ value
-    for level, (_, value_of) in enumerate(own):
-        attended = attended + weights[..., len(keys) + level, None] * _by_kv(value_of)
-    return attended.permute(2, 0, 1, 3).reshape(num, heads * size)
-
-
-def _by_kv(x: Float[Tensor, "m kv E"]) -> Float[Tensor, "kv 1 m E"]:
-    return x.permute(1, 0, 2)[:, None]
-
-
-def _without_last(counts: Sequence[int], device: torch.device) -> Int[Tensor, " R"]:
-    """Rows of all but the last of every sequence's."""
-    starts = [sum(counts[:index]) for index in range(len(counts))]
-    rows = [
-        torch.arange(start, start + max(count - 1, 0)) for start, count in zip(starts, counts, strict=True)
-    ]
-    return torch.cat(rows).to(device)
+def _first_of_each(before: Sequence[int], now: Sequence[int]) -> Int[Tensor, " R"]:
+    """Rows of the first `now` of every sequence's, which had `before`."""
+    starts = [sum(before[:index]) for index in range(len(before))]
+    return torch.cat([torch.arange(start, start + count) for start, count in zip(starts, now, strict=True)])

@@ -178,6 +178,20 @@ def test_a_head_that_is_worse_is_given_up_by_all(step, head: HeadWeights, verdic
     assert system.figures["draft/refit_taken"] == 0.0 and "draft/kl_before" in system.figures
 
 
+@pytest.mark.parametrize("verdict", [-1.0, 0.1])
+def test_a_meeting_sets_its_seconds_aside_whatever_comes_of_it(
+    step, monkeypatch: pytest.MonkeyPatch, verdict: float
+) -> None:
+    seconds = iter([100.0, 103.0])
+    monkeypatch.setattr(head_step.time, "perf_counter", lambda: next(seconds))
+    system = step(overhead_s=4.0, gen_0=Instance(moved_by=1.0, num_tokens=10, held_out=4, verdict=verdict))
+    assert system.refit_overhead_s == 3.0
+
+
+def test_a_meeting_without_anything_learned_leaves_what_is_set_aside(step) -> None:
+    assert step(overhead_s=4.0, gen_0=Instance()).refit_overhead_s == 4.0
+
+
 def test_where_the_comparing_instance_dies_the_next_one_compares(step) -> None:
     lost = Instance(moved_by=1.0, num_tokens=10, held_out=40, verdict=math.inf)
     other = Instance(num_tokens=10, held_out=2)

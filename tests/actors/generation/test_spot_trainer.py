@@ -126,6 +126,29 @@ def test_it_goes_on_when_it_is_allowed_again(bench) -> None:
     assert one.learner.num_ended == 2 * PASSES
 
 
+def test_an_order_that_is_over_before_its_step_has_ended_does_not_end_training(bench) -> None:
+    one = bench(num_operations=2, by_hand=True)
+    told = one.learner.step
+
+    def step(sequences, should_stop):
+        report = told(sequences, should_stop)
+        if report is None:
+            # the order is over, and instances are idle again, before the step returns
+            one.trainer.allow()
+        return report
+
+    one.learner.step = step
+    one.finish(10)
+    one.trainer.allow()
+    assert one.learner.began.acquire(timeout=LIMIT_S)
+    one.trainer.stop_soon()
+    one.learner.let_go.release(100)
+    spare = one.trainer._spare
+    with spare._changed:
+        assert spare._changed.wait_for(lambda: spare._allowed and not spare.is_active, timeout=LIMIT_S)
+    assert one.trainer.progress()[0].num_steps == PASSES
+
+
 def test_a_step_that_was_stopped_is_followed_by_a_shorter_one(bench) -> None:
     one = bench(num_operations=2, by_hand=True)
     one.finish(10)
