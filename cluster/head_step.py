@@ -1,8 +1,9 @@
 """The loop's side of spot training: what instances learned in idle time becomes the next draft head.
 
 Collected from every instance, averaged, compared with the present head on what one of them has held out, and published
-where it is no worse. All of it together stays within the share of the iteration that a refit may take: where it would
-not, instances train on and their heads meet in a later iteration (`cluster.refit_step`).
+where it is no worse; what nobody could compare is not published, and instances train on. All of it together stays
+within the share of the iteration that a refit may take: where it would not, instances train on and their heads meet in
+a later iteration (`cluster.refit_step`).
 """
 
 from __future__ import annotations
@@ -125,10 +126,17 @@ class _Step:
             return nothing
         tried = put_head(learned, weight_version=version + 1)
         found = self._compared(tried, told)
+        if not found.num_tokens:
+            self._say(
+                "what instances learned of the draft head is not published yet: none has a sequence held out to "
+                "compare heads on; they train on"
+            )
+            self._tell("train_on_head")
+            return nothing
         compared = replace(nothing, present=found.present, tried=found.tried)
-        if found.num_tokens and not found.tried <= found.present:
+        if not found.tried <= found.present:
             # NaN is worse, too
-            self._give_up()
+            self._tell("give_up_head")
             return replace(compared, outcome="worse")
         self._system.draft = tried
         self._system.generation.publish(tried)
@@ -172,9 +180,9 @@ class _Step:
                 self._say(f"{name} could not compare draft heads: {last_line(error)}")
         return HeadComparison(present=math.nan, tried=math.nan, num_tokens=0)
 
-    def _give_up(self) -> None:
-        """Let all begin again from the present head; who cannot is found when it is asked next."""
-        refs = [one.give_up_head.remote(self._timeout_s) for one in self._instances.values()]
+    def _tell(self, outcome: str) -> None:
+        """Let all know what became of their heads; who cannot be told is found when it is asked next."""
+        refs = [getattr(one, outcome).remote(self._timeout_s) for one in self._instances.values()]
         ray.wait(refs, num_returns=len(refs), timeout=self._timeout_s)
 
     def _answer(self, ref: Any, who: str, order: str, timeout_s: float) -> Any:

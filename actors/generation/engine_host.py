@@ -188,6 +188,11 @@ class ManifestHost:
         if self._spot is not None:
             self._spot.give_up()
 
+    def train_on_head(self) -> None:
+        """Train on from what was learned here."""
+        if self._spot is not None:
+            self._spot.train_on()
+
     def _received(self, layout: WeightManifest, group: BucketSource) -> Iterator[dict[str, Tensor]]:
         """The tensors of one bucket after the other, checked; views of one buffer."""
         starts, count = chunk_starts(layout), len(layout.chunk_num_bytes)

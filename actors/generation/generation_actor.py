@@ -187,6 +187,11 @@ class GenerationActor:
         self._carry_out(CallOrder(what="give up the trained head", call=self._host.give_up_head), timeout_s)
 
     @ray.method(concurrency_group="control")
+    def train_on_head(self, timeout_s: float) -> None:
+        """Train on from what was learned here: nobody could compare it."""
+        self._carry_out(CallOrder(what="train the head on", call=self._host.train_on_head), timeout_s)
+
+    @ray.method(concurrency_group="control")
     def stop(self, timeout_s: float) -> None:
         """Leave the loop at the next step boundary."""
         self._carry_out(StopOrder(), timeout_s)

@@ -42,7 +42,7 @@ def begin_training(spec: GenerationSpec, spot: SpotSpec, engine: Engine, head: H
     )
     return SpotTrainer(
         learner,
-        FeatureBuffer(max_bytes),
+        FeatureBuffer(max_bytes, max_passes=training.max_passes),
         head.trained,
         name=f"spot trainer of {spec.instance}",
         training=training,

@@ -47,6 +47,11 @@ class StepReport(Protocol):
         ...
 
     @property
+    def grad_norm(self) -> float:
+        """Where it is not finite, no step was taken."""
+        ...
+
+    @property
     def needs(self) -> tuple[float, ...]:
         """Of each sequence: the share of its positions on which the head fails."""
         ...
@@ -76,25 +81,28 @@ class HeadLearner(Protocol):
         """Go on from other weights."""
         ...
 
+    def forget_direction(self) -> None:
+        """Forget where steps were heading."""
+        ...
+
 
 class HeadBuffer(Protocol):
     """What the trainer needs of `learning.heads.feature_buffer.FeatureBuffer`."""
-
-    @property
-    def num_anchors(self) -> int:
-        """Positions that can be learned from."""
-        ...
 
     def add(self, sequence: FeatureSequence) -> bool:
         """Keep a sequence."""
         ...
 
     def sample(self, rng: np.random.Generator, max_tokens: int) -> list[FeatureSequence]:
-        """Draw some."""
+        """Draw some that may be learned from once more; none where there are none."""
         ...
 
     def learned(self, sequences: Sequence[FeatureSequence], needs: Sequence[float]) -> None:
         """Take what a step found."""
+        ...
+
+    def drop(self, sequences: Sequence[FeatureSequence]) -> None:
+        """Leave these out."""
         ...
 
     def next_iteration(self) -> None:
@@ -147,7 +155,6 @@ class SpotTrainer:
         self._num_arrived = 0
         self._held_out: deque[FeatureSequence] = deque()
         self._held_out_bytes = 0
-        self._learned_since_arrival = 0
         self._step_tokens = training.max_tokens_per_step
         self._num_steps = self._num_tokens = 0
         self._train_s = 0.0
@@ -179,8 +186,8 @@ class SpotTrainer:
                 self._num_arrived += 1
                 if self._num_arrived % HELD_OUT_EVERY == HELD_OUT_EVERY // 2:
                     self._hold_out(sequence)
-                elif self._buffer.add(sequence):
-                    self._learned_since_arrival = 0
+                else:
+                    self._buffer.add(sequence)
         self._is_handed_over = False
         self._spare.more()
 
@@ -198,7 +205,7 @@ class SpotTrainer:
     def progress(self) -> tuple[HeadProgress, dict[str, np.ndarray]]:
         """What was done since the last published head, and the tensors that came of it; none where nothing was learned.
 
-        It learns no more until the loop answers (`load`, `give_up`) or samples finish. Raises WaitTimeout.
+        It learns no more until the loop answers (`load`, `give_up`, `train_on`) or samples finish. Raises WaitTimeout.
         """
         self._spare.pause()
         failure = self._spare.failure
@@ -218,10 +225,12 @@ class SpotTrainer:
         """Compare other weights with the published ones on what was held out. Raises WaitTimeout, ConfigError."""
         self._spare.pause()
         held_out = self._compared_on()
+        own = self._learner.weights()
         losses = []
         for weights in (self._head, tensors):
             self._learner.load(weights)
             losses.append(self._learner.evaluate(held_out).loss if held_out else math.nan)
+        self._learner.load(own)
         return HeadComparison(
             present=losses[0],
             tried=losses[1],
@@ -239,7 +248,13 @@ class SpotTrainer:
         """Go back to the published head, and learn more slowly from there. Raises WaitTimeout."""
         self._spare.pause()
         self._rate_scale *= RATE_AFTER_FAILURE
+        self._learner.forget_direction()
         self._begin_from_published()
+
+    def train_on(self) -> None:
+        """Go on from what was learned and handed over: it stands, though it is not published."""
+        self._is_handed_over = False
+        self._spare.more()
 
     def close(self) -> None:
         """End the thread after the operation under way."""
@@ -256,10 +271,11 @@ class SpotTrainer:
     def _learn(self, should_stop: Callable[[], bool]) -> bool:
         """One step; see `SpareTime`."""
         with self._lock:
-            enough = self._training.max_passes * self._buffer.num_anchors
-            if self._is_handed_over or self._learned_since_arrival >= enough:
+            if self._is_handed_over:
                 return False
             sequences = self._buffer.sample(self._rng, self._step_tokens)
+        if not sequences:
+            return False
         was_stopped = False
 
         def watched() -> bool:
@@ -272,16 +288,21 @@ class SpotTrainer:
         report = self._learner.step(sequences, watched)
         seconds = self._clock() - began_s
         self._train_s += seconds
-        tokens = 0 if report is None else report.num_anchors
+        is_taken = report is not None and math.isfinite(report.grad_norm)
+        tokens = report.num_anchors if report is not None and is_taken else 0
         self._count(seconds, tokens)
         if report is None:
             # stopped, or nothing in these could be learned from
             self._step_tokens = max(LEAST_TOKENS, self._step_tokens // 2)
             return was_stopped
         self._step_tokens = min(self._training.max_tokens_per_step, 2 * self._step_tokens)
+        if not is_taken:
+            # one of them has hidden states that would never give anything finite
+            with self._lock:
+                self._buffer.drop(sequences)
+            return True
         with self._lock:
             self._buffer.learned(sequences, report.needs)
-            self._learned_since_arrival += tokens
         self._num_steps += 1
         self._num_tokens += tokens
         return True

@@ -85,7 +85,7 @@ class DrafterTrainingConfig(Section):
     max_tokens_per_step: int = Field(default=1024, ge=16)
     "tokens, padding included, in one optimizer step of the draft and in the held-out slice; of a head: response tokens"
     max_passes: int = Field(default=8, ge=1)
-    "over one iteration's rollouts, when the budget allows so many; of a head: over what its buffer holds"
+    "over one iteration's rollouts, when the budget allows so many; of a head: over each sequence that its buffer keeps"
     num_target_tokens: int = Field(default=32, ge=0)
     "likeliest tokens a position whose probabilities the update keeps to learn from; 0: sampled tokens only"
     spot: Literal["auto", "on", "off"] = "auto"

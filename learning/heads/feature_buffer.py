@@ -24,6 +24,9 @@ class _Kept:
     iteration: int
     need: float = 1.0
     num_visits: int = 0
+    "times drawn"
+    num_passes: int = 0
+    "times learned from"
 
 
 class FeatureBuffer:
@@ -33,24 +36,23 @@ class FeatureBuffer:
     iteration's the longest stay longest.
     """
 
-    def __init__(self, max_bytes: int) -> None:
-        """Raises ConfigError unless `max_bytes` is above 0."""
+    def __init__(self, max_bytes: int, *, max_passes: int = 1 << 62) -> None:
+        """A sequence that was learned from `max_passes` times is drawn no more.
+
+        Raises ConfigError unless `max_bytes` is above 0.
+        """
         if max_bytes <= 0:
             raise ConfigError(
                 f"the buffer of a draft head's features expects max_bytes above 0, got {max_bytes}"
             )
         self.max_bytes = max_bytes
+        self._max_passes = max_passes
         self.num_bytes = 0
         self._kept: list[_Kept] = []
         self._iteration = 0
 
     def __len__(self) -> int:
         return len(self._kept)
-
-    @property
-    def num_anchors(self) -> int:
-        """Positions that can be learned from."""
-        return sum(num_anchors(each.sequence) for each in self._kept)
 
     def add(self, sequence: FeatureSequence) -> bool:
         """Keep a sequence; returns False where it alone is larger than the buffer, or has nothing to learn.
@@ -73,22 +75,23 @@ class FeatureBuffer:
         self._iteration += 1
 
     def sample(self, rng: np.random.Generator, max_tokens: int) -> list[FeatureSequence]:
-        """Draw different sequences of at most `max_tokens` response tokens in all, but at least one if there is any.
+        """Draw different sequences of at most `max_tokens` response tokens in all, but at least one if any may be.
 
         A sequence's chance grows with its positions that the head is expected to fail on: those that no step has
         learned from count as failed. They are given with the longest first.
         """
-        if not self._kept:
+        kept = [each for each in self._kept if each.num_passes < self._max_passes]
+        if not kept:
             return []
-        weights = np.array([max(each.need, LEAST_NEED) * num_anchors(each.sequence) for each in self._kept])
+        weights = np.array([max(each.need, LEAST_NEED) * num_anchors(each.sequence) for each in kept])
         # exponential clocks: an order drawn without putting back (Efraimidis and Spirakis 2006)
         order = np.argsort(rng.exponential(size=len(weights)) / weights)
         chosen: list[_Kept] = []
         room = max_tokens
         for place in order.tolist():
-            size = self._kept[place].sequence.num_response_tokens
+            size = kept[place].sequence.num_response_tokens
             if size <= room or not chosen:
-                chosen.append(self._kept[place])
+                chosen.append(kept[place])
                 room -= size
             if room <= 0:
                 break
@@ -100,7 +103,15 @@ class FeatureBuffer:
         """Take what a step found: the share of each sequence's positions that the head is expected to fail on."""
         by_id = {id(sequence): need for sequence, need in zip(sequences, needs, strict=True)}
         for each in self._kept:
-            each.need = by_id.get(id(each.sequence), each.need)
+            if id(each.sequence) in by_id:
+                each.need = by_id[id(each.sequence)]
+                each.num_passes += 1
+
+    def drop(self, sequences: Sequence[FeatureSequence]) -> None:
+        """Leave these out: nothing can be learned from them."""
+        ids = {id(sequence) for sequence in sequences}
+        for each in [each for each in self._kept if id(each.sequence) in ids]:
+            self._leave_out(each)
 
     def clear(self) -> None:
         """Forget everything."""

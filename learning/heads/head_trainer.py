@@ -169,6 +169,10 @@ class HeadTrainer:
             for name, parameter in parameters.items():
                 parameter.copy_(given[name])
 
+    def forget_direction(self) -> None:
+        """Let the next step's direction be its own gradient's: that of steps before it was wrong."""
+        self._optimizer.forget_direction()
+
     def state(self) -> dict[str, Tensor]:
         """Copies of all that goes on from here: trained tensors, and the optimizer's state as `optimizer.NAME`."""
         optimizer = {f"optimizer.{name}": value for name, value in self._optimizer.state().items()}

@@ -57,6 +57,12 @@ class StoppableAdam:
         self._change_over()
         return float(norm)
 
+    @torch.no_grad()
+    def forget_direction(self) -> None:
+        """Zero the first moments: the weights have gone back, and where they were heading was wrong."""
+        for first, _ in self._moments.values():
+            first.zero_()
+
     def state(self) -> dict[str, Tensor]:
         """Copies of the moments by parameter and part, and the number of steps."""
         found = {"num_steps": torch.tensor(self.num_steps)}

@@ -86,6 +86,10 @@ class Instance:
     def give_up_head(self) -> Remote:
         return Remote(lambda timeout_s: self.asked.append("give up"))
 
+    @property
+    def train_on_head(self) -> Remote:
+        return Remote(lambda timeout_s: self.asked.append("train on"))
+
 
 def answered(ref: Any, **_: Any) -> Any:
     """As `actors.ray_utils.waiting.get`: what is an error is raised."""
@@ -160,7 +164,8 @@ def test_the_mean_of_what_instances_learned_is_published_to_all(step, head: Head
 
 @pytest.mark.parametrize("fault", [InstanceLost("gen_1 died"), LATE])
 def test_one_instance_lost_the_others_stand(step, head: HeadWeights, fault: Exception) -> None:
-    system = step(gen_0=Instance(moved_by=1.0, num_tokens=10), gen_1=Instance(num_tokens=90, fault=fault))
+    learned = Instance(moved_by=1.0, num_tokens=10, held_out=4)
+    system = step(gen_0=learned, gen_1=Instance(num_tokens=90, fault=fault))
     torch.testing.assert_close(draft_of(system).tensors["fc.weight"], head.tensors["fc.weight"] + 1.0)
     assert system.figures["draft/spot_tokens"] == 10.0
     assert len(system.notes) == 1 and "gen_1 learned of the draft head is left out" in system.notes[0]
@@ -200,11 +205,13 @@ def test_where_the_comparing_instance_dies_the_next_one_compares(step) -> None:
     assert "gen_0 could not compare draft heads: died while it compared" in system.notes[0]
 
 
-def test_without_anything_held_out_what_was_learned_is_taken(step) -> None:
+def test_what_nobody_could_compare_is_not_published_and_instances_train_on(step) -> None:
     one = Instance(moved_by=1.0, num_tokens=10)
     system = step(gen_0=one)
-    assert one.asked == ["take"] and system.draft.manifest.weight_version == 5
+    assert one.asked == ["take", "train on"] and system.published == []
+    assert system.draft.manifest.weight_version == 4 and system.figures["draft/refit_taken"] == 0.0
     assert "draft/kl_before" not in system.figures
+    assert len(system.notes) == 1 and "none has a sequence held out" in system.notes[0]
 
 
 def test_an_instance_whose_training_has_ended_is_told_once_and_left_out(step) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -35,6 +36,7 @@ class Report:
     num_anchors: int
     needs: tuple[float, ...]
     loss: float = 0.0
+    grad_norm: float = 1.0
 
 
 class HandLearner:
@@ -51,6 +53,8 @@ class HandLearner:
         self.num_ended = 0
         self.error: Exception | None = None
         self.step_ended = threading.Event()
+        self.grad_norm = 1.0
+        self.num_forgotten = 0
 
     def operation(self) -> None:
         """One that nothing interrupts."""
@@ -71,7 +75,8 @@ class HandLearner:
             self.operation()
         self.tensors = {"w": self.tensors["w"] + 1}
         self.step_ended.set()
-        return Report(sum(one.num_response_tokens for one in sequences), tuple(1.0 for _ in sequences))
+        tokens = sum(one.num_response_tokens for one in sequences)
+        return Report(tokens, tuple(1.0 for _ in sequences), grad_norm=self.grad_norm)
 
     def evaluate(self, sequences: Sequence[FeatureSequence]) -> Report:
         """The loss is the distance of the weight to 10."""
@@ -85,21 +90,22 @@ class HandLearner:
         """See `HeadTrainer.load`."""
         self.tensors = {name: tensor.clone() for name, tensor in tensors.items()}
 
+    def forget_direction(self) -> None:
+        """Count it."""
+        self.num_forgotten += 1
+
 
 class ListBuffer:
-    """Keeps everything and gives everything."""
+    """Keeps everything and gives everything, so many times."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_passes: int) -> None:
+        self.max_passes = max_passes
+        self.passes: Counter[int] = Counter()
         self.sequences: list[FeatureSequence] = []
         self.asked: list[int] = []
         "most tokens of each sample that was drawn"
         self.needs: list[float] = []
         self.num_iterations = 0
-
-    @property
-    def num_anchors(self) -> int:
-        """Of all."""
-        return sum(one.num_response_tokens for one in self.sequences)
 
     def add(self, sequence: FeatureSequence) -> bool:
         """Keep it."""
@@ -107,13 +113,20 @@ class ListBuffer:
         return True
 
     def sample(self, rng: np.random.Generator, max_tokens: int) -> list[FeatureSequence]:
-        """All of them."""
-        self.asked.append(max_tokens)
-        return list(self.sequences)
+        """All of them that may be learned from once more."""
+        drawn = [one for one in self.sequences if self.passes[id(one)] < self.max_passes]
+        if drawn:
+            self.asked.append(max_tokens)
+        return drawn
 
     def learned(self, sequences: Sequence[FeatureSequence], needs: Sequence[float]) -> None:
         """Note them."""
         self.needs = list(needs)
+        self.passes.update(id(one) for one in sequences)
+
+    def drop(self, sequences: Sequence[FeatureSequence]) -> None:
+        """Leave them out."""
+        self.sequences = [one for one in self.sequences if all(one is not each for each in sequences)]
 
     def next_iteration(self) -> None:
         """Count them."""

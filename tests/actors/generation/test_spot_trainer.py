@@ -24,7 +24,7 @@ class Bench:
     """A spot trainer with what it works on."""
 
     def __init__(self, learner: HandLearner) -> None:
-        self.learner, self.buffer = learner, ListBuffer()
+        self.learner, self.buffer = learner, ListBuffer(PASSES)
         self.counted: list[tuple[float, int]] = []
         self.recorded: list[FeatureSequence] = []
         self.trainer = SpotTrainer(
@@ -182,7 +182,7 @@ def test_a_head_that_was_given_up_is_learned_on_from_the_published_one_more_slow
     one.trainer.give_up()
     told, tensors = one.trainer.progress()
     assert (told.num_steps, tensors) == (0, {}) and float(one.learner.tensors["w"]) == 0.0
-    assert one.learner.learning_rate == 0.5
+    assert one.learner.learning_rate == 0.5 and one.learner.num_forgotten == 1
     one.trainer.load({"w": torch.full((1,), 3.0)})
     assert float(one.learner.tensors["w"]) == 3.0 and one.learner.learning_rate == 0.75
     one.trainer.load({"w": torch.full((1,), 4.0)})
@@ -207,6 +207,32 @@ def test_between_handing_over_and_the_answer_nothing_is_learned(bench) -> None:
     one.learner.let_go.release(10)
     one.until_idle()
     assert float(one.learner.tensors["w"]) == 3.0 + PASSES - 1
+
+
+def test_what_nobody_could_compare_is_trained_on(bench) -> None:
+    one = bench()
+    one.finish(10)
+    one.trainer.allow()
+    one.until_idle()
+    assert one.trainer.progress()[1]
+    one.trainer.compare({"w": torch.full((1,), 8.0)})
+    one.buffer.max_passes += 1
+    one.trainer.train_on()
+    one.trainer.allow()
+    one.until_idle()
+    told, tensors = one.trainer.progress()
+    assert told.num_steps == PASSES + 1 and tensors["w"] == PASSES + 1, "from its own weights"
+
+
+def test_a_step_whose_gradient_is_not_finite_counts_for_nothing_and_its_sequences_go(bench) -> None:
+    one = bench()
+    one.learner.grad_norm = float("nan")
+    one.finish(10)
+    one.trainer.allow()
+    one.until_idle()
+    told, tensors = one.trainer.progress()
+    assert (told.num_steps, told.num_tokens, tensors) == (0, 0, {})
+    assert one.buffer.sequences == [] and [tokens for _, tokens in one.counted] == [0]
 
 
 def test_a_failure_ends_training_and_is_told(bench) -> None:

@@ -110,6 +110,29 @@ def test_what_was_visited_most_makes_room_first():
     assert {id(one) for one in left} == {id(new), id(third)}
 
 
+def test_no_sequence_is_drawn_once_it_was_learned_from_often_enough():
+    buffer = FeatureBuffer(1 << 20, max_passes=2)
+    old, new = made(20), made(10)
+    buffer.add(old)
+    for _ in range(3):
+        # drawn, and the step was stopped
+        buffer.sample(np.random.default_rng(0), 100)
+    for _ in range(2):
+        buffer.learned(buffer.sample(np.random.default_rng(0), 100), [0.9])
+    assert buffer.sample(np.random.default_rng(0), 100) == []
+    buffer.add(new)
+    assert [id(one) for one in buffer.sample(np.random.default_rng(0), 100)] == [id(new)]
+
+
+def test_what_is_dropped_makes_room():
+    buffer = FeatureBuffer(1 << 20)
+    good, bad = made(20), made(10)
+    buffer.add(good)
+    buffer.add(bad)
+    buffer.drop([bad])
+    assert lengths(buffer) == [20] and buffer.num_bytes == good.num_bytes
+
+
 def test_no_bytes_are_refused():
     with pytest.raises(ConfigError, match="max_bytes above 0, got 0"):
         FeatureBuffer(0)

@@ -188,6 +188,16 @@ def test_hidden_states_that_are_not_finite_change_nothing():
     assert same(trainer.state(), before)
 
 
+def test_a_direction_that_is_forgotten_moves_nothing_where_there_is_no_gradient():
+    model = model_of()
+    trainer = trainer_of(model, tiny_head(model))
+    trainer.step(random_sequences(model, trainer.head, SHAPES))
+    trainer.forget_direction()
+    state = trainer.state()
+    assert all(not value.any() for name, value in state.items() if name.endswith("exp_avg"))
+    assert any(value.any() for name, value in state.items() if name.endswith("exp_avg_sq"))
+
+
 @pytest.mark.parametrize("wrong", [{"num_unrolled": 0}, {"temperature": -1.0}, {"learning_rate": 0.0}])
 def test_settings_out_of_range_are_refused(wrong: dict):
     model = model_of()
