@@ -189,7 +189,7 @@ def save_head(folder: Path, head: HeadWeights) -> None:
 
 
 def load_head(folder: Path, *, num_target_layers: int) -> HeadWeights:
-    """Read a head that was written by us, SpecForge or EAGLE.
+    """Read a head that was written by us, SpecForge or EAGLE: safetensors in one file.
 
     Args:
         folder: with `config.json` and safetensors of one file.
