@@ -16,11 +16,11 @@ from core.config import Config
 from core.config_io import apply_overrides, config_from_dict
 from core.errors import DataError
 from core.records import Prompt, SamplingParams
-from engine.drafters.head.head_weights import HeadWeights, load_head, save_head
+from engine.drafters.head.head_weights import HeadWeights, load_head, require_fit, save_head
 from engine.weights.causal_lm import max_context_tokens
 from engine.weights.loading import load_causal_lm, load_tokenizer, num_token_ids
 from learning.data.prompts import load_prompts, sampling_params
-from learning.heads.evaluate_head import evaluate_head, require_fit
+from learning.heads.evaluate_head import evaluate_head
 from learning.heads.head_acceptance import Acceptance
 from learning.heads.make_head import HeadRecipe, MadeHead, make_head
 
@@ -169,7 +169,7 @@ def evaluate_drafter(
 def read_head(folder: Path, target: PreTrainedModel) -> HeadWeights:
     """A head for a target. Raises ModelError."""
     head = load_head(folder, num_target_layers=target.config.get_text_config().num_hidden_layers)
-    require_fit(head, target)
+    require_fit(head.config, target.config)
     return head
 
 

@@ -30,6 +30,7 @@ from core.errors import ModelError, RlhfSpecError, WeightsError
 from core.weight_records import TensorSpec, WeightManifest
 from engine.build import build_engine
 from engine.calibration.engine_provenance import device_name, here, what_drafts
+from engine.drafters.head.head_drafter import HeadDrafter
 from engine.drafters.head.head_weights import HeadWeights, require_fit
 from engine.drafters.head.published_head import head_checksum, published_head
 from engine.drafters.model_drafter import ModelDrafter
@@ -118,11 +119,13 @@ class ManifestHost:
         self._head, self._versions["draft"] = head, manifest.weight_version
         if self._engine is None:
             self._build_when_complete()
+        # read back from what drafts, where that is there already
+        drafter = None if self._engine is None else self._engine.drafter
         return LoadedWeights(
             instance=self._spec.instance,
             model=manifest.model,
             weight_version=manifest.weight_version,
-            checksum=head_checksum(head),
+            checksum=drafter.checksum() if isinstance(drafter, HeadDrafter) else head_checksum(head),
         )
 
     def numerics(self) -> InstanceNumerics:

@@ -27,7 +27,8 @@ The folder has the files and names of EAGLE-3 heads as SpecForge writes them: SG
 
 _EVAL = """\
 Let the target answer prompts and count how a head's drafts would be accepted: by level, by position in the response,
-by category, and as tokens a decode step. Heads of SpecForge and EAGLE are read too.
+by category, and as tokens a decode step. Heads of SpecForge and EAGLE are read too,
+from safetensors in one file.
 
   rlhfspec drafter eval --target smollm2-135m-instruct --drafter head --data test.jsonl
   rlhfspec drafter eval --target DIR --drafter head --data bench.jsonl --category-field task

@@ -6,10 +6,8 @@ from collections.abc import Callable, Sequence
 
 from transformers import PreTrainedModel
 
-from core.errors import ModelError
 from core.records import Prompt, SamplingParams
-from engine.drafters.head.head_weights import HeadWeights
-from engine.weights.causal_lm import CausalLM
+from engine.drafters.head.head_weights import HeadWeights, require_fit
 from learning.heads.head_acceptance import Acceptance, drafted_response
 from learning.heads.head_module import HeadModule
 from learning.heads.own_responses import Responder
@@ -36,7 +34,7 @@ def evaluate_head(
     Raises ModelError when the head is of another target, and as `own_responses.Responder`.
     """
     parts = TargetParts.of(target, head.config.tapped_layers)
-    require_fit(head, target)
+    require_fit(head.config, target.config)
     longest = max(len(prompt.token_ids) for prompt in prompts)
     responder = Responder(
         target,
@@ -64,22 +62,3 @@ def evaluate_head(
             progress(f"temperature {sampling.temperature:g}", done)
         found.append(Acceptance.of(drafted))
     return found
-
-
-def require_fit(head: HeadWeights, target: CausalLM) -> None:
-    """Raise ModelError when a head cannot be of this target."""
-    config, text = head.config, target.config.get_text_config()
-    facts = (
-        ("hidden_size", config.hidden_size, text.hidden_size),
-        ("vocab_size", config.vocab_size, text.vocab_size),
-    )
-    wrong = [f"{name} {got} where the target has {have}" for name, got, have in facts if got != have]
-    if max(config.tapped_layers) >= text.num_hidden_layers:
-        wrong.append(
-            f"it taps layer {max(config.tapped_layers)}, the target has {text.num_hidden_layers} from 0"
-        )
-    if wrong:
-        raise ModelError(
-            f"the draft head is of another target: {'; '.join(wrong)}; give the target that it was made for, or make "
-            "one for this with `rlhfspec drafter make`"
-        )

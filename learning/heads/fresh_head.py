@@ -119,6 +119,7 @@ def head_config(target: CausalLM, draft_vocab_size: int, *, taps: Sequence[int] 
         rms_norm_eps=config.rms_norm_eps,
         rope_parameters=_rope_of(config),
         max_position_embeddings=config.max_position_embeddings,
+        num_target_layers=len(layers),
     )
 
 

@@ -61,6 +61,8 @@ class HeadConfig:
     rope_parameters: Mapping[str, Any] = field(default_factory=dict)
     "by their present names; the default kind is left out (`config_keys.rope_of`)"
     max_position_embeddings: int = 2048
+    num_target_layers: int | None = None
+    "of the target that it was made for; others' files do not say it"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "rope_parameters", rope_of(self.rope_parameters))
@@ -131,6 +133,19 @@ def vocabulary_tensors(token_ids: Int[Tensor, " D"], vocab_size: int) -> dict[st
     return {"d2t": token_ids - torch.arange(len(token_ids)), "t2d": t2d}
 
 
+def _made_tables(tensors: Mapping[str, Tensor], config: HeadConfig) -> dict[str, Tensor]:
+    """Make `d2t` and `t2d` of the one that is there; a head over the whole vocabulary brings neither."""
+    if (d2t := tensors.get("d2t")) is not None:
+        ids = d2t + torch.arange(len(d2t))
+    elif (t2d := tensors.get("t2d")) is not None:
+        ids = t2d.nonzero()[:, 0]
+    else:
+        ids = torch.arange(config.draft_vocab_size)
+    # what is outside is refused later, by name
+    inside = ids[(ids >= 0) & (ids < config.vocab_size)]
+    return vocabulary_tensors(inside, config.vocab_size) | {"d2t": ids - torch.arange(len(ids))}
+
+
 def default_taps(num_layers: int) -> tuple[int, ...]:
     """Layers whose inputs are mixed: EAGLE-3's low, middle and high (2, L / 2, L - 3), kept apart in small models."""
     wanted = (min(2, num_layers - 1), num_layers // 2, max(num_layers - 3, 0))
@@ -139,7 +154,7 @@ def default_taps(num_layers: int) -> tuple[int, ...]:
 
 def config_tree(head: HeadWeights) -> dict[str, Any]:
     """Return a head's `config.json`."""
-    config = head.config
+    config, of_target = head.config, head.config.num_target_layers
     return {
         "architectures": [ARCHITECTURE],
         "model_type": "llama",
@@ -154,6 +169,7 @@ def config_tree(head: HeadWeights) -> dict[str, Any]:
         "rope_theta": config.rope_parameters["rope_theta"],
         "rope_scaling": _scaling_of(config.rope_parameters),
         "max_position_embeddings": config.max_position_embeddings,
+        **({} if of_target is None else {"target_num_hidden_layers": of_target}),
         "vocab_size": config.vocab_size,
         "draft_vocab_size": config.draft_vocab_size,
         "attention_bias": False,
@@ -173,7 +189,7 @@ def save_head(folder: Path, head: HeadWeights) -> None:
 
 
 def load_head(folder: Path, *, num_target_layers: int) -> HeadWeights:
-    """Read a head that was written by us, SpecForge or EAGLE.
+    """Read a head that was written by us, SpecForge or EAGLE: safetensors in one file.
 
     Args:
         folder: with `config.json` and safetensors of one file.
@@ -183,10 +199,8 @@ def load_head(folder: Path, *, num_target_layers: int) -> HeadWeights:
         ModelError: there is none, it is of another form, a tensor lacks or has another shape or is not finite.
     """
     config = load_head_config(folder, num_target_layers=num_target_layers)
-    tensors = _read_tensors(folder)
-    if "d2t" not in tensors:
-        # a head over the whole vocabulary brings no tables
-        tensors |= vocabulary_tensors(torch.arange(config.draft_vocab_size), config.vocab_size)
+    read = _read_tensors(folder)
+    tensors = _made_tables(read, config) | read
     head = HeadWeights(config=config, tensors={n: t for n, t in tensors.items() if n not in LEFT_OUT})
     require_whole(head, str(folder))
     return head
@@ -219,31 +233,51 @@ def require_whole(head: HeadWeights, name: str) -> None:
     for key, tensor in head.tensors.items():
         if tensor.is_floating_point() and not torch.isfinite(tensor).all():
             raise ModelError(f"the draft head {name} has weights in {key} that are not finite; make it again")
-    ids = head.token_ids
-    if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= head.config.vocab_size):
+    _require_vocabulary(head, name)
+
+
+def _require_vocabulary(head: HeadWeights, name: str) -> None:
+    ids, vocab_size = head.token_ids, head.config.vocab_size
+    falls = (ids[1:] <= ids[:-1]).nonzero()
+    if len(falls):
+        before, behind = ids[int(falls[0]) :][:2].tolist()
         raise ModelError(
-            f"the draft head {name} maps its vocabulary to token ids from {int(ids.min())} to {int(ids.max())}, "
-            f"its target has {head.config.vocab_size}; d2t must hold the target's id minus the draft's"
+            f"the draft head {name} has a d2t that is no vocabulary: expected token ids that rise from one to the "
+            f"next, got {behind} behind {before}; d2t must hold the target's id minus the draft's"
+        )
+    if len(ids) and (int(ids[0]) < 0 or int(ids[-1]) >= vocab_size):
+        raise ModelError(
+            f"the draft head {name} maps its vocabulary to token ids from {int(ids[0])} to {int(ids[-1])}, "
+            f"its target has {vocab_size}; d2t must hold the target's id minus the draft's"
+        )
+    told = head.tensors["t2d"].bool()
+    differ = told & ~vocabulary_tensors(ids.cpu(), vocab_size)["t2d"].to(told.device)
+    if int(told.sum()) != len(ids) or bool(differ.any()):
+        raise ModelError(
+            f"the draft head {name} has a t2d that does not go with its d2t: expected the {len(ids)} ids of d2t, got "
+            f"{int(told.sum())} of which {int(differ.sum())} differ; leave t2d out of the file, it is made from d2t"
         )
 
 
 def require_fit(head: HeadConfig, target: Any) -> None:
     """Raise ModelError where a head is not for targets of this Hugging Face config."""
     text = target.get_text_config()
-    asked = (head.hidden_size, head.vocab_size, max(head.tapped_layers))
-    for what, expected, got in (
-        ("hidden size", int(text.hidden_size), head.hidden_size),
-        ("vocabulary", int(text.vocab_size), head.vocab_size),
-    ):
-        if expected != got:
-            raise ModelError(
-                f"the draft head does not fit the target: expected {what} {expected}, got {got}; take the head that "
-                "was made for this target, or make one with `rlhfspec drafter make`"
-            )
-    if asked[2] >= int(text.num_hidden_layers):
+    num_layers, highest = int(text.num_hidden_layers), max(head.tapped_layers)
+    facts = [
+        ("hidden size ", text.hidden_size, head.hidden_size),
+        ("vocabulary ", text.vocab_size, head.vocab_size),
+    ]
+    wrong = [f"{what}{int(expected)}, got {got}" for what, expected, got in facts if int(expected) != got]
+    if head.num_target_layers not in (None, num_layers):
+        wrong.append(f"{num_layers} layers, got {head.num_target_layers}")
+    elif highest >= num_layers:
+        wrong.append(
+            f"hidden states of its layers, got layer {highest}, the target has {num_layers} layers from 0"
+        )
+    if wrong:
         raise ModelError(
-            f"the draft head reads hidden states of layer {asked[2]}, the target has {text.num_hidden_layers} layers; "
-            "take the head that was made for this target"
+            f"the draft head does not fit the target: expected {'; '.join(wrong)}; take the head that was made for "
+            "this target, or make one with `rlhfspec drafter make`"
         )
 
 
@@ -290,6 +324,9 @@ def config_of_tree(tree: Mapping[str, Any], num_target_layers: int) -> HeadConfi
         rms_norm_eps=float(tree.get("rms_norm_eps") or 1e-6),
         rope_parameters=rope_of_tree(tree),
         max_position_embeddings=int(tree.get("max_position_embeddings") or 2048),
+        num_target_layers=int(tree["target_num_hidden_layers"])
+        if tree.get("target_num_hidden_layers")
+        else None,
     )
 
 

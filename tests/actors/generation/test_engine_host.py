@@ -207,6 +207,17 @@ def test_a_head_is_kept_as_it_was_published_and_given_to_the_engine(monkeypatch)
     assert all(torch.equal(draft.tensors[name], tensor) for name, tensor in head.tensors.items())
 
 
+def test_the_answer_to_a_head_is_the_checksum_of_what_drafts(monkeypatch) -> None:
+    host = new_host("auto", speculation=SpeculationConfig(policy="fixed", drafter="head"))
+    host.load_weights(*published("target"))
+    for version in range(2):
+        manifest, chunks = pack_head(random_head(tiny_pool.target(), seed=version), weight_version=version)
+        assert host.load_weights(manifest, chunks).checksum == manifest.checksum
+    monkeypatch.setattr("engine.drafters.head.head_drafter.HeadDrafter.load", lambda self, tensors: None)
+    manifest, chunks = pack_head(random_head(tiny_pool.target(), seed=2), weight_version=2)
+    assert host.load_weights(manifest, chunks).checksum != manifest.checksum
+
+
 def test_a_head_of_another_target_is_refused_where_it_is_to_draft() -> None:
     host = new_host("auto", speculation=SpeculationConfig(policy="fixed", drafter="head"))
     host.load_weights(*pack_head(random_head(tiny_llama()), weight_version=0))

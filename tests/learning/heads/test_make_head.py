@@ -134,7 +134,7 @@ def test_a_head_is_evaluated_at_every_temperature_and_by_category():
 def test_a_head_of_another_target_is_refused():
     target = model()
     head = tiny_head(tiny_llama(hidden_size=16))
-    with pytest.raises(ModelError, match="of another target: hidden_size 16 where the target has 32"):
+    with pytest.raises(ModelError, match="does not fit the target: expected hidden size 32, got 16"):
         evaluate_head(target, head, prompts(2), samplings=[SAMPLING], vocab_size=19, num_levels=2)
 
 
