@@ -38,7 +38,7 @@ from engine.drafters.suffix_drafter import SuffixDrafter
 from engine.engine import Engine
 from engine.model.compute_backend import ComputeBackend
 from engine.model.kept_verdicts import KeptVerdicts, facts_of_start
-from engine.weights.bare_llama import BareLlama, bare_llama, same_model
+from engine.weights.bare_llama import MODEL_TYPES, BareLlama, bare_llama, same_model
 from engine.weights.causal_lm import DTYPES, CausalLM
 from engine.weights.chunks import (
     chunk_of,
@@ -263,7 +263,8 @@ class ManifestHost:
         )
         if self._spec.step_log:
             self._engine.step_log = []
-        if self._spec.spot is not None and self._head is not None and self._engine.drafter is not None:
+        teaches = self._models["target"].config.get_text_config().model_type in MODEL_TYPES
+        if self._spec.spot is not None and self._head is not None and teaches and self._engine.drafter:
             from actors.generation.head_training import begin_training
 
             self._spot = begin_training(self._spec, self._spec.spot, self._engine, self._head)

@@ -8,7 +8,6 @@ from typing import Any
 from actors.actor_messages import GenerationSpec, SpotSpec
 from actors.generation.spot_trainer import SpotTrainer
 from actors.ray_utils import run_metrics
-from core.errors import ModelError
 from engine.admission import MB
 from engine.drafters.head.head_weights import HeadWeights
 from engine.drafters.head.tapping import record_features
@@ -57,16 +56,10 @@ def begin_training(spec: GenerationSpec, spot: SpotSpec, engine: Engine, head: H
 def _target_tensors(runner: ModelRunner) -> dict[str, Any]:
     """What a head's training reads of the target, as `HeadTrainer.take_target` takes it."""
     model: Any = runner.model
-    norm = getattr(model.base_model, "norm", None)
-    if norm is None or not hasattr(norm, "weight"):
-        raise ModelError(
-            f"a draft head cannot be trained for a {type(model).__name__}: expected its final norm where Llama, "
-            "Mistral and Qwen have it; set drafter_training.spot: off"
-        )
     return {
         "embedding": model.base_model.get_input_embeddings().weight,
         "output_weight": model.get_output_embeddings().weight,
-        "final_norm_gain": norm.weight,
+        "final_norm_gain": model.base_model.norm.weight,
     }
 
 

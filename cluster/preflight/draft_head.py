@@ -10,6 +10,7 @@ from cluster.placement.memory_plan import ModelShape
 from core.config import Config
 from engine.cache.kv_pool import KVShape, cell_size
 from engine.drafters.head.head_weights import HeadConfig, HeadWeights, load_head, require_fit
+from engine.weights.bare_llama import MODEL_TYPES
 
 
 def check_head(folder: str, target: PretrainedConfig) -> tuple[ModelShape, str]:
@@ -43,9 +44,11 @@ def head_shape(head: HeadConfig) -> ModelShape:
     )
 
 
-def describe_training(config: Config) -> str:
+def describe_training(config: Config, target: PretrainedConfig) -> str:
     """Say whether a head will be trained, and where not, why."""
-    training = config.drafter_training
+    training, kind = config.drafter_training, target.get_text_config().model_type
+    if config.trains_head and kind not in MODEL_TYPES:
+        return f"the head stays as it is: a '{kind}' target teaches none ({', '.join(MODEL_TYPES)} do)"
     if config.trains_head:
         return (
             "the head is trained by instances that have no samples, from at most "

@@ -44,15 +44,17 @@ def resolve_models(
 
 def _with_demo_pair(config: Config, report: Reporter) -> Config:
     models = config.models
-    if models.target != DEMO or models.draft not in (DEMO, None):
+    is_head = config.speculation.drafter == "head" and models.draft != DEMO
+    if models.target != DEMO or (models.draft not in (DEMO, None) and not is_head):
         raise ConfigError(
             "models.target and models.draft belong together: expected both or none to be 'demo', got "
-            f"target '{models.target}' and draft '{models.draft}'"
+            f"target '{models.target}' and draft '{models.draft}'; a draft head goes with speculation.drafter=head"
         )
     from learning.pairs.make import make_demo_pair
 
     cache = Path(config.run.cache_dir).expanduser()
     with report.job("making the demo pair") as tick:
         pair = make_demo_pair(cache, progress=tick)
-    paths = {"target": str(pair.target), "draft": str(pair.draft) if models.draft else None}
+    draft = models.draft if is_head else str(pair.draft) if models.draft else None
+    paths = {"target": str(pair.target), "draft": draft}
     return config.model_copy(update={"models": models.model_copy(update=paths)})

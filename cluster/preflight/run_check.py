@@ -128,7 +128,7 @@ def check_run(config: Config, *, output_dir: Path) -> CheckReport:
     draft_config = None
     if config.speculation.drafter == "head" and config.models.draft is not None:
         draft, line = check_head(config.models.draft, target_config)
-        lines += [line, describe_training(config)]
+        lines += [line, describe_training(config, target_config)]
     elif config.speculation.drafter == "model" and config.models.draft is not None:
         draft_config = load_hf_config(config.models.draft, trust_remote_code=trust)
         check_compatible(tokenizer, load_tokenizer(config.models.draft, trust_remote_code=trust))

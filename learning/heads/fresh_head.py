@@ -19,6 +19,7 @@ from engine.drafters.head.head_weights import (
     default_taps,
     vocabulary_tensors,
 )
+from engine.weights.bare_llama import MODEL_TYPES
 from engine.weights.causal_lm import CausalLM
 
 DRAFT_VOCABULARY = 8192
@@ -124,13 +125,16 @@ def head_config(target: CausalLM, draft_vocab_size: int, *, taps: Sequence[int] 
 
 
 def require_kin(target: CausalLM) -> None:
-    """Raise ModelError for a target whose layers are not Llama's or its kin's."""
-    base: Any = target.base_model
-    layers, norm = getattr(base, "layers", None), getattr(base, "norm", None)
-    if norm is None or not layers or not hasattr(getattr(layers[-1], "mlp", None), "gate_proj"):
+    """Raise ModelError for a target whose distribution is not `softmax(lm_head(norm(last)))`, or is not known to be.
+
+    Names alone do not tell: Gemma's norm adds 1 to its gain, and its logits are capped; Granite's are divided.
+    """
+    kind = target.config.get_text_config().model_type
+    if kind not in MODEL_TYPES:
         raise ModelError(
-            f"no draft head can be made for a {type(target).__name__}: expected layers as Llama, Mistral and Qwen have "
-            "them (layers, norm, gated mlp); draft with speculation.drafter=suffix"
+            f"no draft head can be made or trained for a '{kind}' model: expected one of {', '.join(MODEL_TYPES)}, "
+            "whose last norm and output a head can learn from; draft with speculation.drafter=suffix, or take a head "
+            "that others trained and set drafter_training.spot: off"
         )
 
 

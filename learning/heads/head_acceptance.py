@@ -182,7 +182,9 @@ def _ranks(scores: Float[Tensor, "R D"], ids: Int[Tensor, " D"], tokens: Int[Ten
     own = scores.gather(1, places[:, None])
     lower = torch.arange(len(ids)) < places[:, None]
     ranks = ((scores > own) | ((scores == own) & lower)).sum(-1)
-    return torch.where(ids[places] == tokens, ranks, NO_RANK).numpy()
+    # nothing is higher than what is no number
+    ranked = (ids[places] == tokens) & ~scores.isnan().any(-1)
+    return torch.where(ranked, ranks, NO_RANK).numpy()
 
 
 def _noise(head: HeadModule, sequence: FeatureSequence, key: SampleKey, positions: np.ndarray) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -57,7 +58,7 @@ def rope_of_tree(tree: Mapping[str, Any]) -> dict[str, Any]:
 def require_plain(tree: Mapping[str, Any], name: str) -> None:
     """Raise ModelError where a config asks for arithmetic that is not plain EAGLE-3's: our drafts would be others."""
     wrong = next((each for each in _facts(tree) if each[1] != each[2]), None)
-    why = _wrong_taps(tree) or _wrong_rope(tree)
+    why = _wrong_taps(tree) or _wrong_rope(tree) or _wrong_number(tree)
     if wrong is not None:
         what, expected, got = wrong
         why = f"{what}: expected {expected!r}, got {got!r}"
@@ -107,6 +108,18 @@ def _wrong_rope(tree: Mapping[str, Any]) -> str:
         return f"rope_type: expected {', '.join(most)} or {last}, got {kind!r}"
     lacking = [key for key in ROPE_NEEDS[kind] if rope.get(key) is None]
     return f"rope_type {kind}: expected {', '.join(lacking)} beside it" if lacking else ""
+
+
+def _wrong_number(tree: Mapping[str, Any]) -> str:
+    """Numbers that are taken as they are, and with which nothing, or NaN, would be computed."""
+    eps, theta = _or(tree.get("rms_norm_eps"), 1e-6), _or(rope_of_tree(tree).get("rope_theta"), 1e4)
+    for key, value in (("rms_norm_eps", eps), ("rope_theta", theta)):
+        if not 0.0 < float(value) < math.inf:
+            return f"{key}: expected a number above 0, got {value!r}"
+    size = tree.get("head_dim") or int(tree["hidden_size"]) // max(int(tree["num_attention_heads"]), 1)
+    if int(size) < 2 or int(size) % 2:
+        return f"head_dim: expected an even number above 0, got {size!r}"
+    return ""
 
 
 def _rope_keys(tree: Mapping[str, Any]) -> dict[str, Any]:

@@ -40,6 +40,8 @@ ARCHITECTURE = "LlamaForCausalLMEagle3"
 WEIGHTS_FILE = "model.safetensors"
 CONFIG_FILE = "config.json"
 LAYER = "midlayer."
+FLOAT_TYPES = (torch.float32, torch.bfloat16, torch.float16)
+TABLE_TYPES = (torch.int64, torch.int32, torch.bool)
 LEFT_OUT = ("embed_tokens.weight", "model.embed_tokens.weight")
 
 
@@ -200,6 +202,7 @@ def load_head(folder: Path, *, num_target_layers: int) -> HeadWeights:
     """
     config = load_head_config(folder, num_target_layers=num_target_layers)
     read = _read_tensors(folder)
+    _require_types(read, str(folder))
     tensors = _made_tables(read, config) | read
     head = HeadWeights(config=config, tensors={n: t for n, t in tensors.items() if n not in LEFT_OUT})
     require_whole(head, str(folder))
@@ -230,10 +233,22 @@ def require_whole(head: HeadWeights, name: str) -> None:
                 f"{list(expected[key]) if key in expected else 'absent'}, got "
                 f"{list(got[key]) if key in got else 'none'}; its config.json and its weights must go together"
             )
+    _require_types(head.tensors, name)
     for key, tensor in head.tensors.items():
         if tensor.is_floating_point() and not torch.isfinite(tensor).all():
             raise ModelError(f"the draft head {name} has weights in {key} that are not finite; make it again")
     _require_vocabulary(head, name)
+
+
+def _require_types(tensors: Mapping[str, Tensor], name: str) -> None:
+    for key, tensor in tensors.items():
+        is_table = key in ("d2t", "t2d")
+        if tensor.dtype not in (TABLE_TYPES if is_table else FLOAT_TYPES):
+            expected = "whole numbers" if is_table else "float32, bfloat16 or float16"
+            raise ModelError(
+                f"the draft head {name} has {key} in {str(tensor.dtype).removeprefix('torch.')}: expected {expected}; "
+                "save it so, or make a head with `rlhfspec drafter make`"
+            )
 
 
 def _require_vocabulary(head: HeadWeights, name: str) -> None:
@@ -290,7 +305,11 @@ def _read_config(folder: Path) -> dict[str, Any]:
             f"{type(error).__name__}: {error}; make one with `rlhfspec drafter make`"
         ) from error
     architectures = tree.get("architectures") if isinstance(tree, dict) else None
-    if not architectures or "eagle3" not in str(architectures[0]).lower():
+    if (
+        not isinstance(architectures, list)
+        or not architectures
+        or "eagle3" not in str(architectures[0]).lower()
+    ):
         raise ModelError(
             f"{folder} holds no draft head: expected an EAGLE-3 architecture such as {ARCHITECTURE}, got "
             f"{architectures!r}; a draft model of its own goes with speculation.drafter=model"

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import Gemma2Config, LlamaConfig
 
 from cluster.kuberay.planned_memory import plan_remote_memory
 from cluster.preflight.draft_head import describe_training
@@ -79,7 +80,14 @@ def test_the_check_describes_a_head_and_reckons_it(head: Path, check, config, ti
 )
 def test_the_check_says_whether_a_head_will_be_trained(config, changes: list[str], line: str) -> None:
     tree = config(Path("head")).model_dump(mode="json")
-    assert describe_training(config_from_dict(apply_overrides(tree, changes))).startswith(line)
+    told = describe_training(config_from_dict(apply_overrides(tree, changes)), LlamaConfig())
+    assert told.startswith(line)
+
+
+def test_a_target_that_says_more_than_its_norm_and_output_teaches_none(config, head: Path) -> None:
+    """Gemma's norm adds 1 to its gain, and some of its kin cap their logits."""
+    tree = config(head).model_dump(mode="json") | {"drafter_training": {"spot": "auto"}}
+    assert "a 'gemma2' target teaches none" in describe_training(config_from_dict(tree), Gemma2Config())
 
 
 def test_a_head_is_not_trained_on_gpus(config) -> None:

@@ -1,5 +1,6 @@
 """Acceptance of drafts: counted on hand-made drafts, and the same as drafting step by step with the sample's noise."""
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -10,7 +11,13 @@ from tiny_llama import tiny_llama
 
 from core.records import Prompt, SamplingParams
 from engine.decoding.noise import gumbel_noise, key_words
-from learning.heads.head_acceptance import NO_RANK, Acceptance, DraftedResponse, drafted_response
+from learning.heads.head_acceptance import (
+    NO_RANK,
+    Acceptance,
+    DraftedResponse,
+    _ranks,
+    drafted_response,
+)
 from learning.heads.head_module import HeadModule
 from learning.heads.own_responses import Responder
 from tests.learning.heads.test_unrolled import drafted
@@ -99,3 +106,9 @@ def test_drafts_are_those_of_the_coupled_rule(temperature: float):
             seen.update(expected)
     assert {0, 1, 2, NO_RANK} <= seen
     assert torch.is_grad_enabled()
+
+
+def test_scores_that_are_no_numbers_rank_nothing():
+    scores = torch.tensor([[1.0, 3.0, 2.0], [math.nan, 3.0, 2.0]])
+    found = _ranks(scores, torch.tensor([4, 5, 9]), torch.tensor([5, 5]))
+    assert found.tolist() == [0, NO_RANK]

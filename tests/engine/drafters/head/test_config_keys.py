@@ -113,6 +113,10 @@ def test_a_norm_without_its_epsilon_has_that_of_a_llama(tmp_path: Path) -> None:
         ),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "got 'dynamic'"),
         ({"rope_scaling": {"type": "linear"}}, "rope_type linear: expected factor beside it"),
+        ({"rms_norm_eps": math.nan}, "rms_norm_eps: expected a number above 0, got nan"),
+        ({"rms_norm_eps": -1}, "rms_norm_eps: expected a number above 0, got -1"),
+        ({"rope_theta": -1}, "rope_theta: expected a number above 0, got -1"),
+        ({"head_dim": 1}, "head_dim: expected an even number above 0, got 1"),
         (
             {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}},
             "rope_type llama3: expected high_freq_factor, original_max_position_embeddings beside it",
@@ -171,3 +175,12 @@ def _angles(scaling: dict[str, Any], size: int) -> torch.Tensor:
 
 def _wrapped(angles: torch.Tensor) -> torch.Tensor:
     return torch.complex(angles.cos(), angles.sin()).angle()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"architectures": 5}, {"architectures": {"a": 1}}, {"rope_scaling": [1]}, {"eagle_config": [1]}],
+)
+def test_a_config_of_another_form_is_refused(tmp_path: Path, changes: dict[str, Any]) -> None:
+    with pytest.raises(ModelError, match="draft head"):
+        read(tmp_path, QWEN3_235B | changes)

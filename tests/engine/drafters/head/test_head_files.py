@@ -69,3 +69,18 @@ def test_all_that_does_not_fit_is_said_at_once(head: HeadWeights) -> None:
     assert "expected hidden size 16, got 32; vocabulary 23, got 19; 1 layers, got 2;" in str(raised.value)
     with pytest.raises(ModelError, match="layer 1, the target has 1 layers"):
         require_fit(random_head(tiny_llama()).config, tiny_llama(num_hidden_layers=1).config)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "message"),
+    [
+        ("norm.weight", torch.int32, "norm.weight in int32"),
+        ("norm.weight", torch.float8_e4m3fn, "norm.weight in float8_e4m3fn"),
+        ("d2t", torch.float32, "d2t in float32: expected whole numbers"),
+    ],
+)
+def test_types_that_are_not_computed_with_are_refused(
+    tmp_path: Path, head: HeadWeights, name: str, dtype: torch.dtype, message: str
+) -> None:
+    with pytest.raises(ModelError, match=message):
+        load_head(changed(tmp_path, **{name: head.tensors[name].to(dtype)}), num_target_layers=2)
