@@ -51,7 +51,8 @@ ABOUT = {
         "`X_chat_bN` on prompts of another kind than the head's, `X_repeat_over_plain` where responses repeat (eight a "
         "prompt at temperature 0.6, second time over the same prompts); `worst_over_plain` is the least of all but the "
         "last. `head_rollout_over_plain`: seconds of a rollout with long-tailed limits on two instances, plain over "
-        "head. `mismatches` counts samples whose tokens differ from those first seen, whatever drafted.",
+        "head. `mismatches` counts samples whose tokens differ from those first seen, whatever drafted. A column "
+        "without speeds is of a run that was broken off behind the table.",
         data=True,
     ),
     "ablation": About(
