@@ -25,7 +25,7 @@ RECORDED_SHARE = 0.5
 def begin_training(spec: GenerationSpec, spot: SpotSpec, engine: Engine, head: HeadWeights) -> SpotTrainer:
     """Record what the engine computes from now on, and train on it in spare time.
 
-    Raises ModelError: the target's final norm is not where Llama and its kin have it.
+    The target is of Llama's kin: see `learning.heads.fresh_head.require_kin`.
     """
     training = spot.training
     max_bytes = int(training.buffer_mb * MB)

@@ -1,4 +1,4 @@
-"""What drafters that look tokens up have in common: no cache, so nothing to move, keep or drop."""
+"""What drafters without a cache of their own have in common: nothing to move, keep or drop."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class CachelessDrafter:
     """All of `Drafter` but `draft`."""
 
     def admit(self, slots: range, batch: RunningBatch) -> None:
-        """Nothing to prepare: the past is in the batch."""
+        """Nothing to prepare: the past is in the batch, or in the target's cache."""
 
     def commit(self, batch: RunningBatch, tree: DraftTree, verdict: Verdict) -> Int[Tensor, " B"] | None:
         """Nothing is cached."""

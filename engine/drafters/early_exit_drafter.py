@@ -6,16 +6,14 @@ target's cache, the verification writes again: the root's and the nodes' first l
 
 from __future__ import annotations
 
-import numpy as np
 from jaxtyping import Float
 from torch import Tensor
 
 from core.errors import ConfigError
 from engine.cache.kv_pool import KVPool
-from engine.decoding.draft_tree import DraftTree
 from engine.decoding.running_batch import RunningBatch
-from engine.decoding.verify import Verdict
-from engine.drafters.level_drafter import LevelDrafter
+from engine.drafters.cacheless import CachelessDrafter
+from engine.drafters.level_drafter import LevelDrafter, level_plan
 from engine.model.forward_plan import TreePlan
 from engine.model.runner import ModelRunner
 
@@ -23,7 +21,7 @@ SHARE = 3
 "One layer in so many drafts, where nothing else is asked for."
 
 
-class EarlyExitDrafter(LevelDrafter):
+class EarlyExitDrafter(LevelDrafter, CachelessDrafter):
     """The first layers of the target, and its head."""
 
     def __init__(self, runner: ModelRunner, *, num_layers: int = 0) -> None:
@@ -59,51 +57,9 @@ class EarlyExitDrafter(LevelDrafter):
         self, batch: RunningBatch, ids: Tensor, seen: Tensor | None, depth: Tensor, parents: Tensor | None
     ) -> Float[Tensor, "B n V"]:
         """See `LevelDrafter`. Parents are seen in the cache."""
-        live, n = ids.shape
-        lengths = batch.inputs().lengths
-        plan = TreePlan(
-            pool=self.pool,
-            attention=self._runner.attention,
-            base=lengths,
-            num_tokens=n,
-            num_earlier=depth.shape[1] - n,
-            seen=seen,
-            depth=depth,
-            view_tokens=int(batch.lengths[:live].max()) + depth.shape[1],
-        )
-        positions = (lengths[:, None] + depth[:, -n:]).clamp(max=batch.tokens.shape[1] - 1)
-        return self._logits(ids.reshape(-1), positions.reshape(-1), plan).view(live, n, -1)
+        plan, positions = level_plan(self.pool, self._runner.attention, batch, ids, seen, depth)
+        return self._logits(ids.reshape(-1), positions.reshape(-1), plan).view(*ids.shape, -1)
 
     def _logits(self, ids: Tensor, positions: Tensor, plan: TreePlan) -> Tensor:
         gain = self._runner.model.base_model.norm.weight
         return self._runner.exit_logits(self.num_layers, gain, ids, positions, plan)
-
-    def admit(self, slots: range, batch: RunningBatch) -> None:
-        """Nothing to prepare: the target's cache serves."""
-
-    def commit(self, batch: RunningBatch, tree: DraftTree, verdict: Verdict) -> None:
-        """Nothing is cached but what the target's verification has written."""
-
-    def note_kept(self, batch: RunningBatch, num_kept: np.ndarray) -> None:
-        """Nothing is kept."""
-
-    def move_slot(self, source: int, target: int) -> None:
-        """The target's cache has moved."""
-
-    def leave(self, slot: int, batch: RunningBatch) -> None:
-        """Nothing is kept of it."""
-
-    def drop(self) -> None:
-        """Nothing is cached."""
-
-    @property
-    def cache(self) -> None:
-        """None of its own."""
-        return None
-
-    def num_cached_tokens(self, slot: int) -> int:
-        """Nothing is cached beside the target's."""
-        return 0
-
-    def adopt(self, slot: int, num_tokens: int) -> None:
-        """Nothing to take over."""

@@ -16,6 +16,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from core.decode_records import Budget
+from engine.attention.backends import Attention
 from engine.cache.kv_pool import KVPool
 from engine.decoding.draft_tree import DraftTree, chain, keep, root_only, select_best
 from engine.decoding.noise import Noise
@@ -23,7 +24,8 @@ from engine.decoding.running_batch import RunningBatch
 from engine.decoding.sampling_rule import leader_shares, leaders
 from engine.drafters.chain_levels import ChainLevels, FusedLevels, LevelByLevel, noise_at_level
 from engine.drafters.refinement import Refinement
-from engine.model.compute_backend import FusedChain
+from engine.model.compute_backend import FusedChain, PoolAttention
+from engine.model.forward_plan import TreePlan
 from engine.upload import upload
 
 
@@ -165,6 +167,36 @@ class LevelDrafter(ABC):
             frontier_number = best + 1 + offset
             offset += ids.shape[1]
         return _candidates(levels, budget.branching)
+
+
+def level_plan(
+    pool: KVPool,
+    attention: Attention | PoolAttention,
+    batch: RunningBatch,
+    ids: Int[Tensor, "B n"],
+    seen: Bool[Tensor, "B n t"] | None,
+    depth: Int[Tensor, "B t"],
+    *,
+    lag: int = 0,
+) -> tuple[TreePlan, Int[Tensor, "B n"]]:
+    """Return where `LevelDrafter.forward_level` writes a level's tokens and what they see, and their positions.
+
+    `lag`: by how many tokens the cells lag behind the committed ones.
+    """
+    live, n = ids.shape
+    base = batch.inputs().lengths - lag
+    plan = TreePlan(
+        pool=pool,
+        attention=attention,
+        base=base,
+        num_tokens=n,
+        num_earlier=depth.shape[1] - n,
+        seen=seen,
+        depth=depth,
+        view_tokens=int(batch.lengths[:live].max()) - lag + depth.shape[1],
+    )
+    # nodes behind a sample's limit are computed and cut off; their positions must still exist
+    return plan, (base[:, None] + depth[:, -n:]).clamp(max=batch.tokens.shape[1] - 1)
 
 
 def _candidates(levels: list[tuple[Tensor, ...]], branching: int) -> DraftTree:

@@ -13,7 +13,7 @@ from engine.cache.kv_pool import KVPool
 from engine.decoding.draft_tree import DraftTree
 from engine.decoding.running_batch import LAST_TOKENS, RunningBatch
 from engine.decoding.verify import Verdict
-from engine.drafters.level_drafter import LevelDrafter
+from engine.drafters.level_drafter import LevelDrafter, level_plan
 from engine.model.compute_backend import FusedChain
 from engine.model.forward_plan import TreePlan
 from engine.model.prefill import fill_committed
@@ -140,19 +140,5 @@ class ModelDrafter(LevelDrafter):
         self, batch: RunningBatch, ids: Tensor, seen: Tensor | None, depth: Tensor, parents: Tensor | None
     ) -> Float[Tensor, "B n V"]:
         """See `LevelDrafter`. Parents are seen in the cache."""
-        live, n = ids.shape
-        lengths = batch.inputs().lengths
-        plan = TreePlan(
-            pool=self.runner.pool,
-            attention=self.runner.attention,
-            base=lengths,
-            num_tokens=n,
-            num_earlier=depth.shape[1] - n,
-            seen=seen,
-            depth=depth,
-            view_tokens=int(batch.lengths[:live].max()) + depth.shape[1],
-        )
-        positions = lengths[:, None] + depth[:, -n:]
-        last_position = batch.tokens.shape[1] - 1
-        logits = self.runner.logits(ids.reshape(-1), positions.clamp(max=last_position).reshape(-1), plan)
-        return logits.view(live, n, -1)
+        plan, positions = level_plan(self.pool, self.runner.attention, batch, ids, seen, depth)
+        return self.runner.logits(ids.reshape(-1), positions.reshape(-1), plan).view(*ids.shape, -1)

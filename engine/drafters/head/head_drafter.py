@@ -28,13 +28,13 @@ from engine.decoding.noise import Noise
 from engine.decoding.running_batch import RunningBatch
 from engine.decoding.verify import Verdict
 from engine.drafters.head.head_forward import HeadForward
-from engine.drafters.level_drafter import LevelDrafter
+from engine.drafters.head.published_head import head_checksum
+from engine.drafters.level_drafter import LevelDrafter, level_plan
 from engine.drafters.refinement import Refinement
 from engine.model.compute_backend import PoolAttention
 from engine.model.forward_plan import TreePlan
 from engine.model.prefill_plan import PrefillPiece, PrefillPlan, packed_inputs
 from engine.upload import upload
-from engine.weights.chunks import checksum_of
 
 MAX_WAITING = 16
 "Committed tokens of a sample whose hidden states may wait for their keys and values; those of one step come on top."
@@ -97,7 +97,7 @@ class HeadDrafter(LevelDrafter):
 
     def checksum(self) -> str:
         """See `TrainedDrafter`."""
-        return checksum_of(tensor for _, tensor in sorted(self.forward.head.tensors.items()))
+        return head_checksum(self.forward.head)
 
     def drop(self) -> None:
         """Nothing to forget: cells that other weights made still tell much, and no token depends on them."""
@@ -205,22 +205,10 @@ class HeadDrafter(LevelDrafter):
         self, batch: RunningBatch, ids: Tensor, seen: Tensor | None, depth: Tensor, parents: Tensor | None
     ) -> Float[Tensor, "B n D"]:
         """See `LevelDrafter`."""
-        live, n = ids.shape
-        base = batch.inputs().lengths - 1
-        plan = TreePlan(
-            pool=self._pool,
-            attention=self._attention,
-            base=base,
-            num_tokens=n,
-            num_earlier=depth.shape[1] - n,
-            seen=seen,
-            depth=depth,
-            view_tokens=int(batch.lengths[:live].max()) - 1 + depth.shape[1],
-        )
+        plan, positions = level_plan(self._pool, self._attention, batch, ids, seen, depth, lag=1)
         hidden = self._hidden
         if parents is not None:
             hidden = hidden.gather(1, parents[..., None].expand(-1, -1, hidden.shape[-1]))
-        positions = (base[:, None] + depth[:, -n:]).clamp(max=batch.tokens.shape[1] - 1)
         return self._run(self._ids[ids], hidden, positions, plan)
 
     def _run(self, ids: Tensor, hidden: Tensor, positions: Tensor, plan: TreePlan) -> Float[Tensor, "B n D"]:

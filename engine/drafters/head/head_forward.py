@@ -68,7 +68,7 @@ class HeadForward:
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Take over trained weights by EAGLE-3's names. Raises WeightsError when names do not fit."""
-        own = {name for name, tensor in self.head.tensors.items() if tensor.is_floating_point()}
+        own = self.head.trained.keys()
         trained = {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point()}
         if trained.keys() != own:
             raise WeightsError(
