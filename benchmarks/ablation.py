@@ -25,7 +25,8 @@ from core.config import EngineConfig, SpeculationConfig
 from engine.attention.backends import ordered_attention
 from engine.build import build_engine
 from engine.cpu.backend import CpuBackend
-from engine.cpu.tokens import CpuNoise, CpuNoiseSource
+from engine.cpu.noise_source import CpuNoiseSource
+from engine.cpu.tokens import CpuNoise
 from engine.decoding.noise import Noise, NoiseSource
 from engine.model.compute_backend import ComputeBackend
 from engine.weights.loading import load_causal_lm

@@ -80,7 +80,7 @@ def decode_step(
     # a node at depth d chooses the token of depth d + 1
     # one sort serves choosing and valuing
     kept = kept_tokens(scale(logits, batch.sampling), batch.sampling) if batch.sampling.any_filter else None
-    choices = choose(logits, noise, tree.depth_with_root, batch.sampling, kept)
+    choices = choose(logits, noise, tree.levels, batch.sampling, kept)
     verdict = verify(choices, tree, ancestors, min(budget.depth, tree.num_nodes))
     if refinement is not None:
         refinement.conclude(tree, verdict, batch.requests)

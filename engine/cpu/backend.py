@@ -11,10 +11,10 @@ from torch import Tensor
 from engine.cache.kv_pool import KVPool
 from engine.cpu.chain import NativeChain
 from engine.cpu.forward import NativeForward, NativeLayer
+from engine.cpu.noise_source import CpuNoiseSource
 from engine.cpu.pool_attention import CpuAttention
 from engine.cpu.sampling import LEAST_VOCABULARY
 from engine.cpu.streamed_linear import StreamedLinear
-from engine.cpu.tokens import CpuNoiseSource
 from engine.model.compute_backend import ComputeBackend, FusedForward
 from engine.model.linears import Decoder, Linear
 

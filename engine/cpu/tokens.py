@@ -8,8 +8,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from engine.cpu.program import common_code
-from engine.cpu.sampling import LEAST_VOCABULARY, MOST_LEADERS, leaders_name
-from engine.decoding.noise import Noise, NoiseSource, id_words
+from engine.cpu.sampling import MOST_LEADERS, leaders_name
+from engine.decoding.noise import Noise
 
 
 class CpuNoise(Noise):
@@ -33,28 +33,21 @@ class CpuNoise(Noise):
         """See `Noise.leaders`; more than MOST_LEADERS, or logits of another type than float32, are the library's."""
         if count > MOST_LEADERS or logits.dtype != torch.float32 or logits.stride(-1) != 1:
             return None
-        return best_tokens(logits, self.values, levels, divisors, factors, count=count, share=share)
+        return best_tokens(logits, self.buffer, levels, divisors, factors, count=count, share=share)
 
 
-class CpuNoiseSource(NoiseSource):
-    """Makes noise in one pass."""
-
-    def of_words(self, words: Int[Tensor, "2 B D"], vocab_size: int) -> Noise:
-        """See `NoiseSource`."""
-        if vocab_size < LEAST_VOCABULARY:
-            return super().of_words(words, vocab_size)
-        return CpuNoise(gumbel_rows(words.numpy(), id_words(vocab_size, self.device)))
-
-
-def gumbel_rows(words: np.ndarray, ids: Int[Tensor, " V"]) -> Float[Tensor, "B D V"]:
+def gumbel_rows(
+    words: np.ndarray, ids: Int[Tensor, " V"], out: Float[Tensor, "B D V"] | None = None
+) -> Float[Tensor, "B D V"]:
     """Return the noise of every token id.
 
     Args:
         words: two hash words of each (sample, position), int32 [2, B, D].
         ids: one hash word of each token id, int32; at least LEAST_VOCABULARY.
+        out: where to write it, in one piece; made anew by default.
     """
     first, second = np.ascontiguousarray(words)
-    noise = torch.empty(*first.shape, len(ids), dtype=torch.float32)
+    noise = torch.empty(*first.shape, len(ids), dtype=torch.float32) if out is None else out
     common_code().operations["gumbel"](
         out=noise.data_ptr(),
         ids=ids.data_ptr(),

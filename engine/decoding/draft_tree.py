@@ -53,6 +53,14 @@ class DraftTree:
             return _line(len(self.token_ids), self.num_nodes + 1, 0, self.token_ids.device).index
         return torch.cat([self.depth.new_zeros(self.depth.shape[0], 1), self.depth], dim=1)
 
+    @property
+    def levels(self) -> Int[Tensor, "B n"]:
+        """Whose noise root and nodes choose by: their depth; that of the root where a choice is of no matter."""
+        depth = self.depth_with_root
+        if self.num_kept is None:
+            return depth
+        return torch.cat([depth[:, :1], depth[:, 1:].masked_fill(self.token_ids == DEAD, 0)], dim=1)
+
 
 def chain(
     token_ids: Int[Tensor, "B N"],

@@ -52,6 +52,19 @@ class Noise:
         """All of it."""
         return self._values
 
+    @property
+    def buffer(self) -> Float[Tensor, "B D V"]:
+        """Where the values lie, or will once they are asked for."""
+        return self.values
+
+    def up_to(self, levels: int) -> Float[Tensor, "B d V"]:
+        """Return the first levels' values; they then lie in `buffer`."""
+        return self.values[:, :levels]
+
+    def of_ids(self, ids: Int[Tensor, " W"]) -> Noise:
+        """Return that of some token ids, in their order."""
+        return self[..., ids]
+
     def __getitem__(self, index: Any) -> Noise:
         """Return a part, indexed as `values`."""
         return type(self)(self.values[index])

@@ -211,15 +211,17 @@ class RunningBatch:
     def noise(self, levels: int, vocab_size: int) -> Noise:
         """Return the noise of the next `levels` positions of every sample.
 
-        Computed for a few decode steps ahead, as far as MAX_NOISE_AHEAD allows: its cost is mostly that of calling.
-        Where one kernel hashes and chooses, nothing is computed ahead.
+        That of a small vocabulary is computed for a few decode steps ahead, as far as MAX_NOISE_AHEAD allows: its cost
+        is mostly that of calling. Where one kernel hashes and chooses, nothing is computed ahead.
         """
         live = len(self)
         lengths = self.lengths[:live]
         if not self._make_noise.ahead:
             return self._make_noise.of_words(self.inputs(levels).words, vocab_size)
+        ahead = min(MAX_NOISE_AHEAD // (live * vocab_size), MAX_STEPS_AHEAD * levels)
+        if ahead <= levels:
+            return self._make_noise(self.words[:live], lengths[:, None] + np.arange(levels), vocab_size)
         if self._noise is None or (lengths + levels > self._noise_end).any():
-            ahead = min(max(levels, MAX_NOISE_AHEAD // (live * vocab_size)), MAX_STEPS_AHEAD * levels)
             positions = lengths[:, None] + np.arange(ahead)
             self._noise = self._make_noise(self.words[:live], positions, vocab_size)
             self._noise_start, self._noise_end = lengths.copy(), lengths + ahead

@@ -97,10 +97,12 @@ class FusedLevels:
         self._refinement = refinement
         sampling = batch.sampling
         lengths = batch.lengths[: len(batch)]
-        fused.start(logits, lengths, noise.values, sampling.divisor, sampling.noise_factor)
+        self._noise = noise
+        fused.start(logits, lengths, noise.buffer, sampling.divisor, sampling.noise_factor)
 
     def draft(self, begin: int, end: int) -> None:
         """See `ChainLevels`."""
+        self._noise.up_to(end)
         scores, logprobs = self._fused.draft(begin, end)
         if self._refinement is not None:
             self._refinement.chain_levels(scores, logprobs)

@@ -119,7 +119,7 @@ class HeadDrafter(LevelDrafter):
         """See `Drafter.draft`. None where a sample has one token only: nothing stands behind its first."""
         if int(batch.lengths[: len(batch)].min()) < 2:
             return None
-        tree = super().draft(batch, budget, noise if self._is_whole else noise[..., self._ids], refinement)
+        tree = super().draft(batch, budget, noise if self._is_whole else noise.of_ids(self._ids), refinement)
         if tree is None or self._is_whole or not tree.num_nodes:
             return tree
         ids = tree.token_ids

@@ -9,8 +9,8 @@ import torch
 from core.errors import NumericsError
 from core.records import SampleKey, Stream
 from engine.cache.segments import segments_of
+from engine.cpu.noise_source import CpuNoiseSource
 from engine.cpu.program import native_code
-from engine.cpu.tokens import CpuNoiseSource
 from engine.decoding.noise import key_words
 from engine.model.prefill_plan import PrefillPiece, PrefillPlan
 from engine.model.runner import ModelRunner

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from core.records import SampleKey, SamplingParams, Stream
+from engine.cpu.noise_source import CpuNoiseSource
 from engine.cpu.sampling import MOST_LEADERS
-from engine.cpu.tokens import CpuNoise, CpuNoiseSource
+from engine.cpu.tokens import CpuNoise
 from engine.decoding.noise import Noise, gumbel_noise, key_words, noise_bits
 from engine.decoding.sampling_rule import RowSampling, choose, leader_shares, leaders
 
@@ -38,6 +39,25 @@ def test_noise_of_an_id_depends_on_nothing_else() -> None:
     noise = own_noise(words(), positions, 1003)
     assert torch.equal(own_noise(words(), positions, 40), noise[..., :40])
     assert torch.equal(own_noise(words()[1:2], positions[1:2, 2:3], 1003), noise[1:2, 2:3])
+
+
+def test_noise_is_made_as_it_is_looked_at() -> None:
+    positions = np.arange(12).reshape(3, 4)
+    expected = own_noise(words(), positions, 1003)
+    noise = CpuNoiseSource(CPU)(words(), positions, 1003)
+    assert torch.equal(noise.up_to(2), expected[:, :2])
+    _, _, rows = case(1003, [1.0] * 3)
+    levels = torch.tensor([[0, 3], [2, 2], [0, 0]])
+    # all that a level lacks is made, and nothing else
+    noise.buffer[:, 2:] = math.inf
+    logits = torch.zeros(3, 2, 1003)
+    chosen = noise.choose(logits, levels, rows.divisor, rows.noise_factor)
+    assert torch.equal(chosen, expected.argmax(-1).gather(1, levels))
+    looked_at = torch.tensor([[1, 1, 0, 1], [1, 1, 1, 0], [1, 1, 0, 0]], dtype=torch.bool)
+    assert torch.equal(noise.buffer.isfinite().all(-1), looked_at)
+    assert torch.equal(noise[:, 1:3].values, expected[:, 1:3])
+    ids = torch.tensor([1000, 3, 40, 7, 8, 500, 2, 1, 0])
+    assert torch.equal(noise.of_ids(ids).values, expected[..., ids])
 
 
 def test_noise_keeps_both_tails() -> None:
