@@ -9,19 +9,20 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from actors.actor_messages import Taken
 from actors.ray_utils.watch import OpenWait
 from cluster.dynamic_sampling import UsefulGroups
 from cluster.forward_stream import ForwardStream
+from cluster.pipelining.pipeline import Pipeline
 from cluster.reporting.console import Reporter
 from cluster.rollout_buffer import RolloutBuffer
 from cluster.system import GeneratingSystem, Scored
 from core.decode_records import GenerationStats
 from core.errors import RewardError, RlhfSpecError
-from core.records import ResponseFacts, Rollout, SampleRequest, Unscored
+from core.records import ResponseFacts, Rollout, SampleKey, SampleRequest, Unscored
 from learning.data.prompts import response_text
 from policies.scheduling.events import MoveRecord
 
@@ -51,6 +52,7 @@ class Collected:
     "samples without a reward (`on_error: skip` of `reward` or `environment`)"
     skipped_groups: tuple[int, ...] = ()
     "the group of each of these"
+    skipped_keys: tuple[SampleKey, ...] = ()
     environment: dict[str, float] = field(default_factory=dict)
     "figures of its episodes; empty without an environment"
 
@@ -63,9 +65,12 @@ def collect(
     groups: UsefulGroups | None = None,
     *,
     phase: str = "generate",
+    cut_by: Pipeline | None = None,
+    meanwhile: Callable[[], None] | None = None,
 ) -> Collected:
     """Generate and score every request; `forwards` gets each sample when it is scored, `groups` may ask for more.
 
+    Responses that `cut_by` finds to be no whole ones stay there, and are not scored; `meanwhile` is called all along.
     Raises RewardError and the like as themselves; InstanceLost or SchedulerLost when replacements are
     used up.
     """
@@ -81,15 +86,18 @@ def collect(
     by_key = {request.key: request for request in requests}
     buffer = RolloutBuffer(max_staleness=system.config.rollout.max_staleness)
     unscored: list[Scored] = []
-    num_completed, num_skipped, stats, generated_s = 0, 0, before, began_s
+    num_completed, num_skipped, num_cut, stats, generated_s = 0, 0, 0, before, began_s
     skipped_groups: list[int] = []
+    skipped_keys: list[SampleKey] = []
     wait = OpenWait(
         waiter="the scheduler",
         waited_for="the generation pool",
         order="generate more tokens",
         timeout_s=system.config.cluster.order_timeout_s,
     )
-    while len(buffer) + num_skipped < len(by_key):
+    while len(buffer) + num_skipped + num_cut < len(by_key):
+        if meanwhile is not None:
+            meanwhile()
         refused: list[tuple[SampleRequest, Unscored]] = []
         if num_completed < len(by_key):
             is_asking = episodes is not None and episodes.num_asked > 0
@@ -101,7 +109,12 @@ def collect(
                 # environments have limits of their own, and so has a pool without instances
                 wait.restart()
             wait.look()
-            if episodes is None:
+            if cut_by is not None:
+                whole = [one for c in taken.completions if (one := cut_by.whole(c)) is not None]
+                done = [(request, c, response_text(system.tokenizer, c)) for request, c in whole]
+                num_cut += len(taken.completions) - len(whole)
+                num_completed += len(taken.completions) - len(whole)
+            elif episodes is None:
                 done = [(by_key[c.key], c, response_text(system.tokenizer, c)) for c in taken.completions]
             else:
                 done = episodes.advance(taken.completions, system.scheduler)
@@ -116,6 +129,7 @@ def collect(
         skipped = _skip(refused, report, before=num_skipped, of=len(by_key))
         num_skipped += len(skipped)
         skipped_groups += skipped
+        skipped_keys += [request.key for request, _ in refused]
         if groups is not None:
             asked = [groups.scored(rollout) for rollout in scored]
             for further in asked + [groups.ended(group_id, None) for group_id in skipped]:
@@ -139,6 +153,7 @@ def collect(
         score_s=time.perf_counter() - generated_s,
         num_skipped=num_skipped,
         skipped_groups=tuple(skipped_groups),
+        skipped_keys=tuple(skipped_keys),
         environment=episodes.figures() if episodes is not None else {},
     )
 

@@ -21,7 +21,7 @@ class ForwardTrainers(Protocol):
         """Order the forwards of one block; what to ask for them by."""
         ...
 
-    def forwards_done(self, order: Any) -> bool:
+    def answered(self, order: Any) -> bool:
         """Whether an answer, or a failure, is there."""
         ...
 
@@ -83,7 +83,7 @@ class ForwardStream:
 
         Raises what `end_forwards` raises: a trainer's death is named here, and not at the update.
         """
-        if self._order is not None and self._trainers.forwards_done(self._order):
+        if self._order is not None and self._trainers.answered(self._order):
             self._end()
         if self._order is None and self._whole:
             rollouts = self._blocks[self._whole.pop(0)]

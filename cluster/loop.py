@@ -1,29 +1,21 @@
-"""The RL loop on one page: sample, score, update, publish, refit; synchronous, streamed, exactly once.
-
-cursor -> scheduler -> generation instances -> completions as they finish -> reward pool
-       -> rollout buffer -> trainer -> weights by manifest -> generation instances
-                                    -> draft model refit, its weights the same way
-"""
+"""The RL loop: iterations one after the other (`cluster.iterations`), what is written of them, how a run ends."""
 
 from __future__ import annotations
 
-import time
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import count
 
-import ray
-
-from cluster.collect import attend, collect
+from cluster.collect import attend
 from cluster.evaluate import Evaluator
-from cluster.forward_stream import Streamed
+from cluster.iterations import run_iteration, run_pipelined_iteration
 from cluster.observing.observer import Observer, observing
+from cluster.pipelining.pipeline import InFlight, Pipeline
 from cluster.placement.ray_session import RaySession, ray_session, sigterm_exits
 from cluster.preflight.inputs import Inputs
 from cluster.recorder import Recorder
-from cluster.refit_step import refit_draft
 from cluster.reporting.console import Reporter
-from cluster.reporting.iteration_metrics import iteration_figures, with_evaluation
+from cluster.reporting.iteration_metrics import with_evaluation
 from cluster.resuming.restarts import LOSSES, TrainerRestarts, as_trainer_lost, telling_trainer_loss
 from cluster.resuming.run_state import RunState
 from cluster.resuming.save_state import Boundary, StateKeeper
@@ -45,6 +37,7 @@ from core.errors import (
     TrainerLost,
 )
 from core.weight_records import WeightManifest
+from policies.pipelining.phase_plan import PhasePlan
 
 BY_SIGTERM = "stopped by SIGTERM (ray job stop, or kill)"
 
@@ -135,10 +128,10 @@ def train(system: System, run_dir: RunDir, report: Reporter, *, resume: RunState
     `resume`: what the system, which has its first weights, is to go on from. Raises TrainerLost: see
     `cluster.resuming.restarts`.
     """
-    first = 0
+    first, pipeline = 0, _pipeline(system)
     if resume is not None:
         with telling_trainer_loss(system):
-            take_up(system, resume)
+            take_up(system, resume, pipeline)
         first = resume.num_iterations
     run = system.config.run
     log = RunLog.begin(system.config, run_dir, report.note, num_done=first)
@@ -152,7 +145,10 @@ def train(system: System, run_dir: RunDir, report: Reporter, *, resume: RunState
 
     def here(num_iterations: int) -> Boundary:
         return Boundary(
-            num_iterations=num_iterations, cursor=system.cursor.state(), evaluations=evaluator.marks
+            num_iterations=num_iterations,
+            cursor=system.cursor.state(),
+            evaluations=evaluator.marks,
+            in_flight=InFlight() if pipeline is None else pipeline.in_flight(),
         )
 
     try:
@@ -163,7 +159,10 @@ def train(system: System, run_dir: RunDir, report: Reporter, *, resume: RunState
         for iteration in range(first, run.iterations):
             system.is_learning = False
             try:
-                figures = run_iteration(system, iteration, report, recorder, log)
+                if pipeline is None:
+                    figures = run_iteration(system, iteration, report, recorder, log)
+                else:
+                    figures = run_pipelined_iteration(system, pipeline, iteration, report, recorder, log)
             except NumericsError as error:
                 raise type(error)(f"iteration {iteration + 1} of {run.iterations}: {error}") from error
             try:
@@ -201,6 +200,25 @@ def train(system: System, run_dir: RunDir, report: Reporter, *, resume: RunState
     recorder.write_timeline()
 
 
+def _pipeline(system: System) -> Pipeline | None:
+    """What keeps samples that run ahead of learning; None where nothing does."""
+    config, rollout = system.config, system.config.rollout
+    if not rollout.max_staleness:
+        return None
+    plan = PhasePlan(
+        max_staleness=rollout.max_staleness,
+        weight_load=rollout.weight_load,
+        max_new_tokens=config.sampling.max_new_tokens,
+        num_iterations=config.run.iterations,
+    )
+    return Pipeline(
+        plan,
+        lambda: system.cursor.next_requests(
+            rollout.prompts_per_iteration, rollout.samples_per_prompt, system.sampling
+        ),
+    )
+
+
 def _keep_what_was_learned(
     system: System, run_dir: RunDir, states: StateKeeper, boundary: Boundary | None
 ) -> str:
@@ -230,66 +248,3 @@ def _keep_what_was_learned(
         f"--set run.seed={system.config.run.seed + 1}` (prompts in another order; the optimizer, its schedule and the "
         "reference of the KL control begin anew)"
     )
-
-
-def run_iteration(
-    system: System, iteration: int, report: Reporter, recorder: Recorder, log: RunLog
-) -> dict[str, float]:
-    """Sample, score, update, publish, refit once; return the iteration's figures."""
-    rollout = system.config.rollout
-    requests = system.cursor.next_requests(
-        rollout.prompts_per_iteration, rollout.samples_per_prompt, system.sampling
-    )
-    system.generation.rollouts_ahead(system.config.run.iterations - iteration - 1)
-    began_s = time.perf_counter()
-    forwards, groups = system.forward_stream(requests), system.useful_groups(requests)
-    collected = collect(system, requests, report, forwards, groups)
-    log.rollouts(iteration, collected.rollouts)
-    learned = collected.rollouts if groups is None else groups.batch(collected.rollouts)
-    moves = recorder.record(iteration, collected, system.generation.instances, system.generation.last_words())
-
-    update_began_s = time.perf_counter()
-    report.progress("update", 0, 1)
-    streamed = forwards.finish() if forwards is not None else Streamed()
-    rollouts = ray.put(learned)
-    prompts_ahead = (system.config.run.iterations - iteration - 1) * rollout.prompts_per_iteration
-    if system.config.speculation.remembers and (
-        groups is not None or system.cursor.comes_again(prompts_ahead)
-    ):
-        system.generation.remember(collected.rollouts)
-    system.is_learning = True
-    update = system.trainers.update(rollouts, recompute_old=system.recomputes_old)
-    advantages = dict(zip(map(id, learned), update.sample_advantages or (), strict=False))
-    # again, since an update that fails must not take the rollouts with it
-    log.rollouts(
-        iteration, collected.rollouts, [advantages.get(id(rollout)) for rollout in collected.rollouts]
-    )
-    publish_began_s = time.perf_counter()
-    report.progress("publish", 0, 1)
-    instances = system.generation.instances
-    broadcast = system.broadcast.publish(system.target, update.weight_version, instances)
-    system.target = broadcast or system.trainers.take()
-    (system.generation.keep if broadcast else system.generation.publish)(system.target)
-    log.weights(system.target.manifest)
-    refit_began_s = time.perf_counter()
-    report.progress("refit", 0, 1)
-    draft_figures = refit_draft(system, rollouts, iteration_s=refit_began_s - began_s, report=report)
-    ended_s = time.perf_counter()
-    seconds = {
-        "generate": collected.generate_s,
-        "score": collected.score_s,
-        "update": publish_began_s - update_began_s,
-        "publish": refit_began_s - publish_began_s,
-        "refit": ended_s - refit_began_s,
-        "evaluate": 0.0,
-        "iteration": ended_s - began_s,
-    }
-    figures = iteration_figures(collected.rollouts, collected.stats, update, seconds)
-    figures["rollout/invariant"] = float(system.generation.is_invariant)
-    figures["reward/num_skipped"] = float(collected.num_skipped)
-    if groups is not None:
-        figures |= groups.figures()
-    figures["data/epoch"] = system.cursor.num_passes
-    kept = log.record(iteration, learned, update)
-    pool = system.generation.figures()
-    return figures | streamed.figures() | moves | draft_figures | collected.environment | pool | kept

@@ -109,7 +109,7 @@ class TrainerPool:
         block = ray.put(list(rollouts))
         return {name: one.forward_ahead.remote(block, recompute_old) for name, one in self._trainers.items()}
 
-    def forwards_done(self, order: Mapping[str, Any]) -> bool:
+    def answered(self, order: Mapping[str, Any]) -> bool:
         """Whether a trainer has answered, or has failed."""
         return bool(wait_any(list(order.values()), timeout_s=0.0))
 
@@ -127,8 +127,16 @@ class TrainerPool:
         Raises InstanceLost naming a trainer that died or is silent, WaitTimeout when none gets on for
         `cluster.order_timeout_s`, and what they raise themselves.
         """
-        refs = {name: one.update.remote(rollouts, recompute_old) for name, one in self._trainers.items()}
-        return self._all(refs, "update", meanwhile=self.meanwhile)[self.first_name]
+        return self.end_update(self.begin_update(rollouts, recompute_old=recompute_old))
+
+    def begin_update(self, rollouts: Any, *, recompute_old: bool = False) -> dict[str, Any]:
+        """Order an update and return at once: what to ask for it by."""
+        return {name: one.update.remote(rollouts, recompute_old) for name, one in self._trainers.items()}
+
+    def end_update(self, order: Mapping[str, Any], *, samples_are_open: bool = False) -> UpdateReport:
+        """Wait for an update; see `update`. `samples_are_open`: `meanwhile` is not called, the caller sees to them."""
+        meanwhile = None if samples_are_open else self.meanwhile
+        return self._all(order, "update", meanwhile=meanwhile)[self.first_name]
 
     def refit(self, rollouts: Any, budget_s: float) -> RefitReport:
         """Let the draft model follow, for at most so many seconds."""

@@ -156,6 +156,26 @@ class Config(Section):
                 "trainer.device is cuda but cluster.trainer.num_gpus is 0, which is a CPU whatever the machine has; "
                 "set it to 1, or trainer.device to auto"
             )
+        if self.rollout.max_staleness and self.algorithm.dynamic_sampling:
+            raise ValueError(
+                f"algorithm.dynamic_sampling asks for further prompts until a batch is full, and rollout.max_staleness "
+                f"{self.rollout.max_staleness} fixes beforehand which samples run ahead of which update; set "
+                "max_staleness: 0, or dynamic_sampling: false"
+            )
+        if (
+            self.rollout.max_staleness
+            and self.environment.kind is not None
+            and self.rollout.weight_load != "drain"
+        ):
+            raise ValueError(
+                f"rollout.weight_load {self.rollout.weight_load} cuts responses at counts of tokens, and turns of "
+                f"environment.kind {self.environment.kind} end elsewhere; set weight_load: drain"
+            )
+        if self.rollout.max_staleness and self.trainer.stream_forwards == "on":
+            raise ValueError(
+                "trainer.stream_forwards on computes forwards while an iteration is generated, and with "
+                f"rollout.max_staleness {self.rollout.max_staleness} the trainer updates then; set stream_forwards: off"
+            )
         silent = all(part.kind in ("model", "format") for part in self.reward.scorers)
         metric = self.evaluation.metric
         if self.evaluation.every and silent and metric not in ("eval/reward_mean", "eval/best_at_k"):

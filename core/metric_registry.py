@@ -60,6 +60,12 @@ _DECLARED = [
         ("num_samples", "samples", "sum", "samples that were scored"),
         ("num_recomputed", "samples", "sum", "samples whose instance was lost on the way"),
         ("num_preemptions", "samples", "sum", "times a sample had to wait because caches were full"),
+        (
+            "num_cut_samples",
+            "samples",
+            "last",
+            "responses that wait for the next weights (rollout.max_staleness)",
+        ),
         ("num_streamed_samples", "samples", "sum", "samples whose forwards began during the rollout"),
         ("num_groups_sampled", "groups", "sum", "groups that dynamic sampling asked for"),
         ("num_groups_useful", "groups", "sum", "of these, groups whose rewards differ"),
@@ -79,6 +85,12 @@ _DECLARED = [
         ("evaluate_s", "s", "sum", "evaluation after the iteration, the best checkpoint included"),
         ("iteration_s", "s", "sum", "the whole iteration"),
         ("step_s", "s", "mean", "one optimizer step of supervised training"),
+        (
+            "update_hidden_s",
+            "s",
+            "sum",
+            "of the update, behind the sampling of later batches (rollout.max_staleness)",
+        ),
         ("forwards_hidden_s", "s", "sum", "forwards before the first step that the rollout hid"),
         (
             "amdahl_bound",

@@ -130,6 +130,17 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WeightSpan:
+    """From `first_position` (index into the response) on, tokens come from `weight_version`.
+
+    Where the version changes, keys and values of all that stands before are computed anew by the new one.
+    """
+
+    weight_version: int
+    first_position: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class History:
     """An episode's response before a turn begins. Arrays are [T]; what was not sampled is the environment's."""
 
@@ -145,6 +156,8 @@ class History:
     num_accepted_tokens: int = 0
     instance: str = ""
     "that ended the turn before: it may still hold the caches"
+    weight_spans: tuple[WeightSpan, ...] = ()
+    "what its tokens come of, where that may not be the version that goes on"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,14 +174,6 @@ class SampleRequest:
     "what the response begins with: earlier turns; sampling.max_new_tokens counts it too"
     keeps_caches: bool = False
     "an environment answers, and another turn may follow: caches wait for it where there is room"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WeightSpan:
-    """From `first_position` (index into the response) on, tokens come from `weight_version`."""
-
-    weight_version: int
-    first_position: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,6 +212,19 @@ class Completion:
     def is_sampled(self) -> np.ndarray:
         """Which response tokens the policy sampled, bool [T]."""
         return np.ones(len(self.token_ids), dtype=bool) if self.sampled is None else self.sampled
+
+    def as_history(self) -> History:
+        """Return what a further turn, or the rest of a response that was cut, begins with."""
+        return History(
+            token_ids=self.token_ids,
+            sampled=self.is_sampled,
+            policy_logprobs=self.policy_logprobs,
+            sampling_logprobs=self.sampling_logprobs,
+            num_decode_steps=self.num_decode_steps,
+            num_accepted_tokens=self.num_accepted_tokens,
+            instance=self.instance,
+            weight_spans=self.weight_spans,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,6 +31,13 @@ def streams_forwards(
         recomputes_old: whether old log-probabilities are the trainer's.
     """
     algorithm, wish = config.algorithm, config.trainer.stream_forwards
+    if config.rollout.max_staleness:
+        # the whole update runs then
+        shared = _shared(config, topology, cores_of)
+        return (
+            False,
+            f"updates run while later batches are sampled, and slow that down: {shared}" if shared else "",
+        )
     if algorithm.dynamic_sampling:
         # which samples make a block is not known before the rollout's end
         return False, ""

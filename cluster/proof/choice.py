@@ -65,17 +65,18 @@ def verifiable(
     """Samples that can be generated again here; the others are counted by reason. `metrics` by iteration."""
     loose = {iteration for iteration, row in metrics.items() if row.get("rollout/invariant") == 0.0}
     machine = why_not_here(config)
-    missing = sorted({place.weight_version for place in places} - weights.targets.keys() - weights.damaged)
+    needed = {version for place in places for version in place.weight_versions}
+    missing = sorted(needed - weights.targets.keys() - weights.damaged)
     good = []
     for place in places:
         if machine:
             proof.unverified[machine] += 1
         elif place.iteration in loose:
             proof.unverified["the run promised no bits in their iteration (rollout/invariant is 0)"] += 1
-        elif place.weight_version in weights.targets:
+        elif weights.targets.keys() >= set(place.weight_versions):
             good.append(place)
-        elif place.weight_version in weights.damaged:
-            proof.unverified[f"the weights of version {place.weight_version} are damaged"] += 1
+        elif damaged := weights.damaged & set(place.weight_versions):
+            proof.unverified[f"the weights of {_versions(sorted(damaged))} are damaged"] += 1
         else:
             which = _versions(missing)
             proof.unverified[

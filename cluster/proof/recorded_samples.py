@@ -36,7 +36,8 @@ class Place:
     row: int
     iteration: int
     key: SampleKey
-    weight_version: int
+    weight_versions: tuple[int, ...]
+    "of its tokens, in their order"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +58,7 @@ def places_in(file: Path) -> list[Place]:
     """Every sample of a rollout file. Raises DataError: it cannot be read."""
     try:
         rows = _table(file, list(_INDEX)).to_pylist()
+        spans = _table_of_spans(file)
         return [
             Place(
                 file=file,
@@ -65,9 +67,9 @@ def places_in(file: Path) -> list[Place]:
                 key=SampleKey(
                     run_seed=one["run_seed"], stream=Stream(one["stream"]), sample_index=one["sample_index"]
                 ),
-                weight_version=int(one["weight_version"]),
+                weight_versions=tuple(versions) if versions else (int(one["weight_version"]),),
             )
-            for row, one in enumerate(rows)
+            for row, (one, versions) in enumerate(zip(rows, spans, strict=True))
         ]
     except _UNREADABLE as error:
         raise _unreadable(file, error) from error
@@ -78,7 +80,9 @@ def read_recorded(places: Sequence[Place]) -> list[Recorded]:
     file = places[0].file
     try:
         table = _table(file)
-        arrays = {name: _lists(table, name) for name in _ARRAYS}
+        arrays = {
+            name: _lists(table, name) for name in _ARRAYS if name in table.column_names or name not in _SPANS
+        }
         plain = [name for name in table.column_names if name not in arrays]
         rows = table.select(plain).to_pylist()
         return [
@@ -101,7 +105,11 @@ _ARRAYS = {
     "policy_logprobs": (pa.float32(), np.float32),
     "sampling_logprobs": (pa.float32(), np.float32),
     "response_sampled": (pa.bool_(), np.bool_),
+    "span_versions": (pa.int32(), np.int32),
+    "span_positions": (pa.int32(), np.int32),
 }
+_SPANS = ("span_versions", "span_positions")
+"Files of older versions have none."
 
 
 def _lists(table: pa.Table, name: str) -> list[np.ndarray | None]:
@@ -148,7 +156,7 @@ def _recorded(place: Place, row: dict[str, Any], arrays: dict[str, np.ndarray | 
         policy_logprobs=lists["policy_logprobs"],
         sampling_logprobs=lists["sampling_logprobs"],
         finish_reason=FinishReason(row["finish_reason"]),
-        weight_spans=(WeightSpan(weight_version=place.weight_version, first_position=0),),
+        weight_spans=_weight_spans(place, lists),
         instance=row["instance"],
         num_decode_steps=row["num_decode_steps"],
         num_accepted_tokens=row["num_accepted_tokens"],
@@ -167,6 +175,27 @@ def _recorded(place: Place, row: dict[str, Any], arrays: dict[str, np.ndarray | 
         reward=Reward(value=row["reward"], parts=dict(row["reward_parts"])),
     )
     return Recorded(place=place, rollout=rollout, advantage=row.get("advantage"))
+
+
+def _table_of_spans(file: Path) -> list[list[int] | None]:
+    """The versions of each sample that has several."""
+    with pq.ParquetFile(file) as opened:
+        if "span_versions" not in opened.schema_arrow.names:
+            return [None] * opened.metadata.num_rows
+        return opened.read(["span_versions"]).column(0).to_pylist()
+
+
+def _weight_spans(place: Place, lists: dict[str, np.ndarray]) -> tuple[WeightSpan, ...]:
+    positions = lists.get("span_positions", np.zeros(1, dtype=np.int64)).tolist()
+    in_order = positions == sorted(set(positions)) and positions[:1] == [0]
+    if not in_order or len(positions) != len(place.weight_versions):
+        raise ValueError(
+            f"row {place.row} has weight versions {place.weight_versions} from tokens {positions}"
+        )
+    return tuple(
+        WeightSpan(weight_version=version, first_position=position)
+        for version, position in zip(place.weight_versions, positions, strict=True)
+    )
 
 
 def _iteration(file: Path) -> int:

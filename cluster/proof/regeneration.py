@@ -53,7 +53,7 @@ class OtherWeights(WeightsError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """Samples of one weight version."""
+    """Samples that have tokens of one weight version; those tokens are generated again, behind the recorded others."""
 
     weight_version: int
     samples: Sequence[Recorded]
@@ -123,7 +123,7 @@ class Regenerator:
         """
         self._load(work.weight_version)
         self._drafter.responses = {s.place.key: s.rollout.completion.token_ids for s in work.samples}
-        again = {sample.place.key: _Again(sample, self._sampling) for sample in work.samples}
+        again = {s.place.key: _Again(s, self._sampling, work.weight_version) for s in work.samples}
         refused: dict[SampleKey, str] = {}
         while requests := [request for one in again.values() if (request := one.next_request()) is not None]:
             requests = self._admissible(requests, refused)
@@ -181,38 +181,37 @@ class Regenerator:
 
 
 class _Again:
-    """One sample on its way: a response of one turn as a whole, an episode's turns one after the other.
+    """One sample's tokens of one version on their way: a whole response at once, an episode's turns after each other.
 
     Of an episode the environment's words are taken from the record, and so is where a turn ends.
     """
 
-    def __init__(self, sample: Recorded, sampling: SamplingParams) -> None:
+    def __init__(self, sample: Recorded, sampling: SamplingParams, weight_version: int) -> None:
         self.recorded = recorded = sample.rollout.completion
         self._prompt, self._sampling = sample.rollout.prompt, sampling
-        self._turns: list[tuple[int, int]] = [] if recorded.sampled is None else _runs(recorded.sampled)
+        self._pieces = _pieces(recorded, weight_version)
         self._done: list[Completion] = []
 
     def next_request(self) -> SampleRequest | None:
         """What is to be generated next; None at the end."""
-        recorded, turn = self.recorded, len(self._done)
-        whole = SampleRequest(
-            key=recorded.key, prompt=self._prompt, sampling=self._sampling, group_id=recorded.group_id
-        )
-        if recorded.sampled is None:
-            return None if self._done else whole
-        if turn == len(self._turns):
+        recorded, number = self.recorded, len(self._done)
+        if number == len(self._pieces):
             return None
-        begin, end = self._turns[turn]
+        begin, end = self._pieces[number]
         history = History(
             token_ids=recorded.token_ids[:begin],
-            sampled=recorded.sampled[:begin],
+            sampled=recorded.is_sampled[:begin],
             policy_logprobs=recorded.policy_logprobs[:begin],
             sampling_logprobs=recorded.sampling_logprobs[:begin],
         )
-        return replace(
-            whole,
-            key=replace(recorded.key, turn=turn),
-            sampling=replace(self._sampling, max_new_tokens=end, stop_token_ids=()),
+        sampling = self._sampling
+        if end is not None:
+            sampling = replace(sampling, max_new_tokens=end, stop_token_ids=())
+        return SampleRequest(
+            key=replace(recorded.key, turn=number),
+            prompt=self._prompt,
+            sampling=sampling,
+            group_id=recorded.group_id,
             history=history if begin else None,
         )
 
@@ -221,17 +220,38 @@ class _Again:
         self._done.append(completion)
 
     def completion(self) -> Completion:
-        """All of it, the environment's words included."""
+        """All of it: the environment's words and other versions' tokens are the record's."""
         recorded = self.recorded
-        if recorded.sampled is None:
-            return self._done[0]
-        tokens = recorded.token_ids.copy()
-        policy, sampling = (np.zeros(len(tokens), dtype=np.float32) for _ in range(2))
-        for (begin, end), turn in zip(self._turns, self._done, strict=True):
-            tokens[begin:end] = turn.token_ids[begin:end]
-            policy[begin:end] = turn.policy_logprobs[begin:end]
-            sampling[begin:end] = turn.sampling_logprobs[begin:end]
-        return replace(recorded, token_ids=tokens, policy_logprobs=policy, sampling_logprobs=sampling)
+        if self._pieces and self._pieces[-1][1] is None:
+            # it found its end by itself
+            (last,) = self._done
+            return replace(recorded, finish_reason=last.finish_reason, **_arrays(last))
+        arrays = {name: array.copy() for name, array in _arrays(recorded).items()}
+        for (begin, end), piece in zip(self._pieces, self._done, strict=True):
+            for name, array in _arrays(piece).items():
+                arrays[name][begin:end] = array[begin:end]
+        return replace(recorded, **arrays)
+
+
+def _arrays(completion: Completion) -> dict[str, np.ndarray]:
+    """What a regeneration compares."""
+    return {name: getattr(completion, name) for name in ("token_ids", "policy_logprobs", "sampling_logprobs")}
+
+
+def _pieces(recorded: Completion, weight_version: int) -> list[tuple[int, int | None]]:
+    """Begin and end of every stretch that was sampled from a version; None: to where the response ends."""
+    spans, length = recorded.weight_spans, recorded.num_tokens
+    ends = [span.first_position for span in spans[1:]] + [length]
+    pieces: list[tuple[int, int | None]] = []
+    for span, end in zip(spans, ends, strict=True):
+        if span.weight_version != weight_version:
+            continue
+        if recorded.sampled is not None:
+            runs = ((max(a, span.first_position), min(b, end)) for a, b in _runs(recorded.sampled))
+            pieces += [(begin, stop) for begin, stop in runs if begin < stop]
+        else:
+            pieces.append((span.first_position, None if end == length else end))
+    return pieces
 
 
 def _runs(sampled: np.ndarray) -> list[tuple[int, int]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
@@ -82,7 +82,8 @@ def replay_sample(run: Path, config: Config, sample_index: int) -> Replayed:
     tokenizer = read_tokenizer(config)
     file = str(sample.place.file.relative_to(run))
     weights = find_weights(run, config)
-    why_not = why_not_here(config) or _without_weights(weights, sample.place.weight_version)
+    lacking = (_without_weights(weights, version) for version in sample.place.weight_versions)
+    why_not = why_not_here(config) or next(filter(None, lacking), "")
     if why_not:
         return _only_recorded(sample, file, tokenizer, why_not)
     try:
@@ -129,7 +130,7 @@ def _generate(
     weights: KeptWeights,
     sample: Recorded,
 ) -> tuple[Completion, tuple[Step, ...], str]:
-    version = sample.place.weight_version
+    versions = tuple(dict.fromkeys(sample.place.weight_versions))
     policy, said = _policy(config)
     draft, whose = _draft(run, config, sample.place.iteration)
     sampling = sampling_params(config.sampling, tokenizer, model=config.models.target)
@@ -137,7 +138,7 @@ def _generate(
         config,
         tokenizer,
         sampling,
-        {version: weights.targets[version]},
+        {version: weights.targets[version] for version in versions},
         max_total_tokens=len(sample.rollout.prompt.token_ids) + sampling.max_new_tokens,
         draft=draft,
         policy=policy,
@@ -146,9 +147,13 @@ def _generate(
     if regenerator.engine.drafter is not None:
         watched = _WatchedDrafter(regenerator.engine.drafter)
         regenerator.engine.drafter = cast(Drafter, watched)
-    (again,) = (done := regenerator.run(Work(weight_version=version, samples=[sample]))).completions
-    if again is None:
-        raise DataError("; ".join(done.refused.values()))
+    again = sample.rollout.completion
+    for version in versions:
+        so_far = replace(sample, rollout=replace(sample.rollout, completion=again))
+        done = regenerator.run(Work(weight_version=version, samples=[so_far]))
+        if done.completions[0] is None:
+            raise DataError("; ".join(done.refused.values()))
+        again = done.completions[0]
     return again, tuple(watched.steps) if watched else (), f"{whose}, {said}"
 
 

@@ -197,7 +197,8 @@ def _other_weights(answer: NotLoaded, tools: _Tools, proof: Proof) -> None:
 def _works(samples: Sequence[Recorded]) -> list[Work]:
     by_version: dict[int, list[Recorded]] = defaultdict(list)
     for sample in samples:
-        by_version[sample.place.weight_version].append(sample)
+        for version in dict.fromkeys(sample.place.weight_versions):
+            by_version[version].append(sample)
     return [
         Work(weight_version=version, samples=those[start : start + _MOST_SAMPLES])
         for version, those in sorted(by_version.items())
@@ -210,7 +211,8 @@ def _compare(answer: Regenerated, tools: _Tools, proof: Proof) -> None:
     for sample, again in zip(answer.work.samples, answer.completions, strict=True):
         file, recorded = str(sample.place.file.relative_to(tools.run)), sample.rollout.completion
         index = recorded.key.sample_index
-        proof.num_regenerated += 1
+        is_last = answer.work.weight_version == sample.place.weight_versions[-1]
+        proof.num_regenerated += is_last
         if again is None:
             said = answer.refused[recorded.key]
             proof.differences.append(
@@ -219,7 +221,7 @@ def _compare(answer: Regenerated, tools: _Tools, proof: Proof) -> None:
                 )
             )
             continue
-        proof.num_tokens += again.num_sampled_tokens
+        proof.num_tokens += again.num_sampled_tokens if is_last else 0
         proof.differences += completion_differences(file, recorded, again, ends=recorded.sampled is None)
         text = response_text(tools.tokenizer, again)
         if text != sample.rollout.response_text:
@@ -232,7 +234,8 @@ def _compare(answer: Regenerated, tools: _Tools, proof: Proof) -> None:
                     got=repr(sample.rollout.response_text),
                 )
             )
-        by_file[file].append((sample, again, text))
+        if is_last:
+            by_file[file].append((sample, again, text))
     if tools.rewards is not None:
         for file, rows in by_file.items():
             those, completions, texts = zip(*rows, strict=True)

@@ -3,9 +3,11 @@
     RUN/checkpoints/state_0004/state.json   progress: cursor, versions, checksum, marks of the evaluations
     RUN/checkpoints/state_0004/trainer/     what trainers hold (`learning.parallel.learner_state`, the draft's refit)
     RUN/checkpoints/state_0004/head/        a draft head, where one drafts
+    RUN/checkpoints/state_0004/in_flight/   samples ahead of their update, where generation runs ahead
 
-Between two iterations no sample is open, and tokens follow from weights, prompts and keys: no random generator, cache
-or schedule of an instance needs to be kept. The folder appears by one rename, with a manifest of checksums.
+Between two iterations no sample is being decoded, and tokens follow from weights, prompts and keys: no random
+generator, cache or schedule of an instance needs to be kept. The folder appears by one rename, with a manifest of
+checksums.
 """
 
 from __future__ import annotations
@@ -53,6 +55,11 @@ class RunState:
     def trainer_folder(self) -> Path:
         """What the trainers hold."""
         return self.folder / "trainer"
+
+    @property
+    def in_flight_folder(self) -> Path:
+        """Samples that the update to come has not learned from (`cluster.pipelining`)."""
+        return self.folder / "in_flight"
 
     @property
     def head_folder(self) -> Path:

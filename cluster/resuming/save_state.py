@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from cluster.pipelining.in_flight_files import write_in_flight
+from cluster.pipelining.pipeline import InFlight
 from cluster.resuming.run_state import SCHEMA_VERSION, EvaluationMarks, RunState
 from cluster.run_folder.layout import RunDir
 from cluster.system import System
@@ -26,6 +28,8 @@ class Boundary:
     "that are finished"
     cursor: dict[str, int | str]
     evaluations: EvaluationMarks
+    in_flight: InFlight
+    "empty where generation does not run ahead"
 
 
 class StateKeeper:
@@ -78,6 +82,8 @@ class StateKeeper:
             if draft is not None and is_head(draft.manifest):
                 timeout_s = system.config.cluster.order_timeout_s
                 save_head_checkpoint(draft, replace(state, folder=partial).head_folder, timeout_s=timeout_s)
+            if boundary.in_flight.ready:
+                write_in_flight(replace(state, folder=partial).in_flight_folder, boundary.in_flight)
             (partial / "state.json").write_text(json.dumps(_as_tree(state), indent=2) + "\n")
             write_manifest(
                 partial,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from cluster.pipelining.in_flight_files import read_in_flight
+from cluster.pipelining.pipeline import Pipeline
 from cluster.resuming.run_state import RunState
 from cluster.system import System
 from cluster.weights.first_weights import put_head
@@ -11,7 +13,7 @@ from engine.drafters.head.head_weights import load_head
 from engine.drafters.head.published_head import is_head
 
 
-def take_up(system: System, state: RunState) -> None:
+def take_up(system: System, state: RunState, pipeline: Pipeline | None = None) -> None:
     """Put trainers, instances and cursor where the state was taken.
 
     Trainers begin with the first weights all the same: an adapter's base and a reference are made of them.
@@ -26,6 +28,8 @@ def take_up(system: System, state: RunState) -> None:
         )
     system.trainers.load_state(state.trainer_folder)
     system.cursor.restore(state.cursor)
+    if pipeline is not None:
+        pipeline.restore(read_in_flight(state.in_flight_folder, system.cursor.dataset, system.sampling))
     system.target = system.trainers.take()
     _require(system.target, state, state.weight_version, state.parameter_checksum)
     system.generation.publish(system.target)

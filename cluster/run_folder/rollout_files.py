@@ -13,8 +13,8 @@ import pyarrow.parquet as pq
 from core.files import write_whole
 from core.records import Rollout
 
-SCHEMA_VERSION = "2"
-"1 had no advantages."
+SCHEMA_VERSION = "3"
+"1 had no advantages, 2 one weight version a sample."
 
 SCHEMA = pa.schema(
     [
@@ -36,6 +36,8 @@ SCHEMA = pa.schema(
         ("advantage", pa.float32()),
         ("finish_reason", pa.string()),
         ("weight_version", pa.int64()),
+        ("span_versions", pa.list_(pa.int32())),
+        ("span_positions", pa.list_(pa.int32())),
         ("epoch", pa.int32()),
         ("instance", pa.string()),
         ("num_decode_steps", pa.int32()),
@@ -81,9 +83,16 @@ def _row(rollout: Rollout) -> dict[str, object]:
         "reward": reward.value,
         "reward_parts": list(reward.parts.items()),
         "finish_reason": str(completion.finish_reason),
+        # of the last token; where a response comes of several: each one, and its first token
         "weight_version": completion.weight_spans[-1].weight_version,
+        "span_versions": _spans([span.weight_version for span in completion.weight_spans]),
+        "span_positions": _spans([span.first_position for span in completion.weight_spans]),
         "epoch": completion.epoch,
         "instance": completion.instance,
         "num_decode_steps": completion.num_decode_steps,
         "num_accepted_tokens": completion.num_accepted_tokens,
     }
+
+
+def _spans(numbers: list[int]) -> list[int] | None:
+    return numbers if len(numbers) > 1 else None

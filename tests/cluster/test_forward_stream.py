@@ -31,7 +31,7 @@ class Trainers:
         self.is_done = False
         return len(self.got)
 
-    def forwards_done(self, order: int) -> bool:
+    def answered(self, order: int) -> bool:
         assert order == len(self.got)
         return self.is_done
 

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 import ray
 
-from cluster import loop as cluster_loop
+from cluster import iterations
 from cluster.loop import train
 from cluster.placement.ray_session import RaySession
 from cluster.preflight.inputs import read_inputs
@@ -142,7 +142,7 @@ def test_idle_instances_train_the_head_and_no_token_is_another(
 def test_an_instance_that_is_killed_while_it_trains_is_replaced_and_no_token_is_another(
     run: Callable[..., Ran], frozen: Ran, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    really, killed = cluster_loop.collect, []
+    really, killed = iterations.collect, []
 
     def collect_and_kill(system: System, *arguments: Any) -> Any:
         collected = really(system, *arguments)
@@ -150,7 +150,7 @@ def test_an_instance_that_is_killed_while_it_trains_is_replaced_and_no_token_is_
             killed.append(kill_a_training_one(system))
         return collected
 
-    monkeypatch.setattr(cluster_loop, "collect", collect_and_kill)
+    monkeypatch.setattr(iterations, "collect", collect_and_kill)
     survived = run("on")
     assert killed and any(killed[0] in note for note in survived.notes)
     same(survived, frozen)

@@ -31,6 +31,7 @@ from learning.rewards.reward_function import build_reward
 SAMPLES = 6
 "Of each iteration."
 MAX_NEW_TOKENS = 24
+CUT = 10
 
 
 def run_config(pair: Any, folder: Path, **changes: dict[str, Any]) -> Config:
@@ -50,7 +51,10 @@ def run_config(pair: Any, folder: Path, **changes: dict[str, Any]) -> Config:
 
 
 def make_run(config: Config, folder: Path) -> Path:
-    """Two iterations by plain decoding; the weights move a little in between. No advantage is known."""
+    """Two iterations by plain decoding; the weights move a little in between. No advantage is known.
+
+    With `rollout.max_staleness` the second one's responses are begun by the first weights: CUT tokens of them.
+    """
     run = RunDir.create(config, folder)
     tokenizer = load_tokenizer(config.models.target)
     target = load_causal_lm(config.models.target, "float32")
@@ -70,9 +74,10 @@ def make_run(config: Config, folder: Path) -> Path:
     manifest, _ = pack_weights(target, name="target", weight_version=0)
     note_weights(run.weights_file, manifest)
     moved = load_causal_lm(config.models.target, "float32")
+    begun: list[SampleRequest] = []
     for iteration in range(2):
-        requests = cursor.next_requests(SAMPLES, 1, sampling)
-        completions = engine.generate(requests)
+        requests = begun or cursor.next_requests(SAMPLES, 1, sampling)
+        completions = [_whole(done) for done in engine.generate(requests)]
         if config.environment.kind is not None:
             completions = [_second_turn(engine, request) for request in requests]
         texts = [response_text(tokenizer, completion) for completion in completions]
@@ -87,6 +92,8 @@ def make_run(config: Config, folder: Path) -> Path:
             ],
         )
         MetricsLog(run.metrics_file).write(iteration, {"rollout/invariant": 1.0, "time/generate_s": 10.0})
+        if config.rollout.max_staleness and not iteration:
+            begun = [_begun(engine, request) for request in cursor.next_requests(SAMPLES, 1, sampling)]
         torch.manual_seed(iteration)
         for weight in moved.parameters():
             weight.data.add_(torch.randn_like(weight) * 0.05)
@@ -101,6 +108,17 @@ def make_run(config: Config, folder: Path) -> Path:
         )
     run.set_status("finished")
     return run.path
+
+
+def _begun(engine: Engine, request: SampleRequest) -> SampleRequest:
+    """The request of what follows the first CUT tokens."""
+    short = replace(request, sampling=replace(request.sampling, max_new_tokens=CUT, stop_token_ids=()))
+    (first,) = engine.generate([short])
+    return replace(request, key=replace(request.key, turn=1), history=first.as_history())
+
+
+def _whole(completion: Completion) -> Completion:
+    return replace(completion, key=completion.key.sample, sampled=None)
 
 
 def _second_turn(engine: Engine, request: SampleRequest) -> Completion:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from made_run import SAMPLES, change_row, make_run, run_config
+from made_run import CUT, SAMPLES, change_row, make_run, run_config
 
 from cluster.cli import main
 from cluster.proof.replay_sample import replay_sample
@@ -43,6 +43,16 @@ def test_the_steps_make_the_response_and_show_what_was_drafted(
     accepted = sum(len(step.accepted) for step in replayed.steps)
     assert accepted == sum(int(one) for one in re.findall(r" (\d+) of \d+ accepted: ", said))
     assert len(emitted) + accepted >= len(ids)
+
+
+def test_a_response_of_two_weight_versions_is_replayed(tiny_pair, tmp_path: Path, capsys) -> None:
+    folder = make_run(run_config(tiny_pair, tmp_path, rollout={"max_staleness": 1}), tmp_path / "run")
+    assert main(["replay", str(folder), "--sample", str(SAMPLES + 2)]) == 0
+    said = capsys.readouterr().out
+    assert f"with weight versions 0 from token 0, 1 from token {CUT}, in" in said and "bit for bit" in said
+    change_row(folder, 1, 2, lambda row: row["response_token_ids"].__setitem__(CUT - 1, 1))
+    assert main(["replay", str(folder), "--sample", str(SAMPLES + 2)]) == 1
+    assert f"token id of response token {CUT - 1}" in capsys.readouterr().out
 
 
 def test_another_token_differs_and_no_such_sample_is_an_error(

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
-from made_run import SAMPLES, change_row, make_run, run_config
+from made_run import CUT, SAMPLES, change_row, make_run, run_config
 from safetensors.torch import load_file, save_file
 
 from cluster.cli import main
@@ -43,6 +44,36 @@ def test_an_untouched_run_has_no_difference(made: Path, capsys: pytest.CaptureFi
     assert f"{2 * SAMPLES} of {2 * SAMPLES} generated again" in said
     assert f"{2 * SAMPLES} rewards computed again" in said
     assert "checkpoints: 2 compared" in said and said.endswith("\n0 differences\n")
+
+
+@pytest.fixture(scope="module")
+def made_ahead(tiny_pair, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("ahead")
+    return make_run(run_config(tiny_pair, folder, rollout={"max_staleness": 1}), folder / "run")
+
+
+def test_responses_of_two_weight_versions_are_generated_again(
+    made_ahead: Path, tmp_path: Path, capsys
+) -> None:
+    rows = pq.read_table(RunDir(path=made_ahead).rollouts_file(1)).to_pylist()
+    assert all(row["span_versions"] == [0, 1] and row["span_positions"] == [0, CUT] for row in rows)
+    assert main(["verify", str(made_ahead), *ALL]) == 0
+    said = capsys.readouterr().out
+    assert f"{2 * SAMPLES} of {2 * SAMPLES} generated again" in said
+    assert f"{2 * SAMPLES} rewards computed again" in said
+    # the first version's tokens, the second's, and where the one ends and the other begins
+    for name, token in (("first", 3), ("second", CUT + 2)):
+        run = shutil.copytree(made_ahead, tmp_path / name)
+        change_row(run, 1, 3, lambda row, at=token: row["response_token_ids"].__setitem__(at, 1))
+        assert main(["verify", str(run), *ALL]) == 1
+        assert f"token id of response token {token}" in capsys.readouterr().out
+    run = shutil.copytree(made_ahead, tmp_path / "span")
+    change_row(run, 1, 3, lambda row: row.update(span_positions=[0, CUT + 1]))
+    assert main(["verify", str(run), *ALL]) == 1
+    assert "log-probability of response token" in capsys.readouterr().out
+    shutil.rmtree(RunDir(path=run).checkpoint_dir("target", 0))
+    proof = verify_run(run, share=1.0)
+    assert proof.num_regenerated == SAMPLES and sum(proof.unverified.values()) == SAMPLES
 
 
 def test_a_share_is_drawn_by_the_seed_and_takes_several_engines(made: Path) -> None:

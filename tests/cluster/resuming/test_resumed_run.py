@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import ray
 
-from cluster import loop as cluster_loop
+from cluster import iterations
 from cluster.cli import main
 from cluster.run_folder.layout import RunDir
 from cluster.system import System
@@ -107,7 +107,7 @@ def test_a_run_that_is_cut_off_and_loses_its_trainer_ends_as_the_one_left_alone(
     finished: RunDir, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cut = cut_off(finished, tmp_path / "cut", after=1)
-    really, killed = cluster_loop.collect, []
+    really, killed = iterations.collect, []
 
     def collect_and_kill(system: System, *args):
         collected = really(system, *args)
@@ -116,7 +116,7 @@ def test_a_run_that_is_cut_off_and_loses_its_trainer_ends_as_the_one_left_alone(
             ray.kill(system.trainers.first)
         return collected
 
-    monkeypatch.setattr(cluster_loop, "collect", collect_and_kill)
+    monkeypatch.setattr(iterations, "collect", collect_and_kill)
     assert main(["train", "--resume", str(cut.path)]) == 0
     out = capsys.readouterr().out
     assert "resumed after iteration 1 of 3" in out
@@ -206,7 +206,7 @@ def test_one_trainer_of_two_that_freezes_before_there_is_a_state_makes_the_run_b
     file = write_config(tmp_path, tiny_pair, "iterations: 3, state_every: 0", **(case | {"cluster": cluster}))
     assert main(["train", "--config", str(file)]) == 0
     (alone,) = (RunDir(path=path) for path in (tmp_path / "runs").iterdir())
-    really, frozen = cluster_loop.collect, []
+    really, frozen = iterations.collect, []
 
     def collect_and_freeze(system: System, *args):
         collected = really(system, *args)
@@ -216,7 +216,7 @@ def test_one_trainer_of_two_that_freezes_before_there_is_a_state_makes_the_run_b
             os.kill(frozen[0], signal.SIGSTOP)
         return collected
 
-    monkeypatch.setattr(cluster_loop, "collect", collect_and_freeze)
+    monkeypatch.setattr(iterations, "collect", collect_and_freeze)
     assert main(["train", "--config", str(file)]) == 0
     out = capsys.readouterr().out
     assert "trainer-1 was lost: trainer-1 gave no sign of life for 1" in out
@@ -229,7 +229,7 @@ def test_a_process_whose_run_another_has_taken_ends_and_writes_nothing_more(
     finished: RunDir, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cut = cut_off(finished, tmp_path / "cut", after=1)
-    really = cluster_loop.collect
+    really = iterations.collect
 
     def collect_and_lose(system: System, *args):
         collected = really(system, *args)
@@ -237,7 +237,7 @@ def test_a_process_whose_run_another_has_taken_ends_and_writes_nothing_more(
             assert (other := RunDir.open(cut.path)).owner.claim(after=other.owner.last())
         return collected
 
-    monkeypatch.setattr(cluster_loop, "collect", collect_and_lose)
+    monkeypatch.setattr(iterations, "collect", collect_and_lose)
     assert main(["train", "--resume", str(cut.path)]) == 1
     assert f"was taken up by process {os.getpid()} on " in capsys.readouterr().err
     assert cut.rollouts_file(1).exists() and not cut.rollouts_file(2).exists()

@@ -1,0 +1,221 @@
+"""One iteration of the RL loop: sample, score, update, publish, refit; in turns, or with generation ahead of learning.
+
+cursor -> scheduler -> generation instances -> completions as they finish -> reward pool
+       -> rollout buffer -> trainer -> weights by manifest -> generation instances
+                                    -> draft model refit, its weights the same way
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import ray
+
+from cluster.collect import Collected, collect
+from cluster.forward_stream import Streamed
+from cluster.pipelining.pipeline import Pipeline
+from cluster.recorder import Recorder
+from cluster.refit_step import refit_draft
+from cluster.reporting.console import Reporter
+from cluster.reporting.iteration_metrics import iteration_figures
+from cluster.system import System
+from cluster.tracking.run_log import RunLog
+from cluster.trainer_pool import TrainerPool
+from core.records import Rollout, UpdateReport
+
+
+def run_iteration(
+    system: System, iteration: int, report: Reporter, recorder: Recorder, log: RunLog
+) -> dict[str, float]:
+    """Sample, score, update, publish, refit, each after the other; return the iteration's figures."""
+    rollout = system.config.rollout
+    requests = system.cursor.next_requests(
+        rollout.prompts_per_iteration, rollout.samples_per_prompt, system.sampling
+    )
+    system.generation.rollouts_ahead(system.config.run.iterations - iteration - 1)
+    began_s = time.perf_counter()
+    forwards, groups = system.forward_stream(requests), system.useful_groups(requests)
+    collected = collect(system, requests, report, forwards, groups)
+    log.rollouts(iteration, collected.rollouts)
+    learned = collected.rollouts if groups is None else groups.batch(collected.rollouts)
+    moves = recorder.record(iteration, collected, system.generation.instances, system.generation.last_words())
+
+    update_began_s = time.perf_counter()
+    report.progress("update", 0, 1)
+    streamed = forwards.finish() if forwards is not None else Streamed()
+    rollouts = ray.put(learned)
+    _remember(system, iteration, collected.rollouts, may_come_again=groups is not None)
+    system.is_learning = True
+    update = system.trainers.update(rollouts, recompute_old=system.recomputes_old)
+    _log_advantages(log, iteration, collected.rollouts, learned, update)
+    publish_began_s = time.perf_counter()
+    _publish(system, update, report, log, may_broadcast=True)
+    refit_began_s = time.perf_counter()
+    report.progress("refit", 0, 1)
+    draft_figures = refit_draft(system, rollouts, iteration_s=refit_began_s - began_s, report=report)
+    ended_s = time.perf_counter()
+    seconds = {
+        "generate": collected.generate_s,
+        "score": collected.score_s,
+        "update": publish_began_s - update_began_s,
+        "publish": refit_began_s - publish_began_s,
+        "refit": ended_s - refit_began_s,
+        "evaluate": 0.0,
+        "iteration": ended_s - began_s,
+    }
+    figures = iteration_figures(collected.rollouts, collected.stats, update, seconds)
+    if groups is not None:
+        figures |= groups.figures()
+    kept = log.record(iteration, learned, update)
+    return figures | _further_figures(system, collected) | streamed.figures() | moves | draft_figures | kept
+
+
+def run_pipelined_iteration(
+    system: System, pipeline: Pipeline, iteration: int, report: Reporter, recorder: Recorder, log: RunLog
+) -> dict[str, float]:
+    """Update from a batch while the next ones are sampled; then publish and refit, with no sample open."""
+    began_s = time.perf_counter()
+    filled: Collected | None = None
+    if not pipeline.has(iteration):
+        filled = _phase(system, pipeline, iteration - 1, report, log)
+        recorder.pass_over(system.generation.instances)
+    learned = pipeline.take(iteration)
+    rollouts = ray.put(learned)
+    system.is_learning = True
+    update_order = _Update(system.trainers, rollouts, recompute_old=system.recomputes_old)
+    collected = _phase(system, pipeline, iteration, report, log, meanwhile=update_order.look)
+    moves = recorder.record(iteration, collected, system.generation.instances, system.generation.last_words())
+
+    waited_from_s = time.perf_counter()
+    report.progress("update", 0, 1)
+    _remember(system, iteration, collected.rollouts)
+    update = update_order.wait()
+    _log_advantages(log, iteration, learned, learned, update)
+    publish_began_s = time.perf_counter()
+    # a joiner may come while the trainer is further on: what instances decode from must be at hand
+    _publish(system, update, report, log, may_broadcast=False)
+    refit_began_s = time.perf_counter()
+    report.progress("refit", 0, 1)
+    draft_figures = refit_draft(system, rollouts, iteration_s=refit_began_s - began_s, report=report)
+    ended_s = time.perf_counter()
+    phases = [collected] if filled is None else [filled, collected]
+    exposed_s = min(publish_began_s - waited_from_s, update_order.seconds)
+    seconds = {
+        "generate": sum(phase.generate_s for phase in phases),
+        "score": sum(phase.score_s for phase in phases),
+        # seconds add up to those of the iteration: what the phase hid is told beside them
+        "update": publish_began_s - waited_from_s,
+        "publish": refit_began_s - publish_began_s,
+        "refit": ended_s - refit_began_s,
+        "evaluate": 0.0,
+        "iteration": ended_s - began_s,
+    }
+    figures = iteration_figures(learned, collected.stats, update, seconds)
+    # of what was decoded here, which is not what was learned from here
+    decoded = sum(phase.stats.num_emitted_tokens for phase in phases)
+    figures["rollout/goodput_tokens_per_s"] = decoded / max(seconds["generate"], 1e-9)
+    figures |= {
+        "time/update_hidden_s": update_order.seconds - exposed_s,
+        "rollout/num_cut_samples": float(pipeline.num_open),
+    }
+    kept = log.record(iteration, learned, update)
+    return figures | _further_figures(system, collected) | moves | draft_figures | kept
+
+
+def _phase(
+    system: System,
+    pipeline: Pipeline,
+    phase: int,
+    report: Reporter,
+    log: RunLog,
+    *,
+    meanwhile: Callable[[], None] | None = None,
+) -> Collected:
+    """Decode and score what a phase asks for; samples that are cut stay in the pipeline."""
+    plan = pipeline.plan
+    system.generation.rollouts_ahead(max(plan.num_iterations - phase - 2, 0))
+    cuts = pipeline if system.episodes is None else None
+    collected = collect(system, pipeline.begin(phase), report, cut_by=cuts, meanwhile=meanwhile)
+    for rollout in collected.rollouts:
+        pipeline.ended(rollout.completion.key, rollout)
+    for key in collected.skipped_keys:
+        pipeline.ended(key.sample, None)
+    if pipeline.has(phase + 1):
+        log.rollouts(phase + 1, pipeline.batch(phase + 1))
+    return collected
+
+
+class _Update:
+    """An update under way beside a phase."""
+
+    def __init__(self, trainers: TrainerPool, rollouts: Any, *, recompute_old: bool) -> None:
+        self._trainers, self._began_s = trainers, time.perf_counter()
+        self._order: Mapping[str, Any] = trainers.begin_update(rollouts, recompute_old=recompute_old)
+        self._report: UpdateReport | None = None
+        self.seconds = 0.0
+        "until the trainers had answered, once they have"
+
+    def look(self) -> None:
+        """Take the report where it is there. Raises as `TrainerPool.update`: a trainer's death is told at once."""
+        if self._report is None and self._trainers.answered(self._order):
+            self._end(samples_are_open=True)
+
+    def wait(self) -> UpdateReport:
+        """Wait for the report. Raises as `TrainerPool.update`."""
+        if self._report is None:
+            self._end(samples_are_open=False)
+        assert self._report is not None
+        return self._report
+
+    def _end(self, *, samples_are_open: bool) -> None:
+        self._report = self._trainers.end_update(self._order, samples_are_open=samples_are_open)
+        self.seconds = time.perf_counter() - self._began_s
+
+
+def _remember(
+    system: System, iteration: int, rollouts: Sequence[Rollout], *, may_come_again: bool = False
+) -> None:
+    """Let drafters that look up have finished responses whose prompts come again."""
+    config = system.config
+    prompts_ahead = (config.run.iterations - iteration - 1) * config.rollout.prompts_per_iteration
+    if config.speculation.remembers and (may_come_again or system.cursor.comes_again(prompts_ahead)):
+        system.generation.remember(rollouts)
+
+
+def _log_advantages(
+    log: RunLog,
+    iteration: int,
+    rollouts: Sequence[Rollout],
+    learned: Sequence[Rollout],
+    update: UpdateReport,
+) -> None:
+    """Write the rollouts again: an update that fails must not take them with it, so they were written before."""
+    advantages = dict(zip(map(id, learned), update.sample_advantages or (), strict=False))
+    log.rollouts(iteration, rollouts, [advantages.get(id(rollout)) for rollout in rollouts])
+
+
+def _publish(
+    system: System, update: UpdateReport, report: Reporter, log: RunLog, *, may_broadcast: bool
+) -> None:
+    """Bring every instance the trainers' version; no sample is open."""
+    report.progress("publish", 0, 1)
+    instances = system.generation.instances
+    broadcast = (
+        system.broadcast.publish(system.target, update.weight_version, instances) if may_broadcast else None
+    )
+    system.target = broadcast or system.trainers.take()
+    (system.generation.keep if broadcast else system.generation.publish)(system.target)
+    log.weights(system.target.manifest)
+
+
+def _further_figures(system: System, collected: Collected) -> dict[str, float]:
+    """Of the pool, the data and the environment."""
+    return {
+        "rollout/invariant": float(system.generation.is_invariant),
+        "reward/num_skipped": float(collected.num_skipped),
+        "data/epoch": system.cursor.num_passes,
+        **collected.environment,
+        **system.generation.figures(),
+    }

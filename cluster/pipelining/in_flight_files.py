@@ -1,0 +1,85 @@
+"""What is between instances and trainer, as files of a run's state: a Parquet file a batch, as rollouts are kept.
+
+batch_000007.parquet        its scored responses
+batch_000007_open.parquet   its responses so far that are no whole ones; they have no reward
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from pathlib import Path
+
+import numpy as np
+
+from cluster.pipelining.pipeline import InFlight, OpenSample
+from cluster.proof.recorded_samples import places_in, read_recorded
+from cluster.run_folder.rollout_files import write_rollouts
+from core.errors import DataError
+from core.records import Prompt, Reward, Rollout, SampleKey, SampleRequest, SamplingParams
+from learning.data.prompts import PromptDataset
+
+
+def write_in_flight(folder: Path, in_flight: InFlight) -> None:
+    """Write a new folder. Raises StorageError."""
+    folder.mkdir()
+    for batch, ready in in_flight.ready.items():
+        write_rollouts(_file(folder, batch), list(ready.values()))
+    opened: dict[int, list[Rollout]] = defaultdict(list)
+    for one in in_flight.open_samples.values():
+        assert one.so_far is not None, "between two phases every open sample has been cut"
+        opened[one.batch].append(
+            Rollout(
+                prompt=one.request.prompt,
+                completion=one.so_far,
+                response_text="",
+                reward=Reward(value=0.0),
+            )
+        )
+    for batch, rollouts in opened.items():
+        write_rollouts(_file(folder, batch, "_open"), rollouts)
+
+
+def read_in_flight(folder: Path, dataset: PromptDataset, sampling: SamplingParams) -> InFlight:
+    """Read a folder back; nothing is in flight where there is none.
+
+    Raises DataError: a file cannot be read, or holds a prompt that is not in the data set.
+    """
+    ready: dict[int, dict[SampleKey, Rollout]] = {}
+    opened: dict[SampleKey, OpenSample] = {}
+    prompts = {prompt.prompt_id: prompt for prompt in dataset.prompts}
+    for file in sorted(folder.glob("batch_*.parquet")) if folder.is_dir() else []:
+        found = re.fullmatch(r"batch_(\d+)(_open)?", file.stem)
+        if found is None:
+            continue
+        batch = int(found[1])
+        places = places_in(file)
+        for one in read_recorded(places) if places else []:
+            rollout, key = one.rollout, one.place.key
+            if found[2] is None:
+                ready.setdefault(batch, {})[key] = rollout
+                continue
+            request = SampleRequest(
+                key=key,
+                prompt=_known(rollout.prompt, prompts, file),
+                sampling=sampling,
+                group_id=rollout.completion.group_id,
+            )
+            opened[key] = OpenSample(batch=batch, request=request, so_far=rollout.completion, num_turns=1)
+        ready.setdefault(batch, {})
+    return InFlight(open_samples=opened, ready=ready)
+
+
+def _known(recorded: Prompt, prompts: dict[int, Prompt], file: Path) -> Prompt:
+    """The data set's prompt, which has what files do not keep."""
+    prompt = prompts.get(recorded.prompt_id)
+    if prompt is None or not np.array_equal(prompt.token_ids, recorded.token_ids):
+        raise DataError(
+            f"cannot go on with the samples of {file}: prompt {recorded.prompt_id} is another one in the data; resume "
+            "with the data of the run"
+        )
+    return prompt
+
+
+def _file(folder: Path, batch: int, suffix: str = "") -> Path:
+    return folder / f"batch_{batch:06d}{suffix}.parquet"

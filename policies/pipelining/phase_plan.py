@@ -1,0 +1,61 @@
+"""Which samples decode while which update runs, by counts alone: no clock decides what a token is sampled from.
+
+Phase p is what instances do while update p runs, and all of it is sampled from weight version p. A batch has `lag`
+phases before its own update, and in each of them its samples get an equal share of the longest response:
+
+    phase       0        1        2        3          lag 2: in phase p batch p + 1 gets its second half,
+    batch 1    done                                          and batch p + 2 its first
+    batch 2    first    second
+    batch 3             first    second
+    update      0        1        2        3
+
+So a response's tokens come of at most `lag` versions, switched at multiples of the share, the oldest `lag` versions
+behind its update, and no phase is longer than a share: whoever is longer goes on beside the next batch's short ones.
+Before the first update comes a phase -1, sampled from version 0, that brings all batches as far as phase 0 expects.
+
+Sources: partial rollouts as in Kimi k1.5 (arXiv 2501.12599, section 2.6.2) and APRIL (arXiv 2509.18521); one step off
+as in verl's recipe of that name. What is ours is that shares of tokens take the place of time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+FILL = -1
+"The phase before the first update."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhasePlan:
+    """Pure arithmetic. Iterations, their batches and updates count from 0."""
+
+    max_staleness: int
+    "weight versions between a token and the update that learns from it, at most; at least 1"
+    weight_load: Literal["drain", "reprefill"]
+    "drain: a response is of one version"
+    max_new_tokens: int
+    num_iterations: int
+
+    @property
+    def lag(self) -> int:
+        """Phases in which a batch is sampled; whole responses need one only, and more would be older for nothing."""
+        return self.max_staleness if self.weight_load == "reprefill" else 1
+
+    @property
+    def share(self) -> int:
+        """Tokens that a phase adds to a response at most."""
+        return -(-self.max_new_tokens // self.lag)
+
+    def batches(self, phase: int) -> range:
+        """Those that are sampled in a phase, the one that is due next first."""
+        return range(phase + 1, min(phase + self.lag, self.num_iterations - 1) + 1)
+
+    def limit(self, batch: int, phase: int) -> int:
+        """Tokens that a batch's responses may have at the end of a phase in which it is sampled."""
+        return min(self.max_new_tokens, self.share * (self.lag - (batch - phase) + 1))
+
+    @staticmethod
+    def weight_version(phase: int) -> int:
+        """What a phase is sampled from, where the run's first weights are version 0."""
+        return max(phase, 0)

@@ -1,0 +1,226 @@
+"""Generation ahead of learning: random schedules keep every promise; what is in flight survives a state of the run."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cluster.pipelining.in_flight_files import read_in_flight, write_in_flight
+from cluster.pipelining.pipeline import Pipeline
+from core.errors import DataError, WeightsError
+from core.records import (
+    Completion,
+    FinishReason,
+    Prompt,
+    Reward,
+    Rollout,
+    SampleKey,
+    SampleRequest,
+    SamplingParams,
+    WeightSpan,
+)
+from policies.pipelining.phase_plan import PhasePlan
+
+
+def plan_of(staleness: int, *, tokens: int, iterations: int, load: str = "reprefill") -> PhasePlan:
+    return PhasePlan(
+        max_staleness=staleness,
+        weight_load=load,  # type: ignore[arg-type]
+        max_new_tokens=tokens,
+        num_iterations=iterations,
+    )
+
+
+class Cursor:
+    """Hands out batches of `size` samples, as the run's cursor does."""
+
+    def __init__(self, size: int, tokens: int) -> None:
+        self.size, self.sampling, self.given = size, SamplingParams(max_new_tokens=tokens), 0
+
+    def __call__(self) -> list[SampleRequest]:
+        first, self.given = self.given, self.given + self.size
+        return [
+            SampleRequest(
+                key=SampleKey(run_seed=1, sample_index=index),
+                prompt=Prompt(prompt_id=index, token_ids=np.array([index + 1])),
+                sampling=self.sampling,
+                group_id=index,
+            )
+            for index in range(first, first + self.size)
+        ]
+
+
+def decoded(request: SampleRequest, *, length: int, version: int, longest: int = 99) -> Completion:
+    """What an engine makes of a turn of a response that has `length` tokens in the end."""
+    before, most = request.history, request.sampling.max_new_tokens
+    count = min(length, most)
+    done = 0 if before is None else len(before.token_ids)
+    assert done < count, "a turn adds at least a token"
+    spans = () if before is None else before.weight_spans
+    if not spans or spans[-1].weight_version != version:
+        spans = (*spans, WeightSpan(weight_version=version, first_position=done))
+    return Completion(
+        key=request.key,
+        prompt_id=request.prompt.prompt_id,
+        group_id=request.group_id,
+        epoch=0,
+        token_ids=np.arange(count) + request.key.sample_index,
+        policy_logprobs=np.full(count, -0.5, dtype=np.float32),
+        sampling_logprobs=np.full(count, -0.25, dtype=np.float32),
+        # of the longest responses some are cut by their limit, and some stop on their last token
+        finish_reason=FinishReason.STOP
+        if count == length and (length < longest or length % 2)
+        else FinishReason.LENGTH,
+        weight_spans=spans,
+        instance="gen-0",
+        num_decode_steps=count,
+        num_accepted_tokens=0,
+        sampled=None if before is None else np.ones(count, dtype=bool),
+    )
+
+
+def scored(completion: Completion) -> Rollout:
+    prompt = Prompt(prompt_id=completion.prompt_id, token_ids=np.array([completion.prompt_id + 1]))
+    return Rollout(prompt=prompt, completion=completion, response_text="", reward=Reward(value=1.0))
+
+
+def play_phase(pipeline: Pipeline, phase: int, lengths: list[int], chance: random.Random) -> int:
+    """Let the samples of a phase end in any order; how many there were."""
+    requests = pipeline.begin(phase)
+    assert len({request.key for request in requests}) == len(requests)
+    for request in chance.sample(requests, len(requests)):
+        length = lengths[request.key.sample_index]
+        whole = pipeline.whole(
+            decoded(
+                request,
+                length=length,
+                version=pipeline.plan.weight_version(phase),
+                longest=pipeline.plan.max_new_tokens,
+            )
+        )
+        if whole is not None:
+            asked, completion = whole
+            assert completion.num_tokens == length and completion.key == asked.key
+            pipeline.ended(completion.key, scored(completion))
+    return len(requests)
+
+
+def test_random_schedules_keep_every_promise() -> None:
+    """No token is staler than allowed, every sample is learned from once, and only so many are in flight."""
+    chance = random.Random(0)
+    for _ in range(10_000):
+        staleness, iterations, size = chance.randint(1, 4), chance.randint(1, 6), chance.randint(1, 3)
+        tokens = chance.randint(1, 12)
+        plan = plan_of(
+            staleness, tokens=tokens, iterations=iterations, load=chance.choice(["drain", "reprefill"])
+        )
+        lengths = [chance.randint(1, tokens) for _ in range(iterations * size)]
+        cursor, learned = Cursor(size, tokens), []
+        pipeline = Pipeline(plan, cursor)
+        for iteration in range(iterations):
+            if not pipeline.has(iteration):
+                assert iteration == 0
+                play_phase(pipeline, -1, lengths, chance)
+            batch = pipeline.take(iteration)
+            learned += [rollout.completion.key.sample_index for rollout in batch]
+            for rollout in batch:
+                versions = [span.weight_version for span in rollout.completion.weight_spans]
+                assert versions == sorted(set(versions)) and versions[-1] <= iteration
+                assert iteration - versions[0] <= staleness
+                assert plan.weight_load == "reprefill" or len(versions) == 1
+            play_phase(pipeline, iteration, lengths, chance)
+            held = pipeline.in_flight()
+            in_flight = len(held.open_samples) + sum(len(ready) for ready in held.ready.values())
+            assert in_flight <= plan.lag * size
+        assert learned == list(range(iterations * size))
+        assert cursor.given == iterations * size and not pipeline.num_open
+
+
+def test_a_response_is_cut_at_equal_shares_of_the_longest() -> None:
+    plan = plan_of(2, tokens=9, iterations=4)
+    assert plan.lag == 2 and plan.share == 5
+    assert list(plan.batches(-1)) == [0, 1] and list(plan.batches(1)) == [2, 3] and not plan.batches(3)
+    assert [plan.limit(0, -1), plan.limit(1, -1), plan.limit(1, 0), plan.limit(2, 0)] == [9, 5, 9, 5]
+    pipeline = Pipeline(plan, Cursor(1, 9))
+    play_phase(pipeline, -1, [9] * 4, random.Random(0))
+    pipeline.take(0)
+    play_phase(pipeline, 0, [9] * 4, random.Random(0))
+    pipeline.take(1)
+    play_phase(pipeline, 1, [9] * 4, random.Random(0))
+    (third,) = pipeline.take(2)
+    spans = [(span.weight_version, span.first_position) for span in third.completion.weight_spans]
+    assert spans == [(0, 0), (1, 5)]
+
+
+def test_a_stale_or_missing_sample_is_refused() -> None:
+    pipeline = Pipeline(plan_of(1, tokens=4, iterations=5), Cursor(1, 4))
+    (request,) = pipeline.begin(-1)
+    with pytest.raises(WeightsError, match="1 of its samples are not whole, sample 0"):
+        pipeline.take(0)
+    pipeline.ended(request.key, scored(decoded(request, length=4, version=3)))
+    with pytest.raises(WeightsError, match=r"weight version 3 .* trainer is at 0"):
+        pipeline.take(0)
+
+
+def test_a_sample_that_is_left_out_is_not_waited_for() -> None:
+    pipeline = Pipeline(plan_of(1, tokens=4, iterations=1), Cursor(2, 4))
+    first, second = pipeline.begin(-1)
+    pipeline.ended(first.key, None)
+    pipeline.ended(second.key, scored(decoded(second, length=3, version=0)))
+    assert [rollout.completion.key for rollout in pipeline.take(0)] == [second.key]
+
+
+class DataSet:
+    def __init__(self, prompts: list[Prompt]) -> None:
+        self.prompts = prompts
+
+
+def test_what_is_in_flight_is_read_back_as_it_was(tmp_path: Path) -> None:
+    plan, lengths = plan_of(3, tokens=9, iterations=6), [9, 2, 7, 9, 5, 9, 9, 1, 4, 9, 9, 9]
+    cursor = Cursor(2, 9)
+    pipeline = Pipeline(plan, cursor)
+    for phase in (-1, 0):
+        play_phase(pipeline, phase, lengths, random.Random(1))
+        pipeline.take(phase + 1) if phase < 0 else None
+    before = pipeline.in_flight()
+    assert before.open_samples and any(before.ready.values())
+    write_in_flight(tmp_path / "in_flight", before)
+    prompts = [Prompt(prompt_id=i, token_ids=np.array([i + 1]), fields={"kept": i}) for i in range(12)]
+    data: DataSet = DataSet(prompts)
+    after = read_in_flight(tmp_path / "in_flight", data, cursor.sampling)  # type: ignore[arg-type]
+    assert after.ready.keys() == before.ready.keys()
+    for batch, ready in before.ready.items():
+        assert [str(one.completion) for one in after.ready[batch].values()] == [
+            str(replace(one.completion)) for one in ready.values()
+        ]
+    assert after.open_samples.keys() == before.open_samples.keys()
+    for key, one in after.open_samples.items():
+        assert one.batch == before.open_samples[key].batch
+        assert str(one.so_far) == str(before.open_samples[key].so_far)
+        assert one.request.prompt.fields == {"kept": key.sample_index}
+    # both go on to the same batches
+    again = Pipeline(plan, Cursor(2, 9))
+    again.restore(after)
+    for each in (pipeline, again):
+        each.take(1)
+    play_phase(pipeline, 1, lengths, random.Random(2))
+    other = Cursor(2, 9)
+    other.given = 8
+    again._next_requests = other
+    play_phase(again, 1, lengths, random.Random(3))
+    assert [str(one.completion) for one in again.take(2)] == [str(one.completion) for one in pipeline.take(2)]
+
+
+def test_samples_of_other_prompts_are_not_gone_on_with(tmp_path: Path) -> None:
+    pipeline = Pipeline(plan_of(2, tokens=4, iterations=4), Cursor(1, 4))
+    play_phase(pipeline, -1, [4] * 4, random.Random(0))
+    write_in_flight(tmp_path / "in_flight", pipeline.in_flight())
+    data = DataSet([Prompt(prompt_id=i, token_ids=np.array([7])) for i in range(4)])
+    with pytest.raises(DataError, match="prompt 1 is another one in the data"):
+        read_in_flight(tmp_path / "in_flight", data, SamplingParams(max_new_tokens=4))  # type: ignore[arg-type]
+    nothing = read_in_flight(tmp_path / "none", data, SamplingParams(max_new_tokens=4))  # type: ignore[arg-type]
+    assert not nothing.ready and not nothing.open_samples

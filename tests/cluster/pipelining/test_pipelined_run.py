@@ -1,0 +1,177 @@
+"""Generation two versions ahead of learning, on real actors: the run of one process that follows the same plan.
+
+An instance is lost in the midst of it, and the run is cut off and resumed from a state with samples in flight.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import ray
+
+from cluster import iterations
+from cluster.cli import main
+from cluster.pipelining.pipeline import Pipeline
+from cluster.proof.verify_run import verify_run
+from cluster.run_folder.layout import RunDir
+from cluster.system import System
+from core.checkpoint_manifest import state_folders
+from core.config import Config
+from core.config_io import config_from_dict
+from core.metrics import read_metrics
+from core.records import Rollout
+from engine.build import build_engine
+from engine.weights.chunks import model_checksum, pack_weights, unpack_weights
+from engine.weights.loading import load_causal_lm, load_tokenizer
+from learning.data.cursor import PromptCursor
+from learning.data.prompts import load_prompts, response_text, sampling_params
+from learning.learner import Learner
+from learning.rewards.reward_function import build_reward
+from policies.pipelining.phase_plan import PhasePlan
+from tests.conftest import TinyPair
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
+
+SAMPLES, ITERATIONS, STALENESS, TOKENS = 6, 4, 2, 30
+
+
+def tree(pair: TinyPair, folder: Path) -> dict:
+    return {
+        "run": {
+            "iterations": ITERATIONS,
+            "seed": 5,
+            "name": "ahead",
+            "output_dir": str(folder / "runs"),
+            "cache_dir": str(folder / "cache"),
+            "state_every": 1,
+            "keep_states": ITERATIONS,
+            "checkpoint_every": 1,
+        },
+        "models": {"target": str(pair.target), "draft": str(pair.draft)},
+        "data": {"task": "chain", "limit": 40},
+        "reward": {"kind": "sample_rewards:vowel_share"},
+        "sampling": {"max_new_tokens": TOKENS},
+        "speculation": {"policy": "fixed", "num_nodes": 6, "depth": 3, "branching": 2},
+        "rollout": {"prompts_per_iteration": SAMPLES, "max_staleness": STALENESS},
+        "engine": {"max_running_samples": 4},
+        "trainer": {"minibatch_size": 3, "learning_rate": 1e-3, "num_threads": 1},
+        "drafter_training": {"budget_share": 1.0, "max_passes": 1},
+        "cluster": {"dashboard": False},
+    }
+
+
+def in_one_process(config: Config) -> tuple[list[list[Rollout]], str]:
+    """The same phases without Ray, without speculation, one after the other."""
+    tokenizer = load_tokenizer(config.models.target)
+    served, learned = (load_causal_lm(config.models.target, "float32") for _ in range(2))
+    engine = build_engine(
+        served,
+        None,
+        engine=config.engine.model_copy(update={"max_running_samples": 7}),
+        speculation=config.speculation.model_copy(update={"policy": "off"}),
+        max_total_tokens=128,
+    )
+    learner = Learner(
+        learned,
+        algorithm=config.algorithm,
+        trainer=config.trainer,
+        temperature=config.sampling.temperature,
+        seed=config.run.seed,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    cursor = PromptCursor(
+        load_prompts(config.data, tokenizer, seed=config.run.seed), run_seed=config.run.seed, shuffle=True
+    )
+    reward, sampling = build_reward(config.reward), sampling_params(config.sampling, tokenizer)
+    plan = PhasePlan(
+        max_staleness=STALENESS,
+        weight_load="reprefill",
+        max_new_tokens=TOKENS,
+        num_iterations=config.run.iterations,
+    )
+    pipeline = Pipeline(plan, lambda: cursor.next_requests(SAMPLES, 1, sampling))
+    batches = []
+    for phase in range(-1, config.run.iterations):
+        if phase >= 0:
+            batches.append(pipeline.take(phase))
+        for completion in engine.generate(pipeline.begin(phase)):
+            if (one := pipeline.whole(completion)) is not None:
+                request, done = one
+                text = response_text(tokenizer, done)
+                (value,) = reward.score([request.prompt], [text])
+                rollout = Rollout(prompt=request.prompt, completion=done, response_text=text, reward=value)
+                pipeline.ended(done.key, rollout)
+        if phase >= 0:
+            learner.update(batches[-1])
+            manifest, chunks = pack_weights(
+                learner.model, name="target", weight_version=learner.weight_version
+            )
+            engine.load_weights(manifest, unpack_weights(manifest, chunks))
+    return batches, model_checksum(learner.model)
+
+
+def train(config: dict, folder: Path) -> RunDir:
+    import yaml
+
+    file = folder / "run.yaml"
+    file.write_text(yaml.safe_dump(config))
+    assert main(["train", "--config", str(file)]) == 0
+    (path,) = (folder / "runs").iterdir()
+    return RunDir.open(path)
+
+
+def test_a_run_ahead_that_loses_an_instance_is_that_of_one_process(
+    local_ray: None, tiny_pair: TinyPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    really, killed = iterations.collect, []
+
+    def collect_and_kill(system: System, requests, report, **more):
+        look, before = more.pop("meanwhile", None), system.scheduler.stats.num_emitted_tokens
+
+        def meanwhile() -> None:
+            if look is not None:
+                look()
+            has_begun = system.scheduler.stats.num_emitted_tokens > before
+            if system.target.manifest.weight_version == 1 and has_begun and not killed:
+                killed.append("gen-1")
+                ray.kill(system.generation.instances["gen-1"])
+
+        return really(system, requests, report, meanwhile=meanwhile, **more)
+
+    monkeypatch.setattr(iterations, "collect", collect_and_kill)
+    run = train(tree(tiny_pair, tmp_path), tmp_path)
+    assert killed
+    batches, checksum = in_one_process(config_from_dict(tree(tiny_pair, tmp_path)))
+    switched = 0
+    for iteration, batch in enumerate(batches):
+        rows = pq.read_table(run.rollouts_file(iteration)).to_pylist()
+        assert [row["sample_index"] for row in rows] == [r.completion.key.sample_index for r in batch]
+        for row, rollout in zip(rows, batch, strict=True):
+            done = rollout.completion
+            assert row["response_token_ids"] == done.token_ids.tolist()
+            assert np.float32(row["policy_logprobs"]).tobytes() == done.policy_logprobs.tobytes()
+            assert row["reward"] == rollout.reward.value
+            spans = [(span.weight_version, span.first_position) for span in done.weight_spans]
+            assert spans[-1][0] == row["weight_version"]
+            if len(spans) > 1:
+                switched += 1
+                assert list(zip(row["span_versions"], row["span_positions"], strict=True)) == spans
+    assert switched, "some responses are of two versions"
+    assert f"parameter checksum {checksum} (weight version {ITERATIONS})" in capsys.readouterr().out
+    proof = verify_run(run.path, share=1.0)
+    assert proof.holds and proof.num_regenerated == ITERATIONS * SAMPLES
+    assert all("time/update_hidden_s" in row for row in read_metrics(run.metrics_file))
+
+    monkeypatch.setattr(iterations, "collect", really)
+    cut = shutil.copytree(run.path, tmp_path / "cut")
+    for folder in state_folders(cut / "checkpoints"):
+        if folder.name > "state_0001":
+            shutil.rmtree(folder)
+    assert list((cut / "checkpoints" / "state_0001" / "in_flight").glob("*_open.parquet"))
+    RunDir(path=cut).set_status("interrupted", "killed")
+    assert main(["train", "--resume", str(cut)]) == 0
+    assert f"parameter checksum {checksum} (weight version {ITERATIONS})" in capsys.readouterr().out
