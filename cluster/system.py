@@ -93,9 +93,10 @@ class System(GeneratingSystem):
 
     @property
     def recomputes_old(self) -> bool:
-        """Whether ratios are over the trainer's own log-probabilities (`algorithm.old_logprobs`)."""
-        wish = self.config.algorithm.old_logprobs
-        return wish == "trainer" or (wish == "auto" and not self.generation.is_invariant)
+        """Whether ratios are over the trainer's own log-probabilities (`algorithm.correction.old_logprobs`)."""
+        return self.config.algorithm.correction.recomputes_old(
+            is_exact=self.generation.is_invariant, max_staleness=self.config.rollout.max_staleness
+        )
 
     def forward_stream(self, requests: Sequence[SampleRequest]) -> ForwardStream | None:
         """What hands an iteration's scored samples to the trainers; None where they wait for the update."""

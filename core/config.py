@@ -13,6 +13,7 @@ from pydantic import model_validator
 from core.ranges import LEAST_TEMPERATURE
 from core.settings.algorithm import AlgorithmConfig
 from core.settings.cluster import ClusterConfig
+from core.settings.correction import require_correction
 from core.settings.data import DataConfig
 from core.settings.environment import EnvironmentConfig
 from core.settings.evaluation import EvaluationConfig
@@ -146,6 +147,7 @@ class Config(Section):
                 f"algorithm.kind {self.algorithm.kind} compares samples of one prompt: rollout.samples_per_prompt "
                 f">= 2, got {self.rollout.samples_per_prompt}"
             )
+        require_correction(self.algorithm.correction, self.rollout.max_staleness)
         if self.algorithm.dynamic_sampling and self.trainer.stream_forwards == "on":
             raise ValueError(
                 "trainer.stream_forwards on computes blocks of samples that are known beforehand, and "

@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from core.errors import NumericsError
-from core.records import FinishReason, Rollout
+from core.records import Completion, FinishReason, Rollout
 from learning.forward.batching import PackedSequences, pad_right
 
 
@@ -35,6 +35,8 @@ class Experience:
     sampler_logprobs: Float[Tensor, "B R"]
     "as the engine computed them, unfiltered; the old ones too, until the trainer's own take their place"
     sampling_logprobs: Float[Tensor, "B R"]
+    weight_versions: Int[Tensor, "B R"]
+    "of the weights that each token was sampled from; 0 off the mask"
     rewards: Float[Tensor, " B"]
     group_ids: Int[Tensor, " B"]
     truncated: Bool[Tensor, " B"]
@@ -88,6 +90,9 @@ def collate(rollouts: Sequence[Rollout], *, pad_token_id: int) -> Experience:
     _, mask = pad_right([ids[s] for ids, s in zip(responses, chosen, strict=True)], pad_token_id=pad_token_id)
     policy = [r.completion.policy_logprobs[s] for r, s in zip(ordered, chosen, strict=True)]
     sampling = [r.completion.sampling_logprobs[s] for r, s in zip(ordered, chosen, strict=True)]
+    versions = [token_versions(r.completion)[s] for r, s in zip(ordered, chosen, strict=True)]
+    weight_versions = torch.zeros(mask.shape, dtype=torch.int64)
+    weight_versions[mask] = torch.from_numpy(np.concatenate(versions))
     return Experience(
         sample_indices=indices,
         lengths=tuple(len(p) + len(r) for p, r in zip(prompts, responses, strict=True)),
@@ -98,12 +103,28 @@ def collate(rollouts: Sequence[Rollout], *, pad_token_id: int) -> Experience:
         old_logprobs=_padded(policy, mask),
         sampler_logprobs=_padded(policy, mask),
         sampling_logprobs=_padded(sampling, mask),
+        weight_versions=weight_versions,
         rewards=torch.tensor([rollout.reward.value for rollout in ordered], dtype=torch.float32),
         group_ids=torch.tensor([rollout.completion.group_id for rollout in ordered]),
         truncated=torch.tensor(
             [rollout.completion.finish_reason is FinishReason.LENGTH for rollout in ordered]
         ),
     )
+
+
+def token_versions(completion: Completion) -> np.ndarray:
+    """Weight version of each response token, int64 [T]. Raises NumericsError naming a sample whose spans are no list.
+
+    Spans begin at position 0 and each begins after the one before; a later version may begin anywhere.
+    """
+    firsts = np.array([span.first_position for span in completion.weight_spans], dtype=np.int64)
+    versions = np.array([span.weight_version for span in completion.weight_spans], dtype=np.int64)
+    if not len(firsts) or firsts[0] != 0 or (np.diff(firsts) <= 0).any():
+        raise NumericsError(
+            f"sample {completion.key.sample_index} (prompt {completion.prompt_id}): weight spans begin at positions "
+            f"{firsts.tolist()[:8]}; expected 0 first and then ascending ones"
+        )
+    return versions[np.searchsorted(firsts, np.arange(completion.num_tokens), side="right") - 1]
 
 
 def _padded(rows: Sequence[np.ndarray], mask: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ from learning.adapter import Adapter
 from learning.algorithms.controllers import Coefficients
 from learning.algorithms.losses import Sequences, token_weights
 from learning.algorithms.objective import LossInputs, objective
-from learning.algorithms.off_policy import recomputed
+from learning.algorithms.off_policy import lag_figures, recomputed
 from learning.algorithms.targets import Targets, update_targets
 from learning.critic import Critic
 from learning.experience import Experience, collate
@@ -147,16 +147,18 @@ class Learner(TrainedModel):
         """Learn from one batch of rollouts; `weight_version` grows by one.
 
         With `recompute_old` ratios are over log-probabilities of this learner's own forward before the first step,
-        and not over the sampler's; where those are scored by the engine, the two are one.
+        and not over the sampler's; with `trainer.scoring` engine they are the engine's, which cost nothing more.
 
         Raises NotFiniteError, naming what, when anything is not finite: no step is taken with it, and
         weights that a step made so are not given a version.
         """
         experience = collate(rollouts, pad_token_id=self.pad_token_id)
-        mismatch: dict[str, float] = {}
+        mismatch = lag_figures(experience, self.weight_version)
         first = self._first.of(experience, self._first_parts(recompute_old))
-        if "own" in first.logprobs:
-            experience, mismatch = recomputed(experience, first.logprobs["own"])
+        if recompute_old:
+            proximal = first.logprobs["own" if self._scorer is None else "engine"]
+            experience, found = recomputed(experience, proximal)
+            mismatch |= found
         generator = torch.Generator().manual_seed((self.seed * 1_000_003 + self.weight_version) % 2**63)
         targets = update_targets(
             experience,

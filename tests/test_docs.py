@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from core.settings.algorithm import ALGORITHMS, AlgorithmConfig
+from core.settings.correction import CORRECTIONS, CorrectionConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -51,12 +52,31 @@ def test_every_design_section_named_exists() -> None:
     assert [place for place in named if place[1] not in headings] == []
 
 
+def rows_of_kinds(last_column: str) -> list[list[str]]:
+    """Rows of the table in docs/algorithms.md whose last column has this title."""
+    text = (ROOT / "docs" / "algorithms.md").read_text()
+    table = re.search(rf"^\| kind \|.*\| {last_column} \|\n\|[-|]+\|\n((?:\|.*\n)+)", text, re.MULTILINE)
+    assert table is not None
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in table[1].splitlines()]
+
+
+def test_the_table_of_corrections_is_that_of_the_code() -> None:
+    rows = {kind: shown for kind, *shown, _ in rows_of_kinds("elsewhere")}
+    assert rows.keys() == CORRECTIONS.keys()
+    for kind, shown in rows.items():
+        correction = CorrectionConfig.model_validate({"kind": kind})
+        low, high = correction.band
+        written = "1/1.01 to 1.01" if low == 1 / 1.01 else f"{low} to {high}"
+        assert shown == [
+            correction.weight,
+            "" if correction.weight == "none" else str(correction.weight_cap or "none"),
+            correction.mask,
+            written if correction.mask != "none" else "",
+        ]
+
+
 def test_the_table_of_algorithms_is_that_of_the_code() -> None:
-    rows = [
-        [cell.strip() for cell in line.strip("|").split("|")]
-        for line in (ROOT / "docs" / "algorithms.md").read_text().splitlines()
-        if line.startswith("| ") and not line.startswith("| kind")
-    ]
+    rows = rows_of_kinds("dynamic_sampling")
     assert [row[0] for row in rows] == list(ALGORITHMS)
     for kind, *shown in rows:
         algorithm = AlgorithmConfig.model_validate({"kind": kind})

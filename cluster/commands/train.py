@@ -156,8 +156,9 @@ def _run(
         from cluster.run_folder.leftovers import sweep_run_folders
 
         inputs = replace(checked.inputs, profile=resolve_profile(config, checked.inputs, report))
-        if checked.adapter is not None:
-            report.note(checked.adapter)
+        for line in (checked.adapter, checked.correction):
+            if line is not None:
+                report.note(line)
         for line in inputs.dataset.notes():
             report.note(line)
         if resumed is not None:

@@ -36,6 +36,7 @@ from cluster.tracking.trackers import require_trackers
 from core.checkpoint_manifest import has_manifest, verify_checkpoint
 from core.config import Config
 from core.errors import ConfigError, DataError, ModelError, PlacementError
+from core.settings.correction import correction_warning
 from engine.admission import MB, require_room_for_one
 from engine.cache.kv_pool import KVShape
 from engine.model.compute_backend import ComputeBackend
@@ -65,6 +66,8 @@ class CheckReport:
     data: str
     evaluation: tuple[str, ...]
     numerics: str
+    correction: str | None
+    "a warning of stale samples that are learned from as they are; a run says it at its start"
     memory: MemoryPlan
     available_bytes: int | None
     free_disk_bytes: int
@@ -81,7 +84,7 @@ class CheckReport:
             "data",
             *(f"  {line}" for line in (self.data, *self.inputs.dataset.notes(), *self.evaluation)),
             "numerics",
-            f"  {self.numerics}",
+            *(f"  {line}" for line in (self.numerics, self.correction) if line is not None),
             f"memory, of {have} available here",
             *rows,
             *(
@@ -168,6 +171,7 @@ def check_run(config: Config, *, output_dir: Path) -> CheckReport:
         data=f"{len(inputs.dataset)} prompts, the longest {longest} tokens",
         evaluation=inputs.evaluation.lines if inputs.evaluation is not None else (),
         numerics=numerics,
+        correction=correction_warning(config.algorithm.correction, config.rollout.max_staleness),
         memory=plan,
         available_bytes=machine.memory_bytes(),
         free_disk_bytes=machine.free_disk_bytes(output_dir),
@@ -202,10 +206,10 @@ def model_shape(config: PretrainedConfig, name: str | None = None) -> ModelShape
 def _check_scoring(config: Config) -> None:
     """Raise ConfigError where the learner could not have the sampler's bits, or is not to take them."""
     cluster = config.cluster
-    if config.algorithm.old_logprobs == "trainer":
+    if config.algorithm.correction.old_logprobs == "trainer" and config.rollout.max_staleness == 0:
         raise ConfigError(
-            "algorithm.old_logprobs trainer computes anew what trainer.scoring engine has from the sampler bit for "
-            "bit; take out one of the two"
+            "algorithm.correction.old_logprobs trainer computes anew what trainer.scoring engine has from the sampler "
+            "bit for bit; take out one of the two"
         )
     if cluster.generation.num_gpus > 0 and config.engine.device != "cpu":
         raise ConfigError(

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
+from core.settings.correction import CorrectionConfig, require_level
 from core.settings.section import Name, Section
 
 Kind = Literal[
@@ -52,6 +53,14 @@ ALGORITHMS: Mapping[str, Mapping[str, object]] = {
     },
 }
 "What each `algorithm.kind` sets; what a row leaves out has the default below."
+
+_MOVED = {
+    "old_logprobs": "correction.old_logprobs",
+    "importance_sampling": "correction.weight and correction.mask",
+    "importance_sampling_cap": "correction.weight_cap or correction.mask_high",
+    "importance_sampling_floor": "correction.mask_low",
+}
+"Where former keys stand now."
 
 
 class AlgorithmConfig(Section):
@@ -108,16 +117,8 @@ class AlgorithmConfig(Section):
     "shaping"
     max_extra_groups: float = Field(default=3.0, gt=0.0)
     "dynamic_sampling: further prompts for each that was asked for; beyond, groups without gradient fill the batch"
-    old_logprobs: Literal["auto", "sampler", "trainer"] = "auto"
-    "what ratios are over: the sampler's log-probabilities, or those of one more forward of the trainer before its "
-    "first step; auto: the trainer's where tokens are promised without every bit (CUDA, several threads)"
-    importance_sampling: Literal[
-        "off", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "geometric_mask"
-    ] = "off"
-    "weighs the policy loss by trainer over sampler, per token or sequence; above the cap truncated, or masked"
-    importance_sampling_cap: float = Field(default=2.0, gt=0.0)
-    importance_sampling_floor: float = Field(default=0.0, ge=0.0)
-    "masks only: what is below counts 0 too; of a geometric mean 1 / cap where it is 0"
+    correction: CorrectionConfig = CorrectionConfig()
+    "what is done about samples of another policy than the one that learns"
 
     @property
     def has_critic(self) -> bool:
@@ -145,6 +146,10 @@ class AlgorithmConfig(Section):
         """Fill in the algorithm's row; a kind that is none is refused where fields are checked."""
         if not isinstance(given, dict):
             return given
+        if moved := sorted(_MOVED.keys() & given.keys()):
+            raise ValueError(
+                f"{moved[0]} is {_MOVED[moved[0]]} now; write it there, or take a correction.kind (docs/algorithms.md)"
+            )
         kind = given.get("kind", "ppo")
         return {**ALGORITHMS.get(kind if isinstance(kind, str) else "", {}), **given}
 
@@ -200,27 +205,6 @@ class AlgorithmConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _band(self) -> AlgorithmConfig:
-        floor, cap, mode = (
-            self.importance_sampling_floor,
-            self.importance_sampling_cap,
-            self.importance_sampling,
-        )
-        if mode != "off" and self.old_logprobs == "sampler":
-            raise ValueError(
-                f"importance_sampling {mode} weighs the trainer's log-probabilities against the sampler's, and "
-                "old_logprobs sampler computes none of the trainer's: every weight would be 1; set old_logprobs auto "
-                "or trainer, or importance_sampling off"
-            )
-        if floor > 0.0 and not mode.endswith("mask"):
-            raise ValueError(
-                f"importance_sampling_floor {floor} is of the modes that mask, importance_sampling is {mode}; take "
-                "token_mask, sequence_mask or geometric_mask, or leave the floor out"
-            )
-        if mode.endswith("mask") and not floor < 1.0 < cap:
-            raise ValueError(
-                f"importance_sampling {mode} keeps what lies from importance_sampling_floor {floor} to "
-                f"importance_sampling_cap {cap}, and the ratio of a token on which trainer and sampler agree is 1: it "
-                "would be masked; take a floor below 1 and a cap above"
-            )
+    def _level(self) -> AlgorithmConfig:
+        require_level(self.correction, self.ratio_level)
         return self

@@ -59,6 +59,8 @@ def objective(
         kl = kl_estimate(inputs.logprobs, inputs.reference, algorithm.kl_estimator)
         if algorithm.kl_bias_correction:
             kl = kl * log_ratio(inputs.logprobs, inputs.old_logprobs, "token").exp()
+            # that ratio ends at the old policy; from there to the sampler it is the weight
+            kl = kl if inputs.importance is None else kl * inputs.importance
         figures.add("kl_loss", kl, inputs.weight)
         loss = loss + kl_coef * kl
     total = (loss * inputs.weight).sum()

@@ -18,7 +18,7 @@ from learning.algorithms.advantages import (
     spread,
 )
 from learning.algorithms.losses import kl_estimate
-from learning.algorithms.off_policy import importance_figures, importance_weights
+from learning.algorithms.off_policy import importance_weights
 from learning.algorithms.ppo_advantages import ppo_advantages
 from learning.algorithms.rewards_at_tokens import kl_penalty, response_rewards, token_rewards
 from learning.critic import Critic
@@ -105,16 +105,11 @@ def update_targets(
         figures["num_zero_advantage_groups"] = figures["num_groups"] - float(len(teaching))
     figures["truncated_share"] = float(experience.truncated.float().mean())
     importance = None
-    if algorithm.importance_sampling != "off":
-        importance = importance_weights(
-            experience.old_logprobs,
-            experience.sampler_logprobs,
-            experience.mask,
-            mode=algorithm.importance_sampling,
-            cap=algorithm.importance_sampling_cap,
-            floor=algorithm.importance_sampling_floor,
+    if algorithm.correction.compares:
+        importance, found = importance_weights(
+            experience.old_logprobs, experience.sampler_logprobs, experience.mask, algorithm.correction
         )
-        figures |= importance_figures(importance, experience.mask)
+        figures |= found
     targets = Targets(
         advantages=advantages,
         importance=importance,

@@ -163,10 +163,10 @@ class EngineValues:
         weights: Callable[[], Iterator[tuple[str, Tensor]]],
         at_start: Float[Tensor, "B R"],
     ) -> None:
-        """Begin with the values under the weights that sampled the batch; `weights` are as they are when called."""
+        """Begin with the values under the weights before any step; `weights` are as they are when called."""
         self._scorer, self._experience, self._weights = scorer, experience, weights
         self._at_start: Tensor | None = at_start
-        equal = at_start == experience.old_logprobs
+        equal = at_start == experience.sampler_logprobs
         self.bit_equal_share = float(equal[experience.mask].float().mean())
         "of response tokens whose log-probability is the sampler's, bit for bit"
 

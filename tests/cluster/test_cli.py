@@ -327,7 +327,7 @@ for name in {WITH_REAL_MODEL!r}:
     [
         ("engine.numerics=fast", "engine.numerics says so"),
         ("cluster.generation.num_gpus=1", "cluster.generation.num_gpus is 1"),
-        ("algorithm.old_logprobs=trainer", "algorithm.old_logprobs trainer computes anew"),
+        ("algorithm.correction.old_logprobs=trainer", "correction.old_logprobs trainer computes anew"),
     ],
 )
 def test_scoring_by_the_engine_is_refused_where_bits_are_not_promised_or_not_taken(

@@ -197,6 +197,8 @@ def test_every_figure_is_reported_and_finite(make_learner, make_rollouts):
         "ratio_at_first_minibatch",
         "num_skipped_samples",
         "num_samples_ahead",
+        "mismatch/lag_mean",
+        "mismatch/lag_max",
     }
     for algorithm, own in (
         (PPO, {"value_loss", "explained_variance"}),

@@ -1,13 +1,18 @@
-"""Weights against the sampler: formulas by hand, and what a learner makes of a sampler that rounds otherwise."""
+"""Weights against the sampler: formulas by hand, and what a learner makes of a sampler that is another policy."""
 
 import dataclasses
 import math
 
+import numpy as np
 import pytest
 import torch
 
 from core.config import AlgorithmConfig, TrainerConfig
-from learning.algorithms.off_policy import importance_figures, importance_weights
+from core.errors import NumericsError
+from core.records import WeightSpan
+from core.settings.correction import CORRECTIONS, CorrectionConfig
+from learning.algorithms.off_policy import importance_weights
+from learning.experience import collate, token_versions
 from learning.learner import Learner
 
 POLICY = torch.tensor([[0.2, 0.9, 0.5], [0.4, 0.4, 0.0]]).log()
@@ -15,57 +20,66 @@ SAMPLING = torch.tensor([[0.4, 0.3, 0.5], [0.4, 0.5, 1.0]]).log()
 MASK = torch.tensor([[True, True, True], [True, True, False]])
 
 
-@pytest.mark.parametrize(
-    ("mode", "expected"),
-    [
-        ("token_truncate", [[0.5, 2.0, 1.0], [1.0, 0.8, 0.0]]),
-        ("token_mask", [[0.5, 0.0, 1.0], [1.0, 0.8, 0.0]]),
-        ("sequence_truncate", [[1.5, 1.5, 1.5], [0.8, 0.8, 0.0]]),
-        ("sequence_mask", [[1.5, 1.5, 1.5], [0.8, 0.8, 0.0]]),
-        ("geometric_mask", [[1.0, 1.0, 1.0], [1.0, 1.0, 0.0]]),
-    ],
-)
-def test_each_mode_by_hand(mode, expected):
-    weights = importance_weights(POLICY, SAMPLING, MASK, mode=mode, cap=2.0, floor=0.0)
-    assert weights.tolist() == [pytest.approx(row) for row in expected]
+def weights_of(correction, policy=POLICY, sampling=SAMPLING, mask=MASK):
+    return importance_weights(policy, sampling, mask, CorrectionConfig(**correction))
 
 
 @pytest.mark.parametrize(
-    ("mode", "floor", "cap", "expected"),
+    ("correction", "expected"),
     [
-        ("token_mask", 0.6, 2.0, [[0.0, 0.0, 1.0], [1.0, 0.8, 0.0]]),
-        ("token_mask", 0.6, 4.0, [[0.0, 3.0, 1.0], [1.0, 0.8, 0.0]]),
-        ("sequence_mask", 0.9, 2.0, [[1.5, 1.5, 1.5], [0.0, 0.0, 0.0]]),
+        ({"kind": "tis"}, [[0.5, 2.0, 1.0], [1.0, 0.8, 0.0]]),
+        ({"kind": "decoupled"}, [[0.5, 3.0, 1.0], [1.0, 0.8, 0.0]]),
+        ({"weight": "token", "weight_cap": None}, [[0.5, 3.0, 1.0], [1.0, 0.8, 0.0]]),
+        ({"kind": "sequence_tis"}, [[1.5, 1.5, 1.5], [0.8, 0.8, 0.0]]),
+        ({"kind": "sequence_tis", "weight_cap": 1.2}, [[1.2, 1.2, 1.2], [0.8, 0.8, 0.0]]),
+        ({"kind": "icepop", "mask_low": 0.4}, [[0.5, 3.0, 1.0], [1.0, 0.8, 0.0]]),
+        ({"kind": "icepop", "mask_low": 0.6, "mask_high": 2.0}, [[0.0, 0.0, 1.0], [1.0, 0.8, 0.0]]),
+        ({"kind": "mis"}, [[1.5, 1.5, 1.5], [0.8, 0.8, 0.0]]),
+        ({"kind": "mis", "mask_low": 0.9}, [[1.5, 1.5, 1.5], [0.0, 0.0, 0.0]]),
+        ({"kind": "mis", "mask_low": 0.0, "mask_high": 1.2}, [[0.0, 0.0, 0.0], [0.8, 0.8, 0.0]]),
         # the means are 1.5 ** (1 / 3) = 1.145 and 0.8 ** (1 / 2) = 0.894
-        ("geometric_mask", 0.85, 1.14, [[0.0, 0.0, 0.0], [1.0, 1.0, 0.0]]),
-        ("geometric_mask", 0.90, 1.15, [[1.0, 1.0, 1.0], [0.0, 0.0, 0.0]]),
+        ({"kind": "geometric"}, [[0.0, 0.0, 0.0], [0.0, 0.0, 0.0]]),
+        ({"kind": "geometric", "mask_low": 0.85, "mask_high": 1.14}, [[0.0, 0.0, 0.0], [1.0, 1.0, 0.0]]),
+        ({"kind": "geometric", "mask_low": 0.90, "mask_high": 1.15}, [[1.0, 1.0, 1.0], [0.0, 0.0, 0.0]]),
+        # weights of tokens, masks of responses
+        ({"weight": "token", "mask": "sequence", "mask_low": 0.9}, [[0.5, 2.0, 1.0], [0.0, 0.0, 0.0]]),
     ],
 )
-def test_a_mask_is_a_band(mode, floor, cap, expected):
-    weights = importance_weights(POLICY, SAMPLING, MASK, mode=mode, cap=cap, floor=floor)
+def test_each_kind_by_hand(correction, expected):
+    weights, _ = weights_of(correction)
     assert weights.tolist() == [pytest.approx(row) for row in expected]
+
+
+def test_what_was_cut_and_masked_is_counted():
+    _, figures = weights_of({"kind": "tis"})
+    assert figures == pytest.approx(
+        {
+            "mismatch/importance_mean": (0.5 + 2.0 + 1.0 + 1.0 + 0.8) / 5,
+            "mismatch/effective_share": 5.3**2 / (5 * (0.25 + 4.0 + 1.0 + 1.0 + 0.64)),
+            "mismatch/clipped_share": 1 / 5,
+            "mismatch/masked_share": 0.0,
+            "mismatch/masked_response_share": 0.0,
+        }
+    )
+    _, figures = weights_of({"kind": "mis", "mask_low": 0.0, "mask_high": 1.2})
+    assert figures["mismatch/masked_share"] == pytest.approx(3 / 5)
+    assert figures["mismatch/masked_response_share"] == 0.5
+    # one token of three: the response is still learned from
+    _, figures = weights_of({"kind": "icepop", "mask_low": 0.6})
+    assert figures["mismatch/masked_share"] == pytest.approx(1 / 5)
+    assert figures["mismatch/masked_response_share"] == 0.0
+    _, figures = weights_of({"kind": "geometric"})
+    assert figures["mismatch/masked_response_share"] == 1.0 and figures["mismatch/effective_share"] == 0.0
 
 
 def test_a_geometric_mean_does_not_shrink_with_the_length():
-    def weights(length, mode):
+    def kept(length, **correction):
         shape = (1, length)
-        return importance_weights(
-            torch.full(shape, -0.05),
-            torch.zeros(shape),
-            torch.ones(shape, dtype=torch.bool),
-            mode=mode,
-            cap=2.0,
-            floor=0.5,
-        )
+        mask = torch.ones(shape, dtype=torch.bool)
+        return weights_of(correction, torch.full(shape, -0.05), torch.zeros(shape), mask)[0].all()
 
-    assert weights(4, "sequence_mask").all() and not weights(400, "sequence_mask").any()
-    assert weights(4, "geometric_mask").all() and weights(400, "geometric_mask").all()
-
-
-def test_a_sequence_above_the_cap_is_masked_whole_and_counted():
-    weights = importance_weights(POLICY, SAMPLING, MASK, mode="sequence_mask", cap=1.2, floor=0.0)
-    assert weights.tolist() == [[0.0] * 3, pytest.approx([0.8, 0.8, 0.0])]
-    assert importance_figures(weights, MASK)["mismatch/masked_share"] == pytest.approx(3 / 5)
+    assert kept(4, kind="mis") and not kept(400, kind="mis")
+    assert kept(4, kind="geometric", mask_high=2.0) and kept(400, kind="geometric", mask_high=2.0)
 
 
 def test_a_long_light_sequence_is_not_taken_for_masked():
@@ -74,28 +88,29 @@ def test_a_long_light_sequence_is_not_taken_for_masked():
         torch.zeros(1, 2000),
         torch.ones(1, 2000, dtype=torch.bool),
     )
-    weights = importance_weights(policy, sampling, mask, mode="sequence_mask", cap=2.0, floor=0.0)
+    weights, figures = weights_of({"kind": "mis", "mask_low": 0.0}, policy, sampling, mask)
     assert 0.0 < float(weights.max()) < 1e-8
-    assert importance_figures(weights, mask)["mismatch/masked_share"] == 0.0
+    assert figures["mismatch/masked_share"] == 0.0
+
+
+def with_logprobs(rollout, logprobs):
+    completion = dataclasses.replace(rollout.completion, policy_logprobs=logprobs, sampling_logprobs=logprobs)
+    return dataclasses.replace(rollout, completion=completion)
+
+
+def with_spans(rollout, spans):
+    """Spans are (first position, version)."""
+    made = tuple(WeightSpan(first_position=first, weight_version=version) for first, version in spans)
+    return dataclasses.replace(rollout, completion=dataclasses.replace(rollout.completion, weight_spans=made))
 
 
 def off_by(rollouts, shift):
     """The same samples by a sampler whose log-probabilities are all off by so much."""
-    return [
-        dataclasses.replace(
-            one,
-            completion=dataclasses.replace(
-                one.completion,
-                policy_logprobs=one.completion.policy_logprobs + shift,
-                sampling_logprobs=one.completion.sampling_logprobs + shift,
-            ),
-        )
-        for one in rollouts
-    ]
+    return [with_logprobs(one, one.completion.policy_logprobs + shift) for one in rollouts]
 
 
-def updated(make_model, rollouts, *, recompute_old=False, **algorithm):
-    learner = Learner(
+def new_learner(make_model, **algorithm):
+    return Learner(
         make_model(),
         algorithm=AlgorithmConfig(kind="grpo", kl_coef=0.0, **algorithm),
         trainer=TrainerConfig(learning_rate=1e-3, minibatch_size=6, num_threads=1),
@@ -103,6 +118,10 @@ def updated(make_model, rollouts, *, recompute_old=False, **algorithm):
         seed=5,
         pad_token_id=0,
     )
+
+
+def updated(make_model, rollouts, *, recompute_old=False, **algorithm):
+    learner = new_learner(make_model, **algorithm)
     figures = learner.update(rollouts, recompute_old=recompute_old).figures
     return figures, {name: tensor.clone() for name, tensor in learner.weights()}
 
@@ -119,24 +138,23 @@ def test_recomputed_old_logprobs_undo_what_the_sampler_rounded(make_model, make_
     assert plain["ratio_at_first_minibatch"] == pytest.approx(math.exp(-0.1), abs=1e-4)
 
 
-def test_masked_sequences_teach_nothing(make_model, make_rollouts):
+def test_masked_responses_teach_nothing(make_model, make_rollouts):
     rollouts = make_rollouts(make_model())
-    # the sampler thought every token less likely than it is: each sequence's ratio is above the cap
+    # the sampler thought every token less likely than it is: each response's ratio is above the band
     odd = off_by(rollouts, -1.0)
-    figures, weights = updated(
-        make_model, odd, recompute_old=True, importance_sampling="sequence_mask", importance_sampling_cap=2.0
-    )
-    assert figures["mismatch/masked_share"] == 1.0 and figures["grad_norm"] == 0.0
+    figures, weights = updated(make_model, odd, recompute_old=True, correction={"kind": "mis"})
+    assert figures["mismatch/masked_response_share"] == 1.0 and figures["grad_norm"] == 0.0
     start = dict(make_model().named_parameters())
     assert all(torch.equal(tensor, start[name]) for name, tensor in weights.items())
-    figures, _ = updated(
-        make_model, odd, recompute_old=True, importance_sampling="token_truncate", importance_sampling_cap=2.0
-    )
+    figures, _ = updated(make_model, odd, recompute_old=True, correction={"kind": "tis"})
     assert figures["mismatch/importance_mean"] == pytest.approx(2.0)
+    assert figures["mismatch/clipped_share"] == 1.0
+    assert figures["mismatch/ratio_mean"] == pytest.approx(math.e, rel=1e-4)
+    assert figures["mismatch/ratio_max"] == pytest.approx(math.e, rel=1e-4)
 
 
 def test_a_filter_is_in_no_weight(make_model, make_rollouts):
-    """Top-p kept a mass of 0.8 at every token: that scales no token's loss, and masks no sequence."""
+    """Top-p kept a mass of 0.8 at every token: that scales no token's loss, and masks no response."""
     filtered = [
         dataclasses.replace(
             one,
@@ -147,28 +165,62 @@ def test_a_filter_is_in_no_weight(make_model, make_rollouts):
         for one in make_rollouts(make_model())
     ]
     figures, _ = updated(
-        make_model,
-        filtered,
-        recompute_old=True,
-        importance_sampling="sequence_mask",
-        importance_sampling_floor=0.9,
+        make_model, filtered, recompute_old=True, correction={"kind": "mis", "mask_low": 0.9}
     )
     assert figures["mismatch/importance_mean"] == pytest.approx(1.0, abs=1e-4)
     assert figures["mismatch/masked_share"] == 0.0
 
 
-def test_a_geometric_mean_has_a_floor_of_its_own():
-    weights = importance_weights(
-        torch.full((1, 4), -0.3),
-        torch.zeros(1, 4),
-        torch.ones(1, 4, dtype=torch.bool),
-        mode="geometric_mask",
-        cap=1.01,
-        floor=0.0,
-    )
-    assert not weights.any()
+def with_the_trainers_own_logprobs(make_model, rollouts):
+    """The same samples by a sampler that is the trainer, to the bit."""
+    learner = new_learner(make_model)
+    experience = collate(rollouts, pad_token_id=0)
+    own = learner._first.of(experience, ["own"]).logprobs["own"]
+    return [
+        with_logprobs(rollout, own[row][experience.mask[row]].numpy()) for row, rollout in enumerate(rollouts)
+    ]
 
 
-def test_weights_against_the_samplers_own_values_are_refused():
-    with pytest.raises(ValueError, match="every weight would be 1; set old_logprobs auto or trainer"):
-        AlgorithmConfig(kind="grpo", importance_sampling="token_mask", old_logprobs="sampler")
+@pytest.mark.parametrize("recompute_old", [False, True])
+@pytest.mark.parametrize("kind", [kind for kind in CORRECTIONS if kind != "none"])
+def test_nothing_changes_where_sampler_and_trainer_agree_to_the_bit(
+    make_model, make_rollouts, kind, recompute_old
+):
+    rollouts = with_the_trainers_own_logprobs(make_model, make_rollouts(make_model()))
+    _, expected = updated(make_model, rollouts)
+    figures, weights = updated(make_model, rollouts, recompute_old=recompute_old, correction={"kind": kind})
+    assert figures["mismatch/importance_mean"] == figures["mismatch/effective_share"] == 1.0
+    assert figures["mismatch/masked_share"] == figures["mismatch/clipped_share"] == 0.0
+    assert figures["mismatch/lag_max"] == 0.0
+    start = dict(make_model().named_parameters())
+    assert any(not torch.equal(tensor, start[name]) for name, tensor in weights.items())
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in weights.items())
+
+
+def test_a_tokens_lag_is_counted_from_the_version_it_came_from(make_model, make_rollouts):
+    rollouts = make_rollouts(make_model(), pairs=[(np.array([3, 4]), np.array([5, 6, 7, 8]))] * 6)
+    spans = [((0, 0),), ((0, 0), (1, 2)), ((0, 1), (3, 2)), ((0, 2),), ((0, 2),), ((0, 2),)]
+    rollouts = [with_spans(one, each) for one, each in zip(rollouts, spans, strict=True)]
+    learner = new_learner(make_model)
+    learner.weight_version = 2
+    figures = learner.update(rollouts).figures
+    assert figures["mismatch/lag_max"] == 2.0
+    assert figures["mismatch/lag_mean"] == (4 * 2 + 1 * 2 + 3 * 1) / 24
+
+
+@pytest.mark.parametrize("spans", [(), ((1, 0),), ((0, 0), (2, 1), (2, 2)), ((0, 0), (3, 1), (1, 2))])
+def test_spans_that_are_no_list_of_versions_are_refused(make_model, make_rollouts, spans):
+    broken = with_spans(make_rollouts(make_model())[0], spans)
+    with pytest.raises(NumericsError, match=r"sample 0 .* weight spans begin at positions"):
+        token_versions(broken.completion)
+
+
+def test_several_versions_give_the_same_update_in_any_order(make_model, make_rollouts):
+    rollouts = [
+        with_spans(one, ((0, 0), (1, 1)) if one.completion.num_tokens > 1 else ((0, 1),))
+        for one in off_by(make_rollouts(make_model()), 0.3)
+    ]
+    correction = {"kind": "decoupled"}
+    _, one = updated(make_model, rollouts, recompute_old=True, correction=correction)
+    _, other = updated(make_model, rollouts[::-1], recompute_old=True, correction=correction)
+    assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
