@@ -23,6 +23,8 @@ CASES = {
     "lora": ("grpo", LoraConfig(rank=4)),
     "untied": ("grpo", None),
 }
+CORRECTED = {"untied": {"weight": "sequence", "mask": "token", "mask_high": 1.1}}
+"Corrections against the sampler, whose samples grow older with each update."
 STRATEGIES = ("ddp", "fsdp2")
 RUNS = [(strategy, case) for strategy in STRATEGIES for case in CASES]
 UPDATES, SAVED_AFTER = 5, 4
@@ -37,7 +39,7 @@ def new_learner(case, trainers=None) -> Learner:
     kind, lora = CASES[case]
     return Learner(
         tied_model() if case != "untied" else tiny_llama(),
-        algorithm=AlgorithmConfig(kind=kind),
+        algorithm=AlgorithmConfig(kind=kind, correction=CORRECTED.get(case, {})),
         # minibatches of five rows and four, in packs of a few: shares of unlike numbers of packs
         trainer=TrainerConfig(
             learning_rate=1e-3, minibatch_size=5, epochs=2, max_tokens_per_forward=24, lora=lora
@@ -61,7 +63,7 @@ def learn(learner, rollouts, save_as=None):
     for update in range(learner.weight_version, UPDATES):
         if save_as is not None and update == SAVED_AFTER:
             learner.save(save_as)
-        report = learner.update(rollouts)
+        report = learner.update(rollouts, recompute_old=learner.algorithm.correction.compares)
     return *outcome(learner), report.figures
 
 

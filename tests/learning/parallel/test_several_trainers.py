@@ -7,6 +7,7 @@ from group_learning import (
     CASES,
     RUNS,
     SAVED_AFTER,
+    UPDATES,
     break_down,
     learn,
     learn_in_group,
@@ -122,3 +123,11 @@ def test_a_first_trainer_that_cannot_be_reached_is_named():
     port = new_store("127.0.0.1", 2, 1.0).port
     with pytest.raises(PeerLost, match=f"at 127.0.0.1:{port} within 1 s"):
         store_at("127.0.0.1", port, 2, 1.0)
+
+
+def test_of_the_older_samples_some_were_cut_and_some_masked(alone):
+    """What the case with a correction compares has weights and a mask that are not all 1."""
+    _, _, figures = alone["untied"]
+    assert figures["mismatch/lag_max"] == UPDATES - 1
+    assert 0.0 < figures["mismatch/masked_share"] < 1.0
+    assert figures["mismatch/importance_mean"] != 1.0
