@@ -140,6 +140,22 @@ class Config(Section):
                 "drafter_training.spot is on, but instances decode on GPUs, where training would queue before their "
                 "forwards; expected instances on CPUs: set it to auto or off"
             )
+        if self.drafter_training.mode == "cotrain" and drafter == "head":
+            raise ValueError(
+                "drafter_training.mode cotrain is of a draft model, which learns from the target's logits in its "
+                "update; a draft head learns from hidden states on the instances: leave mode at refit, and see "
+                "drafter_training.spot"
+            )
+        if self.drafter_training.mode == "cotrain" and not self.drafter_training.refit:
+            raise ValueError(
+                "drafter_training.mode is cotrain and drafter_training.refit false, which leaves the draft model as it "
+                "is; take one of the two out"
+            )
+        if self.drafter_training.mode == "cotrain":
+            raise ValueError(
+                "drafter_training.mode cotrain is there for `learning.learner.Learner` only, trainer actors build no "
+                "DraftCotrainer so far; set drafter_training.mode: refit"
+            )
         if self.speculation.ngram_min > self.speculation.ngram_max:
             raise ValueError("speculation.ngram_min must not exceed speculation.ngram_max")
         if self.algorithm.compares_groups and self.rollout.samples_per_prompt < 2:

@@ -164,6 +164,13 @@ _DECLARED = [
         ("learn_s", "s", "sum", "seconds of learning in it"),
         ("kl_before", "nats", "mean", "KL(target || draft) on held-out responses before the refit"),
         ("kl_after", "nats", "mean", "the same after it"),
+        ("cotrain_s", "s", "sum", "seconds of the update that the draft model's co-training took"),
+        (
+            "cotrain_kl",
+            "nats",
+            "mean",
+            "KL(target || draft), a token, of minibatches before they were learned from",
+        ),
         ("spot_s", "s", "sum", "seconds that instances without samples trained the draft head"),
         ("spot_steps", "steps", "sum", "optimizer steps in them"),
         ("spot_tokens", "tokens", "sum", "positions learned from in them"),

@@ -14,7 +14,6 @@ knowledge distillation', section 3.2 (sampled sequences as targets).
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -24,17 +23,14 @@ from typing import Literal
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from core.config import DrafterTrainingConfig
-from core.errors import ConfigError
-from core.files import storage_errors
 from core.records import Rollout
 from engine.weights.chunks import not_finite, unique_tensors
 from learning.distillation_batch import DistillationBatches, distillation_batches
+from learning.draft_state import no_draft_state, read_draft_state, write_draft_state
 from learning.forward.training_forward import prepare_for_training
 from learning.soft_targets import SoftTargetStore
 from learning.supervised.next_token import SupervisedTrainer
@@ -127,25 +123,19 @@ class DraftRefitter:
             "rate_scale": self._rate_scale,
             "random": self._rng.bit_generator.state,
         }
-        tensors = {name: value.contiguous() for name, value in self._trainer.state().items()}
-        with storage_errors(path):
-            save_file(tensors, path, metadata={"refit": json.dumps(facts)})
+        write_draft_state(path, self._trainer, facts)
 
     def load(self, path: Path) -> None:
         """Go on where `save` was called; what work has cost is learned again. Raises ConfigError: it does not fit."""
+        self._trainer = self._new_trainer()
+        facts = read_draft_state(path, self._trainer)
         try:
-            with safe_open(path, "pt") as file:
-                facts = json.loads(file.metadata()["refit"])
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            self._rate_scale = float(facts["rate_scale"])
-            self._trainer = self._new_trainer()
-            self._trainer.load_state(tensors)
             self._rng.bit_generator.state = facts["random"]
+            self._rate_scale = float(facts["rate_scale"])
             self.weight_version = int(facts["weight_version"])
-        except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
-            raise ConfigError(
-                f"{path} is no state of a draft model's refit: {type(error).__name__}: {error}; resume from another"
-            ) from error
+        except (KeyError, TypeError, ValueError) as error:
+            raise no_draft_state(path, error) from error
+        self._trainer.learning_rate = self._settings.learning_rate * self._rate_scale
 
     def weights(self) -> Generator[tuple[str, Tensor]]:
         """The draft model's weights to be published, in name order."""

@@ -30,6 +30,7 @@ from learning.algorithms.losses import Sequences, token_weights
 from learning.algorithms.objective import LossInputs, objective
 from learning.algorithms.off_policy import lag_figures, recomputed
 from learning.algorithms.targets import Targets, update_targets
+from learning.cotraining import DraftCotrainer
 from learning.critic import Critic
 from learning.experience import Experience, collate
 from learning.forward.engine_scoring import EngineScorer, EngineValues, with_values
@@ -95,6 +96,8 @@ class Learner(TrainedModel):
         self.pad_token_id = pad_token_id
         self.weight_version = 0
         self.soft_targets = soft_targets
+        self.cotrainer: DraftCotrainer | None = None
+        "learns in every update beside the target, from its logits; it changes nothing here"
         self._forward = PolicyForward(
             # padded ids are cut off here as in the engine, or the two would not normalise over the same tokens
             vocab_size=vocab_size or int(model.config.get_text_config().vocab_size),
@@ -172,6 +175,8 @@ class Learner(TrainedModel):
         )
         if self.soft_targets is not None:
             self.soft_targets.clear()
+        if self.cotrainer is not None:
+            self.cotrainer.begin()
         figures = MinibatchFigures()
         if self._scorer is not None:
             engine = EngineValues(self._scorer, experience, self.weights, first.logprobs["engine"])
@@ -189,6 +194,8 @@ class Learner(TrainedModel):
         )
         if self.soft_targets is not None:
             self.soft_targets.merge(self.trainers.gather_to_first(self.soft_targets.kept))
+        if self.cotrainer is not None:
+            targets.figures.update(self.cotrainer.end())
         self.weight_version += 1
         self._first.forget()
         coefficients = {"kl_coef": self._coefficients.kl, "entropy_coef": self._coefficients.entropy}
@@ -293,6 +300,8 @@ class Learner(TrainedModel):
         self._step(figures)
         if self.soft_targets is not None:
             self.soft_targets.settle()
+        if self.cotrainer is not None:
+            self.cotrainer.step()
         if targets.engine is not None:
             targets.engine.changed()
 
@@ -328,6 +337,8 @@ class Learner(TrainedModel):
                 scaled_logits(logits.detach(), self._forward.temperature),
                 step=self._num_optimizer_steps,
             )
+        if self.cotrainer is not None and not pack.is_filler:
+            self.cotrainer.learn(packed, scaled_logits(logits.detach(), self._forward.temperature))
         if engine is not None:
             logprobs = with_values(logprobs, flat(engine))
         weight, share = (flat(one) for one in weights)

@@ -77,7 +77,10 @@ class DrafterTrainingConfig(Section):
     """How what drafts follows the target. Idle without a draft model or a draft head."""
 
     refit: bool = True
-    "a draft model is refit after every update; a head is trained by instances that have no samples. false: both stay"
+    "a draft model learns with every update; a head is trained by instances that have no samples. false: both stay"
+    mode: Literal["refit", "cotrain"] = "refit"
+    "a draft model: refit after the update within a budget, or a step within it for each of the target's, by the "
+    "logits of the same forwards (NeMo-RL); cotrain heeds learning_rate alone of what follows"
     budget_share: float = Field(default=0.05, gt=0.0, le=1.0)
     """most seconds of a refit, publication included, over those that the iteration took before it; of a head: of
     collecting, comparing and publishing what idle time has trained"""

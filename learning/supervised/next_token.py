@@ -108,10 +108,14 @@ class SupervisedTrainer:
 
     def apply(self, loss: Tensor) -> None:
         """Backpropagate a loss and take the optimizer step, gradient norm clipped at 1."""
+        self._optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        self.take_step()
+
+    def take_step(self) -> None:
+        """Take the optimizer step with the gradients that are there, their norm clipped at 1."""
         self._num_steps += 1
         for group in self._optimizer.param_groups:
             group["lr"] = self.learning_rate * min(1.0, self._num_steps / self._warmup_steps)
-        self._optimizer.zero_grad(set_to_none=True)
-        loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self._optimizer.step()

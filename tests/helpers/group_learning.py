@@ -10,9 +10,10 @@ from torch.distributed.fsdp import FSDPModule
 from trainer_group import trainers_of
 from transformers import LlamaForCausalLM
 
-from core.config import AlgorithmConfig, TrainerConfig
+from core.config import AlgorithmConfig, DrafterTrainingConfig, TrainerConfig
 from core.errors import NotFiniteError, PeerLost
 from core.settings.trainer import LoraConfig
+from learning.cotraining import DraftCotrainer
 from learning.forward.precision import hold_linears_in
 from learning.learner import Learner
 from learning.soft_targets import SoftTargetStore
@@ -27,6 +28,8 @@ CORRECTED = {"untied": {"weight": "sequence", "mask": "token", "mask_high": 1.1}
 "Corrections against the sampler, whose samples grow older with each update."
 STRATEGIES = ("ddp", "fsdp2")
 RUNS = [(strategy, case) for strategy in STRATEGIES for case in CASES]
+COTRAINED = "grpo"
+"The case in which a draft model learns with the target."
 UPDATES, SAVED_AFTER = 5, 4
 
 
@@ -37,7 +40,7 @@ def tied_model() -> LlamaForCausalLM:
 
 def new_learner(case, trainers=None) -> Learner:
     kind, lora = CASES[case]
-    return Learner(
+    learner = Learner(
         tied_model() if case != "untied" else tiny_llama(),
         algorithm=AlgorithmConfig(kind=kind, correction=CORRECTED.get(case, {})),
         # minibatches of five rows and four, in packs of a few: shares of unlike numbers of packs
@@ -50,11 +53,22 @@ def new_learner(case, trainers=None) -> Learner:
         soft_targets=SoftTargetStore(3),
         trainers=trainers,
     )
+    if case == COTRAINED:
+        learner.cotrainer = DraftCotrainer(
+            tiny_llama(2),
+            settings=DrafterTrainingConfig(learning_rate=1e-3),
+            temperature=1.0,
+            vocab_size=19,
+            trainers=trainers,
+        )
+    return learner
 
 
 def outcome(learner):
     """Weights and what else is to be equal, as a process can send it."""
     weights = {name: tensor.clone().numpy() for name, tensor in learner.weights()}
+    if learner.cotrainer is not None:
+        weights |= {f"draft {name}": tensor.clone().numpy() for name, tensor in learner.cotrainer.weights()}
     return weights, {index: one.logprobs.numpy() for index, one in learner.soft_targets.kept.items()}
 
 
@@ -63,8 +77,19 @@ def learn(learner, rollouts, save_as=None):
     for update in range(learner.weight_version, UPDATES):
         if save_as is not None and update == SAVED_AFTER:
             learner.save(save_as)
+            if learner.cotrainer is not None:
+                learner.cotrainer.save(save_as / "draft")
         report = learner.update(rollouts, recompute_old=learner.algorithm.correction.compares)
+    report.figures.pop("draft/cotrain_s", None)
     return *outcome(learner), report.figures
+
+
+def resume(learner, folder: Path):
+    """What `learn` saved, loaded."""
+    learner.load(folder)
+    if learner.cotrainer is not None:
+        learner.cotrainer.load(folder / "draft")
+    return learner
 
 
 def learn_in_group(rank, rollouts, folder: Path, resumed_from: Path | None):
@@ -75,8 +100,7 @@ def learn_in_group(rank, rollouts, folder: Path, resumed_from: Path | None):
         found[strategy, case] = learn(learner, rollouts, folder / f"{strategy}-{case}")
         if resumed_from is None:
             continue
-        resumed = new_learner(case, trainers_of(strategy))
-        resumed.load(resumed_from / case)
+        resumed = resume(new_learner(case, trainers_of(strategy)), resumed_from / case)
         found["resumed", strategy, case] = learn(resumed, rollouts)
     return found
 

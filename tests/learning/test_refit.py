@@ -228,7 +228,7 @@ def test_a_refit_s_state_that_is_cut_or_another_model_s_is_refused(make_refitter
     with pytest.raises(ConfigError, match="other weights"):
         make_refitter(tiny_llama(num_hidden_layers=1)).load(path)
     path.write_bytes(path.read_bytes()[:-5])
-    with pytest.raises(ConfigError, match="is no state of a draft model's refit"):
+    with pytest.raises(ConfigError, match="is no state of a draft model's training"):
         refitter.load(path)
 
 

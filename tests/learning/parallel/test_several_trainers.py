@@ -13,6 +13,7 @@ from group_learning import (
     learn_in_group,
     learn_over_bfloat16,
     new_learner,
+    resume,
     tied_model,
 )
 from tiny_llama import tiny_llama
@@ -85,8 +86,7 @@ def test_what_one_trainer_saved_is_gone_on_with_by_three(group_of_three, alone, 
 
 @pytest.mark.parametrize(("strategy", "case"), RUNS)
 def test_what_two_trainers_saved_is_gone_on_with_by_one(group_of_two, alone, saved, rollouts, strategy, case):
-    resumed = new_learner(case)
-    resumed.load(saved / "2" / f"{strategy}-{case}")
+    resumed = resume(new_learner(case), saved / "2" / f"{strategy}-{case}")
     assert resumed.weight_version == SAVED_AFTER
     assert_same(alone[case], learn(resumed, rollouts))
 
