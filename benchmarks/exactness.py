@@ -1,17 +1,18 @@
 """Same key, same tokens: every plan, batch, order of admission and place gives the same bits (design 3.1).
 
 For each pair (demo; with `--data` one made from that file too), dtype and sampling: plain decoding alone, then a
-chain, two trees, n-gram drafting and the adaptive policy (profile, online correction, a draft model exchanged half
-way as a refit would) under other batch sizes and orders of admission, then two Ray actors. Tokens
-and both log-probabilities are compared bitwise with plain decoding; plain decoding in float32 is compared with a
-teacher-forced Hugging Face forward.
+chain and two trees of a draft model, every other drafter (look-ups, early exit, a head made for it in some seconds) and
+the adaptive policy (profile, online correction, a draft model exchanged half way as a refit would) under other batch
+sizes and orders of admission, then two Ray actors. Tokens and both log-probabilities are compared bitwise with plain
+decoding; plain decoding in float32 is compared with a teacher-forced Hugging Face forward.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import pyarrow as pa
@@ -20,6 +21,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.contestants.made_head import bench_head
 from benchmarks.real.exact import run_exactness
 from benchmarks.support.reference import compare_with_reference
 from benchmarks.support.result import write_result
@@ -40,12 +42,15 @@ from core.weight_records import WeightManifest
 from engine.build import build_engine
 from engine.calibration.engine_provenance import provenance_of
 from engine.calibration.profiler import MAX_PROFILED_NODES, Placeholder, make_profile
+from engine.drafters.head.head_weights import HeadWeights
 from engine.engine import Engine
 from engine.weights.chunks import pack_weights, unpack_weights
 from profiles.profile import Profile
 
 SAMPLINGS: tuple[dict[str, float], ...] = ({}, {"top_p": 0.9}, {"temperature": 0.0})
 REFERENCE_TOLERANCE = 1e-4
+HEAD_PROMPTS = 64
+"That the head is made from, at least."
 KEEP_ONE_IN = {"float32": 1, "bfloat16": 4}
 "Requests decoded in each dtype: bfloat16 is slow on processors without instructions for it."
 
@@ -78,6 +83,28 @@ PLANS = (
         batch_size=7,
         speculation=SpeculationConfig(policy="fixed", drafter="ngram", num_nodes=4, ngram_min=1),
     ),
+    Plan(
+        name="suffix",
+        batch_size=6,
+        speculation=SpeculationConfig(policy="fixed", drafter="suffix", num_nodes=6),
+    ),
+    Plan(
+        name="early exit, tree n=8 b=2",
+        batch_size=4,
+        speculation=SpeculationConfig(
+            policy="fixed", drafter="early_exit", num_nodes=8, depth=4, branching=2
+        ),
+    ),
+    Plan(
+        name="head, chain n=5",
+        batch_size=10,
+        speculation=SpeculationConfig(policy="fixed", drafter="head", num_nodes=5, depth=5),
+    ),
+    Plan(
+        name="head, tree n=8 b=3",
+        batch_size=7,
+        speculation=SpeculationConfig(policy="fixed", drafter="head", num_nodes=8, depth=4, branching=3),
+    ),
 )
 ADAPTIVE = Plan(
     name="goodput, draft exchanged", batch_size=9, speculation=SpeculationConfig(policy="goodput")
@@ -107,9 +134,10 @@ def run(*, out: Path, mode: str, data: Path | None, real: bool = False) -> int:
     if real:
         return run_exactness(out=out, mode=mode, data=data, console=console)
     num_prompts = {"quick": 6, "default": 24, "full": 128}[mode]
-    workloads = [demo_workload(num_prompts)]
+    subjects = [_with_head(demo_workload(max(num_prompts, HEAD_PROMPTS)), num_prompts)]
     if data is not None:
-        workloads.append(gsm8k_workload(data, num_prompts // 2))
+        few = num_prompts // 2
+        subjects.append(_with_head(gsm8k_workload(data, max(few, HEAD_PROMPTS)), few))
     else:
         console.print("no --data given: the pair made from real prompts is skipped")
     tally, rows = Tally(), []
@@ -119,9 +147,9 @@ def run(*, out: Path, mode: str, data: Path | None, real: bool = False) -> int:
         cluster=ClusterConfig(dashboard=False),
     )
     with ray_session(config, "bench-exactness"):
-        for workload in workloads:
+        for workload, head in subjects:
             for dtype in ("float32", "bfloat16"):
-                rows += _compare_all(workload, dtype, tally, console)
+                rows += _compare_all(workload, head, dtype, tally, console)
     _print(rows, console)
     pq.write_table(pa.Table.from_pylist(rows), out / "exactness.parquet")
     figures = {name: float(getattr(tally, name)) for name in Tally.__dataclass_fields__}
@@ -131,7 +159,15 @@ def run(*, out: Path, mode: str, data: Path | None, real: bool = False) -> int:
     return 0 if exact and tally.logprob_max_abs_error <= REFERENCE_TOLERANCE else 1
 
 
-def _compare_all(workload: Workload, dtype: str, tally: Tally, console: Console) -> list[dict]:
+def _with_head(workload: Workload, num_prompts: int) -> tuple[Workload, HeadWeights]:
+    """The workload's first prompts, and a head that all of them make in some seconds; it is kept."""
+    head, _ = bench_head(workload, "quick")
+    return replace(workload, prompts=workload.prompts[:num_prompts]), head
+
+
+def _compare_all(
+    workload: Workload, head: HeadWeights, dtype: str, tally: Tally, console: Console
+) -> list[dict]:
     requests = [
         request
         for index, changes in enumerate(SAMPLINGS)
@@ -140,7 +176,7 @@ def _compare_all(workload: Workload, dtype: str, tally: Tally, console: Console)
     rows = []
     plain: Mapping[SampleKey, Completion] = {}
     for plan in PLANS:
-        done, stats = _generate(workload, dtype, plan, _shuffled(requests, plan.name))
+        done, stats = _generate(workload, head, dtype, plan, _shuffled(requests, plan.name))
         if not plain:
             plain = done
             if dtype == "float32":
@@ -169,12 +205,13 @@ def _compare_all(workload: Workload, dtype: str, tally: Tally, console: Console)
 
 
 def _generate(
-    workload: Workload, dtype: str, plan: Plan, requests: Sequence[SampleRequest]
+    workload: Workload, head: HeadWeights, dtype: str, plan: Plan, requests: Sequence[SampleRequest]
 ) -> tuple[dict[SampleKey, Completion], GenerationStats]:
-    drafts = plan.speculation.drafter == "model" and plan.speculation.policy != "off"
+    drafts = {"model": partial(workload.draft, dtype), "head": lambda: head}
+    needed = plan.speculation.drafter if plan.speculation.has_draft else None
     engine = build_engine(
         workload.target(dtype),
-        workload.draft(dtype) if drafts else None,
+        drafts[needed]() if needed else None,
         engine=_engine_config(plan),
         speculation=plan.speculation,
         max_total_tokens=workload.max_total_tokens,

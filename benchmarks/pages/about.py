@@ -22,10 +22,11 @@ ABOUT = {
     "exactness": About(
         title="Exactness",
         question="Do tokens or log-probabilities depend on what was drafted, batched or moved?",
-        how="Plain decoding alone is compared bit for bit with chains, trees, n-gram drafts and the adaptive policy, "
-        "under other batch sizes and orders of admission, in float32 and bfloat16, and on two Ray actors; then with a "
-        "teacher-forced Hugging Face forward (`reference_mismatches`, `logprob_max_abs_error`). A near tie is a place "
-        "where rounding could change the sampled token.",
+        how="Plain decoding alone is compared bit for bit with chains and trees of a draft model, look-ups (n-gram, "
+        "suffix), early exit, a head and the adaptive policy, under other batch sizes and orders of admission, in "
+        "float32 and bfloat16, and on two Ray actors; then with a teacher-forced Hugging Face forward "
+        "(`reference_mismatches`, `logprob_max_abs_error`). A near tie is a place where rounding could change the "
+        "sampled token.",
         data=True,
     ),
     "engine": About(
@@ -119,8 +120,9 @@ ABOUT = {
         title="Exactness of a real model",
         question="Do SmolLM2-135M-Instruct's tokens depend on drafts or moves?",
         how="Plain decoding alone, compared bit for bit with two instances that draft trees while samples move all the "
-        "time (temperature 1, and 0.7 with top-p 0.9; chat prompts of the one-sentence task, 128 tokens each); every "
-        "fourth sample of plain decoding is compared with a teacher-forced Hugging Face forward.",
+        "time (temperature 1, and 0.7 with top-p 0.9; chat prompts of the one-sentence task, 128 tokens each), the "
+        "first 48 of them once more by each other drafter (`X_accepted_tokens`: of what it drafted); every fourth "
+        "sample of plain decoding is compared with a teacher-forced Hugging Face forward.",
     ),
     "update_real": About(
         title="Update of a real model",

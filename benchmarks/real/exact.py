@@ -1,5 +1,6 @@
-"""The real model's samples under forced moves between two instances, drafted in trees, against plain decoding alone.
+"""The real model's samples under forced moves between two instances, by every drafter, against plain decoding alone.
 
+Most are drafted by a draft model in trees, some by each other drafter; the head is one made in a minute or two.
 Tokens and log-probabilities are compared bit by bit; those of plain decoding with a plain Hugging Face forward too.
 """
 
@@ -12,6 +13,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from benchmarks.contestants.made_head import bench_head
 from benchmarks.moving.exact import count_mismatches
 from benchmarks.moving.session import bench_ray
 from benchmarks.real.model import real_workload
@@ -37,6 +39,13 @@ REFERENCE_ONE_IN = {"quick": 2, "default": 4, "full": 4}
 REFERENCE_TOLERANCE = 1e-4
 PLAIN = SpeculationConfig(policy="off")
 TREE = SpeculationConfig(policy="fixed", num_nodes=4, depth=3, branching=2)
+OTHERS = {
+    "head": SpeculationConfig(policy="fixed", drafter="head", num_nodes=4, depth=3, branching=2),
+    "early_exit": SpeculationConfig(policy="fixed", drafter="early_exit", num_nodes=4, depth=3, branching=2),
+    "suffix": SpeculationConfig(policy="fixed", drafter="suffix", num_nodes=6),
+    "ngram": SpeculationConfig(policy="fixed", drafter="ngram", num_nodes=4, ngram_min=1),
+}
+"Drafters that decode the first rollout's requests again."
 
 
 @dataclass(slots=True, kw_only=True)
@@ -76,6 +85,12 @@ def run_exactness(*, out: Path, mode: str, data: Path | None, console: Console) 
         plain = _plainly(workload, requests)
         console.print(f"plain decoding: {sum(done.num_tokens for done in plain.values()):,} tokens")
         _move(workload, requests, plain, tally, console)
+        accepted = {}
+        for name, speculation in OTHERS.items():
+            before = tally.accepted_draft_tokens
+            console.print(f"drafter {name}")
+            _move(workload, requests[:AT_ONCE], plain, tally, console, speculation)
+            accepted[f"{name}_accepted_tokens"] = float(tally.accepted_draft_tokens - before)
     model = workload.target("float32")
     for request in requests[:: REFERENCE_ONE_IN[mode]]:
         result = compare_with_reference(model, request, plain[request.key], workload.vocab_size)
@@ -85,7 +100,7 @@ def run_exactness(*, out: Path, mode: str, data: Path | None, console: Console) 
         tally.logprob_max_abs_error = max(tally.logprob_max_abs_error, result.logprob_max_abs_error)
         for line in result.evidence:
             console.print(line)
-    figures = {field.name: float(getattr(tally, field.name)) for field in fields(tally)}
+    figures = {field.name: float(getattr(tally, field.name)) for field in fields(tally)} | accepted
     write_result(
         out, "exactness_real", figures, provenance={"mode": mode, "data": data.name if data else None}
     )
@@ -126,12 +141,14 @@ def _move(
     plain: Mapping[SampleKey, Completion],
     tally: RealTally,
     console: Console,
+    speculation: SpeculationConfig = TREE,
 ) -> None:
     pool = ActorPool(
         workload,
         engine=EngineConfig(max_running_samples=SLOTS, probe=False),
-        speculation=TREE,
+        speculation=speculation,
         migration=ReallocationConfig(transfer_share=1.0),
+        head=bench_head(workload, "quick")[0] if speculation.drafter == "head" else None,
     )
     try:
         for first in range(0, len(requests), AT_ONCE):
