@@ -36,6 +36,13 @@ class Budget:
     reason: str
     refined: bool = False
     "the policy is asked after every level whether to draft another, and at the end which nodes to verify"
+    look_up: int = 0
+    "refined: tokens looked up for a sample, at most, to stand in place of what is computed for it"
+
+    @property
+    def deepest(self) -> int:
+        """Levels that a draft may have."""
+        return max(self.depth, self.look_up)
 
     @property
     def is_plain(self) -> bool:
@@ -44,6 +51,17 @@ class Budget:
 
 
 PLAIN = Budget(num_nodes=0, depth=0, branching=0, width=0, reason="plain decoding")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LookUpLog:
+    """What was looked up beside a drafter that computes."""
+
+    scores: np.ndarray
+    "[B, L] float32: estimated acceptance of the whole way to each token; 0 where there is none"
+    used: np.ndarray
+    "[B] bool: samples of which this was verified, and not what was computed"
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +76,8 @@ class DraftLog:
     "[B] candidates verified: the best by score, ties to the earlier"
     num_accepted: np.ndarray
     "[B]"
+    look_up: LookUpLog | None = None
+    "where a drafter that looks up stands beside one that computes; C is 0 where it was enough"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +99,8 @@ class StepRecord:
     "of these seconds, those spent on choosing: plan, scores, search, bookkeeping"
     draft: DraftLog | None = None
     "of a refined budget that drafted"
+    num_accepted_looked_up: int = 0
+    "of the tokens accepted, those looked up beside a drafter that computes"
 
     @property
     def decode_step(self) -> int:
@@ -114,6 +136,8 @@ class GenerationStats:
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     num_accepted_rank2_plus: int = 0
+    num_accepted_looked_up: int = 0
+    "beside a drafter that computes"
     num_emitted_tokens: int = 0
     num_completions: int = 0
     num_preemptions: int = 0

@@ -104,6 +104,12 @@ _LIVE = [
         ("sample_steps", "1", "sum over decode steps of the samples in them", "actor"),
         ("draft_tokens", "tokens", "draft tokens verified", "actor"),
         ("accepted_tokens", "tokens", "draft tokens accepted", "actor"),
+        (
+            "accepted_looked_up_tokens",
+            "tokens",
+            "of these, looked up beside a drafter that computes (speculation.look_up)",
+            "actor",
+        ),
         ("completions", "samples", "samples that ended", "actor"),
         ("move_seconds", "s", "that the decode thread gave to moving samples", "actor"),
         ("spot_seconds", "s", "that it trained a draft head while it had no samples", "actor"),

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 from functools import partial
+from typing import Literal
 
 from core.config import EngineConfig, SpeculationConfig
 from core.errors import ConfigError, ModelError, NotInvariantError, NumericsError
@@ -19,8 +20,10 @@ from engine.drafters.head.head_drafter import HeadDrafter
 from engine.drafters.head.head_forward import HeadForward
 from engine.drafters.head.head_weights import HeadWeights, require_fit
 from engine.drafters.head.tapping import tap_for_head
+from engine.drafters.lookup_drafter import LookupDrafter
 from engine.drafters.model_drafter import ModelDrafter
 from engine.drafters.ngram_drafter import NgramDrafter
+from engine.drafters.paired_drafter import paired
 from engine.drafters.refinement import Scorer
 from engine.drafters.suffix_drafter import SuffixDrafter
 from engine.engine import Engine
@@ -124,9 +127,12 @@ def build_engine(
             numerics = "fast"
             runner_of.keywords["attention"] = attention_for(engine, numerics, backend)
             runner = runner_of(target)
-    drafter = drafter or _drafter(
-        speculation, engine, policy, draft, runner, runner_of, max_total_tokens, vocab_size
-    )
+    if drafter is None and policy.max_nodes:
+        drafter = _drafter(
+            speculation, engine, policy, draft, runner, runner_of, max_total_tokens, vocab_size
+        )
+        if drafter is not None and speculation.look_up != "none":
+            drafter = paired(drafter, _look_up(speculation.look_up, speculation))
     return Engine(
         runner,
         drafter=drafter,
@@ -237,8 +243,6 @@ def _drafter(
     max_total_tokens: int,
     vocab_size: int,
 ) -> Drafter | None:
-    if policy.max_nodes == 0:
-        return None
     if speculation.drafter == "head":
         if not isinstance(draft, HeadWeights):
             raise ConfigError(
@@ -253,11 +257,13 @@ def _drafter(
         return ModelDrafter(runner_of(draft), max_prefill_tokens=engine.max_prefill_tokens)
     if speculation.drafter == "early_exit":
         return EarlyExitDrafter(runner, num_layers=speculation.exit_layers)
-    if speculation.drafter == "suffix":
+    return None if speculation.drafter == "none" else _look_up(speculation.drafter, speculation)
+
+
+def _look_up(kind: Literal["ngram", "suffix"], speculation: SpeculationConfig) -> LookupDrafter:
+    if kind == "suffix":
         return SuffixDrafter(memory_mb=speculation.suffix_memory_mb, min_match=speculation.suffix_min)
-    if speculation.drafter == "ngram":
-        return NgramDrafter(ngram_max=speculation.ngram_max, ngram_min=speculation.ngram_min)
-    return None
+    return NgramDrafter(ngram_max=speculation.ngram_max, ngram_min=speculation.ngram_min)
 
 
 def head_drafter(

@@ -27,6 +27,7 @@ class Tally:
             num_draft_tokens=record.num_draft_tokens,
             num_accepted_tokens=record.num_accepted_tokens,
             num_accepted_rank2_plus=record.num_accepted_rank2_plus,
+            num_accepted_looked_up=record.num_accepted_looked_up,
             num_emitted_tokens=record.num_emitted_tokens,
             num_completions=num_completions,
             draft_s=record.draft_s,

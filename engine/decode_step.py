@@ -41,6 +41,8 @@ class StepOutput:
     "[B]; one more token than this is emitted"
     num_draft_tokens: int
     num_accepted_rank2_plus: int
+    num_accepted_looked_up: int
+    "beside a drafter that computes"
     draft_s: float
     verify_s: float
     accept_s: float
@@ -61,9 +63,9 @@ def decode_step(
     """
     phases = Phases(clock, runner.device)
     # the step's one copy to the device, unless the policy looks at the draft
-    lengths = batch.inputs(budget.depth + 1).lengths
+    lengths = batch.inputs(budget.deepest + 1).lengths
     live = len(batch)
-    noise = batch.noise(budget.depth + 1, runner.vocab_size)
+    noise = batch.noise(budget.deepest + 1, runner.vocab_size)
     tree = None
     if drafter is not None and not budget.is_plain:
         tree = drafter.draft(batch, budget, noise, refinement)
@@ -81,7 +83,7 @@ def decode_step(
     # one sort serves choosing and valuing
     kept = kept_tokens(scale(logits, batch.sampling), batch.sampling) if batch.sampling.any_filter else None
     choices = choose(logits, noise, tree.levels, batch.sampling, kept)
-    verdict = verify(choices, tree, ancestors, min(budget.depth, tree.num_nodes))
+    verdict = verify(choices, tree, ancestors, min(budget.deepest, tree.num_nodes))
     if refinement is not None:
         refinement.conclude(tree, verdict, batch.requests)
     if not tree.is_chain:
@@ -120,6 +122,7 @@ def decode_step(
         num_accepted=num_accepted,
         num_draft_tokens=int(num_draft_tokens),
         num_accepted_rank2_plus=int(rank2_plus),
+        num_accepted_looked_up=0 if tree.looked_up is None else int(num_accepted[tree.looked_up].sum()),
         draft_s=draft_s,
         verify_s=verify_s,
         accept_s=accept_s,

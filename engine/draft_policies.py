@@ -12,6 +12,7 @@ from policies.drafting.cadence import Cadence
 from policies.drafting.draft_policy import DraftPolicy
 from policies.drafting.goodput import GoodputPolicy
 from policies.drafting.lookup_goodput import LookupGoodput
+from policies.drafting.paired_goodput import PairedGoodput
 from profiles.profile import Profile
 
 
@@ -31,6 +32,8 @@ def build_policy(speculation: SpeculationConfig, profile: Profile | None = None)
             )
         if speculation.looks_up:
             return LookupGoodput(profile, max_nodes=speculation.max_nodes, max_depth=speculation.max_depth)
+        if speculation.look_up != "none":
+            return PairedGoodput(profile, max_nodes=speculation.max_nodes, max_depth=speculation.max_depth)
         return Cadence(
             GoodputPolicy(profile, max_nodes=speculation.max_nodes, max_depth=speculation.max_depth)
         )

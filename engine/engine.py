@@ -187,6 +187,7 @@ class Engine:
             num_draft_tokens=output.num_draft_tokens,
             num_accepted_tokens=int(output.num_accepted.sum()),
             num_accepted_rank2_plus=output.num_accepted_rank2_plus,
+            num_accepted_looked_up=output.num_accepted_looked_up,
             num_emitted_tokens=emitted,
             draft_s=output.draft_s,
             verify_s=output.verify_s,

@@ -20,20 +20,24 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from core.config import SpeculationConfig
-from core.decode_records import Budget, DecodeState, DraftLog, StepRecord
+from core.decode_records import Budget, DecodeState, DraftLog, LookUpLog, StepRecord
 from core.errors import DataError, one_line
 from profiles.profile import Profile, profile_from_tree
 
-VERSION = b"3"
+VERSION = b"4"
 _VERSION_KEY = b"step_log_version"
 _ORIGIN_KEY = b"policy_origin"
 _PLAIN = {"int": pa.int64(), "float": pa.float64(), "bool": pa.bool_(), "str": pa.string()}
+_LOOK_UP = pa.struct(
+    {"scores": pa.list_(pa.float32()), "used": pa.list_(pa.bool_()), "seconds": pa.float64()}
+)
 _DRAFT = pa.struct(
     {
         "scores": pa.list_(pa.float32()),
         "level_sizes": pa.list_(pa.int64()),
         "num_nodes": pa.list_(pa.int64()),
         "num_accepted": pa.list_(pa.int64()),
+        "look_up": _LOOK_UP,
     }
 )
 
@@ -103,7 +107,9 @@ def _row(record: StepRecord) -> dict[str, Any]:
             raise DataError(
                 f"scores of decode step {record.decode_step} are {draft.scores.dtype}, expected float32"
             )
-        row["draft"] = _plain(draft) | {"scores": draft.scores.ravel()}
+        found = draft.look_up
+        look_up = None if found is None else _plain(found) | {"scores": found.scores.ravel()}
+        row["draft"] = _plain(draft) | {"scores": draft.scores.ravel(), "look_up": look_up}
     return row
 
 
@@ -131,7 +137,14 @@ def _draft(row: dict[str, Any]) -> DraftLog:
         level_sizes=level_sizes,
         num_nodes=np.asarray(row["num_nodes"], dtype=np.int64),
         num_accepted=np.asarray(row["num_accepted"], dtype=np.int64),
+        look_up=None if row["look_up"] is None else _look_up(row["look_up"]),
     )
+
+
+def _look_up(row: dict[str, Any]) -> LookUpLog:
+    used = np.asarray(row["used"], dtype=bool)
+    scores = np.asarray(row["scores"], dtype=np.float32)
+    return LookUpLog(scores=scores.reshape(len(used), -1), used=used, seconds=row["seconds"])
 
 
 def _struct(record: type) -> pa.StructType:

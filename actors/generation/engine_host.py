@@ -34,6 +34,7 @@ from engine.drafters.head.head_drafter import HeadDrafter
 from engine.drafters.head.head_weights import HeadWeights, require_fit
 from engine.drafters.head.published_head import head_checksum, published_head
 from engine.drafters.model_drafter import ModelDrafter
+from engine.drafters.paired_drafter import part_of
 from engine.drafters.suffix_drafter import SuffixDrafter
 from engine.engine import Engine
 from engine.model.compute_backend import ComputeBackend
@@ -120,12 +121,12 @@ class ManifestHost:
         if self._engine is None:
             self._build_when_complete()
         # read back from what drafts, where that is there already
-        drafter = None if self._engine is None else self._engine.drafter
+        drafter = None if self._engine is None else part_of(self._engine.drafter, HeadDrafter)
         return LoadedWeights(
             instance=self._spec.instance,
             model=manifest.model,
             weight_version=manifest.weight_version,
-            checksum=drafter.checksum() if isinstance(drafter, HeadDrafter) else head_checksum(head),
+            checksum=head_checksum(head) if drafter is None else drafter.checksum(),
         )
 
     def numerics(self) -> InstanceNumerics:
@@ -219,19 +220,20 @@ class ManifestHost:
 
     def remember(self, responses: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
         """Let a drafter that looks tokens up know these responses: token ids of prompt and response."""
-        if self._engine is not None and isinstance(self._engine.drafter, SuffixDrafter):
-            self._engine.drafter.remember(responses)
+        suffix = None if self._engine is None else part_of(self._engine.drafter, SuffixDrafter)
+        if suffix is not None:
+            suffix.remember(responses)
 
     def _require_copies_hold(self, models: Iterable[str]) -> None:
         """Raises WeightsError when a copy that the engine decodes from is not what was loaded."""
         if self._engine is None:
             return
-        drafter = self._engine.drafter
+        drafter = part_of(self._engine.drafter, ModelDrafter)
         for model in models:
             who = f"{model} weights of {self._spec.instance}"
             if model == "target":
                 self._engine.runner.require_copies_hold(who)
-            elif isinstance(drafter, ModelDrafter):
+            elif drafter is not None:
                 drafter.runner.require_copies_hold(who)
 
     def _build_when_complete(self) -> None:
@@ -286,8 +288,9 @@ class ManifestHost:
         """Keep that our own forward was found equal to transformers', for modules that it alone needs."""
         verdicts = self._verdicts()
         runners = {"target": engine.runner}
-        if isinstance(engine.drafter, ModelDrafter):
-            runners["draft"] = engine.drafter.runner
+        drafter = part_of(engine.drafter, ModelDrafter)
+        if drafter is not None:
+            runners["draft"] = drafter.runner
         for name, manifest in self._first.items():
             model = self._models[name]
             if verdicts is None or name not in runners or isinstance(model, BareLlama):

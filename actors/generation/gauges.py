@@ -43,6 +43,7 @@ class InstanceGauges:
             ("sample_steps", new.num_sample_steps),
             ("draft_tokens", new.num_draft_tokens),
             ("accepted_tokens", new.num_accepted_tokens),
+            ("accepted_looked_up_tokens", new.num_accepted_looked_up),
             ("completions", new.num_completions),
             ("move_seconds", new.move_s),
             ("preemptions", new.num_preemptions),

@@ -127,6 +127,15 @@ ROWS = (
                 unit="percentunit",
             ),
             _panel(
+                "Share of accepted tokens that were looked up",
+                _by_actor(
+                    "sum by (run, actor) (rate({accepted_looked_up_tokens}[rate])) / sum by (run, actor) "
+                    "(rate({accepted_tokens}[rate]) > 0)"
+                ),
+                unit="percentunit",
+                text="Beside a drafter that computes (speculation.look_up).",
+            ),
+            _panel(
                 "Samples running and waiting",
                 ("sum by (run) ({instance_running_samples})", "running {{run}}"),
                 ("sum by (run) ({instance_waiting_samples})", "waiting {{run}}"),

@@ -137,7 +137,7 @@ def measure(
             run.target,
             run.draft,
             engine=config.engine,
-            speculation=config.speculation,
+            speculation=config.speculation.without_look_up,
             policy=Placeholder(MAX_PROFILED_NODES),
             max_total_tokens=run.max_total_tokens,
             vocab_size=num_token_ids(inputs.tokenizer),

@@ -42,10 +42,12 @@ class SpeculationConfig(Section):
     "capacity: tokens one target forward verifies at no more than twice the cost of one"
     exit_layers: int = Field(default=0, ge=0)
     "early_exit: of the target's first layers, that draft; 0: a third of all"
+    look_up: Literal["none", "ngram", "suffix"] = "none"
+    "beside a drafter that computes: what is looked up stands in its place where it promises more"
     ngram_max: int = Field(default=4, ge=1)
     ngram_min: int = Field(default=2, ge=1)
     suffix_min: int = Field(default=1, ge=1)
-    "suffix: least tokens that must match"
+    "suffix, as drafter or look_up: least tokens that must match"
     suffix_memory_mb: float = Field(default=256.0, gt=0.0)
     "suffix: responses to look up in, of each instance; the prompts used longest ago go first"
 
@@ -67,7 +69,22 @@ class SpeculationConfig(Section):
     @property
     def remembers(self) -> bool:
         """Whether drafts are looked up in finished responses."""
-        return self.drafter == "suffix" and self.policy != "off"
+        return "suffix" in (self.drafter, self.look_up) and self.policy != "off"
+
+    @property
+    def without_look_up(self) -> SpeculationConfig:
+        """The same, drafted by the drafter alone: what a profile is of."""
+        return self.model_copy(update={"look_up": "none"})
+
+    @model_validator(mode="after")
+    def _looks_up_beside(self) -> SpeculationConfig:
+        if self.look_up != "none" and self.drafter not in ("model", "head", "early_exit"):
+            raise ValueError(
+                f"speculation.look_up {self.look_up} stands beside a drafter that computes (model, head or "
+                f"early_exit), but drafter is {self.drafter}; set look_up to none, or drafter to one of these (to look "
+                f"up alone: drafter {self.look_up})"
+            )
+        return self
 
     @model_validator(mode="after")
     def _has_levels(self) -> SpeculationConfig:

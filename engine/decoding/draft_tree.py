@@ -40,6 +40,8 @@ class DraftTree:
     "of a chain: its first nodes, which the draft cache holds"
     num_kept: np.ndarray | None = None
     "[B] where samples keep unlike numbers of nodes: those behind are dead and not even computed"
+    looked_up: np.ndarray | None = None
+    "[B] bool where some were looked up and others computed"
 
     @property
     def num_nodes(self) -> int:

@@ -47,14 +47,14 @@ class Drafter(Protocol):
         """
         ...
 
-    def commit(self, batch: RunningBatch, tree: DraftTree, verdict: Verdict) -> Int[Tensor, " B"] | None:
+    def commit(self, batch: RunningBatch, tree: DraftTree, verdict: Verdict) -> Int[Tensor, "B ..."] | None:
         """The verdict's path is about to be committed: keep what the draft cache already holds of it.
 
-        Return how many of its nodes that is, on the device; None where there is no cache.
+        Return what `note_kept` is to be told, on the device, such as how many of its nodes that is; None: nothing.
         """
         ...
 
-    def note_kept(self, batch: RunningBatch, num_kept: Int[np.ndarray, " B"]) -> None:
+    def note_kept(self, batch: RunningBatch, num_kept: Int[np.ndarray, "B ..."]) -> None:
         """What `commit` returned has reached the host, before the batch takes the path's tokens."""
         ...
 

@@ -9,7 +9,7 @@ from abc import abstractmethod
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from core.decode_records import Budget
@@ -33,11 +33,15 @@ class Found(NamedTuple):
     "of the times that those tokens went on like this"
 
 
-class _Draft(NamedTuple):
-    """What is being verified."""
+class LookedUp(NamedTuple):
+    """What was found for all running samples."""
 
+    tokens: Int[np.ndarray, "B n"]
+    "DEAD where nothing was found"
     classes: Int[np.ndarray, "B n"]
-    num_verified: Int[np.ndarray, " B"]
+    num_found: Int[np.ndarray, " B"]
+    path: Float[np.ndarray, "B n"]
+    "estimated acceptance of the whole way to each token, float32"
 
 
 class LookupDrafter(CachelessDrafter):
@@ -45,7 +49,8 @@ class LookupDrafter(CachelessDrafter):
 
     def __init__(self) -> None:
         self._acceptance = MatchAcceptance()
-        self._drafted: _Draft | None = None
+        self._verified: tuple[LookedUp, Int[np.ndarray, " B"]] | None = None
+        "with how many tokens of each sample"
 
     @abstractmethod
     def look_up(self, slot: int, batch: RunningBatch, count: int) -> Found:
@@ -59,8 +64,24 @@ class LookupDrafter(CachelessDrafter):
         refinement: Refinement | None = None,
     ) -> DraftTree | None:
         """Return one chain per sample, dead nodes where nothing was found; None when there is nothing at all."""
-        self._drafted = None
-        found = [self.look_up(slot, batch, min(budget.num_nodes, budget.depth)) for slot in range(len(batch))]
+        self._verified = None
+        found = self.find(batch, min(budget.num_nodes, budget.depth))
+        if found is None:
+            return None
+        if refinement is None:
+            self._verified = found, found.num_found
+            return chains(found.tokens, batch.device)
+        refinement.whole_chain(found.path)
+        num_kept = refinement.select()
+        if not num_kept.any():
+            return None
+        self._verified = found, num_kept
+        (ids,) = upload([found.tokens], batch.device)
+        return keep(chain(ids, num_in_cache=0), num_kept)
+
+    def find(self, batch: RunningBatch, count: int) -> LookedUp | None:
+        """Look up at most `count` tokens for each running sample; None where nothing is found for any."""
+        found = [self.look_up(slot, batch, count) for slot in range(len(batch))]
         num_found = np.array([len(each.token_ids) for each in found])
         longest = int(num_found.max(initial=0))
         if not longest:
@@ -73,17 +94,17 @@ class LookupDrafter(CachelessDrafter):
             lengths[row, : len(ids)] = matches
             shares[row, : len(ids)] = how_often
         classes = self._acceptance.classes(lengths, shares)
-        if refinement is None:
-            self._drafted = _Draft(classes, num_found)
-            return chains(tokens, batch.device)
         acceptance = np.where(tokens != DEAD, self._acceptance.conditional(classes), 0.0)
-        refinement.whole_chain(np.multiply.accumulate(acceptance, axis=1, dtype=np.float32))
-        num_kept = refinement.select()
-        if not num_kept.any():
-            return None
-        self._drafted = _Draft(classes, num_kept)
-        (ids,) = upload([tokens], batch.device)
-        return keep(chain(ids, num_in_cache=0), num_kept)
+        path = np.multiply.accumulate(acceptance, axis=1, dtype=np.float32)
+        return LookedUp(tokens, classes, num_found, path)
+
+    def learn(
+        self, found: LookedUp, num_right: Int[np.ndarray, " B"], num_judged: Int[np.ndarray, " B"]
+    ) -> None:
+        """Learn from what was found: so many first tokens were right; of so many it is known at all."""
+        level, right = np.arange(found.classes.shape[1]), num_right[:, None]
+        judged = (level <= right) & (level < num_judged[:, None])
+        self._acceptance.observe(found.classes[judged], (level < right)[judged])
 
     def commit(self, batch: RunningBatch, tree: DraftTree, verdict: Verdict) -> Int[Tensor, " B"]:
         """Nothing is cached; `note_kept` is to be told how much was accepted."""
@@ -91,9 +112,7 @@ class LookupDrafter(CachelessDrafter):
 
     def note_kept(self, batch: RunningBatch, num_kept: Int[np.ndarray, " B"]) -> None:
         """Learn from what was accepted, and from the first that was not."""
-        drafted, self._drafted = self._drafted, None
-        if drafted is None:
-            return
-        level, accepted = np.arange(drafted.classes.shape[1]), num_kept[:, None]
-        judged = (level <= accepted) & (level < drafted.num_verified[:, None])
-        self._acceptance.observe(drafted.classes[judged], (level < accepted)[judged])
+        if self._verified is not None:
+            found, num_verified = self._verified
+            self.learn(found, num_kept, num_verified)
+        self._verified = None

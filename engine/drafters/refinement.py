@@ -10,17 +10,18 @@ step's record, so that a log replays. On a device that must not wait for the hos
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import cast
 
 import numpy as np
 from jaxtyping import Int
 from torch import Tensor
 
-from core.decode_records import DraftLog
+from core.decode_records import DraftLog, LookUpLog
 from core.records import SampleRequest
 from engine.decoding.draft_tree import DraftTree
 from engine.decoding.sampling_rule import TopK
 from engine.decoding.verify import Verdict
-from policies.drafting.draft_policy import RefiningPolicy
+from policies.drafting.draft_policy import PairedPolicy, RefiningPolicy
 from profiles.acceptance import AcceptanceModel, Coefficients, acceptance
 
 FARTHEST = 50.0
@@ -43,20 +44,24 @@ class Refinement:
         """
         self.seconds = 0.0
         self.num_nodes: np.ndarray | None = None
+        self.used: np.ndarray | None = None
+        "[B] samples that verify what was looked up, where that stands beside what is computed"
         self._policy = policy
         self._scorer = scorer
         self._remaining = remaining
         self._shortest = int(remaining.min())
-        self._clock = clock
+        self.clock = clock
+        self._looked_up: np.ndarray | None = None
+        self._look_up_s = 0.0
         self._blocks: list[np.ndarray] = []
         self._sizes: tuple[int, ...] = ()
         self._last = self._frontier = np.ones((len(remaining), 1), dtype=np.float32)
 
     def levels_to_draft(self) -> int:
         """Ask the policy how many levels to draft before it is asked again."""
-        started = self._clock()
+        started = self.clock()
         answer = self._policy.deepen(len(self._sizes), self._last)
-        self.seconds += self._clock() - started
+        self.seconds += self.clock() - started
         return answer
 
     def children(self, found: TopK) -> tuple[Int[Tensor, "B w b"], np.ndarray]:
@@ -64,7 +69,7 @@ class Refinement:
 
         There is one leader more than children: by how much they lead is scored.
         """
-        started = self._clock()
+        started = self.clock()
         level = len(self._sizes) + 1
         share = self._scorer.acceptance(found.scores, found.logprobs, (level,))
         path = (share * self._frontier[..., None]).reshape(len(share), -1)
@@ -72,7 +77,7 @@ class Refinement:
             path[self._remaining <= level] = 0.0
         self._add(path, (path.shape[1],))
         self._last = path
-        self.seconds += self._clock() - started
+        self.seconds += self.clock() - started
         return found.token_ids.narrow(-1, 0, share.shape[-1]), path
 
     def expand(self, candidates: np.ndarray) -> None:
@@ -84,7 +89,7 @@ class Refinement:
 
         Both are [B, levels, 2], of the best token and the one that it leads (`engine.decoding.sampling_rule.TopK`).
         """
-        started = self._clock()
+        started = self.clock()
         before = len(self._sizes)
         share = self._scorer.acceptance(
             scores, logprobs, tuple(range(before + 1, before + 1 + scores.shape[1]))
@@ -96,25 +101,42 @@ class Refinement:
             path[self._remaining[:, None] <= np.arange(before + 1, before + 1 + count)] = 0.0
         self._add(path, (1,) * count)
         self._last = self._frontier = path[:, -1:]
-        self.seconds += self._clock() - started
+        self.seconds += self.clock() - started
 
     def whole_chain(self, path: np.ndarray) -> None:
         """Take the path scores of a chain that was drafted at once, float32 [B, levels]."""
-        started = self._clock()
-        path = np.where(np.arange(1, path.shape[1] + 1) < self._remaining[:, None], path, np.float32(0.0))
+        started = self.clock()
+        path = self._within_limits(path)
         self._add(path, (1,) * path.shape[1])
-        self.seconds += self._clock() - started
+        self.seconds += self.clock() - started
+
+    def looked_up(self, path: np.ndarray, seconds: float) -> bool:
+        """Take path scores of what was looked up in so many seconds, [B, L]; True: nothing else is to be drafted."""
+        started = self.clock()
+        self._looked_up, self._look_up_s = self._within_limits(path), seconds
+        alone = cast(PairedPolicy, self._policy).looks_up_alone(self._looked_up)
+        self.seconds += self.clock() - started
+        return alone
+
+    def _within_limits(self, path: np.ndarray) -> np.ndarray:
+        levels = np.arange(1, path.shape[1] + 1)
+        return np.where(levels < self._remaining[:, None], path, np.float32(0.0))
 
     def _add(self, scores: np.ndarray, sizes: tuple[int, ...]) -> None:
         self._blocks.append(scores)
         self._sizes += sizes
 
     def select(self) -> np.ndarray:
-        """Ask the policy how many nodes of each sample to verify, [B]."""
-        started = self._clock()
-        self.num_nodes = self._policy.select(self.scores, self.level_sizes)
-        self.seconds += self._clock() - started
-        return self.num_nodes
+        """Ask the policy how many nodes of each sample to verify; return those of the candidates, [B]."""
+        started = self.clock()
+        if self._looked_up is None:
+            self.num_nodes = of_candidates = self._policy.select(self.scores, self.level_sizes)
+        else:
+            policy = cast(PairedPolicy, self._policy)
+            self.used, self.num_nodes = policy.select_either(self.scores, self.level_sizes, self._looked_up)
+            of_candidates = np.where(self.used, 0, self.num_nodes)
+        self.seconds += self.clock() - started
+        return of_candidates
 
     def conclude(self, tree: DraftTree, verdict: Verdict, requests: Sequence[SampleRequest]) -> None:
         """Pass the outcome on to the scorer; `requests` are the batch's."""
@@ -130,7 +152,13 @@ class Refinement:
             level_sizes=self.level_sizes,
             num_nodes=self.num_nodes,
             num_accepted=num_accepted,
+            look_up=self._look_up_log(),
         )
+
+    def _look_up_log(self) -> LookUpLog | None:
+        if self._looked_up is None or self.used is None:
+            return None
+        return LookUpLog(scores=self._looked_up, used=self.used, seconds=self._look_up_s)
 
     @property
     def level_sizes(self) -> tuple[int, ...]:
@@ -140,7 +168,10 @@ class Refinement:
     @property
     def scores(self) -> np.ndarray:
         """All candidates' scores, [B, C], level by level."""
-        return self._blocks[0] if len(self._blocks) == 1 else np.concatenate(self._blocks, axis=1)
+        if len(self._blocks) == 1:
+            return self._blocks[0]
+        none = np.zeros((len(self._remaining), 0), dtype=np.float32)
+        return np.concatenate(self._blocks, axis=1) if self._blocks else none
 
 
 class Scorer:

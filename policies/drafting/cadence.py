@@ -101,13 +101,16 @@ class Cadence:
         law = self._law
         if law.is_probing:
             return law.select(scores, level_sizes)
-        ranked = law.ranked(scores, level_sizes)
+        return self.choose(law.ranked(scores, level_sizes))
+
+    def choose(self, ranked: np.ndarray) -> np.ndarray:
+        """Return the numbers of nodes for scores as `GoodputPolicy.ranked` has them."""
         if self._step < self._searched + (
-            SEARCH_STEPS if len(scores) < LARGE_BATCH else LARGE_BATCH_SEARCH_STEPS
+            SEARCH_STEPS if len(ranked) < LARGE_BATCH else LARGE_BATCH_SEARCH_STEPS
         ):
             return self._allocation.of(ranked)
         self._searched = self._step
-        counts, self._allocation = law.search(ranked)
+        counts, self._allocation = self._law.search(ranked)
         return counts
 
     def observe(self, record: StepRecord) -> None:

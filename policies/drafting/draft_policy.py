@@ -76,3 +76,27 @@ class RefiningPolicy(DraftPolicy, Protocol):
             level_sizes: candidates of each level.
         """
         ...
+
+
+@runtime_checkable
+class PairedPolicy(RefiningPolicy, Protocol):
+    """Chooses, sample by sample, between what is computed and what is looked up: budgets with `look_up`.
+
+    `looks_up_alone` is asked first; where it says no, `deepen` follows as ever, and at the end `select_either`.
+    """
+
+    def looks_up_alone(self, looked_up: np.ndarray) -> bool:
+        """Return whether nothing is to be computed. `looked_up`: path estimates, [B, L]; 0 where there is nothing."""
+        ...
+
+    def select_either(
+        self, computed: np.ndarray, level_sizes: tuple[int, ...], looked_up: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return which samples verify what was looked up, bool [B], and how many nodes of each, int [B].
+
+        Args:
+            computed: all candidates' path estimates, [B, C], as `select` has them; C is 0 where there are none.
+            level_sizes: candidates of each level.
+            looked_up: as of `looks_up_alone`.
+        """
+        ...

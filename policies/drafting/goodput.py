@@ -106,7 +106,7 @@ class GoodputPolicy:
         """Correct the estimates by what the decode step did.
 
         Args:
-            record: of the step.
+            record: of the step; its draft may be that of some samples alone.
             num_steps: that it stands for; of the others `probes` are told at most.
             with_acceptance: a draft's outcome corrects acceptance.
             with_costs: its seconds correct the costs.
@@ -117,6 +117,9 @@ class GoodputPolicy:
         else:
             estimators.observe_draft(record, with_acceptance=with_acceptance)
             self.probes.drafted()
+            if len(record.draft.num_nodes) < record.num_samples:
+                # of the other samples it is not known what the shape yields, and they were verified too
+                return
         if record.draft is None or not self.is_probing:
             estimators.observe_choice(record, self.chosen, num_steps=num_steps)
         if with_costs:

@@ -19,15 +19,9 @@ import numpy as np
 from core.decode_records import PLAIN, Budget, DecodeState, StepRecord
 from policies.drafting.cost_view import BatchCosts, CostView, step_at
 from policies.drafting.node_search import best_nodes
+from policies.drafting.trials import MEMORY_STEPS, Trials
 from profiles.profile import Profile
 
-MEMORY_STEPS = 64.0
-"Decode steps after which what was gained counts for a third."
-TRIAL_STEPS = 8
-"Steps that a trial takes after a pause."
-FIRST_PAUSE_STEPS, LONGEST_PAUSE_STEPS = 32, 2048
-TRUST_STEPS = 16
-"Steps before the first verdict: estimates of acceptance begin with a guess."
 MOST_GAIN = 4.0
 ODD_SHARE = 0.1
 "Of a plain step, by which a verification may be slower than twice what was expected and still count whole."
@@ -61,22 +55,15 @@ class LookupGoodput:
         "seconds of verification over those predicted"
         self._gain = 1.0
         "tokens a second over plain decoding's, of late"
-        self._saved_s = self._spent_s = 0.0
-        "by what was accepted; by look-ups and verification: both fade"
-        self._num_tried = 0
-        "steps with look-ups since the last pause"
-        self._pause = 0
-        "steps of the last pause, 0 where the last trial paid"
-        self._until = 0
-        "decode step at which the pause ends"
+        self._trials = Trials()
 
     def plan(self, state: DecodeState) -> Budget:
         """Return a refined budget of everything that may be verified, or plain decoding."""
         room = min(self._max_depth, self.max_nodes, state.max_remaining_tokens - 1)
         if room < 1:
             return PLAIN
-        if state.decode_step < self._until:
-            return _paused(self._pause)
+        if self._trials.is_paused(state.decode_step):
+            return _paused(self._trials.pause_steps)
         self._view = self._costs_of(state.num_samples).at(state.context_tokens)
         return _looked_up(room, self.max_nodes)
 
@@ -105,7 +92,6 @@ class LookupGoodput:
         if not total:
             ratio = (record.step_s - record.draft_s) / max(plain_s, 1e-9)
             self._slower *= float(np.clip(ratio, 0.8, 1.25)) ** COST_STEP
-        fade = np.exp(-1.0 / MEMORY_STEPS)
         spent_s = record.draft_s
         if total:
             expected_s = self._slower * float(view.tokens_s[total] + view.widest_s[widest] - view.widest_s[0])
@@ -113,25 +99,9 @@ class LookupGoodput:
             measured_s = record.step_s - record.draft_s - plain_s
             spent_s += float(np.clip(measured_s, 0.5 * expected_s, 2.0 * expected_s + ODD_SHARE * plain_s))
         saved_s = plain_s * max(record.num_emitted_tokens / record.num_samples - 1.0, 0.0)
-        self._saved_s = self._saved_s * fade + saved_s
-        self._spent_s = self._spent_s * fade + spent_s
         gained = 1.0 + (saved_s - spent_s) / plain_s
         self._gain += (min(max(gained, 0.0), MOST_GAIN) - self._gain) / MEMORY_STEPS
-        self._num_tried += 1
-        self._judge(record.decode_step)
-
-    def _judge(self, step: int) -> None:
-        pays = self._saved_s >= self._spent_s
-        if pays:
-            self._pause = 0
-            return
-        if self._num_tried < (TRIAL_STEPS if self._pause else TRUST_STEPS):
-            return
-        self._pause = min(max(2 * self._pause, FIRST_PAUSE_STEPS), LONGEST_PAUSE_STEPS)
-        self._until = step + 1 + self._pause
-        self._num_tried = 0
-        # the next trial is judged by itself
-        self._saved_s = self._spent_s = 0.0
+        self._trials.tried(record.decode_step, saved_s=saved_s, spent_s=spent_s)
 
 
 @lru_cache

@@ -7,6 +7,7 @@ The policy is asked what the engine asked it, in the same order, and shown what 
               last level's scores; until it answers 0 or the budget's depth is reached; the levels must be as many
               (a policy whose `drafts_at_once` is true is asked for no levels)
     select    with all scores; every sample's number of nodes must be equal
+    looks_up_alone, select_either: where something was looked up beside (`PairedPolicy`), before and instead of these
     observe   with the record
 
 The log must begin with the policy's first decode step; a ring that has lost its head replays only a policy without
@@ -24,7 +25,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from core.decode_records import Budget, DraftLog, StepRecord
-from policies.drafting.draft_policy import DraftPolicy, RefiningPolicy
+from policies.drafting.draft_policy import DraftPolicy, PairedPolicy, RefiningPolicy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +34,7 @@ class Difference:
 
     decode_step: int
     what: str
-    "`budget.` and the field, `levels`, `num_nodes`; or of the log itself: `decode_step`, `draft`"
+    "`budget.` and the field, `levels`, `num_nodes`, `used`; or of the log itself: `decode_step`, `draft`"
     recorded: object
     replayed: object
 
@@ -75,13 +76,25 @@ def _refined(policy: DraftPolicy, record: StepRecord) -> Difference | None:
     sizes = () if draft is None else draft.level_sizes
     if draft is not None and draft.scores.shape != (record.num_samples, sum(sizes)):
         return _difference(record, "draft", draft.scores.shape, (record.num_samples, sum(sizes)))
-    levels = len(sizes) if getattr(policy, "drafts_at_once", False) else _levels(policy, record, sizes)
+    look_up = None if draft is None else draft.look_up
+    if look_up is not None and not isinstance(policy, PairedPolicy):
+        return _difference(record, "draft", "looked up beside", "not looked up")
+    is_whole = getattr(policy, "drafts_at_once", False)
+    if look_up is not None and isinstance(policy, PairedPolicy) and policy.looks_up_alone(look_up.scores):
+        levels = 0
+    else:
+        levels = len(sizes) if is_whole else _levels(policy, record, sizes)
     stopped = levels > len(sizes) and _may_lack_room(record.budget, sizes, policy.max_nodes)
     if levels != len(sizes) and not stopped:
         return _difference(record, "levels", len(sizes), levels)
     if draft is None:
         return None
-    num_nodes = policy.select(draft.scores, sizes)
+    if look_up is not None and isinstance(policy, PairedPolicy):
+        used, num_nodes = policy.select_either(draft.scores, sizes, look_up.scores)
+        if not np.array_equal(used, look_up.used):
+            return _difference(record, "used", look_up.used.tolist(), used.tolist())
+    else:
+        num_nodes = policy.select(draft.scores, sizes)
     if not np.array_equal(num_nodes, draft.num_nodes):
         return _difference(record, "num_nodes", draft.num_nodes.tolist(), np.asarray(num_nodes).tolist())
     return None

@@ -74,6 +74,8 @@ def test_a_malformed_override_is_refused(tmp_path: Path, override: str) -> None:
         ("trainer", {"lora": {"rnk": 8}}, r"unknown key trainer\.lora\.rnk; did you mean 'rank'"),
         ("trainer", {"device": "cuda"}, "cluster.trainer.num_gpus is 0"),
         ("speculation", {"policy": "fixed", "num_nodes": 64, "depth": 0}, "64 nodes at depth 0"),
+        ("speculation", {"drafter": "ngram", "look_up": "suffix"}, "look up alone: drafter suffix"),
+        ("speculation", {"drafter": "none", "look_up": "ngram"}, "set look_up to none, or drafter"),
         ("speculation", {"policy": "capacity", "depth": 0}, "nodes at depth 0"),
         ("data", {"path": "a.jsonl", "prompt_template": "x"}, r"must hold \{prompt\}"),
         ("data", {"task": "chain", "limit": 10**9}, "more than a generated task draws"),

@@ -30,6 +30,15 @@ PLANS = {
     "head chain": SpeculationConfig(policy="fixed", drafter="head", num_nodes=5, branching=1),
     "head tree": SpeculationConfig(policy="fixed", drafter="head", num_nodes=8, depth=4, branching=3),
     "exit tree": SpeculationConfig(policy="fixed", drafter="early_exit", num_nodes=8, depth=4, branching=2),
+    "model pair": SpeculationConfig(
+        policy="fixed", num_nodes=5, depth=5, look_up="ngram", ngram_max=3, ngram_min=1
+    ),
+    "head pair": SpeculationConfig(
+        policy="fixed", drafter="head", num_nodes=8, depth=4, branching=3, look_up="suffix"
+    ),
+    "exit pair": SpeculationConfig(
+        policy="fixed", drafter="early_exit", num_nodes=6, depth=4, branching=2, look_up="ngram", ngram_min=1
+    ),
     "capacity": SpeculationConfig(policy="capacity", num_nodes=12, depth=4, branching=2, capacity_tokens=30),
 }
 

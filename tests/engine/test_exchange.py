@@ -94,7 +94,21 @@ def expected(make_engine, make_requests) -> Callable[..., dict]:
 @pytest.mark.parametrize("sampling", [PLAIN_SAMPLING, TOP_P], ids=["T=1", "top-p"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
-    "plan", ["off", "chain4", "tree8", "tree16", "ngram", "suffix", "capacity", "head tree", "exit tree"]
+    "plan",
+    [
+        "off",
+        "chain4",
+        "tree8",
+        "tree16",
+        "ngram",
+        "suffix",
+        "capacity",
+        "head tree",
+        "exit tree",
+        "model pair",
+        "head pair",
+        "exit pair",
+    ],
 )
 def test_a_moved_sample_goes_on_to_the_same_bits(make_engine, make_requests, expected, plan, dtype, sampling):
     requests = make_requests(PROMPTS, sampling)

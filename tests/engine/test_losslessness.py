@@ -64,10 +64,16 @@ CASES = [
             ("head chain", 8, "shuffled"),
             ("head tree", 3, "reversed"),
             ("exit tree", 3, "shuffled"),
+            ("model pair", 8, "given"),
+            ("head pair", 3, "shuffled"),
+            ("exit pair", 8, "reversed"),
             ("capacity", 8, "reversed"),
         ]
     ],
-    *[("float32", "T=0", plan, 8, "shuffled") for plan in ("chain4", "tree16", "ngram", "head tree")],
+    *[
+        ("float32", "T=0", plan, 8, "shuffled")
+        for plan in ("chain4", "tree16", "ngram", "head tree", "model pair")
+    ],
     *[("float32", "T=0.7 top-k 5", plan, 8, "reversed") for plan in ("tree8", "capacity", "head chain")],
     ("float32", "T=1", "off", 1, "reversed"),
     ("float32", "T=1", "tree16", 1, "given"),
@@ -81,6 +87,7 @@ CASES = [
             ("capacity", 8),
             ("head tree", 3),
             ("exit tree", 8),
+            ("head pair", 8),
         ]
     ],
     ("bfloat16", "top-p 0.9", "tree16", 8, "reversed"),

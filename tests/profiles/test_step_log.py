@@ -9,7 +9,7 @@ import pytest
 from hand_profile import hand_cost, hand_profile
 
 from core.config import SpeculationConfig
-from core.decode_records import PLAIN, Budget, DecodeState, DraftLog, StepRecord
+from core.decode_records import PLAIN, Budget, DecodeState, DraftLog, LookUpLog, StepRecord
 from core.errors import DataError
 from profiles.step_log import PolicyOrigin, encode_step_log, read_step_log
 
@@ -55,6 +55,22 @@ REFINED_STEP = replace(
 )
 
 
+PAIRED_STEP = replace(
+    REFINED_STEP,
+    budget=replace(REFINED_STEP.budget, look_up=5),
+    draft=replace(
+        DRAFT,
+        look_up=LookUpLog(scores=SCORES[:, 1:4].copy(), used=np.array([True, False]), seconds=1 / 3),
+    ),
+    num_accepted_looked_up=2,
+)
+ALONE = DraftLog(
+    scores=np.zeros((2, 0), dtype=np.float32),
+    level_sizes=(),
+    num_nodes=np.array([0, 0]),
+    num_accepted=np.array([0, 0]),
+    look_up=LookUpLog(scores=np.zeros((2, 0), dtype=np.float32), used=np.zeros(2, dtype=bool), seconds=0.0),
+)
 PROFILE = hand_profile(0.7, hand_cost(knee_ms=1 / 3))
 ORIGIN = PolicyOrigin(speculation=SpeculationConfig(max_nodes=9), profile=PROFILE)
 
@@ -69,9 +85,16 @@ def assert_equal(ours: StepRecord, theirs: StepRecord) -> None:
     assert (ours.draft is None) == (theirs.draft is None)
     if ours.draft is None or theirs.draft is None:
         return
-    for field in fields(DraftLog):
-        a, b = getattr(ours.draft, field.name), getattr(theirs.draft, field.name)
+    assert_equal_arrays(ours.draft, theirs.draft)
+
+
+def assert_equal_arrays(ours: DraftLog | LookUpLog, theirs: DraftLog | LookUpLog) -> None:
+    for field in fields(ours):
+        a, b = getattr(ours, field.name), getattr(theirs, field.name)
         assert type(a) is type(b), field.name
+        if isinstance(a, LookUpLog):
+            assert_equal_arrays(a, b)
+            continue
         if isinstance(a, np.ndarray):
             assert (a.dtype, a.shape, a.tobytes()) == (b.dtype, b.shape, b.tobytes()), field.name
             assert a.flags.c_contiguous and a.flags.writeable
@@ -80,7 +103,8 @@ def assert_equal(ours: StepRecord, theirs: StepRecord) -> None:
 
 
 def test_records_come_back_bit_for_bit_and_in_order(tmp_path: Path) -> None:
-    records = [REFINED_STEP, PLAIN_STEP, replace(REFINED_STEP, select_s=0.5), PLAIN_STEP]
+    alone = replace(PAIRED_STEP, draft=ALONE)
+    records = [REFINED_STEP, PLAIN_STEP, replace(REFINED_STEP, select_s=0.5), PAIRED_STEP, alone, PLAIN_STEP]
     write_step_log(tmp_path / "steps.parquet", records)
     back, origin = read_step_log(tmp_path / "steps.parquet")
     assert origin == ORIGIN
