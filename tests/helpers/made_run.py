@@ -32,6 +32,11 @@ SAMPLES = 6
 "Of each iteration."
 MAX_NEW_TOKENS = 24
 CUT = 10
+AHEAD: dict[str, dict[str, Any]] = {
+    "rollout": {"max_staleness": 1},
+    "algorithm": {"correction": {"kind": "tis"}},
+}
+"Changes of a config: responses of two weight versions."
 
 
 def run_config(pair: Any, folder: Path, **changes: dict[str, Any]) -> Config:

@@ -58,6 +58,7 @@ def tree(pair: TinyPair, folder: Path) -> dict:
         "speculation": {"policy": "fixed", "num_nodes": 6, "depth": 3, "branching": 2},
         "rollout": {"prompts_per_iteration": SAMPLES, "max_staleness": STALENESS},
         "engine": {"max_running_samples": 4},
+        "algorithm": {"correction": {"kind": "tis"}},
         "trainer": {"minibatch_size": 3, "learning_rate": 1e-3, "num_threads": 1},
         "drafter_training": {"budget_share": 1.0, "max_passes": 1},
         "cluster": {"dashboard": False},
@@ -106,7 +107,7 @@ def in_one_process(config: Config) -> tuple[list[list[Rollout]], str]:
                 rollout = Rollout(prompt=request.prompt, completion=done, response_text=text, reward=value)
                 pipeline.ended(done.key, rollout)
         if phase >= 0:
-            learner.update(batches[-1])
+            learner.update(batches[-1], recompute_old=True)
             manifest, chunks = pack_weights(
                 learner.model, name="target", weight_version=learner.weight_version
             )

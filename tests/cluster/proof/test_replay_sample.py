@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from made_run import CUT, SAMPLES, change_row, make_run, run_config
+from made_run import AHEAD, CUT, SAMPLES, change_row, make_run, run_config
 
 from cluster.cli import main
 from cluster.proof.replay_sample import replay_sample
@@ -46,7 +46,10 @@ def test_the_steps_make_the_response_and_show_what_was_drafted(
 
 
 def test_a_response_of_two_weight_versions_is_replayed(tiny_pair, tmp_path: Path, capsys) -> None:
-    folder = make_run(run_config(tiny_pair, tmp_path, rollout={"max_staleness": 1}), tmp_path / "run")
+    folder = make_run(
+        run_config(tiny_pair, tmp_path, **AHEAD),
+        tmp_path / "run",
+    )
     assert main(["replay", str(folder), "--sample", str(SAMPLES + 2)]) == 0
     said = capsys.readouterr().out
     assert f"with weight versions 0 from token 0, 1 from token {CUT}, in" in said and "bit for bit" in said

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from made_run import CUT, SAMPLES, change_row, make_run, run_config
+from made_run import AHEAD, CUT, SAMPLES, change_row, make_run, run_config
 from safetensors.torch import load_file, save_file
 
 from cluster.cli import main
@@ -49,7 +49,10 @@ def test_an_untouched_run_has_no_difference(made: Path, capsys: pytest.CaptureFi
 @pytest.fixture(scope="module")
 def made_ahead(tiny_pair, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("ahead")
-    return make_run(run_config(tiny_pair, folder, rollout={"max_staleness": 1}), folder / "run")
+    return make_run(
+        run_config(tiny_pair, folder, **AHEAD),
+        folder / "run",
+    )
 
 
 def test_responses_of_two_weight_versions_are_generated_again(

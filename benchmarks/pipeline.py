@@ -1,0 +1,162 @@
+"""Generation ahead of learning on the demo's letter chains: what it gains, what it costs in reward, what it keeps.
+
+Every run is `rlhfspec train` with a shipped config, in a process of its own. The step's time is taken where one
+instance and the trainer have a core each; generation is made about as long as the update by decoding plainly in few
+slots.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pyarrow.parquet as pq
+from rich.console import Console
+
+from benchmarks.rlhf import CONFIGS, Metrics, train
+from benchmarks.support.result import write_result
+from benchmarks.support.timing import Figures
+from cluster.proof.recorded_samples import places_in, rollout_files
+from cluster.proof.verify_run import verify_run
+
+ONE_CORE_EACH = (
+    "cluster.generation.num_actors=1",
+    "cluster.generation.num_cpus=1",
+    "algorithm.kl_coef=0",
+    "speculation.policy=off",
+    "speculation.drafter=none",
+    "engine.max_running_samples=4",
+    "rollout.samples_per_prompt=4",
+)
+STEP_PROMPTS = {"quick": 8, "default": 24, "full": 48}
+STEP_ITERATIONS = {"quick": 3, "default": 6, "full": 8}
+STEP_ROUNDS = {"quick": 1, "default": 1, "full": 3}
+PROVED_ITERATIONS = {"quick": 3, "default": 8, "full": 12}
+REWARD_ITERATIONS = {"quick": 3, "default": 15, "full": 30}
+SEEDS = {"quick": (0,), "default": (0, 1, 2), "full": (0, 1, 2, 3, 4)}
+LAST = 3
+"Iterations whose mean is the reward that a run ends with."
+CORRECTED = "algorithm.correction.kind=tis"
+
+
+def run(*, out: Path, mode: str, data: Path | None) -> int:
+    """Write OUT/pipeline.json; returns 0, or 1 where a sample differs or is staler than its run allows."""
+    console, figures = Console(), Figures()
+    out = out.absolute()
+    out.mkdir(parents=True, exist_ok=True)
+    provenance = {"mode": mode, "num_threads": 1}
+    for part in (_steps, _proofs, _rewards):
+        part(out, mode, figures, console)
+        # one that is broken off keeps what it has
+        write_result(out, "pipeline", figures.values, figures.intervals, provenance=provenance)
+    values = figures.values
+    for name, value in values.items():
+        console.print(f"{name}: {value:.4g}")
+    stale = any(values[f"max_observed_staleness_{k}"] > k for k in (1, 2))
+    return 1 if values["replay_mismatches"] or values["unequal_runs"] or stale else 0
+
+
+def _proofs(out: Path, mode: str, figures: Figures, console: Console) -> None:
+    """Two runs of a seed at staleness 1 and 2, either way to load weights: equal, provable, never too stale."""
+    differences = generated = switched = unequal = 0
+    for staleness, load in ((1, "reprefill"), (2, "reprefill"), (2, "drain")):
+        name = f"proof{staleness}{load}"
+        settings = [
+            f"run.iterations={PROVED_ITERATIONS[mode]}",
+            "run.checkpoint_every=1",
+            f"rollout.max_staleness={staleness}",
+            f"rollout.weight_load={load}",
+            CORRECTED,
+        ]
+        for again in ("", "again"):
+            train(CONFIGS["ppo"], out, name + again, settings)
+        run, other = (_folder(out, name + again) for again in ("", "again"))
+        unequal += _noted(run) != _noted(other)
+        proof = verify_run(run, share=1.0)
+        differences += len(proof.differences)
+        generated += proof.num_regenerated
+        lags = _lags(run)
+        switched += sum(len(versions) > 1 for versions in lags)
+        if load == "reprefill":
+            figures.values[f"max_observed_staleness_{staleness}"] = float(max(max(one) for one in lags))
+        console.print(f"staleness {staleness}, {load}: {proof.num_regenerated} samples, {proof.differences}")
+    figures.values |= {
+        "replay_mismatches": float(differences),
+        "replayed_samples": float(generated),
+        "samples_of_several_versions": float(switched),
+        "unequal_runs": float(unequal),
+    }
+
+
+def _steps(out: Path, mode: str, figures: Figures, console: Console) -> None:
+    """Seconds of an iteration of the synchronous run over those of a run one version ahead, in turn."""
+    ways: Mapping[str, Sequence[str]] = {
+        "sync": (),
+        "ahead1": ("rollout.max_staleness=1", CORRECTED),
+        "ahead2": ("rollout.max_staleness=2", CORRECTED),
+    }
+    common = [
+        *ONE_CORE_EACH,
+        f"run.iterations={STEP_ITERATIONS[mode]}",
+        f"rollout.prompts_per_iteration={STEP_PROMPTS[mode]}",
+    ]
+    taken: dict[str, list[float]] = {name: [] for name in ways}
+    balance = []
+    for _ in range(STEP_ROUNDS[mode]):
+        for name in (*ways, *reversed(ways)):
+            metrics = train(CONFIGS["grpo"], out, f"step{name}", [*common, *ways[name]])
+            # the first fills the pipeline, the last has nothing to sample
+            inner = metrics[1:-1]
+            taken[name].append(statistics.median(row["time/iteration_s"] for row in inner))
+            if name == "sync":
+                balance += [row["time/generate_s"] / row["time/update_s"] for row in inner]
+    figures.values["generate_over_update"] = statistics.median(balance)
+    for name, figure in (("ahead1", "async_over_sync_step"), ("ahead2", "async2_over_sync_step")):
+        figures.keep(figure, [a / b for a, b in zip(taken["sync"], taken[name], strict=True)])
+    console.print(f"seconds of an iteration: {taken}", markup=False)
+
+
+def _rewards(out: Path, mode: str, figures: Figures, console: Console) -> None:
+    """The reward that runs end with, against the synchronous run of the same seed."""
+    ways: Mapping[str, Sequence[str]] = {
+        "staleness0": (),
+        "staleness1": ("rollout.max_staleness=1", CORRECTED),
+        "staleness2": ("rollout.max_staleness=2", CORRECTED),
+        "staleness2_uncorrected": ("rollout.max_staleness=2", "algorithm.correction.kind=none"),
+    }
+    ended: dict[str, list[float]] = {name: [] for name in ways}
+    for seed in SEEDS[mode]:
+        for name, settings in ways.items():
+            common = [f"run.iterations={REWARD_ITERATIONS[mode]}", f"run.seed={seed}"]
+            ended[name].append(_last_reward(train(CONFIGS["ppo"], out, name, [*common, *settings])))
+    for name, rewards in ended.items():
+        figures.values[f"reward_{name}"] = statistics.fmean(rewards)
+        if name != "staleness0":
+            gaps = [sync - own for sync, own in zip(ended["staleness0"], rewards, strict=True)]
+            figures.values[f"reward_gap_{name}"] = statistics.fmean(gaps)
+    console.print(f"rewards at the end: {ended}", markup=False)
+
+
+def _last_reward(metrics: Metrics) -> float:
+    return statistics.fmean(row["reward/mean"] for row in metrics[-LAST:])
+
+
+def _folder(out: Path, name: str) -> Path:
+    """The newest run of a name."""
+    return max((out / "runs").glob(f"{name}-2*"))
+
+
+def _noted(run: Path) -> list[str]:
+    """Checksums of every version, and all that was sampled."""
+    files = [pq.read_table(file, columns=["response_token_ids", "reward"]) for file in rollout_files(run)]
+    return [(run / "weights.jsonl").read_text(), *(str(table.to_pydict()) for table in files)]
+
+
+def _lags(run: Path) -> list[list[int]]:
+    """Of every sample: how many versions each of its own is behind its update."""
+    return [
+        [place.iteration - version for version in place.weight_versions]
+        for file in rollout_files(run)
+        for place in places_in(file)
+    ]
