@@ -3,7 +3,8 @@
 - acceptance by depth and the cost of a level, one sample at a time, by a tree of at most eight nodes (the table);
 - speed under the adaptive policy over plain decoding, by batch size, and on prompts of another kind;
 - where responses repeat: eight a prompt at temperature 0.6, the second time over the same prompts;
-- a rollout of long-tailed limits on two instances.
+- a rollout of long-tailed limits on two instances;
+- runs that change the target's style, with a head that is trained in idle time and with a frozen one.
 
 The head is made by the benchmark from other prompts, once (`benchmarks.contestants.made_head`); without --data there is
 none: it would have nothing to learn from.
@@ -21,8 +22,9 @@ import pyarrow.parquet as pq
 from rich.console import Console
 
 from benchmarks.contestants.contestants import LOOK_UPS, PLAIN, Contestants
-from benchmarks.contestants.made_head import bench_head
+from benchmarks.contestants.made_head import bench_head, head_folder
 from benchmarks.contestants.other_prompts import CHAT, CODE, other_prompts
+from benchmarks.contestants.training_runs import adapted_over_frozen
 from benchmarks.contestants.two_instances import head_rollouts
 from benchmarks.real.model import real_workload
 from benchmarks.support.result import write_result
@@ -65,10 +67,10 @@ def run(*, out: Path, mode: str, data: Path | None) -> int:
         "num_threads": 1,
         "data": data.name if data else None,
     }
-    parts = _Parts(measured, head, figures, mode, console)
+    parts = _Parts(measured, head, figures, mode, console, out)
     todo = [parts.table, parts.speeds, parts.repeats]
     if mode != "quick":
-        todo += [parts.other_prompts, parts.rollouts]
+        todo += [parts.other_prompts, parts.rollouts, parts.trained]
     for part in todo:
         part()
         figures.values |= parts.verdicts()
@@ -83,9 +85,15 @@ class _Parts:
     """The parts that one process runs."""
 
     def __init__(
-        self, workload: Workload, head: HeadWeights | None, figures: Figures, mode: str, console: Console
+        self,
+        workload: Workload,
+        head: HeadWeights | None,
+        figures: Figures,
+        mode: str,
+        console: Console,
+        out: Path,
     ) -> None:
-        self._workload = workload
+        self._workload, self._out = workload, out.absolute()
         self._figures = figures
         self._mode = mode
         self._console = console
@@ -140,6 +148,12 @@ class _Parts:
             taken, differing = head_rollouts(self._workload, self._head, self._mode)
             self._worst.append(self._figures.keep("head_rollout_over_plain", taken))
             self._differing += differing
+
+    def trained(self) -> None:
+        """A head that follows the target, beside one that stays."""
+        if self._head is not None:
+            folder = head_folder(self._workload, self._mode)
+            self._differing += adapted_over_frozen(self._out, self._mode, folder, self._figures)
 
     def other_prompts(self) -> None:
         """Code and chat, which no head was made from."""

@@ -26,7 +26,7 @@ ONE_CORE_EACH = (
     "algorithm.kl_coef=0",
     "speculation.policy=off",
     "speculation.drafter=none",
-    "engine.max_running_samples=4",
+    "engine.max_running_samples=3",
     "rollout.samples_per_prompt=4",
 )
 STEP_PROMPTS = {"quick": 8, "default": 24, "full": 48}

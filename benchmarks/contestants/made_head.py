@@ -16,10 +16,14 @@ NUM_TOKENS = {"quick": 2_000, "default": 36_000, "full": 36_000}
 FACTS_FILE = "made.json"
 
 
+def head_folder(workload: Workload, mode: str) -> Path:
+    """Where it is kept."""
+    return default_cache_dir() / (f"bench-head-{workload.name}" + ("-quick" if mode == "quick" else ""))
+
+
 def bench_head(workload: Workload, mode: str) -> tuple[HeadWeights, dict[str, float]]:
     """Return a head made from the workload's own prompts, at temperature 1, and what making it took."""
-    name = f"bench-head-{workload.name}" + ("-quick" if mode == "quick" else "")
-    folder: Path = default_cache_dir() / name
+    folder = head_folder(workload, mode)
     target = workload.target("float32")
     if not (folder / "config.json").is_file():
         with job("making a draft head") as tick:

@@ -61,7 +61,7 @@ ABOUT = {
         question="What is gained by sampling the next batches while one is learned from, and what does it cost?",
         how="The demo's letter chains, every run an `rlhfspec train` in a process of its own. "
         "`async_over_sync_step`: seconds of an iteration, synchronous over one version ahead (`async2`: two), GRPO "
-        "with one instance and one trainer of a thread each, plain decoding in 4 slots so that generating takes about "
+        "with one instance and one trainer of a thread each, plain decoding in 3 slots so that generating takes about "
         "as long as updating (`generate_over_update`). `replay_mismatches`: of `replayed_samples` that `rlhfspec "
         "verify` generated again from runs ahead, `samples_of_several_versions` among them; `unequal_runs`: of three "
         "pairs of runs with one seed; `max_observed_staleness_K` of runs that allow K. `reward_gap_X`: mean reward of "
