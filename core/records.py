@@ -131,13 +131,12 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightSpan:
-    """From `first_position` (index into the response) on, tokens come from `weight_version`.
-
-    Where the version changes, keys and values of all that stands before are computed anew by the new one.
-    """
+    """From `first_position` (index into the response) on, tokens come from `weight_version`."""
 
     weight_version: int
     first_position: int
+    keeps_caches: bool = False
+    "keys and values of what stands before stay those of the span before; else this version has computed them anew"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,7 +172,9 @@ class SampleRequest:
     history: History | None = None
     "what the response begins with: earlier turns; sampling.max_new_tokens counts it too"
     keeps_caches: bool = False
-    "an environment answers, and another turn may follow: caches wait for it where there is room"
+    "an environment answers, or the response is cut, and another turn may follow: caches wait where there is room"
+    caches_outlive_weights: bool = False
+    "they wait for it through new weights too"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

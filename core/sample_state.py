@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from core.records import SampleRequest
+from core.records import SampleRequest, WeightSpan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +24,8 @@ class SampleState:
     "float32 [T]"
     num_decode_steps: int = 0
     num_accepted_tokens: int = 0
+    weight_spans: tuple[WeightSpan, ...] = ()
+    "of the tokens so far, and of who goes on; empty before an engine has taken the sample up"
 
     @staticmethod
     def fresh(request: SampleRequest, *, weight_version: int = 0) -> SampleState:
@@ -38,6 +40,7 @@ class SampleState:
                 sampling_logprobs=before.sampling_logprobs,
                 num_decode_steps=before.num_decode_steps,
                 num_accepted_tokens=before.num_accepted_tokens,
+                weight_spans=before.weight_spans,
             )
         return SampleState(
             request=request,
@@ -46,6 +49,26 @@ class SampleState:
             policy_logprobs=np.zeros(0, dtype=np.float32),
             sampling_logprobs=np.zeros(0, dtype=np.float32),
         )
+
+    @staticmethod
+    def taken_up(
+        spans: tuple[WeightSpan, ...], position: int, weight_version: int, *, has_caches: bool
+    ) -> tuple[WeightSpan, ...]:
+        """Return the spans of a response that an engine goes on with from a position.
+
+        `has_caches`: those of all that stands before are there; else the engine's version computes them.
+        """
+        if not spans:
+            return (WeightSpan(weight_version=weight_version, first_position=0),)
+        last = spans[-1]
+        if last.weight_version == weight_version and (has_caches or not last.keeps_caches):
+            return spans
+        # nothing was sampled since it was taken up the last time
+        before = spans[:-1] if last.first_position == position else spans
+        if not before:
+            return (WeightSpan(weight_version=weight_version, first_position=0),)
+        span = WeightSpan(weight_version=weight_version, first_position=position, keeps_caches=has_caches)
+        return (*before, span)
 
     @property
     def num_new_tokens(self) -> int:

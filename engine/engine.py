@@ -316,7 +316,7 @@ class Engine:
             if not isinstance(self.drafter, TrainedDrafter):
                 raise WeightsError(f"instance {self.instance} has no draft model to load weights into")
             self.drafter.load(tensors)
-            self.exchange.kept.shrink_to(0)
+            self.exchange.kept.forget_what_ends_with_weights()
             self.drafter_version = manifest.weight_version
             return
         self.load_parts(manifest, [tensors])
@@ -331,7 +331,7 @@ class Engine:
                 f"instance {self.instance} got target weights version {manifest.weight_version} with "
                 f"{len(self._batch)} running and {len(self._waiting)} waiting samples; drain it first"
             )
-        self.exchange.kept.shrink_to(0)
+        self.exchange.kept.forget_what_ends_with_weights()
         self.runner.load_parts([spec.name for spec in manifest.tensors], parts)
         self.weight_version = manifest.weight_version
 
@@ -356,7 +356,8 @@ class Engine:
         if self.drafter is not None:
             self.drafter.admit(slots, self._batch)
         missing = cached[first:].tolist()
-        cached[first:] = list(map(self.exchange.restore, slots, kept))
+        restore, version = self.exchange.restore, self.weight_version
+        cached[first:] = [restore(slot, pieces, version) for slot, pieces in zip(slots, kept, strict=True)]
         pieces = [
             PrefillPiece(slot=slot, start=int(cached[slot]), length=length - int(cached[slot]))
             for slot, length in zip(slots, missing, strict=True)

@@ -148,7 +148,7 @@ class SampleExchange:
         self.kv_admission.hold()
         if self._drafter is not None:
             self._drafter.admit(range(slot, slot + 1), self._batch)
-        held = self.restore(slot, pieces)
+        held = self.restore(slot, pieces, state.weight_version)
         missing = state.num_committed_tokens - 1 - held
         if missing <= 0:
             return 0
@@ -181,18 +181,26 @@ class SampleExchange:
         counts = {part: min(n, length - 1) for part, n in (self.cached_tokens(key) or {}).items()}
         if self.kept.has_room(sum(n * self.token_bytes[part] for part, n in counts.items())):
             pieces = tuple(self._piece(part, slot, 0, n) for part, n in counts.items() if n)
-            self.kept.put(key, self._batch.tokens[slot, : length - 1].copy(), pieces)
+            outlives = self._batch.requests[slot].caches_outlive_weights
+            self.kept.put(
+                key, self._batch.tokens[slot, : length - 1].copy(), pieces, outlives_weights=outlives
+            )
 
     def take_kept(self, slot: int) -> tuple[CachePiece, ...]:
         """Return what is kept of the sample in a slot, from its earlier turns, and keep it no longer."""
         length = int(self._batch.lengths[slot])
         return self.kept.take(self._batch.requests[slot].key, self._batch.tokens[slot, : length - 1])
 
-    def restore(self, slot: int, pieces: Sequence[CachePiece]) -> int:
-        """Put pieces into the caches of a sample that was just admitted; return how many tokens the target's holds."""
+    def restore(self, slot: int, pieces: Sequence[CachePiece], weight_version: int) -> int:
+        """Put pieces into the caches of a sample that was just admitted; return how many tokens the target's holds.
+
+        What they lack of the committed tokens is to be computed, by the version given.
+        """
         if self._drafter is not None:
             self._drafter.adopt(slot, self._store(DRAFT, slot, pieces))
-        return self._store(TARGET, slot, pieces)
+        held = self._store(TARGET, slot, pieces)
+        self._batch.take_up(slot, weight_version, has_caches=held >= int(self._batch.lengths[slot]) - 1)
+        return held
 
     def preempt(self, slot: int, *, weight_version: int) -> None:
         """Take a running sample back into the line, ahead of those that wait: its tokens stay, its caches go."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from core.errors import NotFiniteError
-from core.records import Completion, FinishReason, WeightSpan
+from core.records import Completion, FinishReason
 from core.sample_state import SampleState
 
 
@@ -24,7 +24,7 @@ def completion_of(state: SampleState, *, instance: str) -> Completion:
         policy_logprobs=state.policy_logprobs,
         sampling_logprobs=state.sampling_logprobs,
         finish_reason=FinishReason.STOP if stopped else FinishReason.LENGTH,
-        weight_spans=_spans(state),
+        weight_spans=state.weight_spans,
         instance=instance,
         num_decode_steps=state.num_decode_steps,
         num_accepted_tokens=state.num_accepted_tokens,
@@ -32,16 +32,6 @@ def completion_of(state: SampleState, *, instance: str) -> Completion:
         if request.history is None
         else np.concatenate([request.history.sampled, np.ones(state.num_new_tokens, dtype=bool)]),
     )
-
-
-def _spans(state: SampleState) -> tuple[WeightSpan, ...]:
-    """The versions of a response: those of what it began with, and from there on the one that went on."""
-    history = state.request.history
-    before = () if history is None else history.weight_spans
-    if before and before[-1].weight_version == state.weight_version:
-        return before
-    begins = len(history.token_ids) if before and history is not None else 0
-    return (*before, WeightSpan(weight_version=state.weight_version, first_position=begins))
 
 
 def where_not_finite(state: SampleState) -> str:

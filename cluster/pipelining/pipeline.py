@@ -118,10 +118,13 @@ class Pipeline:
     def _turn(self, one: OpenSample, phase: int) -> SampleRequest:
         request, before = one.request, one.so_far
         most = self.plan.limit(one.batch, phase)
+        keeps = self.plan.weight_load == "keep_kv" and most < request.sampling.max_new_tokens
         return replace(
             request,
             # what is asked for twice has two keys; the noise is the sample's
             key=replace(request.key, turn=one.num_turns),
             sampling=replace(request.sampling, max_new_tokens=most),
             history=None if before is None else before.as_history(),
+            keeps_caches=keeps,
+            caches_outlive_weights=keeps,
         )

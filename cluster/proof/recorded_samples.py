@@ -107,8 +107,9 @@ _ARRAYS = {
     "response_sampled": (pa.bool_(), np.bool_),
     "span_versions": (pa.int32(), np.int32),
     "span_positions": (pa.int32(), np.int32),
+    "span_keeps_caches": (pa.bool_(), np.bool_),
 }
-_SPANS = ("span_versions", "span_positions")
+_SPANS = ("span_versions", "span_positions", "span_keeps_caches")
 "Files of older versions have none."
 
 
@@ -192,9 +193,10 @@ def _weight_spans(place: Place, lists: dict[str, np.ndarray]) -> tuple[WeightSpa
         raise ValueError(
             f"row {place.row} has weight versions {place.weight_versions} from tokens {positions}"
         )
+    keeps = lists.get("span_keeps_caches", np.zeros(len(positions), dtype=bool)).tolist()
     return tuple(
-        WeightSpan(weight_version=version, first_position=position)
-        for version, position in zip(place.weight_versions, positions, strict=True)
+        WeightSpan(weight_version=version, first_position=position, keeps_caches=kept)
+        for version, position, kept in zip(place.weight_versions, positions, keeps, strict=True)
     )
 
 

@@ -36,6 +36,8 @@ from engine.weights.stored_weights import stored_weights
 from policies.drafting.baselines.fixed import FixedPolicy
 from policies.drafting.draft_policy import DraftPolicy
 
+KEPT_MB = 1e6
+"For caches that outlive a version: what the run had must be here, however many samples there are."
 NUM_NODES = 16
 "Drafted at a step; more rows a forward are no faster on a CPU thread, and the tails of responses are wasted."
 
@@ -48,15 +50,27 @@ class OtherWeights(WeightsError):
             f"{name} holds other weights than the run's version {version}: expected parameter checksum {expected}, "
             f"got {got}"
         )
-        self.expected, self.got = expected, got
+        self.version, self.expected, self.got = version, expected, got
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """Samples that have tokens of one weight version; those tokens are generated again, behind the recorded others."""
+    """Samples and versions, oldest first, whose tokens are generated again; the others' stand where they were recorded.
 
-    weight_version: int
+    Several versions only where a later one went on with caches of an earlier.
+    """
+
+    weight_versions: tuple[int, ...]
     samples: Sequence[Recorded]
+
+
+def works_of(sample: Recorded) -> list[tuple[int, ...]]:
+    """The versions that a sample has tokens of: each is a work of its own unless caches outlived one."""
+    spans = sample.rollout.completion.weight_spans
+    versions = tuple(dict.fromkeys(span.weight_version for span in spans))
+    if any(span.keeps_caches for span in spans):
+        return [versions]
+    return [(version,) for version in versions]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +117,7 @@ class Regenerator:
         self.engine: Engine = build_engine(
             load_causal_lm(some, config.models.dtype, trust_remote_code=trust),
             draft,
-            engine=config.engine.model_copy(update={"device": device}),
+            engine=config.engine.model_copy(update={"device": device, "turn_cache_mb": KEPT_MB}),
             speculation=config.speculation,
             max_total_tokens=max_total_tokens,
             vocab_size=vocab_size,
@@ -121,11 +135,22 @@ class Regenerator:
         Raises OtherWeights: the parameters are not those that the run noted; ModelError, NotFiniteError: the weights
         cannot be loaded.
         """
-        self._load(work.weight_version)
         self._drafter.responses = {s.place.key: s.rollout.completion.token_ids for s in work.samples}
-        again = {s.place.key: _Again(s, self._sampling, work.weight_version) for s in work.samples}
+        again = {s.place.key: _Again(s, self._sampling, work.weight_versions) for s in work.samples}
         refused: dict[SampleKey, str] = {}
-        while requests := [request for one in again.values() if (request := one.next_request()) is not None]:
+        for version in work.weight_versions:
+            self._load(version)
+            self._generate(again, version, refused)
+        found = [again.get(sample.place.key) for sample in work.samples]
+        return Regenerated(
+            work=work,
+            completions=[None if one is None else one.completion() for one in found],
+            refused=refused,
+        )
+
+    def _generate(self, again: dict[SampleKey, _Again], version: int, refused: dict[SampleKey, str]) -> None:
+        """Generate all that comes of one version; what is refused leaves `again`."""
+        while requests := [r for one in again.values() if (r := one.next_request(version)) is not None]:
             requests = self._admissible(requests, refused)
             for key in refused:
                 again.pop(key, None)
@@ -133,12 +158,6 @@ class Regenerator:
             requests.sort(key=lambda request: -len(again[request.key.sample].recorded.token_ids))
             for completion in self.engine.generate(requests):
                 again[completion.key.sample].take(completion)
-        found = [again.get(sample.place.key) for sample in work.samples]
-        return Regenerated(
-            work=work,
-            completions=[None if one is None else one.completion() for one in found],
-            refused=refused,
-        )
 
     def _admissible(
         self, requests: Sequence[SampleRequest], refused: dict[SampleKey, str]
@@ -180,39 +199,54 @@ class Regenerator:
         self.engine.load_weights(manifest, weight_views(manifest, chunks))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Piece:
+    """A stretch of a response that one version sampled."""
+
+    weight_version: int
+    begin: int
+    end: int | None
+    "None: to where the response ends"
+    keeps_caches: bool = False
+    "of what stands before, from the piece before"
+
+
 class _Again:
-    """One sample's tokens of one version on their way: a whole response at once, an episode's turns after each other.
+    """One sample's tokens of some versions on their way: a response, an episode's turns, one piece after the other.
 
     Of an episode the environment's words are taken from the record, and so is where a turn ends.
     """
 
-    def __init__(self, sample: Recorded, sampling: SamplingParams, weight_version: int) -> None:
+    def __init__(self, sample: Recorded, sampling: SamplingParams, weight_versions: Sequence[int]) -> None:
         self.recorded = recorded = sample.rollout.completion
         self._prompt, self._sampling = sample.rollout.prompt, sampling
-        self._pieces = _pieces(recorded, weight_version)
+        self._pieces = [piece for piece in _pieces(recorded) if piece.weight_version in weight_versions]
         self._done: list[Completion] = []
 
-    def next_request(self) -> SampleRequest | None:
-        """What is to be generated next; None at the end."""
+    def next_request(self, weight_version: int) -> SampleRequest | None:
+        """What is to be generated next; None: nothing of this version."""
         recorded, number = self.recorded, len(self._done)
-        if number == len(self._pieces):
+        if number == len(self._pieces) or self._pieces[number].weight_version != weight_version:
             return None
-        begin, end = self._pieces[number]
+        piece = self._pieces[number]
         history = History(
-            token_ids=recorded.token_ids[:begin],
-            sampled=recorded.is_sampled[:begin],
-            policy_logprobs=recorded.policy_logprobs[:begin],
-            sampling_logprobs=recorded.sampling_logprobs[:begin],
+            token_ids=recorded.token_ids[: piece.begin],
+            sampled=recorded.is_sampled[: piece.begin],
+            policy_logprobs=recorded.policy_logprobs[: piece.begin],
+            sampling_logprobs=recorded.sampling_logprobs[: piece.begin],
         )
         sampling = self._sampling
-        if end is not None:
-            sampling = replace(sampling, max_new_tokens=end, stop_token_ids=())
+        if piece.end is not None:
+            sampling = replace(sampling, max_new_tokens=piece.end, stop_token_ids=())
+        keeps = any(following.keeps_caches for following in self._pieces[number + 1 : number + 2])
         return SampleRequest(
             key=replace(recorded.key, turn=number),
             prompt=self._prompt,
             sampling=sampling,
             group_id=recorded.group_id,
-            history=history if begin else None,
+            history=history if piece.begin else None,
+            keeps_caches=keeps,
+            caches_outlive_weights=keeps,
         )
 
     def take(self, completion: Completion) -> None:
@@ -221,16 +255,17 @@ class _Again:
 
     def completion(self) -> Completion:
         """All of it: the environment's words and other versions' tokens are the record's."""
-        recorded = self.recorded
-        if self._pieces and self._pieces[-1][1] is None:
-            # it found its end by itself
-            (last,) = self._done
-            return replace(recorded, finish_reason=last.finish_reason, **_arrays(last))
-        arrays = {name: array.copy() for name, array in _arrays(recorded).items()}
-        for (begin, end), piece in zip(self._pieces, self._done, strict=True):
-            for name, array in _arrays(piece).items():
-                arrays[name][begin:end] = array[begin:end]
-        return replace(recorded, **arrays)
+        arrays = {name: array.copy() for name, array in _arrays(self.recorded).items()}
+        reason = self.recorded.finish_reason
+        for piece, done in zip(self._pieces, self._done, strict=True):
+            for name, array in _arrays(done).items():
+                if piece.end is None:
+                    # it found its end by itself
+                    arrays[name] = np.concatenate([arrays[name][: piece.begin], array[piece.begin :]])
+                    reason = done.finish_reason
+                else:
+                    arrays[name][piece.begin : piece.end] = array[piece.begin : piece.end]
+        return replace(self.recorded, finish_reason=reason, **arrays)
 
 
 def _arrays(completion: Completion) -> dict[str, np.ndarray]:
@@ -238,19 +273,25 @@ def _arrays(completion: Completion) -> dict[str, np.ndarray]:
     return {name: getattr(completion, name) for name in ("token_ids", "policy_logprobs", "sampling_logprobs")}
 
 
-def _pieces(recorded: Completion, weight_version: int) -> list[tuple[int, int | None]]:
-    """Begin and end of every stretch that was sampled from a version; None: to where the response ends."""
+def _pieces(recorded: Completion) -> list[_Piece]:
+    """Every stretch that was sampled from one version, in their order."""
     spans, length = recorded.weight_spans, recorded.num_tokens
     ends = [span.first_position for span in spans[1:]] + [length]
-    pieces: list[tuple[int, int | None]] = []
+    pieces: list[_Piece] = []
     for span, end in zip(spans, ends, strict=True):
-        if span.weight_version != weight_version:
-            continue
+        runs: list[tuple[int, int | None]] = [(span.first_position, None if end == length else end)]
         if recorded.sampled is not None:
-            runs = ((max(a, span.first_position), min(b, end)) for a, b in _runs(recorded.sampled))
-            pieces += [(begin, stop) for begin, stop in runs if begin < stop]
-        else:
-            pieces.append((span.first_position, None if end == length else end))
+            cut = ((max(a, span.first_position), min(b, end)) for a, b in _runs(recorded.sampled))
+            runs = [(begin, stop) for begin, stop in cut if begin < stop]
+        pieces += [
+            _Piece(
+                weight_version=span.weight_version,
+                begin=begin,
+                end=stop,
+                keeps_caches=span.keeps_caches,
+            )
+            for begin, stop in runs
+        ]
     return pieces
 
 

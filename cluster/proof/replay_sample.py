@@ -15,7 +15,7 @@ from cluster.proof.difference import Difference, completion_differences
 from cluster.proof.kept_weights import KeptWeights, find_weights
 from cluster.proof.proof_record import Proof
 from cluster.proof.recorded_samples import Recorded, read_recorded
-from cluster.proof.regeneration import Regenerator, Work
+from cluster.proof.regeneration import Regenerator, Work, works_of
 from cluster.run_folder.layout import RunDir
 from cluster.weights.first_weights import read_head
 from core.checkpoint_manifest import has_manifest
@@ -148,9 +148,9 @@ def _generate(
         watched = _WatchedDrafter(regenerator.engine.drafter)
         regenerator.engine.drafter = cast(Drafter, watched)
     again = sample.rollout.completion
-    for version in versions:
+    for work in works_of(sample):
         so_far = replace(sample, rollout=replace(sample.rollout, completion=again))
-        done = regenerator.run(Work(weight_version=version, samples=[so_far]))
+        done = regenerator.run(Work(weight_versions=work, samples=[so_far]))
         if done.completions[0] is None:
             raise DataError("; ".join(done.refused.values()))
         again = done.completions[0]

@@ -19,7 +19,15 @@ from cluster.proof.difference import Difference, completion_differences
 from cluster.proof.kept_weights import KeptWeights, find_weights
 from cluster.proof.proof_record import Proof
 from cluster.proof.recorded_samples import Place, Recorded, read_recorded
-from cluster.proof.regeneration import NotLoaded, OtherWeights, Regenerated, Regenerator, Work, regenerate
+from cluster.proof.regeneration import (
+    NotLoaded,
+    OtherWeights,
+    Regenerated,
+    Regenerator,
+    Work,
+    regenerate,
+    works_of,
+)
 from cluster.proof.rewards_again import RewardsAgain
 from cluster.run_folder.layout import RunDir
 from core.config import Config
@@ -35,6 +43,8 @@ Tick = Callable[[str, float], None]
 "Told a stage and how much of it is done, from 0 to 1."
 _MOST_SAMPLES = 256
 "Of one piece of work: several engines share a large iteration."
+_MOST_WITH_CACHES = 32
+"The same where caches wait for the next version."
 
 
 def verify_run(
@@ -181,8 +191,9 @@ def _regenerate(works: Sequence[Work], tools: _Tools, proof: Proof, tick: Tick) 
 
 
 def _other_weights(answer: NotLoaded, tools: _Tools, proof: Proof) -> None:
-    version, error = answer.work.weight_version, answer.error
+    error = answer.error
     other = isinstance(error, OtherWeights)
+    version = error.version if isinstance(error, OtherWeights) else answer.work.weight_versions[0]
     difference = Difference(
         file=tools.weights.targets[version].name,
         what=f"parameter checksum of weight version {version}",
@@ -195,15 +206,18 @@ def _other_weights(answer: NotLoaded, tools: _Tools, proof: Proof) -> None:
 
 
 def _works(samples: Sequence[Recorded]) -> list[Work]:
-    by_version: dict[int, list[Recorded]] = defaultdict(list)
+    by_versions: dict[tuple[int, ...], list[Recorded]] = defaultdict(list)
     for sample in samples:
-        for version in dict.fromkeys(sample.place.weight_versions):
-            by_version[version].append(sample)
-    return [
-        Work(weight_version=version, samples=those[start : start + _MOST_SAMPLES])
-        for version, those in sorted(by_version.items())
-        for start in range(0, len(those), _MOST_SAMPLES)
-    ]
+        for versions in works_of(sample):
+            by_versions[versions].append(sample)
+    works = []
+    for versions, those in sorted(by_versions.items()):
+        most = _MOST_SAMPLES if len(versions) == 1 else _MOST_WITH_CACHES
+        works += [
+            Work(weight_versions=versions, samples=those[start : start + most])
+            for start in range(0, len(those), most)
+        ]
+    return works
 
 
 def _compare(answer: Regenerated, tools: _Tools, proof: Proof) -> None:
@@ -211,7 +225,7 @@ def _compare(answer: Regenerated, tools: _Tools, proof: Proof) -> None:
     for sample, again in zip(answer.work.samples, answer.completions, strict=True):
         file, recorded = str(sample.place.file.relative_to(tools.run)), sample.rollout.completion
         index = recorded.key.sample_index
-        is_last = answer.work.weight_version == sample.place.weight_versions[-1]
+        is_last = answer.work.weight_versions[-1] == sample.place.weight_versions[-1]
         proof.num_regenerated += is_last
         if again is None:
             said = answer.refused[recorded.key]

@@ -127,9 +127,10 @@ class RolloutConfig(Section):
     samples_per_prompt: int = Field(default=1, ge=1)
     max_staleness: int = Field(default=0, ge=0, le=8)
     "weight versions between a token and the update that learns from it, at most; 0: generation and update take turns"
-    weight_load: Literal["reprefill", "drain"] = "reprefill"
+    weight_load: Literal["reprefill", "keep_kv", "drain"] = "reprefill"
     """max_staleness above 0; reprefill: responses are cut where a new version comes, and go on from it with caches that
-    it has computed anew; drain: a response is of one version, one behind its update at most"""
+    it has computed anew; keep_kv: with the old caches where they are still there; drain: a response is of one version,
+    one behind its update at most"""
 
 
 class ReallocationConfig(Section):

@@ -31,6 +31,7 @@ class CachePiece:
 class _Kept:
     token_ids: np.ndarray
     pieces: tuple[CachePiece, ...]
+    outlives_weights: bool
 
     @property
     def num_bytes(self) -> int:
@@ -52,10 +53,17 @@ class KeptCaches:
         """Whether so many bytes could be kept, others given up for them."""
         return 0 < num_bytes <= self._max_bytes
 
-    def put(self, key: SampleKey, token_ids: Int[np.ndarray, " T"], pieces: Sequence[CachePiece]) -> None:
+    def put(
+        self,
+        key: SampleKey,
+        token_ids: Int[np.ndarray, " T"],
+        pieces: Sequence[CachePiece],
+        *,
+        outlives_weights: bool = False,
+    ) -> None:
         """Keep the caches of a sample's first T tokens; older ones go where the room is short."""
         self._drop(key.sample)
-        kept = _Kept(token_ids, tuple(pieces))
+        kept = _Kept(token_ids, tuple(pieces), outlives_weights)
         self.shrink_to(self._max_bytes - kept.num_bytes)
         self._kept[key.sample] = kept
         self.num_bytes += kept.num_bytes
@@ -68,6 +76,11 @@ class KeptCaches:
         self._drop(key.sample)
         is_past = np.array_equal(kept.token_ids, token_ids[: len(kept.token_ids)])
         return kept.pieces if is_past else ()
+
+    def forget_what_ends_with_weights(self) -> None:
+        """Drop what other weights have made, but for samples that go on with it all the same."""
+        for key in [key for key, kept in self._kept.items() if not kept.outlives_weights]:
+            self._drop(key)
 
     def shrink_to(self, num_bytes: int) -> None:
         """Give the oldest up until at most so many bytes are left."""

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from core.records import SampleKey, SampleRequest
+from core.records import SampleKey, SampleRequest, WeightSpan
 from core.sample_state import SampleState
 from engine.attention.visibility import count_up
 from engine.decoding.noise import Noise, NoiseSource, key_words, row_words
@@ -36,6 +36,7 @@ class SampleCounters:
 
     num_decode_steps: int = 0
     num_accepted_tokens: int = 0
+    weight_spans: tuple[WeightSpan, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +90,9 @@ class RunningBatch:
         self.requests.append(request)
         self.counters.append(
             SampleCounters(
-                num_decode_steps=state.num_decode_steps, num_accepted_tokens=state.num_accepted_tokens
+                num_decode_steps=state.num_decode_steps,
+                num_accepted_tokens=state.num_accepted_tokens,
+                weight_spans=state.weight_spans,
             )
         )
         self.tokens[slot, : len(prompt)] = prompt
@@ -116,6 +119,14 @@ class RunningBatch:
             sampling_logprobs=self.sampling_logprobs[slot, response].copy(),
             num_decode_steps=self.counters[slot].num_decode_steps,
             num_accepted_tokens=self.counters[slot].num_accepted_tokens,
+            weight_spans=self.counters[slot].weight_spans,
+        )
+
+    def take_up(self, slot: int, weight_version: int, *, has_caches: bool) -> None:
+        """Note who goes on with a sample that was just added, see `SampleState.taken_up`."""
+        counters, position = self.counters[slot], int(self.lengths[slot] - self.prompt_lengths[slot])
+        counters.weight_spans = SampleState.taken_up(
+            counters.weight_spans, position, weight_version, has_caches=has_caches
         )
 
     def slot_of(self, key: SampleKey) -> int | None:

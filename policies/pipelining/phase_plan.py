@@ -32,7 +32,7 @@ class PhasePlan:
 
     max_staleness: int
     "weight versions between a token and the update that learns from it, at most; at least 1"
-    weight_load: Literal["drain", "reprefill"]
+    weight_load: Literal["drain", "reprefill", "keep_kv"]
     "drain: a response is of one version"
     max_new_tokens: int
     num_iterations: int
@@ -40,7 +40,7 @@ class PhasePlan:
     @property
     def lag(self) -> int:
         """Phases in which a batch is sampled; whole responses need one only, and more would be older for nothing."""
-        return self.max_staleness if self.weight_load == "reprefill" else 1
+        return 1 if self.weight_load == "drain" else self.max_staleness
 
     @property
     def share(self) -> int:

@@ -79,6 +79,26 @@ def test_responses_of_two_weight_versions_are_generated_again(
     assert proof.num_regenerated == SAMPLES and sum(proof.unverified.values()) == SAMPLES
 
 
+def test_responses_that_went_on_with_old_caches_are_generated_again(
+    made_ahead: Path, tiny_pair, tmp_path: Path, capsys
+) -> None:
+    changes = {**AHEAD, "rollout": {**AHEAD["rollout"], "weight_load": "keep_kv"}}
+    run = make_run(run_config(tiny_pair, tmp_path, **changes), tmp_path / "run")
+    rows, others = (
+        pq.read_table(RunDir(path=folder).rollouts_file(1)).to_pylist() for folder in (run, made_ahead)
+    )
+    assert all(row["span_keeps_caches"] == [False, True] for row in rows)
+    assert [r["policy_logprobs"] for r in rows] != [o["policy_logprobs"] for o in others], "old caches tell"
+    assert main(["verify", str(run), *ALL]) == 0
+    assert f"{2 * SAMPLES} of {2 * SAMPLES} generated again" in capsys.readouterr().out
+    assert main(["replay", str(run), "--sample", str(SAMPLES + 2)]) == 0
+    assert "bit for bit" in capsys.readouterr().out
+    # what is recorded as computed anew is not what was sampled
+    change_row(run, 1, 3, lambda row: row.update(span_keeps_caches=[False, False]))
+    assert main(["verify", str(run), *ALL]) == 1
+    assert "log-probability of response token" in capsys.readouterr().out
+
+
 def test_a_share_is_drawn_by_the_seed_and_takes_several_engines(made: Path) -> None:
     proof = verify_run(made, share=0.5, seed=3, num_engines=2)
     assert proof.holds and proof.num_regenerated == SAMPLES
