@@ -235,6 +235,17 @@ ROWS = (
             ),
             _figures("KL", ("learner/approx_kl", "old to new"), ("learner/reference_kl", "to the reference")),
             _figures("KL of sampler to trainer", ("mismatch/kl", "a token")),
+            _figures(
+                "Versions that samples are behind",
+                ("mismatch/lag_mean", "mean of their tokens"),
+                ("mismatch/lag_max", "the oldest token"),
+            ),
+            _figures(
+                "Tokens after correction",
+                ("mismatch/effective_share", "worth"),
+                ("mismatch/clipped_share", "cut"),
+                ("mismatch/masked_share", "masked"),
+            ),
             _figures("Entropy", ("learner/entropy", "entropy")),
             _figures("Gradient norm", ("learner/grad_norm", "before it is clipped")),
             _figures("Loss", ("learner/policy_loss", "policy")),

@@ -6,9 +6,10 @@ import pytest
 import torch
 from engine_scored import ENGINE, learner_of, sampled, scorer_of, target
 
-from core.config import EngineConfig
+from core.config import AlgorithmConfig, EngineConfig
 from core.errors import ConfigError
 from core.records import SamplingParams
+from core.settings.correction import CorrectionConfig
 from core.settings.trainer import LoraConfig
 from learning.experience import collate
 from learning.forward.engine_scoring import EngineScorer, require_engine_scoring, with_values
@@ -67,6 +68,28 @@ def test_an_update_is_the_same_to_the_bit_whatever_was_scored_ahead():
         assert figures == expected
     ours, theirs = (dict(learner.model.named_parameters()) for learner in (plain, streamed))
     assert all(torch.equal(weight, theirs[name]) for name, weight in ours.items())
+
+
+def test_against_stale_samples_the_proximal_policy_is_the_engines_forward_at_no_further_cost(monkeypatch):
+    """Of the newest version every weight is exactly 1; of the one before they are not, and ratios begin at 1."""
+    published = target()
+    fresh = sampled(published, sampling=SamplingParams(max_new_tokens=16), batch=4)
+    learner, plain = learner_of(published, scorer_of(published)), learner_of(published, scorer_of(published))
+    learner.algorithm = AlgorithmConfig(kind="grpo", correction=CorrectionConfig(kind="decoupled"))
+    scored = []
+    score = EngineScorer.logprobs
+    monkeypatch.setattr(EngineScorer, "logprobs", lambda *args: scored.append(1) or score(*args))
+    first = learner.update(fresh, recompute_old=True).figures
+    num_scored = len(scored)
+    plain.update(fresh)
+    assert len(scored) == 2 * num_scored
+    assert first["mismatch/importance_mean"] == first["mismatch/ratio_max"] == 1.0
+    ours, theirs = (dict(one.model.named_parameters()) for one in (learner, plain))
+    assert all(torch.equal(weight, theirs[name]) for name, weight in ours.items())
+    second = learner.update(fresh, recompute_old=True).figures
+    assert second["mismatch/lag_max"] == 1.0 and second["ratio_at_first_minibatch"] == 1.0
+    assert second["mismatch/bit_equal_share"] < 0.5 and second["mismatch/ratio_max"] > 1.001
+    assert second["mismatch/kl"] > 0.0
 
 
 def test_a_temperature_is_divided_by_as_the_sampler_does():
