@@ -152,11 +152,13 @@ class Learner(TrainedModel):
         With `recompute_old` ratios are over log-probabilities of this learner's own forward before the first step,
         and not over the sampler's; with `trainer.scoring` engine they are the engine's, which cost nothing more.
 
-        Raises NotFiniteError, naming what, when anything is not finite: no step is taken with it, and
-        weights that a step made so are not given a version.
+        Raises ConfigError when stale samples are to be corrected without it. Raises NotFiniteError, naming what, when
+        anything is not finite: no step is taken with it, and weights that a step made so are not given a version.
         """
         experience = collate(rollouts, pad_token_id=self.pad_token_id)
-        mismatch = lag_figures(experience, self.weight_version)
+        mismatch = lag_figures(
+            experience, self.weight_version, self.algorithm.correction, recompute_old=recompute_old
+        )
         first = self._first.of(experience, self._first_parts(recompute_old))
         if recompute_old:
             proximal = first.logprobs["own" if self._scorer is None else "engine"]

@@ -24,6 +24,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from core.errors import ConfigError
 from core.settings.correction import CorrectionConfig
 from learning.algorithms.losses import MOST_LOG_RATIO, kl_estimate
 from learning.experience import Experience
@@ -113,7 +114,19 @@ def recomputed(experience: Experience, logprobs: Float[Tensor, "B R"]) -> tuple[
     return replace(experience, old_logprobs=logprobs), figures
 
 
-def lag_figures(experience: Experience, weight_version: int) -> dict[str, float]:
-    """How many versions older than the learner's own weights those are that the tokens came from."""
+def lag_figures(
+    experience: Experience, weight_version: int, correction: CorrectionConfig, *, recompute_old: bool
+) -> dict[str, float]:
+    """How many versions older than the learner's own weights those are that the tokens came from.
+
+    Raises ConfigError where samples are older, are to be corrected, and nothing is computed to correct them by.
+    """
     lag = (weight_version - experience.weight_versions)[experience.mask]
-    return {"mismatch/lag_mean": float(lag.double().mean()), "mismatch/lag_max": float(lag.max())}
+    oldest = int(lag.max())
+    if oldest > 0 and correction.compares and not recompute_old:
+        raise ConfigError(
+            f"samples of {oldest} versions before weight version {weight_version} came to an update that takes its "
+            f"ratios over the sampler's log-probabilities, and algorithm.correction has {correction.title}, whose "
+            "weights would all be 1; have the old log-probabilities recomputed (Learner.update(recompute_old=True))"
+        )
+    return {"mismatch/lag_mean": float(lag.double().mean()), "mismatch/lag_max": float(oldest)}

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from core.config import AlgorithmConfig, TrainerConfig
-from core.errors import NumericsError
+from core.errors import ConfigError, NumericsError
 from core.records import WeightSpan
 from core.settings.correction import CORRECTIONS, CorrectionConfig
 from learning.algorithms.off_policy import importance_weights
@@ -206,6 +206,16 @@ def test_a_tokens_lag_is_counted_from_the_version_it_came_from(make_model, make_
     figures = learner.update(rollouts).figures
     assert figures["mismatch/lag_max"] == 2.0
     assert figures["mismatch/lag_mean"] == (4 * 2 + 1 * 2 + 3 * 1) / 24
+
+
+def test_stale_samples_are_not_corrected_by_weights_that_are_all_1(make_model, make_rollouts):
+    learner = new_learner(make_model, correction={"kind": "decoupled"})
+    learner.weight_version = 1
+    with pytest.raises(
+        ConfigError, match=r"1 versions before weight version 1 .* kind decoupled, whose weights"
+    ):
+        learner.update(make_rollouts(learner.model))
+    assert learner.weight_version == 1
 
 
 @pytest.mark.parametrize("spans", [(), ((1, 0),), ((0, 0), (2, 1), (2, 2)), ((0, 0), (3, 1), (1, 2))])
