@@ -54,13 +54,13 @@ ALGORITHMS: Mapping[str, Mapping[str, object]] = {
 }
 "What each `algorithm.kind` sets; what a row leaves out has the default below."
 
-_MOVED = {
-    "old_logprobs": "correction.old_logprobs",
-    "importance_sampling": "correction.weight and correction.mask",
-    "importance_sampling_cap": "correction.weight_cap or correction.mask_high",
-    "importance_sampling_floor": "correction.mask_low",
+_MOVED: Mapping[str, tuple[object, str]] = {
+    "old_logprobs": ("auto", "correction.old_logprobs"),
+    "importance_sampling": ("off", "correction.weight and correction.mask"),
+    "importance_sampling_cap": (2.0, "correction.weight_cap or correction.mask_high"),
+    "importance_sampling_floor": (0.0, "correction.mask_low"),
 }
-"Where former keys stand now."
+"Former keys: their default, which the configs of earlier runs spell out and which still means nothing; the new place."
 
 
 class AlgorithmConfig(Section):
@@ -146,10 +146,12 @@ class AlgorithmConfig(Section):
         """Fill in the algorithm's row; a kind that is none is refused where fields are checked."""
         if not isinstance(given, dict):
             return given
-        if moved := sorted(_MOVED.keys() & given.keys()):
-            raise ValueError(
-                f"{moved[0]} is {_MOVED[moved[0]]} now; write it there, or take a correction.kind (docs/algorithms.md)"
-            )
+        for former, (default, place) in _MOVED.items():
+            if given.get(former, default) != default:
+                raise ValueError(
+                    f"{former} is {place} now; write it there, or take a correction.kind (docs/algorithms.md)"
+                )
+        given = {key: value for key, value in given.items() if key not in _MOVED}
         kind = given.get("kind", "ppo")
         return {**ALGORITHMS.get(kind if isinstance(kind, str) else "", {}), **given}
 

@@ -44,6 +44,13 @@ def test_parts_that_contradict_each_other_are_refused(given, message):
         CorrectionConfig(**given)
 
 
+def test_the_configs_of_earlier_runs_are_read_where_they_corrected_nothing():
+    former = {"old_logprobs": "auto", "importance_sampling": "off", "importance_sampling_cap": 2.0}
+    assert AlgorithmConfig(kind="grpo", **former) == AlgorithmConfig(kind="grpo")
+    with pytest.raises(ValidationError, match=r"old_logprobs is correction\.old_logprobs now"):
+        AlgorithmConfig(kind="grpo", **former | {"old_logprobs": "trainer"})
+
+
 @pytest.mark.parametrize("algorithm", ["gspo", "rloo"])
 @pytest.mark.parametrize(("kind", "part"), [("tis", "weight"), ("decoupled", "weight"), ("icepop", "weight")])
 def test_tokens_are_not_corrected_in_an_objective_of_responses(algorithm, kind, part):
