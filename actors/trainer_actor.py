@@ -28,6 +28,7 @@ from core.weight_records import WeightManifest
 from engine.weights.causal_lm import DTYPES
 from engine.weights.chunks import load_into, weight_views
 from engine.weights.loading import build_causal_lm, freeze
+from learning.cotraining import DraftCotrainer
 from learning.draft_refit import DraftRefitter, RefitReport
 from learning.forward.engine_scoring import EngineScorer, require_engine_scoring
 from learning.forward.forward_count import forwards_made
@@ -51,7 +52,7 @@ class TrainerActor:
         begin_actor(spec.name)
         self._spec = spec
         self._built: Learner | None = None
-        self._built_refitter: DraftRefitter | None = None
+        self._built_refitter: DraftRefitter | DraftCotrainer | None = None
         self._soft_targets: SoftTargetStore | None = None
         self._forms: dict[str, PublishedForm] = {}
         self._broadcast_host: BroadcastHost | None = None
@@ -101,7 +102,7 @@ class TrainerActor:
         )
         model = self._build(manifest, chunks)
         drafter_training = self._spec.drafter_training
-        if drafter_training is not None:
+        if drafter_training is not None and drafter_training.mode == "refit":
             self._soft_targets = SoftTargetStore(drafter_training.num_target_tokens)
         self._built = Learner(
             model,
@@ -126,21 +127,32 @@ class TrainerActor:
         return self._loaded(manifest, self.checksum())
 
     def load_draft(self, manifest: WeightManifest, *chunks: np.ndarray) -> LoadedWeights:
-        """Build the refitter around the published draft model and read its checksum back."""
+        """Build what the published draft model follows the target by, and read its checksum back."""
         settings = self._spec.drafter_training
         if settings is None:
             raise RlhfSpecError("the trainer got a draft model but drafter_training.refit is off")
         model = self._build(manifest, chunks)
-        self._built_refitter = DraftRefitter(
-            model,
-            settings=settings,
-            temperature=self._spec.temperature,
-            seed=self._spec.seed,
-            pad_token_id=self._spec.pad_token_id,
-            vocab_size=self._spec.vocab_size,
-            weight_version=manifest.weight_version,
-            compute_dtype=self._compute_dtype,
-        )
+        if settings.mode == "cotrain":
+            self._built_refitter = self._learner.cotrainer = DraftCotrainer(
+                model,
+                settings=settings,
+                temperature=self._spec.temperature,
+                vocab_size=self._spec.vocab_size,
+                weight_version=manifest.weight_version,
+                compute_dtype=self._compute_dtype,
+                trainers=self._trainers,
+            )
+        else:
+            self._built_refitter = DraftRefitter(
+                model,
+                settings=settings,
+                temperature=self._spec.temperature,
+                seed=self._spec.seed,
+                pad_token_id=self._spec.pad_token_id,
+                vocab_size=self._spec.vocab_size,
+                weight_version=manifest.weight_version,
+                compute_dtype=self._compute_dtype,
+            )
         return self._loaded(manifest, self._forms["draft"].checksum(self._refitter.weights()))
 
     def update(self, rollouts: Sequence[Rollout], recompute_old: bool = False) -> UpdateReport:
@@ -167,7 +179,7 @@ class TrainerActor:
             self._learner.accompany_weights()
 
     def refit(self, rollouts: Sequence[Rollout], budget_s: float) -> RefitReport:
-        """Let the draft model follow the target for at most so long; the target itself is not touched."""
+        """Let the draft model follow the target for at most so long, or say how it has; the target is not touched."""
         return self._refitter.refit(rollouts, budget_s=budget_s, soft_targets=self._soft_targets)
 
     def packed(self, model: Literal["target", "draft"] = "target") -> Iterator[np.ndarray | WeightManifest]:
@@ -315,7 +327,7 @@ class TrainerActor:
         return self._built
 
     @property
-    def _refitter(self) -> DraftRefitter:
+    def _refitter(self) -> DraftRefitter | DraftCotrainer:
         if self._built_refitter is None:
             raise RlhfSpecError("the trainer was asked before it had a draft model; publish one to it first")
         return self._built_refitter

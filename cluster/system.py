@@ -263,7 +263,12 @@ def _make_actors(
 
 def _bring_up(system: System) -> None:
     """Give trainers and instances their first weights, all at the same time; the reward functions must build."""
-    system.trainers.begin_loading(system.target, system.draft if system.config.refits_draft else None)
+    config = system.config
+    system.trainers.begin_loading(
+        system.target,
+        system.draft if config.refits_draft else None,
+        cotrain=config.drafter_training.mode == "cotrain",
+    )
     _bring_up_generation(system)
     system.trainers.confirm_loaded()
 

@@ -74,8 +74,12 @@ class TrainerPool:
         """The trainer that gives weights away."""
         return self._trainers[self.first_name]
 
-    def begin_loading(self, target: PublishedWeights, draft: PublishedWeights | None) -> None:
-        """Order the trainers to join one group and load their first weights; `draft` where it is to be refit.
+    def begin_loading(
+        self, target: PublishedWeights, draft: PublishedWeights | None, *, cotrain: bool = False
+    ) -> None:
+        """Order the trainers to join one group and load their first weights; `draft` where it is to follow the target.
+
+        With `cotrain` every trainer has the draft model, else the first alone.
 
         They are slow to import what they need: instances are better brought up meanwhile, and `confirm_loaded` then.
         """
@@ -89,7 +93,11 @@ class TrainerPool:
         }
         self._loading.append((loads, "load the first weights", target))
         if draft is not None:
-            drafts = {self.first_name: self.first.load_draft.remote(draft.manifest, *draft.chunk_refs)}
+            drafts = {
+                name: one.load_draft.remote(draft.manifest, *draft.chunk_refs)
+                for name, one in self._trainers.items()
+                if cotrain or name == self.first_name
+            }
             self._loading.append((drafts, "load the first draft weights", draft))
 
     def confirm_loaded(self) -> None:

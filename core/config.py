@@ -151,11 +151,6 @@ class Config(Section):
                 "drafter_training.mode is cotrain and drafter_training.refit false, which leaves the draft model as it "
                 "is; take one of the two out"
             )
-        if self.drafter_training.mode == "cotrain":
-            raise ValueError(
-                "drafter_training.mode cotrain is there for `learning.learner.Learner` only, trainer actors build no "
-                "DraftCotrainer so far; set drafter_training.mode: refit"
-            )
         if self.speculation.ngram_min > self.speculation.ngram_max:
             raise ValueError("speculation.ngram_min must not exceed speculation.ngram_max")
         if self.algorithm.compares_groups and self.rollout.samples_per_prompt < 2:

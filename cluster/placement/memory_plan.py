@@ -319,6 +319,10 @@ def _refit_bytes(config: Config, draft: ModelShape | None) -> int:
     weights = draft.num_params * _MASTER_BYTES
     layers = draft.hidden_size * 4 * _ACTIVATIONS_PER_LAYER * draft.kv.num_layers
     logits = draft.vocab_size * 4 * _REFIT_LOGIT_COPIES
+    if settings.mode == "cotrain":
+        # the target's logits are there anyway; their softmax is not
+        at_once = config.trainer.max_tokens_per_forward * (layers + logits + draft.vocab_size * 4)
+        return weights * _REFIT_COPIES + published + at_once
     samples = rollout.prompts_per_iteration * rollout.samples_per_prompt
     kept = min(settings.num_target_tokens, draft.vocab_size) * _SOFT_TARGET_BYTES
     targets = samples * config.sampling.max_new_tokens * kept

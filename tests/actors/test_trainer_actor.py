@@ -74,12 +74,17 @@ def first_draft(tiny_pair):
     return pack_weights(load_causal_lm(str(tiny_pair.draft), "float32"), name="draft", weight_version=4)
 
 
-def new_trainer(dtype: str = "float32", engine: EngineConfig | None = None, **trainer):
+def new_trainer(
+    dtype: str = "float32",
+    engine: EngineConfig | None = None,
+    drafter_training: DrafterTrainingConfig | None = None,
+    **trainer,
+):
     return Trainer(
         TrainerSpec(
             algorithm=AlgorithmConfig(kind="grpo"),
             trainer=TrainerConfig(**({"learning_rate": 1e-2, "num_threads": 1} | trainer)),
-            drafter_training=DrafterTrainingConfig(learning_rate=1e-2, max_passes=4),
+            drafter_training=drafter_training or DrafterTrainingConfig(learning_rate=1e-2, max_passes=4),
             dtype=dtype,
             temperature=1.0,
             seed=0,
@@ -192,6 +197,31 @@ def test_the_policy_learns_the_same_with_refits_and_without(trainer, first, firs
         trainer.update(ROLLOUTS)
         assert trainer.refit(ROLLOUTS, 60.0).num_steps > 0
     assert trainer.checksum() == frozen
+
+
+def test_the_policy_learns_the_same_beside_a_draft_model_that_learns_with_it(
+    trainer, first, first_draft, tmp_path
+):
+    trainer.update(ROLLOUTS)
+    frozen = trainer.checksum()
+    together = new_trainer(drafter_training=DrafterTrainingConfig(mode="cotrain", learning_rate=1e-2))
+    together.load_weights(first[0], *first[1])
+    assert together.load_draft(first_draft[0], *first_draft[1]).checksum == first_draft[0].checksum
+    figures = together.update(ROLLOUTS).figures
+    assert together.checksum() == frozen and figures["draft/cotrain_kl"] > 0.0
+    report = together.refit(ROLLOUTS, 0.0)
+    assert (report.outcome, report.weight_version) == ("taken", 5)
+    packed, chunks = published(together, "draft")
+    assert packed.weight_version == 5 and packed.checksum != first_draft[0].checksum
+    assert model_checksum(model_of(packed, chunks)) == packed.checksum
+    together.save_state(str(tmp_path))
+    resumed = new_trainer(drafter_training=DrafterTrainingConfig(mode="cotrain", learning_rate=1e-2))
+    resumed.load_weights(first[0], *first[1])
+    resumed.load_draft(first_draft[0], *first_draft[1])
+    resumed.load_state(str(tmp_path))
+    for one in (together, resumed):
+        one.update(ROLLOUTS)
+    assert published(resumed, "draft")[0].checksum == published(together, "draft")[0].checksum
 
 
 def test_a_bfloat16_run_publishes_bfloat16_and_learns_what_is_too_small_for_it(tiny_pair):

@@ -69,6 +69,8 @@ def config(tiny_pair) -> Config:
                 "stream_forwards": "on",
                 "block_samples": 3,
             },
+            # the draft model learns with the adapters, in both trainers
+            "drafter_training": {"mode": "cotrain", "learning_rate": 1e-2},
             "cluster": {"generation": {"num_actors": 1}, "trainer": {"num_actors": 2, "num_cpus": 0.25}},
         }
     )
@@ -135,6 +137,21 @@ def test_the_merged_model_and_the_adapter_are_one_model_that_has_learned(trained
         adapted = peft.PeftModel.from_pretrained(base, adapter)(ids).logits
     assert torch.allclose(adapted, expected, atol=1e-5)
     assert not torch.allclose(plain, expected, atol=1e-3)
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_a_version_of_the_draft_model_goes_with_each_of_the_target(trained, tiny_pair):
+    metrics = read_metrics(trained.run_dir.metrics_file)
+    assert [figures["draft/weight_version"] for figures in metrics] == [1.0, 2.0]
+    assert all(figures["draft/refit_taken"] == 1.0 for figures in metrics)
+    assert 0.0 < metrics[1]["draft/cotrain_kl"] < metrics[0]["draft/cotrain_kl"]
+    assert trained.system.draft is not None
+    published = trained.system.draft.manifest
+    kept = load_causal_lm(str(trained.run_dir.checkpoint_dir("draft")), "float32")
+    first = load_causal_lm(str(tiny_pair.draft), "float32")
+    assert published.weight_version == 2
+    assert published.checksum == model_checksum(kept) != model_checksum(first)
 
 
 @pytest.mark.ray

@@ -66,7 +66,6 @@ def test_a_malformed_override_is_refused(tmp_path: Path, override: str) -> None:
         ("reward", {"parts": [{"name": "a", "kind": "environment"}]}, "cannot hold kind environment"),
         ("algorithm", {"importance_sampling": "token_mask"}, "is correction.weight and correction.mask now"),
         ("algorithm", {"correction": {"kind": "tsi"}}, r"algorithm\.correction\.kind"),
-        ("drafter_training", {"mode": "cotrain"}, "is there for `learning.learner.Learner` only"),
         ("drafter_training", {"mode": "cotrain", "refit": False}, "take one of the two out"),
         ("run", {"iterations": 0}, "run.iterations"),
         ("trainer", {"lora": {"dropout": 0.1}}, r"trainer\.lora\.dropout: expected 0, got 0.1"),

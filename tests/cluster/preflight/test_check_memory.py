@@ -191,6 +191,14 @@ def test_a_trainer_that_refits_holds_the_draft_its_moments_and_the_targets_it_le
     copies = 4 + 1 + 1
     layer, logits = 64 * 8 * 4 * 24, 64 * 100 * 4 * 4
     assert following - frozen == copies * 400 + layer + logits + 8 * 50 * 10 * 8
+    cotrain = plan(
+        config(drafter_training={"mode": "cotrain"}, trainer={"max_tokens_per_forward": 64}, **sections)
+    )
+    alone = plan(
+        config(drafter_training={"refit": False}, trainer={"max_tokens_per_forward": 64}, **sections)
+    )
+    softmax = 64 * 100 * 4
+    assert cotrain.trainer_bytes - alone.trainer_bytes == copies * 400 + layer + logits + softmax
     off = config(drafter_training=refit, speculation={"policy": "off"}, **sections)
     assert plan(off).trainer_bytes == frozen
 
