@@ -2,6 +2,7 @@
 
 - acceptance by depth and the cost of a level, one sample at a time, by a tree of at most eight nodes (the table);
 - speed under the adaptive policy over plain decoding, by batch size, and on prompts of another kind;
+- a head and a look-up side by side, in all of these (`head_suffix`);
 - where responses repeat: eight a prompt at temperature 0.6, the second time over the same prompts;
 - a rollout of long-tailed limits on two instances;
 - runs that change the target's style, with a head that is trained in idle time and with a frozen one.
@@ -21,7 +22,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from rich.console import Console
 
-from benchmarks.contestants.contestants import LOOK_UPS, PLAIN, Contestants
+from benchmarks.contestants.contestants import LOOK_UPS, PAIRS, PLAIN, Contestants
 from benchmarks.contestants.made_head import bench_head, head_folder
 from benchmarks.contestants.other_prompts import CHAT, CODE, other_prompts
 from benchmarks.contestants.training_runs import adapted_over_frozen
@@ -157,7 +158,7 @@ class _Parts:
 
     def other_prompts(self) -> None:
         """Code and chat, which no head was made from."""
-        names = ["head", *LOOK_UPS] if self._has_head else list(LOOK_UPS)
+        names = ["head", *PAIRS, *LOOK_UPS] if self._has_head else list(LOOK_UPS)
         for number, (kind, questions) in enumerate((("code", CODE), ("chat", CHAT))):
             prompts = other_prompts(self._workload.tokenizer, questions)
             others = replace(self._workload, prompts=prompts)
@@ -168,7 +169,8 @@ class _Parts:
         """Eight responses a prompt, the second time over the same prompts."""
         prompts = self._workload.requests()[: REPEATED_PROMPTS[self._mode]]
         first, second = (_grouped(prompts, REPEATED + number * 5_000) for number in (0, 1))
-        self._compared("repeat", second, GROUP, list(LOOK_UPS), before=[first])
+        names = [*LOOK_UPS, *PAIRS] if self._has_head else list(LOOK_UPS)
+        self._compared("repeat", second, GROUP, names, before=[first])
         for name in LOOK_UPS:
             self._figures.values[f"{name}_repeat_over_plain"] = self._figures.values[f"{name}_repeat"]
             length = self.contestants.acceptance_length[name]

@@ -1,10 +1,10 @@
 """Same key, same tokens: every plan, batch, order of admission and place gives the same bits (design 3.1).
 
 For each pair (demo; with `--data` one made from that file too), dtype and sampling: plain decoding alone, then a
-chain and two trees of a draft model, every other drafter (look-ups, early exit, a head made for it in some seconds) and
-the adaptive policy (profile, online correction, a draft model exchanged half way as a refit would) under other batch
-sizes and orders of admission, then two Ray actors. Tokens and both log-probabilities are compared bitwise with plain
-decoding; plain decoding in float32 is compared with a teacher-forced Hugging Face forward.
+chain and two trees of a draft model, every other drafter (look-ups, early exit, a head made for it in some seconds),
+mixtures, and the adaptive policy (profile, online correction, a draft model exchanged half way as a refit would) under
+other batch sizes and orders of admission, then two Ray actors. Tokens and both log-probabilities are compared bitwise
+with plain decoding; plain decoding in float32 is compared with a teacher-forced Hugging Face forward.
 """
 
 from __future__ import annotations
@@ -105,9 +105,28 @@ PLANS = (
         batch_size=7,
         speculation=SpeculationConfig(policy="fixed", drafter="head", num_nodes=8, depth=4, branching=3),
     ),
+    Plan(
+        name="head beside look-ups",
+        batch_size=8,
+        speculation=SpeculationConfig(
+            policy="fixed", drafter="head", look_up="suffix", num_nodes=8, depth=4, branching=2
+        ),
+    ),
+    Plan(
+        name="early exit beside n-grams",
+        batch_size=5,
+        speculation=SpeculationConfig(
+            policy="fixed", drafter="early_exit", look_up="ngram", ngram_min=1, num_nodes=5, depth=5
+        ),
+    ),
 )
-ADAPTIVE = Plan(
-    name="goodput, draft exchanged", batch_size=9, speculation=SpeculationConfig(policy="goodput")
+ADAPTIVE = (
+    Plan(name="goodput, draft exchanged", batch_size=9, speculation=SpeculationConfig(policy="goodput")),
+    Plan(
+        name="goodput beside look-ups, draft exchanged",
+        batch_size=6,
+        speculation=SpeculationConfig(policy="goodput", look_up="suffix"),
+    ),
 )
 PROFILE_S = 8.0
 ACTOR_PLAN = PLANS[3]
@@ -121,6 +140,8 @@ class Tally:
     tokens: int = 0
     accepted_draft_tokens: int = 0
     accepted_rank2_plus: int = 0
+    accepted_looked_up: int = 0
+    "beside a drafter that computes"
     mismatches: int = 0
     reference_mismatches: int = 0
     near_ties: int = 0
@@ -184,9 +205,10 @@ def _compare_all(
         else:
             rows.append(_row(workload, dtype, plan.name, plain, done, stats, tally))
             console.print(f"{workload.name} {dtype} {plan.name}: {rows[-1]['mismatches']} mismatches")
-    done, stats = _generate_adaptively(workload, dtype, _shuffled(requests, ADAPTIVE.name))
-    rows.append(_row(workload, dtype, ADAPTIVE.name, plain, done, stats, tally))
-    console.print(f"{workload.name} {dtype} {ADAPTIVE.name}: {rows[-1]['mismatches']} mismatches")
+    for plan in ADAPTIVE:
+        done, stats = _generate_adaptively(workload, dtype, plan, _shuffled(requests, plan.name))
+        rows.append(_row(workload, dtype, plan.name, plain, done, stats, tally))
+        console.print(f"{workload.name} {dtype} {plan.name}: {rows[-1]['mismatches']} mismatches")
     done = generate_on_two_actors(
         workload,
         _shuffled(requests, "actors"),
@@ -222,7 +244,7 @@ def _generate(
 
 
 def _generate_adaptively(
-    workload: Workload, dtype: str, requests: Sequence[SampleRequest]
+    workload: Workload, dtype: str, plan: Plan, requests: Sequence[SampleRequest]
 ) -> tuple[dict[SampleKey, Completion], GenerationStats]:
     """Measure a profile, decode by it; half way another draft version arrives, with samples open."""
 
@@ -230,8 +252,8 @@ def _generate_adaptively(
         return build_engine(
             workload.target(dtype),
             workload.draft(dtype),
-            engine=_engine_config(ADAPTIVE),
-            speculation=ADAPTIVE.speculation,
+            engine=_engine_config(plan),
+            speculation=plan.speculation if profile else plan.speculation.without_look_up,
             policy=policy,
             profile=profile,
             max_total_tokens=workload.max_total_tokens,
@@ -242,7 +264,7 @@ def _generate_adaptively(
     provenance = provenance_of(
         profiled.runner.model,
         workload.draft(dtype),
-        engine=_engine_config(ADAPTIVE),
+        engine=_engine_config(plan),
         dtype=dtype,
         sampling=workload.sampling,
         max_total_tokens=workload.max_total_tokens,
@@ -298,6 +320,7 @@ def _row(
     tally.mismatches += mismatches
     tally.accepted_draft_tokens += stats.num_accepted_tokens
     tally.accepted_rank2_plus += stats.num_accepted_rank2_plus
+    tally.accepted_looked_up += stats.num_accepted_looked_up
     return {
         "pair": workload.name,
         "dtype": dtype,
@@ -306,6 +329,7 @@ def _row(
         "tokens": tokens,
         "accepted": stats.num_accepted_tokens,
         "accepted_rank2_plus": stats.num_accepted_rank2_plus,
+        "accepted_looked_up": stats.num_accepted_looked_up,
         "tokens_per_step": tokens / max(stats.num_sample_steps, 1),
         "mismatches": mismatches,
     }

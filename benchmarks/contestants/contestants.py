@@ -33,6 +33,8 @@ TREE = {"num_nodes": 8, "depth": 3, "branching": 3}
 CHAIN = {"num_nodes": 8, "depth": 8, "branching": 1}
 "Of the table: at most eight nodes, of drafters that know trees, and of look-ups."
 LOOK_UPS = ("ngram", "suffix")
+PAIRS = {"head_suffix": {"drafter": "head", "look_up": "suffix"}}
+"Of a drafter that computes and one that looks up: their settings."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +64,7 @@ class Contestants:
             "model": workload.draft("float32"),
         }
         if head is not None:
-            self._drafts["head"] = head
+            self._drafts |= dict.fromkeys(("head", *PAIRS), head)
         self._config = EngineConfig(max_running_samples=num_slots, probe=False)
         self._profile_s = profile_s
         self._profiles: dict[str, Profile] = {}
@@ -125,9 +127,9 @@ class Contestants:
 
     def engine(self, name: str, **speculation: object) -> Engine:
         """A new engine: what one round has said must not help the next."""
-        drafter = "none" if name == PLAIN else name
+        drafts = PAIRS.get(name, {"drafter": "none" if name == PLAIN else name})
         settings = SpeculationConfig.model_validate(
-            {"drafter": drafter, "policy": "off" if name == PLAIN else "fixed", **speculation}
+            {"policy": "off" if name == PLAIN else "fixed", **drafts, **speculation}
         )
         profile = self.profile(name) if settings.policy == "goodput" else None
         return self._build(settings, self._drafts[name], profile=profile)
@@ -152,9 +154,9 @@ class Contestants:
         )
 
     def profile(self, name: str) -> Profile:
-        """What the policy goes by; drafters that look up share one."""
+        """What the policy goes by; drafters that look up share one, a pair has that of what computes."""
         looks_up = name in LOOK_UPS
-        kept = "suffix" if looks_up else name
+        kept = "suffix" if looks_up else PAIRS.get(name, {"drafter": name})["drafter"]
         if kept not in self._profiles:
             self._profiles[kept] = self._measured(kept, looks_up)
         return self._profiles[kept]

@@ -23,8 +23,8 @@ ABOUT = {
         title="Exactness",
         question="Do tokens or log-probabilities depend on what was drafted, batched or moved?",
         how="Plain decoding alone is compared bit for bit with chains and trees of a draft model, look-ups (n-gram, "
-        "suffix), early exit, a head and the adaptive policy, under other batch sizes and orders of admission, in "
-        "float32 and bfloat16, and on two Ray actors; then with a teacher-forced Hugging Face forward "
+        "suffix), early exit, a head, mixtures and the adaptive policy, under other batch sizes and orders of "
+        "admission, in float32 and bfloat16, and on two Ray actors; then with a teacher-forced Hugging Face forward "
         "(`reference_mismatches`, `logprob_max_abs_error`). A near tie is a place where rounding could change the "
         "sampled token.",
         data=True,
@@ -45,14 +45,15 @@ ABOUT = {
         how="SmolLM2-135M-Instruct, chat prompts of GSM8K, float32, one thread. `head` is made by the benchmark with "
         "`drafter make`'s recipe from other prompts (`head_make_s`, `head_own_tokens`); `model` is the target's own "
         "first 4 layers as a model of its own, `early_exit` its first 10 with the target's last norm; `ngram` and "
-        "`suffix` look up. The table, one sample at a time at temperature 1, trees of 8 nodes in 3 levels, look-ups "
-        "as chains of 8: `X_acceptance_length` counts the bonus token, `X_accepted_at_D` is the share right at depth D "
-        "of those right before it, `X_level_share` a level's draft over a plain decode step. Speeds are rates under "
-        "`goodput` over plain decoding, rate over rate: `X_bN` at batch N (`_t06`: temperature 0.6), `X_code_bN` and "
-        "`X_chat_bN` on prompts of another kind than the head's, `X_repeat_over_plain` where responses repeat (eight a "
-        "prompt at temperature 0.6, second time over the same prompts); `worst_over_plain` is the least of all but the "
-        "last. `head_rollout_over_plain`: seconds of a rollout with long-tailed limits on two instances, plain over "
-        "head. `mismatches` counts samples whose tokens differ from those first seen, whatever drafted. A column "
+        "`suffix` look up, `head_suffix` is both. The table, one sample at a time at temperature 1, trees of 8 nodes "
+        "in 3 levels, look-ups as chains of 8: `X_acceptance_length` counts the bonus token, `X_accepted_at_D` is the"
+        " share right at depth D of those right before it, `X_level_share` a level's draft over a plain decode step. "
+        "Speeds are rates under `goodput` over plain decoding, rate over rate: `X_bN` at batch N (`_t06`: temperature"
+        " 0.6), `X_code_bN` and `X_chat_bN` on prompts of another kind than the head's, `X_repeat_over_plain` where "
+        "responses repeat (eight a prompt at temperature 0.6, second time over the same prompts); `worst_over_plain` "
+        "is the least of all but the last. `head_rollout_over_plain`: seconds of a rollout with long-tailed limits on"
+        " two instances, plain over head. `mismatches` counts samples whose tokens differ from those first seen, "
+        "whatever drafted. A column "
         "without speeds is of a run that was broken off behind the table.",
         data=True,
     ),
