@@ -16,6 +16,7 @@ from engine.cache.kv_pool import KVPool
 from engine.draft_policies import build_policy
 from engine.drafters.drafter import Drafter
 from engine.drafters.early_exit_drafter import EarlyExitDrafter
+from engine.drafters.exit_norm import ExitNorm
 from engine.drafters.head.head_drafter import HeadDrafter
 from engine.drafters.head.head_forward import HeadForward
 from engine.drafters.head.head_weights import HeadWeights, require_fit
@@ -49,7 +50,7 @@ logger = logging.getLogger(__name__)
 
 def build_engine(
     target: CausalLM,
-    draft: CausalLM | HeadWeights | None,
+    draft: CausalLM | HeadWeights | ExitNorm | None,
     *,
     engine: EngineConfig,
     speculation: SpeculationConfig,
@@ -72,7 +73,8 @@ def build_engine(
 
     Args:
         target: the target model, in eval mode.
-        draft: the draft model, for drafter `model`; the draft head, for drafter `head`.
+        draft: the draft model, for drafter `model`; the draft head, for drafter `head`; for `early_exit` the norm
+            that was trained for it, anything else is not looked at.
         engine: numerics, attention, slots, threads.
         speculation: drafter and draft policy.
         max_total_tokens: the longest prompt plus the longest response.
@@ -95,7 +97,7 @@ def build_engine(
         NumericsError: invariant numerics are asked for and the probe finds a difference.
     """
     for model, role in ((target, "target"), (draft, "draft")):
-        if model is not None and not isinstance(model, HeadWeights):
+        if model is not None and not isinstance(model, HeadWeights | ExitNorm):
             _check_context(model, role, max_total_tokens)
     device = resolve_device(engine)
     if device.type == "cpu":
@@ -237,7 +239,7 @@ def _drafter(
     speculation: SpeculationConfig,
     engine: EngineConfig,
     policy: DraftPolicy,
-    draft: CausalLM | HeadWeights | None,
+    draft: CausalLM | HeadWeights | ExitNorm | None,
     runner: ModelRunner,
     runner_of: Callable[[CausalLM], ModelRunner],
     max_total_tokens: int,
@@ -251,12 +253,13 @@ def _drafter(
             )
         return head_drafter(draft, engine, policy, runner, max_total_tokens, vocab_size)
     if speculation.drafter == "model":
-        if draft is None or isinstance(draft, HeadWeights):
+        if draft is None or isinstance(draft, HeadWeights | ExitNorm):
             raise ConfigError("speculation.drafter is 'model' but no draft model was given; set models.draft")
         _check_draft_vocabulary(draft, vocab_size)
         return ModelDrafter(runner_of(draft), max_prefill_tokens=engine.max_prefill_tokens)
     if speculation.drafter == "early_exit":
-        return EarlyExitDrafter(runner, num_layers=speculation.exit_layers)
+        norm = draft if isinstance(draft, ExitNorm) else None
+        return EarlyExitDrafter(runner, num_layers=speculation.exit_layers, norm=norm)
     return None if speculation.drafter == "none" else _look_up(speculation.drafter, speculation)
 
 

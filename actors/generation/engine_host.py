@@ -30,6 +30,7 @@ from core.errors import ModelError, RlhfSpecError, WeightsError
 from core.weight_records import TensorSpec, WeightManifest
 from engine.build import build_engine
 from engine.calibration.engine_provenance import device_name, here, what_drafts
+from engine.drafters.exit_norm import ExitNorm
 from engine.drafters.head.head_drafter import HeadDrafter
 from engine.drafters.head.head_weights import HeadWeights, require_fit
 from engine.drafters.head.published_head import head_checksum, published_head
@@ -252,7 +253,7 @@ class ManifestHost:
         )
         self._engine = build_engine(
             self._models["target"],
-            self._models.get("draft") if self._head is None else self._head,
+            self._draft,
             engine=self._engine_settings,
             speculation=self._spec.speculation,
             max_total_tokens=self._spec.max_total_tokens,
@@ -273,6 +274,11 @@ class ManifestHost:
         # those that arrived before were confirmed when nothing was laid out yet
         self._require_copies_hold(self._models)
         self._keep_comparisons(self._engine)
+
+    @property
+    def _draft(self) -> CausalLM | HeadWeights | ExitNorm | None:
+        """What drafts beside the target's own layers, as far as it is there."""
+        return self._head or self._models.get("draft") or self._spec.exit_norm
 
     def _module(self, manifest: WeightManifest) -> CausalLM:
         """The weights alone where an earlier start here compared such a model, else transformers' module."""
@@ -343,7 +349,7 @@ class ManifestHost:
         running = here(
             measured,
             self._models["target"],
-            what_drafts(self._spec.speculation, self._head or self._models.get("draft")),
+            what_drafts(self._spec.speculation, self._draft),
             engine=self._engine_settings,
             dtype=self._spec.dtype,
         )

@@ -33,12 +33,14 @@ from cluster.preflight.param_count import count_params
 from cluster.preflight.reward_plan import check_reward, reward_columns
 from cluster.run_folder.remote_copy import require_place
 from cluster.tracking.trackers import require_trackers
+from cluster.weights.first_weights import exit_norm
 from core.checkpoint_manifest import has_manifest, verify_checkpoint
 from core.config import Config
 from core.errors import ConfigError, DataError, ModelError, PlacementError
 from core.settings.correction import correction_warning
 from engine.admission import MB, require_room_for_one
 from engine.cache.kv_pool import KVShape
+from engine.drafters.exit_norm import require_exit_fits
 from engine.model.compute_backend import ComputeBackend
 from engine.numerics import attention_for, describe_numerics, resolve_device, resolve_numerics
 from engine.weights.causal_lm import max_context_tokens
@@ -132,6 +134,9 @@ def check_run(config: Config, *, output_dir: Path) -> CheckReport:
     if config.speculation.drafter == "head" and config.models.draft is not None:
         draft, line = check_head(config.models.draft, target_config)
         lines += [line, describe_training(config, target_config)]
+    elif (norm := exit_norm(config)) is not None:
+        require_exit_fits(norm, target_config, exit_layers=config.speculation.exit_layers)
+        lines.append(f"early exit behind {norm.num_layers} layers, with the norm in {config.models.draft}")
     elif config.speculation.drafter == "model" and config.models.draft is not None:
         draft_config = load_hf_config(config.models.draft, trust_remote_code=trust)
         check_compatible(tokenizer, load_tokenizer(config.models.draft, trust_remote_code=trust))

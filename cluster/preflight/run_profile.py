@@ -15,7 +15,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from cluster.preflight.inputs import Inputs
 from cluster.reporting.console import Reporter
-from cluster.weights.first_weights import read_head
+from cluster.weights.first_weights import exit_norm, read_head
 from core.config import Config
 from core.errors import ProfileError
 from core.records import SampleKey, SampleRequest, Stream
@@ -29,6 +29,7 @@ from engine.calibration.profiler import (
     make_verification_profile,
 )
 from engine.calibration.random_chains import RandomChains
+from engine.drafters.exit_norm import ExitNorm
 from engine.drafters.head.head_weights import HeadWeights
 from engine.numerics import on_threads
 from engine.weights.loading import load_causal_lm, num_token_ids
@@ -47,8 +48,8 @@ class ProfiledRun:
     """What a profile of this run is measured with."""
 
     target: PreTrainedModel
-    draft: PreTrainedModel | HeadWeights | None
-    "None: drafts are looked up, or made by the target's own layers"
+    draft: PreTrainedModel | HeadWeights | ExitNorm | None
+    "None: drafts are looked up, or made by the target's own layers with its last norm"
     provenance: Provenance
     max_total_tokens: int
 
@@ -100,7 +101,7 @@ def describe(config: Config, inputs: Inputs) -> ProfiledRun:
             "a profile needs a target and what drafts for it; set models.draft, or speculation.drafter=suffix"
         )
     target = load_causal_lm(models.target, models.dtype, trust_remote_code=models.trust_remote_code)
-    draft = None
+    draft = exit_norm(config)
     if models.draft is not None and speculation.names_draft:
         draft = load_draft(models.draft, config)
     max_total_tokens = inputs.max_total_tokens(config)

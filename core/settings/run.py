@@ -41,8 +41,8 @@ class ModelsConfig(Section):
     target: Name = "demo"
     "path or hub name of a Hugging Face causal LM, `demo`, or a name that `rlhfspec models get` knows"
     draft: Name | None = None
-    """a smaller causal LM with an equal tokenizer, or with drafter head a folder with a head made for this target; null
-    with drafter suffix, ngram or none; `demo` with `demo`"""
+    """a smaller causal LM with an equal tokenizer; with drafter head a folder with a head made for this target, with
+    early_exit one with a norm trained for the exit; null with drafter suffix, ngram or none; `demo` with `demo`"""
     tokenizer: Name | None = None
     "path or hub name; the target's by default"
     dtype: Literal["float32", "bfloat16"] = "float32"

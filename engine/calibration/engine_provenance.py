@@ -14,11 +14,12 @@ import torch
 from core.config import EngineConfig, SpeculationConfig
 from core.records import SamplingParams
 from engine.cache.kv_pool import KVShape
+from engine.drafters.exit_norm import ExitNorm
 from engine.drafters.head.head_weights import HeadWeights
 from engine.drafters.head.published_head import head_checksum
 from engine.numerics import choose_backend, resolve_device, resolve_numerics
 from engine.weights.causal_lm import CausalLM
-from engine.weights.chunks import model_checksum
+from engine.weights.chunks import checksum_of, model_checksum
 from profiles.provenance import Provenance
 
 ENGINE_CODE = "rows of attention abreast"
@@ -31,11 +32,15 @@ Drafts = CausalLM | HeadWeights | str | None
 "A draft model, a head, words for what drafts with the target's own weights; None: drafts are looked up."
 
 
-def what_drafts(speculation: SpeculationConfig, draft: CausalLM | HeadWeights | None) -> Drafts:
+def what_drafts(speculation: SpeculationConfig, draft: CausalLM | HeadWeights | ExitNorm | None) -> Drafts:
     """Return what a profile is of."""
     if speculation.drafter == "early_exit":
+        if isinstance(draft, ExitNorm):
+            return (
+                f"the target's first layers: {draft.num_layers}, with a norm of {checksum_of([draft.gain])}"
+            )
         return f"the target's first layers: {speculation.exit_layers or 'a third'}"
-    return draft
+    return None if isinstance(draft, ExitNorm) else draft
 
 
 def provenance_of(

@@ -1,6 +1,7 @@
 """Drafts with the target's own first layers: no weights, no cache of its own (Zhang et al. 2024, 'Draft & Verify').
 
-The target's head reads the state behind the first layers through the last norm. What the draft writes into the
+The target's head reads the state behind the first layers through the last norm, or one trained for it
+(`engine.drafters.exit_norm`). What the draft writes into the
 target's cache, the verification writes again: the root's and the nodes' first layers are computed twice.
 """
 
@@ -13,6 +14,7 @@ from core.errors import ConfigError
 from engine.cache.kv_pool import KVPool
 from engine.decoding.running_batch import RunningBatch
 from engine.drafters.cacheless import CachelessDrafter
+from engine.drafters.exit_norm import ExitNorm, require_exit_fits
 from engine.drafters.level_drafter import LevelDrafter, level_plan
 from engine.model.forward_plan import TreePlan
 from engine.model.runner import ModelRunner
@@ -24,9 +26,16 @@ SHARE = 3
 class EarlyExitDrafter(LevelDrafter, CachelessDrafter):
     """The first layers of the target, and its head."""
 
-    def __init__(self, runner: ModelRunner, *, num_layers: int = 0) -> None:
-        """Draft with the first `num_layers` layers; 0: a third of all. Raises ConfigError: there are not so many."""
+    def __init__(self, runner: ModelRunner, *, num_layers: int = 0, norm: ExitNorm | None = None) -> None:
+        """Draft with the first `num_layers` layers; 0: those that the norm was trained for, else a third of all.
+
+        Raises ConfigError: there are not so many, or the norm is of others; ModelError: it is of another target.
+        """
         have = runner.pool.shape.num_layers
+        self._gain: Tensor | None = None
+        if norm is not None:
+            require_exit_fits(norm, runner.model.config, exit_layers=num_layers)
+            num_layers, self._gain = norm.num_layers, norm.gain.to(runner.device)
         self.num_layers = num_layers or max(have // SHARE, 1)
         if not 1 <= self.num_layers < max(have, 2):
             raise ConfigError(
@@ -61,5 +70,6 @@ class EarlyExitDrafter(LevelDrafter, CachelessDrafter):
         return self._logits(ids.reshape(-1), positions.reshape(-1), plan).view(*ids.shape, -1)
 
     def _logits(self, ids: Tensor, positions: Tensor, plan: TreePlan) -> Tensor:
-        gain = self._runner.model.base_model.norm.weight
+        # the target's own follows its updates
+        gain = self._runner.model.base_model.norm.weight if self._gain is None else self._gain
         return self._runner.exit_logits(self.num_layers, gain, ids, positions, plan)

@@ -12,15 +12,16 @@ from core.errors import ConfigError, ModelError
 from core.records import SamplingParams
 from engine.build import build_engine
 from engine.decoding.noise import gumbel_noise
+from engine.drafters.exit_norm import ExitNorm, load_exit_norm, save_exit_norm
 from engine.engine import Engine
 from engine.numerics import on_threads
 
 
-def engine_of(target, num_layers: int, **engine) -> Engine:
+def engine_of(target, num_layers: int, *, norm: ExitNorm | None = None, **engine) -> Engine:
     settings = {"device": "cpu", "max_running_samples": 4, "probe": False, "numerics": "fast"}
     return build_engine(
         target,
-        None,
+        norm,
         engine=EngineConfig(**(settings | engine)),
         speculation=SpeculationConfig(
             policy="fixed", drafter="early_exit", exit_layers=num_layers, num_nodes=4, branching=1
@@ -69,6 +70,39 @@ def test_chains_are_those_of_the_first_layers(
                 alike.append(tree.token_ids[slot].tolist() == expected)
     # the module computes bfloat16 with other roundings: near ties differ
     assert sum(alike) >= (len(alike) if dtype == "float32" else 0.7 * len(alike))
+
+
+def test_a_trained_norm_takes_the_last_ones_place(new_model: Callable, make_requests, tmp_path) -> None:
+    target = new_model(7, "float32", num_layers=4)
+    gain = torch.rand(64, generator=torch.Generator().manual_seed(4)) + 0.5
+    save_exit_norm(tmp_path, ExitNorm(num_layers=2, num_target_layers=4, gain=gain))
+    norm = load_exit_norm(tmp_path)
+    assert norm.gain.equal(gain)
+    own = new_model(7, "float32", num_layers=4)
+    own.base_model.norm.weight.data.copy_(gain)
+    drafted = []
+    for engine in (engine_of(target, 0, norm=norm), engine_of(own, 2), engine_of(target, 2)):
+        for request in make_requests((9, 21), SamplingParams(max_new_tokens=60)):
+            engine.submit(request)
+        engine.step()
+        batch = engine._batch
+        batch.tokens[:2, 9:30], batch.lengths[:2] = 5, 24
+        budget = Budget(num_nodes=4, depth=4, branching=1, width=1, reason="test")
+        drafted.append(engine.drafter.draft(batch, budget, batch.noise(5, 64)).token_ids.tolist())
+    assert drafted[0] == drafted[1] != drafted[2]
+
+
+def test_a_norm_of_another_target_or_exit_is_refused(new_model: Callable, tmp_path) -> None:
+    target, gain = new_model(7, "float32", num_layers=4), torch.ones(64)
+    with pytest.raises(ModelError, match="of a target of 3 layers of 64, expected 4 of 64"):
+        engine_of(target, 0, norm=ExitNorm(num_layers=2, num_target_layers=3, gain=gain))
+    with pytest.raises(ConfigError, match="set it to 2 or 0"):
+        engine_of(target, 3, norm=ExitNorm(num_layers=2, num_target_layers=4, gain=gain))
+    with pytest.raises(ModelError, match="drafter make --early-exit"):
+        load_exit_norm(tmp_path)
+    save_exit_norm(tmp_path, ExitNorm(num_layers=2, num_target_layers=4, gain=gain.log()[:5] * torch.nan))
+    with pytest.raises(ModelError, match="not 5 finite numbers"):
+        load_exit_norm(tmp_path)
 
 
 def test_all_layers_are_no_early_exit(new_model: Callable) -> None:
