@@ -3,8 +3,8 @@
 The law of the computing drafter (`goodput`) plans. Where it drafts, every sample's look-up is weighed against it:
 
     worth of a draft     sum over its nodes of max(p - g * node_s, 0)
-    computing pays       sum of max(look-up, draft) - g * draft_s  >  sum of look-ups
-    a sample's choice    the larger worth, by the scores of both
+    a sample's choice    the look-up where its worth  >  LEAD * the draft's
+    nothing is computed  where what all others would miss  <=  g * draft_s * share of samples that choose look-ups
 
 with g what a second yields at best, look-ups included, and the draft's worth, before it is computed, that of the plan.
 Where the law decodes plainly (drafting does not pay, or
@@ -28,6 +28,9 @@ from policies.drafting.lookup_goodput import MOST_GAIN, LookupGoodput
 from policies.drafting.trials import MEMORY_STEPS, Trials
 from profiles.profile import Profile
 
+LEAD = 1.5
+"""A look-up must promise so many times as much. Where it is right a computed draft often is, too: to take the easy
+samples from the drafter would leave it the hard ones, and make it look worse than it is."""
 FREE_SHARE = 0.005
 "Of a decode step, that looking up may take without having gained anything."
 
@@ -68,9 +71,10 @@ class PairedGoodput:
         if not looked_up.shape[1]:
             return False
         node = self._node_tokens
-        look_ups = _worth(looked_up, node)
-        both = np.maximum(look_ups, self._draft_worth(node)).sum() - self._draft_tokens
-        return bool(look_ups.sum() > both)
+        look_ups, wanted = _worth(looked_up, node), LEAD * self._draft_worth(node)
+        # the few samples that are left may not be worth a draft for all of them
+        missing = np.maximum(wanted - look_ups, 0.0).sum()
+        return bool(missing <= self._draft_tokens * (look_ups > wanted).mean() and look_ups.any())
 
     def deepen(self, level: int, scores: np.ndarray) -> int:
         """As the computing drafter's law says."""
@@ -92,7 +96,7 @@ class PairedGoodput:
         if level_sizes:
             ranked = self.law.ranked(computed, level_sizes)
         node = self._node_tokens
-        used = _worth(looked_up, node) > _worth(ranked, node)
+        used = _worth(looked_up, node) > LEAD * _worth(ranked, node)
         if not used.any():
             counts = self._computed.choose(ranked) if ranked.shape[1] else np.zeros(batch, dtype=np.int64)
             return used, counts
@@ -115,7 +119,9 @@ class PairedGoodput:
         self._judge(record, draft)
         own = ~draft.look_up.used
         if draft.level_sizes and own.any():
-            self._computed.observe(replace(record, draft=_of_samples(draft, own)))
+            # what looking up took is no cost of the computing drafter
+            draft_s = max(record.draft_s - draft.look_up.seconds, 0.0)
+            self._computed.observe(replace(record, draft=_of_samples(draft, own), draft_s=draft_s))
 
     def take_alarm(self) -> DrafterAlarm | None:
         """Return the alarm that has been raised since the last call, once."""
