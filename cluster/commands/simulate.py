@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from cluster.commands.arguments import path_argument
+from cluster.commands.simulating import simulate_cluster
 
 if TYPE_CHECKING:
     from policies.simulate.compare import Comparison
@@ -24,6 +25,7 @@ Instances are rate curves: of a profile of this machine, or of a device that is 
   rlhfspec simulate --lengths runs/RUN/rollouts/000005.parquet    lengths of a real iteration
   rlhfspec simulate --instances 1024 --slots 32 --lengths long_tail --out simulated.json
   rlhfspec simulate --instances 2 --max-instances 8 --start-up 60   a pool that grows and shrinks: every decision
+  rlhfspec simulate cluster --help                                a whole training run on a cluster that is not here
 
 static binds sample i to instance i mod K; pull binds when a slot frees; the other policies pull, then move.
 perfect spreads all samples evenly at every moment, at no cost; no schedule whatever is faster than the bound.
@@ -102,6 +104,7 @@ def add_parser(commands: Any) -> None:
     add("--seed", type=int, default=0, help="of drawn lengths and speeds (%(default)s)")
     add("--out", type=path_argument, metavar="FILE", help="gets the figures as JSON")
     parser.set_defaults(run=run)
+    simulate_cluster.add_parser(parser.add_subparsers(metavar="cluster", required=False))
 
 
 def run(args: argparse.Namespace) -> int:

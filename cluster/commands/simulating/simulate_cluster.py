@@ -1,0 +1,246 @@
+"""`rlhfspec simulate cluster`: a training run on a cluster that is not here."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cluster.commands.arguments import add_config_arguments, path_argument
+
+if TYPE_CHECKING:
+    from policies.simulate.performance.assumptions import Assumption
+    from policies.simulate.performance.cluster_simulation import ClusterResult
+    from policies.simulate.performance.cluster_sweep import Tried
+
+_TEXT = """\
+Simulate training on a cluster that is not here: rollouts event by event under the policies of real runs, updates,
+publication, the pipeline of bounded staleness, memory. Devices are data sheets or a measured profile.
+
+  rlhfspec simulate cluster                              8 H100 that generate, 8 that train, Qwen2.5-7B
+  rlhfspec simulate cluster --set device.name=GB200 --set model.precision=fp8
+  rlhfspec simulate cluster --set model.config=path/to/config.json --set step.staleness=1
+  rlhfspec simulate cluster --config cluster.yaml --sweep --picture sweep.svg --out sweep.json
+
+Every key, its default and its meaning: core/settings/simulated_cluster.py. What it assumes is printed with its source;
+how far it is from published figures: docs/simulator.md.
+"""
+
+PICTURES = (".png", ".svg", ".pdf")
+
+
+def add_parser(parents: Any) -> None:
+    """Describe the command below `rlhfspec simulate`."""
+    parser = parents.add_parser(
+        "cluster",
+        help="a training run on a cluster that is not here",
+        description=_TEXT,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_config_arguments(parser, required=False)
+    parser.add_argument(
+        "--sweep",
+        action="store_true",
+        help="try the combinations of the file's `sweep` section, or depth, split of the GPUs and staleness",
+    )
+    parser.add_argument(
+        "--picture", type=path_argument, metavar="FILE", help="with --sweep: .png, .svg or .pdf of all steps"
+    )
+    parser.add_argument("--out", type=path_argument, metavar="FILE", help="gets the figures as JSON")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Simulate, print tables, write JSON and picture. Raises InputError for bad input."""
+    from cluster.reporting.console import PipeConsole
+    from cluster.run_folder.recorded_lengths import read_lengths
+    from core.config_io import load_config_of
+    from core.settings.simulated_cluster import SimulatedClusterConfig
+    from policies.simulate.performance.assumptions import assumptions
+    from policies.simulate.performance.cluster_simulation import simulate_cluster
+    from policies.simulate.performance.cluster_sweep import best, default_axes, sweep
+    from policies.simulate.performance.described_cluster import describe
+    from profiles.profile import load_profile
+
+    _check(args)
+    config = load_config_of(SimulatedClusterConfig, args.config, args.set)
+    recorded = None if config.lengths.file is None else read_lengths(path_argument(config.lengths.file))
+    profile = None if config.device.profile is None else load_profile(path_argument(config.device.profile))
+    cluster = describe(config, recorded)
+    console = PipeConsole(highlight=False)
+    rows = assumptions(cluster, profiled=profile is not None)
+    tree: dict[str, Any] = {"schema_version": 1, "config": config.model_dump(mode="json")}
+    if args.sweep:
+        axes = config.sweep or default_axes(config)
+        tried = sweep(config, axes, recorded=recorded, profile=profile)
+        chosen = best(tried)
+        console.print(_sweep_table(tried, chosen))
+        if chosen is None:
+            console.print("none of them fits: see why in the last column")
+        else:
+            console.print(f"best: {chosen.label}", soft_wrap=True)
+        tree["sweep"] = [_tried_tree(row) for row in tried]
+        tree["best"] = None if chosen is None else chosen.values
+        if args.picture is not None:
+            from cluster.reporting.sweep_picture import draw_sweep
+
+            draw_sweep(tried, args.picture)
+            console.print(f"written {args.picture}", soft_wrap=True)
+    else:
+        made = simulate_cluster(cluster, profile=profile)
+        console.print(_table(made))
+        for line in _lines(made, has_draft=cluster.instance.draft is not None):
+            console.print(line, soft_wrap=True)
+        tree |= result_tree(made)
+    console.print()
+    console.print(_assumption_table(rows))
+    tree["assumptions"] = [{"name": row.name, "value": row.value, "source": row.source} for row in rows]
+    if args.out is not None:
+        args.out.write_text(json.dumps(tree, indent=2) + "\n")
+        console.print(f"written {args.out}", soft_wrap=True)
+    return 0
+
+
+def _check(args: argparse.Namespace) -> None:
+    from core.errors import ConfigError
+
+    if args.picture is not None and not args.sweep:
+        raise ConfigError("--picture draws a sweep; add --sweep")
+    if args.picture is not None and args.picture.suffix not in PICTURES:
+        raise ConfigError(f"--picture {args.picture}: expected a name that ends with {', '.join(PICTURES)}")
+    for name, path in (("--out", args.out), ("--picture", args.picture)):
+        _check_file(name, path)
+
+
+def _check_file(name: str, path: Path | None) -> None:
+    from core.errors import ConfigError
+
+    if path is None:
+        return
+    if path.is_dir():
+        raise ConfigError(f"{name} {path} is a folder; name a file in it")
+    if not path.resolve().parent.is_dir():
+        raise ConfigError(f"{name} {path}: the folder does not exist; make it first")
+
+
+def result_tree(made: ClusterResult) -> dict[str, Any]:
+    """The figures of one simulation, for JSON."""
+    memory = made.memory
+    return {
+        "speculative": made.speculative.tree(),
+        "plain": made.plain.tree(),
+        "rollout_speedup": made.rollout_speedup,
+        "step_speedup": made.step_speedup,
+        "step_bound": made.step_bound,
+        "rollout_share": made.rollout_share,
+        "training": {
+            "log_probability_s": made.training.log_probability_s,
+            "update_s": made.training.update_s,
+            "compute_s": made.training.compute_s,
+            "traffic_s": made.training.traffic_s,
+        },
+        "publication_s": made.publication_s,
+        "other_s": made.other_s,
+        "slots": made.slots,
+        "mean_tokens": made.mean_tokens,
+        "tokens": made.tokens,
+        "levels": [list(pair) for pair in made.levels],
+        "memory": {
+            "capacity": memory.capacity,
+            "weights": memory.weights,
+            "caches": memory.caches,
+            "training": memory.training,
+            "instance_fits": memory.instance_fits,
+            "trainer_fits": memory.trainer_fits,
+        },
+    }
+
+
+def _table(made: ClusterResult) -> Any:
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for title in ("decoding", "rollout s", "step s", "trainer idle", "instances idle", "moves"):
+        table.add_column(title, justify="left" if title == "decoding" else "right")
+    for name, phase in (("plain", made.plain), ("speculative", made.speculative)):
+        table.add_row(
+            name,
+            f"{phase.rollout_s:.2f}",
+            f"{phase.step_s:.2f}",
+            f"{phase.trainer_idle:.0%}",
+            f"{phase.instances_idle:.0%}",
+            f"{phase.moves:.0f}",
+        )
+    return table
+
+
+def _lines(made: ClusterResult, *, has_draft: bool) -> list[str]:
+    training, memory = made.training, made.memory
+    lines = []
+    if has_draft:
+        lines.append(
+            f"speed-up: rollout {made.rollout_speedup:.2f}, step {made.step_speedup:.2f}; in turns at most "
+            f"{made.step_bound:.2f} = 1 / (R/a + 1 - R) with R = {made.rollout_share:.2f} and a = "
+            f"{made.rollout_speedup:.2f}"
+        )
+    if made.levels:
+        chosen = ", ".join(f"{batch}: {levels}" for batch, levels in made.levels)
+        lines.append(f"levels drafted by running samples: {chosen}")
+    lines.append(
+        f"update {training.update_s:.2f} s (computation {training.compute_s:.2f}, traffic {training.traffic_s:.2f}), "
+        f"log-probabilities {training.log_probability_s:.2f} s, publication {made.publication_s:.2f} s, other "
+        f"{made.other_s:.2f} s; {made.tokens / 1e6:.2f}M tokens a step, {made.mean_tokens:.0f} a sample"
+    )
+    lines.append(
+        f"memory of a GPU, of {memory.capacity / 1e9:.0f} GB: instance {memory.weights / 1e9:.1f} GB of weights and "
+        f"{memory.caches / 1e9:.1f} GB of caches ({made.slots} slots), {_fits(memory.instance_fits)}; trainer "
+        f"{memory.training / 1e9:.1f} GB, {_fits(memory.trainer_fits)}"
+    )
+    return lines
+
+
+def _fits(holds: bool) -> str:
+    return "fits" if holds else "DOES NOT FIT"
+
+
+def _sweep_table(rows: list[Tried], chosen: Tried | None) -> Any:
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for title in ("", "combination", "GPUs", "rollout s", "step s", "trainer idle", "instances idle", "fits"):
+        table.add_column(title, justify="left" if title in ("", "combination", "fits") else "right")
+    for row in rows:
+        mark = "*" if row is chosen else ""
+        if row.result is None:
+            table.add_row(mark, row.label, str(row.gpus), "-", "-", "-", "-", row.refused)
+            continue
+        phase, memory = row.result.speculative, row.result.memory
+        fits = "yes" if memory.instance_fits and memory.trainer_fits else "no"
+        table.add_row(
+            mark,
+            row.label,
+            str(row.gpus),
+            f"{phase.rollout_s:.2f}",
+            f"{phase.step_s:.2f}",
+            f"{phase.trainer_idle:.0%}",
+            f"{phase.instances_idle:.0%}",
+            fits,
+        )
+    return table
+
+
+def _tried_tree(row: Tried) -> dict[str, Any]:
+    tree: dict[str, Any] = {"values": row.values, "gpus": row.gpus, "refused": row.refused}
+    return tree | ({} if row.result is None else result_tree(row.result))
+
+
+def _assumption_table(rows: list[Assumption]) -> Any:
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for title in ("assumption", "value", "source"):
+        table.add_column(title, overflow="fold")
+    for row in rows:
+        table.add_row(row.name, row.value, row.source)
+    return table

@@ -1,0 +1,287 @@
+"""A training run on a cluster that is not here: rollouts under the project's policies, updates, publication, pipeline.
+
+Every rollout is played twice, with what is configured and with plain decoding under the same policy: the speed-ups
+are of one over the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from policies.reallocation.by_name import make_reallocation_policy
+from policies.reallocation.gate import Gate
+from policies.reallocation.rate_curve import RateCurve, rate_curve_from_profile
+from policies.simulate.perfect import least_finish_s
+from policies.simulate.performance.analytic_instance import Speculation
+from policies.simulate.performance.described_cluster import DescribedCluster
+from policies.simulate.performance.memory_fit import MemoryFit, memory_fit, most_slots
+from policies.simulate.performance.stale_pipeline import bound, stale_pipeline
+from policies.simulate.performance.training_cost import TrainingCost, publication_s, training_cost
+from policies.simulate.simulation import simulate
+from policies.simulate.simulation_records import MoveTruth, PoolSetup, Samples, SimulationResult
+from profiles.profile import Profile
+from profiles.transfer import PrefillModel, TransferModel
+
+POLLS = 200
+LEAST_STEPS = 16
+"Of the pipeline: the rollouts that were played come again."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Phase:
+    """A run of many steps, with speculation or without."""
+
+    rollout_s: float
+    "mean of the rollouts"
+    step_s: float
+    trainer_idle: float
+    "share of the time"
+    instances_idle: float
+    "share of the time, of all instances"
+    moves: float
+    "of a rollout"
+
+    def tree(self) -> dict[str, float]:
+        """For JSON."""
+        return {
+            "rollout_s": self.rollout_s,
+            "step_s": self.step_s,
+            "trainer_idle": self.trainer_idle,
+            "instances_idle": self.instances_idle,
+            "moves": self.moves,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterResult:
+    """What came out."""
+
+    speculative: Phase
+    plain: Phase
+    training: TrainingCost
+    publication_s: float
+    other_s: float
+    slots: int
+    memory: MemoryFit
+    mean_tokens: float
+    "of a sample, its prompt included"
+    tokens: float
+    "of a step, prompts included"
+    levels: tuple[tuple[int, int], ...]
+    "levels of the chain that is chosen for 1, 2, 4, .. samples; of a fixed draft its own; empty without a drafter"
+
+    @property
+    def rollout_speedup(self) -> float:
+        """Plain seconds of a rollout over those with drafts."""
+        return self.plain.rollout_s / self.speculative.rollout_s
+
+    @property
+    def step_speedup(self) -> float:
+        """Plain seconds of a step over those with drafts."""
+        return self.plain.step_s / self.speculative.step_s
+
+    @property
+    def rollout_share(self) -> float:
+        """Share of a plain step in turns that is rollout."""
+        rest_s = self.training.total_s + self.publication_s + self.other_s
+        return self.plain.rollout_s / (self.plain.rollout_s + rest_s)
+
+    @property
+    def step_bound(self) -> float:
+        """Most that this speed-up of the rollout can bring a step whose parts take turns."""
+        return bound(self.rollout_share, self.rollout_speedup)
+
+
+def simulate_cluster(
+    cluster: DescribedCluster,
+    *,
+    profile: Profile | None = None,
+    progress: Callable[[str, int], None] | None = None,
+) -> ClusterResult:
+    """Play the steps.
+
+    Args:
+        cluster: the parts.
+        profile: measured costs and acceptance, for decoding, instead of the data sheet's.
+        progress: told "speculative" or "plain" and how many samples are done.
+
+    Raises ConfigError where an instance has no room for a sample.
+    """
+    config, target = cluster.config, cluster.instance.target
+    draft = None if cluster.instance.draft is None else cluster.instance.draft.roofline
+    played = [cluster.samples(step) for step in range(config.step.steps)]
+    mean_tokens = float(np.mean([_context(samples).mean() for samples in played]))
+    slots = config.pools.slots
+    if slots is None:
+        room = most_slots(target, draft, context_tokens=mean_tokens, spare_memory=config.device.spare_memory)
+        slots = min(room, -(-config.lengths.samples // config.pools.instances))
+    memory = memory_fit(
+        target,
+        draft,
+        slots=slots,
+        context_tokens=mean_tokens,
+        spare_memory=config.device.spare_memory,
+        trainer_gpus=config.pools.trainer_gpus,
+        sharded=config.learner.sharded,
+    )
+    tokens = mean_tokens * config.lengths.samples
+    training = _training(cluster, tokens=tokens, mean_tokens=mean_tokens)
+    published_s = _publication(cluster)
+    rest_s = training.total_s + published_s + config.step.other_s
+    kinds: dict[str, Speculation] = {"plain": "off"}
+    if draft is not None:
+        kinds["speculative"] = config.drafter.policy
+    earlier = cluster.samples(config.step.steps).response_tokens
+    phases = {}
+    for name, speculation in kinds.items():
+        told = None if progress is None else (lambda done, name=name: progress(name, done))
+        curve = _curve(cluster, profile, speculation, slots=slots, mean_tokens=mean_tokens)
+        results = [rollout(cluster, samples, curve, slots, earlier, told, profile) for samples in played]
+        phases[name] = _phase(results, rest_s, staleness=config.step.staleness)
+    return ClusterResult(
+        speculative=phases.get("speculative", phases["plain"]),
+        plain=phases["plain"],
+        training=training,
+        publication_s=published_s,
+        other_s=config.step.other_s,
+        slots=slots,
+        memory=memory,
+        mean_tokens=mean_tokens,
+        tokens=tokens,
+        levels=_levels(cluster, slots, mean_tokens) if profile is None else (),
+    )
+
+
+def rollout(
+    cluster: DescribedCluster,
+    samples: Samples,
+    curve: RateCurve,
+    slots: int,
+    earlier: np.ndarray,
+    progress: Callable[[int], None] | None = None,
+    profile: Profile | None = None,
+) -> SimulationResult:
+    """Play one rollout under the configured policy; `earlier` are lengths that the policy has seen before."""
+    config, target = cluster.config, cluster.instance.target
+    link = target.sheet.network_bytes_per_s * config.device.link_share
+    token_s = target.prefill_token_s()
+    moves = MoveTruth(
+        kv_bytes_per_token=target.kv_bytes_per_token,
+        transfer=TransferModel(latency_s=0.02, bytes_per_s=link, open_s=0.5),
+        prefill=PrefillModel(fixed_s=0.01, token_s=token_s, token_squared_s=token_s * 1e-5),
+        downtime_s=0.02,
+    )
+    setup = PoolSetup(
+        num_instances=config.pools.instances,
+        num_slots=slots,
+        curve=curve,
+        max_new_tokens=int(samples.response_tokens.max()),
+        moves=moves,
+        # a profile tells nothing of prompts
+        prompt_token_s=token_s if profile is None else 0.0,
+        poll_interval_s=config.reallocation.poll_interval_s or 1.0,
+    )
+    if config.reallocation.poll_interval_s is None:
+        setup = _with_polls(setup, samples)
+    policy = make_reallocation_policy(
+        config.reallocation.policy,
+        curve=curve.copy(),
+        gate=Gate(
+            kv_bytes_per_token=moves.kv_bytes_per_token,
+            transfer=TransferModel(latency_s=0.02, bytes_per_s=link, open_s=0.5),
+            prefill=PrefillModel(fixed_s=0.01, token_s=token_s, token_squared_s=token_s * 1e-5),
+        ),
+        earlier_lengths=earlier.tolist(),
+    )
+    binding = "static" if config.reallocation.policy == "static" else "pull"
+    return simulate(samples, setup, policy, binding=binding, progress=progress)
+
+
+def _with_polls(setup: PoolSetup, samples: Samples) -> PoolSetup:
+    return replace(setup, poll_interval_s=max(least_finish_s(samples, setup) / POLLS, 1e-3))
+
+
+def _context(samples: Samples) -> np.ndarray:
+    """[n] tokens of each sample at its end."""
+    return samples.prompt_tokens + samples.response_tokens
+
+
+def _curve(
+    cluster: DescribedCluster,
+    profile: Profile | None,
+    speculation: Speculation,
+    *,
+    slots: int,
+    mean_tokens: float,
+) -> RateCurve:
+    prompt = cluster.config.lengths.prompt_tokens
+    # on its way a sample has half of its response
+    context = max(int(prompt + (mean_tokens - prompt) / 2), 1)
+    if profile is not None:
+        return rate_curve_from_profile(profile, context_tokens=context, speculation=speculation != "off")
+    return cluster.instance.rate_curve(context_tokens=context, max_samples=slots, speculation=speculation)
+
+
+def _training(cluster: DescribedCluster, *, tokens: float, mean_tokens: float) -> TrainingCost:
+    config = cluster.config
+    if config.learner.measured_s is not None:
+        return TrainingCost(
+            log_probability_s=0.0,
+            update_s=config.learner.measured_s,
+            compute_s=config.learner.measured_s,
+            traffic_s=0.0,
+        )
+    return training_cost(
+        cluster.target,
+        cluster.instance.target.sheet,
+        config.learner,
+        gpus=config.pools.trainer_gpus,
+        tokens=tokens,
+        mean_tokens=mean_tokens,
+        link_share=config.device.link_share,
+    )
+
+
+def _publication(cluster: DescribedCluster) -> float:
+    config = cluster.config
+    if config.step.publication_s is not None:
+        return config.step.publication_s
+    return publication_s(
+        cluster.instance.target.weight_bytes,
+        tensor_parallel=config.pools.tensor_parallel,
+        sheet=cluster.instance.target.sheet,
+        link_share=config.device.link_share,
+        colocated=config.pools.colocated,
+    )
+
+
+def _phase(results: list[SimulationResult], rest_s: float, *, staleness: int) -> Phase:
+    """The pipeline over the rollouts that were played, again and again; its second half counts."""
+    count = max(LEAST_STEPS, 4 * (staleness + 1))
+    played = [results[step % len(results)] for step in range(count)]
+    times = stale_pipeline([one.finish_s for one in played], [rest_s] * count, staleness=staleness)
+    first = count // 2
+    step_s = times.step_s(first)
+    later = played[first + 1 :]
+    busy_s = float(np.mean([one.busy_s.mean() for one in later]))
+    return Phase(
+        rollout_s=float(np.mean([one.finish_s for one in results])),
+        step_s=step_s,
+        trainer_idle=max(1.0 - rest_s / step_s, 0.0),
+        instances_idle=max(1.0 - busy_s / step_s, 0.0),
+        moves=float(np.mean([one.num_moves for one in results])),
+    )
+
+
+def _levels(cluster: DescribedCluster, slots: int, mean_tokens: float) -> tuple[tuple[int, int], ...]:
+    draft = cluster.instance.draft
+    if draft is None:
+        return ()
+    batches = [2**power for power in range(slots.bit_length())]
+    if cluster.config.drafter.policy == "fixed":
+        return tuple((batch, draft.levels) for batch in batches)
+    context = mean_tokens / 2
+    return tuple((batch, cluster.instance.best_chain(batch, batch * context)[0]) for batch in batches)

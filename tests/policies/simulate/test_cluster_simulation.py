@@ -1,0 +1,149 @@
+"""A whole simulated run on a small cluster; sweeps; settings that contradict each other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from core.errors import ConfigError
+from core.settings.simulated_cluster import SimulatedClusterConfig
+from policies.simulate.performance.assumptions import MODELLED, SOURCES, assumptions
+from policies.simulate.performance.cluster_simulation import simulate_cluster
+from policies.simulate.performance.cluster_sweep import best, changed, combinations, default_axes, sweep
+from policies.simulate.performance.described_cluster import describe
+
+
+def config(**sections: dict[str, Any]) -> SimulatedClusterConfig:
+    small = {
+        "pools": {"instances": 2, "trainer_gpus": 2},
+        "lengths": {"samples": 16, "prompt_tokens": 16, "max_new_tokens": 256},
+        "step": {"steps": 1},
+    }
+    for name, keys in sections.items():
+        small[name] = small.get(name, {}) | keys
+    return SimulatedClusterConfig.model_validate(small)
+
+
+def test_equal_samples_take_as_long_as_their_steps() -> None:
+    """No tails, no moves, no spread: the rollout is its decode steps, one after the other."""
+    alike = config(
+        lengths={"draw": "equal", "speed_sigma": 0.0, "prompt_tokens": 0},
+        drafter={"kind": "none"},
+        reallocation={"policy": "static"},
+    )
+    cluster = describe(alike)
+    made = simulate_cluster(cluster)
+    steps = [cluster.instance.plain_s(8, 8 * (done + 0.5)) for done in range(256)]
+    assert made.plain.rollout_s == pytest.approx(sum(steps), rel=0.01)
+    assert made.speculative == made.plain
+    rest_s = made.training.total_s + made.publication_s + made.other_s
+    assert made.plain.step_s == pytest.approx(made.plain.rollout_s + rest_s)
+    assert made.rollout_share == pytest.approx(made.plain.rollout_s / made.plain.step_s)
+    assert made.plain.trainer_idle == pytest.approx(made.rollout_share)
+    assert made.plain.instances_idle == pytest.approx(1.0 - made.rollout_share, rel=0.02)
+
+
+def test_in_turns_the_step_gains_what_the_bound_allows() -> None:
+    made = simulate_cluster(describe(config(step={"steps": 2})))
+    assert made.rollout_speedup > 1.2
+    assert made.step_speedup == pytest.approx(made.step_bound, rel=0.02)
+
+
+def test_staleness_overlaps() -> None:
+    turns = simulate_cluster(describe(config()))
+    ahead = simulate_cluster(describe(config(step={"staleness": 1})))
+    rest_s = turns.training.total_s + turns.publication_s + turns.other_s
+    assert ahead.speculative.step_s == pytest.approx(max(turns.speculative.rollout_s, rest_s))
+    assert min(ahead.speculative.trainer_idle, ahead.plain.trainer_idle) < turns.speculative.trainer_idle
+
+
+def test_a_fixed_tree_counts_its_nodes() -> None:
+    tree = {"policy": "fixed", "nodes": 8, "depth": 4, "width": 4, "acceptance_length": 3.0}
+    cluster = describe(config(drafter=tree))
+    draft = cluster.instance.draft
+    assert draft is not None and (draft.nodes, draft.levels, draft.width, draft.tokens) == (8, 4, 4, 3.0)
+    assert simulate_cluster(cluster).levels[0] == (1, 4)
+
+
+def test_recorded_lengths_are_drawn_from() -> None:
+    cluster = describe(config(), np.array([5, 7]))
+    assert set(cluster.samples(0).response_tokens.tolist()) == {5, 7}
+    assert cluster.samples(0).response_tokens.tolist() != cluster.samples(1).response_tokens.tolist()
+
+
+def test_measured_seconds_replace_modelled_ones() -> None:
+    made = simulate_cluster(
+        describe(config(learner={"measured_s": 3.0}, step={"publication_s": 0.5, "other_s": 0.0}))
+    )
+    assert made.training.total_s == 3.0 and made.publication_s == 0.5
+    assert made.plain.step_s == pytest.approx(made.plain.rollout_s + 3.5)
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        ({"drafter": {"depth": 2, "acceptance_length": 3.5}}, "more than depth"),
+        ({"drafter": {"nodes": 2, "depth": 3, "policy": "fixed"}}, "fewer than depth"),
+        ({"drafter": {"nodes": 4}}, "policy fixed"),
+        ({"drafter": {"kind": "model"}}, "needs config"),
+        ({"model": {"config": "x", "dimensions": {}}}, "give one of them"),
+        ({"pools": {"colocated": True}, "step": {"staleness": 1}}, "take turns"),
+        ({"pools": {"colocated": True, "trainer_gpus": 3}}, "must be instances x tensor_parallel = 2"),
+        ({"device": {"name": "H900"}}, "H100"),
+    ],
+)
+def test_contradictions_are_refused(sections: dict[str, dict[str, Any]], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        config(**sections)
+
+
+def test_every_assumption_is_in_the_table() -> None:
+    rows = assumptions(describe(config(learner={"mfu": 0.3})))
+    assert [row.name for row in rows][2:] == [*SOURCES, *(name for name, _, _ in MODELLED)]
+    assert all(row.value and row.source for row in rows)
+    told = {row.name: row.source for row in rows}
+    assert told["learner.mfu"] == "the config" and "2511.16665" in told["device.memory_share"]
+    without = assumptions(describe(config(drafter={"kind": "none"})))
+    assert not any(row.name.startswith("drafter.") for row in without)
+
+
+def test_a_sweep_names_the_shortest_step_and_keeps_what_cannot_be() -> None:
+    base = config()
+    rows = sweep(base, {"step.staleness": [0, 1], "pools.colocated": [False, True]})
+    assert [row.values["step.staleness"] for row in rows] == [0, 0, 1, 1]
+    assert [row.gpus for row in rows] == [4, 2, 4, 0]
+    assert "take turns" in rows[3].refused and rows[3].result is None
+    chosen = best(rows)
+    assert chosen is not None and chosen.result is not None
+    steps = [row.result.speculative.step_s for row in rows if row.result]
+    assert chosen.result.speculative.step_s == min(steps)
+    assert best(rows[3:]) is None
+    assert rows[0].label == "staleness 0, colocated False"
+
+
+def test_another_depth_keeps_the_acceptance_of_a_level() -> None:
+    base = config(drafter={"depth": 2, "acceptance_length": 1.75, "policy": "fixed"})
+    deeper = describe(changed(base, {"drafter.depth": 3})).instance.draft
+    assert deeper is not None and deeper.tokens == pytest.approx(1.875)
+
+
+def test_keys_that_change_together() -> None:
+    together = combinations({"a,b": [[1, 2], [3, 4]], "c": [5]})
+    assert together == [{"a": 1, "b": 2, "c": 5}, {"a": 3, "b": 4, "c": 5}]
+    with pytest.raises(ConfigError, match="expects lists of 2 values"):
+        combinations({"a,b": [[1]]})
+    with pytest.raises(ConfigError, match="has 1000 combinations"):
+        combinations({"a": list(range(1000))})
+    with pytest.raises(ConfigError, match=r"pools\.moons is no key"):
+        sweep(config(), {"pools.moons": [1]})
+
+
+def test_the_default_sweep_spends_the_same_gpus() -> None:
+    base = config(pools={"instances": 4, "trainer_gpus": 4, "tensor_parallel": 2})
+    axes = default_axes(base)
+    assert {i * 2 + t for i, t in axes["pools.instances,pools.trainer_gpus"]} == {12}
+    assert len(combinations(axes)) == 36
+    one_pool = base.model_copy(update={"pools": base.pools.model_copy(update={"colocated": True})})
+    assert list(default_axes(one_pool)) == ["drafter.policy,drafter.depth"]
