@@ -185,6 +185,17 @@ ABOUT = {
         "`trl_max_abs_difference`: of losses and "
         "gradients from those of TRL 1.16's trainers, over the cases in `benchmarks/oracles`.",
     ),
+    "cluster_simulation": About(
+        title="Cluster simulator",
+        question="How far is `rlhfspec simulate cluster` from what papers publish, and how long does it take?",
+        how="TLT's table of batch sizes, RLHFSpec's two figures, NeMo-RL's 8B table and its projections for 235B "
+        "(`benchmarks/published/`). Nothing is fitted to the figure that it is compared with; what a paper does not "
+        "say is set beforehand: a middle, which gives the simulated value, and a range, in brackets. "
+        "`simulator_X_error`: largest deviation of figures whose inputs are all published, these being steps that "
+        "follow from a published rollout; `_middle_error`: of the others at the middle of what is unknown; `_outside`: "
+        "how far a published figure lies outside the range, as a share of it. `simulate_1024_s`: processor seconds of "
+        "one rollout of 100,000 samples on 1,024 instances with `finish_time`; the bar is 60.",
+    ),
     "chain": About(
         title="From demonstrations to PPO",
         question="Do `sft`, `train-reward` and `train` from files raise a gold score that PPO never sees?",

@@ -49,12 +49,32 @@ def page(name: str) -> str:
             f"| `{figure}` | {' | '.join(_cell(result, figure) for result in results.values())} |"
             for figure in figures
         ),
+        *_published_rows(results),
         "",
         "| machine | processor | cores | threads | commit | date |",
         "|---|---|---|---|---|---|",
         *(_machine_row(machine, result["provenance"]) for machine, result in results.items()),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _published_rows(results: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Figures of papers beside those simulated, of the first result that has some."""
+    rows = next(
+        (r["provenance"]["published"] for r in results.values() if "published" in r["provenance"]), None
+    )
+    if rows is None:
+        return []
+    return [
+        "",
+        "| figure | published | simulated | range | deviation | what matters |",
+        "|---|---|---|---|---|---|",
+        *(
+            f"| `{row['name']}` | {row['published']:.2f} | {row['simulated']:.2f} | {row['low']:.2f} to "
+            f"{row['high']:.2f} | {row['deviation']:+.0%} | {row['matters']} |"
+            for row in rows
+        ),
+    ]
 
 
 def readme_rows() -> str:

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from cluster.commands.arguments import path_argument
@@ -34,7 +31,6 @@ perfect spreads all samples evenly at every moment, at no cost; no schedule what
 DEVICES = ("h100-class", "h100-class-plain")
 POLICIES = ("all", "static", "pull", "recompute_only", "paper_rule", "finish_time")
 PRESETS = ("skewed", "long_tail", "balanced")
-SHOW_AFTER_S = 2.0
 POLLS = 500
 "The pool is looked at about so often in a rollout where no interval is given, at most every tenth of a second."
 PROFILE_KV_BYTES = 16384.0
@@ -109,6 +105,7 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Simulate, print a table, write JSON. Raises InputError for bad input."""
+    from cluster.commands.simulating.simulation_bar import simulation_bar
     from cluster.reporting.console import PipeConsole
     from policies.simulate.compare import COMPARED, compare
 
@@ -117,7 +114,7 @@ def run(args: argparse.Namespace) -> int:
     samples, max_new_tokens = _samples(args)
     setup, label = _setup(args, samples, max_new_tokens)
     wanted = COMPARED if args.policy == "all" else tuple(dict.fromkeys(("static", "pull", args.policy)))
-    with _bar(len(samples) * len(wanted), console) as tick:
+    with simulation_bar(len(samples) * len(wanted), console) as tick:
         made = compare(samples, setup, wanted, progress=tick)
     console.print(
         f"{args.instances} instances of {args.slots} slots, {len(samples)} samples "
@@ -293,31 +290,3 @@ def _tree(
         "perfect_s": made.perfect_s,
         "bound_s": made.least_s,
     }
-
-
-@contextmanager
-def _bar(total: int, console: Any) -> Iterator[Callable[[str, int], None]]:
-    """Yield `tick(name, done)`; a bar appears when it takes longer than two seconds."""
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
-    progress = Progress(
-        TextColumn("{task.description:<15}"),
-        BarColumn(),
-        TimeElapsedColumn(),
-        console=console,
-        transient=True,
-    )
-    task = progress.add_task("simulating", total=total)
-    began_s = time.monotonic()
-    finished: dict[str, int] = {}
-
-    def tick(name: str, done: int) -> None:
-        finished[name] = done
-        if not progress.live.is_started and time.monotonic() - began_s > SHOW_AFTER_S:
-            progress.start()
-        progress.update(task, description=name, completed=sum(finished.values()))
-
-    try:
-        yield tick
-    finally:
-        progress.stop()

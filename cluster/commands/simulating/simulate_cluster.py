@@ -53,13 +53,14 @@ def add_parser(parents: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Simulate, print tables, write JSON and picture. Raises InputError for bad input."""
+    from cluster.commands.simulating.simulation_bar import simulation_bar
     from cluster.reporting.console import PipeConsole
     from cluster.run_folder.recorded_lengths import read_lengths
     from core.config_io import load_config_of
     from core.settings.simulated_cluster import SimulatedClusterConfig
     from policies.simulate.performance.assumptions import assumptions
     from policies.simulate.performance.cluster_simulation import simulate_cluster
-    from policies.simulate.performance.cluster_sweep import best, default_axes, sweep
+    from policies.simulate.performance.cluster_sweep import best, combinations, default_axes, sweep
     from policies.simulate.performance.described_cluster import describe
     from profiles.profile import load_profile
 
@@ -73,7 +74,10 @@ def run(args: argparse.Namespace) -> int:
     tree: dict[str, Any] = {"schema_version": 1, "config": config.model_dump(mode="json")}
     if args.sweep:
         axes = config.sweep or default_axes(config)
-        tried = sweep(config, axes, recorded=recorded, profile=profile)
+        with simulation_bar(len(combinations(axes)), console) as tick:
+            tried = sweep(
+                config, axes, recorded=recorded, profile=profile, progress=lambda done: tick("sweep", done)
+            )
         chosen = best(tried)
         console.print(_sweep_table(tried, chosen))
         if chosen is None:
@@ -88,7 +92,9 @@ def run(args: argparse.Namespace) -> int:
             draw_sweep(tried, args.picture)
             console.print(f"written {args.picture}", soft_wrap=True)
     else:
-        made = simulate_cluster(cluster, profile=profile)
+        num_rollouts = config.step.steps * (1 if cluster.instance.draft is None else 2)
+        with simulation_bar(num_rollouts * config.lengths.samples, console) as tick:
+            made = simulate_cluster(cluster, profile=profile, progress=tick)
         console.print(_table(made))
         for line in _lines(made, has_draft=cluster.instance.draft is not None):
             console.print(line, soft_wrap=True)

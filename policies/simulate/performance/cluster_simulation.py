@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
@@ -106,7 +107,7 @@ def simulate_cluster(
     Args:
         cluster: the parts.
         profile: measured costs and acceptance, for decoding, instead of the data sheet's.
-        progress: told "speculative" or "plain" and how many samples are done.
+        progress: told the rollout, such as "plain 1", and how many of its samples are done.
 
     Raises ConfigError where an instance has no room for a sample.
     """
@@ -114,10 +115,7 @@ def simulate_cluster(
     draft = None if cluster.instance.draft is None else cluster.instance.draft.roofline
     played = [cluster.samples(step) for step in range(config.step.steps)]
     mean_tokens = float(np.mean([_context(samples).mean() for samples in played]))
-    slots = config.pools.slots
-    if slots is None:
-        room = most_slots(target, draft, context_tokens=mean_tokens, spare_memory=config.device.spare_memory)
-        slots = min(room, -(-config.lengths.samples // config.pools.instances))
+    slots = _slots(cluster, mean_tokens)
     memory = memory_fit(
         target,
         draft,
@@ -137,9 +135,11 @@ def simulate_cluster(
     earlier = cluster.samples(config.step.steps).response_tokens
     phases = {}
     for name, speculation in kinds.items():
-        told = None if progress is None else (lambda done, name=name: progress(name, done))
         curve = _curve(cluster, profile, speculation, slots=slots, mean_tokens=mean_tokens)
-        results = [rollout(cluster, samples, curve, slots, earlier, told, profile) for samples in played]
+        results = []
+        for step, samples in enumerate(played, start=1):
+            told = None if progress is None else partial(progress, f"{name} {step}")
+            results.append(_rollout(cluster, samples, curve, slots, earlier, told, profile))
         phases[name] = _phase(results, rest_s, staleness=config.step.staleness)
     return ClusterResult(
         speculative=phases.get("speculative", phases["plain"]),
@@ -155,7 +155,17 @@ def simulate_cluster(
     )
 
 
-def rollout(
+def simulate_rollout(cluster: DescribedCluster) -> SimulationResult:
+    """Play the first step's rollout alone, with the configured drafts. Raises ConfigError as `simulate_cluster`."""
+    samples = cluster.samples(0)
+    mean_tokens = float(_context(samples).mean())
+    speculation: Speculation = "off" if cluster.instance.draft is None else cluster.config.drafter.policy
+    slots = _slots(cluster, mean_tokens)
+    curve = _curve(cluster, None, speculation, slots=slots, mean_tokens=mean_tokens)
+    return _rollout(cluster, samples, curve, slots, cluster.samples(1).response_tokens)
+
+
+def _rollout(
     cluster: DescribedCluster,
     samples: Samples,
     curve: RateCurve,
@@ -198,6 +208,20 @@ def rollout(
     )
     binding = "static" if config.reallocation.policy == "static" else "pull"
     return simulate(samples, setup, policy, binding=binding, progress=progress)
+
+
+def _slots(cluster: DescribedCluster, mean_tokens: float) -> int:
+    """Samples that run at once on an instance."""
+    config, draft = cluster.config, cluster.instance.draft
+    if config.pools.slots is not None:
+        return config.pools.slots
+    room = most_slots(
+        cluster.instance.target,
+        None if draft is None else draft.roofline,
+        context_tokens=mean_tokens,
+        spare_memory=config.device.spare_memory,
+    )
+    return min(room, -(-config.lengths.samples // config.pools.instances))
 
 
 def _with_polls(setup: PoolSetup, samples: Samples) -> PoolSetup:

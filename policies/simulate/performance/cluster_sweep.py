@@ -112,17 +112,16 @@ def sweep(
     *,
     recorded: np.ndarray | None = None,
     profile: Profile | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Callable[[int], None] | None = None,
 ) -> list[Tried]:
-    """Simulate every combination, in order; `progress` is told how many of how many are done.
+    """Simulate every combination, in order; `progress` is told how many are done.
 
     What cannot be is kept with its reason. Raises ConfigError for axes that are none.
     """
     rows = []
-    wanted = combinations(axes)
-    for number, values in enumerate(wanted):
+    for number, values in enumerate(combinations(axes)):
         if progress is not None:
-            progress(number, len(wanted))
+            progress(number)
         try:
             one = changed(config, values)
         except ConfigError as error:

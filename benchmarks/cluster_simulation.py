@@ -1,0 +1,87 @@
+"""The cluster simulator beside published figures, and how long 1,024 instances take.
+
+Nothing is fitted to the figure that it is compared with. What a paper does not say is set beforehand, once in the
+middle and once at both ends of a range.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.published import nemo_rl, rlhfspec_paper, tlt_batches
+from benchmarks.published.row import Row
+from benchmarks.support.result import write_result
+from core.settings.simulated_cluster import SimulatedClusterConfig
+from policies.simulate.performance.cluster_simulation import simulate_rollout
+from policies.simulate.performance.described_cluster import describe
+
+LARGE = {"instances": 1024, "samples": 100_000}
+
+
+def run(*, out: Path, mode: str, data: Path | None) -> int:
+    """Run the benchmark; always returns 0. `data` is not used; `quick` leaves the projections for 235B out."""
+    console = Console()
+    papers = {"tlt": tlt_batches.rows(), "rlhfspec": rlhfspec_paper.rows(), "nemo_8b": nemo_rl.rows_8b()}
+    if mode != "quick":
+        papers["nemo_235b"] = nemo_rl.rows_235b()
+    figures: dict[str, float] = {}
+    intervals: dict[str, tuple[float, float]] = {}
+    for paper, rows in papers.items():
+        figures |= paper_figures(paper, rows)
+    figures["simulate_1024_s"] = large_rollout_s()
+    rows = [row for rows in papers.values() for row in rows]
+    for row in rows:
+        figures[row.name] = row.simulated
+        intervals[row.name] = (row.low, row.high)
+    console.print(_table(rows))
+    provenance: dict[str, Any] = {"mode": mode, "published": [row.tree() for row in rows]}
+    path = write_result(out, "cluster_simulation", figures, intervals, provenance)
+    console.print({name: value for name, value in figures.items() if name not in intervals})
+    console.print(f"written {path}")
+    return 0
+
+
+def paper_figures(paper: str, rows: list[Row]) -> dict[str, float]:
+    """Largest deviations: where all inputs are published, where not, and from the range over what is not."""
+    known = [abs(row.deviation) for row in rows if row.known]
+    unknown = [abs(row.deviation) for row in rows if not row.known]
+    figures = {f"simulator_{paper}_error": max(known)} if known else {}
+    figures[f"simulator_{paper}_middle_error"] = max(unknown)
+    figures[f"simulator_{paper}_outside"] = max(row.outside for row in rows)
+    return figures
+
+
+def large_rollout_s() -> float:
+    """Processor seconds of one rollout on 1,024 instances with 100,000 samples under finish_time."""
+    cluster = describe(
+        SimulatedClusterConfig.model_validate(
+            {
+                "pools": {"instances": LARGE["instances"], "trainer_gpus": LARGE["instances"]},
+                "lengths": {"samples": LARGE["samples"]},
+            }
+        )
+    )
+    began_s = time.process_time()
+    simulate_rollout(cluster)
+    return time.process_time() - began_s
+
+
+def _table(rows: list[Row]) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for title in ("figure", "published", "simulated", "range", "deviation", "inputs"):
+        table.add_column(title, justify="left" if title in ("figure", "inputs") else "right")
+    for row in rows:
+        table.add_row(
+            row.name,
+            f"{row.published:.2f}",
+            f"{row.simulated:.2f}",
+            f"{row.low:.2f} to {row.high:.2f}",
+            f"{row.deviation:+.0%}",
+            "published" if row.known else "not all",
+        )
+    return table

@@ -1,0 +1,1 @@
+"""What papers publish beside what the cluster simulator says: figures, known inputs, ranges of the others."""
