@@ -31,7 +31,9 @@ ENGINE_S = (0.43e-3, 1.6e-3)
 "What the engine adds to a speculative step: least and most of the seven public rates whose median is our default."
 LENGTHS = (("equal", 8192), ("long_tail", 16384), ("long_tail", 32768))
 "Of the projections' responses: how they are drawn, and their limit."
-_Case = tuple[int, int, tuple[str, int], bool]
+LAYOUTS = (("tensor", 8), ("tensor", 4), ("expert", 32))
+"How an instance's GPUs split the model, and their number; the first is the middle, 4 are a tray."
+_Case = tuple[int, tuple[str, int], tuple[str, int], bool]
 
 
 def rows_8b() -> list[Row]:
@@ -94,12 +96,10 @@ def rows_235b() -> list[Row]:
     rows: list[Row] = []
     found: dict[int, dict[_Case, float]] = {}
     for levels, (length, faster, step_faster) in PROJECTED.items():
-        central = _projected(levels, length, gpus=1024, tensor_parallel=8, lengths=LENGTHS[1], ideal=False)
-        grid = itertools.product((512, 2048), (4, 8, 32), (LENGTHS[0], LENGTHS[2]), (False, True))
+        central = _projected(levels, length, gpus=1024, layout=LAYOUTS[0], lengths=LENGTHS[1], ideal=False)
+        grid = itertools.product((512, 2048), LAYOUTS, (LENGTHS[0], LENGTHS[2]), (False, True))
         others: dict[_Case, float] = {
-            case: _projected(
-                levels, length, gpus=case[0], tensor_parallel=case[1], lengths=case[2], ideal=case[3]
-            )
+            case: _projected(levels, length, gpus=case[0], layout=case[1], lengths=case[2], ideal=case[3])
             for case in grid
         }
         found[levels] = others
@@ -110,9 +110,9 @@ def rows_235b() -> list[Row]:
                 central,
                 list(others.values()),
                 matters="known: model, GB200, fp8, k, acceptance length, 4,096 samples a step. Not known: GPUs (512 to "
-                "2,048, middle 1,024), GPUs an instance (4, a tray, to 32; middle 8), lengths (all of 8k to a long "
-                "tail up to 32k, middle one up to 16k), starts of kernels and the engine's share (none to our "
-                "defaults, middle our defaults)",
+                "2,048, middle 1,024), an instance (4 or 8 GPUs that split matrices, 32 that split experts; middle 8), "
+                "lengths (all of 8k to a long tail up to 32k, middle one up to 16k), starts of kernels and the "
+                "engine's share (none to our defaults, the middle)",
             )
         )
         [(_, their_rollout, their_step)] = [PROJECTED[other] for other in PROJECTED if other != levels]
@@ -165,9 +165,8 @@ def _asynchronous(found: Mapping[int, Mapping[_Case, float]]) -> list[Row]:
 
 
 def _projected(
-    levels: int, length: float, *, gpus: int, tensor_parallel: int, lengths: tuple[str, int], ideal: bool
+    levels: int, length: float, *, gpus: int, layout: tuple[str, int], lengths: tuple[str, int], ideal: bool
 ) -> float:
-    instances = gpus // tensor_parallel
     device: dict[str, Any] = {"name": "GB200"}
     drafter: dict[str, Any] = {"policy": "fixed", "depth": levels, "acceptance_length": length}
     if ideal:
@@ -178,8 +177,9 @@ def _projected(
             "model": {"dimensions": QWEN3_235B, "precision": "fp8"},
             "device": device,
             "pools": {
-                "instances": instances,
-                "tensor_parallel": tensor_parallel,
+                "instances": gpus // layout[1],
+                "split": layout[0],
+                "tensor_parallel": layout[1],
                 "trainer_gpus": gpus,
                 "colocated": True,
             },

@@ -68,6 +68,8 @@ class SimulatedPoolsConfig(Section):
     instances: Annotated[int, Field(ge=1, le=10**4)] = 8
     tensor_parallel: Annotated[int, Field(ge=1, le=1024)] = 1
     "GPUs of an instance"
+    split: Literal["tensor", "expert"] = "tensor"
+    "tensor: they split every matrix; expert: they split the experts, and each has samples and all else of its own"
     trainer_gpus: Count = 8
     colocated: bool = False
     "the trainer's GPUs are the instances'; they take turns"

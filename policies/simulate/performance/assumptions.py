@@ -57,7 +57,7 @@ MODELLED = (
         "bf16 weight and gradient, fp32 copy and moments",
     ),
     ("activations", "not counted in memory", "recomputed"),
-    ("expert and pipeline parallel", "not modelled", "an instance's GPUs split every matrix"),
+    ("pipeline parallel", "not modelled", "an instance's GPUs split matrices or experts (pools.split)"),
     ("caches of a sample", "its mean length", "paged; what runs out waits"),
 )
 

@@ -274,8 +274,7 @@ def _publication(cluster: DescribedCluster) -> float:
     if config.step.publication_s is not None:
         return config.step.publication_s
     return publication_s(
-        cluster.instance.target.weight_bytes,
-        tensor_parallel=config.pools.tensor_parallel,
+        cluster.instance.target.weight_bytes_per_gpu,
         sheet=cluster.instance.target.sheet,
         link_share=config.device.link_share,
         colocated=config.pools.colocated,

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from core.errors import ConfigError
 from core.settings.simulated_cluster import QWEN_7B, SimulatedClusterConfig
 from policies.simulate.performance.analytic_instance import AnalyticInstance, Draft
 from policies.simulate.performance.device_sheets import SHEETS
@@ -80,7 +81,12 @@ def describe(config: SimulatedClusterConfig, recorded: np.ndarray | None = None)
         precision=model.precision,
         cache_bytes=model.cache_bytes,
         reached=reached,
+        split=pools.split,
     )
+    if pools.split == "expert" and not dimensions.experts:
+        raise ConfigError(
+            "pools.split expert: the model has no experts; expected num_experts in its config, or tensor"
+        )
     return DescribedCluster(
         config=config,
         instance=AnalyticInstance(target=target, draft=_draft(config, target)),
@@ -109,6 +115,7 @@ def _draft(config: SimulatedClusterConfig, target: Roofline) -> Draft | None:
             precision="bf16",
             cache_bytes=target.cache_bytes,
             reached=target.reached,
+            split=target.split,
         ),
         accepted=accepted,
         level_s=drafter.level_s,

@@ -74,8 +74,7 @@ def memory_fit(
 
 
 def _weights(target: Roofline, draft: Roofline | None) -> float:
-    drafts = 0.0 if draft is None else draft.weight_bytes / draft.gpus
-    return target.weight_bytes / target.gpus + drafts
+    return target.weight_bytes_per_gpu + (0.0 if draft is None else draft.weight_bytes_per_gpu)
 
 
 def _cache(target: Roofline, draft: Roofline | None) -> float:

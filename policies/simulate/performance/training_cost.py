@@ -92,12 +92,10 @@ def training_cost(
     )
 
 
-def publication_s(
-    weight_bytes: float, *, tensor_parallel: int, sheet: DeviceSheet, link_share: float, colocated: bool
-) -> float:
+def publication_s(bytes_per_gpu: float, *, sheet: DeviceSheet, link_share: float, colocated: bool) -> float:
     """Seconds until every instance has new weights: each of its GPUs receives its part, all instances at once.
 
     Over the network, as a pipelined broadcast; over the link where trainer and instance share their GPUs.
     """
     bandwidth = sheet.link_bytes_per_s if colocated else sheet.network_bytes_per_s
-    return weight_bytes / tensor_parallel / (bandwidth * link_share)
+    return bytes_per_gpu / (bandwidth * link_share)

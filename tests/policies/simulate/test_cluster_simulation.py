@@ -99,6 +99,11 @@ def test_contradictions_are_refused(sections: dict[str, dict[str, Any]], said: s
         config(**sections)
 
 
+def test_experts_are_split_only_where_there_are_some() -> None:
+    with pytest.raises(ConfigError, match="has no experts"):
+        describe(config(pools={"split": "expert"}))
+
+
 def test_every_assumption_is_in_the_table() -> None:
     rows = assumptions(describe(config(learner={"mfu": 0.3})))
     assert [row.name for row in rows][2:] == [*SOURCES, *(name for name, _, _ in MODELLED)]

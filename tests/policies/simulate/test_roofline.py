@@ -79,6 +79,27 @@ def test_heads_of_caches_are_split_no_further_than_their_number() -> None:
     assert roofline(4).cache_share == 0.5
 
 
+def test_experts_that_are_split_by_hand() -> None:
+    experts = replace(MODEL, dense=80_000, expert=10_000, experts=8, experts_per_token=2, expert_layers=2)
+    assert (experts.always_read, experts.all_experts, experts.active) == (200_000, 160_000, 240_000)
+    two = replace(roofline(2, collective_s=1e-5), model=experts, split="expert")
+    # one GPU holds all but half of the experts, and its own table of embeddings
+    assert two.weight_bytes_per_gpu == 2.0 * (300_000 + 80_000)
+    assert two.cache_share == 0.5
+    # three samples: two on one GPU; of the experts 1 - (3/4)^3 are used
+    used = 160_000 * (1.0 - 0.75**3)
+    assert experts.experts_read(3) == pytest.approx(used)
+    # a token goes to two experts of 100 numbers of 2 bytes, half of them elsewhere, at 100 MB/s
+    assert two.exchange_s(2) == pytest.approx(1e-5 + 0.5 * 800 / 1e8)
+    expected = 2.0 * (200_000 + used / 2) / 1e9 + 2 / 3 * 3000 * 400 / 1e9 + 4 * (1e-5 + 4e-6)
+    assert two.forward_s(3, 1, 3000) == pytest.approx(expected)
+    # computed: 2,000 tokens of its own, and half of 4,000 tokens' experts
+    many = two.forward_s(4000, 1, 0)
+    assert many == pytest.approx((2 * 200_000 * 2000 + 2 * 40_000 * 2000) / 1e12 + 4 * two.exchange_s(2000))
+    alone = replace(two, gpus=1)
+    assert alone.forward_s(3, 1, 3000) == pytest.approx(replace(alone, split="tensor").forward_s(3, 1, 3000))
+
+
 def test_precision_decides_bytes_and_products() -> None:
     fp8 = replace(roofline(), precision="fp8")
     assert fp8.forward_s(1, 1, 0) == pytest.approx(0.5e-3)

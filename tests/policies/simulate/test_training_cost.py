@@ -67,12 +67,8 @@ def test_traffic_hides_behind_the_computation_or_adds_to_it() -> None:
 
 
 def test_publication_by_hand() -> None:
-    assert publication_s(
-        1e8, tensor_parallel=2, sheet=SHEET, link_share=0.5, colocated=False
-    ) == pytest.approx(0.5e8 / 0.5e7)
-    assert publication_s(
-        1e8, tensor_parallel=2, sheet=SHEET, link_share=0.5, colocated=True
-    ) == pytest.approx(1.0)
+    assert publication_s(5e7, sheet=SHEET, link_share=0.5, colocated=False) == pytest.approx(5e7 / 0.5e7)
+    assert publication_s(5e7, sheet=SHEET, link_share=0.5, colocated=True) == pytest.approx(1.0)
 
 
 def roofline(gpus: int = 1) -> Roofline:
