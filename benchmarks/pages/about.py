@@ -190,9 +190,9 @@ ABOUT = {
         question="How far is `rlhfspec simulate cluster` from what papers publish, and how long does it take?",
         how="TLT's table of batch sizes, RLHFSpec's two figures, NeMo-RL's 8B table and its projections for 235B "
         "(`benchmarks/published/`). Nothing is fitted to the figure that it is compared with; what a paper does not "
-        "say is set beforehand: a middle, which gives the simulated value, and a range, in brackets. "
-        "`simulator_X_error`: largest deviation of figures whose inputs are all published, these being steps that "
-        "follow from a published rollout; `_middle_error`: of the others at the middle of what is unknown; `_outside`: "
+        "say is set beforehand: a middle, which gives the simulated value, and a range. "
+        "`simulator_X_error`: largest deviation at the middle of what is unknown; `_known_error`: of figures whose "
+        "inputs are all published, these being steps that follow from a published rollout; `_outside`: "
         "how far a published figure lies outside the range, as a share of it. `simulate_1024_s`: processor seconds of "
         "one rollout of 100,000 samples on 1,024 instances with `finish_time`; the bar is 60.",
     ),

@@ -29,7 +29,12 @@ def load_results(name: str) -> dict[str, dict[str, Any]]:
 def page(name: str) -> str:
     """Return the text of a benchmark's page."""
     about, results = ABOUT[name], load_results(name)
-    figures = list(dict.fromkeys(figure for result in results.values() for figure in result["figures"]))
+    beside = {row["name"] for result in results.values() for row in result["provenance"].get("published", ())}
+    figures = [
+        figure
+        for figure in dict.fromkeys(figure for result in results.values() for figure in result["figures"])
+        if figure not in beside
+    ]
     head = ["figure", *results]
     lines = [
         f"# {about.title}",
@@ -65,14 +70,17 @@ def _published_rows(results: Mapping[str, Mapping[str, Any]]) -> list[str]:
     )
     if rows is None:
         return []
+    # what matters is said once for neighbours that share it
+    before = [None, *(row["matters"] for row in rows)]
     return [
         "",
         "| figure | published | simulated | range | deviation | what matters |",
         "|---|---|---|---|---|---|",
         *(
             f"| `{row['name']}` | {row['published']:.2f} | {row['simulated']:.2f} | {row['low']:.2f} to "
-            f"{row['high']:.2f} | {row['deviation']:+.0%} | {row['matters']} |"
-            for row in rows
+            f"{row['high']:.2f} | {row['deviation']:+.0%} | "
+            f"{'as above' if row['matters'] == said else row['matters']} |"
+            for row, said in zip(rows, before, strict=False)
         ),
     ]
 

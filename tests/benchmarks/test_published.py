@@ -15,12 +15,13 @@ def test_a_row_says_how_far_and_whether_the_range_holds_it() -> None:
     row = ranged("a", 2.0, 2.2, [1.5, 1.9], matters="all")
     assert row.deviation == pytest.approx(0.1)
     assert (row.low, row.high, row.outside) == (1.5, 2.2, 0.0)
+    assert "simulator_x_known_error" not in paper_figures("x", [row])
     above = ranged("b", 2.0, 1.0, [1.5], matters="all", known=True)
     assert above.outside == pytest.approx(0.25)
     assert ranged("c", 2.0, 3.0, [], matters="all").outside == pytest.approx(0.5)
     assert paper_figures("x", [row, above]) == {
         "simulator_x_error": pytest.approx(0.5),
-        "simulator_x_middle_error": pytest.approx(0.1),
+        "simulator_x_known_error": pytest.approx(0.5),
         "simulator_x_outside": pytest.approx(0.25),
     }
 

@@ -42,6 +42,16 @@ def test_it_runs_without_a_file_and_writes_what_it_shows(
     assert "device.memory_share" in names and all(row["source"] for row in tree["assumptions"])
 
 
+def test_the_shipped_example_runs(tmp_path: Path) -> None:
+    file = Path(__file__).resolve().parents[2] / "configs" / "simulated" / "qwen3_235b_gb200.yaml"
+    out = tmp_path / "cluster.json"
+    smaller = ("--set", "lengths.samples=64", "--set", "lengths.max_new_tokens=256")
+    assert main(["simulate", "cluster", "--config", str(file), *smaller, "--out", str(out)]) == 0
+    tree = json.loads(out.read_text())
+    assert tree["memory"]["instance_fits"] and tree["memory"]["trainer_fits"]
+    assert tree["rollout_speedup"] > 1.0
+
+
 def test_a_file_and_a_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "profile"
     save_profile(hand_profile(0.8, hand_cost()), folder)

@@ -42,7 +42,7 @@ def add_parser(parents: Any) -> None:
     parser.add_argument(
         "--sweep",
         action="store_true",
-        help="try the combinations of the file's `sweep` section, or depth, split of the GPUs and staleness",
+        help="try the combinations of the file's `sweep` section, or drafts, split of the GPUs and staleness",
     )
     parser.add_argument(
         "--picture", type=path_argument, metavar="FILE", help="with --sweep: .png, .svg or .pdf of all steps"

@@ -37,21 +37,23 @@ class Tried:
 
 
 def default_axes(config: SimulatedClusterConfig) -> dict[str, Sequence[Any]]:
-    """What is tried where the config says nothing: the draft's depth, GPUs between the pools, staleness."""
+    """What is tried where the config says nothing: drafts, GPUs of an instance and between the pools, staleness."""
     axes: dict[str, Sequence[Any]] = {}
     if config.drafter.kind != "none" and config.drafter.nodes is None and config.device.profile is None:
         axes["drafter.policy,drafter.depth"] = [
-            *(("fixed", depth) for depth in (1, 2, 3, 5, 7)),
+            *(("fixed", depth) for depth in (1, 3, 5)),
             ("adaptive", 3),
         ]
     pools = config.pools
     whole = pools.instances * pools.tensor_parallel + pools.trainer_gpus
     if not pools.colocated:
-        parts = {max(round(whole * share / pools.tensor_parallel), 1) for share in (0.25, 0.5, 0.75)}
-        axes["pools.instances,pools.trainer_gpus"] = [
-            (part, whole - part * pools.tensor_parallel)
-            for part in sorted(parts)
-            if whole - part * pools.tensor_parallel > 0
+        tried = {
+            (gpus, max(round(whole * share / gpus), 1))
+            for gpus in (pools.tensor_parallel, 2 * pools.tensor_parallel)
+            for share in (0.25, 0.5, 0.75)
+        }
+        axes["pools.tensor_parallel,pools.instances,pools.trainer_gpus"] = [
+            (gpus, count, whole - count * gpus) for gpus, count in sorted(tried) if whole > count * gpus
         ]
         axes["step.staleness"] = [0, 1]
     return axes

@@ -10,6 +10,9 @@ from typing import Any
 
 from core.errors import ConfigError
 
+MOST = 10**8
+"Of any count in a config."
+
 _REFUSED = {
     "kv_lora_rank": "latent attention",
     "ssm_cfg": "state spaces",
@@ -181,9 +184,9 @@ def _count(keys: Mapping[str, Any], key: str, origin: str, default: int | None =
     value = keys.get(key)
     if value is None and default is not None:
         return default
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MOST:
         raise ConfigError(
-            f"{origin}: {key} expects a count of at least 1, got {value!r}; give a decoder's config.json"
+            f"{origin}: {key} expects a count from 1 to {MOST:,}, got {value!r}; give a decoder's config.json"
         )
     return value
 

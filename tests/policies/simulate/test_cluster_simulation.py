@@ -148,7 +148,9 @@ def test_keys_that_change_together() -> None:
 def test_the_default_sweep_spends_the_same_gpus() -> None:
     base = config(pools={"instances": 4, "trainer_gpus": 4, "tensor_parallel": 2})
     axes = default_axes(base)
-    assert {i * 2 + t for i, t in axes["pools.instances,pools.trainer_gpus"]} == {12}
-    assert len(combinations(axes)) == 36
+    splits = axes["pools.tensor_parallel,pools.instances,pools.trainer_gpus"]
+    assert {gpus * instances + trainers for gpus, instances, trainers in splits} == {12}
+    assert {gpus for gpus, _, _ in splits} == {2, 4}
+    assert len(combinations(axes)) == 4 * len(splits) * 2
     one_pool = base.model_copy(update={"pools": base.pools.model_copy(update={"colocated": True})})
     assert list(default_axes(one_pool)) == ["drafter.policy,drafter.depth"]

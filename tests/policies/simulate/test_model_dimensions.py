@@ -103,7 +103,8 @@ def test_a_head_reads_twice_the_width_and_has_a_vocabulary_of_its_own() -> None:
     ("change", "said"),
     [
         ({"hidden_size": None}, "hidden_size expects a count"),
-        ({"num_hidden_layers": 0}, "num_hidden_layers expects a count of at least 1, got 0"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers expects a count from 1 to 100,000,000, got 0"),
+        ({"vocab_size": 10**30}, "vocab_size expects a count"),
         ({"num_key_value_heads": 3}, "must be a multiple"),
         ({"kv_lora_rank": 512}, "latent attention"),
         ({"num_experts": 4, "num_experts_per_tok": 5}, "a count from 1 to 4, got 5"),
