@@ -41,7 +41,8 @@ def draw_sweep(rows: Sequence[Tried], path: Path) -> None:
     axes.set_yticks(places, [row.label + ("  (best)" if row is chosen else "") for row in shown], fontsize=7)
     axes.set_xlabel("seconds a step")
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(fontsize=7, loc="lower right")
+    axes.set_xlim(0.0, 1.12 * max(steps, default=1.0))
+    axes.legend(fontsize=7, loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=2, frameon=False)
     file = BytesIO()
     with matplotlib.rc_context({"svg.hashsalt": "rlhfspec", "svg.fonttype": "none"}):
         metadata = {"Date": None, "Creator": None} if path.suffix == ".svg" else None

@@ -214,24 +214,24 @@ def _sweep_table(rows: list[Tried], chosen: Tried | None) -> Any:
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False)
-    for title in ("", "combination", "GPUs", "rollout s", "step s", "trainer idle", "instances idle", "fits"):
-        table.add_column(title, justify="left" if title in ("", "combination", "fits") else "right")
+    for key in ("", *rows[0].values):
+        table.add_column(key.rsplit(".", 1)[-1].replace("_", " "), overflow="fold")
+    for title in ("GPUs", "rollout s", "step s", "trainer idle", "instances idle"):
+        table.add_column(title, justify="right", overflow="fold", min_width=6)
+    table.add_column("fits", overflow="fold", min_width=4)
     for row in rows:
-        mark = "*" if row is chosen else ""
+        cells = ["*" if row is chosen else "", *(str(value) for value in row.values.values()), str(row.gpus)]
         if row.result is None:
-            table.add_row(mark, row.label, str(row.gpus), "-", "-", "-", "-", row.refused)
+            table.add_row(*cells, "-", "-", "-", "-", row.refused)
             continue
         phase, memory = row.result.speculative, row.result.memory
-        fits = "yes" if memory.instance_fits and memory.trainer_fits else "no"
         table.add_row(
-            mark,
-            row.label,
-            str(row.gpus),
-            f"{phase.rollout_s:.2f}",
-            f"{phase.step_s:.2f}",
+            *cells,
+            f"{phase.rollout_s:.1f}",
+            f"{phase.step_s:.1f}",
             f"{phase.trainer_idle:.0%}",
             f"{phase.instances_idle:.0%}",
-            fits,
+            "yes" if memory.instance_fits and memory.trainer_fits else "no",
         )
     return table
 
