@@ -126,7 +126,9 @@ def collect(
         _send(system, unscored, is_last=num_completed == len(by_key))
         scored = _receive(system, buffer, wait_s=_WAIT_S if num_completed == len(by_key) else 0.0)
         refused += [(request, unscored) for (request, _, _), unscored in system.rewards.skipped()]
-        skipped = _skip(refused, report, before=num_skipped, of=len(by_key))
+        # of batches that a phase only goes on with, whoever takes the batch judges (`Pipeline.take`)
+        of = len(by_key) if cut_by is None else None
+        skipped = _skip(refused, report, before=num_skipped, of=of)
         num_skipped += len(skipped)
         skipped_groups += skipped
         skipped_keys += [request.key for request, _ in refused]
@@ -208,7 +210,7 @@ def _send(system: GeneratingSystem, unscored: list[Scored], *, is_last: bool) ->
 
 
 def _skip(
-    skipped: Sequence[tuple[SampleRequest, Unscored]], report: Reporter, *, before: int, of: int
+    skipped: Sequence[tuple[SampleRequest, Unscored]], report: Reporter, *, before: int, of: int | None
 ) -> list[int]:
     """Say why samples got no reward; their groups. Raises RewardError when it is every sample of the iteration."""
     for number, (_, unscored) in enumerate(skipped, start=before + 1):

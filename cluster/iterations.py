@@ -13,6 +13,7 @@ from typing import Any
 
 import ray
 
+from actors.ray_utils.watch import LOOK_S
 from cluster.collect import Collected, collect
 from cluster.forward_stream import Streamed
 from cluster.pipelining.pipeline import Pipeline
@@ -116,12 +117,18 @@ def run_pipelined_iteration(
     # of what was decoded here, which is not what was learned from here
     decoded = sum(phase.stats.num_emitted_tokens for phase in phases)
     figures["rollout/goodput_tokens_per_s"] = decoded / max(seconds["generate"], 1e-9)
+    if not collected.stats.num_decode_steps:
+        # the last update has nothing beside it
+        for name in ("goodput_tokens_per_s", "mean_acceptance_length", "acceptance_rate"):
+            del figures[f"rollout/{name}"]
     figures |= {
         "time/update_hidden_s": update_order.seconds - exposed_s,
         "rollout/num_cut_samples": float(pipeline.num_open),
     }
     kept = log.record(iteration, learned, update)
-    return figures | _further_figures(system, collected) | moves | draft_figures | kept
+    figures |= _further_figures(system, collected)
+    figures["reward/num_skipped"] = float(sum(phase.num_skipped for phase in phases))
+    return figures | moves | draft_figures | kept
 
 
 def _phase(
@@ -142,7 +149,7 @@ def _phase(
         pipeline.ended(rollout.completion.key, rollout)
     for key in collected.skipped_keys:
         pipeline.ended(key.sample, None)
-    if pipeline.has(phase + 1):
+    if phase + 1 < plan.num_iterations and pipeline.has(phase + 1):
         log.rollouts(phase + 1, pipeline.batch(phase + 1))
     return collected
 
@@ -154,13 +161,19 @@ class _Update:
         self._trainers, self._began_s = trainers, time.perf_counter()
         self._order: Mapping[str, Any] = trainers.begin_update(rollouts, recompute_old=recompute_old)
         self._report: UpdateReport | None = None
+        self._alive, self._looked_s = trainers.heartbeat("update"), time.monotonic()
         self.seconds = 0.0
         "until the trainers had answered, once they have"
 
     def look(self) -> None:
-        """Take the report where it is there. Raises as `TrainerPool.update`: a trainer's death is told at once."""
-        if self._report is None and self._trainers.answered(self._order):
+        """Take the report where it is there. Raises as `TrainerPool.update`: a dead or frozen trainer is told here."""
+        if self._report is not None:
+            return
+        if self._trainers.is_over(self._order):
             self._end(samples_are_open=True)
+        elif time.monotonic() - self._looked_s > LOOK_S:
+            self._looked_s = time.monotonic()
+            self._alive.look()
 
     def wait(self) -> UpdateReport:
         """Wait for the report. Raises as `TrainerPool.update`."""

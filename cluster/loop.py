@@ -25,7 +25,7 @@ from cluster.run_folder.layout import RunDir
 from cluster.run_folder.run_status import STOPPING
 from cluster.system import System, running_system
 from cluster.tracking.run_log import RunLog
-from core.checkpoint_manifest import state_folders
+from core.checkpoint_manifest import state_folders, state_number
 from core.config import Config
 from core.errors import (
     NumericsError,
@@ -155,6 +155,9 @@ def train(system: System, run_dir: RunDir, report: Reporter, *, resume: RunState
         if resume is None:
             log.weights(system.target.manifest)
             log.before_training(evaluator.at_start())
+        if pipeline is not None and pipeline.has(first):
+            # the waiting batch's file went with those of the iterations that are repeated
+            log.rollouts(first, pipeline.batch(first))
         boundary = here(first)
         for iteration in range(first, run.iterations):
             system.is_learning = False
@@ -234,7 +237,11 @@ def _keep_what_was_learned(
     if state_folders(run_dir.checkpoints_folder):
         with suppress(RlhfSpecError):
             save_checkpoints(system, run_dir, with_adapter=False)
-        return f"{finished} iterations are finished; go on with `rlhfspec train --resume {run_dir.path}`"
+        last = state_number(state_folders(run_dir.checkpoints_folder)[0])
+        again = f", which repeats from iteration {last + 1} on" if last < finished else ""
+        return (
+            f"{finished} iterations are finished; go on with `rlhfspec train --resume {run_dir.path}`{again}"
+        )
     save_checkpoints(system, run_dir, with_adapter=False)
     models = [("target", system.target), ("draft", system.draft)]
     paths = [

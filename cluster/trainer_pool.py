@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import ray
+from ray.exceptions import GetTimeoutError
 
 from actors.actor_messages import TrainerSpec
 from actors.ray_utils.group_wait import get_all
@@ -146,6 +147,16 @@ class TrainerPool:
         meanwhile = None if samples_are_open else self.meanwhile
         return self._all(order, "update", meanwhile=meanwhile)[self.first_name]
 
+    def is_over(self, order: Mapping[str, Any]) -> bool:
+        """Whether all trainers have answered an order, or one has failed."""
+        refs = list(order.values())
+        done = wait_any(refs, timeout_s=0.0)
+        return len(done) == len(refs) or any(_has_failed(ref) for ref in done)
+
+    def heartbeat(self, order: str) -> Heartbeat:
+        """What tells a trainer that is silent, while somebody else than this pool waits for an order."""
+        return self._heartbeat(self._trainers, order)
+
     def refit(self, rollouts: Any, budget_s: float) -> RefitReport:
         """Let the draft model follow, for at most so many seconds."""
         refs = {self.first_name: self.first.refit.remote(rollouts, budget_s)}
@@ -232,3 +243,14 @@ class TrainerPool:
             meanwhile=meanwhile,
             gets_on=self._heartbeat(refs, order).look,
         )
+
+
+def _has_failed(ref: Any) -> bool:
+    """Whether an answer that is there is an error; whoever waits for it raises it."""
+    try:
+        ray.get(ref, timeout=0.0)
+    except GetTimeoutError:
+        return False
+    except Exception:
+        return True
+    return False

@@ -184,6 +184,13 @@ class Config(Section):
                 f"rollout.weight_load {self.rollout.weight_load} cuts responses at counts of tokens, and turns of "
                 f"environment.kind {self.environment.kind} end elsewhere; set weight_load: drain"
             )
+        transport = self.cluster.publication.transport
+        if self.rollout.max_staleness and transport in ("broadcast", "nccl"):
+            raise ValueError(
+                f"cluster.publication.transport is {transport} and rollout.max_staleness above 0: an "
+                "instance that joins while the trainer is ahead could not be given the version that the others decode "
+                "from, so weights travel by the object store there; set transport: auto or object_store"
+            )
         if self.rollout.max_staleness and self.trainer.stream_forwards == "on":
             raise ValueError(
                 "trainer.stream_forwards on computes forwards while an iteration is generated, and with "

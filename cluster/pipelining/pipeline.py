@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from core.errors import WeightsError
+from core.errors import RewardError, WeightsError
 from core.records import Completion, FinishReason, Rollout, SampleKey, SampleRequest
 from policies.pipelining.phase_plan import PhasePlan
 
@@ -60,7 +60,10 @@ class Pipeline:
             if batch not in self._ready:
                 self._ready[batch] = {}
                 self._open |= {r.key: OpenSample(batch=batch, request=r) for r in self._next_requests()}
-        return [self._turn(one, phase) for one in self._open.values()]
+        # a run that was resumed with fewer iterations leaves later batches where they are
+        return [
+            self._turn(one, phase) for one in self._open.values() if one.batch in self.plan.batches(phase)
+        ]
 
     def whole(self, completion: Completion) -> tuple[SampleRequest, Completion] | None:
         """Take what a phase has added to a sample; its request and response where that is whole, else it waits."""
@@ -85,7 +88,8 @@ class Pipeline:
     def take(self, batch: int) -> list[Rollout]:
         """Take a batch for its update, in the order of the sample index.
 
-        Raises WeightsError: a token is older than the run allows, or a sample is missing.
+        Raises WeightsError: a token is older than the run allows, or a sample is missing; RewardError: no reward is
+        there.
         """
         missing = [key.sample_index for key, one in self._open.items() if one.batch == batch]
         if missing:
@@ -94,6 +98,11 @@ class Pipeline:
                 f"{missing[0]} among them; this is a fault of the project, please report it"
             )
         rollouts = self.batch(batch)
+        if not rollouts:
+            raise RewardError(
+                f"none of the samples of iteration {batch + 1} could be scored, and nothing is left to learn from; the "
+                "notes above say why they were skipped"
+            )
         del self._ready[batch]
         for rollout in rollouts:
             oldest = min(span.weight_version for span in rollout.completion.weight_spans)
@@ -117,14 +126,17 @@ class Pipeline:
 
     def _turn(self, one: OpenSample, phase: int) -> SampleRequest:
         request, before = one.request, one.so_far
-        most = self.plan.limit(one.batch, phase)
-        keeps = self.plan.weight_load == "keep_kv" and most < request.sampling.max_new_tokens
+        most, goes_back = self.plan.limit(one.batch, phase), self.plan.weight_load == "keep_kv"
+        keeps = goes_back and most < request.sampling.max_new_tokens
         return replace(
             request,
             # what is asked for twice has two keys; the noise is the sample's
             key=replace(request.key, turn=one.num_turns),
             sampling=replace(request.sampling, max_new_tokens=most),
-            history=None if before is None else before.as_history(),
+            # whose caches are gone may as well go on elsewhere
+            history=None
+            if before is None
+            else replace(before.as_history(), instance=before.instance if goes_back else ""),
             keeps_caches=keeps,
             caches_outlive_weights=keeps,
         )

@@ -71,7 +71,7 @@ def verifiable(
     for place in places:
         if machine:
             proof.unverified[machine] += 1
-        elif place.iteration in loose:
+        elif loose & set(range(place.iteration - config.rollout.max_staleness, place.iteration + 1)):
             proof.unverified["the run promised no bits in their iteration (rollout/invariant is 0)"] += 1
         elif weights.targets.keys() >= set(place.weight_versions):
             good.append(place)

@@ -50,5 +50,7 @@ def with_evaluation(figures: Mapping[str, float], evaluated: Mapping[str, float]
     """The figures of an iteration with those of the evaluation after it, whose seconds belong to it; none: as it is."""
     spent_s = evaluated.get("time/evaluate_s", 0.0)
     total_s = figures["time/iteration_s"] + spent_s
-    bound = amdahl_bound(total_s, figures["time/generate_s"])
+    # generation that hid an update would leave it to be waited for
+    hidden_s = figures.get("time/update_hidden_s", 0.0)
+    bound = amdahl_bound(total_s, figures["time/generate_s"] - hidden_s)
     return {**figures, **evaluated, "time/iteration_s": total_s, "time/amdahl_bound": bound}

@@ -34,11 +34,13 @@ class Summary:
     total_s: float
     part_s: Mapping[str, float]
     "seconds by part of the iteration; `other` is what no part claims"
+    update_hidden_s: float = 0.0
+    "of updates, behind the sampling of later batches"
 
     @property
     def amdahl_bound(self) -> float:
         """How many times faster the iterations were if generation took no time."""
-        return amdahl_bound(self.total_s, self.part_s["generate"])
+        return amdahl_bound(self.total_s, self.part_s["generate"] - self.update_hidden_s)
 
     @property
     def reward_gain(self) -> float:
@@ -81,7 +83,7 @@ class Summary:
             for name, seconds in self.part_s.items()
             if seconds or name != "evaluate"
         ]
-        twice = amdahl_bound(self.total_s, self.part_s["generate"], times=2.0)
+        twice = amdahl_bound(self.total_s, self.part_s["generate"] - self.update_hidden_s, times=2.0)
         rows.append(
             (
                 "faster generation (Amdahl)",
@@ -137,6 +139,7 @@ def summarise(metrics: Sequence[Mapping[str, float]]) -> Summary | None:
         is_invariant=all(promised) if promised else None,
         total_s=total_s,
         part_s=part_s,
+        update_hidden_s=_total(metrics, "time/update_hidden_s"),
     )
 
 

@@ -81,6 +81,11 @@ class CorrectionConfig(Section):
             raise ValueError(
                 f"kind none corrects nothing, and {self.title} does; leave kind out, or weight and mask"
             )
+        if self.kind not in (None, "none", "decoupled") and not self.compares:
+            raise ValueError(
+                f"kind {self.kind} with weight none and mask none corrects nothing; leave weight and mask out, or take "
+                "kind none"
+            )
         if self.compares and self.old_logprobs == "sampler":
             raise ValueError(
                 f"{self.title} compares the trainer's log-probabilities with the sampler's, and old_logprobs sampler "

@@ -138,7 +138,13 @@ class RunningBatch:
         length = int(self.lengths[slot])
         if length == self.prompt_lengths[slot]:
             return False
-        return bool(length == self.limits[slot] or self.tokens[slot, length - 1] in self.stop_ids[slot])
+        return bool(length == self.limits[slot]) or self.has_stopped(slot)
+
+    def has_stopped(self, slot: int) -> bool:
+        """True when a sample stands behind a stop token, wherever its limit is."""
+        length = int(self.lengths[slot])
+        is_begun = length > self.prompt_lengths[slot]
+        return bool(is_begun and self.tokens[slot, length - 1] in self.stop_ids[slot])
 
     def remove(self, slot: int) -> int:
         """Take a sample out; the last one moves into its slot. Returns the slot it came from."""

@@ -21,7 +21,7 @@ from engine.drafters.suffix_automaton import ROOT, SuffixAutomaton
 STATE_BYTES = 420
 "Of a state in memory: a dictionary and four numbers, 357 bytes measured over 200,000 tokens, and some room."
 MOST_LEFT = 4096
-"Samples that left unfinished and may come back: their places in their texts, a few numbers each."
+"Samples that left before a stop token and may come back: their places in their texts, a few numbers each."
 
 
 class _Prompt:
@@ -88,7 +88,7 @@ class SuffixDrafter(LookupDrafter):
             if prompt.automaton is not None:
                 self._idle.pop(prompt.key, None)
                 self._running[prompt.key] = prompt
-            text = self._left.pop(batch.requests[slot].key, None)
+            text = self._left.pop(batch.requests[slot].key.sample, None)
             if text is None or text.prompt is not prompt or text.num_written > length:
                 text = _Text(prompt, prompt.state, num_prompt)
             self._texts[slot] = text
@@ -105,8 +105,8 @@ class SuffixDrafter(LookupDrafter):
         prompt.num_running -= 1
         if prompt.automaton is not None and not prompt.num_running:
             self._idle[prompt.key] = self._running.pop(prompt.key)
-        if not batch.has_ended(slot):
-            self._left[batch.requests[slot].key] = text
+        if not batch.has_stopped(slot):
+            self._left[batch.requests[slot].key.sample] = text
             if len(self._left) > MOST_LEFT:
                 self._left.popitem(last=False)
 

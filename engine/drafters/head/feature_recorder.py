@@ -104,6 +104,9 @@ class FeatureRecorder:
     def left(self, slot: int, batch: RunningBatch) -> None:
         """Keep the sequence, if it has ended and all of it was seen; see `HiddenFollower`."""
         prompt, total = int(batch.prompt_lengths[slot]), int(batch.lengths[slot])
+        if (history := batch.requests[slot].history) is not None:
+            # what this turn began with was given, or sampled from other weights
+            prompt += len(history.token_ids)
         rows, count = self._rows.get(slot), self._count.get(slot, 0)
         whole = batch.has_ended(slot) and self._decoded_from.get(slot, total) <= prompt - 1
         self._forget(slot)
