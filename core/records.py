@@ -175,6 +175,8 @@ class SampleRequest:
     "an environment answers, or the response is cut, and another turn may follow: caches wait where there is room"
     caches_outlive_weights: bool = False
     "they wait for it through new weights too"
+    is_cut_at_limit: bool = False
+    "a response of sampling.max_new_tokens tokens goes on later"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

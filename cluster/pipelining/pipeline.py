@@ -139,4 +139,5 @@ class Pipeline:
             else replace(before.as_history(), instance=before.instance if goes_back else ""),
             keeps_caches=keeps,
             caches_outlive_weights=keeps,
+            is_cut_at_limit=most < request.sampling.max_new_tokens,
         )

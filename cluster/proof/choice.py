@@ -29,6 +29,7 @@ def run_config(run: Path, overrides: Sequence[str] = ()) -> Config:
 def all_places(run: Path, config: Config, proof: Proof) -> list[Place]:
     """All samples; files that cannot be read, foreign keys and second copies are differences."""
     places: dict[object, Place] = {}
+    staleness = config.rollout.max_staleness
     for file in rollout_files(run):
         name = str(file.relative_to(run))
         try:
@@ -43,6 +44,9 @@ def all_places(run: Path, config: Config, proof: Proof) -> list[Place]:
             index = place.key.sample_index
             if place.key.run_seed != config.run.seed:
                 what, expected, got = "run seed", str(config.run.seed), str(place.key.run_seed)
+            elif staleness and not 0 <= place.iteration - min(place.weight_versions) <= staleness:
+                what, expected = "oldest weight version", f"{place.iteration - staleness} or later"
+                got = str(min(place.weight_versions))
             elif place.key in places:
                 other = places[place.key].file.relative_to(run)
                 what, expected, got = "copies of the sample", "1", f"another one in {other}"

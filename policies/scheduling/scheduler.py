@@ -16,7 +16,7 @@ from dataclasses import replace
 
 from core.awake import AwakeClock
 from core.errors import RlhfSpecError
-from core.records import Completion, SampleKey, SampleRequest, next_asking
+from core.records import Completion, FinishReason, SampleKey, SampleRequest, next_asking
 from policies.migration.move_messages import MoveOutcome
 from policies.reallocation.pool_records import Move, ReallocationPolicy
 from policies.scaling.scaling_policy import ScalingPolicy
@@ -372,10 +372,11 @@ class Scheduler:
         self.members[instance].owned.remove(key)
         delivered = (epoch, digest(completion))
         self._accepted.add(key, *delivered)
-        if self._reallocation is not None:
-            self._reallocation.note_finished(completion.num_tokens)
-        if self._scaling is not None:
-            self._scaling.note_finished(completion.num_tokens)
+        is_whole = not (sample.request.is_cut_at_limit and completion.finish_reason is FinishReason.LENGTH)
+        for policy in (self._reallocation, self._scaling):
+            # lengths that forecasts go by are those of whole responses
+            if policy is not None and is_whole:
+                policy.note_finished(completion.num_tokens)
         orders: list[Order] = [Deliver(completion=completion)]
         orders += self._ledger.end_move(key, MoveOutcome.KEPT, "finished before it left")
         for stale_epoch, stale_instance, stale_digest in self._ledger.samples.pop(key).stale:

@@ -11,7 +11,7 @@ import pytest
 
 from cluster.pipelining.in_flight_files import read_in_flight, write_in_flight
 from cluster.pipelining.pipeline import Pipeline
-from core.errors import DataError, WeightsError
+from core.errors import DataError, RewardError, WeightsError
 from core.records import (
     Completion,
     FinishReason,
@@ -172,6 +172,24 @@ def test_a_sample_that_is_left_out_is_not_waited_for() -> None:
     pipeline.ended(first.key, None)
     pipeline.ended(second.key, scored(decoded(second, length=3, version=0)))
     assert [rollout.completion.key for rollout in pipeline.take(0)] == [second.key]
+
+
+def test_a_batch_without_any_reward_is_refused() -> None:
+    pipeline = Pipeline(plan_of(1, tokens=4, iterations=1), Cursor(2, 4))
+    for request in pipeline.begin(-1):
+        pipeline.ended(request.key, None)
+    with pytest.raises(RewardError, match="none of the samples of iteration 1 could be scored"):
+        pipeline.take(0)
+
+
+def test_a_run_that_was_shortened_leaves_later_batches_where_they_are() -> None:
+    long, short = (plan_of(3, tokens=9, iterations=n) for n in (9, 2))
+    pipeline = Pipeline(long, Cursor(1, 9))
+    play_phase(pipeline, -1, [9] * 9, random.Random(0))
+    again = Pipeline(short, Cursor(1, 9))
+    again.restore(pipeline.in_flight())
+    assert [request.key.sample_index for request in pipeline.begin(0)] == [1, 2, 3]
+    assert [request.key.sample_index for request in again.begin(0)] == [1]
 
 
 class DataSet:

@@ -79,6 +79,15 @@ def test_responses_of_two_weight_versions_are_generated_again(
     assert proof.num_regenerated == SAMPLES and sum(proof.unverified.values()) == SAMPLES
 
 
+def test_a_sample_that_is_staler_than_the_run_allows_is_named(
+    made_ahead: Path, tmp_path: Path, capsys
+) -> None:
+    run = RunDir(path=shutil.copytree(made_ahead, tmp_path / "run"))
+    run.rollouts_file(1).rename(run.rollouts_file(3))
+    assert main(["verify", str(run.path), *ALL]) == 1
+    assert "oldest weight version: expected 2 or later, got 0" in capsys.readouterr().out
+
+
 def test_responses_that_went_on_with_old_caches_are_generated_again(
     made_ahead: Path, tiny_pair, tmp_path: Path, capsys
 ) -> None:
