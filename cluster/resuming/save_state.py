@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ class Boundary:
     "that are finished"
     cursor: dict[str, int | str]
     evaluations: EvaluationMarks
-    in_flight: InFlight
+    in_flight: InFlight = field(default_factory=InFlight)
     "empty where generation does not run ahead"
 
 

@@ -113,7 +113,9 @@ def test_orders_after_a_death_fail_too(tmp_path: Path) -> None:
 def test_an_answer_of_the_wrong_length_or_form_is_refused(tmp_path: Path) -> None:
     with fake(tmp_path) as peer, pytest.raises(PeerError, match=r"decoded \[4\] tokens; expected 5"):
         peer.generate([[14]], 5, 0.0)
-    with pytest.raises(PeerError, match="answered 'hello"), fake(tmp_path, "print('hello')"):
+    # one that ended by itself might be told as dead first
+    stays = "import time; print('hello', flush=True); time.sleep(60)"
+    with pytest.raises(PeerError, match="answered 'hello"), fake(tmp_path, stays):
         pass
 
 
