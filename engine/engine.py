@@ -362,9 +362,8 @@ class Engine:
             PrefillPiece(slot=slot, start=int(cached[slot]), length=length - int(cached[slot]))
             for slot, length in zip(slots, missing, strict=True)
         ]
-        computed = fill_committed(
-            self.runner, self._batch.tokens, pieces, self.max_prefill_tokens, cached=cached
-        )
+        limit, sharable = self.max_prefill_tokens, self._batch.sharable(cached)
+        computed = fill_committed(self.runner, self._batch.tokens, pieces, limit, cached=sharable)
         seconds, num_kept = self._clock() - started, int(cached[first:].sum())
         self._tally.add(num_prefill_tokens=computed, num_kept_tokens=num_kept, prefill_s=seconds)
 

@@ -159,7 +159,7 @@ class SampleExchange:
             self._batch.tokens,
             [PrefillPiece(slot=slot, start=held, length=missing)],
             self._max_prefill_tokens,
-            cached=cached,
+            cached=self._batch.sharable(cached),
         )
 
     def drop(self, key: SampleKey, *, epoch: int | None = None) -> bool:
@@ -198,8 +198,11 @@ class SampleExchange:
         """
         if self._drafter is not None:
             self._drafter.adopt(slot, self._store(DRAFT, slot, pieces))
-        held = self._store(TARGET, slot, pieces)
-        self._batch.take_up(slot, weight_version, has_caches=held >= int(self._batch.lengths[slot]) - 1)
+        held, needed = self._store(TARGET, slot, pieces), int(self._batch.lengths[slot]) - 1
+        if held < needed and self._batch.is_of_several(slot, weight_version):
+            # a part that older weights made would stand beside what is computed now
+            held = 0
+        self._batch.take_up(slot, weight_version, has_caches=held >= needed)
         return held
 
     def preempt(self, slot: int, *, weight_version: int) -> None:

@@ -234,6 +234,8 @@ class _Again:
             sampled=recorded.is_sampled[: piece.begin],
             policy_logprobs=recorded.policy_logprobs[: piece.begin],
             sampling_logprobs=recorded.sampling_logprobs[: piece.begin],
+            # the engine must know whose caches are of several versions: others may not copy them
+            weight_spans=tuple(s for s in recorded.weight_spans if s.first_position < piece.begin),
         )
         sampling = self._sampling
         if piece.end is not None:

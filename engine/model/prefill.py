@@ -30,7 +30,8 @@ def fill_committed(
         tokens: committed tokens of every slot, int64 [S, T].
         pieces: the runs; long ones are cut, short ones share a forward.
         max_tokens: tokens in one forward.
-        cached: tokens whose keys and values each of the running slots holds already, [B].
+        cached: tokens whose keys and values each of the running slots holds already, [B]; 0 where they are not to be
+            copied (`RunningBatch.sharable`).
 
     Returns:
         The number of tokens computed.
@@ -71,7 +72,8 @@ def share_prompts(
             computed.append(piece)
         else:
             copies.append((source, piece))
-        filled[piece.slot] = max(filled[piece.slot], piece.start + piece.length)
+        if piece.length:
+            filled[piece.slot] = max(filled[piece.slot], piece.start + piece.length)
     return computed, copies
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -9,8 +10,11 @@ import numpy as np
 import pytest
 import tiny_pool
 
+from core.config import EngineConfig, SpeculationConfig
 from core.errors import DataError
 from core.records import Completion, History, SampleKey, SampleRequest, SamplingParams
+from core.sample_state import SampleState
+from engine.build import build_engine
 from engine.engine import Engine
 from engine.weights.chunks import pack_weights, unpack_weights
 from learning.environments.episode import Episode, EpisodeLimits
@@ -147,3 +151,65 @@ def test_a_response_that_does_not_begin_with_its_history_is_refused(asked):
     )
     with pytest.raises(DataError, match="begins with its whole history"):
         tiny_pool.engine("off").submit(replace(asked[0], history=history))
+
+
+def cut(request: SampleRequest, before: Completion | None = None) -> SampleRequest:
+    """The first ten tokens of a response, whose caches then wait for other weights; or all that follows them."""
+    if before is not None:
+        return replace(request, key=replace(request.key, turn=1), history=before.as_history())
+    short = replace(request.sampling, max_new_tokens=10, stop_token_ids=())
+    return replace(request, sampling=short, keeps_caches=True, caches_outlive_weights=True)
+
+
+def engine_of(weight_version: int) -> Engine:
+    """Plain decoding by the target, or by weights that are a little different."""
+    return build_engine(
+        copy.deepcopy(tiny_pool.target()) if not weight_version else tiny_pool.draft(),
+        None,
+        engine=EngineConfig(device="cpu", max_running_samples=4, probe=False),
+        speculation=SpeculationConfig(policy="off"),
+        max_total_tokens=tiny_pool.MAX_TOTAL_TOKENS,
+        weight_version=weight_version,
+    )
+
+
+def test_nobody_copies_caches_that_outlived_their_weights():
+    """Samples of one prompt share its computation, but not with one that goes on with caches of older weights."""
+    kept, lost, new = tiny_pool.requests(3, group_size=3)
+    engine = engine_of(0)
+    begun = {one.key: one for one in engine.generate([cut(kept), cut(lost)])}
+    engine.exchange.kept._drop(lost.key)
+    manifest, chunks = pack_weights(tiny_pool.draft(), name="target", weight_version=1)
+    engine.load_weights(manifest, unpack_weights(manifest, chunks))
+    going_on = {key: cut(request, begun[key]) for key, request in ((kept.key, kept), (lost.key, lost))}
+    done = engine.generate([going_on[kept.key], going_on[lost.key], new])
+    spans = [[(s.weight_version, s.first_position, s.keeps_caches) for s in one.weight_spans] for one in done]
+    assert spans == [[(0, 0, False), (1, 10, True)], [(0, 0, False), (1, 10, False)], [(1, 0, False)]]
+    for request, one in ((going_on[lost.key], done[1]), (new, done[2])):
+        (expected,) = engine_of(1).generate([request])
+        assert tiny_pool.bits(one) == tiny_pool.bits(expected)
+    # and old caches tell
+    (without,) = engine_of(1).generate([going_on[kept.key]])
+    assert tiny_pool.bits(done[0]) != tiny_pool.bits(without)
+
+
+def test_a_part_of_old_caches_is_not_gone_on_with():
+    (request,) = tiny_pool.requests(1)
+    engine = engine_of(0)
+    (begun,) = engine.generate([cut(request)])
+    state = replace(SampleState.fresh(cut(request, begun), weight_version=1))
+    pieces = engine.exchange.kept.take(
+        request.key, np.concatenate([request.prompt.token_ids, begun.token_ids])
+    )
+    other = engine_of(1)
+    some = [
+        replace(p, stop=p.stop - 3, cells=p.cells[: -3 * other.exchange.token_bytes["target"]])
+        for p in pieces
+    ]
+    assert other.exchange.attach(state, some) == state.num_committed_tokens - 1, "all of it was computed"
+    (expected,) = engine_of(1).generate([cut(request, begun)])
+    done: list[Completion] = []
+    while other.has_work:
+        done += other.step()
+    assert tiny_pool.bits(done[0]) == tiny_pool.bits(expected)
+    assert not done[0].weight_spans[-1].keeps_caches
