@@ -45,6 +45,7 @@ def head_rollouts(workload: Workload, head: HeadWeights, mode: str) -> tuple[lis
                 migration=ReallocationConfig(),
                 head=drafts,
                 profile=None if drafts is None else profile,
+                num_cpus=0.4,
             )
             for name, (speculation, drafts) in ways.items()
         }

@@ -67,12 +67,16 @@ class ActorPool:
         profile: Profile | None = None,
         migration: ReallocationConfig | None = None,
         head: HeadWeights | None = None,
+        num_cpus: float = 0.5,
     ) -> None:
-        """Start the actors and load the weights; `head` drafts for drafter `head`. Raises WaitTimeout."""
+        """Start the actors and load the weights; `head` drafts for drafter `head`. Raises WaitTimeout.
+
+        `num_cpus`: of each instance, on paper: pools that stand side by side and a scheduler share what Ray has.
+        """
         self._num_slots = engine.max_running_samples
         names = [f"gen-{number}" for number in range(num_instances)]
         self.handles = {
-            name: GenerationActor.options(num_cpus=0.5).remote(
+            name: GenerationActor.options(num_cpus=num_cpus).remote(
                 GenerationSpec(
                     instance=name,
                     engine=engine,
