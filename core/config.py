@@ -146,6 +146,13 @@ class Config(Section):
                 "update; a draft head learns from hidden states on the instances: leave mode at refit, and see "
                 "drafter_training.spot"
             )
+        if self.drafter_training.mode == "cotrain" and not (
+            drafter == "model" and self.speculation.has_draft
+        ):
+            raise ValueError(
+                f"drafter_training.mode is cotrain, and speculation.drafter {drafter} under policy "
+                f"{self.speculation.policy} has no draft model to train; leave mode at refit"
+            )
         if self.drafter_training.mode == "cotrain" and not self.drafter_training.refit:
             raise ValueError(
                 "drafter_training.mode is cotrain and drafter_training.refit false, which leaves the draft model as it "

@@ -69,7 +69,12 @@ class CorrectionConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _row(cls, given: Any) -> Any:
-        """Fill in the correction's row; a kind that is none is refused where fields are checked."""
+        """Fill in the correction's row; a kind that is none is refused where fields are checked.
+
+        A word alone is a kind, and null no correction was asked for.
+        """
+        if given is None or isinstance(given, str):
+            given = {} if given is None else {"kind": given}
         if not isinstance(given, dict):
             return given
         kind = given.get("kind")
@@ -92,11 +97,12 @@ class CorrectionConfig(Section):
                 "computes none of the trainer's: every weight would be 1; set old_logprobs auto or trainer, or kind "
                 "none"
             )
-        if self.mask == "none" and self.mask_low is not None:
-            raise ValueError(
-                f"mask_low {self.mask_low} is of a mask, and mask is none; take token, sequence or geometric, or "
-                "leave mask_low out"
-            )
+        for name in ("mask_low", "mask_high"):
+            if self.mask == "none" and getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(
+                    f"{name} {getattr(self, name)} is of a mask, and mask is none; take token, sequence or geometric, "
+                    f"or leave {name} out"
+                )
         if self.mask != "none" and not self.band[0] < 1.0:
             raise ValueError(
                 f"mask {self.mask} keeps ratios from {self.band[0]} to {self.band[1]}, and that of a token on which "

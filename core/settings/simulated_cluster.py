@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from core.settings.section import Name, Section, UserPath
 
-Share = Annotated[float, Field(gt=0.0, le=1.0)]
+Share = Annotated[float, Field(ge=1e-3, le=1.0)]
 Count = Annotated[int, Field(ge=1, le=10**7)]
 DeviceName = Literal["A100", "L40S", "H100", "H200", "B200", "GB200"]
 PrecisionName = Literal["bf16", "fp8"]
@@ -106,7 +106,7 @@ class SimulatedDrafterConfig(Section):
     "fixed: nodes that a level of the tree runs through the drafter"
     acceptance_length: float = Field(default=2.5, ge=1.0, le=100.0)
     "tokens of a decode step with this depth and these nodes, the target's own included"
-    acceptance: tuple[Share, ...] | None = None
+    acceptance: Annotated[tuple[Share, ...], Field(min_length=1)] | None = None
     "of each level given those before it, instead of acceptance_length; the last one goes on"
     layers: Annotated[int, Field(ge=1, le=1000)] = 1
     "head: its layers"

@@ -111,3 +111,12 @@ def test_the_trainers_own_logprobs_are_computed_where_they_differ_from_the_sampl
 ):
     correction = CorrectionConfig(**given)
     assert correction.recomputes_old(is_exact=is_exact, max_staleness=max_staleness) is expected
+
+
+def test_a_word_is_a_kind_and_a_band_needs_a_mask() -> None:
+    assert AlgorithmConfig.model_validate({"correction": "tis"}).correction.kind == "tis"
+    assert AlgorithmConfig.model_validate({"correction": None}).correction == CorrectionConfig()
+    with pytest.raises(ValueError, match=r"mask_high 3.0 is of a mask, and mask is none"):
+        CorrectionConfig(mask_high=3.0)
+    with pytest.raises(ValueError, match="kind tis with weight none and mask none corrects nothing"):
+        CorrectionConfig(kind="tis", weight="none")

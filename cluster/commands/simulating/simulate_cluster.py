@@ -103,7 +103,10 @@ def run(args: argparse.Namespace) -> int:
     console.print(_assumption_table(rows))
     tree["assumptions"] = [{"name": row.name, "value": row.value, "source": row.source} for row in rows]
     if args.out is not None:
-        args.out.write_text(json.dumps(tree, indent=2) + "\n")
+        from core.files import storage_errors
+
+        with storage_errors(args.out):
+            args.out.write_text(json.dumps(tree, indent=2) + "\n")
         console.print(f"written {args.out}", soft_wrap=True)
     return 0
 

@@ -18,6 +18,10 @@ _REFUSED = {
     "ssm_cfg": "state spaces",
     "mamba_d_state": "state spaces",
     "linear_num_key_heads": "linear attention",
+    "ssm_state_size": "state spaces",
+    "hybrid_override_pattern": "layers of several kinds",
+    "interleave_moe_layer_step": "experts in some layers only (interleave_moe_layer_step)",
+    "type_vocab_size": "an encoder's form",
     "is_encoder_decoder": "an encoder",
 }
 
@@ -93,7 +97,8 @@ def dimensions_of(config: Mapping[str, Any], *, origin: str) -> ModelDimensions:
     inner = config.get("text_config")
     keys = inner if isinstance(inner, Mapping) else config
     for key, what in _REFUSED.items():
-        if keys.get(key):
+        # 1: in every layer, as elsewhere
+        if keys.get(key) and not (key.endswith("_step") and keys[key] == 1):
             raise ConfigError(
                 f"{origin} has {key}: models with {what} are not simulated; expected a decoder with dense, grouped "
                 "or multi-query attention, and dense layers or experts"
@@ -137,7 +142,8 @@ def dimensions_of(config: Mapping[str, Any], *, origin: str) -> ModelDimensions:
         experts=experts,
         experts_per_token=per_token,
         expert_layers=expert_layers,
-        tied=bool(keys.get("tie_word_embeddings", False)),
+        # Gemma's classes tie where their files do not say
+        tied=bool(keys.get("tie_word_embeddings", str(keys.get("model_type", "")).startswith("gemma"))),
     )
 
 
