@@ -52,9 +52,11 @@ ABOUT = {
         " 0.6), `X_code_bN` and `X_chat_bN` on prompts of another kind than the head's, `X_repeat_over_plain` where "
         "responses repeat (eight a prompt at temperature 0.6, second time over the same prompts); `worst_over_plain` "
         "is the least of all but the last. `head_rollout_over_plain`: seconds of a rollout with long-tailed limits on"
-        " two instances, plain over head. `mismatches` counts samples whose tokens differ from those first seen, "
-        "whatever drafted. A column "
-        "without speeds is of a run that was broken off behind the table.",
+        " two instances, plain over head. `adapted_over_frozen_acceptance`: acceptance length of the last 3 of 12 "
+        "iterations that teach the model to answer in one short sentence (`reward_shift`), a head that instances train "
+        "in idle time over one that stays; `adapted_step_time_over_frozen` and `spot_rollout_slowdown` are seconds of "
+        "iterations and of their rollouts, adapted over frozen: below 1 is better there. `mismatches` counts samples "
+        "whose tokens differ from those first seen, whatever drafted.",
         data=True,
     ),
     "pipeline": About(

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from core.errors import ConfigError
 from core.records import SampleRequest
 from engine.decoding.draft_tree import DraftTree
 from engine.decoding.verify import Verdict
@@ -59,7 +60,13 @@ class RecordingScorer(Scorer):
         return len(self._rows)
 
     def recording(self) -> DraftRecording:
-        """Return all drafts so far."""
+        """Return all drafts so far. Raises ConfigError: there is none."""
+        if not self._rows:
+            raise ConfigError(
+                "the profile of this pair needs drafts to measure and got none: responses are too short for a draft of "
+                f"{self._shape[0]} x {self._shape[1]} tokens; raise sampling.max_new_tokens, or set "
+                "speculation.policy to fixed or off"
+            )
         names = ("margin", "logprob", "parent", "accepted", "sample")
         return DraftRecording(
             branching=self._shape[0],
