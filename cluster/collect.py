@@ -112,8 +112,8 @@ def collect(
             if cut_by is not None:
                 whole = [one for c in taken.completions if (one := cut_by.whole(c)) is not None]
                 done = [(request, c, response_text(system.tokenizer, c)) for request, c in whole]
-                num_cut += len(taken.completions) - len(whole)
-                num_completed += len(taken.completions) - len(whole)
+                num_newly_cut = len(taken.completions) - len(whole)
+                num_cut, num_completed = num_cut + num_newly_cut, num_completed + num_newly_cut
             elif episodes is None:
                 done = [(by_key[c.key], c, response_text(system.tokenizer, c)) for c in taken.completions]
             else:

@@ -24,17 +24,14 @@ from cluster.reporting.iteration_metrics import iteration_figures
 from cluster.system import System
 from cluster.tracking.run_log import RunLog
 from cluster.trainer_pool import TrainerPool
-from core.records import Rollout, UpdateReport
+from core.records import Rollout, SampleRequest, UpdateReport
 
 
 def run_iteration(
     system: System, iteration: int, report: Reporter, recorder: Recorder, log: RunLog
 ) -> dict[str, float]:
     """Sample, score, update, publish, refit, each after the other; return the iteration's figures."""
-    rollout = system.config.rollout
-    requests = system.cursor.next_requests(
-        rollout.prompts_per_iteration, rollout.samples_per_prompt, system.sampling
-    )
+    requests = next_batch(system)
     system.generation.rollouts_ahead(system.config.run.iterations - iteration - 1)
     began_s = time.perf_counter()
     forwards, groups = system.forward_stream(requests), system.useful_groups(requests)
@@ -71,6 +68,14 @@ def run_iteration(
         figures |= groups.figures()
     kept = log.record(iteration, learned, update)
     return figures | _further_figures(system, collected) | streamed.figures() | moves | draft_figures | kept
+
+
+def next_batch(system: System) -> list[SampleRequest]:
+    """Take an iteration's requests from the cursor."""
+    rollout = system.config.rollout
+    return system.cursor.next_requests(
+        rollout.prompts_per_iteration, rollout.samples_per_prompt, system.sampling
+    )
 
 
 def run_pipelined_iteration(
@@ -126,9 +131,7 @@ def run_pipelined_iteration(
         "rollout/num_cut_samples": float(pipeline.num_open),
     }
     kept = log.record(iteration, learned, update)
-    figures |= _further_figures(system, collected)
-    figures["reward/num_skipped"] = float(sum(phase.num_skipped for phase in phases))
-    return figures | moves | draft_figures | kept
+    return figures | _further_figures(system, *phases) | moves | draft_figures | kept
 
 
 def _phase(
@@ -223,12 +226,12 @@ def _publish(
     log.weights(system.target.manifest)
 
 
-def _further_figures(system: System, collected: Collected) -> dict[str, float]:
-    """Of the pool, the data and the environment."""
+def _further_figures(system: System, *phases: Collected) -> dict[str, float]:
+    """Of the pool, the data and the environment, the last phase's."""
     return {
         "rollout/invariant": float(system.generation.is_invariant),
-        "reward/num_skipped": float(collected.num_skipped),
+        "reward/num_skipped": float(sum(phase.num_skipped for phase in phases)),
         "data/epoch": system.cursor.num_passes,
-        **collected.environment,
+        **phases[-1].environment,
         **system.generation.figures(),
     }

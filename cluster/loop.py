@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count
 
 from cluster.collect import attend
 from cluster.evaluate import Evaluator
-from cluster.iterations import run_iteration, run_pipelined_iteration
+from cluster.iterations import next_batch, run_iteration, run_pipelined_iteration
 from cluster.observing.observer import Observer, observing
 from cluster.pipelining.pipeline import InFlight, Pipeline
 from cluster.placement.ray_session import RaySession, ray_session, sigterm_exits
@@ -214,12 +215,7 @@ def _pipeline(system: System) -> Pipeline | None:
         max_new_tokens=config.sampling.max_new_tokens,
         num_iterations=config.run.iterations,
     )
-    return Pipeline(
-        plan,
-        lambda: system.cursor.next_requests(
-            rollout.prompts_per_iteration, rollout.samples_per_prompt, system.sampling
-        ),
-    )
+    return Pipeline(plan, partial(next_batch, system))
 
 
 def _keep_what_was_learned(

@@ -2,8 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from core.errors import WeightsError
 from core.records import Rollout, SampleKey
+
+
+def require_fresh(rollout: Rollout, *, weight_version: int, max_staleness: int) -> None:
+    """Raise WeightsError for a response with a token too old for a trainer that is at `weight_version`."""
+    completion = rollout.completion
+    oldest = min(span.weight_version for span in completion.weight_spans)
+    if not 0 <= weight_version - oldest <= max_staleness:
+        raise WeightsError(
+            f"sample {completion.key.sample_index} holds tokens of weight version {oldest} from "
+            f"{completion.instance}; the trainer is at {weight_version} and allows "
+            f"{max_staleness} versions between; the instance missed a publication"
+        )
+
+
+def in_order(rollouts: Iterable[Rollout]) -> list[Rollout]:
+    """By sample index: never by arrival."""
+    return sorted(rollouts, key=lambda rollout: rollout.completion.key.sample_index)
 
 
 class RolloutBuffer:
@@ -27,17 +46,11 @@ class RolloutBuffer:
         key = rollout.completion.key
         if key in self._rollouts:
             raise WeightsError(f"sample {key.sample_index} came into the rollout buffer twice; expected once")
-        oldest = min(span.weight_version for span in rollout.completion.weight_spans)
-        if not 0 <= weight_version - oldest <= self._max_staleness:
-            raise WeightsError(
-                f"sample {key.sample_index} holds tokens of weight version {oldest} from "
-                f"{rollout.completion.instance}; the trainer is at {weight_version} and allows "
-                f"{self._max_staleness} versions between; the instance missed a publication"
-            )
+        require_fresh(rollout, weight_version=weight_version, max_staleness=self._max_staleness)
         self._rollouts[key] = rollout
 
     def drain(self) -> list[Rollout]:
         """Take everything out, ordered by sample index: never by arrival."""
-        rollouts = sorted(self._rollouts.values(), key=lambda r: r.completion.key.sample_index)
+        rollouts = in_order(self._rollouts.values())
         self._rollouts.clear()
         return rollouts

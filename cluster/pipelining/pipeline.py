@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+from cluster.rollout_buffer import in_order, require_fresh
 from core.errors import RewardError, WeightsError
 from core.records import Completion, FinishReason, Rollout, SampleKey, SampleRequest
 from policies.pipelining.phase_plan import PhasePlan
@@ -83,7 +84,7 @@ class Pipeline:
 
     def batch(self, batch: int) -> list[Rollout]:
         """The scored responses of a batch so far, in the order of the sample index."""
-        return sorted(self._ready[batch].values(), key=lambda r: r.completion.key.sample_index)
+        return in_order(self._ready[batch].values())
 
     def take(self, batch: int) -> list[Rollout]:
         """Take a batch for its update, in the order of the sample index.
@@ -105,13 +106,7 @@ class Pipeline:
             )
         del self._ready[batch]
         for rollout in rollouts:
-            oldest = min(span.weight_version for span in rollout.completion.weight_spans)
-            if not 0 <= batch - oldest <= self.plan.max_staleness:
-                raise WeightsError(
-                    f"sample {rollout.completion.key.sample_index} holds tokens of weight version {oldest} from "
-                    f"{rollout.completion.instance}; the trainer is at {batch} and rollout.max_staleness allows "
-                    f"{self.plan.max_staleness} versions between; an instance missed a publication"
-                )
+            require_fresh(rollout, weight_version=batch, max_staleness=self.plan.max_staleness)
         return rollouts
 
     def in_flight(self) -> InFlight:

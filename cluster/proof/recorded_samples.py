@@ -57,8 +57,7 @@ def rollout_files(run: Path) -> list[Path]:
 def places_in(file: Path) -> list[Place]:
     """Every sample of a rollout file. Raises DataError: it cannot be read."""
     try:
-        rows = _table(file, list(_INDEX)).to_pylist()
-        spans = _table_of_spans(file)
+        rows = _table(file, [*_INDEX, "span_versions"]).to_pylist()
         return [
             Place(
                 file=file,
@@ -67,9 +66,9 @@ def places_in(file: Path) -> list[Place]:
                 key=SampleKey(
                     run_seed=one["run_seed"], stream=Stream(one["stream"]), sample_index=one["sample_index"]
                 ),
-                weight_versions=tuple(versions) if versions else (int(one["weight_version"]),),
+                weight_versions=tuple(one.get("span_versions") or (int(one["weight_version"]),)),
             )
-            for row, (one, versions) in enumerate(zip(rows, spans, strict=True))
+            for row, one in enumerate(rows)
         ]
     except _UNREADABLE as error:
         raise _unreadable(file, error) from error
@@ -96,7 +95,9 @@ def read_recorded(places: Sequence[Place]) -> list[Recorded]:
 def _table(file: Path, columns: list[str] | None = None) -> pa.Table:
     # read_table would import pyarrow's data sets first, which takes longer than most files
     with pq.ParquetFile(file) as opened:
-        return opened.read(columns)
+        # files of older versions have no spans
+        there = opened.schema_arrow.names
+        return opened.read(columns and [name for name in columns if name in there or name not in _SPANS])
 
 
 _ARRAYS = {
@@ -176,14 +177,6 @@ def _recorded(place: Place, row: dict[str, Any], arrays: dict[str, np.ndarray | 
         reward=Reward(value=row["reward"], parts=dict(row["reward_parts"])),
     )
     return Recorded(place=place, rollout=rollout, advantage=row.get("advantage"))
-
-
-def _table_of_spans(file: Path) -> list[list[int] | None]:
-    """The versions of each sample that has several."""
-    with pq.ParquetFile(file) as opened:
-        if "span_versions" not in opened.schema_arrow.names:
-            return [None] * opened.metadata.num_rows
-        return opened.read(["span_versions"]).column(0).to_pylist()
 
 
 def _weight_spans(place: Place, lists: dict[str, np.ndarray]) -> tuple[WeightSpan, ...]:
