@@ -47,6 +47,8 @@ from policies.scheduling.events import (
     Abandon,
     Alarm,
     ClockTicked,
+    CutAll,
+    CutOwned,
     Deliver,
     Event,
     InstanceGone,
@@ -161,6 +163,11 @@ class SchedulerActor:
         with self._changed:
             self._progress_at_s = self._machine.awake_s
             self._handle(SamplesArrived(requests=requests))
+
+    @ray.method(concurrency_group="control")
+    def cut(self) -> None:
+        """End every open sample where it is; they complete through `take`, cut."""
+        self._handle(CutAll())
 
     @ray.method(concurrency_group="control")
     def rebuild(
@@ -327,6 +334,10 @@ class SchedulerActor:
                     order.requests, self._settings.order_timeout_s, self._settings.term
                 )
                 self._submits[ref] = order.instance
+            case CutOwned():
+                self._handle_of(order.instance).cut.remote(
+                    self._settings.order_timeout_s, self._settings.term
+                )
             case Deliver():
                 self._news.completions.append(order.completion)
                 self._changed.notify_all()

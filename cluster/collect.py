@@ -22,7 +22,7 @@ from cluster.rollout_buffer import RolloutBuffer
 from cluster.system import GeneratingSystem, Scored
 from core.decode_records import GenerationStats
 from core.errors import RewardError, RlhfSpecError
-from core.records import ResponseFacts, Rollout, SampleKey, SampleRequest, Unscored
+from core.records import ResponseFacts, Rollout, SampleRequest, Unscored
 from learning.data.prompts import response_text
 from policies.scheduling.events import MoveRecord
 
@@ -52,7 +52,6 @@ class Collected:
     "samples without a reward (`on_error: skip` of `reward` or `environment`)"
     skipped_groups: tuple[int, ...] = ()
     "the group of each of these"
-    skipped_keys: tuple[SampleKey, ...] = ()
     environment: dict[str, float] = field(default_factory=dict)
     "figures of its episodes; empty without an environment"
 
@@ -65,12 +64,13 @@ def collect(
     groups: UsefulGroups | None = None,
     *,
     phase: str = "generate",
-    cut_by: Pipeline | None = None,
+    pipeline: Pipeline | None = None,
     meanwhile: Callable[[], None] | None = None,
 ) -> Collected:
     """Generate and score every request; `forwards` gets each sample when it is scored, `groups` may ask for more.
 
-    Responses that `cut_by` finds to be no whole ones stay there, and are not scored; `meanwhile` is called all along.
+    Responses that are no whole ones stay in the `pipeline`, and are not scored; what is scored or left out it is told
+    at once. `meanwhile` is called all along.
     Raises RewardError and the like as themselves; InstanceLost or SchedulerLost when replacements are
     used up.
     """
@@ -88,7 +88,6 @@ def collect(
     unscored: list[Scored] = []
     num_completed, num_skipped, num_cut, stats, generated_s = 0, 0, 0, before, began_s
     skipped_groups: list[int] = []
-    skipped_keys: list[SampleKey] = []
     wait = OpenWait(
         waiter="the scheduler",
         waited_for="the generation pool",
@@ -109,8 +108,8 @@ def collect(
                 # environments have limits of their own, and so has a pool without instances
                 wait.restart()
             wait.look()
-            if cut_by is not None:
-                whole = [one for c in taken.completions if (one := cut_by.whole(c)) is not None]
+            if pipeline is not None and episodes is None:
+                whole = [one for c in taken.completions if (one := pipeline.whole(c)) is not None]
                 done = [(request, c, response_text(system.tokenizer, c)) for request, c in whole]
                 num_newly_cut = len(taken.completions) - len(whole)
                 num_cut, num_completed = num_cut + num_newly_cut, num_completed + num_newly_cut
@@ -127,11 +126,15 @@ def collect(
         scored = _receive(system, buffer, wait_s=_WAIT_S if num_completed == len(by_key) else 0.0)
         refused += [(request, unscored) for (request, _, _), unscored in system.rewards.skipped()]
         # of batches that a phase only goes on with, whoever takes the batch judges (`Pipeline.take`)
-        of = len(by_key) if cut_by is None else None
+        of = len(by_key) if pipeline is None else None
         skipped = _skip(refused, report, before=num_skipped, of=of)
         num_skipped += len(skipped)
         skipped_groups += skipped
-        skipped_keys += [request.key for request, _ in refused]
+        if pipeline is not None:
+            for rollout in scored:
+                pipeline.ended(rollout.completion.key, rollout)
+            for request, _ in refused:
+                pipeline.ended(request.key.sample, None)
         if groups is not None:
             asked = [groups.scored(rollout) for rollout in scored]
             for further in asked + [groups.ended(group_id, None) for group_id in skipped]:
@@ -155,7 +158,6 @@ def collect(
         score_s=time.perf_counter() - generated_s,
         num_skipped=num_skipped,
         skipped_groups=tuple(skipped_groups),
-        skipped_keys=tuple(skipped_keys),
         environment=episodes.figures() if episodes is not None else {},
     )
 

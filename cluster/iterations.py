@@ -23,7 +23,6 @@ from cluster.reporting.console import Reporter
 from cluster.reporting.iteration_metrics import iteration_figures
 from cluster.system import System
 from cluster.tracking.run_log import RunLog
-from cluster.trainer_pool import TrainerPool
 from core.records import Rollout, SampleRequest, UpdateReport
 
 
@@ -72,10 +71,12 @@ def run_iteration(
 
 def next_batch(system: System) -> list[SampleRequest]:
     """Take an iteration's requests from the cursor."""
-    rollout = system.config.rollout
-    return system.cursor.next_requests(
-        rollout.prompts_per_iteration, rollout.samples_per_prompt, system.sampling
-    )
+    return next_prompts(system, system.config.rollout.prompts_per_iteration)
+
+
+def next_prompts(system: System, num_prompts: int) -> list[SampleRequest]:
+    """Take the requests of so many prompts from the cursor."""
+    return system.cursor.next_requests(num_prompts, system.config.rollout.samples_per_prompt, system.sampling)
 
 
 def run_pipelined_iteration(
@@ -84,30 +85,28 @@ def run_pipelined_iteration(
     """Update from a batch while the next ones are sampled; then publish and refit, with no sample open."""
     began_s = time.perf_counter()
     filled: Collected | None = None
-    if not pipeline.has(iteration):
-        filled = _phase(system, pipeline, iteration - 1, report, log)
+    if not pipeline.ends_with_update and not pipeline.has(iteration):
+        filled = _phase(system, pipeline, iteration - 1, report)
         recorder.pass_over(system.generation.instances)
-    learned = pipeline.take(iteration)
-    rollouts = ray.put(learned)
-    system.is_learning = True
-    update_order = _Update(system.trainers, rollouts, recompute_old=system.recomputes_old)
-    collected = _phase(system, pipeline, iteration, report, log, meanwhile=update_order.look)
+    beside = _UpdateBeside(system, pipeline, iteration, log)
+    collected = _phase(system, pipeline, iteration, report, meanwhile=beside.look)
     moves = recorder.record(iteration, collected, system.generation.instances, system.generation.last_words())
 
     waited_from_s = time.perf_counter()
     report.progress("update", 0, 1)
-    _remember(system, iteration, collected.rollouts)
-    update = update_order.wait()
+    phases = [collected] if filled is None else [filled, collected]
+    _remember(system, iteration, [rollout for phase in phases for rollout in phase.rollouts])
+    update = beside.wait()
+    learned = beside.learned
     _log_advantages(log, iteration, learned, learned, update)
     publish_began_s = time.perf_counter()
     # a joiner may come while the trainer is further on: what instances decode from must be at hand
     _publish(system, update, report, log, may_broadcast=False)
     refit_began_s = time.perf_counter()
     report.progress("refit", 0, 1)
-    draft_figures = refit_draft(system, rollouts, iteration_s=refit_began_s - began_s, report=report)
+    draft_figures = refit_draft(system, beside.batch, iteration_s=refit_began_s - began_s, report=report)
     ended_s = time.perf_counter()
-    phases = [collected] if filled is None else [filled, collected]
-    exposed_s = min(publish_began_s - waited_from_s, update_order.seconds)
+    exposed_s = min(publish_began_s - waited_from_s, beside.seconds)
     seconds = {
         "generate": sum(phase.generate_s for phase in phases),
         "score": sum(phase.score_s for phase in phases),
@@ -127,7 +126,7 @@ def run_pipelined_iteration(
         for name in ("goodput_tokens_per_s", "mean_acceptance_length", "acceptance_rate"):
             del figures[f"rollout/{name}"]
     figures |= {
-        "time/update_hidden_s": update_order.seconds - exposed_s,
+        "time/update_hidden_s": beside.seconds - exposed_s,
         "rollout/num_cut_samples": float(pipeline.num_open),
     }
     kept = log.record(iteration, learned, update)
@@ -139,54 +138,71 @@ def _phase(
     pipeline: Pipeline,
     phase: int,
     report: Reporter,
-    log: RunLog,
     *,
     meanwhile: Callable[[], None] | None = None,
 ) -> Collected:
     """Decode and score what a phase asks for; samples that are cut stay in the pipeline."""
-    plan = pipeline.plan
-    system.generation.rollouts_ahead(max(plan.num_iterations - phase - 2, 0))
-    cuts = pipeline if system.episodes is None else None
-    collected = collect(system, pipeline.begin(phase), report, cut_by=cuts, meanwhile=meanwhile)
-    for rollout in collected.rollouts:
-        pipeline.ended(rollout.completion.key, rollout)
-    for key in collected.skipped_keys:
-        pipeline.ended(key.sample, None)
-    if phase + 1 < plan.num_iterations and pipeline.has(phase + 1):
-        log.rollouts(phase + 1, pipeline.batch(phase + 1))
-    return collected
+    system.generation.rollouts_ahead(max(pipeline.num_iterations - phase - 2, 0))
+    requests = pipeline.begin(phase)
+    if meanwhile is not None:
+        # also where nothing is left to ask for
+        meanwhile()
+    return collect(system, requests, report, pipeline=pipeline, meanwhile=meanwhile)
 
 
-class _Update:
-    """An update under way beside a phase."""
+class _UpdateBeside:
+    """The update of a batch beside a phase: it begins when the batch is whole, and may end the phase."""
 
-    def __init__(self, trainers: TrainerPool, rollouts: Any, *, recompute_old: bool) -> None:
-        self._trainers, self._began_s = trainers, time.perf_counter()
-        self._order: Mapping[str, Any] = trainers.begin_update(rollouts, recompute_old=recompute_old)
+    def __init__(self, system: System, pipeline: Pipeline, iteration: int, log: RunLog) -> None:
+        self._system, self._pipeline, self._iteration, self._log = system, pipeline, iteration, log
+        self._order: Mapping[str, Any] | None = None
         self._report: UpdateReport | None = None
-        self._alive, self._looked_s = trainers.heartbeat("update"), time.monotonic()
+        self.learned: list[Rollout] = []
+        "once it has begun"
+        self.batch: Any = None
+        "the same in the object store"
         self.seconds = 0.0
         "until the trainers had answered, once they have"
 
     def look(self) -> None:
-        """Take the report where it is there. Raises as `TrainerPool.update`: a dead or frozen trainer is told here."""
+        """Begin where the batch is whole; take the report where it is there, and end the phase.
+
+        Raises as `TrainerPool.update`: a dead or frozen trainer is told here.
+        """
         if self._report is not None:
             return
-        if self._trainers.is_over(self._order):
+        if self._order is None:
+            if self._pipeline.has(self._iteration):
+                self._begin()
+        elif self._system.trainers.is_over(self._order):
             self._end(samples_are_open=True)
+            if self._pipeline.ends_with_update:
+                self._system.scheduler.cut()
         elif time.monotonic() - self._looked_s > LOOK_S:
             self._looked_s = time.monotonic()
             self._alive.look()
 
     def wait(self) -> UpdateReport:
-        """Wait for the report. Raises as `TrainerPool.update`."""
+        """Wait for the report. Raises as `TrainerPool.update`; WeightsError, RewardError: see `Pipeline.take`."""
+        if self._order is None:
+            self._begin()
         if self._report is None:
             self._end(samples_are_open=False)
         assert self._report is not None
         return self._report
 
+    def _begin(self) -> None:
+        trainers = self._system.trainers
+        self.learned = self._pipeline.take(self._iteration)
+        self._log.rollouts(self._iteration, self.learned)
+        self.batch = ray.put(self.learned)
+        self._system.is_learning, self._began_s = True, time.perf_counter()
+        self._order = trainers.begin_update(self.batch, recompute_old=self._system.recomputes_old)
+        self._alive, self._looked_s = trainers.heartbeat("update"), time.monotonic()
+
     def _end(self, *, samples_are_open: bool) -> None:
-        self._report = self._trainers.end_update(self._order, samples_are_open=samples_are_open)
+        assert self._order is not None
+        self._report = self._system.trainers.end_update(self._order, samples_are_open=samples_are_open)
         self.seconds = time.perf_counter() - self._began_s
 
 

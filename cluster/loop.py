@@ -9,8 +9,10 @@ from itertools import count
 
 from cluster.collect import attend
 from cluster.evaluate import Evaluator
-from cluster.iterations import next_batch, run_iteration, run_pipelined_iteration
+from cluster.iterations import next_batch, next_prompts, run_iteration, run_pipelined_iteration
 from cluster.observing.observer import Observer, observing
+from cluster.pipelining.counted_pipeline import CountedPipeline
+from cluster.pipelining.free_pipeline import FreePipeline
 from cluster.pipelining.pipeline import InFlight, Pipeline
 from cluster.placement.ray_session import RaySession, ray_session, sigterm_exits
 from cluster.preflight.inputs import Inputs
@@ -38,6 +40,7 @@ from core.errors import (
     TrainerLost,
 )
 from core.weight_records import WeightManifest
+from policies.pipelining.free_admission import FreeAdmission
 from policies.pipelining.phase_plan import PhasePlan
 
 BY_SIGTERM = "stopped by SIGTERM (ray job stop, or kill)"
@@ -156,9 +159,6 @@ def train(system: System, run_dir: RunDir, report: Reporter, *, resume: RunState
         if resume is None:
             log.weights(system.target.manifest)
             log.before_training(evaluator.at_start())
-        if pipeline is not None and pipeline.has(first):
-            # the waiting batch's file went with those of the iterations that are repeated
-            log.rollouts(first, pipeline.batch(first))
         boundary = here(first)
         for iteration in range(first, run.iterations):
             system.is_learning = False
@@ -209,13 +209,22 @@ def _pipeline(system: System) -> Pipeline | None:
     config, rollout = system.config, system.config.rollout
     if not rollout.max_staleness:
         return None
+    if rollout.schedule == "free":
+        admission = FreeAdmission(
+            max_staleness=rollout.max_staleness,
+            over_provisioning=rollout.over_provisioning,
+            groups_per_batch=rollout.prompts_per_iteration,
+            num_iterations=config.run.iterations,
+        )
+        keeps = rollout.weight_load == "keep_kv"
+        return FreePipeline(admission, partial(next_prompts, system), keeps_caches=keeps)
     plan = PhasePlan(
         max_staleness=rollout.max_staleness,
         weight_load=rollout.weight_load,
         max_new_tokens=config.sampling.max_new_tokens,
         num_iterations=config.run.iterations,
     )
-    return Pipeline(plan, partial(next_batch, system))
+    return CountedPipeline(plan, partial(next_batch, system))
 
 
 def _keep_what_was_learned(

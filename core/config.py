@@ -23,6 +23,7 @@ from core.settings.generation import (
     RolloutConfig,
     SamplingConfig,
     SpeculationConfig,
+    require_schedule,
 )
 from core.settings.reward import RewardConfig
 from core.settings.run import ModelsConfig, RunConfig
@@ -182,6 +183,7 @@ class Config(Section):
                 f"{self.rollout.max_staleness} fixes beforehand which samples run ahead of which update; set "
                 "max_staleness: 0, or dynamic_sampling: false"
             )
+        require_schedule(self.rollout)
         if (
             self.rollout.max_staleness
             and self.environment.kind is not None

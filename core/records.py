@@ -34,6 +34,8 @@ class FinishReason(StrEnum):
 
     STOP = "stop"
     LENGTH = "length"
+    CUT = "cut"
+    "where decoding had got to, to go on later: no whole response"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -228,6 +230,26 @@ class Completion:
             instance=self.instance,
             weight_spans=self.weight_spans,
         )
+
+
+def as_asked(request: SampleRequest) -> Completion:
+    """Return what there is of a response of which nothing was sampled since it was asked for."""
+    before, none = request.history, np.zeros(0, dtype=np.float32)
+    return Completion(
+        key=request.key,
+        prompt_id=request.prompt.prompt_id,
+        group_id=request.group_id,
+        epoch=request.epoch,
+        token_ids=before.token_ids if before else np.zeros(0, dtype=np.int64),
+        policy_logprobs=before.policy_logprobs if before else none,
+        sampling_logprobs=before.sampling_logprobs if before else none,
+        finish_reason=FinishReason.CUT,
+        weight_spans=before.weight_spans if before else (),
+        instance=before.instance if before else "",
+        num_decode_steps=before.num_decode_steps if before else 0,
+        num_accepted_tokens=before.num_accepted_tokens if before else 0,
+        sampled=before.sampled if before else None,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,10 +31,10 @@ from engine.model.prefill import fill_committed
 from engine.model.prefill_plan import PrefillPiece
 from engine.model.runner import ModelRunner
 from engine.numerics import Numerics
-from engine.outcomes import completion_of, not_finite_error, where_not_finite
+from engine.outcomes import completion_of, goes_on, not_finite_error, where_not_finite
 from engine.requests import require_can_go_on, require_distinct
 from engine.weights.chunks import require_loadable
-from policies.drafting.draft_policy import DrafterAlarm, DraftPolicy, RefiningPolicy, WatchfulPolicy
+from policies.drafting.draft_policy import DraftPolicy, RefiningPolicy, WatchfulPolicy
 
 logger = logging.getLogger(__name__)
 STEP_LOG_LENGTH = 4096
@@ -296,6 +296,14 @@ class Engine:
         num_tokens = batch.lengths[:live] - batch.prompt_lengths[:live]
         return Progress([request.key for request in batch.requests], num_tokens.tolist())
 
+    def cut(self) -> list[Completion]:
+        """End every open sample where it is; return what there is of each."""
+        ended, self._unclaimed = self._unclaimed, []
+        ended += [self._finish(slot, is_cut=True) for slot in reversed(range(len(self._batch)))]
+        while self._waiting:
+            ended.append(completion_of(self._waiting.popleft(), instance=self.instance, is_cut=True))
+        return ended
+
     def cancel_all(self) -> list[SampleRequest]:
         """Drop every open sample and return their requests."""
         cancelled = [*self._batch.requests, *(state.request for state in self._waiting)]
@@ -367,13 +375,14 @@ class Engine:
         seconds, num_kept = self._clock() - started, int(cached[first:].sum())
         self._tally.add(num_prefill_tokens=computed, num_kept_tokens=num_kept, prefill_s=seconds)
 
-    def _finish(self, slot: int) -> Completion:
+    def _finish(self, slot: int, *, is_cut: bool = False) -> Completion:
         """Take a finished sample out of its slot; the last one moves in."""
         state = self._batch.state(slot, weight_version=self.weight_version)
-        if state.request.keeps_caches:
+        completion = completion_of(state, instance=self.instance, is_cut=is_cut)
+        if goes_on(state.request, completion):
             self.exchange.keep(slot)
         self.exchange.vacate(slot)
-        return completion_of(state, instance=self.instance)
+        return completion
 
     def _note(self, record: StepRecord, num_completions: int) -> None:
         started = self._clock()
@@ -382,18 +391,10 @@ class Engine:
         self._observe_s = self._clock() - started
         alarm = self._watchful.take_alarm() if self._watchful is not None else None
         if alarm is not None:
-            self._raise_drafter_alarm(alarm)
+            checksum = self.drafter.checksum() if isinstance(self.drafter, TrainedDrafter) else ""
+            self.drafter_alarm = alarm.text(checksum=checksum, version=self.drafter_version)
+            logger.warning("%s: drafting suspended; %s", self.instance, self.drafter_alarm)
         self.step_records.append(record)
         if self.step_log is not None:
             self.step_log.append(record)
         self._tally.add_step(record, num_completions)
-
-    def _raise_drafter_alarm(self, alarm: DrafterAlarm) -> None:
-        drafter = self.drafter
-        which = f"checksum {drafter.checksum()}, " if isinstance(drafter, TrainedDrafter) else ""
-        self.drafter_alarm = (
-            f"decode step {alarm.decode_step}: first draft tokens are accepted {alarm.observed:.2f} of late, usually "
-            f"{alarm.usual:.2f}; drafter {which}version {self.drafter_version}, {alarm.drafter_age_steps} decode "
-            "steps old; plain decoding until probes are accepted again"
-        )
-        logger.warning("%s: drafting suspended; %s", self.instance, self.drafter_alarm)

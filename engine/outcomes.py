@@ -7,14 +7,17 @@ from collections.abc import Sequence
 import numpy as np
 
 from core.errors import NotFiniteError
-from core.records import Completion, FinishReason
+from core.records import Completion, FinishReason, SampleRequest, as_asked
 from core.sample_state import SampleState
 
 
-def completion_of(state: SampleState, *, instance: str) -> Completion:
-    """Return the completion of a sample that has its last token."""
+def completion_of(state: SampleState, *, instance: str, is_cut: bool = False) -> Completion:
+    """Return the completion of a sample that has its last token, or is cut before it."""
     request = state.request
+    if is_cut and not state.num_new_tokens:
+        return as_asked(request)
     stopped = int(state.token_ids[-1]) in request.sampling.stop_token_ids
+    ended = FinishReason.STOP if stopped else FinishReason.LENGTH
     return Completion(
         key=request.key,
         prompt_id=request.prompt.prompt_id,
@@ -23,7 +26,7 @@ def completion_of(state: SampleState, *, instance: str) -> Completion:
         token_ids=state.token_ids,
         policy_logprobs=state.policy_logprobs,
         sampling_logprobs=state.sampling_logprobs,
-        finish_reason=FinishReason.STOP if stopped else FinishReason.LENGTH,
+        finish_reason=FinishReason.CUT if is_cut else ended,
         weight_spans=state.weight_spans,
         instance=instance,
         num_decode_steps=state.num_decode_steps,
@@ -32,6 +35,13 @@ def completion_of(state: SampleState, *, instance: str) -> Completion:
         if request.history is None
         else np.concatenate([request.history.sampled, np.ones(state.num_new_tokens, dtype=bool)]),
     )
+
+
+def goes_on(request: SampleRequest, completion: Completion) -> bool:
+    """Whether another turn may want the caches of a sample that has ended one."""
+    # a response that may be cut is whole where it stops; an episode's turn stops, too
+    is_whole = request.caches_outlive_weights and completion.finish_reason is FinishReason.STOP
+    return request.keeps_caches and not is_whole
 
 
 def where_not_finite(state: SampleState) -> str:

@@ -23,6 +23,7 @@ from actors.actor_messages import HeldSamples, PollReply
 from actors.generation.loop_engine import EngineHost
 from actors.generation.loop_orders import (
     CallOrder,
+    CutOrder,
     HoldOrder,
     LoadOrder,
     LoopOrder,
@@ -215,11 +216,16 @@ class DecodeLoop:
         logger.debug("%s, boundary %d: %s", self._instance, self.boundary, order)
         try:
             match order:
-                case SubmitOrder() | NewsOrder() if order.term is not None and order.term < self._term:
+                case SubmitOrder() | CutOrder() | NewsOrder() if (
+                    order.term is not None and order.term < self._term
+                ):
                     # sent by a scheduler before its death, arrived after its successor asked what is held: void
                     future.set_result(None)
                 case SubmitOrder():
                     self._submit(order)
+                    future.set_result(None)
+                case CutOrder():
+                    self._cut()
                     future.set_result(None)
                 case LoadOrder():
                     future.set_result(
@@ -276,6 +282,29 @@ class DecodeLoop:
         with self._changed:
             self._changed.notify_all()
 
+    def _cut(self) -> None:
+        """End every sample of the engine; one that is on its way comes up elsewhere, or here at a later order."""
+        if not self._has_work:
+            return
+        engine = self._host.engine
+        assert engine is not None
+        if self._migrator is not None:
+            # what has come in is claimed before it is told as ended
+            self._migrator.before_step()
+        self._ended_samples(ended := engine.cut())
+        self._report_state(ended)
+
+    def _ended_samples(self, ended: Sequence[Completion]) -> None:
+        """Forget samples that have ended here; who moves them is told."""
+        for completion in ended:
+            if self.open_epochs.get(completion.key) == completion.epoch:
+                self.open_epochs.pop(completion.key)
+        if ended and self._migrator is not None:
+            with self._counting_moves():
+                self._migrator.after_step(ended)
+        if ended and self._host.spare is not None:
+            self._host.spare.gather()
+
     @contextlib.contextmanager
     def _counting_moves(self) -> Iterator[None]:
         began_s = self._clock()
@@ -311,14 +340,7 @@ class DecodeLoop:
         emitted_before = engine.num_emitted_tokens
         self._step_began_s = began_s = self._clock()
         finished = engine.step()
-        for completion in finished:
-            if self.open_epochs.get(completion.key) == completion.epoch:
-                self.open_epochs.pop(completion.key)
-        if finished and self._migrator is not None:
-            with self._counting_moves():
-                self._migrator.after_step(finished)
-        if finished and self._host.spare is not None:
-            self._host.spare.gather()
+        self._ended_samples(finished)
         now_s = self._clock()
         self._step_began_s, self._is_stale = None, True
         batch, emitted = num_samples or engine.num_running, engine.num_emitted_tokens - emitted_before

@@ -32,6 +32,7 @@ from actors.generation.decode_loop import DecodeLoop
 from actors.generation.gauges import InstanceGauges
 from actors.generation.loop_orders import (
     CallOrder,
+    CutOrder,
     HoldOrder,
     LoadOrder,
     LoopOrder,
@@ -104,6 +105,11 @@ class GenerationActor:
     def submit(self, requests: tuple[SampleRequest, ...], timeout_s: float, term: int = 0) -> None:
         """Take samples. Raises DataError for one that does not fit the context."""
         self._carry_out(SubmitOrder(requests=requests, term=term), timeout_s)
+
+    @ray.method(concurrency_group="control")
+    def cut(self, timeout_s: float, term: int = 0) -> None:
+        """End every sample where it is; `poll` tells what there is of each."""
+        self._carry_out(CutOrder(term=term), timeout_s)
 
     @ray.method(concurrency_group="control")
     def hold(self, term: int, timeout_s: float) -> HeldSamples:

@@ -53,6 +53,10 @@ class LoopEngine(Protocol):
         """Do one decode step and return what finished."""
         ...
 
+    def cut(self) -> list[Completion]:
+        """End every open sample where it is and return what there is of each."""
+        ...
+
     def load(self) -> InstanceLoad:
         """Return the workload."""
         ...

@@ -31,6 +31,16 @@ class SubmitOrder:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CutOrder:
+    """End every sample where it is, if the order comes from no scheduler that has been replaced."""
+
+    term: int = 0
+
+    def __str__(self) -> str:
+        return "cut all samples"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LoadOrder:
     """Load this version of this model; there must be no open sample."""
 
@@ -105,5 +115,13 @@ class CallOrder:
 
 
 LoopOrder = (
-    CallOrder | RememberOrder | SubmitOrder | LoadOrder | StopOrder | HoldOrder | StepLogOrder | NewsOrder
+    CallOrder
+    | RememberOrder
+    | SubmitOrder
+    | CutOrder
+    | LoadOrder
+    | StopOrder
+    | HoldOrder
+    | StepLogOrder
+    | NewsOrder
 )

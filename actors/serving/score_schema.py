@@ -82,7 +82,7 @@ def to_body(requests: Sequence[ScoreRequest]) -> ScoreBody:
                 fields=request.prompt.fields,
                 sample_index=request.facts.sample_index if request.facts else None,
                 num_tokens=request.facts.num_tokens if request.facts else None,
-                finish_reason=request.facts.finish_reason.value if request.facts else None,
+                finish_reason=_reason(request.facts) if request.facts else None,
                 num_given_tokens=request.facts.num_given_tokens if request.facts else 0,
                 turns=[Message(role=role, content=text) for role, text in request.facts.turns]
                 if request.facts
@@ -112,6 +112,11 @@ def from_body(body: ScoreBody) -> list[ScoreRequest]:
         )
         for place, sample in enumerate(body.samples)
     ]
+
+
+def _reason(facts: ResponseFacts) -> Literal["stop", "length"]:
+    """What is cut to go on later is not scored."""
+    return "stop" if facts.finish_reason is FinishReason.STOP else "length"
 
 
 def _facts(sample: Sample) -> ResponseFacts | None:

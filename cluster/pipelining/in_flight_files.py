@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,17 @@ from cluster.pipelining.pipeline import InFlight, OpenSample
 from cluster.proof.recorded_samples import places_in, read_recorded
 from cluster.run_folder.rollout_files import write_rollouts
 from core.errors import DataError
-from core.records import Prompt, Reward, Rollout, SampleKey, SampleRequest, SamplingParams
+from core.records import (
+    Completion,
+    Prompt,
+    Reward,
+    Rollout,
+    SampleKey,
+    SampleRequest,
+    SamplingParams,
+    WeightSpan,
+    as_asked,
+)
 from learning.data.prompts import PromptDataset
 
 
@@ -27,11 +38,10 @@ def write_in_flight(folder: Path, in_flight: InFlight) -> None:
         write_rollouts(_file(folder, batch), list(ready.values()))
     opened: dict[int, list[Rollout]] = defaultdict(list)
     for one in in_flight.open_samples.values():
-        assert one.so_far is not None, "between two phases every open sample has been cut"
         opened[one.batch].append(
             Rollout(
                 prompt=one.request.prompt,
-                completion=one.so_far,
+                completion=one.so_far or _unbegun(one),
                 response_text="",
                 reward=Reward(value=0.0),
             )
@@ -65,9 +75,17 @@ def read_in_flight(folder: Path, dataset: PromptDataset, sampling: SamplingParam
                 sampling=sampling,
                 group_id=rollout.completion.group_id,
             )
-            opened[key] = OpenSample(batch=batch, request=request, so_far=rollout.completion, num_turns=1)
+            so_far = rollout.completion if rollout.completion.num_tokens else None
+            opened[key] = OpenSample(batch=batch, request=request, so_far=so_far, num_turns=1)
         ready.setdefault(batch, {})
     return InFlight(open_samples=opened, ready=ready)
+
+
+def _unbegun(one: OpenSample) -> Completion:
+    """A response without a token: files name a version for every one."""
+    return replace(
+        as_asked(one.request), weight_spans=(WeightSpan(weight_version=one.batch, first_position=0),)
+    )
 
 
 def _known(recorded: Prompt, prompts: dict[int, Prompt], file: Path) -> Prompt:

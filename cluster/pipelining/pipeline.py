@@ -1,17 +1,19 @@
-"""Samples between instances and trainer where generation runs ahead of learning (`policies.pipelining.phase_plan`).
+"""Samples between instances and trainer where generation runs ahead of learning.
 
-Whatever order samples end in, a batch is given out in the order of their index, when its last one is there.
+A phase is what instances sample from one weight version. Between two phases no sample is with an instance: what is no
+whole response waits here and is asked for again as a further turn. Which samples a phase asks for and an update learns
+from is said by `counted_pipeline` or `free_pipeline`; a batch is given out in the order of the sample index.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from cluster.rollout_buffer import in_order, require_fresh
-from core.errors import RewardError, WeightsError
+from core.errors import RewardError
 from core.records import Completion, FinishReason, Rollout, SampleKey, SampleRequest
-from policies.pipelining.phase_plan import PhasePlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,6 +21,7 @@ class OpenSample:
     """A sample whose response is not whole."""
 
     batch: int
+    "that it belongs to; of a free schedule: the version under which it began"
     request: SampleRequest
     "as the cursor made it"
     so_far: Completion | None = None
@@ -33,81 +36,64 @@ class InFlight:
 
     open_samples: dict[SampleKey, OpenSample] = field(default_factory=dict)
     ready: dict[int, dict[SampleKey, Rollout]] = field(default_factory=dict)
-    "scored responses by batch"
+    "scored responses by the same number"
 
 
-class Pipeline:
-    """Of one run. A batch is taken for its update, and the phase of that number begins beside it."""
+class Pipeline(ABC):
+    """Of one run. A batch is taken for its update, and the phase of that number goes on, or begins, beside it."""
 
-    def __init__(self, plan: PhasePlan, next_requests: Callable[[], Sequence[SampleRequest]]) -> None:
-        """`next_requests`: a further batch's, batch by batch from the first that has not begun."""
-        self.plan = plan
-        self._next_requests = next_requests
+    ends_with_update = False
+    "a phase's samples are cut when its update is there, wherever they are; else at counts of tokens"
+
+    def __init__(self, *, num_iterations: int, max_staleness: int, keeps_caches: bool) -> None:
+        """`keeps_caches`: a response that is cut goes on with its caches, where they are still there."""
+        self.num_iterations = num_iterations
+        self._max_staleness = max_staleness
+        self._keeps_caches = keeps_caches
         self._open: dict[SampleKey, OpenSample] = {}
         self._ready: dict[int, dict[SampleKey, Rollout]] = {}
 
-    @property
-    def num_open(self) -> int:
-        """Samples that are cut, and go on in the next phase."""
-        return len(self._open)
-
-    def has(self, batch: int) -> bool:
-        """Whether a batch is whole."""
-        return batch in self._ready and all(one.batch != batch for one in self._open.values())
-
+    @abstractmethod
     def begin(self, phase: int) -> list[SampleRequest]:
         """Begin a phase: what to ask the instances for, none where the run needs no more."""
-        for batch in self.plan.batches(phase):
-            if batch not in self._ready:
-                self._ready[batch] = {}
-                self._open |= {r.key: OpenSample(batch=batch, request=r) for r in self._next_requests()}
-        # a run that was resumed with fewer iterations leaves later batches where they are
-        return [
-            self._turn(one, phase) for one in self._open.values() if one.batch in self.plan.batches(phase)
-        ]
 
-    def whole(self, completion: Completion) -> tuple[SampleRequest, Completion] | None:
-        """Take what a phase has added to a sample; its request and response where that is whole, else it waits."""
-        one = self._open[completion.key.sample]
-        done = replace(completion, key=one.request.key, sampled=None)
-        is_cut = completion.finish_reason is FinishReason.LENGTH
-        if is_cut and completion.num_tokens < one.request.sampling.max_new_tokens:
-            self._open[done.key] = replace(one, so_far=done, num_turns=one.num_turns + 1)
-            return None
-        return one.request, done
+    @abstractmethod
+    def has(self, batch: int) -> bool:
+        """Whether a batch is whole."""
 
-    def ended(self, key: SampleKey, rollout: Rollout | None) -> None:
-        """Take a sample's scored response; None: it is left out."""
-        batch = self._open.pop(key).batch
-        if rollout is not None:
-            self._ready[batch][key] = rollout
-
-    def batch(self, batch: int) -> list[Rollout]:
-        """The scored responses of a batch so far, in the order of the sample index."""
-        return in_order(self._ready[batch].values())
-
+    @abstractmethod
     def take(self, batch: int) -> list[Rollout]:
         """Take a batch for its update, in the order of the sample index.
 
         Raises WeightsError: a token is older than the run allows, or a sample is missing; RewardError: no reward is
         there.
         """
-        missing = [key.sample_index for key, one in self._open.items() if one.batch == batch]
-        if missing:
-            raise WeightsError(
-                f"batch {batch} is to be learned from and {len(missing)} of its samples are not whole, sample "
-                f"{missing[0]} among them; this is a fault of the project, please report it"
-            )
-        rollouts = self.batch(batch)
-        if not rollouts:
-            raise RewardError(
-                f"none of the samples of iteration {batch + 1} could be scored, and nothing is left to learn from; the "
-                "notes above say why they were skipped"
-            )
-        del self._ready[batch]
-        for rollout in rollouts:
-            require_fresh(rollout, weight_version=batch, max_staleness=self.plan.max_staleness)
-        return rollouts
+
+    @property
+    def num_open(self) -> int:
+        """Samples that are cut, and go on in the next phase."""
+        return len(self._open)
+
+    def whole(self, completion: Completion) -> tuple[SampleRequest, Completion] | None:
+        """Take what a phase has added to a sample; its request and response where that is whole, else it waits."""
+        one = self._open[completion.key.sample]
+        done, most = (
+            replace(completion, key=one.request.key, sampled=None),
+            one.request.sampling.max_new_tokens,
+        )
+        at_limit = completion.finish_reason is FinishReason.LENGTH
+        is_cut = completion.finish_reason is FinishReason.CUT or (at_limit and done.num_tokens < most)
+        if not is_cut:
+            return one.request, done
+        so_far = done if done.num_tokens else None
+        self._open[done.key] = replace(one, so_far=so_far, num_turns=one.num_turns + 1)
+        return None
+
+    def ended(self, key: SampleKey, rollout: Rollout | None) -> None:
+        """Take a sample's scored response; None: it is left out."""
+        batch = self._open.pop(key).batch
+        if rollout is not None:
+            self._ready[batch][key] = rollout
 
     def in_flight(self) -> InFlight:
         """What is here between two phases; it stays as it is while the pipeline goes on."""
@@ -119,10 +105,11 @@ class Pipeline:
         self._open = dict(in_flight.open_samples)
         self._ready = {batch: dict(rollouts) for batch, rollouts in in_flight.ready.items()}
 
-    def _turn(self, one: OpenSample, phase: int) -> SampleRequest:
+    def _turn(self, one: OpenSample, *, most: int) -> SampleRequest:
+        """Ask for a sample, up to so many tokens."""
         request, before = one.request, one.so_far
-        most, goes_back = self.plan.limit(one.batch, phase), self.plan.weight_load == "keep_kv"
-        keeps = goes_back and most < request.sampling.max_new_tokens
+        is_cut = most < request.sampling.max_new_tokens
+        keeps = self._keeps_caches and (is_cut or self.ends_with_update)
         return replace(
             request,
             # what is asked for twice has two keys; the noise is the sample's
@@ -131,8 +118,20 @@ class Pipeline:
             # whose caches are gone may as well go on elsewhere
             history=None
             if before is None
-            else replace(before.as_history(), instance=before.instance if goes_back else ""),
+            else replace(before.as_history(), instance=before.instance if self._keeps_caches else ""),
             keeps_caches=keeps,
             caches_outlive_weights=keeps,
-            is_cut_at_limit=most < request.sampling.max_new_tokens,
+            is_cut_at_limit=is_cut,
         )
+
+    def _fresh(self, batch: int, rollouts: Iterable[Rollout]) -> list[Rollout]:
+        """A batch in order. Raises RewardError: it is empty; WeightsError: a token is too old for its update."""
+        ordered = in_order(rollouts)
+        if not ordered:
+            raise RewardError(
+                f"none of the samples of iteration {batch + 1} could be scored, and nothing is left to learn from; the "
+                "notes above say why they were skipped"
+            )
+        for rollout in ordered:
+            require_fresh(rollout, weight_version=batch, max_staleness=self._max_staleness)
+        return ordered

@@ -58,6 +58,8 @@ class SchedulerClient:
         self._delivered: dict[SampleKey, Completion] = {}
         self._lost: list[LostInstance] = []
         self._news: list[str] = []
+        self._is_cut = False
+        "what is open was told to end where it is"
         self._expected: tuple[Starts, tuple[str, ...]] = (Starts(), ())
         self._planning_s = 0.0
         self._planning_before_s = 0.0
@@ -109,8 +111,14 @@ class SchedulerClient:
         if len(self._delivered) == len(self._asked):
             self._asked.clear()
             self._delivered.clear()
+            self._is_cut = False
         self._asked.update((request.key, request) for request in requests)
         self._tell("enqueue", requests)
+
+    def cut(self) -> None:
+        """Have every open sample end where it is; `take` brings what there is of each. Raises SchedulerLost."""
+        self._is_cut = True
+        self._tell("cut")
 
     def take(self, wait_s: float) -> Taken:
         """Return the news since the last call, waiting up to `wait_s` for some.
@@ -216,6 +224,8 @@ class SchedulerClient:
         self._get(ref, "rebuild its state", self._start_timeout_s)
         self._sentinel = self._handle.run.remote()
         self._handle.expect.remote(*self._expected)
+        if self._is_cut:
+            self._handle.cut.remote()
         for name, row in self._instances.serving.items():
             if row.state is InstanceState.LEAVING:
                 self._handle.leave.remote(name, row.leaves_because)

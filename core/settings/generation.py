@@ -131,6 +131,39 @@ class RolloutConfig(Section):
     """max_staleness above 0; reprefill: responses are cut where a new version comes, and go on from it with caches that
     it has computed anew; keep_kv: with the old caches where they are still there; drain: a response is of one version,
     one behind its update at most"""
+    schedule: Literal["recorded", "free"] = "recorded"
+    """max_staleness above 0; recorded: what decodes from which version follows from counts of tokens, and two runs are
+    equal; free: a version is taken when it is there, at whatever token a response has reached"""
+    over_provisioning: float | None = Field(default=None, gt=0.0, le=8.0)
+    """schedule free: batches of prompts that run beyond the next update's; those that end first are learned from, none
+    later than max_staleness allows. None: as many as max_staleness"""
+
+
+def require_schedule(rollout: RolloutConfig) -> None:
+    """Raise ValueError for settings of a schedule that would have no effect."""
+    if rollout.schedule == "recorded":
+        if rollout.over_provisioning is not None:
+            raise ValueError(
+                f"rollout.over_provisioning is {rollout.over_provisioning:g} and rollout.schedule recorded, which "
+                "fixes beforehand which samples make a batch; set schedule: free, or take over_provisioning out"
+            )
+        return
+    if not rollout.max_staleness:
+        raise ValueError(
+            "rollout.schedule is free and rollout.max_staleness 0, so that no sample may meet a second version; set "
+            "max_staleness to 1 or more, or take schedule out"
+        )
+    if rollout.weight_load == "drain":
+        raise ValueError(
+            "rollout.schedule is free and rollout.weight_load drain, which cuts no response where a version comes; set "
+            "weight_load to reprefill or keep_kv, or schedule to recorded"
+        )
+    if rollout.over_provisioning is not None and rollout.over_provisioning > rollout.max_staleness:
+        raise ValueError(
+            f"rollout.over_provisioning is {rollout.over_provisioning:g} and rollout.max_staleness "
+            f"{rollout.max_staleness}: only as many batches may run beyond the next update's; lower it, or raise "
+            "max_staleness"
+        )
 
 
 class ReallocationConfig(Section):

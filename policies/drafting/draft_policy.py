@@ -45,6 +45,15 @@ class DrafterAlarm:
     "acceptance of first nodes of late"
     usual: float
 
+    def text(self, *, checksum: str, version: int) -> str:
+        """Say it to people; `checksum` of the drafter's weights, "" where it has none."""
+        which = f"checksum {checksum}, " if checksum else ""
+        return (
+            f"decode step {self.decode_step}: first draft tokens are accepted {self.observed:.2f} of late, usually "
+            f"{self.usual:.2f}; drafter {which}version {version}, {self.drafter_age_steps} decode steps old; plain "
+            "decoding until probes are accepted again"
+        )
+
 
 @runtime_checkable
 class WatchfulPolicy(Protocol):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from core.records import SampleKey, Stream
+from policies.scheduling.events import Alarm, Order
 
 KEPT_ACCEPTED = 1 << 15
 "Samples; about 12 MB. Copies come late by a move or a heartbeat timeout, not by so many samples."
@@ -48,3 +49,13 @@ class Accepted:
     def keys(self) -> set[SampleKey]:
         """Of those that are kept."""
         return set(self._of)
+
+
+def compare(accepted: tuple[int, str], key: SampleKey, instance: str, epoch: int, other: str) -> list[Order]:
+    """Return an alarm where a late copy's digest is not that of the copy that was accepted."""
+    accepted_epoch, own = accepted
+    if other == own or not (other and own):
+        # one that was cut says nothing of the other
+        return []
+    what = f"tokens or log-probabilities differ from those accepted under epoch {accepted_epoch}"
+    return [Alarm(key=key, instance=instance, epoch=epoch, what=what)]

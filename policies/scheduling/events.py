@@ -77,7 +77,14 @@ class ClockTicked:
     now_s: float
 
 
-Event = SamplesArrived | InstanceJoined | InstanceReported | InstanceGone | InstanceLeaves | ClockTicked
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CutAll:
+    """Every open sample is to end where it is: new weights are there, and it goes on with them."""
+
+
+Event = (
+    SamplesArrived | InstanceJoined | InstanceReported | InstanceGone | InstanceLeaves | ClockTicked | CutAll
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +93,13 @@ class Submit:
 
     instance: str
     requests: tuple[SampleRequest, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CutOwned:
+    """Have an instance end what it holds where it is."""
+
+    instance: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,7 +181,7 @@ class MoveRecord:
     "what the instances measured: bytes, seconds by stage, downtime"
 
 
-Order = Submit | Deliver | Abandon | Left | Resized | Alarm | StartMove | SendVerdict | MoveEnded
+Order = Submit | CutOwned | Deliver | Abandon | Left | Resized | Alarm | StartMove | SendVerdict | MoveEnded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from core.records import Completion, SampleRequest
+from core.records import Completion, FinishReason, SampleRequest
 
 
 @dataclass(slots=True)
@@ -35,8 +35,20 @@ class OpenSample:
         return len(self.request.prompt.token_ids) + self.num_tokens
 
 
+def is_whole(request: SampleRequest, completion: Completion) -> bool:
+    """Whether a completion is not one that goes on later."""
+    if completion.finish_reason is FinishReason.CUT:
+        return False
+    return not (request.is_cut_at_limit and completion.finish_reason is FinishReason.LENGTH)
+
+
 def digest(completion: Completion) -> str:
-    """Hex digest of what must not depend on where or under which plan a sample was generated."""
+    """Hex digest of what must not depend on where or under which plan a sample was generated.
+
+    Empty where it was cut: how far it got does depend on them.
+    """
+    if completion.finish_reason is FinishReason.CUT:
+        return ""
     state = hashlib.blake2b(str(completion.finish_reason).encode(), digest_size=16)
     for array in (completion.token_ids, completion.policy_logprobs, completion.sampling_logprobs):
         state.update(np.ascontiguousarray(array).tobytes())

@@ -16,15 +16,17 @@ from dataclasses import replace
 
 from core.awake import AwakeClock
 from core.errors import RlhfSpecError
-from core.records import Completion, FinishReason, SampleKey, SampleRequest, next_asking
+from core.records import Completion, SampleKey, SampleRequest, next_asking
 from policies.migration.move_messages import MoveOutcome
 from policies.reallocation.pool_records import Move, ReallocationPolicy
 from policies.scaling.scaling_policy import ScalingPolicy
 from policies.scaling.scaling_records import Starts
-from policies.scheduling.accepted import Accepted
+from policies.scheduling.accepted import Accepted, compare
+from policies.scheduling.cutting import cut
 from policies.scheduling.events import (
     Alarm,
     ClockTicked,
+    CutAll,
     Deliver,
     Event,
     InstanceGone,
@@ -41,7 +43,7 @@ from policies.scheduling.events import (
 from policies.scheduling.leaving import let_go, moves_away
 from policies.scheduling.ledger import Binding, Ledger, verdict_for
 from policies.scheduling.members import InstanceState, Member, Members
-from policies.scheduling.open_samples import OpenSample, digest
+from policies.scheduling.open_samples import OpenSample, digest, is_whole
 from policies.scheduling.ownership import TAKEN_BACK_EPOCHS, OpenMoves
 from policies.scheduling.pool_view import pool_view
 
@@ -81,6 +83,7 @@ class Scheduler:
         self._ledger = Ledger(binding=binding, prefix=f"{term}-")
         self._accepted = Accepted()
         self._max_new_tokens = 1
+        self._is_cutting = False
 
     @property
     def num_open(self) -> int:
@@ -142,6 +145,11 @@ class Scheduler:
                 orders = []
             case ClockTicked():
                 orders = self._give_up_silent()
+            case CutAll():
+                self._is_cutting, orders = True, []
+        if self._is_cutting:
+            orders += cut(self._ledger, self._accepted, event)
+            self._is_cutting = bool(self._ledger.samples)
         orders += self._ledger.pull() + let_go(self._ledger)
         if isinstance(event, ClockTicked):
             self._look_at_activity()
@@ -158,7 +166,7 @@ class Scheduler:
         self._look_at_activity()
         if self._scaling is not None:
             orders += self._resize(self._scaling)
-        if self._reallocation is None:
+        if self._reallocation is None or self._is_cutting:
             return orders
         orders += self._start(moves_away(self._ledger))
         view = pool_view(self._ledger, max_new_tokens=self._max_new_tokens)
@@ -353,7 +361,7 @@ class Scheduler:
         key, epoch = completion.key, completion.epoch
         if (accepted := self._accepted.get(key)) is not None:
             of_another_asking = next_asking(epoch) != next_asking(accepted[0])
-            return [] if of_another_asking else _compare(accepted, key, instance, epoch, digest(completion))
+            return [] if of_another_asking else compare(accepted, key, instance, epoch, digest(completion))
         sample = self._ledger.samples.get(key)
         if sample is None and self._accepted.is_forgotten(key):
             return []
@@ -372,15 +380,14 @@ class Scheduler:
         self.members[instance].owned.remove(key)
         delivered = (epoch, digest(completion))
         self._accepted.add(key, *delivered)
-        is_whole = not (sample.request.is_cut_at_limit and completion.finish_reason is FinishReason.LENGTH)
         for policy in (self._reallocation, self._scaling):
             # lengths that forecasts go by are those of whole responses
-            if policy is not None and is_whole:
+            if policy is not None and is_whole(sample.request, completion):
                 policy.note_finished(completion.num_tokens)
         orders: list[Order] = [Deliver(completion=completion)]
         orders += self._ledger.end_move(key, MoveOutcome.KEPT, "finished before it left")
         for stale_epoch, stale_instance, stale_digest in self._ledger.samples.pop(key).stale:
-            orders += _compare(delivered, key, stale_instance, stale_epoch, stale_digest)
+            orders += compare(delivered, key, stale_instance, stale_epoch, stale_digest)
         return orders
 
     def _give_up_silent(self) -> list[Order]:
@@ -390,11 +397,3 @@ class Scheduler:
             if silent_s > self._heartbeat_timeout_s:
                 orders += self._ledger.lose(name, f"silent for {silent_s:.0f} s")
         return orders
-
-
-def _compare(accepted: tuple[int, str], key: SampleKey, instance: str, epoch: int, other: str) -> list[Order]:
-    accepted_epoch, own = accepted
-    if other == own:
-        return []
-    what = f"tokens or log-probabilities differ from those accepted under epoch {accepted_epoch}"
-    return [Alarm(key=key, instance=instance, epoch=epoch, what=what)]

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from cluster.pipelining.counted_pipeline import CountedPipeline
 from cluster.pipelining.in_flight_files import read_in_flight, write_in_flight
-from cluster.pipelining.pipeline import Pipeline
 from core.errors import DataError, RewardError, WeightsError
 from core.records import (
     Completion,
@@ -88,7 +88,7 @@ def scored(completion: Completion) -> Rollout:
     return Rollout(prompt=prompt, completion=completion, response_text="", reward=Reward(value=1.0))
 
 
-def play_phase(pipeline: Pipeline, phase: int, lengths: list[int], chance: random.Random) -> int:
+def play_phase(pipeline: CountedPipeline, phase: int, lengths: list[int], chance: random.Random) -> int:
     """Let the samples of a phase end in any order; how many there were."""
     requests = pipeline.begin(phase)
     assert len({request.key for request in requests}) == len(requests)
@@ -120,7 +120,7 @@ def test_random_schedules_keep_every_promise() -> None:
         )
         lengths = [chance.randint(1, tokens) for _ in range(iterations * size)]
         cursor, learned = Cursor(size, tokens), []
-        pipeline = Pipeline(plan, cursor)
+        pipeline = CountedPipeline(plan, cursor)
         for iteration in range(iterations):
             if not pipeline.has(iteration):
                 assert iteration == 0
@@ -145,7 +145,7 @@ def test_a_response_is_cut_at_equal_shares_of_the_longest() -> None:
     assert plan.lag == 2 and plan.share == 5
     assert list(plan.batches(-1)) == [0, 1] and list(plan.batches(1)) == [2, 3] and not plan.batches(3)
     assert [plan.limit(0, -1), plan.limit(1, -1), plan.limit(1, 0), plan.limit(2, 0)] == [9, 5, 9, 5]
-    pipeline = Pipeline(plan, Cursor(1, 9))
+    pipeline = CountedPipeline(plan, Cursor(1, 9))
     play_phase(pipeline, -1, [9] * 4, random.Random(0))
     pipeline.take(0)
     play_phase(pipeline, 0, [9] * 4, random.Random(0))
@@ -157,7 +157,7 @@ def test_a_response_is_cut_at_equal_shares_of_the_longest() -> None:
 
 
 def test_a_stale_or_missing_sample_is_refused() -> None:
-    pipeline = Pipeline(plan_of(1, tokens=4, iterations=5), Cursor(1, 4))
+    pipeline = CountedPipeline(plan_of(1, tokens=4, iterations=5), Cursor(1, 4))
     (request,) = pipeline.begin(-1)
     with pytest.raises(WeightsError, match="1 of its samples are not whole, sample 0"):
         pipeline.take(0)
@@ -167,7 +167,7 @@ def test_a_stale_or_missing_sample_is_refused() -> None:
 
 
 def test_a_sample_that_is_left_out_is_not_waited_for() -> None:
-    pipeline = Pipeline(plan_of(1, tokens=4, iterations=1), Cursor(2, 4))
+    pipeline = CountedPipeline(plan_of(1, tokens=4, iterations=1), Cursor(2, 4))
     first, second = pipeline.begin(-1)
     pipeline.ended(first.key, None)
     pipeline.ended(second.key, scored(decoded(second, length=3, version=0)))
@@ -175,7 +175,7 @@ def test_a_sample_that_is_left_out_is_not_waited_for() -> None:
 
 
 def test_a_batch_without_any_reward_is_refused() -> None:
-    pipeline = Pipeline(plan_of(1, tokens=4, iterations=1), Cursor(2, 4))
+    pipeline = CountedPipeline(plan_of(1, tokens=4, iterations=1), Cursor(2, 4))
     for request in pipeline.begin(-1):
         pipeline.ended(request.key, None)
     with pytest.raises(RewardError, match="none of the samples of iteration 1 could be scored"):
@@ -184,9 +184,9 @@ def test_a_batch_without_any_reward_is_refused() -> None:
 
 def test_a_run_that_was_shortened_leaves_later_batches_where_they_are() -> None:
     long, short = (plan_of(3, tokens=9, iterations=n) for n in (9, 2))
-    pipeline = Pipeline(long, Cursor(1, 9))
+    pipeline = CountedPipeline(long, Cursor(1, 9))
     play_phase(pipeline, -1, [9] * 9, random.Random(0))
-    again = Pipeline(short, Cursor(1, 9))
+    again = CountedPipeline(short, Cursor(1, 9))
     again.restore(pipeline.in_flight())
     assert [request.key.sample_index for request in pipeline.begin(0)] == [1, 2, 3]
     assert [request.key.sample_index for request in again.begin(0)] == [1]
@@ -200,7 +200,7 @@ class DataSet:
 def test_what_is_in_flight_is_read_back_as_it_was(tmp_path: Path) -> None:
     plan, lengths = plan_of(3, tokens=9, iterations=6), [9, 2, 7, 9, 5, 9, 9, 1, 4, 9, 9, 9]
     cursor = Cursor(2, 9)
-    pipeline = Pipeline(plan, cursor)
+    pipeline = CountedPipeline(plan, cursor)
     for phase in (-1, 0):
         play_phase(pipeline, phase, lengths, random.Random(1))
         pipeline.take(phase + 1) if phase < 0 else None
@@ -221,7 +221,7 @@ def test_what_is_in_flight_is_read_back_as_it_was(tmp_path: Path) -> None:
         assert str(one.so_far) == str(before.open_samples[key].so_far)
         assert one.request.prompt.fields == {"kept": key.sample_index}
     # both go on to the same batches
-    again = Pipeline(plan, Cursor(2, 9))
+    again = CountedPipeline(plan, Cursor(2, 9))
     again.restore(after)
     for each in (pipeline, again):
         each.take(1)
@@ -234,7 +234,7 @@ def test_what_is_in_flight_is_read_back_as_it_was(tmp_path: Path) -> None:
 
 
 def test_samples_of_other_prompts_are_not_gone_on_with(tmp_path: Path) -> None:
-    pipeline = Pipeline(plan_of(2, tokens=4, iterations=4), Cursor(1, 4))
+    pipeline = CountedPipeline(plan_of(2, tokens=4, iterations=4), Cursor(1, 4))
     play_phase(pipeline, -1, [4] * 4, random.Random(0))
     write_in_flight(tmp_path / "in_flight", pipeline.in_flight())
     data = DataSet([Prompt(prompt_id=i, token_ids=np.array([7])) for i in range(4)])

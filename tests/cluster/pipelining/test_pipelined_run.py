@@ -15,7 +15,7 @@ import ray
 
 from cluster import iterations
 from cluster.cli import main
-from cluster.pipelining.pipeline import Pipeline
+from cluster.pipelining.counted_pipeline import CountedPipeline
 from cluster.proof.verify_run import verify_run
 from cluster.run_folder.layout import RunDir
 from cluster.system import System
@@ -94,7 +94,7 @@ def in_one_process(config: Config) -> tuple[list[list[Rollout]], str]:
         max_new_tokens=TOKENS,
         num_iterations=config.run.iterations,
     )
-    pipeline = Pipeline(plan, lambda: cursor.next_requests(SAMPLES, 1, sampling))
+    pipeline = CountedPipeline(plan, lambda: cursor.next_requests(SAMPLES, 1, sampling))
     batches = []
     for phase in range(-1, config.run.iterations):
         if phase >= 0:

@@ -1,0 +1,48 @@
+"""The reproducible schedule: which samples decode while which update runs follows from counts of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from cluster.pipelining.pipeline import OpenSample, Pipeline
+from core.errors import WeightsError
+from core.records import Rollout, SampleRequest
+from policies.pipelining.phase_plan import PhasePlan
+
+
+class CountedPipeline(Pipeline):
+    """By a `PhasePlan`: a batch is sampled in the phases before its update, and each ends at its counts."""
+
+    def __init__(self, plan: PhasePlan, next_requests: Callable[[], Sequence[SampleRequest]]) -> None:
+        """`next_requests`: a further batch's, batch by batch from the first that has not begun."""
+        super().__init__(
+            num_iterations=plan.num_iterations,
+            max_staleness=plan.max_staleness,
+            keeps_caches=plan.weight_load == "keep_kv",
+        )
+        self.plan = plan
+        self._next_requests = next_requests
+
+    def begin(self, phase: int) -> list[SampleRequest]:
+        """See `Pipeline.begin`."""
+        for batch in self.plan.batches(phase):
+            if batch not in self._ready:
+                self._ready[batch] = {}
+                self._open |= {r.key: OpenSample(batch=batch, request=r) for r in self._next_requests()}
+        # a run that was resumed with fewer iterations leaves later batches where they are
+        asked = [one for one in self._open.values() if one.batch in self.plan.batches(phase)]
+        return [self._turn(one, most=self.plan.limit(one.batch, phase)) for one in asked]
+
+    def has(self, batch: int) -> bool:
+        """See `Pipeline.has`."""
+        return batch in self._ready and all(one.batch != batch for one in self._open.values())
+
+    def take(self, batch: int) -> list[Rollout]:
+        """See `Pipeline.take`."""
+        missing = [key.sample_index for key, one in self._open.items() if one.batch == batch]
+        if missing:
+            raise WeightsError(
+                f"batch {batch} is to be learned from and {len(missing)} of its samples are not whole, sample "
+                f"{missing[0]} among them; this is a fault of the project, please report it"
+            )
+        return self._fresh(batch, self._ready.pop(batch).values())

@@ -1,0 +1,110 @@
+"""The free schedule: instances never wait for each other's samples, and new versions are taken whenever they come."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from cluster.pipelining.pipeline import InFlight, OpenSample, Pipeline
+from core.errors import WeightsError
+from core.records import Rollout, SampleKey, SampleRequest
+from policies.pipelining.free_admission import FreeAdmission
+
+
+@dataclass(slots=True, kw_only=True)
+class _Group:
+    """The samples of one prompt: they are learned from together."""
+
+    begun: int
+    num_open: int = 0
+
+
+class FreePipeline(Pipeline):
+    """By a `FreeAdmission`. A phase begins with every version, asks for all that is open, and ends with its update."""
+
+    ends_with_update = True
+
+    def __init__(
+        self,
+        admission: FreeAdmission,
+        next_requests: Callable[[int], Sequence[SampleRequest]],
+        *,
+        keeps_caches: bool,
+    ) -> None:
+        """`next_requests`: the samples of so many further prompts."""
+        super().__init__(
+            num_iterations=admission.num_iterations,
+            max_staleness=admission.max_staleness,
+            keeps_caches=keeps_caches,
+        )
+        self._admission = admission
+        self._next_requests = next_requests
+        self._groups: dict[int, _Group] = {}
+        "begun and not learned from, by group id"
+        self._closed: list[int] = []
+        "those of them without an open sample, in the order in which they ended"
+
+    def begin(self, phase: int) -> list[SampleRequest]:
+        """See `Pipeline.begin`."""
+        num_begun = phase * self._admission.groups_per_batch + len(self._groups)
+        num_more = max(self._admission.most_begun(phase) - num_begun, 0)
+        if num_more:
+            self._ready.setdefault(phase, {})
+            begun = {r.key: OpenSample(batch=phase, request=r) for r in self._next_requests(num_more)}
+            self._open |= begun
+            for one in begun.values():
+                self._note_open(one)
+        return [self._turn(one, most=one.request.sampling.max_new_tokens) for one in self._open.values()]
+
+    def ended(self, key: SampleKey, rollout: Rollout | None) -> None:
+        """See `Pipeline.ended`."""
+        group_id = self._open[key].request.group_id
+        super().ended(key, rollout)
+        group = self._groups[group_id]
+        group.num_open -= 1
+        if not group.num_open:
+            self._closed.append(group_id)
+
+    def has(self, batch: int) -> bool:
+        """See `Pipeline.has`."""
+        return self._choose(batch) is not None
+
+    def take(self, batch: int) -> list[Rollout]:
+        """See `Pipeline.take`."""
+        chosen = self._choose(batch)
+        if chosen is None:
+            raise WeightsError(
+                f"batch {batch} is to be learned from and {len(self._closed)} of its "
+                f"{self._admission.groups_per_batch} groups are whole; this is a fault of the project, please report it"
+            )
+        self._closed = [one for one in self._closed if one not in chosen]
+        for group_id in chosen:
+            del self._groups[group_id]
+        taken: list[Rollout] = []
+        for begun, rollouts in list(self._ready.items()):
+            mine = {key: one for key, one in rollouts.items() if one.completion.group_id in chosen}
+            taken += mine.values()
+            self._ready[begun] = {key: one for key, one in rollouts.items() if key not in mine}
+            if not self._ready[begun] and all(group.begun != begun for group in self._groups.values()):
+                del self._ready[begun]
+        return self._fresh(batch, taken)
+
+    def restore(self, in_flight: InFlight) -> None:
+        """See `Pipeline.restore`; groups that were whole count as ended in their order."""
+        super().restore(in_flight)
+        self._groups.clear()
+        for one in self._open.values():
+            self._note_open(one)
+        for begun, rollouts in sorted(self._ready.items()):
+            for rollout in rollouts.values():
+                self._groups.setdefault(rollout.completion.group_id, _Group(begun=begun))
+        self._closed = sorted(group_id for group_id, group in self._groups.items() if not group.num_open)
+
+    def _choose(self, batch: int) -> set[int] | None:
+        ended = [self._groups[group_id].begun for group_id in self._closed]
+        running = [group.begun for group in self._groups.values() if group.num_open]
+        places = self._admission.choose(ended, running, batch)
+        return None if places is None else {self._closed[place] for place in places}
+
+    def _note_open(self, one: OpenSample) -> None:
+        self._groups.setdefault(one.request.group_id, _Group(begun=one.batch)).num_open += 1

@@ -1,0 +1,88 @@
+"""The free schedule on real actors: versions come in the midst of responses, and every one can be generated again.
+
+An instance is lost in the midst of it, and the run is cut off and resumed from a state with samples in flight.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections import Counter
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+import ray
+
+from cluster import iterations
+from cluster.cli import main
+from cluster.proof.verify_run import verify_run
+from cluster.run_folder.layout import RunDir
+from cluster.system import System
+from core.checkpoint_manifest import state_folders
+from tests.cluster.pipelining.test_pipelined_run import train, tree
+from tests.conftest import TinyPair
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
+
+SAMPLES, ITERATIONS, STALENESS, TOKENS = 6, 5, 2, 90
+
+
+def test_a_free_run_that_loses_an_instance_can_be_generated_again(
+    local_ray: None, tiny_pair: TinyPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    really, killed = iterations.collect, []
+
+    def collect_and_kill(system: System, requests, report, **more):
+        look, before = more.pop("meanwhile"), system.scheduler.stats.num_emitted_tokens
+
+        def meanwhile() -> None:
+            look()
+            has_begun = system.scheduler.stats.num_emitted_tokens > before
+            if system.target.manifest.weight_version == 1 and has_begun and not killed:
+                killed.append("gen-1")
+                ray.kill(system.generation.instances["gen-1"])
+
+        return really(system, requests, report, meanwhile=meanwhile, **more)
+
+    monkeypatch.setattr(iterations, "collect", collect_and_kill)
+    config = tree(tiny_pair, tmp_path)
+    config["run"]["iterations"] = ITERATIONS
+    config["sampling"]["max_new_tokens"] = TOKENS
+    config["rollout"] |= {"max_staleness": STALENESS, "schedule": "free", "over_provisioning": 1.5}
+    config["rollout"]["weight_load"] = "keep_kv"
+    # generating takes longer than an update: versions come while responses are under way
+    config["engine"]["max_running_samples"] = 1
+    config["speculation"] = {"policy": "off", "drafter": "none"}
+    run = train(config, tmp_path)
+    assert killed
+    _require_whole(run)
+
+    monkeypatch.setattr(iterations, "collect", really)
+    cut = shutil.copytree(run.path, tmp_path / "cut")
+    for folder in state_folders(cut / "checkpoints"):
+        if folder.name > "state_0002":
+            shutil.rmtree(folder)
+    assert list((cut / "checkpoints" / "state_0002" / "in_flight").glob("*_open.parquet"))
+    RunDir(path=cut).set_status("interrupted", "killed")
+    assert main(["train", "--resume", str(cut)]) == 0
+    _require_whole(RunDir.open(cut))
+
+
+def _require_whole(run: RunDir) -> None:
+    """Each sample is learned from once, none too late, some are of several versions, and all are what they should."""
+    indices, num_versions = [], Counter()
+    for iteration in range(ITERATIONS):
+        rows = pq.read_table(run.rollouts_file(iteration)).to_pylist()
+        assert len(rows) == SAMPLES
+        own = [row["sample_index"] for row in rows]
+        assert own == sorted(own)
+        indices += own
+        for row in rows:
+            versions = row["span_versions"] or [row["weight_version"]]
+            assert versions == sorted(versions) and 0 <= iteration - versions[0] <= STALENESS
+            assert row["finish_reason"] in ("stop", "length")
+            num_versions[len(set(versions))] += 1
+    assert sorted(indices) == list(range(ITERATIONS * SAMPLES))
+    assert num_versions[2] + num_versions[3], "some responses are of several versions"
+    proof = verify_run(run.path, share=1.0)
+    assert proof.holds and proof.num_regenerated == ITERATIONS * SAMPLES
