@@ -29,7 +29,23 @@ ONE_CORE_EACH = (
     "engine.max_running_samples=3",
     "rollout.samples_per_prompt=4",
 )
+PLAIN = ("speculation.policy=off", "speculation.drafter=none", "engine.max_running_samples=4")
+"Long enough beside an update of the demo for versions to come in the midst of responses."
+PROVED = (
+    (1, "reprefill", "recorded"),
+    (2, "reprefill", "recorded"),
+    (2, "drain", "recorded"),
+    (2, "keep_kv", "recorded"),
+    (1, "reprefill", "free"),
+    (2, "keep_kv", "free"),
+)
 STEP_PROMPTS = {"quick": 8, "default": 24, "full": 48}
+OVER_SYNC = {
+    "ahead1": "async_over_sync_step",
+    "ahead2": "async2_over_sync_step",
+    "free1": "free_over_sync_step",
+    "free2": "free2_over_sync_step",
+}
 STEP_ITERATIONS = {"quick": 3, "default": 6, "full": 8}
 STEP_ROUNDS = {"quick": 1, "default": 1, "full": 3}
 PROVED_ITERATIONS = {"quick": 3, "default": 8, "full": 12}
@@ -60,8 +76,8 @@ def run(*, out: Path, mode: str, data: Path | None) -> int:
 def _proofs(out: Path, mode: str, figures: Figures, console: Console) -> None:
     """Two runs of a seed at staleness 1 and 2, either way to load weights: equal, provable, never too stale."""
     differences = generated = switched = unequal = 0
-    for staleness, load in ((1, "reprefill"), (2, "reprefill"), (2, "drain"), (2, "keep_kv")):
-        name = f"proof{staleness}{load}"
+    for staleness, load, schedule in PROVED:
+        name = f"proof{staleness}{load}{schedule}"
         settings = [
             f"run.iterations={PROVED_ITERATIONS[mode]}",
             "run.checkpoint_every=1",
@@ -69,12 +85,14 @@ def _proofs(out: Path, mode: str, figures: Figures, console: Console) -> None:
             "sampling.max_new_tokens=64",
             f"rollout.max_staleness={staleness}",
             f"rollout.weight_load={load}",
+            f"rollout.schedule={schedule}",
             CORRECTED,
+            *(PLAIN if schedule == "free" else ()),
         ]
         train(CONFIGS["ppo"], out, name, settings)
         run = _folder(out, name)
-        if load != "keep_kv":
-            # which caches survive is not promised: only that it is recorded
+        if load != "keep_kv" and schedule == "recorded":
+            # which caches survive, and when a version comes, is not promised: only that it is recorded
             train(CONFIGS["ppo"], out, name + "again", settings)
             unequal += _noted(run) != _noted(_folder(out, name + "again"))
         proof = verify_run(run, share=1.0)
@@ -82,9 +100,11 @@ def _proofs(out: Path, mode: str, figures: Figures, console: Console) -> None:
         generated += proof.num_regenerated
         lags = _lags(run)
         switched += sum(len(versions) > 1 for versions in lags)
-        if load == "reprefill":
-            figures.values[f"max_observed_staleness_{staleness}"] = float(max(max(one) for one in lags))
-        console.print(f"staleness {staleness}, {load}: {proof.num_regenerated} samples, {proof.differences}")
+        figure = f"max_observed_staleness_{staleness}"
+        figures.values[figure] = max(figures.values.get(figure, 0.0), *(float(max(one)) for one in lags))
+        console.print(
+            f"staleness {staleness}, {load}, {schedule}: {proof.num_regenerated} samples, {proof.differences}"
+        )
     figures.values |= {
         "replay_mismatches": float(differences),
         "replayed_samples": float(generated),
@@ -99,6 +119,8 @@ def _steps(out: Path, mode: str, figures: Figures, console: Console) -> None:
         "sync": (),
         "ahead1": ("rollout.max_staleness=1", CORRECTED),
         "ahead2": ("rollout.max_staleness=2", CORRECTED),
+        "free1": ("rollout.max_staleness=1", "rollout.schedule=free", CORRECTED),
+        "free2": ("rollout.max_staleness=2", "rollout.schedule=free", CORRECTED),
     }
     common = [
         *ONE_CORE_EACH,
@@ -106,6 +128,9 @@ def _steps(out: Path, mode: str, figures: Figures, console: Console) -> None:
         f"rollout.prompts_per_iteration={STEP_PROMPTS[mode]}",
     ]
     taken: dict[str, list[float]] = {name: [] for name in ways}
+    parts: dict[str, dict[str, list[float]]] = {
+        part: {name: [] for name in ways} for part in ("generate", "update")
+    }
     balance = []
     for _ in range(STEP_ROUNDS[mode]):
         for name in (*ways, *reversed(ways)):
@@ -113,11 +138,19 @@ def _steps(out: Path, mode: str, figures: Figures, console: Console) -> None:
             # the first fills the pipeline, the last has nothing to sample
             inner = metrics[1:-1]
             taken[name].append(statistics.median(row["time/iteration_s"] for row in inner))
+            parts["generate"][name] += [row["time/generate_s"] for row in inner]
+            parts["update"][name] += [
+                row["time/update_s"] + row.get("time/update_hidden_s", 0.0) for row in inner
+            ]
             if name == "sync":
                 balance += [row["time/generate_s"] / row["time/update_s"] for row in inner]
     figures.values["generate_over_update"] = statistics.median(balance)
-    for name, figure in (("ahead1", "async_over_sync_step"), ("ahead2", "async2_over_sync_step")):
+    for name, figure in OVER_SYNC.items():
         figures.keep(figure, [a / b for a, b in zip(taken["sync"], taken[name], strict=True)])
+    # cores of their own share caches and memory
+    for part, seconds in parts.items():
+        beside, alone = (statistics.median(seconds[name]) for name in ("ahead1", "sync"))
+        figures.values[f"{part}_s_beside_over_alone"] = beside / alone
     console.print(f"seconds of an iteration: {taken}", markup=False)
 
 
@@ -126,6 +159,7 @@ def _rewards(out: Path, mode: str, figures: Figures, console: Console) -> None:
     ways: Mapping[str, Sequence[str]] = {
         "staleness0": (),
         "staleness1": ("rollout.max_staleness=1", CORRECTED),
+        "staleness1_free": ("rollout.max_staleness=1", "rollout.schedule=free", CORRECTED),
         "staleness2": ("rollout.max_staleness=2", CORRECTED),
         "staleness2_uncorrected": ("rollout.max_staleness=2", "algorithm.correction.kind=none"),
     }

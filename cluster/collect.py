@@ -30,6 +30,8 @@ _WAIT_S = 0.2
 "How long one look at the scheduler or the reward pool may take when there is nothing new."
 _MAX_SKIP_NOTES = 5
 "Samples of an iteration that are named when they are skipped; the rest is counted."
+_BESIDE_S = 0.05
+"The same beside an update, which may end the rollout."
 _ASKING_S = 0.02
 "The same while environments are asked, whose answers nobody waits for."
 
@@ -100,7 +102,8 @@ def collect(
         refused: list[tuple[SampleRequest, Unscored]] = []
         if num_completed < len(by_key):
             is_asking = episodes is not None and episodes.num_asked > 0
-            taken = _take(system, wait_s=_ASKING_S if is_asking else _WAIT_S, report=report)
+            soon = _ASKING_S if is_asking else _WAIT_S if meanwhile is None else _BESIDE_S
+            taken = _take(system, wait_s=soon, report=report)
             if taken.completions or system.scheduler.stats.num_emitted_tokens != stats.num_emitted_tokens:
                 wait.answered()
                 wait.restart()

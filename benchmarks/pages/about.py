@@ -63,13 +63,14 @@ ABOUT = {
         title="Generation ahead of learning",
         question="What is gained by sampling the next batches while one is learned from, and what does it cost?",
         how="The demo's letter chains, every run an `rlhfspec train` in a process of its own. "
-        "`async_over_sync_step`: seconds of an iteration, synchronous over one version ahead (`async2`: two), GRPO "
-        "with one instance and one trainer of a thread each, plain decoding in 3 slots so that generating takes about "
-        "as long as updating (`generate_over_update`). `replay_mismatches`: of `replayed_samples` that `rlhfspec "
-        "verify` generated again from runs ahead, `samples_of_several_versions` among them; `unequal_runs`: of three "
-        "pairs of runs with one seed; `max_observed_staleness_K` of runs that allow K. `reward_gap_X`: mean reward of "
-        "the last 3 of 15 iterations, synchronous less ahead, mean over seeds; `uncorrected` has no importance "
-        "weights.",
+        "`async_over_sync_step`: seconds of an iteration, synchronous over one version ahead (`async2`: two; `free`: "
+        "the free schedule), GRPO with one instance and one trainer of a thread each, plain decoding in 3 slots so "
+        "that generating takes about as long as updating (`generate_over_update`); `X_s_beside_over_alone`: how much "
+        "longer generating and updating take beside each other. `replay_mismatches`: of `replayed_samples` that "
+        "`rlhfspec verify` generated again from runs ahead, both schedules, `samples_of_several_versions` among them; "
+        "`unequal_runs`: of three pairs of recorded runs with one seed; `max_observed_staleness_K` of runs that allow "
+        "K. `reward_gap_X`: mean reward of the last 3 of 15 iterations, synchronous less ahead, mean over seeds; "
+        "`uncorrected` has no importance weights.",
     ),
     "ablation": About(
         title="Ablation of the CPU back end",

@@ -118,6 +118,8 @@ def summarise(metrics: Sequence[Mapping[str, float]]) -> Summary | None:
     tokens = [
         n * row.get("rollout/response_tokens_mean", 0.0) for n, row in zip(samples, metrics, strict=True)
     ]
+    # the last update of a run ahead has nothing beside it
+    decoded = [row for row in metrics if "rollout/acceptance_rate" in row]
     promised = [row["rollout/invariant"] == 1.0 for row in metrics if "rollout/invariant" in row]
     part_s = {part: _total(metrics, f"time/{part}_s") for part in STEP_PARTS}
     total_s = _total(metrics, "time/iteration_s")
@@ -132,8 +134,8 @@ def summarise(metrics: Sequence[Mapping[str, float]]) -> Summary | None:
         accuracy_last=_mean(metrics[-fifth:], "reward/accuracy"),
         mean_acceptance_length=_mean(metrics, "rollout/mean_acceptance_length") or 1.0,
         acceptance_rate=_mean(metrics, "rollout/acceptance_rate") or 0.0,
-        acceptance_first=_mean(metrics[:fifth], "rollout/acceptance_rate") or 0.0,
-        acceptance_last=_mean(metrics[-fifth:], "rollout/acceptance_rate") or 0.0,
+        acceptance_first=_mean(decoded[:fifth], "rollout/acceptance_rate") or 0.0,
+        acceptance_last=_mean(decoded[-fifth:], "rollout/acceptance_rate") or 0.0,
         goodput_tokens_per_s=sum(tokens) / max(part_s["generate"], 1e-9),
         num_moved=round(_total(metrics, "moves/num_moved")),
         is_invariant=all(promised) if promised else None,
