@@ -336,7 +336,7 @@ class SchedulerActor:
                 self._submits[ref] = order.instance
             case CutOwned():
                 self._handle_of(order.instance).cut.remote(
-                    self._settings.order_timeout_s, self._settings.term
+                    order.keys, self._settings.order_timeout_s, self._settings.term
                 )
             case Deliver():
                 self._news.completions.append(order.completion)

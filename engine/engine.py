@@ -10,7 +10,7 @@ import itertools
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 import numpy as np
 from torch import Tensor
@@ -80,8 +80,7 @@ class Engine:
         "all of them, where it is set to a list; who takes them sets it to a new one"
         self.max_prefill_tokens = max_prefill_tokens
         self._clock = clock
-        self._observe_s = 0.0
-        self.drafter_alarm = ""
+        self._observe_s, self.drafter_alarm = 0.0, ""
         self._waiting: deque[SampleState] = deque()
         self._unclaimed: list[Completion] = []
         "of a step that raised: the next one returns them"
@@ -296,13 +295,14 @@ class Engine:
         num_tokens = batch.lengths[:live] - batch.prompt_lengths[:live]
         return Progress([request.key for request in batch.requests], num_tokens.tolist())
 
-    def cut(self) -> list[Completion]:
-        """End every open sample where it is; return what there is of each."""
-        ended, self._unclaimed = self._unclaimed, []
-        ended += [self._finish(slot, is_cut=True) for slot in reversed(range(len(self._batch)))]
-        while self._waiting:
-            ended.append(completion_of(self._waiting.popleft(), instance=self.instance, is_cut=True))
-        return ended
+    def cut(self, keys: Collection[SampleKey]) -> list[Completion]:
+        """End these samples where they are, those that are open here; return what there is of each."""
+        slots = [slot for slot, request in enumerate(self._batch.requests) if request.key in keys]
+        ended = [self._finish(slot, is_cut=True) for slot in slots[::-1]]
+        waiting = [state for state in self._waiting if state.request.key in keys]
+        for state in waiting:
+            self.exchange.drop(state.request.key)
+        return ended + [completion_of(one, instance=self.instance, is_cut=True) for one in waiting]
 
     def cancel_all(self) -> list[SampleRequest]:
         """Drop every open sample and return their requests."""

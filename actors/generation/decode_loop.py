@@ -14,7 +14,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -225,7 +225,7 @@ class DecodeLoop:
                     self._submit(order)
                     future.set_result(None)
                 case CutOrder():
-                    self._cut()
+                    self._cut(order.keys)
                     future.set_result(None)
                 case LoadOrder():
                     future.set_result(
@@ -282,8 +282,8 @@ class DecodeLoop:
         with self._changed:
             self._changed.notify_all()
 
-    def _cut(self) -> None:
-        """End every sample of the engine; one that is on its way comes up elsewhere, or here at a later order."""
+    def _cut(self, keys: Collection[SampleKey]) -> None:
+        """End these samples in the engine; one that is on its way comes up elsewhere, or here at a later order."""
         if not self._has_work:
             return
         engine = self._host.engine
@@ -291,8 +291,9 @@ class DecodeLoop:
         if self._migrator is not None:
             # what has come in is claimed before it is told as ended
             self._migrator.before_step()
-        self._ended_samples(ended := engine.cut())
-        self._report_state(ended)
+        self._ended_samples(ended := engine.cut(keys))
+        if ended:
+            self._report_state(ended)
 
     def _ended_samples(self, ended: Sequence[Completion]) -> None:
         """Forget samples that have ended here; who moves them is told."""

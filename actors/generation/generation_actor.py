@@ -46,7 +46,7 @@ from actors.generation.trace_events import TraceEvent
 from actors.ray_utils.actor_start import begin_actor
 from actors.ray_utils.remote import Handle, remote
 from core.errors import WaitTimeout, WeightsError
-from core.records import SampleRequest
+from core.records import SampleKey, SampleRequest
 from core.weight_records import WeightManifest
 from policies.migration.move_messages import CallOff, MoveOrder, PeerMessage, Settle
 
@@ -107,9 +107,9 @@ class GenerationActor:
         self._carry_out(SubmitOrder(requests=requests, term=term), timeout_s)
 
     @ray.method(concurrency_group="control")
-    def cut(self, timeout_s: float, term: int = 0) -> None:
-        """End every sample where it is; `poll` tells what there is of each."""
-        self._carry_out(CutOrder(term=term), timeout_s)
+    def cut(self, keys: frozenset[SampleKey], timeout_s: float, term: int = 0) -> None:
+        """End these samples where they are; `poll` tells what there is of each."""
+        self._carry_out(CutOrder(keys=keys, term=term), timeout_s)
 
     @ray.method(concurrency_group="control")
     def hold(self, term: int, timeout_s: float) -> HeldSamples:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -10,7 +10,7 @@ import numpy as np
 from actors.actor_messages import LoadedWeights
 from core.decode_records import InstanceLoad, StepRecord
 from core.progress import Progress
-from core.records import Completion, SampleRequest
+from core.records import Completion, SampleKey, SampleRequest
 from core.weight_records import WeightManifest
 
 if TYPE_CHECKING:
@@ -53,8 +53,8 @@ class LoopEngine(Protocol):
         """Do one decode step and return what finished."""
         ...
 
-    def cut(self) -> list[Completion]:
-        """End every open sample where it is and return what there is of each."""
+    def cut(self, keys: Collection[SampleKey]) -> list[Completion]:
+        """End these samples where they are and return what there is of each."""
         ...
 
     def load(self) -> InstanceLoad:

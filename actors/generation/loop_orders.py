@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from actors.generation.loop_engine import BucketSource
-from core.records import SampleRequest
+from core.records import SampleKey, SampleRequest
 from core.weight_records import WeightManifest
 from policies.migration.move_messages import News, describe
 
@@ -32,12 +32,13 @@ class SubmitOrder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CutOrder:
-    """End every sample where it is, if the order comes from no scheduler that has been replaced."""
+    """End these samples where they are, if the order comes from no scheduler that has been replaced."""
 
+    keys: frozenset[SampleKey]
     term: int = 0
 
     def __str__(self) -> str:
-        return "cut all samples"
+        return f"cut {', '.join(map(str, sorted(key.sample_index for key in self.keys)))}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

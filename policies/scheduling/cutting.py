@@ -27,4 +27,5 @@ def cut(ledger: Ledger, accepted: Accepted, event: Event) -> list[Order]:
     told = {event.instance} & serving.keys() if isinstance(event, InstanceReported) else set()
     if isinstance(event, CutAll):
         told = set(serving)
-    return orders + [CutOwned(instance=name) for name in sorted(told) if serving[name].owned]
+    held = {name: frozenset(serving[name].owned) for name in sorted(told) if serving[name].owned}
+    return orders + [CutOwned(instance=name, keys=keys) for name, keys in held.items()]

@@ -97,9 +97,10 @@ class Submit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CutOwned:
-    """Have an instance end what it holds where it is."""
+    """Have an instance end these samples where they are, and no others: the order may come late."""
 
     instance: str
+    keys: frozenset[SampleKey]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

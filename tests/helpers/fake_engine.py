@@ -4,6 +4,7 @@ import contextlib
 import os
 import threading
 import time
+from collections.abc import Collection
 
 import numpy as np
 import ray
@@ -83,8 +84,12 @@ class FakeEngine:
                 done.append(self.completion(request))
         return done
 
-    def completion(self, request: SampleRequest) -> Completion:
-        tokens = response_of(request.key.sample_index)
+    def cut(self, keys: Collection[SampleKey]) -> list[Completion]:
+        ended = [self.running.pop(key) for key in list(self.running) if key in keys]
+        return [self.completion(request, cut_at=length) for request, length in ended]
+
+    def completion(self, request: SampleRequest, *, cut_at: int | None = None) -> Completion:
+        tokens = response_of(request.key.sample_index)[:cut_at]
         logprobs = np.full(len(tokens), -1.0, dtype=np.float32)
         return Completion(
             key=request.key,
@@ -94,7 +99,7 @@ class FakeEngine:
             token_ids=tokens,
             policy_logprobs=logprobs,
             sampling_logprobs=logprobs,
-            finish_reason=FinishReason.STOP,
+            finish_reason=FinishReason.STOP if cut_at is None else FinishReason.CUT,
             weight_spans=(WeightSpan(weight_version=0, first_position=0),),
             instance=self.name,
             num_decode_steps=len(tokens),

@@ -10,8 +10,9 @@ from fake_engine import POISON, FakeEngine, FakeHost, make_request, response_of
 
 from actors.generation import decode_loop
 from actors.generation.decode_loop import DecodeLoop
-from actors.generation.loop_orders import HoldOrder, LoadOrder, StopOrder, SubmitOrder
+from actors.generation.loop_orders import CutOrder, HoldOrder, LoadOrder, StopOrder, SubmitOrder
 from core.errors import DataError, RlhfSpecError
+from core.records import FinishReason
 from core.weight_records import WeightManifest
 
 
@@ -224,3 +225,28 @@ def test_samples_of_a_replaced_scheduler_are_not_taken(running, caplog):
     loop.order(SubmitOrder(requests=(make_request(2),), term=2))
     assert list(loop.collect(1)) == [2]
     assert [record.getMessage().split(": ")[1] for record in caplog.records][1] == "submit 1@0 in term 1"
+
+
+def test_an_order_to_cut_ends_the_samples_it_names_and_no_others(running):
+    loop = running(step_s=0.2)
+    submit = SubmitOrder(requests=(make_request(6), make_request(7)))
+    # nobody waits in between: seven steps lie between the one and its end
+    futures = [loop.loop.order(one) for one in (submit, CutOrder(keys=frozenset({make_request(6).key})))]
+    done = loop.collect(2)
+    assert all(future.result(timeout=10) is None for future in futures)
+    assert done[6].finish_reason is FinishReason.CUT and done[7].finish_reason is FinishReason.STOP
+    assert done[6].num_tokens < len(response_of(6)) and loop.loop.open_epochs == {}
+
+
+def test_an_order_to_cut_that_comes_late_cuts_nothing(running):
+    loop = running()
+    turn = replace(make_request(6), key=replace(make_request(6).key, turn=1))
+    loop.order(CutOrder(keys=frozenset({make_request(6).key})))
+    loop.loop.order(SubmitOrder(requests=(turn,)))
+    loop.order(CutOrder(keys=frozenset({make_request(6).key})))
+    assert loop.collect(1)[6].finish_reason is FinishReason.STOP
+    # nor does one of a scheduler that has been replaced
+    loop.order(HoldOrder(term=2))
+    loop.loop.order(SubmitOrder(requests=(make_request(6),), term=2))
+    loop.order(CutOrder(keys=frozenset({make_request(6).key}), term=1))
+    assert loop.collect(1)[6].finish_reason is FinishReason.STOP
