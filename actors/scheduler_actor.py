@@ -335,9 +335,7 @@ class SchedulerActor:
                 )
                 self._submits[ref] = order.instance
             case CutOwned():
-                self._handle_of(order.instance).cut.remote(
-                    order.keys, self._settings.order_timeout_s, self._settings.term
-                )
+                self._handle_of(order.instance).cut.remote(order.keys, self._settings.term)
             case Deliver():
                 self._news.completions.append(order.completion)
                 self._changed.notify_all()

@@ -94,12 +94,11 @@ def run_pipelined_iteration(
 
     waited_from_s = time.perf_counter()
     report.progress("update", 0, 1)
+    update, learned = beside.wait(), beside.learned
+    publish_began_s = time.perf_counter()
     phases = [collected] if filled is None else [filled, collected]
     _remember(system, iteration, [rollout for phase in phases for rollout in phase.rollouts])
-    update = beside.wait()
-    learned = beside.learned
     _log_advantages(log, iteration, learned, learned, update)
-    publish_began_s = time.perf_counter()
     # a joiner may come while the trainer is further on: what instances decode from must be at hand
     _publish(system, update, report, log, may_broadcast=False)
     refit_began_s = time.perf_counter()
@@ -127,7 +126,8 @@ def run_pipelined_iteration(
             del figures[f"rollout/{name}"]
     figures |= {
         "time/update_hidden_s": beside.seconds - exposed_s,
-        "rollout/num_cut_samples": float(pipeline.num_open),
+        "time/batch_wait_s": beside.began_s - began_s,
+        "rollout/num_cut_samples": float(pipeline.num_cut),
     }
     kept = log.record(iteration, learned, update)
     return figures | _further_figures(system, *phases) | moves | draft_figures | kept
@@ -142,7 +142,9 @@ def _phase(
     meanwhile: Callable[[], None] | None = None,
 ) -> Collected:
     """Decode and score what a phase asks for; samples that are cut stay in the pipeline."""
-    system.generation.rollouts_ahead(max(pipeline.num_iterations - phase - 2, 0))
+    # under a recorded schedule the last update has nothing beside it
+    num_phases = pipeline.num_iterations - (0 if pipeline.ends_with_update else 1)
+    system.generation.rollouts_ahead(max(num_phases - phase - 1, 0))
     requests = pipeline.begin(phase)
     if meanwhile is not None:
         # also where nothing is left to ask for
@@ -161,6 +163,8 @@ class _UpdateBeside:
         "once it has begun"
         self.batch: Any = None
         "the same in the object store"
+        self.began_s = 0.0
+        "by `time.perf_counter`, once it has"
         self.seconds = 0.0
         "until the trainers had answered, once they have"
 
@@ -194,16 +198,16 @@ class _UpdateBeside:
     def _begin(self) -> None:
         trainers = self._system.trainers
         self.learned = self._pipeline.take(self._iteration)
-        self._log.rollouts(self._iteration, self.learned)
         self.batch = ray.put(self.learned)
-        self._system.is_learning, self._began_s = True, time.perf_counter()
+        self._system.is_learning, self.began_s = True, time.perf_counter()
         self._order = trainers.begin_update(self.batch, recompute_old=self._system.recomputes_old)
         self._alive, self._looked_s = trainers.heartbeat("update"), time.monotonic()
+        self._log.rollouts(self._iteration, self.learned)
 
     def _end(self, *, samples_are_open: bool) -> None:
         assert self._order is not None
         self._report = self._system.trainers.end_update(self._order, samples_are_open=samples_are_open)
-        self.seconds = time.perf_counter() - self._began_s
+        self.seconds = time.perf_counter() - self.began_s
 
 
 def _remember(

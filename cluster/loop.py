@@ -212,7 +212,7 @@ def _pipeline(system: System) -> Pipeline | None:
     if rollout.schedule == "free":
         admission = FreeAdmission(
             max_staleness=rollout.max_staleness,
-            over_provisioning=rollout.over_provisioning,
+            over_provisioning=rollout.over_provisioning or 1.0,
             groups_per_batch=rollout.prompts_per_iteration,
             num_iterations=config.run.iterations,
         )

@@ -91,6 +91,7 @@ _DECLARED = [
             "sum",
             "of the update, behind the sampling of later batches (rollout.max_staleness)",
         ),
+        ("batch_wait_s", "s", "sum", "the update waited for its batch (rollout.max_staleness)"),
         ("forwards_hidden_s", "s", "sum", "forwards before the first step that the rollout hid"),
         (
             "amdahl_bound",

@@ -39,9 +39,13 @@ def completion_of(state: SampleState, *, instance: str, is_cut: bool = False) ->
 
 def goes_on(request: SampleRequest, completion: Completion) -> bool:
     """Whether another turn may want the caches of a sample that has ended one."""
-    # a response that may be cut is whole where it stops; an episode's turn stops, too
-    is_whole = request.caches_outlive_weights and completion.finish_reason is FinishReason.STOP
-    return request.keeps_caches and not is_whole
+    if not request.caches_outlive_weights or not request.keeps_caches:
+        return request.keeps_caches
+    if completion.finish_reason is FinishReason.CUT:
+        # whose caches they are is told by the tokens that were sampled with them
+        before = 0 if request.history is None else len(request.history.token_ids)
+        return completion.num_tokens > before
+    return request.is_cut_at_limit and completion.finish_reason is FinishReason.LENGTH
 
 
 def where_not_finite(state: SampleState) -> str:

@@ -82,6 +82,8 @@ class DecodeLoop:
         self._on_report = on_report
         self._clock = clock
         self._mailbox: queue.SimpleQueue[tuple[LoopOrder, Future]] = queue.SimpleQueue()
+        self._later: list[tuple[LoopOrder, Future]] = []
+        "orders that wait for what is being settled"
         self._changed = threading.Condition()
         self.open_epochs: dict[SampleKey, int] = {}
         "samples taken and not finished; the migrator keeps it up to date for those that move"
@@ -182,11 +184,18 @@ class DecodeLoop:
             self._step()
 
     @property
+    def _is_settling(self) -> bool:
+        """Whether a copy runs here whose move is not settled: the verdict on it is on its way."""
+        return self._has_work and self._migrator is not None and self._migrator.is_busy
+
+    @property
     def _has_work(self) -> bool:
         return self._host.engine is not None and self._host.engine.has_work
 
     def _carry_out_orders(self, wait_s: float | None) -> None:
         """Empty the mailbox; without work, sleep until something arrives."""
+        while self._later:
+            self._mailbox.put(self._later.pop(0))
         moving = self._migrator is not None and self._migrator.is_busy
         if not self._has_work:
             if self._is_stale:
@@ -227,6 +236,8 @@ class DecodeLoop:
                 case CutOrder():
                     self._cut(order.keys)
                     future.set_result(None)
+                case LoadOrder() if self._is_settling:
+                    self._later.append((order, future))
                 case LoadOrder():
                     future.set_result(
                         self._host.load_weights(order.manifest, order.chunks)
@@ -381,5 +392,7 @@ class DecodeLoop:
         with self._changed:
             self._ended = reason
             self._changed.notify_all()
+        for _, future in self._later:
+            future.set_exception(reason)
         while not self._mailbox.empty():
             self._mailbox.get()[1].set_exception(reason)

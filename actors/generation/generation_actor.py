@@ -107,9 +107,9 @@ class GenerationActor:
         self._carry_out(SubmitOrder(requests=requests, term=term), timeout_s)
 
     @ray.method(concurrency_group="control")
-    def cut(self, keys: frozenset[SampleKey], timeout_s: float, term: int = 0) -> None:
-        """End these samples where they are; `poll` tells what there is of each."""
-        self._carry_out(CutOrder(keys=keys, term=term), timeout_s)
+    def cut(self, keys: frozenset[SampleKey], term: int = 0) -> None:
+        """End these samples where they are; `poll` tells what there is of each. Nobody waits for the order itself."""
+        self._loop.order(CutOrder(keys=keys, term=term))
 
     @ray.method(concurrency_group="control")
     def hold(self, term: int, timeout_s: float) -> HeldSamples:

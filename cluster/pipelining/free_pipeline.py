@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cluster.pipelining.pipeline import InFlight, OpenSample, Pipeline
 from core.errors import WeightsError
-from core.records import Rollout, SampleKey, SampleRequest
+from core.records import Completion, Rollout, SampleKey, SampleRequest
 from policies.pipelining.free_admission import FreeAdmission
 
 
@@ -17,6 +17,7 @@ class _Group:
 
     begun: int
     num_open: int = 0
+    has_tokens: bool = False
 
 
 class FreePipeline(Pipeline):
@@ -45,7 +46,8 @@ class FreePipeline(Pipeline):
         "those of them without an open sample, in the order in which they ended"
 
     def begin(self, phase: int) -> list[SampleRequest]:
-        """See `Pipeline.begin`."""
+        """See `Pipeline.begin`. A group that is still in line, without a token, begins under this version."""
+        self._date_anew(phase)
         num_begun = phase * self._admission.groups_per_batch + len(self._groups)
         num_more = max(self._admission.most_begun(phase) - num_begun, 0)
         if num_more:
@@ -56,12 +58,19 @@ class FreePipeline(Pipeline):
                 self._note_open(one)
         return [self._turn(one, most=one.request.sampling.max_new_tokens) for one in self._open.values()]
 
+    def whole(self, completion: Completion) -> tuple[SampleRequest, Completion] | None:
+        """See `Pipeline.whole`."""
+        one = super().whole(completion)
+        if completion.num_tokens:
+            self._groups[completion.group_id].has_tokens = True
+        return one
+
     def ended(self, key: SampleKey, rollout: Rollout | None) -> None:
         """See `Pipeline.ended`."""
         group_id = self._open[key].request.group_id
         super().ended(key, rollout)
         group = self._groups[group_id]
-        group.num_open -= 1
+        group.num_open, group.has_tokens = group.num_open - 1, True
         if not group.num_open:
             self._closed.append(group_id)
 
@@ -97,7 +106,7 @@ class FreePipeline(Pipeline):
             self._note_open(one)
         for begun, rollouts in sorted(self._ready.items()):
             for rollout in rollouts.values():
-                self._groups.setdefault(rollout.completion.group_id, _Group(begun=begun))
+                self._groups.setdefault(rollout.completion.group_id, _Group(begun=begun)).has_tokens = True
         self._closed = sorted(group_id for group_id, group in self._groups.items() if not group.num_open)
 
     def _choose(self, batch: int) -> set[int] | None:
@@ -106,5 +115,17 @@ class FreePipeline(Pipeline):
         places = self._admission.choose(ended, running, batch)
         return None if places is None else {self._closed[place] for place in places}
 
+    def _date_anew(self, phase: int) -> None:
+        waiting = {group_id for group_id, group in self._groups.items() if not group.has_tokens}
+        for group_id in waiting:
+            self._groups[group_id].begun = phase
+        for key, one in self._open.items():
+            if one.request.group_id in waiting:
+                self._open[key] = replace(one, batch=phase)
+        if waiting:
+            self._ready.setdefault(phase, {})
+
     def _note_open(self, one: OpenSample) -> None:
-        self._groups.setdefault(one.request.group_id, _Group(begun=one.batch)).num_open += 1
+        group = self._groups.setdefault(one.request.group_id, _Group(begun=one.batch))
+        group.num_open += 1
+        group.has_tokens = group.has_tokens or one.so_far is not None

@@ -71,8 +71,13 @@ class Pipeline(ABC):
 
     @property
     def num_open(self) -> int:
-        """Samples that are cut, and go on in the next phase."""
+        """Samples that are no whole responses."""
         return len(self._open)
+
+    @property
+    def num_cut(self) -> int:
+        """Those of them that have begun, and go on in the next phase."""
+        return sum(one.so_far is not None for one in self._open.values())
 
     def whole(self, completion: Completion) -> tuple[SampleRequest, Completion] | None:
         """Take what a phase has added to a sample; its request and response where that is whole, else it waits."""

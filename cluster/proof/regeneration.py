@@ -249,6 +249,7 @@ class _Again:
             history=history if piece.begin else None,
             keeps_caches=keeps,
             caches_outlive_weights=keeps,
+            is_cut_at_limit=keeps,
         )
 
     def take(self, completion: Completion) -> None:

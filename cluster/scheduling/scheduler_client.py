@@ -224,8 +224,9 @@ class SchedulerClient:
         self._get(ref, "rebuild its state", self._start_timeout_s)
         self._sentinel = self._handle.run.remote()
         self._handle.expect.remote(*self._expected)
-        if self._is_cut:
-            self._handle.cut.remote()
+        if self._is_cut and len(self._delivered) < len(self._asked):
+            # answered before anything else is asked for
+            self._get(self._handle.cut.remote(), "cut", self._start_timeout_s)
         for name, row in self._instances.serving.items():
             if row.state is InstanceState.LEAVING:
                 self._handle.leave.remote(name, row.leaves_because)

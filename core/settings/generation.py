@@ -135,8 +135,8 @@ class RolloutConfig(Section):
     """max_staleness above 0; recorded: what decodes from which version follows from counts of tokens, and two runs are
     equal; free: a version is taken when it is there, at whatever token a response has reached"""
     over_provisioning: float | None = Field(default=None, gt=0.0, le=8.0)
-    """schedule free: batches of prompts that run beyond the next update's; those that end first are learned from, none
-    later than max_staleness allows. None: as many as max_staleness"""
+    """schedule free: batches of prompts that run beyond the next update's, 1 by default; those that end first are
+    learned from, none later than max_staleness allows"""
 
 
 def require_schedule(rollout: RolloutConfig) -> None:

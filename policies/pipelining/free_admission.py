@@ -22,15 +22,14 @@ class FreeAdmission:
 
     max_staleness: int
     "weight versions between a token and the update that learns from it, at most; at least 1"
-    over_provisioning: float | None
-    "batches that run beyond the next update's; None: as many as staleness allows"
+    over_provisioning: float
+    "batches that run beyond the next update's; as many as `max_staleness` leave no choice: groups go as they came"
     groups_per_batch: int
     num_iterations: int
 
     def most_begun(self, version: int) -> int:
         """Groups that may have begun since the run's start while a version is the newest."""
-        beyond = self.max_staleness if self.over_provisioning is None else self.over_provisioning
-        beyond = min(beyond, self.max_staleness)
+        beyond = min(self.over_provisioning, self.max_staleness)
         groups = (version + 1) * self.groups_per_batch + math.ceil(beyond * self.groups_per_batch)
         return min(groups, self.num_iterations * self.groups_per_batch)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 
 from core.records import as_asked
+from policies.migration.move_messages import MoveOutcome
 from policies.scheduling.accepted import Accepted
 from policies.scheduling.events import CutAll, CutOwned, Deliver, Event, InstanceReported, Order
 from policies.scheduling.ledger import Ledger
@@ -22,6 +23,7 @@ def cut(ledger: Ledger, accepted: Accepted, event: Event) -> list[Order]:
         completion = as_asked(ledger.samples.pop(key).request)
         # whatever comes of it later was cut elsewhere
         accepted.add(key, completion.epoch, digest="")
+        orders += ledger.end_move(key, MoveOutcome.LOST, "it was cut while nobody held it")
         orders.append(Deliver(completion=completion))
     serving = ledger.members.serving
     told = {event.instance} & serving.keys() if isinstance(event, InstanceReported) else set()

@@ -83,3 +83,23 @@ def test_what_has_not_begun_comes_back_as_it_was_asked_for():
     engine.submit(go_on(first, begun, turn=1, keeps=False))
     (again,) = engine.cut({replace(first.key, turn=1)})
     assert again.token_ids.tolist() == begun.token_ids.tolist() and again.weight_spans == begun.weight_spans
+
+
+def test_caches_wait_for_cut_responses_with_tokens_and_for_no_others():
+    first, second = (
+        replace(one, keeps_caches=True, caches_outlive_weights=True) for one in tiny_pool.requests(2)
+    )
+    engine = tiny_pool.engine("off", slots=2)
+    short = replace(second, sampling=replace(second.sampling, max_new_tokens=1, stop_token_ids=()))
+    engine.submit(first)
+    engine.submit(short)
+    (whole,) = engine.step()
+    assert whole.finish_reason is FinishReason.LENGTH and not len(engine.exchange.kept)
+    (begun,) = engine.cut({first.key})
+    assert len(engine.exchange.kept) == 1
+    # taken up, computed anew, and cut before its next token: no token says whose caches these are
+    engine.exchange.kept._drop(first.key)
+    engine.submit(go_on(first, begun, turn=1, keeps=True))
+    engine._admit()
+    (again,) = engine.cut({replace(first.key, turn=1)})
+    assert again.num_tokens == begun.num_tokens and not len(engine.exchange.kept)

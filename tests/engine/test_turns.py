@@ -158,7 +158,9 @@ def cut(request: SampleRequest, before: Completion | None = None) -> SampleReque
     if before is not None:
         return replace(request, key=replace(request.key, turn=1), history=before.as_history())
     short = replace(request.sampling, max_new_tokens=10, stop_token_ids=())
-    return replace(request, sampling=short, keeps_caches=True, caches_outlive_weights=True)
+    return replace(
+        request, sampling=short, keeps_caches=True, caches_outlive_weights=True, is_cut_at_limit=True
+    )
 
 
 def engine_of(weight_version: int) -> Engine:

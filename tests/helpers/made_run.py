@@ -123,6 +123,7 @@ def _begun(engine: Engine, request: SampleRequest, keeps_caches: bool) -> Sample
         sampling=replace(request.sampling, max_new_tokens=CUT, stop_token_ids=()),
         keeps_caches=keeps_caches,
         caches_outlive_weights=keeps_caches,
+        is_cut_at_limit=keeps_caches,
     )
     (first,) = engine.generate([short])
     return replace(request, key=replace(request.key, turn=1), history=first.as_history())

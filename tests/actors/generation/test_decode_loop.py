@@ -250,3 +250,32 @@ def test_an_order_to_cut_that_comes_late_cuts_nothing(running):
     loop.loop.order(SubmitOrder(requests=(make_request(6),), term=2))
     loop.order(CutOrder(keys=frozenset({make_request(6).key}), term=1))
     assert loop.collect(1)[6].finish_reason is FinishReason.STOP
+
+
+class Settling:
+    """A migrator with a move whose verdict has not come."""
+
+    is_busy, set_aside = True, {}
+
+    def tick(self) -> None:
+        pass
+
+    before_step = tick
+
+    def after_step(self, ended) -> None:
+        pass
+
+
+def test_weights_wait_for_a_copy_whose_move_is_being_settled():
+    engine = FakeEngine("gen-0")
+    migrator = Settling()
+    loop = DecodeLoop("gen-0", FakeHost(engine), report_interval_s=0.0, make_migrator=lambda own: migrator)
+    loop.order(SubmitOrder(requests=(make_request(6),)))
+    loading = loop.order(LoadOrder(manifest=manifest(1), chunks=()))
+    for _ in range(3):
+        loop.run_once(wait_s=0.0)
+        assert not loading.done() and engine.has_work
+    # the verdict: another owns it
+    engine.running.clear()
+    loop.run_once(wait_s=0.0)
+    assert loading.done()

@@ -116,7 +116,7 @@ def admission(chance: random.Random) -> FreeAdmission:
     staleness = chance.randint(1, 4)
     return FreeAdmission(
         max_staleness=staleness,
-        over_provisioning=chance.choice([None, 0.3, 0.5, 1.0, float(staleness)]),
+        over_provisioning=chance.choice([0.3, 0.5, 1.0, float(staleness)]),
         groups_per_batch=chance.randint(1, 4),
         num_iterations=chance.randint(1, 6),
     )
@@ -179,8 +179,30 @@ def test_who_ends_first_is_learned_from_and_the_rest_is_carried_over_whole() -> 
     assert [rollout.completion.group_id for rollout in pipeline.take(2)] == [0, 0, 5, 5]
 
 
+def test_a_group_in_line_ages_from_its_first_token_on() -> None:
+    plan = FreeAdmission(max_staleness=1, over_provisioning=1.0, groups_per_batch=1, num_iterations=3)
+    pipeline = FreePipeline(plan, Cursor(2), keeps_caches=False)
+    clock = Clock(pipeline, [LONGEST] * 6, 0)
+    asked = pipeline.begin(0)
+    for request in asked[:2]:
+        clock.end(request, 0, cut=False)
+    pipeline.take(0)
+    for request in asked[2:]:
+        pipeline.whole(decoded(request, count=0, version=0, is_whole=False))
+    again = pipeline.begin(1)
+    assert {one.batch for one in pipeline.in_flight().open_samples.values()} == {1}
+    # so the one behind it may go first
+    for request in again[2:]:
+        clock.end(request, 1, cut=False)
+    assert [rollout.completion.group_id for rollout in pipeline.take(1)] == [2, 2]
+    pipeline.whole(decoded(again[0], count=3, version=1, is_whole=False))
+    pipeline.whole(decoded(again[1], count=0, version=1, is_whole=False))
+    pipeline.begin(2)
+    assert {one.batch for one in pipeline.in_flight().open_samples.values()} == {1}
+
+
 def test_a_group_without_any_reward_counts_as_ended() -> None:
-    plan = FreeAdmission(max_staleness=1, over_provisioning=None, groups_per_batch=1, num_iterations=2)
+    plan = FreeAdmission(max_staleness=1, over_provisioning=1.0, groups_per_batch=1, num_iterations=2)
     pipeline = FreePipeline(plan, Cursor(1), keeps_caches=False)
     first, second = pipeline.begin(0)
     pipeline.ended(first.key, None)
@@ -196,7 +218,7 @@ class DataSet:
 
 
 def test_what_is_in_flight_is_read_back_with_samples_that_have_not_begun(tmp_path: Path) -> None:
-    plan = FreeAdmission(max_staleness=2, over_provisioning=None, groups_per_batch=2, num_iterations=5)
+    plan = FreeAdmission(max_staleness=2, over_provisioning=2.0, groups_per_batch=2, num_iterations=5)
     cursor = Cursor(2)
     pipeline = FreePipeline(plan, cursor, keeps_caches=False)
     lengths = [1 + (7 * number) % LONGEST for number in range(20)]
@@ -253,7 +275,7 @@ def test_settings_without_effect_are_refused(rollout: dict, message: str) -> Non
 
 
 def test_a_choice_leaves_no_more_behind_than_later_updates_can_take() -> None:
-    plan = FreeAdmission(max_staleness=2, over_provisioning=None, groups_per_batch=2, num_iterations=9)
+    plan = FreeAdmission(max_staleness=2, over_provisioning=2.0, groups_per_batch=2, num_iterations=9)
     assert [plan.most_begun(version) for version in (0, 1, 7, 8)] == [6, 8, 18, 18]
     assert replace(plan, over_provisioning=0.4).most_begun(0) == 3
     # of six that began at 0 two go with each of the updates 0, 1 and 2
