@@ -20,7 +20,7 @@ from cluster.proof.kept_weights import KeptModel
 from cluster.proof.recorded_samples import Recorded
 from core.config import Config
 from core.errors import DataError, ModelError, NotFiniteError, WeightsError
-from core.records import Completion, History, SampleKey, SampleRequest, SamplingParams
+from core.records import Completion, FinishReason, History, SampleKey, SampleRequest, SamplingParams
 from core.sample_state import SampleState
 from engine.build import build_engine
 from engine.drafters.head.head_weights import HeadWeights
@@ -214,7 +214,8 @@ class _Piece:
 class _Again:
     """One sample's tokens of some versions on their way: a response, an episode's turns, one piece after the other.
 
-    Of an episode the environment's words are taken from the record, and so is where a turn ends.
+    A response ends at its first stop token, in whatever piece that comes. Of an episode the environment's words are
+    taken from the record, and so is where a turn ends.
     """
 
     def __init__(self, sample: Recorded, sampling: SamplingParams, weight_versions: Sequence[int]) -> None:
@@ -222,11 +223,15 @@ class _Again:
         self._prompt, self._sampling = sample.rollout.prompt, sampling
         self._pieces = [piece for piece in _pieces(recorded) if piece.weight_version in weight_versions]
         self._done: list[Completion] = []
+        self._is_over = False
+        "a stop token came before the record's end"
 
     def next_request(self, weight_version: int) -> SampleRequest | None:
         """What is to be generated next; None: nothing of this version."""
         recorded, number = self.recorded, len(self._done)
-        if number == len(self._pieces) or self._pieces[number].weight_version != weight_version:
+        if self._is_over or number == len(self._pieces):
+            return None
+        if self._pieces[number].weight_version != weight_version:
             return None
         piece = self._pieces[number]
         history = History(
@@ -239,7 +244,9 @@ class _Again:
         )
         sampling = self._sampling
         if piece.end is not None:
-            sampling = replace(sampling, max_new_tokens=piece.end, stop_token_ids=())
+            # what ends a turn is the environment's business, too
+            stops = sampling.stop_token_ids if recorded.sampled is None else ()
+            sampling = replace(sampling, max_new_tokens=piece.end, stop_token_ids=stops)
         keeps = any(following.keeps_caches for following in self._pieces[number + 1 : number + 2])
         return SampleRequest(
             key=replace(recorded.key, turn=number),
@@ -255,20 +262,24 @@ class _Again:
     def take(self, completion: Completion) -> None:
         """Take what was generated."""
         self._done.append(completion)
+        self._is_over = completion.finish_reason is FinishReason.STOP
 
     def completion(self) -> Completion:
         """All of it: the environment's words and other versions' tokens are the record's."""
         arrays = {name: array.copy() for name, array in _arrays(self.recorded).items()}
         reason = self.recorded.finish_reason
-        for piece, done in zip(self._pieces, self._done, strict=True):
+        for piece, done in zip(self._pieces, self._done, strict=not self._is_over):
+            found_end = piece.end is None or done.finish_reason is FinishReason.STOP
             for name, array in _arrays(done).items():
-                if piece.end is None:
-                    # it found its end by itself
+                if found_end:
                     arrays[name] = np.concatenate([arrays[name][: piece.begin], array[piece.begin :]])
                     reason = done.finish_reason
                 else:
                     arrays[name][piece.begin : piece.end] = array[piece.begin : piece.end]
-        return replace(self.recorded, finish_reason=reason, **arrays)
+        spans = self.recorded.weight_spans
+        if self._is_over:
+            spans = tuple(span for span in spans if span.first_position < len(arrays["token_ids"]))
+        return replace(self.recorded, finish_reason=reason, weight_spans=spans, **arrays)
 
 
 def _arrays(completion: Completion) -> dict[str, np.ndarray]:

@@ -15,6 +15,8 @@ from made_run import AHEAD, CUT, SAMPLES, change_row, make_run, run_config
 from safetensors.torch import load_file, save_file
 
 from cluster.cli import main
+from cluster.proof import choice
+from cluster.proof.replay_sample import replay_sample
 from cluster.proof.verify_run import verify_run
 from cluster.run_folder.layout import RunDir
 from core.checkpoint_manifest import MANIFEST, write_manifest
@@ -77,6 +79,23 @@ def test_responses_of_two_weight_versions_are_generated_again(
     shutil.rmtree(RunDir(path=run).checkpoint_dir("target", 0))
     proof = verify_run(run, share=1.0)
     assert proof.num_regenerated == SAMPLES and sum(proof.unverified.values()) == SAMPLES
+
+
+def test_a_response_that_should_have_ended_in_its_first_stretch_is_named(made_ahead: Path) -> None:
+    rows = pq.read_table(RunDir(path=made_ahead).rollouts_file(1)).to_pylist()
+    number, row = next(
+        (number, row)
+        for number, row in enumerate(rows)
+        if not {*row["response_token_ids"][: CUT - 1]} <= {*row["response_token_ids"][CUT:]}
+    )
+    tokens = row["response_token_ids"]
+    stop = next(token for token in tokens[: CUT - 1] if token not in tokens[CUT:])
+    sample, stops = SAMPLES + number, f"sampling.stop_token_ids=[{stop}]"
+    differs = f"number of token ids: expected {tokens.index(stop) + 1}, got {len(tokens)}"
+    found = verify_run(made_ahead, share=1.0, overrides=[stops]).differences
+    assert any(one.sample == sample and differs in str(one) for one in found)
+    replayed = replay_sample(made_ahead, choice.run_config(made_ahead, [stops]), sample)
+    assert differs in "".join(map(str, replayed.differences))
 
 
 def test_a_sample_that_is_staler_than_the_run_allows_is_named(
