@@ -113,6 +113,8 @@ def decode_step(
     )
     if drafter is not None and num_kept:
         drafter.note_kept(batch, num_kept[0])
+    if drafter is not None and not budget.is_plain:
+        drafter.note_emitted(batch, token_ids, num_accepted)
     if runner.taps is not None and hidden is not None:
         runner.taps.tell_verified(batch, hidden, token_ids, num_accepted)
     return StepOutput(

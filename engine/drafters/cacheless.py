@@ -25,6 +25,9 @@ class CachelessDrafter:
     def note_kept(self, batch: RunningBatch, num_kept: np.ndarray) -> None:
         """Nothing is cached."""
 
+    def note_emitted(self, batch: RunningBatch, token_ids: np.ndarray, num_accepted: np.ndarray) -> None:
+        """Nothing is learned from it."""
+
     def move_slot(self, source: int, target: int) -> None:
         """Nothing is cached."""
 

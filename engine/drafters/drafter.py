@@ -58,6 +58,15 @@ class Drafter(Protocol):
         """What `commit` returned has reached the host, before the batch takes the path's tokens."""
         ...
 
+    def note_emitted(
+        self, batch: RunningBatch, token_ids: Int[np.ndarray, "B D"], num_accepted: Int[np.ndarray, " B"]
+    ) -> None:
+        """What follows the batch's tokens: num_accepted + 1 of each row, before the batch takes them.
+
+        After every step that `draft` was asked in, though none of its nodes were verified, and after `note_kept`.
+        """
+        ...
+
     def move_slot(self, source: int, target: int) -> None:
         """The sample of slot `source` now stands in slot `target`."""
         ...

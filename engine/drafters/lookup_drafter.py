@@ -10,13 +10,11 @@ from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Float, Int
-from torch import Tensor
 
 from core.decode_records import Budget
 from engine.decoding.draft_tree import DEAD, DraftTree, chain, keep
 from engine.decoding.noise import Noise
 from engine.decoding.running_batch import RunningBatch
-from engine.decoding.verify import Verdict
 from engine.drafters.cacheless import CachelessDrafter, chains
 from engine.drafters.match_acceptance import MatchAcceptance
 from engine.drafters.refinement import Refinement
@@ -49,8 +47,8 @@ class LookupDrafter(CachelessDrafter):
 
     def __init__(self) -> None:
         self._acceptance = MatchAcceptance()
-        self._verified: tuple[LookedUp, Int[np.ndarray, " B"]] | None = None
-        "with how many tokens of each sample"
+        self._found: LookedUp | None = None
+        "in this step"
 
     @abstractmethod
     def look_up(self, slot: int, batch: RunningBatch, count: int) -> Found:
@@ -64,18 +62,15 @@ class LookupDrafter(CachelessDrafter):
         refinement: Refinement | None = None,
     ) -> DraftTree | None:
         """Return one chain per sample, dead nodes where nothing was found; None when there is nothing at all."""
-        self._verified = None
-        found = self.find(batch, min(budget.num_nodes, budget.depth))
+        found = self._found = self.find(batch, min(budget.num_nodes, budget.depth))
         if found is None:
             return None
         if refinement is None:
-            self._verified = found, found.num_found
             return chains(found.tokens, batch.device)
         refinement.whole_chain(found.path)
         num_kept = refinement.select()
         if not num_kept.any():
             return None
-        self._verified = found, num_kept
         (ids,) = upload([found.tokens], batch.device)
         return keep(chain(ids, num_in_cache=0), num_kept)
 
@@ -99,20 +94,21 @@ class LookupDrafter(CachelessDrafter):
         return LookedUp(tokens, classes, num_found, path)
 
     def learn(
-        self, found: LookedUp, num_right: Int[np.ndarray, " B"], num_judged: Int[np.ndarray, " B"]
+        self, found: LookedUp, token_ids: Int[np.ndarray, "B D"], num_accepted: Int[np.ndarray, " B"]
     ) -> None:
-        """Learn from what was found: so many first tokens were right; of so many it is known at all."""
-        level, right = np.arange(found.classes.shape[1]), num_right[:, None]
-        judged = (level <= right) & (level < num_judged[:, None])
-        self._acceptance.observe(found.classes[judged], (level < right)[judged])
+        """Learn how far what was found is what was emitted, verified or not: num_accepted + 1 tokens are known."""
+        count = min(found.tokens.shape[1], token_ids.shape[1])
+        level = np.arange(count)
+        judged = level < np.minimum(found.num_found, num_accepted + 1)[:, None]
+        # a token is judged where those before it are right
+        right = ((found.tokens[:, :count] == token_ids[:, :count]) & judged).cumprod(axis=1).astype(bool)
+        judged[:, 1:] &= right[:, :-1]
+        self._acceptance.observe(found.classes[:, :count][judged], right[judged])
 
-    def commit(self, batch: RunningBatch, tree: DraftTree, verdict: Verdict) -> Int[Tensor, " B"]:
-        """Nothing is cached; `note_kept` is to be told how much was accepted."""
-        return verdict.num_accepted
-
-    def note_kept(self, batch: RunningBatch, num_kept: Int[np.ndarray, " B"]) -> None:
-        """Learn from what was accepted, and from the first that was not."""
-        if self._verified is not None:
-            found, num_verified = self._verified
-            self.learn(found, num_kept, num_verified)
-        self._verified = None
+    def note_emitted(
+        self, batch: RunningBatch, token_ids: Int[np.ndarray, "B D"], num_accepted: Int[np.ndarray, " B"]
+    ) -> None:
+        """Learn from it."""
+        if self._found is not None:
+            self.learn(self._found, token_ids, num_accepted)
+        self._found = None

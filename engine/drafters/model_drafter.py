@@ -78,6 +78,9 @@ class ModelDrafter(LevelDrafter):
         """Count them as cached."""
         self._cached[: len(batch)] = batch.lengths[: len(batch)] + num_kept
 
+    def note_emitted(self, batch: RunningBatch, token_ids: np.ndarray, num_accepted: np.ndarray) -> None:
+        """Nothing is learned from it."""
+
     def move_slot(self, source: int, target: int) -> None:
         """Follow a sample to its new slot."""
         self.runner.pool.move_slot(source, target, int(self._cached[source]))

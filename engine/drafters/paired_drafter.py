@@ -17,7 +17,6 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from core.decode_records import Budget
-from engine.attention.visibility import count_up
 from engine.cache.kv_pool import KVPool
 from engine.decoding.draft_tree import DEAD, DraftTree, chain
 from engine.decoding.noise import Noise
@@ -46,6 +45,8 @@ class PairedDrafter:
         "samples whose look-ups are being verified"
         self._is_computed = False
         "the computing drafter has drafted in this step"
+        self._is_verified = False
+        "nodes are, in this step"
         self._mean_accepted = FIRST_MEAN
 
     def admit(self, slots: range, batch: RunningBatch) -> None:
@@ -62,7 +63,7 @@ class PairedDrafter:
     ) -> DraftTree | None:
         """See `Drafter`; a policy that refines decides, where it has left room for look-ups."""
         self._found = self._used = None
-        self._is_computed = True
+        self._is_computed, self._is_verified = True, False
         if refinement is None:
             return self._draft_by_budget(batch, budget, noise)
         if not budget.look_up:
@@ -100,34 +101,29 @@ class PairedDrafter:
         num_kept = np.where(used, found.num_found, num_computed)
         return either(tree, found.tokens, used, num_kept, batch.device)
 
-    def commit(self, batch: RunningBatch, tree: DraftTree, verdict: Verdict) -> Int[Tensor, "B n"] | None:
-        """Let the computing drafter keep what was its own; see how far look-ups were right."""
+    def commit(self, batch: RunningBatch, tree: DraftTree, verdict: Verdict) -> Int[Tensor, " B"] | None:
+        """Let the computing drafter keep what was its own."""
+        self._is_verified = True
         kept = self.computed.commit(batch, tree, verdict) if self._is_computed else None
-        found = self._found
-        if found is None:
-            # as if there were no look-ups, but for the mean that they are compared with
-            return torch.stack([verdict.num_accepted, verdict.num_accepted if kept is None else kept], dim=1)
-        own = np.ones(len(batch), dtype=bool) if self._used is None else ~self._used
-        ids, own = upload([found.tokens, own], batch.device)
-        told = verdict.token_ids[:, : ids.shape[1]]
-        emitted = count_up(told.shape[1], told.device) <= verdict.num_accepted[:, None]
-        num_right = ((ids[:, : told.shape[1]] == told) & emitted).cumprod(1).sum(1)
-        if kept is None:
-            kept = torch.zeros_like(num_right)
-        return torch.stack([verdict.num_accepted, kept * own, num_right], dim=1)
+        if kept is None or self._used is None:
+            return kept
+        (own,) = upload([~self._used], batch.device)
+        return kept * own
 
-    def note_kept(self, batch: RunningBatch, num_kept: Int[np.ndarray, "B n"]) -> None:
-        """Pass on what each of the two is to know."""
-        num_accepted, kept = num_kept[:, 0], num_kept[:, 1]
-        if self._is_computed:
-            self.computed.note_kept(batch, kept)
+    def note_kept(self, batch: RunningBatch, num_kept: Int[np.ndarray, " B"]) -> None:
+        """Of the computing drafter."""
+        self.computed.note_kept(batch, num_kept)
+
+    def note_emitted(
+        self, batch: RunningBatch, token_ids: Int[np.ndarray, "B D"], num_accepted: Int[np.ndarray, " B"]
+    ) -> None:
+        """See how far look-ups were right, and how many computed tokens are."""
+        if self._is_computed and self._is_verified:
             own = num_accepted if self._used is None else num_accepted[~self._used]
             if len(own):
                 self._mean_accepted += FOLLOW * (float(own.mean()) - self._mean_accepted)
         if self._found is not None:
-            # one token more than the accepted ones is known
-            judged = np.minimum(self._found.num_found, num_accepted + 1)
-            self.looked_up.learn(self._found, num_kept[:, 2], judged)
+            self.looked_up.learn(self._found, token_ids, num_accepted)
         self._found = self._used = None
 
     def move_slot(self, source: int, target: int) -> None:

@@ -131,6 +131,9 @@ class HeadDrafter(LevelDrafter):
     def note_kept(self, batch: RunningBatch, num_kept: np.ndarray) -> None:
         """Nothing is kept of a draft."""
 
+    def note_emitted(self, batch: RunningBatch, token_ids: np.ndarray, num_accepted: np.ndarray) -> None:
+        """`verified` brings it."""
+
     def leave(self, slot: int, batch: RunningBatch) -> None:
         """Nothing to do: who comes next begins with an empty cache."""
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from core.config import EngineConfig, SpeculationConfig
+from core.decode_records import Budget, DecodeState, StepRecord
 from core.records import SamplingParams
 from engine.build import build_engine
 from engine.decoding.draft_tree import DEAD, chain, select_best
@@ -134,6 +135,62 @@ def test_what_is_not_verified_is_learned_from_all_the_same(pair_engine, make_req
     engine.generate(requests)
     assert engine.stats.num_accepted_looked_up == used
     assert acceptance.conditional(long) > before
+
+
+class NothingIsWorthIt:
+    """Has everything looked up and nothing verified: a `PairedPolicy`."""
+
+    max_nodes = 8
+
+    def plan(self, state: DecodeState) -> Budget:
+        return Budget(
+            num_nodes=8, depth=8, branching=1, width=1, reason="", refined=True, look_up=8 * self.is_pair
+        )
+
+    def __init__(self, *, is_pair: bool) -> None:
+        self.is_pair = is_pair
+
+    def observe(self, record: StepRecord) -> None:
+        assert not record.num_draft_tokens
+
+    def deepen(self, level: int, scores: np.ndarray) -> int:
+        return 0
+
+    def select(self, scores: np.ndarray, level_sizes: tuple[int, ...]) -> np.ndarray:
+        return np.zeros(len(scores), dtype=np.int64)
+
+    def looks_up_alone(self, looked_up: np.ndarray) -> bool:
+        return True
+
+    def select_either(
+        self, computed: np.ndarray, level_sizes: tuple[int, ...], looked_up: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        return np.zeros(len(looked_up), dtype=bool), self.select(looked_up, level_sizes)
+
+
+@pytest.mark.parametrize("is_pair", [True, False], ids=["pair", "alone"])
+def test_look_ups_are_judged_where_no_node_is_verified(
+    pairs, make_engine, make_requests, is_pair: bool
+) -> None:
+    requests, pair = make_requests((12, 30), GROUP), pairs["float32"]
+    drafter = {"drafter": "model", "look_up": "suffix"} if is_pair else {"drafter": "suffix"}
+    engine = build_engine(
+        pair.target,
+        pair.draft if is_pair else None,
+        engine=EngineConfig(device="cpu", max_running_samples=4, max_prefill_tokens=96, probe=False),
+        speculation=SpeculationConfig.model_validate({"policy": "goodput", **drafter}),
+        max_total_tokens=192,
+        policy=NothingIsWorthIt(is_pair=is_pair),
+        profile=PROFILE,
+    )
+    acceptance = (engine.drafter.looked_up if is_pair else engine.drafter)._acceptance
+    long = acceptance.classes(np.array([33]), np.array([1.0]))
+    # as after a time when look-ups were wrong: only being right can bring them back
+    acceptance.observe(np.repeat(long, 10), np.zeros(10, dtype=bool))
+    engine.generate(requests)
+    before = acceptance.conditional(long)
+    same(engine.generate(requests), make_engine("off").generate(requests))
+    assert acceptance.conditional(long) > before + 0.1, "all had been said"
 
 
 def test_both_forms_of_a_draft_stand_in_one_tree() -> None:
