@@ -10,6 +10,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from engine.cpu.tokens import CpuNoise, gumbel_rows
+from engine.decoding.noise import values_of_levels
 
 
 class NoiseOnDemand(CpuNoise):
@@ -46,6 +47,11 @@ class NoiseOnDemand(CpuNoise):
         self._make(wanted)
         return self.buffer[:, :levels]
 
+    def of_levels(self, levels: Int[Tensor, "B R"]) -> Float[Tensor, "B R V"]:
+        """See `Noise`; no other rows are made."""
+        self._make_levels(levels)
+        return values_of_levels(self.buffer, levels)
+
     def __getitem__(self, index: Any) -> CpuNoise:
         """See `Noise`."""
         return CpuNoise(self.values[index])
@@ -65,10 +71,13 @@ class NoiseOnDemand(CpuNoise):
         share: float,
     ) -> tuple[Tensor, np.ndarray, np.ndarray] | None:
         """See `Noise.leaders`."""
+        self._make_levels(levels)
+        return super().leaders(logits, levels, divisors, factors, count=count, share=share)
+
+    def _make_levels(self, levels: Int[Tensor, "B R"]) -> None:
         wanted = np.zeros_like(self._is_made)
         wanted[levels.numpy(), np.arange(len(levels))[:, None]] = True
         self._make(wanted)
-        return super().leaders(logits, levels, divisors, factors, count=count, share=share)
 
     def _make(self, wanted: Bool[np.ndarray, "D B"]) -> None:
         missing = np.flatnonzero(wanted & ~self._is_made)

@@ -61,6 +61,10 @@ class Noise:
         """Return the first levels' values; they then lie in `buffer`."""
         return self.values[:, :levels]
 
+    def of_levels(self, levels: Int[Tensor, "B R"]) -> Float[Tensor, "B R V"]:
+        """Return each row's values: its sample's of its level."""
+        return values_of_levels(self.values, levels)
+
     def of_ids(self, ids: Int[Tensor, " W"]) -> Noise:
         """Return that of some token ids, in their order."""
         return self[..., ids]
@@ -97,6 +101,11 @@ class Noise:
         The last are under softmax(logits / divisor + share * factor * noise). None: as of `choose`.
         """
         return None
+
+
+def values_of_levels(values: Float[Tensor, "B D V"], levels: Int[Tensor, "B R"]) -> Float[Tensor, "B R V"]:
+    """Return each row's values: its sample's of its level."""
+    return values.gather(1, levels[..., None].expand(-1, -1, values.shape[-1]))
 
 
 class HashedNoise(Noise):

@@ -109,7 +109,7 @@ def choose(
         chosen = noise.choose(logits, levels, rows.divisor, rows.noise_factor)
         if chosen is not None:
             return chosen
-    return perturb(scale(logits, rows), _of_levels(noise, levels), rows, kept).argmax(-1)
+    return perturb(scale(logits, rows), noise.of_levels(levels), rows, kept).argmax(-1)
 
 
 def leaders(
@@ -128,7 +128,7 @@ def leaders(
         ids, scores, logprobs = found
         return TopK(token_ids=ids, scores=scores, logprobs=logprobs)
     scaled = scale(logits, rows)
-    best, ids = perturb(scaled, _of_levels(noise, levels), rows).topk(count, dim=-1)
+    best, ids = perturb(scaled, noise.of_levels(levels), rows).topk(count, dim=-1)
     logprobs = torch.log_softmax(scaled, -1).gather(-1, ids)
     return TopK(token_ids=ids, scores=best.cpu().numpy(), logprobs=logprobs.cpu().numpy())
 
@@ -147,7 +147,7 @@ def leader_shares(
     found = _leaders_in_one_pass(logits, noise, levels, rows, count, share=1.0)
     if found is not None:
         return found[0], torch.from_numpy(np.exp(found[2]))
-    everything = perturb(scale(logits, rows), _of_levels(noise, levels), rows)
+    everything = perturb(scale(logits, rows), noise.of_levels(levels), rows)
     best, ids = everything.topk(count, dim=-1)
     return ids, (best - everything.logsumexp(-1, keepdim=True)).exp()
 
@@ -159,10 +159,6 @@ def _leaders_in_one_pass(
     if rows.any_filter:
         return None
     return noise.leaders(logits, levels, rows.divisor, rows.noise_factor, count=count, share=share)
-
-
-def _of_levels(noise: Noise, levels: Tensor) -> Tensor:
-    return noise.values.gather(1, levels[..., None].expand(-1, -1, noise.values.shape[-1]))
 
 
 def kept_tokens(scaled: Float[Tensor, "B R V"], rows: RowSampling) -> Bool[Tensor, "B R V"]:

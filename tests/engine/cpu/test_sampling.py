@@ -60,6 +60,21 @@ def test_noise_is_made_as_it_is_looked_at() -> None:
     assert torch.equal(noise.of_ids(ids).values, expected[..., ids])
 
 
+def test_a_filter_makes_no_noise_of_levels_that_nobody_has() -> None:
+    positions = np.arange(12).reshape(3, 4)
+    expected = own_noise(words(), positions, 1003)
+    noise = CpuNoiseSource(CPU)(words(), positions, 1003)
+    noise.buffer[:] = math.inf
+    logits, levels = torch.zeros(3, 2, 1003), torch.tensor([[0, 1], [0, 0], [0, 2]])
+    filtered = RowSampling.of([SamplingParams(top_p=0.9), SamplingParams(), SamplingParams(top_k=1003)], CPU)
+    assert filtered.any_filter
+    found = choose(logits, noise, levels, filtered)
+    assert torch.equal(found, choose(logits, Noise(expected), levels, filtered))
+    looked_at = torch.tensor([[1, 1, 0, 0], [1, 0, 0, 0], [1, 0, 1, 0]], dtype=torch.bool)
+    assert torch.equal(noise.buffer.isfinite().all(-1), looked_at)
+    assert torch.equal(noise.values, expected)
+
+
 def test_noise_keeps_both_tails() -> None:
     """The hash cannot be asked for its extremes: the formula is, by the float64 logarithm."""
     positions = np.arange(60_000).reshape(3, -1)
