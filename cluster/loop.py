@@ -65,7 +65,7 @@ def run_training(
     """
 
     def stopping() -> None:
-        run_dir.set_status(STOPPING, BY_SIGTERM)
+        run_dir.set_status(STOPPING, run_dir.stopped(BY_SIGTERM))
 
     with (
         run_dir.heartbeat(),

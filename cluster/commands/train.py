@@ -209,6 +209,9 @@ def _train(
             # it is stopping until nothing more is written
             with suppress(Exception):
                 _set_ending(run_dir, error)
+        if is_stop or isinstance(error, KeyboardInterrupt):
+            with suppress(Exception):
+                report.note("{state}: {reason}".format_map(run_dir.status()))
         raise
     run_dir.set_status("finished")
     _close(run_dir, report)
@@ -219,7 +222,7 @@ def _set_ending(run_dir: RunDir, error: BaseException) -> None:
     from core.errors import describe_error
 
     if isinstance(error, KeyboardInterrupt):
-        run_dir.set_status("interrupted", "stopped by Ctrl-C")
+        run_dir.set_status("interrupted", run_dir.stopped("stopped by Ctrl-C"))
     elif isinstance(error, SystemExit):
         # the handler of SIGTERM has said why, before anything else
         status = run_dir.status()

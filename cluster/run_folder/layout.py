@@ -42,6 +42,7 @@ from pathlib import Path
 
 from cluster.run_folder.owner import Owner
 from cluster.run_folder.run_status import Status, StatusWriter, read_status
+from core.checkpoint_manifest import state_folders, state_number
 from core.config import Config, RunConfig
 from core.config_io import dump_config
 from core.errors import ConfigError, StorageError
@@ -303,6 +304,14 @@ class RunDir:
         """Folder of a checkpoint of `target`, `draft`, `adapter`, `best`; the last one has no number."""
         name = model if iteration is None else f"{model}_{iteration:04d}"
         return self.checkpoints_folder / name
+
+    def stopped(self, by: str) -> str:
+        """Why a run ended that somebody stopped, and how to go on with it where a state of it is kept."""
+        states = state_folders(self.checkpoints_folder)
+        if not states:
+            return f"{by}; no state to go on from is kept yet (run.state_every)"
+        first = state_number(states[0]) + 1
+        return f"{by}; go on with `rlhfspec train --resume {self.path}`, from iteration {first} on"
 
     def set_status(self, state: str, reason: str = "") -> None:
         """Write state and reason into status.json. Raises StorageError."""

@@ -188,10 +188,9 @@ def test_sigterm_leaves_the_run_interrupted_and_exits_with_143(config_file: Path
         child.communicate()
     assert (child.returncode, error) == (143, "")
     status = run_dir.status()
-    assert (status["state"], status["reason"]) == (
-        "interrupted",
-        "stopped by SIGTERM (ray job stop, or kill)",
-    )
+    assert status["state"] == "interrupted"
+    # whether a state was kept by then is a matter of time
+    assert status["reason"].startswith("stopped by SIGTERM (ray job stop, or kill); ")
     assert "iterations" in run_dir.summary_file.read_text()
     assert not list(run_dir.path.rglob(".partial-*"))
 

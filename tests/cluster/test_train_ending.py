@@ -23,6 +23,9 @@ from core.errors import ConfigError, InstanceLost, StorageError
 CONFIG: Config = config_from_dict({"models": {"target": "a", "draft": "b"}, "data": {"task": "chain"}})
 
 
+NO_STATE = "no state to go on from is kept yet (run.state_every)"
+
+
 class Notes(Reporter):
     def __init__(self) -> None:
         super().__init__()
@@ -39,14 +42,16 @@ def run_dir(tmp_path: Path) -> RunDir:
     return made
 
 
-def end(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch, error: BaseException | None) -> Notes:
+def end(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch, error: BaseException | None, report: Notes | None = None
+) -> Notes:
     """Run a loop that ends so."""
 
     def loop(*_: Any) -> None:
         if error is not None:
             raise error
 
-    report = Notes()
+    report = report or Notes()
     monkeypatch.setattr(cluster.loop, "run_training", loop)
     train._train(CONFIG, None, run_dir, report)  # type: ignore[arg-type]
     return report
@@ -78,7 +83,7 @@ def test_damaged_metrics_do_not_turn_a_finished_run_into_a_failure(run_dir, monk
     [
         (InstanceLost("gen-0 died"), "failed", "gen-0 died"),
         (ZeroDivisionError("x"), "failed", "ZeroDivisionError: x"),
-        (KeyboardInterrupt(), "interrupted", "stopped by Ctrl-C"),
+        (KeyboardInterrupt(), "interrupted", f"stopped by Ctrl-C; {NO_STATE}"),
         (SystemExit(3), "interrupted", "SystemExit: 3"),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else None,
@@ -100,6 +105,18 @@ def test_the_reason_a_run_ended_is_printed_though_the_status_cannot_be_written(r
     monkeypatch.setattr(RunDir, "set_status", fail)
     with pytest.raises(InstanceLost, match="gen-0 died"):
         end(run_dir, monkeypatch, InstanceLost("gen-0 died"))
+
+
+def test_who_stops_a_run_is_told_how_to_go_on_with_it(run_dir, monkeypatch):
+    for number in (5, 10):
+        run_dir.checkpoint_dir("state", number).mkdir()
+    how = f"go on with `rlhfspec train --resume {run_dir.path}`, from iteration 11 on"
+    assert run_dir.stopped("by SIGTERM") == f"by SIGTERM; {how}"
+    report = Notes()
+    with pytest.raises(KeyboardInterrupt):
+        end(run_dir, monkeypatch, KeyboardInterrupt(), report)
+    assert run_dir.status()["reason"] == f"stopped by Ctrl-C; {how}"
+    assert report.notes[-1] == f"interrupted: stopped by Ctrl-C; {how}"
 
 
 def test_the_reason_that_the_signal_handler_gave_stays(run_dir, monkeypatch):
