@@ -79,17 +79,18 @@ class EnvironmentActor:
         if not answers:
             self._running.pop(key, None)
             raise EpisodeError(
-                f"{where} has not answered for {self._config.timeout_s:.0f} s (environment.timeout_s); mend it, raise "
-                "the limit, or set environment.on_error to end or skip"
+                f"{where} has not answered for {self._config.timeout_s:.0f} s (environment.timeout_s); mend it, or "
+                f"raise the limit{self._advice}"
             )
         answer = answers[0]
         if isinstance(answer, EpisodeError):
-            raise EpisodeError(f"{where}: {answer}; mend the environment")
+            raise EpisodeError(f"{where}: {answer}; mend the environment{self._advice}")
         if isinstance(answer, InputError):
             raise answer
         if isinstance(answer, BaseException):
             raise EpisodeError(
                 f"{where} raised {type(answer).__name__}: {one_line(str(answer))[:200]}; mend the environment"
+                + self._advice
             )
         return answer
 
@@ -115,6 +116,12 @@ class EnvironmentActor:
         if not step.done:
             self._running[key] = known
         return step
+
+    @property
+    def _advice(self) -> str:
+        """What else helps, where it is not done already."""
+        goes_on = self._config.on_error != "fail"
+        return "" if goes_on else "; environment.on_error: end or skip lets the run go on"
 
     def _maker(self) -> Callable[[], Environment]:
         # not in the constructor, so that its error arrives as itself

@@ -66,7 +66,7 @@ class RewardStage:
                 elif outcome.is_none and isinstance(scorer, RewardPart) and scorer.optional:
                     found[index].append(None)
                 elif fail:
-                    raise RewardError(outcome.reason)
+                    raise RewardError(outcome.reason + self._advice)
                 else:
                     faults[index] = outcome
             if num_answers != len(asked):
@@ -77,6 +77,12 @@ class RewardStage:
         return [
             faults.get(index) or self._whole(request, found[index]) for index, request in enumerate(requests)
         ]
+
+    @property
+    def _advice(self) -> str:
+        """What else helps, where it is not done already."""
+        skips = self._config.on_error == "skip"
+        return "" if skips else "; reward.on_error: skip leaves such a sample out of the batch"
 
     def _whole(self, request: ScoreRequest, rewards: list[Reward | None]) -> Reward:
         alone = None if self._config.parts else rewards[0]

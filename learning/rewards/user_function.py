@@ -193,6 +193,6 @@ def _outcome(path: str, request: ScoreRequest, answer: tuple[str, Any]) -> Rewar
         return Reward(value=content.pop("value"), parts=content)
     return Unscored(
         reason=f"reward function {path}, {request.where} {content}; expected a finite number; {request.shown}; "
-        "mend the function, or set reward.on_error to skip",
+        "mend the function",
         is_none=kind == NONE,
     )

@@ -25,10 +25,8 @@ def prompt(text: str = "p") -> Prompt:
 def make_pool(local_ray):
     pools = []
 
-    def make(
-        kind: str, *, num_actors: int = 1, timeout_s: float = TIMEOUT_S, options=None, restarts: int = 0
-    ):
-        config = EnvironmentConfig(kind=kind, timeout_s=timeout_s, options=options or {})
+    def make(kind: str, *, num_actors: int = 1, restarts: int = 0, **settings):
+        config = EnvironmentConfig(kind=kind, **{"timeout_s": TIMEOUT_S} | settings)
 
         def start(actor: int, number: int):
             name = f"environment-{actor}-{number}"
@@ -87,16 +85,18 @@ def test_a_bad_step_is_named_with_environment_sample_and_turn(make_pool, said, w
     assert isinstance(error, EpisodeError)
     assert "environment sample_environments:Wayward, sample 7 (seed 3), turn 1" in str(error)
     assert what in str(error)
+    assert str(error).endswith("mend the environment; environment.on_error: end or skip lets the run go on")
 
 
 def test_a_step_that_hangs_is_named_and_holds_up_nobody(make_pool):
-    pool, _ = make_pool("sample_environments:Wayward", timeout_s=5.0)
+    pool, _ = make_pool("sample_environments:Wayward", timeout_s=5.0, on_error="skip")
     pool.ask("hung", key(1), prompt(), ("hang",))
     pool.ask("other", key(2), prompt(), ("abc",))
     found = pool.collect(wait_s=TIMEOUT_S)
     assert [item for item, _ in found] == ["other"], "it is answered while the other hangs"
     error = answers(pool, 1)["hung"]
     assert isinstance(error, EpisodeError) and "turn 0 has not answered for 5 s" in str(error)
+    assert str(error).endswith("mend it, or raise the limit"), "what is set already is not advised"
 
 
 def test_a_dead_actors_episodes_are_played_again_by_the_next(make_pool, tmp_path):

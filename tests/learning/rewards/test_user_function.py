@@ -72,6 +72,13 @@ def test_where_errors_end_the_run_the_first_one_is_raised_and_the_next_batch_is_
     assert [r.value for r in stage.score(*batch("seven!"))] in ([6.0], [1.0])
 
 
+def test_to_leave_samples_out_is_advised_where_it_is_not_done_already():
+    with raises(RewardError, match=r"mend the function; reward\.on_error: skip leaves such a sample out"):
+        reward("raises").score_each(*batch("bad"))
+    (left_out,) = reward("raises", on_error="skip").score_each(*batch("bad"))
+    assert isinstance(left_out, Unscored) and left_out.reason.endswith("mend the function")
+
+
 def test_a_child_that_was_killed_between_calls_costs_no_sample():
     source = UserReward("odd_rewards:fine", timeout_s=30.0)
     os.kill(source._child._process.pid, signal.SIGKILL)
