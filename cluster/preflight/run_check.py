@@ -8,6 +8,7 @@ not at iteration 300.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -30,6 +31,7 @@ from cluster.placement.topology import require_machine
 from cluster.preflight.draft_head import check_head, describe_training
 from cluster.preflight.inputs import Inputs, read_inputs, read_tokenizer
 from cluster.preflight.param_count import count_params
+from cluster.preflight.references import require_references
 from cluster.preflight.reward_plan import check_reward, reward_columns
 from cluster.run_folder.remote_copy import require_place
 from cluster.tracking.trackers import require_trackers
@@ -150,10 +152,13 @@ def check_run(config: Config, *, output_dir: Path) -> CheckReport:
     if inputs.evaluation is not None:
         inputs.evaluation.require_context([target_config, draft_config])
     reward_params = check_reward(config.reward, reward_columns(config))
+    environment = None
     if config.environment.kind is not None:
         environment = environment_maker(config.environment)()
         stop_texts(environment)
         is_raw(environment)
+    evaluated = inputs.evaluation.prompts if inputs.evaluation is not None else ()
+    require_references(config, environment, chain(inputs.dataset.prompts, evaluated))
     max_total_tokens = inputs.max_total_tokens(config)
     plan = plan_memory(
         config,

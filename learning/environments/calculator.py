@@ -13,7 +13,7 @@ from fractions import Fraction
 
 from core.records import Prompt
 from learning.environments.environment_protocol import Step
-from learning.tasks.gsm8k import Gsm8kReward
+from learning.tasks.gsm8k import Gsm8kReward, reference_number
 
 _CALL = re.compile(r"<<(?P<sum>[^<>=]{1,80})=$")
 _BARE = re.compile(r"(?P<sum>[-+*/().\d ]{1,80})=$")
@@ -40,6 +40,11 @@ class Calculator:
         self._turn_reward = turn_reward
         self._said = ""
         self._prompt: Prompt | None = None
+
+    def require_prompt(self, prompt: Prompt) -> None:
+        """Raise RewardError where there is a reference, but no number in it."""
+        if prompt.reference:
+            reference_number(prompt)
 
     def reset(self, prompt: Prompt) -> None:
         """Begin."""

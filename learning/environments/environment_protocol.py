@@ -43,7 +43,8 @@ class Environment(Protocol):
 
     An attribute `stop_texts`, a tuple of strings, ends a turn behind every token whose text ends with one of them,
     besides the tokenizer's end token. With an attribute `raw = True` texts go on where the policy stopped, in a chat
-    inside of its own message; else they are the user's next message there.
+    inside of its own message; else they are the user's next message there. A method `require_prompt(prompt)` is called
+    for every prompt before the run, and raises for one that no episode can have.
     """
 
     def reset(self, prompt: Prompt) -> str | None:
@@ -101,6 +102,12 @@ def is_raw(environment: Environment) -> bool:
             f"{type(environment).__name__}.raw: expected True or False, got {raw!r}; mend the class"
         )
     return raw
+
+
+def prompt_check(environment: Environment) -> Callable[[Prompt], object] | None:
+    """Return what raises for a prompt that no episode can have; None: the class does not say."""
+    check = getattr(environment, "require_prompt", None)
+    return check if callable(check) else None
 
 
 def checked_step(step: Any) -> Step:

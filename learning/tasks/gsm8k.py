@@ -31,6 +31,18 @@ def final_number(text: str) -> Decimal | None:
         return None
 
 
+def reference_number(prompt: Prompt) -> Decimal:
+    """Return the number that is right. Raises RewardError when the reference holds none."""
+    reference = prompt.reference if "####" in prompt.reference else f"#### {prompt.reference}"
+    number = final_number(reference)
+    if number is None:
+        raise RewardError(
+            f"prompt {prompt.prompt_id}: the reference must be a number or end with '#### number', "
+            f"got '{prompt.reference[-60:]}'; mend data.reference_field"
+        )
+    return number
+
+
 class Gsm8kReward:
     """Scores against `prompt.reference`: the data set's answer text, or the bare number."""
 
@@ -40,13 +52,7 @@ class Gsm8kReward:
 
 
 def _score_one(prompt: Prompt, response: str) -> Reward:
-    reference = prompt.reference if "####" in prompt.reference else f"#### {prompt.reference}"
-    expected = final_number(reference)
-    if expected is None:
-        raise RewardError(
-            f"prompt {prompt.prompt_id}: the reference must be a number or end with '#### number', "
-            f"got '{prompt.reference[-60:]}'; mend data.reference_field"
-        )
+    expected = reference_number(prompt)
     got = final_number(response)
     formatted, correct = float(got is not None), float(got == expected)
     return Reward(
