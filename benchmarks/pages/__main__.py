@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from benchmarks.pages.about import ABOUT
-from benchmarks.pages.picture import draw_speedup
+from benchmarks.pages.about import ABOUT, CURVE
+from benchmarks.pages.picture import draw_learning_curve, draw_speedup
 from benchmarks.pages.tables import HEADLINE_MACHINE, ROOT, load_results, page, with_figures
 
 
@@ -14,6 +14,8 @@ def main() -> None:
     for name in filter(load_results, ABOUT):
         (folder / f"{name}.md").write_text(page(name))
     draw_speedup(folder / "speedup.svg", load_results("engine")[HEADLINE_MACHINE])
+    for result in load_results(CURVE).values():
+        draw_learning_curve(folder / f"{CURVE}.svg", result)
     readme.write_text(with_figures(readme.read_text()))
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.pages.about import ABOUT
+from benchmarks.pages.about import ABOUT, About
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -45,6 +45,7 @@ def page(name: str) -> str:
         "",
         about.how,
         "",
+        *_picture(about),
         "Ratios are named `a_over_b`, above 1 when `a` is better; in brackets the 95% interval, where there is one. "
         "A column was measured with the code of its commit.",
         "",
@@ -61,6 +62,12 @@ def page(name: str) -> str:
         *(_machine_row(machine, result["provenance"]) for machine, result in results.items()),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _picture(about: About) -> list[str]:
+    if not about.picture or not load_results(about.picture):
+        return []
+    return [f"![{ABOUT[about.picture].question}]({about.picture}.svg)", ""]
 
 
 def _published_rows(results: Mapping[str, Mapping[str, Any]]) -> list[str]:

@@ -31,6 +31,7 @@ Run one benchmark and write DIR/NAME.json: figures, intervals, provenance.
   rlhfspec bench episodes --out bench            several turns with a calculator, moved: the same bits as unmoved
   rlhfspec bench models --out bench              which model families run: the page docs/models.md
   rlhfspec bench drafters --out bench            look-up drafters on a real model: where text repeats, and where not
+  rlhfspec bench learning_curve --out bench      a draft head over the tokens that it was made from
   rlhfspec bench pipeline --out bench            generation ahead of learning: step time, reward, equal bits
   rlhfspec bench faults --out bench              killed, frozen and cut off actors, a full store; killed drivers
   rlhfspec bench soak --out bench --full         an hour of training: memory, processes, files

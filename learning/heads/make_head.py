@@ -5,6 +5,7 @@ Source: Hu et al. 2025, 'TLT' (arXiv 2511.16665), section 4 (a drafter is warmed
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -113,6 +114,22 @@ def make_head(
     return maker.make(prompts, vocab_size)
 
 
+def learn_head(
+    target: PreTrainedModel,
+    learned_from: Sequence[OwnResponse],
+    held_out: Sequence[OwnResponse],
+    *,
+    sampling: SamplingParams,
+    vocab_size: int,
+    seed: int = 0,
+    recipe: HeadRecipe | None = None,
+    progress: Tick = lambda stage, share: None,
+) -> MadeHead:
+    """Make a head from responses that are there already, however long it takes; otherwise as `make_head`."""
+    maker = _Maker(target, sampling, recipe or HeadRecipe(), math.inf, seed, progress, time.perf_counter)
+    return maker.learn(learned_from, held_out, vocab_size)
+
+
 class _Maker:
     def __init__(
         self,
@@ -132,7 +149,6 @@ class _Maker:
     def make(self, prompts: Sequence[Prompt], vocab_size: int) -> MadeHead:
         """See `make_head`."""
         responses = list(self._responses(prompts, vocab_size))
-        generate_s = self._spent_s
         if len(responses) < 2:
             raise ConfigError(
                 f"a draft head needs two responses at least, one to learn from and one held out; {self._budget_s:g} s "
@@ -143,6 +159,13 @@ class _Maker:
         every = max(2, round(1.0 / self._recipe.held_out_share))
         held_out = responses[::every]
         learned_from = [each for place, each in enumerate(responses) if place % every]
+        return self.learn(learned_from, held_out, vocab_size)
+
+    def learn(
+        self, learned_from: Sequence[OwnResponse], held_out: Sequence[OwnResponse], vocab_size: int
+    ) -> MadeHead:
+        """See `learn_head`."""
+        generate_s = self._spent_s
         with on_threads(self._recipe.num_threads):
             trainer = self._trainer(learned_from, vocab_size)
             num_learned = self._train(trainer, learned_from)
