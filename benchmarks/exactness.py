@@ -2,19 +2,21 @@
 
 For each pair (demo; with `--data` one made from that file too), dtype and sampling: plain decoding alone, then a
 chain and two trees of a draft model, every other drafter (look-ups, early exit, a head made for it in some seconds),
-mixtures, and the adaptive policy (profile, online correction, a draft model exchanged half way as a refit would) under
-other batch sizes and orders of admission, then two Ray actors. Tokens and both log-probabilities are compared bitwise
-with plain decoding; plain decoding in float32 is compared with a teacher-forced Hugging Face forward.
+mixtures, and the adaptive policy (profile, online correction, a draft model or head exchanged half way as a refit
+would) under other batch sizes and orders of admission, then two Ray actors. Tokens and both log-probabilities are
+compared bitwise with plain decoding; plain decoding in float32 is compared with a teacher-forced Hugging Face forward.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
@@ -22,6 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.contestants.made_head import bench_head
+from benchmarks.exact.plans import ACTOR_PLAN, ADAPTIVE, PLANS, Plan
 from benchmarks.real.exact import run_exactness
 from benchmarks.support.reference import compare_with_reference
 from benchmarks.support.result import write_result
@@ -40,9 +43,10 @@ from core.decode_records import GenerationStats
 from core.records import Completion, SampleKey, SampleRequest
 from core.weight_records import WeightManifest
 from engine.build import build_engine
-from engine.calibration.engine_provenance import provenance_of
+from engine.calibration.engine_provenance import provenance_of, what_drafts
 from engine.calibration.profiler import MAX_PROFILED_NODES, Placeholder, make_profile
 from engine.drafters.head.head_weights import HeadWeights
+from engine.drafters.head.published_head import pack_head
 from engine.engine import Engine
 from engine.weights.chunks import pack_weights, unpack_weights
 from profiles.profile import Profile
@@ -55,81 +59,7 @@ KEEP_ONE_IN = {"float32": 1, "bfloat16": 4}
 "Requests decoded in each dtype: bfloat16 is slow on processors without instructions for it."
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """One way to decode."""
-
-    name: str
-    batch_size: int
-    speculation: SpeculationConfig
-
-
-PLANS = (
-    Plan(name="plain", batch_size=5, speculation=SpeculationConfig(policy="off")),
-    Plan(name="plain, other batch", batch_size=16, speculation=SpeculationConfig(policy="off")),
-    Plan(name="chain n=4", batch_size=3, speculation=SpeculationConfig(policy="fixed", num_nodes=4)),
-    Plan(
-        name="tree n=8 b=2",
-        batch_size=8,
-        speculation=SpeculationConfig(policy="fixed", num_nodes=8, depth=5, branching=2),
-    ),
-    Plan(
-        name="tree n=16 b=3",
-        batch_size=12,
-        speculation=SpeculationConfig(policy="fixed", num_nodes=16, depth=6, branching=3),
-    ),
-    Plan(
-        name="n-gram",
-        batch_size=7,
-        speculation=SpeculationConfig(policy="fixed", drafter="ngram", num_nodes=4, ngram_min=1),
-    ),
-    Plan(
-        name="suffix",
-        batch_size=6,
-        speculation=SpeculationConfig(policy="fixed", drafter="suffix", num_nodes=6),
-    ),
-    Plan(
-        name="early exit, tree n=8 b=2",
-        batch_size=4,
-        speculation=SpeculationConfig(
-            policy="fixed", drafter="early_exit", num_nodes=8, depth=4, branching=2
-        ),
-    ),
-    Plan(
-        name="head, chain n=5",
-        batch_size=10,
-        speculation=SpeculationConfig(policy="fixed", drafter="head", num_nodes=5, depth=5),
-    ),
-    Plan(
-        name="head, tree n=8 b=3",
-        batch_size=7,
-        speculation=SpeculationConfig(policy="fixed", drafter="head", num_nodes=8, depth=4, branching=3),
-    ),
-    Plan(
-        name="head beside look-ups",
-        batch_size=8,
-        speculation=SpeculationConfig(
-            policy="fixed", drafter="head", look_up="suffix", num_nodes=8, depth=4, branching=2
-        ),
-    ),
-    Plan(
-        name="early exit beside n-grams",
-        batch_size=5,
-        speculation=SpeculationConfig(
-            policy="fixed", drafter="early_exit", look_up="ngram", ngram_min=1, num_nodes=5, depth=5
-        ),
-    ),
-)
-ADAPTIVE = (
-    Plan(name="goodput, draft exchanged", batch_size=9, speculation=SpeculationConfig(policy="goodput")),
-    Plan(
-        name="goodput beside look-ups, draft exchanged",
-        batch_size=6,
-        speculation=SpeculationConfig(policy="goodput", look_up="suffix"),
-    ),
-)
 PROFILE_S = 8.0
-ACTOR_PLAN = PLANS[3]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -205,8 +135,11 @@ def _compare_all(
         else:
             rows.append(_row(workload, dtype, plan.name, plain, done, stats, tally))
             console.print(f"{workload.name} {dtype} {plan.name}: {rows[-1]['mismatches']} mismatches")
+    profiles: dict[str, Profile] = {}
     for plan in ADAPTIVE:
-        done, stats = _generate_adaptively(workload, dtype, plan, _shuffled(requests, plan.name))
+        done, stats = _generate_adaptively(
+            workload, head, dtype, plan, profiles, _shuffled(requests, plan.name)
+        )
         rows.append(_row(workload, dtype, plan.name, plain, done, stats, tally))
         console.print(f"{workload.name} {dtype} {plan.name}: {rows[-1]['mismatches']} mismatches")
     done = generate_on_two_actors(
@@ -229,69 +162,85 @@ def _compare_all(
 def _generate(
     workload: Workload, head: HeadWeights, dtype: str, plan: Plan, requests: Sequence[SampleRequest]
 ) -> tuple[dict[SampleKey, Completion], GenerationStats]:
-    drafts = {"model": partial(workload.draft, dtype), "head": lambda: head}
-    needed = plan.speculation.drafter if plan.speculation.has_draft else None
-    engine = build_engine(
-        workload.target(dtype),
-        drafts[needed]() if needed else None,
-        engine=_engine_config(plan),
-        speculation=plan.speculation,
-        max_total_tokens=workload.max_total_tokens,
-        vocab_size=workload.vocab_size,
-    )
+    engine = _engine(workload, head, dtype, plan, plan.speculation)
     done = {completion.key: completion for completion in engine.generate(requests)}
     return done, engine.stats
 
 
+def _engine(
+    workload: Workload, head: HeadWeights, dtype: str, plan: Plan, speculation: SpeculationConfig, **more: Any
+) -> Engine:
+    drafts = {"model": partial(workload.draft, dtype), "head": lambda: head}
+    return build_engine(
+        workload.target(dtype),
+        drafts[speculation.drafter]() if speculation.has_draft else None,
+        engine=_engine_config(plan),
+        speculation=speculation,
+        max_total_tokens=workload.max_total_tokens,
+        vocab_size=workload.vocab_size,
+        **more,
+    )
+
+
 def _generate_adaptively(
-    workload: Workload, dtype: str, plan: Plan, requests: Sequence[SampleRequest]
+    workload: Workload,
+    head: HeadWeights,
+    dtype: str,
+    plan: Plan,
+    profiles: dict[str, Profile],
+    requests: Sequence[SampleRequest],
 ) -> tuple[dict[SampleKey, Completion], GenerationStats]:
-    """Measure a profile, decode by it; half way another draft version arrives, with samples open."""
+    """Decode by a profile, measured where `profiles` has none; half way another draft arrives, with samples open."""
+    drafter = plan.speculation.drafter if plan.speculation.has_draft else "model"
+    if drafter not in profiles:
+        profiles[drafter] = _measured(workload, head, dtype, plan, drafter)
+    adaptive = _engine(workload, head, dtype, plan, plan.speculation, profile=profiles[drafter])
+    for request in requests:
+        adaptive.submit(request)
+    done: dict[SampleKey, Completion] = {}
+    exchanged = not plan.speculation.has_draft
+    while adaptive.has_work:
+        if not exchanged and len(done) >= len(requests) // 2:
+            exchanged = True
+            manifest, chunks = _next_head(head) if drafter == "head" else _next_draft(workload, dtype)
+            adaptive.load_weights(manifest, unpack_weights(manifest, chunks))
+        done |= {completion.key: completion for completion in adaptive.step()}
+    return done, adaptive.stats
 
-    def engine(policy: Placeholder | None, profile: Profile | None) -> Engine:
-        return build_engine(
-            workload.target(dtype),
-            workload.draft(dtype),
-            engine=_engine_config(plan),
-            speculation=plan.speculation if profile else plan.speculation.without_look_up,
-            policy=policy,
-            profile=profile,
-            max_total_tokens=workload.max_total_tokens,
-            vocab_size=workload.vocab_size,
-        )
 
-    profiled = engine(Placeholder(MAX_PROFILED_NODES), None)
+def _measured(workload: Workload, head: HeadWeights, dtype: str, plan: Plan, drafter: str) -> Profile:
+    """The profile of a drafter that computes; look-ups go by its costs of verification."""
+    settings = SpeculationConfig.model_validate({"policy": "goodput", "drafter": drafter})
+    engine = _engine(workload, head, dtype, plan, settings, policy=Placeholder(MAX_PROFILED_NODES))
     provenance = provenance_of(
-        profiled.runner.model,
-        workload.draft(dtype),
+        engine.runner.model,
+        what_drafts(settings, head if drafter == "head" else workload.draft(dtype)),
         engine=_engine_config(plan),
         dtype=dtype,
         sampling=workload.sampling,
         max_total_tokens=workload.max_total_tokens,
     )
-    made = make_profile(profiled, workload.requests(100_000), provenance, budget_s=PROFILE_S)
-    adaptive = engine(None, made.profile)
-    for request in requests:
-        adaptive.submit(request)
-    done: dict[SampleKey, Completion] = {}
-    exchanged = False
-    while adaptive.has_work:
-        if not exchanged and len(done) >= len(requests) // 2:
-            exchanged = True
-            adaptive.load_weights(*_next_draft(workload, dtype))
-        done |= {completion.key: completion for completion in adaptive.step()}
-    return done, adaptive.stats
+    return make_profile(engine, workload.requests(100_000), provenance, budget_s=PROFILE_S).profile
 
 
-def _next_draft(workload: Workload, dtype: str) -> tuple[WeightManifest, dict[str, torch.Tensor]]:
+def _next_draft(workload: Workload, dtype: str) -> tuple[WeightManifest, list[np.ndarray]]:
     """The draft model, a little moved, as version 1."""
     model = workload.draft(dtype)
-    torch.manual_seed(1)
     with torch.no_grad():
-        for weight in model.parameters():
-            weight.add_(torch.randn_like(weight) * weight.std() * 0.1)
-    manifest, chunks = pack_weights(model, name="draft", weight_version=1)
-    return manifest, unpack_weights(manifest, chunks)
+        for weight, moved in zip(model.parameters(), _moved(model.parameters()), strict=True):
+            weight.copy_(moved)
+    return pack_weights(model, name="draft", weight_version=1)
+
+
+def _next_head(head: HeadWeights) -> tuple[WeightManifest, list[np.ndarray]]:
+    """The head, a little moved, as version 1."""
+    trained = dict(zip(head.trained, _moved(head.trained.values()), strict=True))
+    return pack_head(head.with_trained(trained), weight_version=1)
+
+
+def _moved(weights: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    torch.manual_seed(1)
+    return [weight + torch.randn_like(weight) * weight.std(correction=0) * 0.1 for weight in weights]
 
 
 def _engine_config(plan: Plan) -> EngineConfig:
