@@ -26,7 +26,8 @@ ABOUT = {
         title="Exactness",
         question="Do tokens or log-probabilities depend on what was drafted, batched or moved?",
         how="Plain decoding alone is compared bit for bit with chains and trees of a draft model, look-ups (n-gram, "
-        "suffix), early exit, a head, mixtures and the adaptive policy, under other batch sizes and orders of "
+        "suffix), early exit, a head, mixtures (`accepted_looked_up`: by look-ups beside a drafter that computes) and "
+        "the adaptive policy, whose draft model or head is exchanged half way, under other batch sizes and orders of "
         "admission, in float32 and bfloat16, and on two Ray actors; then with a teacher-forced Hugging Face forward "
         "(`reference_mismatches`, `logprob_max_abs_error`). A near tie is a place where rounding could change the "
         "sampled token.",
