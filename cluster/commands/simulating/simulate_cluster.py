@@ -60,8 +60,10 @@ def run(args: argparse.Namespace) -> int:
     from core.settings.simulated_cluster import SimulatedClusterConfig
     from policies.simulate.performance.assumptions import assumptions
     from policies.simulate.performance.cluster_simulation import simulate_cluster
-    from policies.simulate.performance.cluster_sweep import best, combinations, default_axes, sweep
+    from policies.simulate.performance.cluster_sweep import best, planned, sweep
     from policies.simulate.performance.described_cluster import describe
+    from policies.simulate.performance.simulated_work import num_played, require_bounded
+    from policies.simulate.performance.sweep_axes import default_axes
     from profiles.profile import load_profile
 
     _check(args)
@@ -74,10 +76,10 @@ def run(args: argparse.Namespace) -> int:
     tree: dict[str, Any] = {"schema_version": 1, "config": config.model_dump(mode="json")}
     if args.sweep:
         axes = config.sweep or default_axes(config)
-        with simulation_bar(len(combinations(axes)), console) as tick:
-            tried = sweep(
-                config, axes, recorded=recorded, profile=profile, progress=lambda done: tick("sweep", done)
-            )
+        plans = planned(config, axes, recorded=recorded)
+        total = sum(num_played(plan.cluster.config) for plan in plans if plan.cluster is not None)
+        with simulation_bar(total, console) as tick:
+            tried = sweep(config, axes, recorded=recorded, profile=profile, progress=tick)
         chosen = best(tried)
         console.print(_sweep_table(tried, chosen))
         if chosen is None:
@@ -92,8 +94,7 @@ def run(args: argparse.Namespace) -> int:
             draw_sweep(tried, args.picture)
             console.print(f"written {args.picture}", soft_wrap=True)
     else:
-        num_rollouts = config.step.steps * (1 if cluster.instance.draft is None else 2)
-        with simulation_bar(num_rollouts * config.lengths.samples, console) as tick:
+        with simulation_bar(require_bounded([config]), console) as tick:
             made = simulate_cluster(cluster, profile=profile, progress=tick)
         console.print(_table(made))
         for line in _lines(made, has_draft=cluster.instance.draft is not None):

@@ -19,6 +19,7 @@ from policies.simulate.perfect import least_finish_s
 from policies.simulate.performance.analytic_instance import Speculation
 from policies.simulate.performance.described_cluster import DescribedCluster
 from policies.simulate.performance.memory_fit import MemoryFit, memory_fit, most_slots
+from policies.simulate.performance.simulated_work import POLLS, require_few_polls
 from policies.simulate.performance.stale_pipeline import bound, stale_pipeline
 from policies.simulate.performance.training_cost import TrainingCost, publication_s, training_cost
 from policies.simulate.simulation import simulate
@@ -26,7 +27,6 @@ from policies.simulate.simulation_records import MoveTruth, PoolSetup, Samples, 
 from profiles.profile import Profile
 from profiles.transfer import PrefillModel, TransferModel
 
-POLLS = 200
 LEAST_STEPS = 16
 "Of the pipeline: the rollouts that were played come again."
 
@@ -109,7 +109,7 @@ def simulate_cluster(
         profile: measured costs and acceptance, for decoding, instead of the data sheet's.
         progress: told the rollout, such as "plain 1", and how many of its samples are done.
 
-    Raises ConfigError where an instance has no room for a sample.
+    Raises ConfigError where an instance has no room for a sample, or polls are absurdly many.
     """
     config, target = cluster.config, cluster.instance.target
     draft = None if cluster.instance.draft is None else cluster.instance.draft.roofline
@@ -194,8 +194,10 @@ def _rollout(
         prompt_token_s=token_s if profile is None else 0.0,
         poll_interval_s=config.reallocation.poll_interval_s or 1.0,
     )
+    least_s = least_finish_s(samples, setup)
     if config.reallocation.poll_interval_s is None:
-        setup = _with_polls(setup, samples)
+        setup = replace(setup, poll_interval_s=max(least_s / POLLS, 1e-3))
+    require_few_polls(setup.poll_interval_s, least_s)
     policy = make_reallocation_policy(
         config.reallocation.policy,
         curve=curve.copy(),
@@ -222,10 +224,6 @@ def _slots(cluster: DescribedCluster, mean_tokens: float) -> int:
         spare_memory=config.device.spare_memory,
     )
     return min(room, -(-config.lengths.samples // config.pools.instances))
-
-
-def _with_polls(setup: PoolSetup, samples: Samples) -> PoolSetup:
-    return replace(setup, poll_interval_s=max(least_finish_s(samples, setup) / POLLS, 1e-3))
 
 
 def _context(samples: Samples) -> np.ndarray:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,11 +11,11 @@ import numpy as np
 from core.errors import ConfigError
 from core.settings.simulated_cluster import SimulatedClusterConfig
 from policies.simulate.performance.cluster_simulation import ClusterResult, simulate_cluster
-from policies.simulate.performance.described_cluster import describe
-from policies.simulate.performance.draft_yields import even_acceptance
+from policies.simulate.performance.contradiction import ContradictionError
+from policies.simulate.performance.described_cluster import DescribedCluster, describe
+from policies.simulate.performance.simulated_work import require_bounded
+from policies.simulate.performance.sweep_axes import changed, combinations
 from profiles.profile import Profile
-
-MOST_COMBINATIONS = 500
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,76 +35,15 @@ class Tried:
         return ", ".join(f"{key.rsplit('.', 1)[-1]} {value}" for key, value in self.values.items())
 
 
-def default_axes(config: SimulatedClusterConfig) -> dict[str, Sequence[Any]]:
-    """What is tried where the config says nothing: drafts, GPUs of an instance and between the pools, staleness."""
-    axes: dict[str, Sequence[Any]] = {}
-    if config.drafter.kind != "none" and config.drafter.nodes is None and config.device.profile is None:
-        axes["drafter.policy,drafter.depth"] = [
-            *(("fixed", depth) for depth in (1, 3, 5)),
-            ("adaptive", 3),
-        ]
-    pools = config.pools
-    whole = pools.instances * pools.tensor_parallel + pools.trainer_gpus
-    if not pools.colocated:
-        tried = {
-            (gpus, max(round(whole * share / gpus), 1))
-            for gpus in (pools.tensor_parallel, 2 * pools.tensor_parallel)
-            for share in (0.25, 0.5, 0.75)
-        }
-        axes["pools.tensor_parallel,pools.instances,pools.trainer_gpus"] = [
-            (gpus, count, whole - count * gpus) for gpus, count in sorted(tried) if whole > count * gpus
-        ]
-        axes["step.staleness"] = [0, 1]
-    return axes
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planned:
+    """One combination before it is simulated."""
 
-
-def combinations(axes: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
-    """Every combination; a key with commas names several keys, whose values are lists of as many.
-
-    Raises ConfigError for a list of another length, or too many combinations.
-    """
-    columns = []
-    for key, values in axes.items():
-        names = [name.strip() for name in key.split(",")]
-        column = []
-        for value in values:
-            several = value if len(names) > 1 else [value]
-            if not isinstance(several, list | tuple) or len(several) != len(names):
-                raise ConfigError(f"sweep.{key} expects lists of {len(names)} values, got {value!r}")
-            column.append(dict(zip(names, several, strict=True)))
-        columns.append(column)
-    count = int(np.prod([len(column) for column in columns])) if columns else 0
-    if not 1 <= count <= MOST_COMBINATIONS:
-        raise ConfigError(f"the sweep has {count} combinations; expected 1 to {MOST_COMBINATIONS}")
-    return [{k: v for part in chosen for k, v in part.items()} for chosen in itertools.product(*columns)]
-
-
-def changed(config: SimulatedClusterConfig, values: Mapping[str, Any]) -> SimulatedClusterConfig:
-    """Return the config with these values; another depth keeps the acceptance of a level, not the length.
-
-    Raises ConfigError for a key that is none, or values that contradict each other.
-    """
-    tree = config.model_dump()
-    drafter = config.drafter
-    if "drafter.depth" in values and drafter.acceptance is None and drafter.nodes is None:
-        tree["drafter"]["acceptance"] = (even_acceptance(drafter.acceptance_length, drafter.depth),)
-    for key, value in values.items():
-        *parents, leaf = key.split(".")
-        node = tree
-        for parent in parents:
-            node = node.get(parent)
-            if not isinstance(node, dict):
-                raise ConfigError(
-                    f"sweep: {key} is no key of this config; see core/settings/simulated_cluster.py"
-                )
-        if leaf not in node:
-            raise ConfigError(f"sweep: {key} is no key of this config; known here: {', '.join(node)}")
-        node[leaf] = value
-    try:
-        return SimulatedClusterConfig.model_validate(tree)
-    except ValueError as error:
-        said = "; ".join(str(item["msg"]) for item in getattr(error, "errors", list)())
-        raise ConfigError(f"sweep: {dict(values)}: {said or error}") from None
+    values: dict[str, Any]
+    gpus: int
+    cluster: DescribedCluster | None
+    refused: str = ""
+    "why there is no cluster"
 
 
 def sweep(
@@ -114,32 +52,56 @@ def sweep(
     *,
     recorded: np.ndarray | None = None,
     profile: Profile | None = None,
-    progress: Callable[[int], None] | None = None,
+    progress: Callable[[str, int], None] | None = None,
 ) -> list[Tried]:
-    """Simulate every combination, in order; `progress` is told how many are done.
+    """Simulate every combination, in order, after all of them were looked at.
 
-    What cannot be is kept with its reason. Raises ConfigError for axes that are none.
+    Args:
+        config: what the combinations change.
+        axes: see `combinations`.
+        recorded: lengths to draw from.
+        profile: as of `simulate_cluster`.
+        progress: told the rollout, such as "3 of 12: plain 1", and how many of its samples are done.
+
+    What cannot be is kept with its reason. Raises ConfigError, before anything is simulated, for axes that are none, a
+    value that a key cannot have, or more samples than a simulation may play.
     """
+    plans = planned(config, axes, recorded=recorded)
     rows = []
-    for number, values in enumerate(combinations(axes)):
-        if progress is not None:
-            progress(number)
+    for number, plan in enumerate(plans, start=1):
+        if plan.cluster is None:
+            rows.append(Tried(values=plan.values, gpus=plan.gpus, result=None, refused=plan.refused))
+            continue
+        told = None if progress is None else _named(progress, f"{number} of {len(plans)}")
+        try:
+            result = simulate_cluster(plan.cluster, profile=profile, progress=told)
+        except ConfigError as error:
+            rows.append(Tried(values=plan.values, gpus=plan.gpus, result=None, refused=str(error)))
+        else:
+            rows.append(Tried(values=plan.values, gpus=plan.gpus, result=result))
+    return rows
+
+
+def planned(
+    config: SimulatedClusterConfig, axes: Mapping[str, Sequence[Any]], *, recorded: np.ndarray | None = None
+) -> list[Planned]:
+    """Return every combination, described; nothing is simulated. Raises ConfigError as `sweep`."""
+    plans = []
+    for values in combinations(axes):
+        gpus = 0
         try:
             one = changed(config, values)
-        except ConfigError as error:
-            if "is no key" in str(error):
-                raise
-            rows.append(Tried(values=values, gpus=0, result=None, refused=str(error)))
-            continue
-        pools = one.pools
-        gpus = pools.instances * pools.tensor_parallel + (0 if pools.colocated else pools.trainer_gpus)
-        try:
-            result = simulate_cluster(describe(one, recorded), profile=profile)
-        except ConfigError as error:
-            rows.append(Tried(values=values, gpus=gpus, result=None, refused=str(error)))
-        else:
-            rows.append(Tried(values=values, gpus=gpus, result=result))
-    return rows
+            pools = one.pools
+            gpus = pools.instances * pools.tensor_parallel + (0 if pools.colocated else pools.trainer_gpus)
+            plans.append(Planned(values=values, gpus=gpus, cluster=describe(one, recorded)))
+        except ContradictionError as error:
+            plans.append(Planned(values=values, gpus=gpus, cluster=None, refused=str(error)))
+    require_bounded([plan.cluster.config for plan in plans if plan.cluster is not None])
+    return plans
+
+
+def _named(progress: Callable[[str, int], None], number: str) -> Callable[[str, int], None]:
+    return lambda rollout, done: progress(f"{number}: {rollout}", done)
 
 
 def best(rows: Sequence[Tried]) -> Tried | None:

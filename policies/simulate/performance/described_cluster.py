@@ -7,9 +7,9 @@ from pathlib import Path
 
 import numpy as np
 
-from core.errors import ConfigError
 from core.settings.simulated_cluster import QWEN_7B, SimulatedClusterConfig
 from policies.simulate.performance.analytic_instance import AnalyticInstance, Draft
+from policies.simulate.performance.contradiction import ContradictionError
 from policies.simulate.performance.device_sheets import SHEETS
 from policies.simulate.performance.draft_yields import accepted_nodes, even_acceptance
 from policies.simulate.performance.model_dimensions import (
@@ -59,7 +59,7 @@ class DescribedCluster:
 
 
 def describe(config: SimulatedClusterConfig, recorded: np.ndarray | None = None) -> DescribedCluster:
-    """Put the parts together. Raises ConfigError for dimensions that cannot be read, or no such products."""
+    """Put the parts together. Raises ConfigError for dimensions that cannot be read, ContradictionError for others."""
     model, device, pools = config.model, config.device, config.pools
     sheet = SHEETS[device.name]
     if model.config is not None:
@@ -84,7 +84,7 @@ def describe(config: SimulatedClusterConfig, recorded: np.ndarray | None = None)
         split=pools.split,
     )
     if pools.split == "expert" and not dimensions.experts:
-        raise ConfigError(
+        raise ContradictionError(
             "pools.split expert: the model has no experts; expected num_experts in its config, or tensor"
         )
     return DescribedCluster(

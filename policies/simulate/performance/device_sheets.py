@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from core.errors import ConfigError
+from policies.simulate.performance.contradiction import ContradictionError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,11 +27,11 @@ class DeviceSheet:
     source: str
 
     def flops(self, precision: str) -> float:
-        """Operations a second in `bf16` or `fp8`. Raises ConfigError where the device has no such products."""
+        """Operations a second in `bf16` or `fp8`. Raises ContradictionError where the device has no such products."""
         if precision == "bf16":
             return self.bf16_flops
         if self.fp8_flops is None:
-            raise ConfigError(f"model.precision fp8: {self.name} multiplies no 8-bit floats; use bf16")
+            raise ContradictionError(f"model.precision fp8: {self.name} multiplies no 8-bit floats; use bf16")
         return self.fp8_flops
 
     def bandwidth(self, gpus: int) -> float:

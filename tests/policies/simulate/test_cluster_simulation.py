@@ -11,7 +11,6 @@ from core.errors import ConfigError
 from core.settings.simulated_cluster import SimulatedClusterConfig
 from policies.simulate.performance.assumptions import MODELLED, SOURCES, assumptions
 from policies.simulate.performance.cluster_simulation import simulate_cluster
-from policies.simulate.performance.cluster_sweep import best, changed, combinations, default_axes, sweep
 from policies.simulate.performance.described_cluster import describe
 
 
@@ -112,45 +111,3 @@ def test_every_assumption_is_in_the_table() -> None:
     assert told["learner.mfu"] == "the config" and "2511.16665" in told["device.memory_share"]
     without = assumptions(describe(config(drafter={"kind": "none"})))
     assert not any(row.name.startswith("drafter.") for row in without)
-
-
-def test_a_sweep_names_the_shortest_step_and_keeps_what_cannot_be() -> None:
-    base = config()
-    rows = sweep(base, {"step.staleness": [0, 1], "pools.colocated": [False, True]})
-    assert [row.values["step.staleness"] for row in rows] == [0, 0, 1, 1]
-    assert [row.gpus for row in rows] == [4, 2, 4, 0]
-    assert "take turns" in rows[3].refused and rows[3].result is None
-    chosen = best(rows)
-    assert chosen is not None and chosen.result is not None
-    steps = [row.result.speculative.step_s for row in rows if row.result]
-    assert chosen.result.speculative.step_s == min(steps)
-    assert best(rows[3:]) is None
-    assert rows[0].label == "staleness 0, colocated False"
-
-
-def test_another_depth_keeps_the_acceptance_of_a_level() -> None:
-    base = config(drafter={"depth": 2, "acceptance_length": 1.75, "policy": "fixed"})
-    deeper = describe(changed(base, {"drafter.depth": 3})).instance.draft
-    assert deeper is not None and deeper.tokens == pytest.approx(1.875)
-
-
-def test_keys_that_change_together() -> None:
-    together = combinations({"a,b": [[1, 2], [3, 4]], "c": [5]})
-    assert together == [{"a": 1, "b": 2, "c": 5}, {"a": 3, "b": 4, "c": 5}]
-    with pytest.raises(ConfigError, match="expects lists of 2 values"):
-        combinations({"a,b": [[1]]})
-    with pytest.raises(ConfigError, match="has 1000 combinations"):
-        combinations({"a": list(range(1000))})
-    with pytest.raises(ConfigError, match=r"pools\.moons is no key"):
-        sweep(config(), {"pools.moons": [1]})
-
-
-def test_the_default_sweep_spends_the_same_gpus() -> None:
-    base = config(pools={"instances": 4, "trainer_gpus": 4, "tensor_parallel": 2})
-    axes = default_axes(base)
-    splits = axes["pools.tensor_parallel,pools.instances,pools.trainer_gpus"]
-    assert {gpus * instances + trainers for gpus, instances, trainers in splits} == {12}
-    assert {gpus for gpus, _, _ in splits} == {2, 4}
-    assert len(combinations(axes)) == 4 * len(splits) * 2
-    one_pool = base.model_copy(update={"pools": base.pools.model_copy(update={"colocated": True})})
-    assert list(default_axes(one_pool)) == ["drafter.policy,drafter.depth"]
