@@ -1,4 +1,4 @@
-"""The cluster simulator beside published figures, and how long 1,024 instances take.
+"""The cluster simulator beside published figures and beside runs of this machine; how long 1,024 instances take.
 
 Nothing is fitted to the figure that it is compared with. What a paper does not say is set beforehand, once in the
 middle and once at both ends of a range.
@@ -15,6 +15,7 @@ from rich.table import Table
 
 from benchmarks.published import nemo_rl, rlhfspec_paper, tlt_batches
 from benchmarks.published.row import Row
+from benchmarks.simulated_runs.own_runs import own_runs
 from benchmarks.support.result import write_result
 from core.settings.simulated_cluster import SimulatedClusterConfig
 from policies.simulate.performance.cluster_simulation import simulate_rollout
@@ -24,8 +25,11 @@ LARGE = {"instances": 1024, "samples": 100_000}
 
 
 def run(*, out: Path, mode: str, data: Path | None) -> int:
-    """Run the benchmark; always returns 0. `data` is not used; `quick` leaves the projections for 235B out."""
-    console = Console()
+    """Run the benchmark; always returns 0. `data` is not used; `quick` leaves the projections for 235B out.
+
+    Of the runs of this machine `quick` has those with a core each for instance and trainer.
+    """
+    console, out = Console(), out.absolute()
     papers = {"tlt": tlt_batches.rows(), "rlhfspec": rlhfspec_paper.rows(), "nemo_8b": nemo_rl.rows_8b()}
     if mode != "quick":
         papers["nemo_235b"] = nemo_rl.rows_235b()
@@ -40,6 +44,9 @@ def run(*, out: Path, mode: str, data: Path | None) -> int:
         intervals[row.name] = (row.low, row.high)
     console.print(_table(rows))
     provenance: dict[str, Any] = {"mode": mode, "published": [row.tree() for row in rows]}
+    # runs that break off leave what is known by then
+    write_result(out, "cluster_simulation", figures, intervals, provenance)
+    figures |= own_runs(out, mode, console)
     path = write_result(out, "cluster_simulation", figures, intervals, provenance)
     console.print({name: value for name, value in figures.items() if name not in intervals})
     console.print(f"written {path}")

@@ -33,13 +33,14 @@ def wide_workload(num_prompts: int, *, prompt_tokens: int, new_tokens: int) -> W
     return replace(
         workload,
         name="wide",
-        paths=_wide_pair(workload.paths),
+        paths=wide_pair(workload.paths),
         prompts=prompts,
         sampling=replace(workload.sampling, max_new_tokens=new_tokens, stop_token_ids=()),
     )
 
 
-def _wide_pair(small: PairPaths) -> PairPaths:
+def wide_pair(small: PairPaths) -> PairPaths:
+    """Return the larger pair, made on the first call and found in the cache on later ones."""
     folder = default_cache_dir() / f"wide-{small.target.parent.name}"
     if not (folder / "config.json").is_file():
         target = load_causal_lm(str(small.target), "float32")

@@ -75,6 +75,14 @@ class SimulatedPoolsConfig(Section):
     "the trainer's GPUs are the instances'; they take turns"
     slots: Annotated[int, Field(ge=1, le=10**5)] | None = None
     "samples that run at once on an instance; null: as many as its memory holds, and its share of the batch at most"
+    report_s: float = Field(default=0.0, ge=0.0, le=60.0)
+    "an instance tells the scheduler of ended samples this often at most: of ours, 0.05 (actors/generation)"
+    message_s: float = Field(default=0.0, ge=0.0, le=60.0)
+    "of each message between scheduler and instance"
+    cores: Annotated[int, Field(ge=1, le=4096)] | None = None
+    "all instances and the trainer are processes of one machine with so many cores, one each; null: all have their own"
+    core_slowdown: float = Field(default=1.0, ge=1.0, le=10.0)
+    "with cores: seconds of a piece of work with all cores busy over those with one busy"
 
 
 class SimulatedLengthsConfig(Section):
@@ -182,6 +190,8 @@ class SimulatedStepConfig(Section):
 
     staleness: Annotated[int, Field(ge=0, le=64)] = 0
     "updates that a sample's weights may be behind those that it trains; 0: in turns"
+    schedule: Literal["recorded", "free"] = "recorded"
+    "with staleness, as `rollout.schedule`. recorded: phases by counts; free: no instance waits for the slowest sample"
     publication_s: float | None = Field(default=None, ge=0.0, le=1e6)
     "seconds from the update to new weights in the instances; null: from bytes and links"
     other_s: float = Field(default=2.0, ge=0.0, le=1e6)

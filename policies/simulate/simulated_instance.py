@@ -29,6 +29,10 @@ class PaceLine:
         counts = np.arange(num_slots + 1)
         return cls(curve.seconds_per_token(counts, 0.0).tolist(), curve.context_token_s(counts).tolist())
 
+    def times(self, factor: float) -> PaceLine:
+        """The same with everything so many times as long."""
+        return PaceLine([factor * s for s in self.base_s], [factor * s for s in self.context_token_s])
+
 
 class SimulatedInstance:
     """Progress is counted in tokens of a mean sample since the start; time only moves forward."""
@@ -62,6 +66,10 @@ class SimulatedInstance:
     def goodput(self) -> float:
         """Tokens of mean samples per second, transfers aside; 0 without samples."""
         return len(self.running) / self._curve()[0] if self.running else 0.0
+
+    def is_busy(self, now_s: float) -> bool:
+        """Whether it computes anything."""
+        return bool(self.running) or self.blocked_until_s > now_s
 
     def _curve(self) -> tuple[float, float]:
         """Seconds per token now, and what they grow by with each."""

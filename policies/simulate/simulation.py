@@ -3,29 +3,14 @@
 from __future__ import annotations
 
 import heapq
-from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
-from enum import IntEnum
 
 import numpy as np
 
-from core.records import SampleKey, Stream
 from policies.reallocation.pool_records import InstanceView, Move, MoveMode, PoolView, ReallocationPolicy
-from policies.simulate.simulated_instance import PaceLine, SimulatedInstance
-from policies.simulate.simulated_size import SimulatedSize
+from policies.simulate.simulated_instance import SimulatedInstance
+from policies.simulate.simulated_pool import Kind, SimulatedPool
 from policies.simulate.simulation_records import Binding, PoolSetup, Samples, SimulationResult
-
-
-class _Kind(IntEnum):
-    """Events of one moment are handled in this order."""
-
-    END = 0
-    ARRIVE = 1
-    JOIN = 2
-    ORDER = 3
-    STARTED = 4
-    POLL = 5
 
 
 def simulate(
@@ -45,72 +30,23 @@ def simulate(
         binding: of samples to instances.
         progress: told the number of finished samples at every poll.
     """
-    return _Simulation(samples, setup, policy, binding, progress).run()
+    return RolloutSimulation(samples, setup, policy, binding, progress).run()
 
 
-class _Simulation:
-    def __init__(
-        self,
-        samples: Samples,
-        setup: PoolSetup,
-        policy: ReallocationPolicy,
-        binding: Binding,
-        progress: Callable[[int], None] | None,
-    ) -> None:
-        self._samples, self._setup, self._policy, self._progress = samples, setup, policy, progress
-        # samples that are bound beforehand leave nothing for whoever comes later
-        self._size = SimulatedSize(setup if binding == "pull" else replace(setup, elastic=None))
-        most = self._size.most
-        self._line = PaceLine.of(setup.curve, setup.num_slots)
-        self._alone_line = setup.alone_curve and PaceLine.of(setup.alone_curve, setup.num_slots)
-        self._instances = [SimulatedInstance(self._line, setup.moves.bystander_share) for _ in range(most)]
-        self._names = tuple(f"gen-{k:04d}" for k in range(most))
-        self._number = {name: k for k, name in enumerate(self._names)}
-        self._keys = [
-            SampleKey(run_seed=0, stream=Stream.BENCH, sample_index=index) for index in range(len(samples))
-        ]
-        self._to_go = samples.response_tokens / samples.speed
-        self._arriving = np.zeros(most, dtype=np.int64)
-        self._owned = np.zeros(most, dtype=np.int64)
-        self._leaving: dict[int, int] = {}
-        "sample -> source, while its caches are on their way"
-        self._warm: set[tuple[str, str]] = set()
-        self._view_keys: dict[int, tuple[np.ndarray, tuple[SampleKey, ...]]] = {}
-        self._versions = [0] * most
-        self._events: list[tuple[float, int, int, tuple]] = []
-        self._num_events = 0
-        self._num_done = 0
-        self._counts = dict.fromkeys(("moves", "migrated", "recomputed", "void"), 0)
-        self._queues: list[deque[int]]
-        if binding == "static":
-            ways = range(setup.num_instances)
-            self._queues = [deque(range(k, len(samples), setup.num_instances)) for k in ways]
-        else:
-            self._queues = [deque(range(len(samples)))]
+class RolloutSimulation(SimulatedPool):
+    """The events of one rollout; `free_schedule` has those of many that run into one another."""
 
     def run(self) -> SimulationResult:
         """Handle events until the last sample is done."""
-        self._bind(0.0)
-        self._push(self._setup.poll_interval_s, _Kind.POLL)
+        self._begin_run()
+        self._push(self._setup.poll_interval_s, Kind.POLL)
         now_s = 0.0
-        while self._num_done < len(self._samples):
+        while not self._is_over():
             now_s, kind, _, payload = heapq.heappop(self._events)
-            match kind:
-                case _Kind.END:
-                    self._end(now_s, *payload)
-                case _Kind.ARRIVE:
-                    self._arrive(now_s, *payload)
-                case _Kind.JOIN:
-                    self._join(now_s, *payload)
-                case _Kind.ORDER:
-                    self._begin(now_s, *payload)
-                case _Kind.STARTED:
-                    self._size.joined(payload[0])
-                    self._bind(now_s)
-                case _Kind.POLL:
-                    self._poll(now_s)
-            if self._alone_line is not None:
-                self._share_machine(now_s, self._alone_line)
+            self._learner.advance(now_s, self._factor)
+            self._handle(now_s, Kind(kind), payload)
+            if self._alone_line is not None or self._setup.machine is not None:
+                self._share_machine(now_s)
         for instance in self._instances:
             instance.advance(now_s)
         return SimulationResult(
@@ -122,86 +58,60 @@ class _Simulation:
             num_recomputed=self._counts["recomputed"],
             num_void=self._counts["void"],
             instance_s=self._size.instance_s(now_s),
+            learner_end_s=self._learner_end_s(now_s),
             resizes=tuple(self._size.resizes),
         )
 
-    def _share_machine(self, now_s: float, alone_line: PaceLine) -> None:
-        """An instance has the machine for itself while no other has work."""
-        num_busy = sum(bool(instance.running) for instance in self._instances)
-        for k, instance in enumerate(self._instances):
-            line = alone_line if num_busy == 1 and instance.running else self._line
-            if line is not instance.line:
-                instance.advance(now_s)
-                instance.line = line
-                self._reschedule(k)
+    def _begin_run(self) -> None:
+        """What there is at the start."""
+        if self._setup.learner_s:
+            self._learn(0.0, self._setup.learner_s)
+        self._bind(0.0)
+        self._share_machine(0.0)
 
-    def _push(self, at_s: float, kind: _Kind, *payload: object) -> None:
-        heapq.heappush(self._events, (at_s, int(kind), self._num_events, payload))
-        self._num_events += 1
+    def _is_over(self) -> bool:
+        return self._num_done == len(self._samples)
 
-    def _reschedule(self, k: int) -> None:
-        """The instance has changed: what was expected of it no longer holds."""
-        self._versions[k] += 1
-        self._view_keys.pop(k, None)
-        following = self._instances[k].next_end()
-        if following is not None:
-            self._push(following[0], _Kind.END, k, following[1], self._versions[k])
+    def _handle(self, now_s: float, kind: Kind, payload: tuple) -> None:
+        match kind:
+            case Kind.END:
+                self._end(now_s, *payload)
+            case Kind.ARRIVE:
+                self._arrive(now_s, *payload)
+            case Kind.JOIN:
+                self._join(now_s, *payload)
+            case Kind.REPORT:
+                self._report(now_s, *payload)
+            case Kind.TOLD:
+                self._told(now_s, *payload)
+            case Kind.SUBMIT:
+                self._submit(now_s, *payload)
+            case Kind.ORDER:
+                self._begin(now_s, *payload)
+            case Kind.STARTED:
+                self._size.joined(payload[0])
+                self._bind(now_s)
+            case Kind.LEARNED:
+                self._learned(now_s, *payload)
+            case Kind.LOADED:
+                self._loaded(now_s)
+            case Kind.POLL:
+                self._poll(now_s)
 
-    def _bind(self, now_s: float) -> None:
-        """Give waiting samples to free slots."""
-        free = (self._owned < self._setup.num_slots) & self._size.admits
-        if len(self._queues) > 1:
-            for k in np.nonzero(free)[0].tolist():
-                queue = self._queues[k]
-                while queue and self._owned[k] < self._setup.num_slots:
-                    self._admit(now_s, queue.popleft(), k)
-            return
-        queue = self._queues[0]
-        while queue and free.any():
-            k = int(np.where(free, self._owned, np.iinfo(np.int64).max).argmin())
-            self._admit(now_s, queue.popleft(), k)
-            free[k] = self._owned[k] < self._setup.num_slots
-
-    def _admit(self, now_s: float, sample: int, k: int) -> None:
-        instance = self._instances[k]
-        instance.advance(now_s)
-        self._owned[k] += 1
-        prompt_s = float(self._samples.prompt_tokens[sample]) * self._setup.prompt_token_s
-        if prompt_s > 0:
-            instance.block(prompt_s)
-        self._add(sample, k, float(self._to_go[sample]), float(self._samples.prompt_tokens[sample]))
-        self._reschedule(k)
-
-    def _add(self, sample: int, k: int, to_go: float, context_tokens: float) -> None:
-        speed = float(self._samples.speed[sample])
-        self._instances[k].add(sample, to_go, context_tokens=context_tokens, speed=speed)
-
-    def _end(self, now_s: float, k: int, sample: int, version: int) -> None:
-        if version != self._versions[k]:
-            return
-        self._instances[k].advance(now_s)
-        self._instances[k].remove(sample)
-        self._num_done += 1
-        self._policy.note_finished(int(self._samples.response_tokens[sample]))
-        self._size.note_finished(int(self._samples.response_tokens[sample]))
-        self._free(now_s, k)
-
-    def _free(self, now_s: float, k: int) -> None:
-        self._owned[k] -= 1
-        self._reschedule(k)
-        if any(self._queues):
-            self._bind(now_s)
+    def _loaded(self, now_s: float) -> None:
+        """New weights are in the instances: not within one rollout."""
+        raise AssertionError("a rollout is of one version")
 
     def _poll(self, now_s: float) -> None:
         if self._progress is not None:
             self._progress(self._num_done)
         view = self._view(now_s)
         for k in self._size.plan(view):
-            self._push(now_s + self._size.start_up_s, _Kind.STARTED, k)
+            self._push(now_s + self._size.start_up_s, Kind.STARTED, k)
         moves = self._size.moves_away(view) + self._policy.plan(view)
         if moves:
-            self._push(now_s + self._setup.order_delay_s, _Kind.ORDER, moves)
-        self._push(now_s + self._setup.poll_interval_s, _Kind.POLL)
+            self._push(now_s + self._setup.order_delay_s, Kind.ORDER, moves)
+        self._push(now_s + self._setup.poll_interval_s, Kind.POLL)
 
     def _begin(self, now_s: float, moves: tuple[Move, ...]) -> None:
         """Start the moves; those whose sample or slot is gone by now are dropped."""
@@ -224,7 +134,7 @@ class _Simulation:
                 self._counts["recomputed"] += 1
                 seconds = float(truth.prefill.seconds(context))
                 left = here.remove(sample)
-                self._push(there.block(seconds), _Kind.JOIN, destination, sample, left)
+                self._push(there.block(seconds), Kind.JOIN, destination, sample, left)
                 self._policy.note_prefill(num_tokens=context, seconds=seconds)
                 self._free(now_s, source)
             else:
@@ -236,7 +146,7 @@ class _Simulation:
                 here.num_transfers += 1
                 there.num_transfers += 1
                 payload = (source, destination, sample, num_bytes, seconds, cold)
-                self._push(now_s + seconds, _Kind.ARRIVE, *payload)
+                self._push(now_s + seconds, Kind.ARRIVE, *payload)
                 self._reschedule(source)
             self._reschedule(destination)
 
@@ -261,7 +171,7 @@ class _Simulation:
         if sample in here.running:
             self._counts["migrated"] += 1
             left = here.remove(sample)
-            self._push(now_s + self._setup.moves.downtime_s, _Kind.JOIN, destination, sample, left)
+            self._push(now_s + self._setup.moves.downtime_s, Kind.JOIN, destination, sample, left)
             self._free(now_s, source)
             self._reschedule(destination)
         else:

@@ -9,6 +9,7 @@ import numpy as np
 
 from policies.reallocation.rate_curve import RateCurve
 from policies.scaling.scaling_records import Resize
+from policies.simulate.shared_machine import SharedMachine
 from profiles.transfer import PrefillModel, TransferModel
 
 Binding = Literal["static", "pull"]
@@ -74,6 +75,19 @@ class PoolSetup:
     "seconds for which an instance computes a prompt token when a sample is bound to it"
     elastic: Elastic | None = None
     "None: the instances stay the same"
+    prompt_s: float = 0.0
+    "seconds for which it computes any prompt, beside those of the tokens"
+    last_step_tokens: float = 0.0
+    "of a mean sample, that its last decode step makes beyond its end"
+    report_interval_s: float = 0.0
+    """an instance tells of ended samples this often at most, and of its last one at once; until it has told, only a
+    sample that it has in line takes the slot, a fourth of the slots of them (`policies.scheduling.ledger`)"""
+    message_s: float = 0.0
+    "of each message between scheduler and instance"
+    machine: SharedMachine | None = None
+    "that all instances and the trainer share; `curve` is of all instances busy, and no trainer"
+    learner_s: float = 0.0
+    "seconds of the update beside the rollout, where nothing else is busy"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +107,8 @@ class SimulationResult:
     "migrations whose sample was done before they were"
     instance_s: float = 0.0
     "instances times seconds, from each one's start to its end"
+    learner_end_s: float = 0.0
+    "when the update beside it was done"
     resizes: tuple[tuple[float, Resize], ...] = ()
     "when the pool was to change, and why"
 

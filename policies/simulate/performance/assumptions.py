@@ -28,6 +28,8 @@ SOURCES = {
     "drafter.level_s": DRAFT_RATES,
     "drafter.step_s": DRAFT_RATES,
     "lengths.speed_sigma": f"{ASSUMED}: as in `rlhfspec simulate`",
+    "pools.report_s": f"{ASSUMED}: the scheduler hears of ended samples at once",
+    "pools.message_s": f"{ASSUMED}: short beside a decode step",
     "learner.mfu": "38 to 43% of bfloat16 on H100 (Llama 3, arXiv 2407.21783, table 4)",
     "learner.forward_mfu": f"{ASSUMED}: as in the update",
     "learner.recompute": f"{ASSUMED}: activations of long samples are not kept",
@@ -51,6 +53,7 @@ MODELLED = (
     ),
     ("chain's acceptance", "one probability a level", "where only a mean length is known"),
     ("prompts", "computed when a slot takes the sample", "no chunked prefill, no shared prefixes"),
+    ("spread of speeds", "with drafts only", "plain decoding makes a token a step of every sample"),
     (
         "training state",
         f"{STATE_BYTES:.0f} bytes a parameter",

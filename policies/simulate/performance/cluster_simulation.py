@@ -7,28 +7,20 @@ are of one over the other.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 
-from policies.reallocation.by_name import make_reallocation_policy
-from policies.reallocation.gate import Gate
-from policies.reallocation.rate_curve import RateCurve, rate_curve_from_profile
-from policies.simulate.perfect import least_finish_s
 from policies.simulate.performance.analytic_instance import Speculation
 from policies.simulate.performance.described_cluster import DescribedCluster
 from policies.simulate.performance.memory_fit import MemoryFit, memory_fit, most_slots
-from policies.simulate.performance.simulated_work import POLLS, require_few_polls
-from policies.simulate.performance.stale_pipeline import bound, stale_pipeline
+from policies.simulate.performance.played_steps import PlayedSteps, StepSeconds, play_steps
+from policies.simulate.performance.rollout_player import RolloutPlayer
+from policies.simulate.performance.stale_pipeline import bound
 from policies.simulate.performance.training_cost import TrainingCost, publication_s, training_cost
-from policies.simulate.simulation import simulate
-from policies.simulate.simulation_records import MoveTruth, PoolSetup, Samples, SimulationResult
+from policies.simulate.simulation_records import Samples, SimulationResult
 from profiles.profile import Profile
-from profiles.transfer import PrefillModel, TransferModel
-
-LEAST_STEPS = 16
-"Of the pipeline: the rollouts that were played come again."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +35,9 @@ class Phase:
     instances_idle: float
     "share of the time, of all instances"
     moves: float
-    "of a rollout"
+    "of a step"
+    steps: PlayedSteps
+    "one by one"
 
     def tree(self) -> dict[str, float]:
         """For JSON."""
@@ -125,22 +119,34 @@ def simulate_cluster(
         trainer_gpus=config.pools.trainer_gpus,
         sharded=config.learner.sharded,
     )
-    tokens = mean_tokens * config.lengths.samples
+    tokens = float(np.mean([_num_tokens(samples) for samples in played]))
     training = _training(cluster, tokens=tokens, mean_tokens=mean_tokens)
     published_s = _publication(cluster)
-    rest_s = training.total_s + published_s + config.step.other_s
+    given = cluster.training_s
+    trained = [given[step % len(given)] if given else training.total_s for step in range(config.step.steps)]
+    seconds = StepSeconds(training=trained, publication=published_s, other=config.step.other_s)
     kinds: dict[str, Speculation] = {"plain": "off"}
     if draft is not None:
         kinds["speculative"] = config.drafter.policy
     earlier = cluster.samples(config.step.steps).response_tokens
     phases = {}
     for name, speculation in kinds.items():
-        curve = _curve(cluster, profile, speculation, slots=slots, mean_tokens=mean_tokens)
-        results = []
-        for step, samples in enumerate(played, start=1):
-            told = None if progress is None else partial(progress, f"{name} {step}")
-            results.append(_rollout(cluster, samples, curve, slots, earlier, told, profile))
-        phases[name] = _phase(results, rest_s, staleness=config.step.staleness)
+        player = RolloutPlayer.of(
+            cluster, profile, speculation, slots=slots, mean_tokens=mean_tokens, earlier=earlier
+        )
+
+        def told(rollout: int, name: str = name) -> Callable[[int], None] | None:
+            return None if progress is None else partial(progress, f"{name} {rollout}")
+
+        made = play_steps(
+            player,
+            played,
+            seconds,
+            staleness=config.step.staleness,
+            schedule=config.step.schedule,
+            told=told,
+        )
+        phases[name] = _phase(made, float(np.mean(trained)) + published_s + config.step.other_s)
     return ClusterResult(
         speculative=phases.get("speculative", phases["plain"]),
         plain=phases["plain"],
@@ -159,57 +165,15 @@ def simulate_rollout(cluster: DescribedCluster) -> SimulationResult:
     """Play the first step's rollout alone, with the configured drafts. Raises ConfigError as `simulate_cluster`."""
     samples = cluster.samples(0)
     mean_tokens = float(_context(samples).mean())
-    speculation: Speculation = "off" if cluster.instance.draft is None else cluster.config.drafter.policy
-    slots = _slots(cluster, mean_tokens)
-    curve = _curve(cluster, None, speculation, slots=slots, mean_tokens=mean_tokens)
-    return _rollout(cluster, samples, curve, slots, cluster.samples(1).response_tokens)
-
-
-def _rollout(
-    cluster: DescribedCluster,
-    samples: Samples,
-    curve: RateCurve,
-    slots: int,
-    earlier: np.ndarray,
-    progress: Callable[[int], None] | None = None,
-    profile: Profile | None = None,
-) -> SimulationResult:
-    """Play one rollout under the configured policy; `earlier` are lengths that the policy has seen before."""
-    config, target = cluster.config, cluster.instance.target
-    link = target.sheet.network_bytes_per_s * config.device.link_share
-    token_s = target.prefill_token_s()
-    moves = MoveTruth(
-        kv_bytes_per_token=target.kv_bytes_per_token,
-        transfer=TransferModel(latency_s=0.02, bytes_per_s=link, open_s=0.5),
-        prefill=PrefillModel(fixed_s=0.01, token_s=token_s, token_squared_s=token_s * 1e-5),
-        downtime_s=0.02,
+    player = RolloutPlayer.of(
+        cluster,
+        None,
+        "off" if cluster.instance.draft is None else cluster.config.drafter.policy,
+        slots=_slots(cluster, mean_tokens),
+        mean_tokens=mean_tokens,
+        earlier=cluster.samples(1).response_tokens,
     )
-    setup = PoolSetup(
-        num_instances=config.pools.instances,
-        num_slots=slots,
-        curve=curve,
-        max_new_tokens=int(samples.response_tokens.max()),
-        moves=moves,
-        # a profile tells nothing of prompts
-        prompt_token_s=token_s if profile is None else 0.0,
-        poll_interval_s=config.reallocation.poll_interval_s or 1.0,
-    )
-    least_s = least_finish_s(samples, setup)
-    if config.reallocation.poll_interval_s is None:
-        setup = replace(setup, poll_interval_s=max(least_s / POLLS, 1e-3))
-    require_few_polls(setup.poll_interval_s, least_s)
-    policy = make_reallocation_policy(
-        config.reallocation.policy,
-        curve=curve.copy(),
-        gate=Gate(
-            kv_bytes_per_token=moves.kv_bytes_per_token,
-            transfer=TransferModel(latency_s=0.02, bytes_per_s=link, open_s=0.5),
-            prefill=PrefillModel(fixed_s=0.01, token_s=token_s, token_squared_s=token_s * 1e-5),
-        ),
-        earlier_lengths=earlier.tolist(),
-    )
-    binding = "static" if config.reallocation.policy == "static" else "pull"
-    return simulate(samples, setup, policy, binding=binding, progress=progress)
+    return player.play(samples)
 
 
 def _slots(cluster: DescribedCluster, mean_tokens: float) -> int:
@@ -231,31 +195,17 @@ def _context(samples: Samples) -> np.ndarray:
     return samples.prompt_tokens + samples.response_tokens
 
 
-def _curve(
-    cluster: DescribedCluster,
-    profile: Profile | None,
-    speculation: Speculation,
-    *,
-    slots: int,
-    mean_tokens: float,
-) -> RateCurve:
-    prompt = cluster.config.lengths.prompt_tokens
-    # on its way a sample has half of its response
-    context = max(int(prompt + (mean_tokens - prompt) / 2), 1)
-    if profile is not None:
-        return rate_curve_from_profile(profile, context_tokens=context, speculation=speculation != "off")
-    return cluster.instance.rate_curve(context_tokens=context, max_samples=slots, speculation=speculation)
+def _num_tokens(samples: Samples) -> float:
+    return float(_context(samples).sum())
 
 
 def _training(cluster: DescribedCluster, *, tokens: float, mean_tokens: float) -> TrainingCost:
     config = cluster.config
-    if config.learner.measured_s is not None:
-        return TrainingCost(
-            log_probability_s=0.0,
-            update_s=config.learner.measured_s,
-            compute_s=config.learner.measured_s,
-            traffic_s=0.0,
-        )
+    measured_s = config.learner.measured_s
+    if cluster.training_s:
+        measured_s = float(np.mean(cluster.training_s))
+    if measured_s is not None:
+        return TrainingCost(log_probability_s=0.0, update_s=measured_s, compute_s=measured_s, traffic_s=0.0)
     return training_cost(
         cluster.target,
         cluster.instance.target.sheet,
@@ -279,21 +229,15 @@ def _publication(cluster: DescribedCluster) -> float:
     )
 
 
-def _phase(results: list[SimulationResult], rest_s: float, *, staleness: int) -> Phase:
-    """The pipeline over the rollouts that were played, again and again; its second half counts."""
-    count = max(LEAST_STEPS, 4 * (staleness + 1))
-    played = [results[step % len(results)] for step in range(count)]
-    times = stale_pipeline([one.finish_s for one in played], [rest_s] * count, staleness=staleness)
-    first = count // 2
-    step_s = times.step_s(first)
-    later = played[first + 1 :]
-    busy_s = float(np.mean([one.busy_s.mean() for one in later]))
+def _phase(made: PlayedSteps, rest_s: float) -> Phase:
+    step_s = float(np.mean(made.step_s))
     return Phase(
-        rollout_s=float(np.mean([one.finish_s for one in results])),
+        rollout_s=float(np.mean(made.rollout_s)),
         step_s=step_s,
         trainer_idle=max(1.0 - rest_s / step_s, 0.0),
-        instances_idle=max(1.0 - busy_s / step_s, 0.0),
-        moves=float(np.mean([one.num_moves for one in results])),
+        instances_idle=max(1.0 - made.busy_s / step_s, 0.0),
+        moves=made.moves,
+        steps=made,
     )
 
 

@@ -34,6 +34,10 @@ class DescribedCluster:
     instance: AnalyticInstance
     recorded: np.ndarray | None = None
     "lengths to draw from"
+    batches: tuple[Samples, ...] = ()
+    "the samples of each step themselves, again and again, instead of drawn ones"
+    training_s: tuple[float, ...] = ()
+    "of each of these batches, where they are known"
 
     @property
     def target(self) -> ModelDimensions:
@@ -42,6 +46,8 @@ class DescribedCluster:
 
     def samples(self, step: int) -> Samples:
         """One step's samples, drawn for it alone."""
+        if self.batches:
+            return self.batches[step % len(self.batches)]
         wanted = self.config.lengths
         seed = wanted.seed + step
         count, instances = wanted.samples, self.config.pools.instances

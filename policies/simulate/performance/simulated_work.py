@@ -14,9 +14,21 @@ POLLS = 200
 MOST_POLLS = 100_000
 
 
+LEAST_FREE = 6
+"Batches that a free schedule plays at least, those that fill and empty it aside."
+
+
+def num_free_batches(steps: int, staleness: int) -> int:
+    """Batches that a free schedule plays for so many steps."""
+    return max(LEAST_FREE, steps) + 2 * (staleness + 1)
+
+
 def num_played(config: SimulatedClusterConfig) -> int:
     """Samples of all rollouts; each is played plainly, and once more where something drafts."""
-    return config.lengths.samples * config.step.steps * (1 if config.drafter.kind == "none" else 2)
+    step = config.step
+    is_free = step.staleness > 0 and step.schedule == "free"
+    batches = num_free_batches(step.steps, step.staleness) if is_free else step.steps
+    return config.lengths.samples * batches * (1 if config.drafter.kind == "none" else 2)
 
 
 def require_bounded(configs: Sequence[SimulatedClusterConfig]) -> int:

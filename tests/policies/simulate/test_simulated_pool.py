@@ -1,0 +1,95 @@
+"""Late news of ended samples, messages, prompts, a machine that is shared: times computed by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from policies.reallocation.no_moves import NoMoves
+from policies.reallocation.rate_curve import RateCurve
+from policies.simulate.shared_machine import SharedMachine
+from policies.simulate.simulation import simulate
+from policies.simulate.simulation_records import MoveTruth, PoolSetup, Samples, SimulationResult
+from policies.simulate.workloads import samples_of
+
+LINE = RateCurve(np.arange(1, 65), 1.0 / (0.006 / np.arange(1, 65) + 0.004))
+"6 ms and 4 ms a sample, of a token."
+
+
+def setup(num_instances: int, num_slots: int) -> PoolSetup:
+    return PoolSetup(
+        num_instances=num_instances,
+        num_slots=num_slots,
+        curve=LINE,
+        max_new_tokens=256,
+        moves=MoveTruth(kv_bytes_per_token=1.0),
+    )
+
+
+def played(samples: Samples, pool: PoolSetup, **changes: object) -> SimulationResult:
+    return simulate(samples, replace(pool, **changes), NoMoves("pull"))
+
+
+def lengths(*tokens: int) -> Samples:
+    return samples_of(np.array(tokens))
+
+
+def test_a_slot_stands_empty_until_the_scheduler_hears_of_it() -> None:
+    """0 ends at 0.14 and is told of; 1 ends at 0.168, told at 0.19; 2 alone meanwhile, beside 3 until 0.2712."""
+    four = lengths(10, 12, 10, 10)
+    assert played(four, setup(1, 2), report_interval_s=0.05).finish_s == pytest.approx(0.3132)
+    assert played(four, setup(1, 2)).finish_s == pytest.approx(0.30)
+
+
+def test_samples_in_line_take_the_slot_at_once() -> None:
+    """With 8 slots two wait in line: as fast as if news came at once, until the scheduler's own line is short."""
+    many = samples_of(np.random.default_rng(0).integers(5, 40, 400))
+    even = RateCurve([1, 64], [100.0, 6400.0])
+    pools = {slots: replace(setup(1, slots), curve=even) for slots in (3, 8)}
+    late = {slots: played(many, pool, report_interval_s=0.05).finish_s for slots, pool in pools.items()}
+    soon = {slots: played(many, pool).finish_s for slots, pool in pools.items()}
+    assert late[8] / soon[8] < 1.02 < 1.03 < late[3] / soon[3]
+
+
+def test_messages_and_what_a_last_step_wastes() -> None:
+    assert played(lengths(10), setup(1, 1), message_s=0.005).finish_s == pytest.approx(0.11)
+    assert played(lengths(10), setup(1, 1), last_step_tokens=2.0).finish_s == pytest.approx(0.12)
+
+
+def test_prompts_hold_decode_steps_up() -> None:
+    ten = replace(lengths(10), prompt_tokens=np.array([30]))
+    made = played(ten, setup(1, 1), prompt_s=0.02, prompt_token_s=0.001)
+    assert made.finish_s == pytest.approx(0.15) == made.busy_s[0]
+
+
+@pytest.mark.parametrize(
+    ("cores", "num_busy", "factor"),
+    [(2, 0, 1.0), (2, 1, 1.0), (2, 2, 1.5), (2, 3, 2.25), (1, 2, 2.0), (3, 2, 1.25)],
+)
+def test_cores_are_shared_out(cores: int, num_busy: int, factor: float) -> None:
+    assert SharedMachine(cores=cores, slowdown=1.5).factor(num_busy) == pytest.approx(factor)
+
+
+def test_an_instance_is_faster_once_the_other_has_nothing_left() -> None:
+    machine = SharedMachine(cores=2, slowdown=1.5)
+    made = played(lengths(10, 20), setup(2, 1), machine=machine)
+    # the curve is of both busy
+    assert made.finish_s == pytest.approx(0.1 + 0.1 / 1.5)
+
+
+def test_an_update_beside_the_rollout_slows_both() -> None:
+    machine = SharedMachine(cores=2, slowdown=1.5)
+    made = played(lengths(10), setup(1, 1), machine=machine, learner_s=0.05)
+    # 0.05 s of work take 0.075 s; by then half of the tokens are made
+    assert made.learner_end_s == pytest.approx(0.075)
+    assert made.finish_s == pytest.approx(0.125)
+    longer = played(lengths(10), setup(1, 1), machine=machine, learner_s=0.3)
+    assert longer.finish_s == pytest.approx(0.15)
+    assert longer.learner_end_s == pytest.approx(0.15 + 0.2)
+
+
+def test_an_update_elsewhere_slows_nobody() -> None:
+    made = played(lengths(10), setup(1, 1), learner_s=0.3)
+    assert (made.finish_s, made.learner_end_s) == pytest.approx((0.1, 0.3))
