@@ -14,8 +14,9 @@ from benchmarks.moving.wide_pair import wide_pair
 from benchmarks.pipeline import CORRECTED, ONE_CORE_EACH
 from benchmarks.real.model import NAME
 from benchmarks.rlhf import CONFIGS, train
+from benchmarks.simulated_runs.core_watch import CoreWatch
 from benchmarks.simulated_runs.machine_profile import MachineProfile, measure_machine
-from benchmarks.simulated_runs.prediction import Compared, calibrated, compare
+from benchmarks.simulated_runs.prediction import Compared, calibrated, compare, shared
 from benchmarks.simulated_runs.recorded_run import RecordedRun, read_run
 from benchmarks.support.result import ROOT
 from benchmarks.support.workload import default_cache_dir, demo_workload
@@ -77,6 +78,7 @@ def own_runs(out: Path, mode: str, console: Console) -> dict[str, float]:
     for rows in compared.values():
         for row in rows:
             figures |= {
+                f"{row.name}_others_busy": row.background.generating,
                 f"{row.name}_rollout_s": row.rollout_s,
                 f"{row.name}_rollout_deviation": row.rollout_deviation,
                 f"{row.name}_step_s": row.step_s,
@@ -105,12 +107,30 @@ def _compared(case: Case, machine: MachineProfile, work: Path, mode: str) -> lis
     for staleness, more in enumerate(STALENESS):
         settings = [*case.settings, f"run.iterations={iterations}", *more]
         name = f"{case.name}_staleness{staleness}"
-        train(case.config, work, name, settings)
-        runs.append(read_run(max((work / "runs").glob(f"{name}-2*"))))
-    update = calibrated(runs[0])
+        with CoreWatch(_is_instance, _is_trainer, is_on=lambda name=name: _is_under_way(work, name)) as watch:
+            train(case.config, work, name, settings)
+        runs.append(read_run(_newest(work, name), background=watch.background))
+    update = calibrated(runs[0], shared(runs[0], machine, CORES))
     return [
         compare(f"{case.name}_staleness{run.staleness}", run, machine, update, cores=CORES) for run in runs
     ]
+
+
+def _newest(work: Path, name: str) -> Path:
+    return max((work / "runs").glob(f"{name}-2*"))
+
+
+def _is_instance(line: str) -> bool:
+    return line.startswith("ray::GenerationActor")
+
+
+def _is_trainer(line: str) -> bool:
+    return line.startswith("ray::TrainerActor")
+
+
+def _is_under_way(work: Path, name: str) -> bool:
+    """Whether a run has got beyond its first iteration."""
+    return any((work / "runs").glob(f"{name}-2*/metrics.jsonl"))
 
 
 def _one_core_each() -> Case:
@@ -154,11 +174,21 @@ def _smollm2() -> Case:
 
 def _table(rows: Sequence[Compared]) -> Table:
     table = Table(box=None, pad_edge=False)
-    for title in ("run", "rollout s", "simulated", "deviation", "step s", "simulated", "deviation"):
+    for title in (
+        "run",
+        "other cores",
+        "rollout s",
+        "simulated",
+        "deviation",
+        "step s",
+        "simulated",
+        "deviation",
+    ):
         table.add_column(title, justify="left" if title == "run" else "right")
     for row in rows:
         table.add_row(
             row.name,
+            f"{row.background.generating:.2f}",
             f"{row.rollout_s:.2f}",
             f"{row.simulated_rollout_s:.2f}",
             f"{row.rollout_deviation:+.0%}",

@@ -13,11 +13,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from actors.generation.decode_loop import GATHER_S
+from benchmarks.simulated_runs.core_watch import Background
 from benchmarks.simulated_runs.machine_profile import MachineProfile
 from benchmarks.simulated_runs.recorded_run import Batch, RecordedRun
 from core.settings.simulated_cluster import SimulatedClusterConfig
 from policies.simulate.performance.cluster_simulation import simulate_cluster
 from policies.simulate.performance.described_cluster import describe
+from policies.simulate.shared_machine import SharedMachine
 
 FORWARD_SHARE = 1 / 3
 "Of a trained token's seconds: a forward's, as a backward pass is two of them."
@@ -30,7 +32,7 @@ class UpdateSeconds:
     """What is taken from a synchronous run."""
 
     token_s: float
-    "of a trained token"
+    "of a trained token, as with nothing else busy"
     publication_s: float
     other_s: float
 
@@ -40,6 +42,8 @@ class Compared:
     """One run beside its simulation; medians over the iterations that are compared."""
 
     name: str
+    background: Background
+    "cores that neither instances nor trainer kept busy"
     rollout_s: float
     simulated_rollout_s: float
     step_s: float
@@ -56,12 +60,20 @@ class Compared:
         return self.simulated_step_s / self.step_s - 1.0
 
 
-def calibrated(run: RecordedRun) -> UpdateSeconds:
+def shared(run: RecordedRun, machine: MachineProfile, cores: int) -> SharedMachine:
+    """The machine as the run had it."""
+    seen = run.background
+    return SharedMachine(
+        cores=cores, slowdown=machine.slowdown, background=seen.generating, resting=seen.resting
+    )
+
+
+def calibrated(run: RecordedRun, machine: SharedMachine) -> UpdateSeconds:
     """Take from a synchronous run what its odd iterations say; the even ones are compared."""
     odd = [number for number in run.compared if number % 2]
     trained = np.array([run.batches[number].trained_tokens for number in odd])
     return UpdateSeconds(
-        token_s=float(np.median(run.update_s[odd] / trained)),
+        token_s=float(np.median(run.update_s[odd] / trained)) / machine.factor(0, trainer=True),
         publication_s=float(np.median(run.seconds("publish")[odd])),
         other_s=float(np.median(run.other_s[odd])),
     )
@@ -71,15 +83,15 @@ def compare(
     name: str, run: RecordedRun, machine: MachineProfile, update: UpdateSeconds, *, cores: int
 ) -> Compared:
     """Simulate a run's iterations, and put the medians beside each other."""
-    made = simulate(run, machine, update, cores=cores)
+    rollouts, steps = simulate(run, machine, update, cores=cores)
     kept = [number for number in run.compared if run.staleness or not number % 2]
-    rollouts, steps = made
 
     def middle(values: Sequence[float] | np.ndarray) -> float:
         return float(np.median([values[number] for number in kept]))
 
     return Compared(
         name=name,
+        background=run.background,
         rollout_s=middle(run.seconds("generate")),
         simulated_rollout_s=middle(rollouts),
         step_s=middle(run.seconds("iteration")),
@@ -104,6 +116,8 @@ def simulate(
                     "message_s": MESSAGE_S,
                     "cores": cores,
                     "core_slowdown": machine.slowdown,
+                    "background": run.background.generating,
+                    "resting_background": run.background.resting,
                 },
                 "lengths": {
                     "samples": len(run.batches[0].samples),
@@ -117,7 +131,10 @@ def simulate(
                     "publication_s": update.publication_s,
                     "other_s": update.other_s,
                 },
-                "reallocation": {"policy": config.reallocation.policy},
+                "reallocation": {
+                    "policy": config.reallocation.policy,
+                    "poll_interval_s": config.reallocation.interval_s,
+                },
             }
         )
     )

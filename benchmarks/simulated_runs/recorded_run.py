@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet as pq
 
+from benchmarks.simulated_runs.core_watch import Background
 from cluster.proof.recorded_samples import rollout_files
 from core.config import Config
 from core.config_io import load_config
@@ -44,6 +45,8 @@ class RecordedRun:
     config: Config
     batches: Sequence[Batch]
     metrics: Sequence[Mapping[str, float]]
+    background: Background
+    "neither instances nor trainer: scheduler, rewards, driver, Ray, and whatever else ran here"
 
     @property
     def staleness(self) -> int:
@@ -72,12 +75,13 @@ class RecordedRun:
         )
 
 
-def read_run(folder: Path) -> RecordedRun:
-    """Read a run folder. Raises InputError for one that cannot be read."""
+def read_run(folder: Path, *, background: Background) -> RecordedRun:
+    """Read a run folder; `background` was measured meanwhile. Raises InputError for one that cannot be read."""
     return RecordedRun(
         config=load_config(folder / "config.yaml"),
         batches=[_batch(file) for file in rollout_files(folder)],
         metrics=read_metrics(folder / "metrics.jsonl"),
+        background=background,
     )
 
 

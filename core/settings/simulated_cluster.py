@@ -83,6 +83,10 @@ class SimulatedPoolsConfig(Section):
     "all instances and the trainer are processes of one machine with so many cores, one each; null: all have their own"
     core_slowdown: float = Field(default=1.0, ge=1.0, le=10.0)
     "with cores: seconds of a piece of work with all cores busy over those with one busy"
+    background: float = Field(default=0.0, ge=0.0, le=4096.0)
+    "with cores: how many of them anything else keeps busy while an instance works, on average"
+    resting_background: float = Field(default=0.0, ge=0.0, le=4096.0)
+    "the same while none does"
 
 
 class SimulatedLengthsConfig(Section):

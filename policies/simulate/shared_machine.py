@@ -12,13 +12,19 @@ class SharedMachine:
     cores: int
     slowdown: float
     "seconds of a piece of work while all cores are busy over those of the same while one is: memory is shared"
+    background: float = 0.0
+    "cores that anything else keeps busy while an instance works, on average: scheduler, rewards, whatever runs there"
+    resting: float = 0.0
+    "the same while none does"
 
-    def factor(self, num_busy: int) -> float:
-        """How many times as long everything takes with so many at work as alone; cores are shared out evenly."""
-        if num_busy <= 1 or self.cores == 1:
-            return float(max(num_busy, 1))
-        others = (min(num_busy, self.cores) - 1) / (self.cores - 1)
-        return (1.0 + (self.slowdown - 1.0) * others) * max(num_busy / self.cores, 1.0)
+    def factor(self, num_instances: int, *, trainer: bool = False) -> float:
+        """How many times as long everything takes with these at work as with one of them and nothing else.
+
+        Cores are shared out evenly.
+        """
+        at_work = max(num_instances + trainer, 1) + (self.background if num_instances else self.resting)
+        others = (min(at_work, self.cores) - 1.0) / (self.cores - 1) if self.cores > 1 else 0.0
+        return (1.0 + (self.slowdown - 1.0) * others) * max(at_work / self.cores, 1.0)
 
 
 class TrainerWork:
@@ -46,5 +52,5 @@ class TrainerWork:
         self._now_s = now_s
 
     def end_s(self, factor: float) -> float:
-        """When it will be done if nothing changes."""
+        """When it will be done if everything goes on taking `factor` times as long."""
         return self._now_s + self.left_s * factor

@@ -197,7 +197,7 @@ class SimulatedPool:
         num_busy = sum(instance.is_busy(now_s) for instance in self._instances)
         machine, line = self._setup.machine, self._line
         if machine is not None:
-            factor = machine.factor(num_busy + self._learner.is_busy)
+            factor = machine.factor(num_busy, trainer=self._learner.is_busy)
             if factor != self._factor:
                 self._factor = factor
                 self._expect_learner()
@@ -241,4 +241,6 @@ class SimulatedPool:
         if not self._learner.is_busy:
             return self._learner_done_s
         self._learner.advance(now_s, self._factor)
-        return self._learner.end_s(1.0)
+        return self._learner.end_s(
+            1.0 if self._setup.machine is None else self._setup.machine.factor(0, trainer=True)
+        )

@@ -112,7 +112,7 @@ def _in_turns(
     return PlayedSteps(
         rollout_s=tuple(one.finish_s for one in made),
         step_s=tuple(
-            one.finish_s + training_s + seconds.publication + seconds.other
+            one.finish_s + training_s * player.trainer_stretch + seconds.publication + seconds.other
             for one, training_s in zip(made, seconds.training, strict=True)
         ),
         busy_s=float(np.mean([one.busy_s.mean() for one in made])),

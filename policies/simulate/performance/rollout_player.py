@@ -84,6 +84,12 @@ class RolloutPlayer:
         return simulate(self.own(samples), setup, self.policy(), binding=self.binding, progress=progress)
 
     @property
+    def trainer_stretch(self) -> float:
+        """How many times as long an update takes with no instance beside it as with nothing else busy."""
+        machine = _machine(self.cluster)
+        return 1.0 if machine is None else machine.factor(0, trainer=True)
+
+    @property
     def binding(self) -> Binding:
         """Of samples to instances."""
         return "static" if self.cluster.config.reallocation.policy == "static" else "pull"
@@ -157,7 +163,14 @@ class RolloutPlayer:
 
 def _machine(cluster: DescribedCluster) -> SharedMachine | None:
     pools = cluster.config.pools
-    return None if pools.cores is None else SharedMachine(cores=pools.cores, slowdown=pools.core_slowdown)
+    if pools.cores is None:
+        return None
+    return SharedMachine(
+        cores=pools.cores,
+        slowdown=pools.core_slowdown,
+        background=pools.background,
+        resting=pools.resting_background,
+    )
 
 
 def _context(samples: Samples) -> np.ndarray:

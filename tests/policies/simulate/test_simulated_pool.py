@@ -70,6 +70,15 @@ def test_prompts_hold_decode_steps_up() -> None:
 )
 def test_cores_are_shared_out(cores: int, num_busy: int, factor: float) -> None:
     assert SharedMachine(cores=cores, slowdown=1.5).factor(num_busy) == pytest.approx(factor)
+    beside = SharedMachine(cores=cores, slowdown=1.5).factor(max(num_busy - 1, 0), trainer=True)
+    assert beside == pytest.approx(factor)
+
+
+def test_others_take_their_share_of_the_cores() -> None:
+    machine = SharedMachine(cores=2, slowdown=1.5, background=0.5, resting=0.2)
+    assert machine.factor(1) == pytest.approx(1.25)
+    assert machine.factor(1, trainer=True) == pytest.approx(1.5 * 1.25)
+    assert machine.factor(0, trainer=True) == pytest.approx(1.1)
 
 
 def test_an_instance_is_faster_once_the_other_has_nothing_left() -> None:
