@@ -92,7 +92,7 @@ class SimulatedPoolsConfig(Section):
 class SimulatedLengthsConfig(Section):
     """The samples of one step."""
 
-    samples: Count = 1024
+    samples: Annotated[int, Field(ge=1, le=2 * 10**6)] = 1024
     prompt_tokens: Annotated[int, Field(ge=0, le=10**7)] = 256
     max_new_tokens: Count = 8192
     draw: Literal["long_tail", "skewed", "balanced", "equal"] = "long_tail"

@@ -79,10 +79,8 @@ def test_the_default_sweep_spends_the_same_gpus() -> None:
         ({"drafter.depth": [1], "drafter.policy,drafter.depth": [["fixed", 2]]}, "comes 2 times"),
         ({"step.staleness": [0, 1], "lengths.file": ["a.jsonl"]}, "read once"),
         ({"sweep.a": [1]}, "another section"),
-        (
-            {"step.staleness": [0, 1], "lengths.samples": [16, 10_000_000]},
-            "40,000,064 samples would be played",
-        ),
+        ({"step.steps": [1, 6], "lengths.samples": [16, 2_000_000]}, "28,000,224 samples would be played"),
+        ({"step.staleness": [0, 1], "lengths.samples": [16, 10**9]}, r"lengths\.samples: .* got 1000000000"),
     ],
 )
 def test_a_late_fault_is_told_before_anything_is_simulated(
@@ -118,9 +116,11 @@ def test_a_sweep_tells_where_it_is() -> None:
 
 def test_no_simulation_takes_a_night() -> None:
     assert num_played(small(step={"steps": 2})) == 2 * 2 * 16
+    # six that count, and those that fill and empty the pipeline
+    assert num_played(small(step={"steps": 2, "staleness": 1, "schedule": "free"})) == 2 * 10 * 16
     assert require_bounded([small(drafter={"kind": "none"})]) == 16
     with pytest.raises(ConfigError, match=r"expected at most 20,000,000"):
-        require_bounded([small(lengths={"samples": 10_000_000}, step={"steps": 3})])
+        require_bounded([small(lengths={"samples": 2_000_000}, step={"steps": 6})])
     require_few_polls(1.0, 90_000.0)
     with pytest.raises(ConfigError, match="100,000,000 times at a rollout of 100 s"):
         require_few_polls(1e-6, 100.0)
