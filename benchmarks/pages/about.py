@@ -208,14 +208,22 @@ ABOUT = {
     ),
     "cluster_simulation": About(
         title="Cluster simulator",
-        question="How far is `rlhfspec simulate cluster` from what papers publish, and how long does it take?",
+        question="How far is `rlhfspec simulate cluster` from what papers publish and from runs of this project, and "
+        "how long does it take?",
         how="TLT's table of batch sizes, RLHFSpec's two figures, NeMo-RL's 8B table and its projections for 235B "
         "(`benchmarks/published/`). Nothing is fitted to the figure that it is compared with; what a paper does not "
         "say is set beforehand: a middle, which gives the simulated value, and a range. "
         "`simulator_X_error`: largest deviation at the middle of what is unknown; `_known_error`: of figures whose "
         "inputs are all published, these being steps that follow from a published rollout; `_outside`: "
         "how far a published figure lies outside the range, as a share of it. `simulate_1024_s`: processor seconds of "
-        "one rollout of 100,000 samples on 1,024 instances with `finish_time`; the bar is 60.",
+        "one rollout of 100,000 samples on 1,024 instances with `finish_time`; the bar is 60. "
+        "Runs of this machine, with the code of their commit (`benchmarks/simulated_runs/`; docs/simulator.md says "
+        "what the simulator is given): `one_core_each`, the runs of `bench pipeline`; `demo`, `wide` (29M parameters), "
+        "`smollm2` with two instances; in turns and one version ahead (`_staleness1`). `_rollout_deviation` and "
+        "`_step_deviation`: simulated over measured, less one, of medians over iterations; `_others_busy`: cores that "
+        "neither instances nor trainer kept busy meanwhile; `PAIR_core_slowdown`: with both cores busy. "
+        "`simulator_step_error`: the larger of `one_core_each`, bar 0.10; `simulator_own_median_error` and "
+        "`_worst_error`: of all rollouts and steps with two instances, bars 0.10 and 0.20.",
     ),
     "chain": About(
         title="From demonstrations to PPO",

@@ -93,6 +93,8 @@ class SimulatedLengthsConfig(Section):
     """The samples of one step."""
 
     samples: Annotated[int, Field(ge=1, le=2 * 10**6)] = 1024
+    group_samples: Annotated[int, Field(ge=1, le=10**5)] = 1
+    "of one prompt, which step.schedule free learns from together"
     prompt_tokens: Annotated[int, Field(ge=0, le=10**7)] = 256
     max_new_tokens: Count = 8192
     draw: Literal["long_tail", "skewed", "balanced", "equal"] = "long_tail"
@@ -196,6 +198,8 @@ class SimulatedStepConfig(Section):
     "updates that a sample's weights may be behind those that it trains; 0: in turns"
     schedule: Literal["recorded", "free"] = "recorded"
     "with staleness, as `rollout.schedule`. recorded: phases by counts; free: no instance waits for the slowest sample"
+    over_provisioning: float | None = Field(default=None, gt=0.0, le=64.0)
+    "free: batches that run beyond the next update's, as `rollout.over_provisioning`; null: as many as staleness"
     publication_s: float | None = Field(default=None, ge=0.0, le=1e6)
     "seconds from the update to new weights in the instances; null: from bytes and links"
     other_s: float = Field(default=2.0, ge=0.0, le=1e6)
@@ -224,6 +228,18 @@ class SimulatedClusterConfig(Section):
             raise ValueError(
                 "step.staleness above 0 overlaps generation with training; pools.colocated has them take turns: "
                 "set one of them to 0 or false"
+            )
+        if self.lengths.samples % self.lengths.group_samples:
+            raise ValueError(
+                f"lengths.samples {self.lengths.samples} must be whole groups of lengths.group_samples "
+                f"{self.lengths.group_samples}"
+            )
+        if self.step.over_provisioning is not None and (
+            self.step.schedule != "free" or self.step.over_provisioning > self.step.staleness
+        ):
+            raise ValueError(
+                f"step.over_provisioning {self.step.over_provisioning:g} needs step.schedule free and as much "
+                f"step.staleness, got {self.step.schedule} and {self.step.staleness}"
             )
         if (
             self.pools.colocated

@@ -15,7 +15,7 @@ import numpy as np
 from policies.simulate.performance.analytic_instance import Speculation
 from policies.simulate.performance.described_cluster import DescribedCluster
 from policies.simulate.performance.memory_fit import MemoryFit, memory_fit, most_slots
-from policies.simulate.performance.played_steps import PlayedSteps, StepSeconds, play_steps
+from policies.simulate.performance.played_steps import Order, PlayedSteps, StepSeconds, play_steps
 from policies.simulate.performance.rollout_player import RolloutPlayer
 from policies.simulate.performance.stale_pipeline import bound
 from policies.simulate.performance.training_cost import TrainingCost, publication_s, training_cost
@@ -142,8 +142,12 @@ def simulate_cluster(
             player,
             played,
             seconds,
-            staleness=config.step.staleness,
-            schedule=config.step.schedule,
+            order=Order(
+                staleness=config.step.staleness,
+                schedule=config.step.schedule,
+                over_provisioning=config.step.over_provisioning,
+                group_samples=config.lengths.group_samples,
+            ),
             told=told,
         )
         phases[name] = _phase(made, float(np.mean(trained)) + published_s + config.step.other_s)

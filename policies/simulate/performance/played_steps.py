@@ -8,6 +8,7 @@ from typing import Literal
 
 import numpy as np
 
+from policies.pipelining.free_admission import FreeAdmission
 from policies.pipelining.phase_plan import PhasePlan
 from policies.simulate.free_schedule import Update, play_free
 from policies.simulate.performance.rollout_player import RolloutPlayer
@@ -28,6 +29,19 @@ class StepSeconds:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """What goes on beside what."""
+
+    staleness: int
+    "K; 0: in turns, whatever the schedule"
+    schedule: Schedule = "recorded"
+    over_provisioning: float | None = None
+    "free: as of `rollout.over_provisioning`"
+    group_samples: int = 1
+    "free: samples of a prompt, which are learned from together"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PlayedSteps:
     """One entry a step, of a run that has been going for a while."""
 
@@ -44,8 +58,7 @@ def play_steps(
     batches: Sequence[Samples],
     seconds: StepSeconds,
     *,
-    staleness: int,
-    schedule: Schedule,
+    order: Order,
     told: Callable[[int], Callable[[int], None] | None],
 ) -> PlayedSteps:
     """Play the batches, which come again and again; step i learns from batch i.
@@ -54,15 +67,14 @@ def play_steps(
         player: of the rollouts.
         batches: of samples.
         seconds: of what else a step does.
-        staleness: K; 0: in turns, whatever the schedule.
-        schedule: as of `rollout.schedule`.
+        order: what goes on beside what.
         told: of the number of a rollout, from 1 on, what is told how many of its samples are done.
     """
-    if not staleness:
+    if not order.staleness:
         return _in_turns(player, batches, seconds, told)
-    if schedule == "recorded":
-        return _by_phases(player, batches, seconds, staleness, told)
-    return _freely(player, batches, seconds, staleness, told)
+    if order.schedule == "recorded":
+        return _by_phases(player, batches, seconds, order.staleness, told)
+    return _freely(player, batches, seconds, order, told)
 
 
 def phase_samples(batches: Sequence[Samples], phase: int, *, staleness: int, max_new_tokens: int) -> Samples:
@@ -149,28 +161,35 @@ def _freely(
     player: RolloutPlayer,
     batches: Sequence[Samples],
     seconds: StepSeconds,
-    staleness: int,
+    order: Order,
     told: Callable[[int], Callable[[int], None] | None],
 ) -> PlayedSteps:
-    count = num_free_batches(len(batches), staleness)
-    order = [number % len(batches) for number in range(count)]
-    samples = joined([player.own(batches[number]) for number in order])
+    count = num_free_batches(len(batches), order.staleness)
+    numbers = [number % len(batches) for number in range(count)]
+    samples = joined([player.own(batches[number]) for number in numbers])
+    groups = len(batches[0]) // order.group_samples
     made = play_free(
         samples,
-        batch=np.repeat(np.arange(count), [len(batches[number]) for number in order]),
+        group_samples=order.group_samples,
+        admission=FreeAdmission(
+            max_staleness=order.staleness,
+            over_provisioning=order.over_provisioning,
+            groups_per_batch=groups,
+            num_iterations=count,
+        ),
         setup=player.setup(samples),
         policy=player.policy(),
         binding=player.binding,
         update=Update(
-            training_s=tuple(seconds.training[number] for number in order),
-            other_s=seconds.other,
-            publication_s=seconds.publication,
-            staleness=staleness,
+            sample_s=np.concatenate(
+                [_by_tokens(batches[number], seconds.training[number]) for number in numbers]
+            ),
+            pause_s=seconds.publication + seconds.other,
         ),
         progress=told(1),
     )
     # the first batches fill the pipeline, the last ones have nothing behind them
-    first, last = staleness, count - staleness - 2
+    first, last = order.staleness, count - order.staleness - 2
     steps = np.diff(made.loaded_s)[first:last]
     busy = np.diff(made.busy_s)[first:last]
     return PlayedSteps(
@@ -179,3 +198,9 @@ def _freely(
         busy_s=float(busy.mean()),
         moves=made.result.num_moves / count,
     )
+
+
+def _by_tokens(samples: Samples, seconds: float) -> np.ndarray:
+    """[n] an update's seconds, spread over its samples."""
+    tokens = (samples.prompt_tokens + samples.response_tokens).astype(float)
+    return seconds * tokens / tokens.sum()

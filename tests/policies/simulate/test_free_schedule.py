@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from core.settings.simulated_cluster import SimulatedClusterConfig
+from policies.pipelining.free_admission import FreeAdmission
 from policies.reallocation.no_moves import NoMoves
 from policies.reallocation.rate_curve import RateCurve
 from policies.simulate.free_schedule import FreeRun, Update, play_free
@@ -21,60 +22,84 @@ EVEN = RateCurve([1, 64], [100.0, 6400.0])
 "10 ms a token, whoever else runs."
 
 
-def free(lengths: list[list[int]], *, slots: int = 2, instances: int = 1, **update: float) -> FreeRun:
+def free(
+    batches: list[list[int]],
+    *,
+    slots: int = 2,
+    instances: int = 1,
+    group_samples: int = 1,
+    training_s: float = 0.05,
+    pause_s: float = 0.01,
+    staleness: int = 1,
+    over_provisioning: float | None = None,
+    prompt_token_s: float = 0.0,
+) -> FreeRun:
+    lengths = np.array(list(itertools.chain(*batches)))
     return play_free(
-        samples_of(np.array(list(itertools.chain(*lengths)))),
-        batch=np.repeat(np.arange(len(lengths)), [len(batch) for batch in lengths]),
+        samples_of(lengths),
+        group_samples=group_samples,
+        admission=FreeAdmission(
+            max_staleness=staleness,
+            over_provisioning=over_provisioning,
+            groups_per_batch=len(batches[0]) // group_samples,
+            num_iterations=len(batches),
+        ),
         setup=PoolSetup(
             num_instances=instances,
             num_slots=slots,
             curve=EVEN,
             max_new_tokens=256,
             moves=MoveTruth(kv_bytes_per_token=1.0),
-            prompt_token_s=update.pop("prompt_token_s", 0.0),
+            prompt_token_s=prompt_token_s,
         ),
         policy=NoMoves("pull"),
         binding="pull",
-        update=Update(
-            training_s=(update.get("training", 0.05),) * len(lengths),
-            other_s=update.get("other", 0.0),
-            publication_s=update.get("publication", 0.01),
-            staleness=int(update.get("staleness", 1)),
-        ),
+        update=Update(sample_s=np.full(len(lengths), training_s / len(batches[0])), pause_s=pause_s),
     )
 
 
-def test_an_update_cuts_what_is_open_and_lets_the_next_batch_begin() -> None:
+def test_an_update_cuts_what_is_open_and_lets_the_next_group_begin() -> None:
     """Update 0 from 0.10 to 0.15, loaded at 0.16; 1 is cut at 15 tokens, whole at 0.21; 2 begins at 0.16."""
     made = free([[10], [20], [9]])
     assert made.loaded_s == pytest.approx((0.16, 0.27, 0.33))
-    assert made.begun_version == (0, 0, 1)
+    assert (made.begun, made.learned) == ((0, 0, 1), (0, 1, 2))
+
+
+def test_what_ends_first_is_learned_from_first() -> None:
+    """The longer one began first, and is in time for the last update that may learn from it."""
+    made = free([[30], [10], [5]])
+    assert made.learned == (1, 0, 2)
+    # cut at 15 tokens for 0.01 s, whole at 0.31
+    assert made.loaded_s[:2] == pytest.approx((0.16, 0.37))
 
 
 def test_caches_are_computed_anew() -> None:
     """The cut response has 15 tokens of context: 15 ms more before it goes on."""
     made = free([[10], [20]], prompt_token_s=0.001)
-    # 0.25 s of decoding and publication, 15 ms; the update of 0.05 s and 0.01 s
+    # 0.2 s of decoding, the pause, 15 ms; the update of 0.05 s and the pause
     assert made.loaded_s[1] == pytest.approx(0.21 + 0.015 + 0.06)
 
 
-def test_no_sample_begins_too_early_and_every_batch_is_learned_from_once() -> None:
+def test_no_sample_is_too_stale_and_every_group_is_learned_from_once() -> None:
     draw = np.random.default_rng(3)
     for _ in range(60):
-        staleness = int(draw.integers(1, 4))
-        lengths = [draw.integers(1, 30, draw.integers(1, 6)).tolist() for _ in range(draw.integers(2, 7))]
+        staleness, size = int(draw.integers(1, 4)), int(draw.integers(1, 3))
+        width = size * int(draw.integers(1, 4))
+        batches = [draw.integers(1, 30, width).tolist() for _ in range(draw.integers(2, 7))]
         made = free(
-            lengths,
+            batches,
             slots=int(draw.integers(1, 4)),
             instances=int(draw.integers(1, 3)),
-            training=float(draw.uniform(0.01, 0.4)),
+            group_samples=size,
+            training_s=float(draw.uniform(0.01, 0.4)),
             staleness=staleness,
+            over_provisioning=None if draw.random() < 0.5 else 0.5,
         )
-        batch = np.repeat(np.arange(len(lengths)), [len(one) for one in lengths])
-        begun = np.array(made.begun_version)
-        assert len(made.loaded_s) == len(lengths) and list(made.loaded_s) == sorted(made.loaded_s)
-        assert ((batch - begun <= staleness) & (begun <= batch)).all()
-        assert made.result.num_tokens == sum(map(sum, lengths))
+        begun, learned = np.array(made.begun), np.array(made.learned)
+        assert len(made.loaded_s) == len(batches) and list(made.loaded_s) == sorted(made.loaded_s)
+        assert ((learned - begun <= staleness) & (begun <= learned)).all()
+        assert (np.bincount(learned) == width // size).all() and len(learned) == len(batches) * width // size
+        assert made.result.num_tokens == sum(map(sum, batches))
 
 
 def test_a_phase_goes_on_with_what_is_cut() -> None:
@@ -115,3 +140,16 @@ def test_without_waits_for_the_slowest_a_step_is_shorter() -> None:
         assert made.step_s >= 1.0 and 0.0 <= made.instances_idle <= 1.0
     assert steps["free", 1] < steps["recorded", 1] < steps["recorded", 0]
     assert steps["free", 2] <= steps["free", 1] * 1.02
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        ({"lengths": {"samples": 10, "group_samples": 4}}, "whole groups"),
+        ({"step": {"staleness": 1, "over_provisioning": 0.5}}, "needs step.schedule free"),
+        ({"step": {"staleness": 1, "over_provisioning": 2.0, "schedule": "free"}}, "as much step.staleness"),
+    ],
+)
+def test_what_has_no_effect_is_refused(sections: dict[str, dict[str, object]], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        SimulatedClusterConfig.model_validate(sections)
