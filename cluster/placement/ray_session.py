@@ -31,6 +31,7 @@ from actors.ray_utils.actor_start import actor_environment
 from cluster.placement import machine
 from cluster.placement.memory_plan import OBJECT_STORE_USUAL_BYTES
 from cluster.placement.origin import ROOT
+from cluster.placement.slow_start import start_twice
 from cluster.run_folder.leftovers import RAY_FOLDER, claim, sweep_ray_folders
 from core.config import Config
 from core.errors import NodeDied, PlacementError
@@ -184,7 +185,7 @@ def _local(
         claim(Path(folder))
         with _environment(_LOCAL_ENVIRONMENT), _on_loopback():
             try:
-                context = ray.init(
+                context = start_twice(
                     address="local",
                     namespace=namespace,
                     num_cpus=machine.num_cores(),
@@ -199,8 +200,9 @@ def _local(
             except Exception as error:  # of many kinds: sockets, processes, memory
                 # bad settings have been refused above: it is the machine
                 raise NodeDied(
-                    f"cannot start Ray on this machine: {_one_line(error)}; look at memory, /dev/shm and the "
-                    f"temporary folder {tempfile.gettempdir()}, or join a running cluster with cluster.address"
+                    f"cannot start Ray on this machine: {_one_line(error)}; look at memory, /dev/shm, the temporary "
+                    f"folder {tempfile.gettempdir()} and the load ({os.getloadavg()[0]:.0f} on {machine.num_cores()} "
+                    "cores), or join a running cluster with cluster.address"
                 ) from error
             with sigterm_exits(on_sigterm):
                 yield RaySession(

@@ -199,7 +199,7 @@ class SimulatedStepConfig(Section):
     schedule: Literal["recorded", "free"] = "recorded"
     "with staleness, as `rollout.schedule`. recorded: phases by counts; free: no instance waits for the slowest sample"
     over_provisioning: float | None = Field(default=None, gt=0.0, le=64.0)
-    "free: batches that run beyond the next update's, as `rollout.over_provisioning`; null: as many as staleness"
+    "free: batches that run beyond the next update's, as `rollout.over_provisioning`; null: 1"
     publication_s: float | None = Field(default=None, ge=0.0, le=1e6)
     "seconds from the update to new weights in the instances; null: from bytes and links"
     other_s: float = Field(default=2.0, ge=0.0, le=1e6)

@@ -173,7 +173,7 @@ def _freely(
         group_samples=order.group_samples,
         admission=FreeAdmission(
             max_staleness=order.staleness,
-            over_provisioning=order.over_provisioning,
+            over_provisioning=order.over_provisioning or 1.0,
             groups_per_batch=groups,
             num_iterations=count,
         ),

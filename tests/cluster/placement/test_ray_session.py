@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 import cluster.placement.ray_session
-from cluster.placement import machine
+from cluster.placement import machine, slow_start
 from cluster.placement.ray_session import (
     MIN_OBJECT_STORE_BYTES,
     check_local_ray,
@@ -274,3 +274,21 @@ def test_a_failed_start_of_ray_is_one_placement_error_and_leaves_no_folder(tmp_p
     ):
         pass
     assert made and not Path(made[0]).exists()
+
+
+def test_ray_that_did_not_come_up_in_time_is_started_once_more(monkeypatch):
+    said, shut = [], []
+
+    def start(**settings):
+        said.append(settings)
+        if len(said) < 2:
+            raise Exception("The current node timed out during startup. This could happen because")
+        return "context"
+
+    monkeypatch.setattr(slow_start.ray, "init", start)
+    monkeypatch.setattr(slow_start.ray, "shutdown", lambda: shut.append(True))
+    assert slow_start.start_twice(address="local") == "context" and len(said) == 2 and shut == [True]
+    said.append({})
+    monkeypatch.setattr(slow_start.ray, "init", lambda **settings: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        slow_start.start_twice(address="local")
