@@ -161,6 +161,7 @@ def _rewards(out: Path, mode: str, figures: Figures, console: Console) -> None:
         "staleness1": ("rollout.max_staleness=1", CORRECTED),
         "staleness1_free": ("rollout.max_staleness=1", "rollout.schedule=free", CORRECTED),
         "staleness2": ("rollout.max_staleness=2", CORRECTED),
+        "staleness2_free": ("rollout.max_staleness=2", "rollout.schedule=free", CORRECTED),
         "staleness2_uncorrected": ("rollout.max_staleness=2", "algorithm.correction.kind=none"),
     }
     ended: dict[str, list[float]] = {name: [] for name in ways}

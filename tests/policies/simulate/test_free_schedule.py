@@ -31,7 +31,7 @@ def free(
     training_s: float = 0.05,
     pause_s: float = 0.01,
     staleness: int = 1,
-    over_provisioning: float | None = None,
+    over_provisioning: float = 1.0,
     prompt_token_s: float = 0.0,
 ) -> FreeRun:
     lengths = np.array(list(itertools.chain(*batches)))
@@ -93,7 +93,7 @@ def test_no_sample_is_too_stale_and_every_group_is_learned_from_once() -> None:
             group_samples=size,
             training_s=float(draw.uniform(0.01, 0.4)),
             staleness=staleness,
-            over_provisioning=None if draw.random() < 0.5 else 0.5,
+            over_provisioning=float(draw.choice([0.5, 1.0, staleness])),
         )
         begun, learned = np.array(made.begun), np.array(made.learned)
         assert len(made.loaded_s) == len(batches) and list(made.loaded_s) == sorted(made.loaded_s)
