@@ -98,16 +98,21 @@ class FreePipeline(Pipeline):
                 del self._ready[begun]
         return self._fresh(batch, taken)
 
+    def in_flight(self) -> InFlight:
+        """See `Pipeline.in_flight`."""
+        ended = tuple((group_id, self._groups[group_id].begun) for group_id in self._closed)
+        return replace(super().in_flight(), ended=ended)
+
     def restore(self, in_flight: InFlight) -> None:
-        """See `Pipeline.restore`; groups that were whole count as ended in their order."""
+        """See `Pipeline.restore`."""
         super().restore(in_flight)
-        self._groups.clear()
+        self._groups = {group_id: _Group(begun=begun, has_tokens=True) for group_id, begun in in_flight.ended}
+        self._closed = [group_id for group_id, _ in in_flight.ended]
         for one in self._open.values():
             self._note_open(one)
         for begun, rollouts in sorted(self._ready.items()):
             for rollout in rollouts.values():
                 self._groups.setdefault(rollout.completion.group_id, _Group(begun=begun)).has_tokens = True
-        self._closed = sorted(group_id for group_id, group in self._groups.items() if not group.num_open)
 
     def _choose(self, batch: int) -> set[int] | None:
         ended = [self._groups[group_id].begun for group_id in self._closed]

@@ -2,10 +2,12 @@
 
 batch_000007.parquet        its scored responses
 batch_000007_open.parquet   its responses so far that are no whole ones; they have no reward
+ended.json                  free schedule: group and number of those without an open sample, in the order of their end
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections import defaultdict
 from dataclasses import replace
@@ -17,6 +19,7 @@ from cluster.pipelining.pipeline import InFlight, OpenSample
 from cluster.proof.recorded_samples import places_in, read_recorded
 from cluster.run_folder.rollout_files import write_rollouts
 from core.errors import DataError
+from core.files import write_whole
 from core.records import (
     Completion,
     Prompt,
@@ -29,6 +32,8 @@ from core.records import (
     as_asked,
 )
 from learning.data.prompts import PromptDataset
+
+ENDED = "ended.json"
 
 
 def write_in_flight(folder: Path, in_flight: InFlight) -> None:
@@ -48,6 +53,8 @@ def write_in_flight(folder: Path, in_flight: InFlight) -> None:
         )
     for batch, rollouts in opened.items():
         write_rollouts(_file(folder, batch, "_open"), rollouts)
+    if in_flight.ended:
+        write_whole(folder / ENDED, json.dumps(in_flight.ended).encode())
 
 
 def read_in_flight(folder: Path, dataset: PromptDataset, sampling: SamplingParams) -> InFlight:
@@ -78,7 +85,18 @@ def read_in_flight(folder: Path, dataset: PromptDataset, sampling: SamplingParam
             so_far = rollout.completion if rollout.completion.num_tokens else None
             opened[key] = OpenSample(batch=batch, request=request, so_far=so_far, num_turns=1)
         ready.setdefault(batch, {})
-    return InFlight(open_samples=opened, ready=ready)
+    return InFlight(open_samples=opened, ready=ready, ended=_read_ended(folder / ENDED))
+
+
+def _read_ended(file: Path) -> tuple[tuple[int, int], ...]:
+    if not file.is_file():
+        return ()
+    try:
+        return tuple((int(group_id), int(begun)) for group_id, begun in json.loads(file.read_text()))
+    except (OSError, ValueError, TypeError) as error:
+        raise DataError(
+            f"{file} does not tell which groups have ended: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _unbegun(one: OpenSample) -> Completion:

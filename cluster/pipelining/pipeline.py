@@ -37,6 +37,8 @@ class InFlight:
     open_samples: dict[SampleKey, OpenSample] = field(default_factory=dict)
     ready: dict[int, dict[SampleKey, Rollout]] = field(default_factory=dict)
     "scored responses by the same number"
+    ended: tuple[tuple[int, int], ...] = ()
+    "free schedule: groups without an open sample, in the order in which they ended, and the number of each"
 
 
 class Pipeline(ABC):

@@ -206,6 +206,9 @@ def test_a_group_without_any_reward_counts_as_ended() -> None:
     pipeline = FreePipeline(plan, Cursor(1), keeps_caches=False)
     first, second = pipeline.begin(0)
     pipeline.ended(first.key, None)
+    again = FreePipeline(plan, Cursor(1), keeps_caches=False)
+    again.restore(pipeline.in_flight())
+    assert again.has(0) and not again.has(1), "after a resume, too"
     with pytest.raises(Exception, match="none of the samples of iteration 1 could be scored"):
         pipeline.take(0)
     pipeline.ended(second.key, scored(decoded(second, count=3, version=0, is_whole=True)))
@@ -230,7 +233,7 @@ def test_what_is_in_flight_is_read_back_with_samples_that_have_not_begun(tmp_pat
     assert any(one.so_far is not None for one in before.open_samples.values())
     write_in_flight(tmp_path / "in_flight", before)
     after = read_in_flight(tmp_path / "in_flight", DataSet(10), cursor.sampling)  # type: ignore[arg-type]
-    assert after.ready.keys() == before.ready.keys()
+    assert after.ready.keys() == before.ready.keys() and after.ended == before.ended
     for key, one in before.open_samples.items():
         again = after.open_samples[key]
         assert (again.batch, str(again.so_far)) == (one.batch, str(one.so_far))
