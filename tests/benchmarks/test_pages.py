@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from benchmarks.pages import tables
-from benchmarks.pages.about import ABOUT
-from benchmarks.pages.picture import draw_speedup
+from benchmarks.pages.about import ABOUT, CURVE
+from benchmarks.pages.picture import draw_learning_curve, draw_speedup
 from benchmarks.support.result import machine_name
 
 PAGES = tables.ROOT / "docs" / "benchmarks"
@@ -72,6 +72,16 @@ def test_the_picture_shows_the_figures_of_the_result_file(tmp_path: Path) -> Non
     shown = picture_texts(tmp_path / "speedup.svg")
     assert f"{engine_result()['figures']['spec_over_plain_b1']:.2f}x" in shown
     assert picture_texts(PAGES / "speedup.svg") == shown, WRITE
+
+
+def test_the_learning_curve_shows_every_point_that_was_measured(tmp_path: Path) -> None:
+    (result,) = tables.load_results(CURVE).values()
+    draw_learning_curve(tmp_path / "curve.svg", result)
+    shown = picture_texts(tmp_path / "curve.svg")
+    lengths = [value for name, value in result["figures"].items() if "_length_" in name]
+    assert len(lengths) >= 4 and {f"{length:.2f}" for length in lengths} <= {*shown}
+    assert picture_texts(PAGES / f"{CURVE}.svg") == shown, WRITE
+    assert f"({CURVE}.svg)" in tables.page("drafters")
 
 
 def test_equal_figures_give_an_equal_picture(tmp_path: Path) -> None:
