@@ -53,7 +53,7 @@ def own_runs(out: Path, mode: str, console: Console) -> dict[str, float]:
     """Measure, run, simulate; figures. What is not here is skipped, and said so."""
     work = out / "simulated_runs"
     work.mkdir(parents=True, exist_ok=True)
-    pairs, cases = {"demo": Pair(config=CONFIGS["ppo"])}, [_one_core_each()]
+    pairs, cases = {"demo": Pair(config=CONFIGS["ppo"])}, [_one_core_each(mode)]
     if mode != "quick":
         pairs["wide"] = Pair(config=CONFIGS["ppo"], settings=_wide_settings())
         cases += [_demo(), _wide()]
@@ -102,7 +102,7 @@ def summary(compared: dict[str, list[Compared]]) -> dict[str, float]:
 
 
 def _compared(case: Case, machine: MachineProfile, work: Path, mode: str) -> list[Compared]:
-    iterations = {"quick": 5, "default": case.iterations, "full": 2 * case.iterations}[mode]
+    iterations = {"quick": 4, "default": case.iterations, "full": 2 * case.iterations}[mode]
     runs: list[RecordedRun] = []
     for staleness, more in enumerate(STALENESS):
         settings = [*case.settings, f"run.iterations={iterations}", *more]
@@ -133,12 +133,12 @@ def _is_under_way(work: Path, name: str) -> bool:
     return any((work / "runs").glob(f"{name}-2*/metrics.jsonl"))
 
 
-def _one_core_each() -> Case:
+def _one_core_each(mode: str) -> Case:
     return Case(
         name="one_core_each",
         config=CONFIGS["grpo"],
         pair="demo",
-        settings=[*ONE_CORE_EACH, "rollout.prompts_per_iteration=24"],
+        settings=[*ONE_CORE_EACH, f"rollout.prompts_per_iteration={12 if mode == 'quick' else 24}"],
         iterations=8,
     )
 

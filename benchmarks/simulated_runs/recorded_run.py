@@ -16,7 +16,7 @@ from core.config_io import load_config
 from core.metrics import read_metrics
 from policies.simulate.simulation_records import Samples
 
-_COLUMNS = ("prompt_token_ids", "response_token_ids", "advantage")
+_COLUMNS = ("prompt_token_ids", "response_token_ids", "advantage", "group_id")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,13 +92,14 @@ def _batch(file: Path) -> Batch:
         chunks = [np.asarray(chunk.value_lengths(), dtype=np.int64) for chunk in table[column].chunks]
         return np.concatenate([np.zeros(0, dtype=np.int64), *chunks])
 
-    prompts, responses, _ = _COLUMNS
+    prompts, responses, *_ = _COLUMNS
     advantage = np.array(table["advantage"].to_pylist(), dtype=float)
     return Batch(
         samples=Samples(
             response_tokens=lengths(responses),
             prompt_tokens=lengths(prompts),
             speed=np.ones(len(table)),
+            group=np.array(table["group_id"].to_pylist(), dtype=np.int64),
         ),
         # none is known where the run broke off
         trained=np.isnan(advantage) | (advantage != 0.0),

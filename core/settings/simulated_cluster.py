@@ -94,7 +94,7 @@ class SimulatedLengthsConfig(Section):
 
     samples: Annotated[int, Field(ge=1, le=2 * 10**6)] = 1024
     group_samples: Annotated[int, Field(ge=1, le=10**5)] = 1
-    "of one prompt, which step.schedule free learns from together"
+    "of one prompt: computed once where another of them runs; step.schedule free learns from them together"
     prompt_tokens: Annotated[int, Field(ge=0, le=10**7)] = 256
     max_new_tokens: Count = 8192
     draw: Literal["long_tail", "skewed", "balanced", "equal"] = "long_tail"

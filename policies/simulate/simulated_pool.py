@@ -143,10 +143,17 @@ class SimulatedPool:
             sample = line.popleft()
             tokens = float(self._context[sample])
             prompt_s = tokens * self._setup.prompt_token_s + self._setup.prompt_s
-            if prompt_s > 0:
+            if prompt_s > 0 and not self._shares_prompt(sample, k):
                 instance.block(prompt_s * self._stretch)
             self._add(sample, k, float(self._to_go[sample]), tokens)
         self._reschedule(k)
+
+    def _shares_prompt(self, sample: int, k: int) -> bool:
+        """Whether another sample of the prompt runs there, whose caches are copied."""
+        group = self._samples.group
+        if group is None or group[sample] < 0:
+            return False
+        return any(group[other] == group[sample] for other in self._instances[k].running)
 
     def _add(self, sample: int, k: int, to_go: float, context_tokens: float) -> None:
         speed = float(self._samples.speed[sample])

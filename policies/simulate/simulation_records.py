@@ -25,6 +25,8 @@ class Samples:
     prompt_tokens: np.ndarray
     speed: np.ndarray
     "tokens of the sample for one of the mean sample: drafts of some are accepted more often"
+    group: np.ndarray | None = None
+    "whose prompt it shares: computed once where another of the group runs; below 0 or None: nobody's"
 
     def __len__(self) -> int:
         return len(self.response_tokens)

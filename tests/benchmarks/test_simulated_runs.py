@@ -133,6 +133,7 @@ def test_a_run_folder_is_read(tmp_path: Path) -> None:
             "prompt_token_ids": pa.array([[1, 2], [3]], pa.list_(pa.int32())),
             "response_token_ids": pa.array([[1], [3, 4, 5]], pa.list_(pa.int32())),
             "advantage": pa.array([0.0, 0.5], pa.float32()),
+            "group_id": pa.array([4, 4], pa.int64()),
         }
     )
     pq.write_table(table, tmp_path / "rollouts" / "iteration_0000.parquet")
@@ -143,6 +144,7 @@ def test_a_run_folder_is_read(tmp_path: Path) -> None:
     (batch,) = read.batches
     assert batch.samples.prompt_tokens.tolist() == [2, 1]
     assert batch.samples.response_tokens.tolist() == [1, 3]
+    assert batch.samples.group is not None and batch.samples.group.tolist() == [4, 4]
     assert batch.trained.tolist() == [False, True] and batch.trained_tokens == 4
     assert read.update_s.tolist() == [1.0] and read.other_s.tolist() == [2.0]
 

@@ -52,7 +52,7 @@ MODELLED = (
         "expected distinct experts of a batch; real routers are uneven and read fewer",
     ),
     ("chain's acceptance", "one probability a level", "where only a mean length is known"),
-    ("prompts", "computed when a slot takes the sample", "no chunked prefill, no shared prefixes"),
+    ("prompts", "computed when a slot takes the sample", "no chunked prefill; shared within a group only"),
     ("spread of speeds", "with drafts only", "plain decoding makes a token a step of every sample"),
     (
         "training state",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -59,9 +59,12 @@ class DescribedCluster:
         else:
             name: WorkloadName = wanted.draw
             lengths = drawn_lengths(name, count, instances, max_new_tokens=wanted.max_new_tokens, seed=seed)
-        return samples_of(
+        made = samples_of(
             lengths, prompt_tokens=wanted.prompt_tokens, speed_sigma=wanted.speed_sigma, seed=seed
         )
+        if wanted.group_samples == 1:
+            return made
+        return replace(made, group=np.arange(count) // wanted.group_samples)
 
 
 def describe(config: SimulatedClusterConfig, recorded: np.ndarray | None = None) -> DescribedCluster:

@@ -100,17 +100,25 @@ def phase_samples(batches: Sequence[Samples], phase: int, *, staleness: int, max
                 response_tokens=np.minimum(whole.response_tokens, limit)[is_open] - done,
                 prompt_tokens=whole.prompt_tokens[is_open] + done,
                 speed=whole.speed[is_open],
+                # what goes on is like no other
+                group=None if whole.group is None or done else whole.group[is_open],
             )
         )
     return joined(parts)
 
 
 def joined(parts: Sequence[Samples]) -> Samples:
-    """All of them in one, in this order."""
+    """All of them in one, in this order; no group is in two of them."""
+    groups, first = [], 0
+    for part in parts:
+        group = np.full(len(part), -1) if part.group is None else part.group
+        groups.append(np.where(group >= 0, group + first, -1))
+        first = max(first, int(groups[-1].max(initial=-1)) + 1)
     return Samples(
         response_tokens=np.concatenate([part.response_tokens for part in parts]),
         prompt_tokens=np.concatenate([part.prompt_tokens for part in parts]),
         speed=np.concatenate([part.speed for part in parts]),
+        group=np.concatenate(groups),
     )
 
 

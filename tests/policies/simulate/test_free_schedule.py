@@ -14,7 +14,7 @@ from policies.reallocation.rate_curve import RateCurve
 from policies.simulate.free_schedule import FreeRun, Update, play_free
 from policies.simulate.performance.cluster_simulation import simulate_cluster
 from policies.simulate.performance.described_cluster import describe
-from policies.simulate.performance.played_steps import phase_samples
+from policies.simulate.performance.played_steps import joined, phase_samples
 from policies.simulate.simulation_records import MoveTruth, PoolSetup, Samples
 from policies.simulate.workloads import samples_of
 
@@ -110,6 +110,19 @@ def test_a_phase_goes_on_with_what_is_cut() -> None:
     assert samples.prompt_tokens.tolist() == [12, 3, 4]
     whole = phase_samples([batch], 10, staleness=1, max_new_tokens=16)
     assert whole.response_tokens.tolist() == [5, 12]
+
+
+def test_groups_of_several_batches_stay_apart() -> None:
+    whole = Samples(
+        response_tokens=np.array([5, 12]),
+        prompt_tokens=np.array([3, 4]),
+        speed=np.ones(2),
+        group=np.array([7, 7]),
+    )
+    got = joined([whole, samples_of(np.array([3])), whole]).group
+    assert got is not None and got.tolist() == [7, 7, -1, 15, 15]
+    cut = phase_samples([whole], 10, staleness=2, max_new_tokens=16).group
+    assert cut is not None and cut[0] == -1 and cut[1] == cut[2] >= 0
 
 
 def test_a_phase_takes_its_batches_in_turn() -> None:

@@ -64,6 +64,15 @@ def test_prompts_hold_decode_steps_up() -> None:
     assert made.finish_s == pytest.approx(0.15) == made.busy_s[0]
 
 
+def test_a_group_shares_its_prompt_where_another_of_it_runs() -> None:
+    four = replace(lengths(10, 10, 10, 10), prompt_tokens=np.full(4, 30), group=np.array([0, 0, 1, -1]))
+    made = played(four, setup(1, 2), prompt_token_s=0.001)
+    # 0 and 1 together behind one prompt; 2 and 3, of nobody's, behind two
+    assert made.finish_s == pytest.approx(0.03 + 0.14 + 0.06 + 0.14)
+    apart = played(replace(four, group=None), setup(1, 2), prompt_token_s=0.001)
+    assert apart.finish_s == pytest.approx(made.finish_s + 0.03)
+
+
 @pytest.mark.parametrize(
     ("cores", "num_busy", "factor"),
     [(2, 0, 1.0), (2, 1, 1.0), (2, 2, 1.5), (2, 3, 2.25), (1, 2, 2.0), (3, 2, 1.25)],
