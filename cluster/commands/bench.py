@@ -35,7 +35,7 @@ Run one benchmark and write DIR/NAME.json: figures, intervals, provenance.
   rlhfspec bench pipeline --out bench            generation ahead of learning: step time, reward, equal bits
   rlhfspec bench faults --out bench              killed, frozen and cut off actors, a full store; killed drivers
   rlhfspec bench soak --out bench --full         an hour of training: memory, processes, files
-  rlhfspec bench cluster_simulation --out bench  the cluster simulator beside published figures; 1,024 instances
+  rlhfspec bench cluster_simulation --out bench  the cluster simulator beside published figures and own runs
   rlhfspec bench chain --out bench               SFT, reward model and PPO from files, by a gold rule
 """
 
