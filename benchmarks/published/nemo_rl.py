@@ -111,8 +111,8 @@ def rows_235b() -> list[Row]:
                 list(others.values()),
                 matters="known: model, GB200, fp8, k, acceptance length, 4,096 samples a step. Not known: GPUs (512 to "
                 "2,048, middle 1,024), an instance (4 or 8 GPUs that split matrices, 32 that split experts; middle 8), "
-                "lengths (all of 8k to a long tail up to 32k, middle one up to 16k), starts of kernels and the "
-                "engine's share (none to our defaults, the middle)",
+                "lengths (all of 8k to a long tail up to 32k, middle one up to 16k), starts of kernels, the "
+                "engine's share and how acceptance spreads over samples (none to our defaults, the middle)",
             )
         )
         [(_, their_rollout, their_step)] = [PROJECTED[other] for other in PROJECTED if other != levels]
@@ -169,7 +169,9 @@ def _projected(
 ) -> float:
     device: dict[str, Any] = {"name": "GB200"}
     drafter: dict[str, Any] = {"policy": "fixed", "depth": levels, "acceptance_length": length}
+    drawn: dict[str, Any] = {"samples": 4096, "draw": lengths[0], "max_new_tokens": lengths[1]}
     if ideal:
+        drawn |= {"speed_sigma": 0.0}
         device |= {"layer_s": 0.0, "collective_s": 0.0}
         drafter |= {"step_s": 0.0}
     return rollout_speedup(
@@ -183,7 +185,7 @@ def _projected(
                 "trainer_gpus": gpus,
                 "colocated": True,
             },
-            "lengths": {"samples": 4096, "draw": lengths[0], "max_new_tokens": lengths[1]},
+            "lengths": drawn,
             "drafter": drafter,
             "reallocation": {"policy": "static"},
         }
