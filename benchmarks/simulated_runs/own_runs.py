@@ -25,6 +25,8 @@ CORES = 2
 "That the processes of a run get, all of them together."
 BUDGET_S = {"quick": 8.0, "default": 15.0, "full": 40.0}
 "Of a profile."
+MOST_OTHERS = 0.7
+"Cores; Ray's workers are niced, so that strangers get more than an even share of them."
 STALENESS: tuple[Sequence[str], ...] = ((), ("rollout.max_staleness=1", CORRECTED))
 
 
@@ -75,6 +77,12 @@ def own_runs(out: Path, mode: str, console: Console) -> dict[str, float]:
             console.print(f"{case.pair}: {machine.slowdown:.2f} times as slow beside a busy core")
         compared[case.name] = _compared(case, machines[case.pair], work, mode)
         console.print(_table(compared[case.name]))
+        busiest = max(row.background.generating for row in compared[case.name])
+        if busiest > MOST_OTHERS:
+            console.print(
+                f"the machine was not quiet: {busiest:.1f} cores were busy with something else; expected at most "
+                f"{MOST_OTHERS:g}: run it again with nothing beside it, these deviations say little"
+            )
     for rows in compared.values():
         for row in rows:
             figures |= {
