@@ -179,19 +179,19 @@ class Config(Section):
             )
         if self.rollout.max_staleness and self.algorithm.dynamic_sampling:
             raise ValueError(
-                f"algorithm.dynamic_sampling asks for further prompts until a batch is full, and rollout.max_staleness "
-                f"{self.rollout.max_staleness} fixes beforehand which samples run ahead of which update; set "
-                "max_staleness: 0, or dynamic_sampling: false"
+                f"algorithm.dynamic_sampling asks for further prompts until a batch is full, and with "
+                f"rollout.max_staleness {self.rollout.max_staleness} it is settled before their rewards how many run "
+                "ahead of which update; set max_staleness: 0, or dynamic_sampling: false"
             )
-        require_schedule(self.rollout)
+        require_schedule(self.rollout, environment=self.environment.kind)
         if (
             self.rollout.max_staleness
-            and self.environment.kind is not None
-            and self.rollout.weight_load != "drain"
+            and self.rollout.weight_load == "keep_kv"
+            and not self.engine.turn_cache_mb
         ):
             raise ValueError(
-                f"rollout.weight_load {self.rollout.weight_load} cuts responses at counts of tokens, and turns of "
-                f"environment.kind {self.environment.kind} end elsewhere; set weight_load: drain"
+                "rollout.weight_load is keep_kv, and engine.turn_cache_mb 0 has no room for caches that wait; raise "
+                "it, or set weight_load: reprefill"
             )
         transport = self.cluster.publication.transport
         if self.rollout.max_staleness and transport in ("broadcast", "nccl"):

@@ -141,6 +141,8 @@ class SampleExchange:
                 f"sample {state.request.key.sample_index} came to an engine whose {len(self._batch)} slots "
                 "are taken; a slot must be reserved first"
             )
+        # an earlier turn's, which its spans may not tell of
+        self.kept.forget(state.request.key)
         if not self.kv_admission.admits(state.num_committed_tokens):
             self._waiting.appendleft(state)
             return None

@@ -42,9 +42,11 @@ def goes_on(request: SampleRequest, completion: Completion) -> bool:
     if not request.caches_outlive_weights or not request.keeps_caches:
         return request.keeps_caches
     if completion.finish_reason is FinishReason.CUT:
-        # whose caches they are is told by the tokens that were sampled with them
+        # whose caches they are is told by the tokens that were sampled with them, the last span's
         before = 0 if request.history is None else len(request.history.token_ids)
-        return completion.num_tokens > before
+        return completion.num_tokens > max(
+            [before, *(span.first_position for span in completion.weight_spans)]
+        )
     return request.is_cut_at_limit and completion.finish_reason is FinishReason.LENGTH
 
 

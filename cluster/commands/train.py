@@ -62,8 +62,8 @@ def add_parser(commands: Any) -> None:
                 "--resume",
                 metavar="RUN",
                 help="go on with the run in this folder, by its own config, from its last state (run.state_every); the "
-                "result is that of a run that was never cut off. auto: with the newest run of --config that is not "
-                "finished, else with a new one",
+                "result is that of a run that was never cut off (but for rollout.schedule free). auto: with the newest "
+                "run of --config that is not finished, else with a new one",
             )
         parser.set_defaults(run=run, resume=None)
 

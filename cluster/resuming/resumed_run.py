@@ -61,7 +61,7 @@ def open_run(folder: str | Path, settings: Sequence[str], note: Callable[[str], 
     changes = deciding_changes(before, config)
     if changes:
         raise ConfigError(
-            f"a resumed run ends as if it had never been cut off, and this changes its result: {'; '.join(changes)}; "
+            f"a resumed run goes on as it would have, and this changes its result: {'; '.join(changes)}; "
             "leave it out, or begin a new run (--config) with models.target at a checkpoint of this one"
         )
     require_cut_off(run_dir)

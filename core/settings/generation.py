@@ -109,8 +109,8 @@ class EngineConfig(Section):
     kv_cache_mb: float | None = Field(default=None, gt=0.0)
     "keys and values of all running samples; beyond, the shortest wait. None: room for every slot at full length"
     turn_cache_mb: float = Field(default=256.0, ge=0.0)
-    """environments: host memory for caches that wait for an episode's next turn; they yield to running samples where
-    kv_cache_mb is short, and what was given up is computed again"""
+    """host memory for caches that wait: for an episode's next turn, or for new weights (rollout.weight_load keep_kv);
+    they yield to running samples where kv_cache_mb is short, and what was given up is computed again"""
     max_prefill_tokens: int = Field(default=512, ge=4)
     "prompt tokens in one prefill forward; 8192 by default where instances have GPUs"
     num_threads: int = Field(default=1, ge=1, le=MAX_THREADS)
@@ -139,13 +139,21 @@ class RolloutConfig(Section):
     learned from, none later than max_staleness allows"""
 
 
-def require_schedule(rollout: RolloutConfig) -> None:
-    """Raise ValueError for settings of a schedule that would have no effect."""
+def require_schedule(rollout: RolloutConfig, *, environment: str | None) -> None:
+    """Raise ValueError for settings of a schedule that would have no effect, or cut an environment's turns."""
+    cuts = (rollout.schedule, rollout.weight_load) != ("recorded", "drain")
+    if rollout.max_staleness and environment is not None and cuts:
+        raise ValueError(
+            f"rollout.schedule {rollout.schedule} with weight_load {rollout.weight_load} cuts responses where a new "
+            f"version comes, and turns of environment.kind {environment} end elsewhere; set schedule: recorded and "
+            "weight_load: drain"
+        )
     if rollout.schedule == "recorded":
         if rollout.over_provisioning is not None:
             raise ValueError(
                 f"rollout.over_provisioning is {rollout.over_provisioning:g} and rollout.schedule recorded, which "
-                "fixes beforehand which samples make a batch; set schedule: free, or take over_provisioning out"
+                "fixes beforehand which samples make a batch; set schedule: free and max_staleness to 1 or more, or "
+                "take over_provisioning out"
             )
         return
     if not rollout.max_staleness:

@@ -77,6 +77,10 @@ class KeptCaches:
         is_past = np.array_equal(kept.token_ids, token_ids[: len(kept.token_ids)])
         return kept.pieces if is_past else ()
 
+    def forget(self, key: SampleKey) -> None:
+        """Drop what is kept of a sample, if anything is."""
+        self._drop(key.sample)
+
     def forget_what_ends_with_weights(self) -> None:
         """Drop what other weights have made, but for samples that go on with it all the same."""
         for key in [key for key, kept in self._kept.items() if not kept.outlives_weights]:

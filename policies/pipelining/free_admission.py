@@ -23,14 +23,14 @@ class FreeAdmission:
     max_staleness: int
     "weight versions between a token and the update that learns from it, at most; at least 1"
     over_provisioning: float
-    "batches that run beyond the next update's; as many as `max_staleness` leave no choice: groups go as they came"
+    "batches that run beyond the next update's; as many as `max_staleness` leave little choice"
     groups_per_batch: int
     num_iterations: int
 
     def most_begun(self, version: int) -> int:
         """Groups that may have begun since the run's start while a version is the newest."""
         beyond = min(self.over_provisioning, self.max_staleness)
-        groups = (version + 1) * self.groups_per_batch + math.ceil(beyond * self.groups_per_batch)
+        groups = (version + 1) * self.groups_per_batch + math.ceil(round(beyond * self.groups_per_batch, 6))
         return min(groups, self.num_iterations * self.groups_per_batch)
 
     def choose(self, ended: Sequence[int], running: Sequence[int], update: int) -> list[int] | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import tiny_pool
 
@@ -103,3 +104,33 @@ def test_caches_wait_for_cut_responses_with_tokens_and_for_no_others():
     engine._admit()
     (again,) = engine.cut({replace(first.key, turn=1)})
     assert again.num_tokens == begun.num_tokens and not len(engine.exchange.kept)
+
+
+def test_caches_that_another_instance_computed_anew_are_not_taken_for_the_older_ones():
+    """A response that moved, its caches computed at the destination, is cut before its next token."""
+    (request,) = (
+        replace(one, keeps_caches=True, caches_outlive_weights=True) for one in tiny_pool.requests(1)
+    )
+    source, destination = tiny_pool.engine("off", slots=2), tiny_pool.engine("off", slots=2)
+    source.submit(request)
+    source.step()
+    (begun,) = source.cut({request.key})
+    assert len(source.exchange.kept) == 1
+    for engine in (source, destination):
+        engine.weight_version = 1
+    again = go_on(request, begun, turn=1, keeps=True)
+    source.submit(again)
+    source.step()
+    assert [span.keeps_caches for span in source._batch.state(0, weight_version=1).weight_spans] == [
+        False,
+        True,
+    ]
+    state, _ = source.exchange.detach(again.key, weight_version=1)
+    destination.exchange.attach(state, ())
+    (cut,) = destination.cut({again.key})
+    assert cut.num_tokens == 2 and not len(destination.exchange.kept)
+    # and what an instance kept before is not there for a copy that comes back to it
+    source.exchange.kept.put(again.key, np.arange(3), (), outlives_weights=True)
+    assert len(source.exchange.kept) == 1
+    source.exchange.attach(state, ())
+    assert not len(source.exchange.kept)

@@ -267,7 +267,7 @@ def settings(**rollout: object) -> Config:
             {"schedule": "free", "max_staleness": 1, "weight_load": "drain"},
             "weight_load to reprefill or keep_kv",
         ),
-        ({"max_staleness": 1, "over_provisioning": 0.5}, "set schedule: free"),
+        ({"max_staleness": 1, "over_provisioning": 0.5}, "set schedule: free and max_staleness to 1"),
         ({"schedule": "free", "max_staleness": 1, "over_provisioning": 1.5}, "raise max_staleness"),
     ],
 )
@@ -275,6 +275,22 @@ def test_settings_without_effect_are_refused(rollout: dict, message: str) -> Non
     with pytest.raises(ValueError, match=message):
         settings(**rollout)
     assert settings(schedule="free", max_staleness=2, over_provisioning=0.5).rollout.schedule == "free"
+
+
+def test_what_cannot_go_together_is_one_error_that_says_what_can() -> None:
+    tree = settings(max_staleness=1).model_dump()
+    tree["environment"]["kind"] = "calculator"
+    tree["reward"]["kind"] = "environment"
+    for schedule, load in (("free", "reprefill"), ("free", "drain"), ("recorded", "reprefill")):
+        tree["rollout"] |= {"schedule": schedule, "weight_load": load}
+        with pytest.raises(ValueError, match="set schedule: recorded and weight_load: drain"):
+            Config.model_validate(tree)
+    tree["rollout"] |= {"schedule": "recorded", "weight_load": "drain"}
+    assert Config.model_validate(tree).environment.kind == "calculator"
+    tree["environment"]["kind"], tree["reward"]["kind"] = None, "gsm8k"
+    tree["rollout"]["weight_load"], tree["engine"]["turn_cache_mb"] = "keep_kv", 0.0
+    with pytest.raises(ValueError, match="turn_cache_mb 0 has no room"):
+        Config.model_validate(tree)
 
 
 def test_a_choice_leaves_no_more_behind_than_later_updates_can_take() -> None:
