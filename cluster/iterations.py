@@ -145,11 +145,7 @@ def _phase(
     # under a recorded schedule the last update has nothing beside it
     num_phases = pipeline.num_iterations - (0 if pipeline.ends_with_update else 1)
     system.generation.rollouts_ahead(max(num_phases - phase - 1, 0))
-    requests = pipeline.begin(phase)
-    if meanwhile is not None:
-        # also where nothing is left to ask for
-        meanwhile()
-    return collect(system, requests, report, pipeline=pipeline, meanwhile=meanwhile)
+    return collect(system, pipeline.begin(phase), report, pipeline=pipeline, meanwhile=meanwhile)
 
 
 class _UpdateBeside:

@@ -19,13 +19,19 @@ KNEE = 2.0
 
 
 def draw_profile(made: MadeProfile, folder: Path) -> list[Path]:
-    """Write `verify_cost.png` and `acceptance.png`; return their paths."""
+    """Write `verify_cost.png` and, where something drafts, `acceptance.png`; return their paths."""
     import matplotlib
 
     matplotlib.use("Agg")
+    pictures = [_draw_cost(made, folder / "verify_cost.png")]
+    if made.drafts:
+        pictures.append(_draw_acceptance(made, folder / "acceptance.png"))
+    return pictures
+
+
+def _draw_cost(made: MadeProfile, path: Path) -> Path:
     from matplotlib import pyplot
 
-    cost, acceptance = folder / "verify_cost.png", folder / "acceptance.png"
     figure, axes = pyplot.subplots(figsize=(7, 4.5))
     for number, batch in enumerate(np.unique(np.asarray(made.costs.shape.num_samples))):
         color = f"C{number}"
@@ -37,8 +43,13 @@ def draw_profile(made: MadeProfile, folder: Path) -> list[Path]:
     axes.set(xlabel="tokens verified", ylabel="ms", xscale="log", yscale="log", title="target forward")
     axes.legend(fontsize=7)
     figure.tight_layout()
-    figure.savefig(cost, dpi=120)
+    figure.savefig(path, dpi=120)
     pyplot.close(figure)
+    return path
+
+
+def _draw_acceptance(made: MadeProfile, path: Path) -> Path:
+    from matplotlib import pyplot
 
     nodes = join_nodes([draft.nodes() for draft in made.drafts])
     figure, axes = pyplot.subplots(figsize=(4.5, 4.5))
@@ -51,9 +62,9 @@ def draw_profile(made: MadeProfile, folder: Path) -> list[Path]:
     axes.set(xlabel="estimated acceptance", ylabel="accepted", title="reliability")
     axes.legend()
     figure.tight_layout()
-    figure.savefig(acceptance, dpi=120)
+    figure.savefig(path, dpi=120)
     pyplot.close(figure)
-    return [cost, acceptance]
+    return path
 
 
 def knee_tokens(cost: CostModel, table: CostTable) -> float:
