@@ -45,9 +45,10 @@ def run(*, out: Path, mode: str, data: Path | None) -> int:
     console.print(_table(rows))
     provenance: dict[str, Any] = {"mode": mode, "published": [row.tree() for row in rows]}
     # runs that break off leave what is known by then
-    write_result(out, "cluster_simulation", figures, intervals, provenance)
-    figures |= own_runs(out, mode, console)
     path = write_result(out, "cluster_simulation", figures, intervals, provenance)
+    for own in own_runs(out, mode, console):
+        figures |= own
+        path = write_result(out, "cluster_simulation", figures, intervals, provenance)
     console.print({name: value for name, value in figures.items() if name not in intervals})
     console.print(f"written {path}")
     return 0

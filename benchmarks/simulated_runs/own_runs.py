@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,8 +51,8 @@ class Pair:
     settings: Sequence[str] = ()
 
 
-def own_runs(out: Path, mode: str, console: Console) -> dict[str, float]:
-    """Measure, run, simulate; figures. What is not here is skipped, and said so."""
+def own_runs(out: Path, mode: str, console: Console) -> Iterator[dict[str, float]]:
+    """Measure, run, simulate; figures so far after each case. What is not here is skipped, and said so."""
     work = out / "simulated_runs"
     work.mkdir(parents=True, exist_ok=True)
     pairs, cases = {"demo": Pair(config=CONFIGS["ppo"])}, [_one_core_each(mode)]
@@ -83,8 +83,7 @@ def own_runs(out: Path, mode: str, console: Console) -> dict[str, float]:
                 f"the machine was not quiet: {busiest:.1f} cores were busy with something else; expected at most "
                 f"{MOST_OTHERS:g}: run it again with nothing beside it, these deviations say little"
             )
-    for rows in compared.values():
-        for row in rows:
+        for row in compared[case.name]:
             figures |= {
                 f"{row.name}_others_busy": row.background.generating,
                 f"{row.name}_rollout_s": row.rollout_s,
@@ -92,7 +91,7 @@ def own_runs(out: Path, mode: str, console: Console) -> dict[str, float]:
                 f"{row.name}_step_s": row.step_s,
                 f"{row.name}_step_deviation": row.step_deviation,
             }
-    return figures | summary(compared)
+        yield figures | summary(compared)
 
 
 def summary(compared: dict[str, list[Compared]]) -> dict[str, float]:
