@@ -100,7 +100,7 @@ class Episode:
         most = self.request.sampling.max_new_tokens
         num_tokens = completion.num_tokens + len(observation)
         if done or self.num_turns >= self._limits.max_turns or num_tokens >= most:
-            is_cut = not done or completion.finish_reason is FinishReason.LENGTH
+            is_cut = not done or completion.finish_reason is not FinishReason.STOP
             return self.whole(completion, FinishReason.LENGTH if is_cut else FinishReason.STOP)
         self._begins = num_tokens
         self._was_given = len(observation) > 0
