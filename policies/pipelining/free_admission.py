@@ -1,6 +1,6 @@
 """How many groups may have begun, and which an update learns from, where versions are taken whenever they come.
 
-Instances decode without a pause from the newest version that has arrived. A group that begins under version v may hold
+Instances decode from the newest version and pause only while one is loaded. A group begun under version v may hold
 tokens of v, so update v + max_staleness is the last that may learn from it. A batch is the `groups_per_batch` groups
 that ended first, but for those that would leave more behind than the updates to come can take in time; these are waited
 for. Under version v no more than (v + 1 + max_staleness) batches may have begun, so that a batch always has room.

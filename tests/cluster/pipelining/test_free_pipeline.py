@@ -17,7 +17,6 @@ from core.records import (
     Completion,
     FinishReason,
     Prompt,
-    Reward,
     Rollout,
     SampleKey,
     SampleRequest,
@@ -25,6 +24,7 @@ from core.records import (
     WeightSpan,
 )
 from policies.pipelining.free_admission import FreeAdmission
+from tests.cluster.pipelining.test_pipeline import DataSet, scored
 
 LONGEST = 12
 
@@ -70,11 +70,6 @@ def decoded(request: SampleRequest, *, count: int, version: int, is_whole: bool)
         num_decode_steps=count,
         num_accepted_tokens=0,
     )
-
-
-def scored(completion: Completion) -> Rollout:
-    prompt = Prompt(prompt_id=completion.prompt_id, token_ids=np.array([completion.prompt_id + 1]))
-    return Rollout(prompt=prompt, completion=completion, response_text="", reward=Reward(value=1.0))
 
 
 class Clock:
@@ -215,11 +210,6 @@ def test_a_group_without_any_reward_counts_as_ended() -> None:
     assert len(pipeline.take(1)) == 1
 
 
-class DataSet:
-    def __init__(self, count: int) -> None:
-        self.prompts = [Prompt(prompt_id=i, token_ids=np.array([i + 1])) for i in range(count)]
-
-
 def test_what_is_in_flight_is_read_back_with_samples_that_have_not_begun(tmp_path: Path) -> None:
     plan = FreeAdmission(max_staleness=2, over_provisioning=2.0, groups_per_batch=2, num_iterations=5)
     cursor = Cursor(2)
@@ -232,7 +222,11 @@ def test_what_is_in_flight_is_read_back_with_samples_that_have_not_begun(tmp_pat
     assert any(one.so_far is None for one in before.open_samples.values())
     assert any(one.so_far is not None for one in before.open_samples.values())
     write_in_flight(tmp_path / "in_flight", before)
-    after = read_in_flight(tmp_path / "in_flight", DataSet(10), cursor.sampling)  # type: ignore[arg-type]
+    after = read_in_flight(
+        tmp_path / "in_flight",
+        DataSet([Prompt(prompt_id=i, token_ids=np.array([i + 1])) for i in range(10)]),
+        cursor.sampling,
+    )  # type: ignore[arg-type]
     assert after.ready.keys() == before.ready.keys() and after.ended == before.ended
     for key, one in before.open_samples.items():
         again = after.open_samples[key]

@@ -11,15 +11,13 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
-import ray
 
 from cluster import iterations
 from cluster.cli import main
 from cluster.proof.verify_run import verify_run
 from cluster.run_folder.layout import RunDir
-from cluster.system import System
 from core.checkpoint_manifest import state_folders
-from tests.cluster.pipelining.test_pipelined_run import train, tree
+from tests.cluster.pipelining.test_pipelined_run import kill_an_instance, train, tree
 from tests.conftest import TinyPair
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
@@ -31,21 +29,7 @@ SAMPLES, ITERATIONS, STALENESS, TOKENS = 6, 5, 2, 90
 def test_a_free_run_that_loses_an_instance_can_be_generated_again(
     local_ray: None, tiny_pair: TinyPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, resumes: bool
 ) -> None:
-    really, killed = iterations.collect, []
-
-    def collect_and_kill(system: System, requests, report, **more):
-        look, before = more.pop("meanwhile"), system.scheduler.stats.num_emitted_tokens
-
-        def meanwhile() -> None:
-            look()
-            has_begun = system.scheduler.stats.num_emitted_tokens > before
-            if system.target.manifest.weight_version == 1 and has_begun and not killed:
-                killed.append("gen-1")
-                ray.kill(system.generation.instances["gen-1"])
-
-        return really(system, requests, report, meanwhile=meanwhile, **more)
-
-    monkeypatch.setattr(iterations, "collect", collect_and_kill)
+    really, killed = kill_an_instance(monkeypatch)
     config = tree(tiny_pair, tmp_path)
     config["run"]["iterations"] = ITERATIONS
     config["sampling"]["max_new_tokens"] = TOKENS

@@ -6,6 +6,7 @@ An instance is lost in the midst of it, and the run is cut off and resumed from 
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ import ray
 
 from cluster import iterations
 from cluster.cli import main
+from cluster.collect import Collected
 from cluster.pipelining.counted_pipeline import CountedPipeline
 from cluster.proof.verify_run import verify_run
 from cluster.run_folder.layout import RunDir
@@ -125,10 +127,9 @@ def train(config: dict, folder: Path) -> RunDir:
     return RunDir.open(path)
 
 
-def test_a_run_ahead_that_loses_an_instance_is_that_of_one_process(
-    local_ray: None, tiny_pair: TinyPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
-) -> None:
-    really, killed = iterations.collect, []
+def kill_an_instance(monkeypatch: pytest.MonkeyPatch) -> tuple[Callable[..., Collected], list[str]]:
+    """Kill gen-1 once it decodes from version 1; what collects otherwise, and who was killed."""
+    really, killed = iterations.collect, list[str]()
 
     def collect_and_kill(system: System, requests, report, **more):
         look, before = more.pop("meanwhile", None), system.scheduler.stats.num_emitted_tokens
@@ -144,6 +145,13 @@ def test_a_run_ahead_that_loses_an_instance_is_that_of_one_process(
         return really(system, requests, report, meanwhile=meanwhile, **more)
 
     monkeypatch.setattr(iterations, "collect", collect_and_kill)
+    return really, killed
+
+
+def test_a_run_ahead_that_loses_an_instance_is_that_of_one_process(
+    local_ray: None, tiny_pair: TinyPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    really, killed = kill_an_instance(monkeypatch)
     run = train(tree(tiny_pair, tmp_path), tmp_path)
     assert killed
     batches, checksum = in_one_process(config_from_dict(tree(tiny_pair, tmp_path)))
