@@ -16,13 +16,14 @@ from cluster import iterations
 from cluster.cli import main
 from cluster.proof.verify_run import verify_run
 from cluster.run_folder.layout import RunDir
+from cluster.system import System
 from core.checkpoint_manifest import state_folders
 from tests.cluster.pipelining.test_pipelined_run import kill_an_instance, train, tree
 from tests.conftest import TinyPair
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
-SAMPLES, ITERATIONS, STALENESS, TOKENS = 6, 5, 2, 90
+SAMPLES, ITERATIONS, STALENESS, TOKENS = 12, 5, 2, 90
 
 
 @pytest.mark.parametrize("resumes", [False, pytest.param(True, marks=pytest.mark.long)])
@@ -30,12 +31,13 @@ def test_a_free_run_that_loses_an_instance_can_be_generated_again(
     local_ray: None, tiny_pair: TinyPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, resumes: bool
 ) -> None:
     really, killed = kill_an_instance(monkeypatch)
+    _cut_early(monkeypatch)
     config = tree(tiny_pair, tmp_path)
     config["run"]["iterations"] = ITERATIONS
     config["sampling"]["max_new_tokens"] = TOKENS
-    config["rollout"] |= {"max_staleness": STALENESS, "schedule": "free", "over_provisioning": 1.5}
-    config["rollout"]["weight_load"] = "keep_kv"
-    # generating takes longer than an update: versions come while responses are under way
+    config["rollout"] |= {"prompts_per_iteration": SAMPLES, "max_staleness": STALENESS, "schedule": "free"}
+    config["rollout"] |= {"over_provisioning": 1.5, "weight_load": "keep_kv"}
+    # most samples are still in line when a batch is whole
     config["engine"]["max_running_samples"] = 1
     config["speculation"] = {"policy": "off", "drafter": "none"}
     run = train(config, tmp_path)
@@ -53,6 +55,25 @@ def test_a_free_run_that_loses_an_instance_can_be_generated_again(
     RunDir(path=cut).set_status("interrupted", "killed")
     assert main(["train", "--resume", str(cut)]) == 0
     _require_whole(RunDir.open(cut))
+
+
+def _cut_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cut the first two phases when their update begins, on a slow machine too: samples are under way by then."""
+    collect, cut_under = iterations.collect, list[int]()
+
+    def collect_and_cut(system: System, requests, report, **more):
+        look = more.pop("meanwhile")
+
+        def meanwhile() -> None:
+            look()
+            version = system.target.manifest.weight_version
+            if system.is_learning and version < 2 and version not in cut_under:
+                cut_under.append(version)
+                system.scheduler.cut()
+
+        return collect(system, requests, report, meanwhile=meanwhile, **more)
+
+    monkeypatch.setattr(iterations, "collect", collect_and_cut)
 
 
 def _require_whole(run: RunDir) -> None:
