@@ -81,8 +81,8 @@ def _proofs(out: Path, mode: str, figures: Figures, console: Console) -> None:
         settings = [
             f"run.iterations={PROVED_ITERATIONS[mode]}",
             "run.checkpoint_every=1",
-            # short ones are cut as well
-            "sampling.max_new_tokens=64",
+            # the demo's are short: half of them are cut
+            "sampling.max_new_tokens=32",
             f"rollout.max_staleness={staleness}",
             f"rollout.weight_load={load}",
             f"rollout.schedule={schedule}",
