@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field, replace
 
 from actors.actor_messages import Taken
@@ -22,7 +22,7 @@ from cluster.rollout_buffer import RolloutBuffer
 from cluster.system import GeneratingSystem, Scored
 from core.decode_records import GenerationStats
 from core.errors import RewardError, RlhfSpecError
-from core.records import ResponseFacts, Rollout, SampleRequest, Unscored
+from core.records import ResponseFacts, Rollout, SampleKey, SampleRequest, Unscored
 from learning.data.prompts import response_text
 from policies.scheduling.events import MoveRecord
 
@@ -49,7 +49,7 @@ class Collected:
     generate_s: float
     "until the last completion"
     score_s: float
-    "from there to the last reward"
+    "from there to the last reward that was waited for"
     num_skipped: int = 0
     "samples without a reward (`on_error: skip` of `reward` or `environment`)"
     skipped_groups: tuple[int, ...] = ()
@@ -68,11 +68,14 @@ def collect(
     phase: str = "generate",
     pipeline: Pipeline | None = None,
     meanwhile: Callable[[], None] | None = None,
+    awaits_rewards: Callable[[], bool] | None = None,
 ) -> Collected:
     """Generate and score every request; `forwards` gets each sample when it is scored, `groups` may ask for more.
 
     Responses that are no whole ones stay in the `pipeline`, and are not scored; what is scored or left out it is told
-    at once. `meanwhile` is called all along.
+    at once. With it the call ends when nothing is open on the instances and `awaits_rewards` says no, and returns what
+    was scored meanwhile; a later call receives the other rewards. Episodes wait for all. `meanwhile` is called all
+    along.
     Raises RewardError and the like as themselves; InstanceLost or SchedulerLost when replacements are
     used up.
     """
@@ -87,8 +90,11 @@ def collect(
         episodes.begin(requests)
     by_key = {request.key: request for request in requests}
     buffer = RolloutBuffer(max_staleness=system.config.rollout.max_staleness)
+    keeps_unscored = pipeline is not None and episodes is None
     unscored: list[Scored] = []
-    num_completed, num_skipped, num_cut, stats, generated_s = 0, 0, 0, before, began_s
+    if pipeline is not None:
+        unscored += [(r, c, response_text(system.tokenizer, c)) for r, c in pipeline.unsent()]
+    num_completed, num_skipped, stats, generated_s = 0, 0, before, began_s
     skipped_groups: list[int] = []
     wait = OpenWait(
         waiter="the scheduler",
@@ -96,7 +102,13 @@ def collect(
         order="generate more tokens",
         timeout_s=system.config.cluster.order_timeout_s,
     )
-    while len(buffer) + num_skipped + num_cut < len(by_key):
+
+    def misses_rewards() -> bool:
+        if not keeps_unscored:
+            return len(buffer) + num_skipped < len(by_key)
+        return bool(unscored) or (awaits_rewards is not None and awaits_rewards())
+
+    while num_completed < len(by_key) or misses_rewards():
         if meanwhile is not None:
             meanwhile()
         refused: list[tuple[SampleRequest, Unscored]] = []
@@ -111,11 +123,10 @@ def collect(
                 # environments have limits of their own, and so has a pool without instances
                 wait.restart()
             wait.look()
-            if pipeline is not None and episodes is None:
+            if pipeline is not None and keeps_unscored:
                 whole = [one for c in taken.completions if (one := pipeline.whole(c)) is not None]
                 done = [(request, c, response_text(system.tokenizer, c)) for request, c in whole]
-                num_newly_cut = len(taken.completions) - len(whole)
-                num_cut, num_completed = num_cut + num_newly_cut, num_completed + num_newly_cut
+                num_completed += len(taken.completions) - len(whole)
             elif episodes is None:
                 done = [(by_key[c.key], c, response_text(system.tokenizer, c)) for c in taken.completions]
             else:
@@ -126,8 +137,10 @@ def collect(
             num_completed += len(done) + len(refused)
             stats, generated_s = system.scheduler.stats, time.perf_counter()
         _send(system, unscored, is_last=num_completed == len(by_key))
-        scored = _receive(system, buffer, wait_s=_WAIT_S if num_completed == len(by_key) else 0.0)
-        refused += [(request, unscored) for (request, _, _), unscored in system.rewards.skipped()]
+        waits = num_completed == len(by_key) and misses_rewards()
+        mine = by_key if pipeline is None else None
+        scored, unscorable = _receive(system, buffer, mine, wait_s=_WAIT_S if waits else 0.0)
+        refused += unscorable
         # of batches that a phase only goes on with, whoever takes the batch judges (`Pipeline.take`)
         of = len(by_key) if pipeline is None else None
         skipped = _skip(refused, report, before=num_skipped, of=of)
@@ -229,10 +242,27 @@ def _skip(
     return [request.group_id for request, _ in skipped]
 
 
-def _receive(system: GeneratingSystem, buffer: RolloutBuffer, *, wait_s: float) -> list[Rollout]:
-    received = []
-    for (request, completion, text), reward in system.rewards.collect(wait_s=wait_s):
-        rollout = Rollout(prompt=request.prompt, completion=completion, response_text=text, reward=reward)
-        buffer.add(rollout, weight_version=system.target.manifest.weight_version)
-        received.append(rollout)
-    return received
+def _receive(
+    system: GeneratingSystem,
+    buffer: RolloutBuffer,
+    mine: Container[SampleKey] | None,
+    *,
+    wait_s: float,
+) -> tuple[list[Rollout], list[tuple[SampleRequest, Unscored]]]:
+    """What was scored, into the buffer too, and what could not be; what is not `mine` is left to who passes None."""
+    answers = [*system.rewards.collect(wait_s=wait_s), *system.rewards.skipped()]
+    if mine is None:
+        answers, system.late_rewards = system.late_rewards + answers, []
+    received: list[Rollout] = []
+    refused: list[tuple[SampleRequest, Unscored]] = []
+    for answer in answers:
+        (request, completion, text), reward = answer
+        if mine is not None and request.key not in mine:
+            system.late_rewards.append(answer)
+        elif isinstance(reward, Unscored):
+            refused.append((request, reward))
+        else:
+            rollout = Rollout(prompt=request.prompt, completion=completion, response_text=text, reward=reward)
+            buffer.add(rollout, weight_version=system.target.manifest.weight_version)
+            received.append(rollout)
+    return received, refused

@@ -8,7 +8,7 @@ cursor -> scheduler -> generation instances -> completions as they finish -> rew
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
@@ -85,11 +85,11 @@ def run_pipelined_iteration(
     """Update from a batch while the next ones are sampled; then publish and refit, with no sample open."""
     began_s = time.perf_counter()
     filled: Collected | None = None
-    if not pipeline.ends_with_update and not pipeline.has(iteration):
+    if pipeline.needs_filling(iteration):
         filled = _phase(system, pipeline, iteration - 1, report)
         recorder.pass_over(system.generation.instances)
     beside = _UpdateBeside(system, pipeline, iteration, log)
-    collected = _phase(system, pipeline, iteration, report, meanwhile=beside.look)
+    collected = _phase(system, pipeline, iteration, report, beside)
     moves = recorder.record(iteration, collected, system.generation.instances, system.generation.last_words())
 
     waited_from_s = time.perf_counter()
@@ -128,6 +128,7 @@ def run_pipelined_iteration(
         "time/update_hidden_s": beside.seconds - exposed_s,
         "time/batch_wait_s": beside.began_s - began_s,
         "rollout/num_cut_samples": float(pipeline.num_cut),
+        "rollout/num_unscored_samples": float(pipeline.num_unscored),
     }
     kept = log.record(iteration, learned, update)
     return figures | _further_figures(system, *phases) | moves | draft_figures | kept
@@ -138,14 +139,20 @@ def _phase(
     pipeline: Pipeline,
     phase: int,
     report: Reporter,
-    *,
-    meanwhile: Callable[[], None] | None = None,
+    beside: _UpdateBeside | None = None,
 ) -> Collected:
-    """Decode and score what a phase asks for; samples that are cut stay in the pipeline."""
+    """Decode what a phase asks for; samples that are cut stay in the pipeline, and so does what waits for a reward."""
     # under a recorded schedule the last update has nothing beside it
     num_phases = pipeline.num_iterations - (0 if pipeline.ends_with_update else 1)
     system.generation.rollouts_ahead(max(num_phases - phase - 1, 0))
-    return collect(system, pipeline.begin(phase), report, pipeline=pipeline, meanwhile=meanwhile)
+    return collect(
+        system,
+        pipeline.begin(phase),
+        report,
+        pipeline=pipeline,
+        meanwhile=None if beside is None else beside.look,
+        awaits_rewards=None if beside is None else beside.awaits_rewards,
+    )
 
 
 class _UpdateBeside:
@@ -181,6 +188,11 @@ class _UpdateBeside:
         elif time.monotonic() - self._looked_s > LOOK_S:
             self._looked_s = time.monotonic()
             self._alive.look()
+
+    def awaits_rewards(self) -> bool:
+        """Whether it cannot begin before rewards are there that are being computed."""
+        has_begun = self._order is not None or self._pipeline.has(self._iteration)
+        return not has_begun and self._pipeline.num_unscored > 0
 
     def wait(self) -> UpdateReport:
         """Wait for the report. Raises as `TrainerPool.update`; WeightsError, RewardError: see `Pipeline.take`."""

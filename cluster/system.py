@@ -37,7 +37,7 @@ from cluster.weights.first_weights import exit_norm, first_draft, load_and_put
 from cluster.weights.group_publication import Broadcast
 from cluster.weights.publish import PublishedWeights
 from core.config import Config
-from core.records import Completion, SampleRequest, SamplingParams
+from core.records import Completion, Reward, SampleRequest, SamplingParams, Unscored
 from engine.weights.loading import num_token_ids
 from learning.data.cursor import PromptCursor
 from learning.data.prompts import sampling_params
@@ -65,6 +65,8 @@ class GeneratingSystem:
     evaluation: EvaluationPrompts | None = None
     late_moves: list[MoveRecord] = field(default_factory=list)
     "that were told of after the rollout in which they were ordered; the next one's record has them"
+    late_rewards: list[tuple[Scored, Reward | Unscored]] = field(default_factory=list)
+    "that came while others were scored; the next phase takes them"
 
     def stop(self) -> None:
         """Let the actors end their loops; what is left ends with their bundles."""

@@ -66,6 +66,12 @@ _DECLARED = [
             "last",
             "responses that wait for the next weights (rollout.max_staleness)",
         ),
+        (
+            "num_unscored_samples",
+            "samples",
+            "last",
+            "whole responses whose rewards are still computed (rollout.max_staleness)",
+        ),
         ("num_streamed_samples", "samples", "sum", "samples whose forwards began during the rollout"),
         ("num_groups_sampled", "groups", "sum", "groups that dynamic sampling asked for"),
         ("num_groups_useful", "groups", "sum", "of these, groups whose rewards differ"),
@@ -78,7 +84,7 @@ _DECLARED = [
     *_of(
         "time",
         ("generate_s", "s", "sum", "until the last completion"),
-        ("score_s", "s", "sum", "from the last completion to the last reward"),
+        ("score_s", "s", "sum", "from the last completion to the last reward that was waited for"),
         ("update_s", "s", "sum", "the learner's update"),
         ("publish_s", "s", "sum", "new weights to every instance"),
         ("refit_s", "s", "sum", "refit of the draft model and its publication"),

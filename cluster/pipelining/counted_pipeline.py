@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import chain
 
 from cluster.pipelining.pipeline import OpenSample, Pipeline
 from core.errors import WeightsError
-from core.records import Rollout, SampleRequest
+from core.records import Rollout, SampleKey, SampleRequest
 from policies.pipelining.phase_plan import PhasePlan
 
 
@@ -35,14 +36,21 @@ class CountedPipeline(Pipeline):
 
     def has(self, batch: int) -> bool:
         """See `Pipeline.has`."""
-        return batch in self._ready and all(one.batch != batch for one in self._open.values())
+        return batch in self._ready and not self._missing(batch)
+
+    def needs_filling(self, batch: int) -> bool:
+        """See `Pipeline.needs_filling`."""
+        return batch not in self._ready or any(one.batch == batch for one in self._open.values())
 
     def take(self, batch: int) -> list[Rollout]:
         """See `Pipeline.take`."""
-        missing = [key.sample_index for key, one in self._open.items() if one.batch == batch]
-        if missing:
+        if missing := self._missing(batch):
             raise WeightsError(
-                f"batch {batch} is to be learned from and {len(missing)} of its samples are not whole, sample "
-                f"{missing[0]} among them; this is a fault of the project, please report it"
+                f"batch {batch} is to be learned from and {len(missing)} of its samples are not whole or not scored, "
+                f"sample {missing[0].sample_index} among them; this is a fault of the project, please report it"
             )
         return self._fresh(batch, self._ready.pop(batch).values())
+
+    def _missing(self, batch: int) -> list[SampleKey]:
+        waiting = chain(self._open.items(), self._unscored.items())
+        return [key for key, one in waiting if one.batch == batch]

@@ -17,6 +17,7 @@ class _Group:
 
     begun: int
     num_open: int = 0
+    "without a reward"
     has_tokens: bool = False
 
 
@@ -43,7 +44,7 @@ class FreePipeline(Pipeline):
         self._groups: dict[int, _Group] = {}
         "begun and not learned from, by group id"
         self._closed: list[int] = []
-        "those of them without an open sample, in the order in which they ended"
+        "those of them whose samples are all scored or left out, in the order in which they ended"
 
     def begin(self, phase: int) -> list[SampleRequest]:
         """See `Pipeline.begin`. A group that is still in line, without a token, begins under this version."""
@@ -61,13 +62,13 @@ class FreePipeline(Pipeline):
     def whole(self, completion: Completion) -> tuple[SampleRequest, Completion] | None:
         """See `Pipeline.whole`."""
         one = super().whole(completion)
-        if completion.num_tokens:
+        if one is not None or completion.num_tokens:
             self._groups[completion.group_id].has_tokens = True
         return one
 
     def ended(self, key: SampleKey, rollout: Rollout | None) -> None:
         """See `Pipeline.ended`."""
-        group_id = self._open[key].request.group_id
+        group_id = (self._unscored.get(key) or self._open[key]).request.group_id
         super().ended(key, rollout)
         group = self._groups[group_id]
         group.num_open, group.has_tokens = group.num_open - 1, True
@@ -84,7 +85,8 @@ class FreePipeline(Pipeline):
         if chosen is None:
             raise WeightsError(
                 f"batch {batch} is to be learned from and {len(self._closed)} of its "
-                f"{self._admission.groups_per_batch} groups are whole; this is a fault of the project, please report it"
+                f"{self._admission.groups_per_batch} groups are whole and scored; this is a fault of the project, "
+                "please report it"
             )
         self._closed = [one for one in self._closed if one not in chosen]
         for group_id in chosen:
@@ -108,7 +110,7 @@ class FreePipeline(Pipeline):
         super().restore(in_flight)
         self._groups = {group_id: _Group(begun=begun, has_tokens=True) for group_id, begun in in_flight.ended}
         self._closed = [group_id for group_id, _ in in_flight.ended]
-        for one in self._open.values():
+        for one in (self._open | self._unscored).values():
             self._note_open(one)
         for begun, rollouts in sorted(self._ready.items()):
             for rollout in rollouts.values():

@@ -1,8 +1,9 @@
 """What is between instances and trainer, as files of a run's state: a Parquet file a batch, as rollouts are kept.
 
-batch_000007.parquet        its scored responses
-batch_000007_open.parquet   its responses so far that are no whole ones; they have no reward
-ended.json                  free schedule: group and number of those without an open sample, in the order of their end
+batch_000007.parquet            its scored responses
+batch_000007_unscored.parquet   its whole responses that waited for a reward: they are scored again
+batch_000007_open.parquet       its responses so far that are no whole ones; they have no reward either
+ended.json                      free schedule: group and number of those that are scored, in the order of their end
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from core.records import (
 from learning.data.prompts import PromptDataset
 
 ENDED = "ended.json"
+_OPEN, _UNSCORED = "_open", "_unscored"
 
 
 def write_in_flight(folder: Path, in_flight: InFlight) -> None:
@@ -41,18 +43,19 @@ def write_in_flight(folder: Path, in_flight: InFlight) -> None:
     folder.mkdir()
     for batch, ready in in_flight.ready.items():
         write_rollouts(_file(folder, batch), list(ready.values()))
-    opened: dict[int, list[Rollout]] = defaultdict(list)
-    for one in in_flight.open_samples.values():
-        opened[one.batch].append(
-            Rollout(
-                prompt=one.request.prompt,
-                completion=one.so_far or _unbegun(one),
-                response_text="",
-                reward=Reward(value=0.0),
+    for suffix, samples in ((_OPEN, in_flight.open_samples), (_UNSCORED, in_flight.unscored)):
+        by_batch: dict[int, list[Rollout]] = defaultdict(list)
+        for one in samples.values():
+            by_batch[one.batch].append(
+                Rollout(
+                    prompt=one.request.prompt,
+                    completion=one.so_far or _unbegun(one),
+                    response_text="",
+                    reward=Reward(value=0.0),
+                )
             )
-        )
-    for batch, rollouts in opened.items():
-        write_rollouts(_file(folder, batch, "_open"), rollouts)
+        for batch, rollouts in by_batch.items():
+            write_rollouts(_file(folder, batch, suffix), rollouts)
     if in_flight.ended:
         write_whole(folder / ENDED, json.dumps(in_flight.ended).encode())
 
@@ -63,10 +66,10 @@ def read_in_flight(folder: Path, dataset: PromptDataset, sampling: SamplingParam
     Raises DataError: a file cannot be read, or holds a prompt that is not in the data set.
     """
     ready: dict[int, dict[SampleKey, Rollout]] = {}
-    opened: dict[SampleKey, OpenSample] = {}
+    waiting: dict[str, dict[SampleKey, OpenSample]] = {_OPEN: {}, _UNSCORED: {}}
     prompts = {prompt.prompt_id: prompt for prompt in dataset.prompts}
     for file in sorted(folder.glob("batch_*.parquet")) if folder.is_dir() else []:
-        found = re.fullmatch(r"batch_(\d+)(_open)?", file.stem)
+        found = re.fullmatch(rf"batch_(\d+)({_OPEN}|{_UNSCORED})?", file.stem)
         if found is None:
             continue
         batch = int(found[1])
@@ -82,10 +85,16 @@ def read_in_flight(folder: Path, dataset: PromptDataset, sampling: SamplingParam
                 sampling=sampling,
                 group_id=rollout.completion.group_id,
             )
-            so_far = rollout.completion if rollout.completion.num_tokens else None
-            opened[key] = OpenSample(batch=batch, request=request, so_far=so_far, num_turns=1)
+            has_begun = found[2] == _UNSCORED or rollout.completion.num_tokens > 0
+            so_far = rollout.completion if has_begun else None
+            waiting[found[2]][key] = OpenSample(batch=batch, request=request, so_far=so_far, num_turns=1)
         ready.setdefault(batch, {})
-    return InFlight(open_samples=opened, ready=ready, ended=_read_ended(folder / ENDED))
+    return InFlight(
+        open_samples=waiting[_OPEN],
+        unscored=waiting[_UNSCORED],
+        ready=ready,
+        ended=_read_ended(folder / ENDED),
+    )
 
 
 def _read_ended(file: Path) -> tuple[tuple[int, int], ...]:

@@ -1,8 +1,9 @@
 """Samples between instances and trainer where generation runs ahead of learning.
 
 A phase is what instances sample from one weight version. Between two phases no sample is with an instance: what is no
-whole response waits here and is asked for again as a further turn. Which samples a phase asks for and an update learns
-from is said by `counted_pipeline` or `free_pipeline`; a batch is given out in the order of the sample index.
+whole response waits here and is asked for again as a further turn; what is whole may still wait for its reward, which
+only the update that learns from it waits for. Which samples a phase asks for and an update learns from is said by
+`counted_pipeline` or `free_pipeline`; a batch is given out in the order of the sample index.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from core.records import Completion, FinishReason, Rollout, SampleKey, SampleReq
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenSample:
-    """A sample whose response is not whole."""
+    """A sample whose response is not whole, or has no reward."""
 
     batch: int
     "that it belongs to; of a free schedule: the version under which it began"
     request: SampleRequest
     "as the cursor made it"
     so_far: Completion | None = None
-    "None: nothing was sampled yet"
+    "None: nothing was sampled yet; of one that waits for its reward: the whole response"
     num_turns: int = 0
     "that it was asked for"
 
@@ -35,10 +36,13 @@ class InFlight:
     """All that is between instances and trainer at the end of a phase; what a state of the run keeps of it."""
 
     open_samples: dict[SampleKey, OpenSample] = field(default_factory=dict)
+    "whose responses are not whole"
+    unscored: dict[SampleKey, OpenSample] = field(default_factory=dict)
+    "whose responses are whole and without a reward"
     ready: dict[int, dict[SampleKey, Rollout]] = field(default_factory=dict)
     "scored responses by the same number"
     ended: tuple[tuple[int, int], ...] = ()
-    "free schedule: groups without an open sample, in the order in which they ended, and the number of each"
+    "free schedule: groups whose samples all have a reward, in the order in which they ended, and the number of each"
 
 
 class Pipeline(ABC):
@@ -53,6 +57,9 @@ class Pipeline(ABC):
         self._max_staleness = max_staleness
         self._keeps_caches = keeps_caches
         self._open: dict[SampleKey, OpenSample] = {}
+        self._unscored: dict[SampleKey, OpenSample] = {}
+        self._unsent: list[SampleKey] = []
+        "of those the ones that no reward is computed for: they were restored"
         self._ready: dict[int, dict[SampleKey, Rollout]] = {}
 
     @abstractmethod
@@ -61,15 +68,19 @@ class Pipeline(ABC):
 
     @abstractmethod
     def has(self, batch: int) -> bool:
-        """Whether a batch is whole."""
+        """Whether a batch is whole and scored."""
 
     @abstractmethod
     def take(self, batch: int) -> list[Rollout]:
         """Take a batch for its update, in the order of the sample index.
 
-        Raises WeightsError: a token is older than the run allows, or a sample is missing; RewardError: no reward is
-        there.
+        Raises WeightsError: a token is older than the run allows, or a sample or its reward is missing; RewardError:
+        every sample was left out.
         """
+
+    def needs_filling(self, batch: int) -> bool:
+        """Whether instances have to sample for a batch before the phase of its update begins."""
+        return False
 
     @property
     def num_open(self) -> int:
@@ -81,8 +92,13 @@ class Pipeline(ABC):
         """Those of them that have begun, and go on in the next phase."""
         return sum(one.so_far is not None for one in self._open.values())
 
+    @property
+    def num_unscored(self) -> int:
+        """Whole responses without a reward."""
+        return len(self._unscored)
+
     def whole(self, completion: Completion) -> tuple[SampleRequest, Completion] | None:
-        """Take what a phase has added to a sample; its request and response where that is whole, else it waits."""
+        """Take what a phase has added to a sample; its request and response, to be scored, where that is whole."""
         one = self._open[completion.key.sample]
         done, most = (
             replace(completion, key=one.request.key, sampled=None),
@@ -91,25 +107,34 @@ class Pipeline(ABC):
         at_limit = completion.finish_reason is FinishReason.LENGTH
         is_cut = completion.finish_reason is FinishReason.CUT or (at_limit and done.num_tokens < most)
         if not is_cut:
+            del self._open[done.key]
+            self._unscored[done.key] = replace(one, so_far=done)
             return one.request, done
         so_far = done if done.num_tokens else None
         self._open[done.key] = replace(one, so_far=so_far, num_turns=one.num_turns + 1)
         return None
 
+    def unsent(self) -> list[tuple[SampleRequest, Completion]]:
+        """What was restored whole and without a reward: to be scored again, told once."""
+        keys, self._unsent = self._unsent, []
+        return [(one.request, one.so_far) for key in keys if (one := self._unscored[key]).so_far is not None]
+
     def ended(self, key: SampleKey, rollout: Rollout | None) -> None:
         """Take a sample's scored response; None: it is left out."""
-        batch = self._open.pop(key).batch
+        # an episode is whole when its environment says so, and is scored at once
+        batch = (self._unscored.pop(key, None) or self._open.pop(key)).batch
         if rollout is not None:
             self._ready[batch][key] = rollout
 
     def in_flight(self) -> InFlight:
         """What is here between two phases; it stays as it is while the pipeline goes on."""
         ready = {batch: dict(rollouts) for batch, rollouts in self._ready.items()}
-        return InFlight(open_samples=dict(self._open), ready=ready)
+        return InFlight(open_samples=dict(self._open), unscored=dict(self._unscored), ready=ready)
 
     def restore(self, in_flight: InFlight) -> None:
         """Go on where `in_flight` was taken; the cursor is restored by whoever has it."""
         self._open = dict(in_flight.open_samples)
+        self._unscored, self._unsent = dict(in_flight.unscored), list(in_flight.unscored)
         self._ready = {batch: dict(rollouts) for batch, rollouts in in_flight.ready.items()}
 
     def _turn(self, one: OpenSample, *, most: int) -> SampleRequest:

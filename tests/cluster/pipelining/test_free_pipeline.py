@@ -75,8 +75,17 @@ def decoded(request: SampleRequest, *, count: int, version: int, is_whole: bool)
 class Clock:
     """Plays phases: samples end in any order; once the batch is there, the update ends after any number of them."""
 
-    def __init__(self, pipeline: FreePipeline, lengths: list[int], seed: int) -> None:
+    def __init__(
+        self, pipeline: FreePipeline, lengths: list[int], seed: int, *, rewards_are_late: bool = False
+    ) -> None:
+        self.rewards_are_late = rewards_are_late
         self.pipeline, self.lengths, self.chance = pipeline, lengths, random.Random(seed)
+        self.late: list[Completion] = []
+
+    def score(self) -> None:
+        """Let a late reward come."""
+        completion = self.late.pop(self.chance.randrange(len(self.late)))
+        self.pipeline.ended(completion.key, scored(completion))
 
     def end(self, request: SampleRequest, version: int, *, cut: bool) -> None:
         length = self.lengths[request.key.sample_index]
@@ -86,7 +95,9 @@ class Clock:
         assert (one is None) == cut
         if one is not None:
             assert one[1].num_tokens == length and one[1].key == one[0].key
-            self.pipeline.ended(one[1].key, scored(one[1]))
+            self.late.append(one[1])
+            if not self.rewards_are_late or self.chance.random() < 0.5:
+                self.score()
 
     def phase(self, version: int) -> list[Rollout]:
         asked = self.pipeline.begin(version)
@@ -100,6 +111,9 @@ class Clock:
             if learned is not None and (not left or not open_samples):
                 break
             left -= 1
+            if self.late and (not open_samples or self.chance.random() < 0.5):
+                self.score()
+                continue
             assert open_samples, "a batch is whole when everything is"
             self.end(open_samples.pop(), version, cut=False)
         for request in open_samples:
@@ -118,14 +132,14 @@ def admission(chance: random.Random) -> FreeAdmission:
 
 
 def test_random_schedules_keep_every_promise() -> None:
-    chance, carried = random.Random(0), 0
+    chance, carried, late = random.Random(0), 0, 0
     for seed in range(10_000):
         plan, size = admission(chance), chance.randint(1, 3)
         groups, batch_size = plan.num_iterations * plan.groups_per_batch, plan.groups_per_batch * size
         cursor = Cursor(size)
         pipeline = FreePipeline(plan, cursor, keeps_caches=False)
         lengths = [chance.randint(1, LONGEST) for _ in range(groups * size)]
-        clock, learned = Clock(pipeline, lengths, seed), []
+        clock, learned = Clock(pipeline, lengths, seed, rewards_are_late=seed % 2 > 0), []
         for update in range(plan.num_iterations):
             batch = clock.phase(update)
             indices = [rollout.completion.key.sample_index for rollout in batch]
@@ -136,11 +150,14 @@ def test_random_schedules_keep_every_promise() -> None:
                 assert versions == sorted(set(versions)) and update - versions[0] <= plan.max_staleness
                 carried += len(versions) > 1
             held = pipeline.in_flight()
-            in_flight = len(held.open_samples) + sum(len(ready) for ready in held.ready.values())
+            assert held.unscored.keys() == {completion.key for completion in clock.late}
+            late += len(held.unscored)
+            in_flight = len(held.open_samples) + len(held.unscored)
+            in_flight += sum(len(ready) for ready in held.ready.values())
             assert in_flight <= plan.max_staleness * batch_size
         assert sorted(learned) == list(range(groups * size)), "each once, none lost"
-        assert cursor.groups == groups and not pipeline.num_open
-    assert carried > 10_000
+        assert cursor.groups == groups and not pipeline.num_open and not pipeline.num_unscored
+    assert carried > 10_000 and late > 5_000
 
 
 def test_who_ends_first_is_learned_from_and_the_rest_is_carried_over_whole() -> None:
@@ -215,10 +232,11 @@ def test_what_is_in_flight_is_read_back_with_samples_that_have_not_begun(tmp_pat
     cursor = Cursor(2)
     pipeline = FreePipeline(plan, cursor, keeps_caches=False)
     lengths = [1 + (7 * number) % LONGEST for number in range(20)]
-    clock = Clock(pipeline, lengths, 9)
+    clock = Clock(pipeline, lengths, 5, rewards_are_late=True)
     clock.phase(0)
     clock.phase(1)
     before = pipeline.in_flight()
+    assert before.unscored
     assert any(one.so_far is None for one in before.open_samples.values())
     assert any(one.so_far is not None for one in before.open_samples.values())
     write_in_flight(tmp_path / "in_flight", before)
@@ -228,15 +246,18 @@ def test_what_is_in_flight_is_read_back_with_samples_that_have_not_begun(tmp_pat
         cursor.sampling,
     )  # type: ignore[arg-type]
     assert after.ready.keys() == before.ready.keys() and after.ended == before.ended
-    for key, one in before.open_samples.items():
-        again = after.open_samples[key]
+    assert after.open_samples.keys() == before.open_samples.keys()
+    assert after.unscored.keys() == before.unscored.keys()
+    for key, one in (before.open_samples | before.unscored).items():
+        again = (after.open_samples | after.unscored)[key]
         assert (again.batch, str(again.so_far)) == (one.batch, str(one.so_far))
     other = Cursor(2)
     other.groups = cursor.groups
     resumed = FreePipeline(plan, other, keeps_caches=False)
     resumed.restore(after)
     learned = []
-    later = Clock(resumed, lengths, 4)
+    later = Clock(resumed, lengths, 4, rewards_are_late=True)
+    later.late = [completion for _, completion in resumed.unsent()]
     for update in (2, 3, 4):
         learned += [one.completion.key.sample_index for one in later.phase(update)]
     assert len(learned) == len(set(learned)) == 12 and other.groups == 10

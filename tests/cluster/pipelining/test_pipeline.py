@@ -88,8 +88,14 @@ def scored(completion: Completion) -> Rollout:
     return Rollout(prompt=prompt, completion=completion, response_text="", reward=Reward(value=1.0))
 
 
-def play_phase(pipeline: CountedPipeline, phase: int, lengths: list[int], chance: random.Random) -> int:
-    """Let the samples of a phase end in any order; how many there were."""
+def play_phase(
+    pipeline: CountedPipeline,
+    phase: int,
+    lengths: list[int],
+    chance: random.Random,
+    late: list[Completion] | None = None,
+) -> int:
+    """Let the samples of a phase end in any order; how many there were. Some rewards are `late`."""
     requests = pipeline.begin(phase)
     assert len({request.key for request in requests}) == len(requests)
     for request in chance.sample(requests, len(requests)):
@@ -105,8 +111,23 @@ def play_phase(pipeline: CountedPipeline, phase: int, lengths: list[int], chance
         if whole is not None:
             asked, completion = whole
             assert completion.num_tokens == length and completion.key == asked.key
-            pipeline.ended(completion.key, scored(completion))
+            if late is not None and chance.random() < 0.5:
+                late.append(completion)
+            else:
+                pipeline.ended(completion.key, scored(completion))
     return len(requests)
+
+
+def score_until_there(
+    pipeline: CountedPipeline, batch: int, late: list[Completion], chance: random.Random
+) -> None:
+    """Let late rewards come, in any order, until a batch is there."""
+    chance.shuffle(late)
+    while not pipeline.has(batch):
+        with pytest.raises(WeightsError, match="whole or not scored"):
+            pipeline.take(batch)
+        completion = late.pop()
+        pipeline.ended(completion.key, scored(completion))
 
 
 def test_random_schedules_keep_every_promise() -> None:
@@ -119,12 +140,13 @@ def test_random_schedules_keep_every_promise() -> None:
             staleness, tokens=tokens, iterations=iterations, load=chance.choice(["drain", "reprefill"])
         )
         lengths = [chance.randint(1, tokens) for _ in range(iterations * size)]
-        cursor, learned = Cursor(size, tokens), []
+        cursor, learned, late = Cursor(size, tokens), [], list[Completion]()
         pipeline = CountedPipeline(plan, cursor)
         for iteration in range(iterations):
-            if not pipeline.has(iteration):
-                assert iteration == 0
-                play_phase(pipeline, -1, lengths, chance)
+            assert pipeline.needs_filling(iteration) == (iteration == 0), "late rewards are no reason to"
+            if iteration == 0:
+                play_phase(pipeline, -1, lengths, chance, late)
+            score_until_there(pipeline, iteration, late, chance)
             batch = pipeline.take(iteration)
             learned += [rollout.completion.key.sample_index for rollout in batch]
             for rollout in batch:
@@ -132,12 +154,13 @@ def test_random_schedules_keep_every_promise() -> None:
                 assert versions == sorted(set(versions)) and versions[-1] <= iteration
                 assert iteration - versions[0] <= staleness
                 assert plan.weight_load == "reprefill" or len(versions) == 1
-            play_phase(pipeline, iteration, lengths, chance)
+            play_phase(pipeline, iteration, lengths, chance, late)
             held = pipeline.in_flight()
-            in_flight = len(held.open_samples) + sum(len(ready) for ready in held.ready.values())
+            assert held.unscored.keys() == {completion.key for completion in late}
+            in_flight = len(held.open_samples) + len(late) + sum(len(ready) for ready in held.ready.values())
             assert in_flight <= plan.lag * size
         assert learned == list(range(iterations * size))
-        assert cursor.given == iterations * size and not pipeline.num_open
+        assert cursor.given == iterations * size and not pipeline.num_open and not pipeline.num_unscored
 
 
 def test_a_response_is_cut_at_equal_shares_of_the_longest() -> None:
@@ -159,11 +182,26 @@ def test_a_response_is_cut_at_equal_shares_of_the_longest() -> None:
 def test_a_stale_or_missing_sample_is_refused() -> None:
     pipeline = CountedPipeline(plan_of(1, tokens=4, iterations=5), Cursor(1, 4))
     (request,) = pipeline.begin(-1)
-    with pytest.raises(WeightsError, match="1 of its samples are not whole, sample 0"):
+    with pytest.raises(WeightsError, match="1 of its samples are not whole or not scored, sample 0"):
         pipeline.take(0)
     pipeline.ended(request.key, scored(decoded(request, length=4, version=3)))
     with pytest.raises(WeightsError, match=r"weight version 3 .* trainer is at 0"):
         pipeline.take(0)
+
+
+def test_a_whole_response_that_waits_for_its_reward_is_not_asked_for_again() -> None:
+    pipeline = CountedPipeline(plan_of(2, tokens=9, iterations=4), Cursor(1, 9))
+    for request in pipeline.begin(-1):
+        pipeline.whole(decoded(request, length=3, version=0))
+    assert pipeline.num_unscored == 2 and not pipeline.num_open and not pipeline.num_cut
+    assert not pipeline.has(0) and not pipeline.needs_filling(0)
+    assert [request.key.sample_index for request in pipeline.begin(0)] == [2]
+    (first, second) = pipeline.in_flight().unscored.values()
+    assert first.so_far is not None and second.so_far is not None
+    pipeline.ended(second.request.key, scored(second.so_far))
+    assert not pipeline.has(0), "the other batch's reward does not help"
+    pipeline.ended(first.request.key, scored(first.so_far))
+    assert [rollout.completion.key for rollout in pipeline.take(0)] == [first.request.key]
 
 
 def test_a_sample_that_is_left_out_is_not_waited_for() -> None:
@@ -200,12 +238,12 @@ class DataSet:
 def test_what_is_in_flight_is_read_back_as_it_was(tmp_path: Path) -> None:
     plan, lengths = plan_of(3, tokens=9, iterations=6), [9, 2, 7, 9, 5, 9, 9, 1, 4, 9, 9, 9]
     cursor = Cursor(2, 9)
-    pipeline = CountedPipeline(plan, cursor)
-    for phase in (-1, 0):
-        play_phase(pipeline, phase, lengths, random.Random(1))
-        pipeline.take(phase + 1) if phase < 0 else None
+    pipeline, late = CountedPipeline(plan, cursor), list[Completion]()
+    play_phase(pipeline, -1, lengths, random.Random(1))
+    pipeline.take(0)
+    play_phase(pipeline, 0, lengths, random.Random(1), late)
     before = pipeline.in_flight()
-    assert before.open_samples and any(before.ready.values())
+    assert before.open_samples and any(before.ready.values()) and before.unscored
     write_in_flight(tmp_path / "in_flight", before)
     prompts = [Prompt(prompt_id=i, token_ids=np.array([i + 1]), fields={"kept": i}) for i in range(12)]
     data: DataSet = DataSet(prompts)
@@ -220,10 +258,18 @@ def test_what_is_in_flight_is_read_back_as_it_was(tmp_path: Path) -> None:
         assert one.batch == before.open_samples[key].batch
         assert str(one.so_far) == str(before.open_samples[key].so_far)
         assert one.request.prompt.fields == {"kept": key.sample_index}
-    # both go on to the same batches
+    assert {key: (one.batch, str(one.so_far)) for key, one in after.unscored.items()} == {
+        key: (one.batch, str(one.so_far)) for key, one in before.unscored.items()
+    }
+    # both go on to the same batches; what was not scored is scored again
     again = CountedPipeline(plan, Cursor(2, 9))
     again.restore(after)
-    for each in (pipeline, again):
+    assert not again.has(1) and not again.needs_filling(1)
+    unsent = [completion for _, completion in again.unsent()]
+    assert {one.key for one in unsent} == before.unscored.keys() and not again.unsent()
+    for each, theirs in ((pipeline, late), (again, unsent)):
+        for completion in theirs:
+            each.ended(completion.key, scored(completion))
         each.take(1)
     play_phase(pipeline, 1, lengths, random.Random(2))
     other = Cursor(2, 9)

@@ -1,6 +1,7 @@
 """Generation two versions ahead of learning, on real actors: the run of one process that follows the same plan.
 
-An instance is lost in the midst of it, and the run is cut off and resumed from a state with samples in flight.
+An instance is lost in the midst of it, rewards come after the version that they could have delayed, and the run is cut
+off and resumed from a state with samples in flight.
 """
 
 from __future__ import annotations
@@ -148,9 +149,26 @@ def kill_an_instance(monkeypatch: pytest.MonkeyPatch) -> tuple[Callable[..., Col
     return really, killed
 
 
+def delay_rewards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let rewards come only while an update waits for them: every version comes before those of its phase."""
+    really = iterations.collect
+
+    def collect_late(system: System, requests, report, **more):
+        awaits = more["awaits_rewards"] or (lambda: False)
+        receive = system.rewards.collect
+        system.rewards.collect = lambda *, wait_s: receive(wait_s=wait_s) if awaits() else []
+        try:
+            return really(system, requests, report, **more)
+        finally:
+            system.rewards.collect = receive
+
+    monkeypatch.setattr(iterations, "collect", collect_late)
+
+
 def test_a_run_ahead_that_loses_an_instance_is_that_of_one_process(
     local_ray: None, tiny_pair: TinyPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:
+    delay_rewards(monkeypatch)
     really, killed = kill_an_instance(monkeypatch)
     run = train(tree(tiny_pair, tmp_path), tmp_path)
     assert killed
@@ -180,7 +198,8 @@ def test_a_run_ahead_that_loses_an_instance_is_that_of_one_process(
     for folder in state_folders(cut / "checkpoints"):
         if folder.name > "state_0001":
             shutil.rmtree(folder)
-    assert list((cut / "checkpoints" / "state_0001" / "in_flight").glob("*_open.parquet"))
+    in_flight = cut / "checkpoints" / "state_0001" / "in_flight"
+    assert list(in_flight.glob("*_open.parquet")) and list(in_flight.glob("*_unscored.parquet"))
     RunDir(path=cut).set_status("interrupted", "killed")
     assert main(["train", "--resume", str(cut)]) == 0
     assert f"parameter checksum {checksum} (weight version {ITERATIONS})" in capsys.readouterr().out

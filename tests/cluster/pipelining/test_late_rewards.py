@@ -1,0 +1,194 @@
+"""Rewards that come late: a phase ends without them, and nothing but the update that needs them waits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from actors.actor_messages import Taken
+from cluster.collect import collect
+from cluster.pipelining.counted_pipeline import CountedPipeline
+from core.errors import RewardError
+from core.records import Prompt, Reward, SampleKey, SampleRequest, SamplingParams, Stream, Unscored
+from policies.pipelining.phase_plan import PhasePlan
+from tests.cluster import test_collect as made
+
+_ENDLESS = 50
+
+
+class SlowRewards(made.Rewards):
+    """Scores what it is told to, batch by batch, and else nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.items: list[Any] = []
+        self.due: list[int] = []
+        self.fails = False
+
+    @property
+    def num_idle(self) -> int:
+        return 1
+
+    def submit(self, items: list, prompts: list, responses: list[str], facts: list) -> None:
+        self.sent.append([item[1].key.sample_index for item in items])
+        self.items += items
+
+    def collect(self, *, wait_s: float) -> list:
+        self.num_collections += 1
+        assert self.num_collections < _ENDLESS, "a phase waits for rewards that nobody needs"
+        if self.fails:
+            raise RewardError("sample 1 cannot be scored")
+        due = [item for item in self.items if item[1].key.sample_index in self.due]
+        self.items = [item for item in self.items if item not in due]
+        self.unscored += [
+            (item, Unscored(reason=f"sample {item[1].key.sample_index} is refused"))
+            for item in due
+            if item[1].key.sample_index in self.refused
+        ]
+        return [
+            (item, Reward(value=float(item[1].key.sample_index)))
+            for item in due
+            if item[1].key.sample_index not in self.refused
+        ]
+
+
+def pipeline_of(size: int, *, iterations: int = 9) -> CountedPipeline:
+    """One prompt a sample; phase p brings the samples of batch p + 1."""
+    given = iter(range(99))
+    plan = PhasePlan(max_staleness=1, weight_load="reprefill", max_new_tokens=4, num_iterations=iterations)
+    return CountedPipeline(plan, lambda: [request(next(given)) for _ in range(size)])
+
+
+def request(index: int, stream: Stream = Stream.TRAIN) -> SampleRequest:
+    return SampleRequest(
+        key=SampleKey(run_seed=0, sample_index=index, stream=stream),
+        prompt=Prompt(prompt_id=index, token_ids=made.request(index).prompt.token_ids, text=f"p{index}"),
+        sampling=SamplingParams(max_new_tokens=4),
+    )
+
+
+def taken(*indices: int) -> Taken:
+    return Taken(completions=tuple(made.done(index, version=0) for index in indices))
+
+
+def system(*script: Taken) -> Any:
+    """Of a run whose weights are its first."""
+    one = made.system(*script)
+    one.rewards, one.late_rewards = SlowRewards(), []
+    one.target.manifest.weight_version, one.config.rollout.max_staleness = 0, 1
+    return one
+
+
+def phase(one: Any, pipeline: CountedPipeline, number: int, **more: Any) -> Any:
+    return collect(one, pipeline.begin(number), made.Report(), pipeline=pipeline, **more)
+
+
+def indices(rollouts: list) -> list[int]:
+    return [rollout.completion.key.sample_index for rollout in rollouts]
+
+
+def test_a_phase_ends_while_rewards_are_computed_and_the_next_one_receives_them() -> None:
+    one, pipeline = system(taken(1), taken(0)), pipeline_of(2)
+    assert phase(one, pipeline, -1).rollouts == []
+    assert one.rewards.sent == [[1], [0]], "all of them are with the reward pool"
+    assert pipeline.num_unscored == 2 and not pipeline.has(0)
+    one.scheduler = made.Scheduler(taken(2), taken(3))
+    one.rewards.due = [0, 1]
+    assert indices(phase(one, pipeline, 0).rollouts) == [0, 1]
+    assert indices(pipeline.take(0)) == [0, 1] and pipeline.num_unscored == 2
+
+
+def test_the_rewards_of_the_update_to_come_are_waited_for_and_no_others() -> None:
+    one, pipeline = system(taken(0, 1)), pipeline_of(2)
+    phase(one, pipeline, -1)
+    one.scheduler = made.Scheduler(taken(2, 3))
+    looks, begun = [], []
+
+    def meanwhile() -> None:
+        looks.append(pipeline.num_open)
+        # the rewards of the first batch come when nothing is open any more
+        one.rewards.due = [0] if pipeline.num_open else [0, 1]
+        if pipeline.has(0):
+            begun.append(pipeline.take(0))
+
+    collected = phase(one, pipeline, 0, meanwhile=meanwhile, awaits_rewards=lambda: not begun)
+    assert looks[-1] == 0 and [indices(batch) for batch in begun] == [[0, 1]]
+    assert indices(collected.rollouts) == [0, 1] and pipeline.num_unscored == 2
+
+
+def test_a_phase_without_samples_waits_for_the_rewards_of_its_update() -> None:
+    one, pipeline = system(taken(0, 1)), pipeline_of(2, iterations=1)
+    phase(one, pipeline, -1)
+    collections = one.rewards.num_collections
+
+    def awaits_rewards() -> bool:
+        if one.rewards.num_collections == collections + 3:
+            one.rewards.due = [0, 1]
+        return not pipeline.has(0)
+
+    phase(one, pipeline, 0, awaits_rewards=awaits_rewards)
+    assert indices(pipeline.take(0)) == [0, 1] and not pipeline.num_unscored
+
+
+def test_what_was_restored_without_a_reward_is_scored_again() -> None:
+    one, pipeline = system(taken(0, 1)), pipeline_of(2)
+    phase(one, pipeline, -1)
+    resumed, again = system(taken(2, 3)), pipeline_of(2)
+    again._next_requests()
+    again.restore(pipeline.in_flight())
+    resumed.rewards.due = [0, 1]
+    phase(resumed, again, 0, awaits_rewards=lambda: not again.has(0))
+    assert sorted(index for batch in resumed.rewards.sent for index in batch) == [0, 1, 2, 3]
+    assert indices(again.take(0)) == [0, 1]
+    # also by a phase that asks for nothing and waits for nothing
+    resumed, again = system(), pipeline_of(2, iterations=1)
+    again.restore(pipeline.in_flight())
+    phase(resumed, again, 0)
+    assert resumed.rewards.sent == [[0, 1]]
+
+
+def test_an_evaluation_leaves_late_rewards_to_the_next_phase() -> None:
+    one, pipeline = system(taken(0, 1)), pipeline_of(2)
+    one.rewards.refused = [1]
+    phase(one, pipeline, -1)
+    held_out = [request(index, Stream.EVAL) for index in (7, 8)]
+    one.rewards.due = [0, 1, 7, 8]
+    done = tuple(replace(made.done(place, version=0), key=asked.key) for place, asked in enumerate(held_out))
+    one.scheduler = made.Scheduler(Taken(completions=done))
+    evaluated = collect(one, held_out, made.Report(), phase="evaluate")
+    assert indices(evaluated.rollouts) == [7, 8] and not evaluated.num_skipped
+    assert pipeline.num_unscored == 2 and len(one.late_rewards) == 2
+    one.scheduler = made.Scheduler(taken(2, 3))
+    collected = phase(one, pipeline, 0)
+    assert indices(collected.rollouts) == [0] and collected.num_skipped == 1 and not one.late_rewards
+    assert indices(pipeline.take(0)) == [0], "the one that was refused is left out"
+
+
+def test_episodes_wait_for_the_rewards_of_their_phase() -> None:
+    one, pipeline = system(taken(0, 1)), pipeline_of(2)
+    one.episodes = SimpleNamespace(
+        num_asked=0,
+        begin=one.scheduler.enqueue,
+        advance=lambda completions, queue: [(request(c.key.sample_index), c, "said") for c in completions],
+        skipped=list,
+        spoken=lambda key: ("said", ()),
+        figures=dict,
+    )
+
+    def meanwhile() -> None:
+        one.rewards.due = [0, 1] if one.rewards.num_collections > 3 else []
+
+    assert indices(phase(one, pipeline, -1, meanwhile=meanwhile).rollouts) == [0, 1]
+    assert pipeline.has(0) and not pipeline.num_open
+
+
+def test_a_late_reward_that_fails_ends_the_phase_that_receives_it() -> None:
+    one, pipeline = system(taken(0, 1)), pipeline_of(2)
+    phase(one, pipeline, -1)
+    one.rewards.fails = True
+    with pytest.raises(RewardError, match="sample 1 cannot be scored"):
+        phase(one, pipeline, 0)
+    assert pipeline.num_unscored == 2, "a state that is kept has both"
