@@ -22,7 +22,7 @@ from cluster.rollout_buffer import RolloutBuffer
 from cluster.system import GeneratingSystem, Scored
 from core.decode_records import GenerationStats
 from core.errors import RewardError, RlhfSpecError
-from core.records import ResponseFacts, Rollout, SampleKey, SampleRequest, Unscored
+from core.records import ResponseFacts, Reward, Rollout, SampleKey, SampleRequest, Unscored
 from learning.data.prompts import response_text
 from policies.scheduling.events import MoveRecord
 
@@ -76,9 +76,11 @@ def collect(
     at once. With it the call ends when nothing is open on the instances and `awaits_rewards` says no, and returns what
     was scored meanwhile; a later call receives the other rewards. Episodes wait for all. `meanwhile` is called all
     along.
-    Raises RewardError and the like as themselves; InstanceLost or SchedulerLost when replacements are
-    used up.
+    Raises RewardError and the like as themselves, with a `pipeline` beside an update in the next call, so that a state
+    can be kept between them; InstanceLost or SchedulerLost when replacements are used up.
     """
+    if pipeline is not None and system.late_failure is not None:
+        raise system.late_failure
     began_s = time.perf_counter()
     moves = [*system.late_moves, *_take(system, wait_s=0.0, report=report).moves]
     system.late_moves.clear()
@@ -136,11 +138,18 @@ def collect(
             moves += taken.moves
             num_completed += len(done) + len(refused)
             stats, generated_s = system.scheduler.stats, time.perf_counter()
-        _send(system, unscored, is_last=num_completed == len(by_key))
-        waits = num_completed == len(by_key) and misses_rewards()
-        mine = by_key if pipeline is None else None
-        scored, unscorable = _receive(system, buffer, mine, wait_s=_WAIT_S if waits else 0.0)
-        refused += unscorable
+        scored: list[Rollout] = []
+        if keeps_unscored and system.late_failure is not None:
+            # nothing more is scored; the pipeline has them
+            unscored.clear()
+        else:
+            _send(system, unscored, is_last=num_completed == len(by_key))
+            waits = num_completed == len(by_key) and misses_rewards()
+            answers = _answers(
+                system, wait_s=_WAIT_S if waits else 0.0, may_fail_later=keeps_unscored, report=report
+            )
+            scored, unscorable = _receive(system, answers, buffer, by_key if pipeline is None else None)
+            refused += unscorable
         # of batches that a phase only goes on with, whoever takes the batch judges (`Pipeline.take`)
         of = len(by_key) if pipeline is None else None
         skipped = _skip(refused, report, before=num_skipped, of=of)
@@ -242,15 +251,29 @@ def _skip(
     return [request.group_id for request, _ in skipped]
 
 
+def _answers(
+    system: GeneratingSystem, *, wait_s: float, may_fail_later: bool, report: Reporter
+) -> list[tuple[Scored, Reward | Unscored]]:
+    """What the reward pool has done since the last call; a failure beside an update may be kept for the next phase."""
+    try:
+        return [*system.rewards.collect(wait_s=wait_s), *system.rewards.skipped()]
+    except RlhfSpecError as error:
+        if not may_fail_later or not system.is_learning:
+            raise
+        system.late_failure = error
+        report.note(
+            f"no more rewards: {error}; the run ends after this iteration, so that its state can be kept"
+        )
+        return []
+
+
 def _receive(
     system: GeneratingSystem,
+    answers: list[tuple[Scored, Reward | Unscored]],
     buffer: RolloutBuffer,
     mine: Container[SampleKey] | None,
-    *,
-    wait_s: float,
 ) -> tuple[list[Rollout], list[tuple[SampleRequest, Unscored]]]:
     """What was scored, into the buffer too, and what could not be; what is not `mine` is left to who passes None."""
-    answers = [*system.rewards.collect(wait_s=wait_s), *system.rewards.skipped()]
     if mine is None:
         answers, system.late_rewards = system.late_rewards + answers, []
     received: list[Rollout] = []

@@ -37,6 +37,7 @@ from cluster.weights.first_weights import exit_norm, first_draft, load_and_put
 from cluster.weights.group_publication import Broadcast
 from cluster.weights.publish import PublishedWeights
 from core.config import Config
+from core.errors import RlhfSpecError
 from core.records import Completion, Reward, SampleRequest, SamplingParams, Unscored
 from engine.weights.loading import num_token_ids
 from learning.data.cursor import PromptCursor
@@ -67,6 +68,10 @@ class GeneratingSystem:
     "that were told of after the rollout in which they were ordered; the next one's record has them"
     late_rewards: list[tuple[Scored, Reward | Unscored]] = field(default_factory=list)
     "that came while others were scored; the next phase takes them"
+    late_failure: RlhfSpecError | None = None
+    "of rewards that no update waited for: the next phase raises it"
+    is_learning: bool = False
+    "whether an iteration has begun to change what the trainers hold: no state can be taken then"
 
     def stop(self) -> None:
         """Let the actors end their loops; what is left ends with their bundles."""
@@ -84,8 +89,6 @@ class System(GeneratingSystem):
     broadcast: Broadcast
     streams_forwards: bool = False
     "whether trainers compute what they can during the rollout (`cluster.placement.spare_cores`)"
-    is_learning: bool = False
-    "whether an iteration has begun to change what the trainers hold: no state can be taken then"
     lost_machines: Callable[[], list[str]] = list
     "Ray's ids of those that are gone with the scheduler's, a reward actor's or a trainer's place on them"
     refit_overhead_s: float = 0.0

@@ -77,7 +77,7 @@ def taken(*indices: int) -> Taken:
 def system(*script: Taken) -> Any:
     """Of a run whose weights are its first."""
     one = made.system(*script)
-    one.rewards, one.late_rewards = SlowRewards(), []
+    one.rewards, one.late_rewards, one.late_failure, one.is_learning = SlowRewards(), [], None, False
     one.target.manifest.weight_version, one.config.rollout.max_staleness = 0, 1
     return one
 
@@ -192,3 +192,23 @@ def test_a_late_reward_that_fails_ends_the_phase_that_receives_it() -> None:
     with pytest.raises(RewardError, match="sample 1 cannot be scored"):
         phase(one, pipeline, 0)
     assert pipeline.num_unscored == 2, "a state that is kept has both"
+
+
+def test_rewards_that_fail_beside_an_update_end_the_run_after_its_phase() -> None:
+    one, pipeline = system(taken(0)), pipeline_of(1)
+    one.rewards.due = [0]
+    phase(one, pipeline, -1)
+    pipeline.take(0)
+    one.is_learning, one.rewards.fails = True, True
+    one.scheduler, report = made.Scheduler(taken(1)), made.Report()
+    collect(one, pipeline.begin(0), report, pipeline=pipeline, awaits_rewards=lambda: False)
+    (note,) = report.notes
+    assert note.startswith("no more rewards: sample 1 cannot be scored; the run ends after this iteration")
+    assert pipeline.num_unscored == 1 and not pipeline.num_open, "the phase is whole: a state can be taken"
+    # an evaluation that needs the pool fails by itself or not at all
+    one.is_learning, one.rewards.fails, one.rewards.due = False, False, [4]
+    one.scheduler = made.Scheduler(taken(4))
+    assert len(collect(one, [request(4)], report, phase="evaluate").rollouts) == 1
+    one.scheduler = made.Scheduler(taken(2))
+    with pytest.raises(RewardError, match="sample 1 cannot be scored"):
+        phase(one, pipeline, 1)

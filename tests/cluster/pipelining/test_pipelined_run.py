@@ -14,6 +14,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import ray
+import yaml
 
 from cluster import iterations
 from cluster.cli import main
@@ -25,6 +26,7 @@ from cluster.system import System
 from core.checkpoint_manifest import state_folders
 from core.config import Config
 from core.config_io import config_from_dict
+from core.errors import RewardServerLost
 from core.metrics import read_metrics
 from core.records import Rollout
 from engine.build import build_engine
@@ -119,8 +121,6 @@ def in_one_process(config: Config) -> tuple[list[list[Rollout]], str]:
 
 
 def train(config: dict, folder: Path) -> RunDir:
-    import yaml
-
     file = folder / "run.yaml"
     file.write_text(yaml.safe_dump(config))
     assert main(["train", "--config", str(file)]) == 0
@@ -163,6 +163,42 @@ def delay_rewards(monkeypatch: pytest.MonkeyPatch) -> None:
             system.rewards.collect = receive
 
     monkeypatch.setattr(iterations, "collect", collect_late)
+
+
+@pytest.mark.long
+def test_rewards_that_are_lost_beside_an_update_cost_no_iteration(
+    local_ray: None, tiny_pair: TinyPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    really = iterations.collect
+
+    def collect_until_lost(system: System, requests, report, **more):
+        receive = system.rewards.collect
+
+        def receive_or_lose(*, wait_s: float):
+            if system.is_learning and system.target.manifest.weight_version == 1:
+                raise RewardServerLost("the reward server does not answer")
+            return receive(wait_s=wait_s)
+
+        system.rewards.collect = receive_or_lose
+        try:
+            return really(system, requests, report, **more)
+        finally:
+            system.rewards.collect = receive
+
+    monkeypatch.setattr(iterations, "collect", collect_until_lost)
+    config = tree(tiny_pair, tmp_path)
+    config["run"]["state_every"] = 10
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump(config))
+    assert main(["train", "--config", str(file)]) == 1
+    said = capsys.readouterr()
+    assert "2 iterations are finished; go on with `rlhfspec train --resume" in said.out + said.err
+    (path,) = (tmp_path / "runs").iterdir()
+    assert [folder.name for folder in state_folders(path / "checkpoints")] == ["state_0002"]
+    monkeypatch.setattr(iterations, "collect", really)
+    assert main(["train", "--resume", str(path)]) == 0
+    _, checksum = in_one_process(config_from_dict(config))
+    assert f"parameter checksum {checksum} (weight version {ITERATIONS})" in capsys.readouterr().out
 
 
 def test_a_run_ahead_that_loses_an_instance_is_that_of_one_process(
