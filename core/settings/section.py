@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Annotated, Any, Self, get_args
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 MAX_THREADS = 1024
 _MAX_NAME_BYTES = 100
@@ -16,6 +24,18 @@ class Section(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_truth_value_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
+        # Python takes true for 1
+        kinds = _plain_kinds(cls.model_fields[info.field_name or ""].annotation)
+        if bool in kinds or not kinds & {int, float}:
+            return value
+        for one in value if isinstance(value, list | tuple) else [value]:
+            if isinstance(one, bool):
+                raise ValueError(f"expected a number, got {str(one).lower()}, which is none; write a number")
+        return value
+
     @model_validator(mode="after")
     def _plain_values(self) -> Self:
         for name, value in self:
@@ -24,6 +44,12 @@ class Section(BaseModel):
             if isinstance(value, int) and not -(2**63) <= value < 2**63:
                 raise ValueError(f"{name} must fit in 64 bits; got {value.bit_length()} bits")
         return self
+
+
+def _plain_kinds(annotation: Any) -> set[Any]:
+    """All classes that an annotation is made of."""
+    below = get_args(annotation)
+    return set[Any]().union(*map(_plain_kinds, below)) if below else {annotation}
 
 
 def folder_name(name: str) -> str:

@@ -118,8 +118,8 @@ def test_one_call_of_the_user_s_code_may_keep_an_actor_silent_for_as_long_as_it_
     assert cluster.silence_limit_s(600.0) == 605.0, "its own limit ends it, not the heartbeat's"
 
 
-def every_float() -> list[tuple[str, ...]]:
-    """Paths of all settings that are floats, from the classes themselves."""
+def every_number(*kinds: type) -> list[tuple[str, ...]]:
+    """Paths of all settings that are of these kinds, from the classes themselves."""
 
     def below(model: type[BaseModel], path: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
         for name, field in model.model_fields.items():
@@ -128,13 +128,13 @@ def every_float() -> list[tuple[str, ...]]:
             kind = next((one for one in get_args(kind) if hasattr(one, "model_fields")), kind)
             if isinstance(kind, type) and issubclass(kind, BaseModel):
                 yield from below(kind, (*path, name, "0") if is_list else (*path, name))
-            elif kind is float or float in get_args(kind):
+            elif bool not in get_args(kind) and ({kind, *get_args(kind)} & {*kinds}):
                 yield (*path, name)
 
     return list(below(Config, ()))
 
 
-@pytest.mark.parametrize("path", every_float(), ids=".".join)
+@pytest.mark.parametrize("path", every_number(float), ids=".".join)
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan, "inf", "1e999"])
 def test_every_float_is_finite(path: tuple[str, ...], value: object) -> None:
     tree: Any = value
@@ -146,8 +146,27 @@ def test_every_float_is_finite(path: tuple[str, ...], value: object) -> None:
 
 def test_the_floats_of_all_sections_were_found() -> None:
     assert {"learning_rate", "temperature", "kl_coef", "heartbeat_timeout_s", "kv_cache_mb", "num_cpus"} <= {
-        path[-1] for path in every_float()
+        path[-1] for path in every_number(float)
     }
+
+
+def test_no_number_is_a_truth_value() -> None:
+    paths = every_number(int, float)
+    assert {("rollout", "over_provisioning"), ("run", "seed"), ("rollout", "max_staleness")} <= {*paths}
+    for path in paths:
+        for value in (True, False):
+            tree: Any = value
+            for name in reversed(path):
+                tree = [tree] if name == "0" else {name: tree}
+            with pytest.raises(ConfigError, match=rf"{path[-1]}: expected a number, got {value}".lower()):
+                config_from_dict(SMALLEST | tree)
+    for section, key, values in (("sampling", "stop_token_ids", [1, True]), ("reward", "clip", [False, 2.0])):
+        with pytest.raises(ConfigError, match=rf"{section}\.{key}: expected a number, got"):
+            config_from_dict(SMALLEST | {section: {key: values}})
+    # where both may stand, both do
+    assert config_from_dict(SMALLEST | {"tracking": {"tensorboard": True}}).tracking.tensorboard
+    options = config_from_dict(SMALLEST | {"environment": {"options": {"is_hard": True, "level": 2}}})
+    assert options.environment.options == {"is_hard": True, "level": 2}
 
 
 @pytest.mark.parametrize(
