@@ -20,6 +20,8 @@ from engine.drafters.exit_norm import ExitNorm
 from engine.drafters.head.head_drafter import HeadDrafter
 from engine.drafters.head.head_forward import HeadForward
 from engine.drafters.head.head_weights import HeadWeights, require_fit
+from engine.drafters.head.mtp_forward import MtpForward
+from engine.drafters.head.mtp_weights import MtpConfig
 from engine.drafters.head.tapping import tap_for_head
 from engine.drafters.lookup_drafter import LookupDrafter
 from engine.drafters.model_drafter import ModelDrafter
@@ -73,8 +75,8 @@ def build_engine(
 
     Args:
         target: the target model, in eval mode.
-        draft: the draft model, for drafter `model`; the draft head, for drafter `head`; for `early_exit` the norm
-            that was trained for it, anything else is not looked at.
+        draft: the draft model, for drafter `model`; the draft head, for drafter `head`; the MTP layer, for `mtp`; for
+            `early_exit` the norm that was trained for it, anything else is not looked at.
         engine: numerics, attention, slots, threads.
         speculation: drafter and draft policy.
         max_total_tokens: the longest prompt plus the longest response.
@@ -245,10 +247,13 @@ def _drafter(
     max_total_tokens: int,
     vocab_size: int,
 ) -> Drafter | None:
-    if speculation.drafter == "head":
-        if not isinstance(draft, HeadWeights):
+    if speculation.drafter in ("head", "mtp"):
+        is_mtp = isinstance(draft, HeadWeights) and isinstance(draft.config, MtpConfig)
+        if not isinstance(draft, HeadWeights) or is_mtp != (speculation.drafter == "mtp"):
             raise ConfigError(
-                "speculation.drafter is 'head' but no draft head was given; set models.draft to a folder that "
+                "speculation.drafter is 'mtp' but no MTP layer was given; read the target's with `load_mtp`"
+                if speculation.drafter == "mtp"
+                else "speculation.drafter is 'head' but no draft head was given; set models.draft to a folder that "
                 "`rlhfspec drafter make` has written"
             )
         return head_drafter(draft, engine, policy, runner, max_total_tokens, vocab_size)
@@ -277,7 +282,7 @@ def head_drafter(
     max_total_tokens: int,
     vocab_size: int,
 ) -> HeadDrafter:
-    """Return the drafter of a head on this runner, whose hidden states are tapped for it. Raises ModelError."""
+    """Return the drafter of a head or MTP layer on this runner, whose hidden states are tapped. Raises ModelError."""
     require_fit(head.config, runner.model.config)
     pool = runner.pool
     taps = tap_for_head(
@@ -286,12 +291,13 @@ def head_drafter(
         max_prefill_tokens=engine.max_prefill_tokens,
         max_total_tokens=max_total_tokens,
     )
-    forward = HeadForward(
-        head,
-        embedding=runner.model.base_model.get_input_embeddings().weight,
-        capacity=pool.capacity,
-        backend=runner.backend,
+    embedding = runner.model.base_model.get_input_embeddings().weight
+    kind = (
+        partial(MtpForward, output=runner.output_logits)
+        if isinstance(head.config, MtpConfig)
+        else HeadForward
     )
+    forward = kind(head, embedding=embedding, capacity=pool.capacity, backend=runner.backend)
     drafter = HeadDrafter(
         forward,
         KVPool(

@@ -23,8 +23,9 @@ class SamplingConfig(Section):
 class SpeculationConfig(Section):
     """What is drafted, and who decides how much."""
 
-    drafter: Literal["model", "head", "early_exit", "ngram", "suffix", "none"] = "model"
-    "model: a draft model; head: a layer on the target's hidden states; ngram, suffix: look-up in the sample's own text"
+    drafter: Literal["model", "head", "mtp", "early_exit", "ngram", "suffix", "none"] = "model"
+    """model: a draft model; head: a layer on the target's hidden states; mtp: the one that the target brings;
+    early_exit: its first layers; suffix: look-up in all responses to the prompt; ngram: in the sample's own text"""
     policy: Literal["goodput", "batch_table", "bandit", "capacity", "fixed", "off"] = "goodput"
     "goodput: adaptive, from a profile; batch_table, bandit: TLT's; capacity: FastGRPO's; fixed; off: plain decoding"
     profile: UserPath = "auto"
@@ -53,13 +54,13 @@ class SpeculationConfig(Section):
 
     @property
     def names_draft(self) -> bool:
-        """Whether models.draft is what drafts: a model of its own, or a head."""
+        """Whether models.draft must name what drafts: a model of its own, or a head."""
         return self.drafter in ("model", "head")
 
     @property
     def has_draft(self) -> bool:
-        """Whether models.draft drafts, and anything does."""
-        return self.names_draft and self.policy != "off"
+        """Whether weights beside the target's draft: those of models.draft, or the target's MTP layer."""
+        return self.drafter in ("model", "head", "mtp") and self.policy != "off"
 
     @property
     def looks_up(self) -> bool:
@@ -78,9 +79,9 @@ class SpeculationConfig(Section):
 
     @model_validator(mode="after")
     def _looks_up_beside(self) -> SpeculationConfig:
-        if self.look_up != "none" and self.drafter not in ("model", "head", "early_exit"):
+        if self.look_up != "none" and self.drafter not in ("model", "head", "mtp", "early_exit"):
             raise ValueError(
-                f"speculation.look_up {self.look_up} stands beside a drafter that computes (model, head or "
+                f"speculation.look_up {self.look_up} stands beside a drafter that computes (model, head, mtp or "
                 f"early_exit), but drafter is {self.drafter}; set look_up to none, or drafter to one of these (to look "
                 f"up alone: drafter {self.look_up})"
             )

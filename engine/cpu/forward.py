@@ -98,8 +98,11 @@ class NativeForward:
         return out[:, : self._head.columns]
 
     def fill(self, num_tokens: int, segments: Segments, taps: SeesHidden | None = None) -> None:
-        """Compute keys and values only."""
-        self._run(self._marks.stored, num_tokens, segments, 0, taps)
+        """Compute keys and values only; the last layer's output too where `taps` wants it of prefills."""
+        whole = taps is not None and taps.whole_prefills
+        # what follows the last layer begins with its output in `x`
+        until = self._marks.layers[-1] + 1 if whole else self._marks.stored
+        self._run(until, num_tokens, segments, 0, taps)
 
     def inputs_of(self, layer: int, num_tokens: int, segments: Segments) -> Float[Tensor, "M H"]:
         """See `FusedForward.inputs_of`."""

@@ -108,6 +108,8 @@ class SeesHidden(Protocol):
 
     layers: tuple[int, ...]
     "whose inputs it wants; the number of layers: the last one's output"
+    whole_prefills: bool
+    "whether it wants that of prefills too"
 
     def see(self, layer: int, x: Float[Tensor, "M H"]) -> None:
         """Take a layer's input."""

@@ -28,7 +28,7 @@ class HiddenFollower(Protocol):
     ) -> None:
         """Runs of committed tokens have been computed, packed one behind the other; `tokens` are each slot's [S, T].
 
-        The last layer's output is not among them: a prefill ends before it.
+        The last layer's output is not among them, since a prefill ends before it, unless `HiddenTaps.whole_prefills`.
         """
         ...
 
@@ -73,6 +73,7 @@ class HiddenTaps:
         max_tokens: int,
         dtype: torch.dtype,
         device: torch.device,
+        whole_prefills: bool = False,
     ) -> None:
         """Make the rows.
 
@@ -83,8 +84,10 @@ class HiddenTaps:
             max_tokens: of one forward, padding included.
             dtype: of the rows.
             device: of the model.
+            whole_prefills: let prefills run the last layer to its end too, for its output.
         """
         self.layers = tuple(layers)
+        self.whole_prefills = whole_prefills
         self.followers: list[HiddenFollower] = []
         self._columns: dict[int, list[int]] = {}
         for index, layer in enumerate(self.layers):

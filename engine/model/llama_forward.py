@@ -150,10 +150,11 @@ class LlamaForward:
         for index, layer in enumerate(self._layers):
             self._show(index, x)
             qkv = self._qkv(layer, x, rotation)
-            if index == last:
+            if index == last and not (self._taps is not None and self._taps.whole_prefills):
                 plan.store(index, qkv)
                 return
             x = self._after_qkv(index, layer, x, qkv, plan)
+        self._show(len(self._layers), x)
 
     def exit_after(
         self, num_layers: int, gain: Tensor, input_ids: Tensor, position_ids: Tensor, plan: ForwardPlan
@@ -167,7 +168,10 @@ class LlamaForward:
             rotation = self._rotation(position_ids)
             for index, layer in enumerate(self._layers[:num_layers]):
                 x = self._after_qkv(index, layer, x, self._qkv(layer, x, rotation), plan)
-        x = F.rms_norm(x, (x.shape[-1],), gain.to(x.dtype), self._eps)
+        return self.output(F.rms_norm(x, (x.shape[-1],), gain.to(x.dtype), self._eps))
+
+    def output(self, x: Tensor) -> Tensor:
+        """See `engine.model.runner.Forward`."""
         # where the last norm's gain is multiplied into the head, it is divided out here
         return self._head(x if self._final_gain is not None else x * self._layout.inverse_final_gain())
 

@@ -50,6 +50,10 @@ class Forward(Protocol):
         """Show hidden states to `taps` from now on. Raises ModelError where layers cannot be found."""
         ...
 
+    def output(self, x: Float[Tensor, "M H"]) -> Float[Tensor, "M V"]:
+        """Return the logits of states that another norm than the last one has normed: the output matrix alone."""
+        ...
+
     def exit_after(
         self,
         num_layers: int,
@@ -170,12 +174,13 @@ class ModelRunner:
             if self.taps is not None:
                 self._forward.tap(self.taps)
 
-    def tap(self, layers: Sequence[int], *, max_tokens: int) -> HiddenTaps:
+    def tap(self, layers: Sequence[int], *, max_tokens: int, whole_prefills: bool = False) -> HiddenTaps:
         """Set hidden states aside from now on, of forwards of at most so many tokens.
 
         Args:
             layers: whose inputs, from 0; the number of layers asks for the last one's output.
             max_tokens: of one forward.
+            whole_prefills: as of `HiddenTaps`.
 
         Raises:
             ModelError: there is no such layer.
@@ -193,6 +198,7 @@ class ModelRunner:
             max_tokens=max_tokens + padding,
             dtype=torch.float32 if self.device.type == "cpu" else self.model.dtype,
             device=self.device,
+            whole_prefills=whole_prefills,
         )
         self._forward.tap(taps)
         if self.graphs is not None:
@@ -243,6 +249,11 @@ class ModelRunner:
         padded = self._padded(input_ids, position_ids)
         out = self._forward.exit_after(num_layers, gain, *padded, plan)
         return out[: len(input_ids), : self.vocab_size]
+
+    @torch.inference_mode()
+    def output_logits(self, x: Float[Tensor, "M H"]) -> Float[Tensor, "M V"]:
+        """Return the logits of normed states by the output matrix as it is now; padded ids are cut off."""
+        return self._forward.output(x)[:, : self.vocab_size]
 
     def load(self, tensors: dict[str, Tensor]) -> None:
         """Load named weights into the model and its inference copy. Raises WeightsError when they do not fit."""

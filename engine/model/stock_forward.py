@@ -62,6 +62,11 @@ class StockForward:
                     lambda _, arguments, named, layer=layer: show(layer, arguments, named), with_kwargs=True
                 )
 
+    def output(self, x: Tensor) -> Tensor:
+        """See `engine.model.runner.Forward`."""
+        head: Any = self._model.get_output_embeddings()
+        return head(x.to(self._model.dtype)).float()
+
     def exit_after(
         self, num_layers: int, gain: Tensor, input_ids: Tensor, position_ids: Tensor, plan: ForwardPlan
     ) -> Tensor:

@@ -18,7 +18,10 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from core.errors import ModelError
 from engine.weights.causal_lm import DTYPES
 from engine.weights.chunks import describe_not_finite, not_finite
+from engine.weights.renamed_configs import register_renamed
 from engine.weights.weight_files import first_line, require_all_weights
+
+register_renamed()
 
 _CONFIG = "config.json of the model"
 _MEND = {

@@ -37,7 +37,7 @@ def check_weight_files(name: str, model: Any) -> None:
     Raises:
         ModelError: no weights, a file that is missing or cut, a weight that is missing or has another shape.
     """
-    folder = _folder_of(name)
+    folder = local_folder(name)
     if folder is None:
         return
     if (folder / ADAPTER_FILE).exists():
@@ -87,7 +87,8 @@ def first_line(error: Exception) -> str:
     return (text if spoken else f"{name} {text}".strip())[:240].rstrip(".,")
 
 
-def _folder_of(name: str) -> Path | None:
+def local_folder(name: str) -> Path | None:
+    """Return the folder of a model by path or hub name; None where its weights are not on this machine."""
     folder = Path(name).expanduser()
     if folder.is_dir():
         return folder

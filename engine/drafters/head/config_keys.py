@@ -58,7 +58,7 @@ def rope_of_tree(tree: Mapping[str, Any]) -> dict[str, Any]:
 def require_plain(tree: Mapping[str, Any], name: str) -> None:
     """Raise ModelError where a config asks for arithmetic that is not plain EAGLE-3's: our drafts would be others."""
     wrong = next((each for each in _facts(tree) if each[1] != each[2]), None)
-    why = _wrong_taps(tree) or _wrong_rope(tree) or _wrong_number(tree)
+    why = _wrong_taps(tree) or wrong_rope(tree) or _wrong_number(tree)
     if wrong is not None:
         what, expected, got = wrong
         why = f"{what}: expected {expected!r}, got {got!r}"
@@ -100,7 +100,8 @@ def _wrong_taps(tree: Mapping[str, Any]) -> str:
     return f"{LAYER_IDS}: expected {NUM_MIXED} layers' inputs from 0, ascending, got {list(taps)}"
 
 
-def _wrong_rope(tree: Mapping[str, Any]) -> str:
+def wrong_rope(tree: Mapping[str, Any]) -> str:
+    """Say what is unknown of a config's rotary positions; empty: nothing."""
     rope = rope_of_tree(tree)
     kind = rope.get("rope_type", "default")
     if kind not in ROPE_NEEDS:

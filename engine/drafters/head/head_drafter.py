@@ -27,7 +27,7 @@ from engine.decoding.draft_tree import DEAD, DraftTree
 from engine.decoding.noise import Noise
 from engine.decoding.running_batch import RunningBatch
 from engine.decoding.verify import Verdict
-from engine.drafters.head.head_forward import HeadForward
+from engine.drafters.head.layer_forward import LayerForward
 from engine.drafters.head.published_head import head_checksum
 from engine.drafters.level_drafter import LevelDrafter, level_plan
 from engine.drafters.refinement import Refinement
@@ -45,7 +45,7 @@ class HeadDrafter(LevelDrafter):
 
     def __init__(
         self,
-        forward: HeadForward,
+        forward: LayerForward,
         pool: KVPool,
         *,
         attention: Attention | PoolAttention,

@@ -24,7 +24,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Int
@@ -48,6 +48,12 @@ LEFT_OUT = ("embed_tokens.weight", "model.embed_tokens.weight")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadConfig:
     """Sizes of a head. It fits targets of its hidden size, vocabulary and tokenizer."""
+
+    form: ClassVar[str] = "EAGLE-3's form"
+    layer: ClassVar[str] = LAYER
+    "what the names of the decoder layer's tensors begin with"
+    takes_output: ClassVar[bool] = False
+    "whether it drafts from the output of the target's last layer, and not from inputs of layers alone"
 
     hidden_size: int
     intermediate_size: int
@@ -111,7 +117,8 @@ class HeadWeights:
     @property
     def token_ids(self) -> Int[Tensor, " D"]:
         """The target's id of every draft id, ascending."""
-        return self.tensors["d2t"] + torch.arange(self.config.draft_vocab_size)
+        ids = torch.arange(self.config.draft_vocab_size)
+        return self.tensors["d2t"] + ids if "d2t" in self.tensors else ids
 
     @property
     def num_trained(self) -> int:
@@ -229,7 +236,7 @@ def require_whole(head: HeadWeights, name: str) -> None:
     for key in sorted(expected.keys() | got.keys()):
         if expected.get(key) != got.get(key):
             raise ModelError(
-                f"the draft head {name} is not of EAGLE-3's form: expected {key} to be "
+                f"the draft head {name} is not of {head.config.form}: expected {key} to be "
                 f"{list(expected[key]) if key in expected else 'absent'}, got "
                 f"{list(got[key]) if key in got else 'none'}; its config.json and its weights must go together"
             )
@@ -237,7 +244,8 @@ def require_whole(head: HeadWeights, name: str) -> None:
     for key, tensor in head.tensors.items():
         if tensor.is_floating_point() and not torch.isfinite(tensor).all():
             raise ModelError(f"the draft head {name} has weights in {key} that are not finite; make it again")
-    _require_vocabulary(head, name)
+    if "d2t" in expected:
+        _require_vocabulary(head, name)
 
 
 def _require_types(tensors: Mapping[str, Tensor], name: str) -> None:
@@ -285,7 +293,7 @@ def require_fit(head: HeadConfig, target: Any) -> None:
     wrong = [f"{what}{int(expected)}, got {got}" for what, expected, got in facts if int(expected) != got]
     if head.num_target_layers not in (None, num_layers):
         wrong.append(f"{num_layers} layers, got {head.num_target_layers}")
-    elif highest >= num_layers:
+    elif highest >= num_layers and not head.takes_output:
         wrong.append(
             f"hidden states of its layers, got layer {highest}, the target has {num_layers} layers from 0"
         )

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from core.errors import ModelError
-from engine.drafters.head.head_forward import _rotations
 from engine.drafters.head.head_weights import (
     HeadConfig,
     HeadWeights,
@@ -18,6 +17,7 @@ from engine.drafters.head.head_weights import (
     load_head_config,
     save_head,
 )
+from engine.drafters.head.layer_forward import _rotations
 from learning.heads.head_module import Rotation
 from tests.helpers.random_heads import random_head
 from tests.helpers.tiny_llama import tiny_llama
