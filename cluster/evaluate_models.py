@@ -73,7 +73,7 @@ def evaluation_config(
         raise ConfigError("nothing says which prompts to evaluate: expected --data FILE, or data in --config")
     models = {**made.get("models", {}), "target": model}
     speculation = made.get("speculation", {})
-    if not models.get("draft") and speculation.get("drafter", "model") in ("model", "head"):
+    if not models.get("draft") and speculation.get("drafter", "model") in ("model", "head", "mtp"):
         models["draft"] = None
         speculation = {"drafter": "none", "policy": "off"}
     elif speculation.get("policy") not in (*_DRAFTS_WITHOUT_A_PROFILE, "off"):

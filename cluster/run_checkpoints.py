@@ -10,7 +10,7 @@ from cluster.system import System
 from cluster.weights.checkpoints import save_adapter, save_checkpoint, save_head_checkpoint
 from cluster.weights.publish import PublishedWeights
 from core.files import PARTIAL, storage_errors
-from engine.drafters.head.published_head import is_head
+from engine.drafters.head.published_head import is_head, is_mtp
 from engine.weights.generation_settings import load_generation_settings
 
 _MODELS = ("target", "draft", "adapter")
@@ -21,6 +21,8 @@ def save_checkpoints(
 ) -> None:
     """Save the trained target and the drafter as Hugging Face checkpoints (a head under EAGLE-3's names).
 
+    An MTP layer is not written: it is as it was read.
+
     An adapter stands beside its merged target.
 
     The adapter alone needs the trainers, which may be gone.
@@ -29,7 +31,7 @@ def save_checkpoints(
     """
     run_dir.owner.require()
     for model, weights in (("target", system.target), ("draft", system.draft)):
-        if weights is not None:
+        if weights is not None and not is_mtp(weights.manifest):
             _save(system, run_dir, weights, model, iteration)
     if system.config.trainer.lora is not None and with_adapter:
         _save_adapter(system, run_dir, "adapter", iteration)

@@ -91,7 +91,7 @@ class ManifestHost:
         loaded.
         """
         tensors = weight_views(manifest, chunks)
-        if manifest.model == "draft" and self._spec.speculation.drafter == "head":
+        if manifest.model == "draft" and self._spec.speculation.drafter in ("head", "mtp"):
             return self._load_head(manifest, tensors)
         if self._engine is not None:
             with self._not_training():
@@ -112,7 +112,7 @@ class ManifestHost:
         )
 
     def _load_head(self, manifest: WeightManifest, tensors: dict[str, Tensor]) -> LoadedWeights:
-        """Load one version of the draft head; it is kept as it was published, the drafter has its own copy."""
+        """Load one version of the head or MTP layer; it is kept as it was published, the drafter has its own copy."""
         head = published_head(manifest, tensors)
         if self._engine is not None:
             self._engine.load_weights(manifest, dict(head.tensors))

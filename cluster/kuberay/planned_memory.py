@@ -15,9 +15,11 @@ from cluster.preflight.draft_head import head_shape
 from cluster.preflight.named_models import DEMO
 from cluster.preflight.param_count import count_params
 from cluster.preflight.run_check import model_shape
+from cluster.weights.first_weights import mtp_checkpoint
 from core.config import Config, DataConfig
 from core.errors import ModelError
 from engine.drafters.head.head_weights import load_head_config
+from engine.drafters.head.mtp_weights import mtp_config
 from engine.weights.loading import load_hf_config, meta_model
 from learning.adapter import count_adapter_params
 from learning.known_models.catalog import KNOWN_MODELS
@@ -47,6 +49,9 @@ def plan_remote_memory(config: Config, like: Mapping[str, str]) -> MemoryPlan:
         folder = Path(like.get("draft", models.draft)).expanduser()
         num_layers = int(target_config.get_text_config().num_hidden_layers)
         draft = head_shape(load_head_config(folder, num_target_layers=num_layers))
+    elif config.speculation.drafter == "mtp":
+        # of the sizes of the target's own layers, wherever it stands
+        draft = head_shape(mtp_config(target_config, mtp_checkpoint(config)))
     elif config.speculation.drafter == "model" and models.draft is not None:
         draft = model_shape(_read_config(config, "draft", models.draft, like))
     return plan_memory(

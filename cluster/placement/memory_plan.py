@@ -353,6 +353,8 @@ def _reward_bytes(reward_params: int | None) -> int:
 
 def _disk_bytes(config: Config, target: ModelShape, draft: ModelShape | None) -> int:
     dtype = config.models.dtype
+    # an MTP layer is not written again
+    draft = None if config.speculation.drafter == "mtp" else draft
     checkpoint = target.weight_bytes(dtype) + (draft.weight_bytes(_draft_dtype(config)) if draft else 0)
     every, keep = config.run.checkpoint_every, config.run.keep_checkpoints
     num_numbered = config.run.iterations // every if every else 0

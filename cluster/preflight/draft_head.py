@@ -1,4 +1,4 @@
-"""What can be known to be wrong with a draft head before a run starts, and its sizes for the memory plan."""
+"""What can be known to be wrong with a draft head or MTP layer before a run, and its sizes for the memory plan."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 from transformers.configuration_utils import PretrainedConfig
 
 from cluster.placement.memory_plan import ModelShape
+from cluster.weights.first_weights import mtp_checkpoint, read_mtp
 from core.config import Config
 from engine.cache.kv_pool import KVShape, cell_size
 from engine.drafters.head.head_weights import HeadConfig, HeadWeights, load_head, require_fit
@@ -27,6 +28,20 @@ def check_head(folder: str, target: PretrainedConfig) -> tuple[ModelShape, str]:
     )
     require_fit(head.config, target)
     return head_shape(head.config), _describe(folder, head)
+
+
+def check_mtp(config: Config) -> tuple[ModelShape, str]:
+    """Read the MTP layer that is to draft, as `check_head` does a head.
+
+    Raises ModelError: the checkpoint has none, one of another form, or of another target.
+    """
+    found = read_mtp(config)
+    others = f"; the first of {found.num_layers} drafts, over and over" if found.num_layers > 1 else ""
+    line = (
+        f"MTP layer of {mtp_checkpoint(config)}: {found.head.num_trained / 1e6:.2f}M parameters, on the output of the "
+        f"target's last layer{others}; it stays as it is, the target's embedding and output go with the target"
+    )
+    return head_shape(found.head.config), line
 
 
 def head_shape(head: HeadConfig) -> ModelShape:

@@ -28,7 +28,7 @@ from cluster.placement.memory_plan import (
 from cluster.placement.ray_session import check_local_ray, is_local, object_store_bytes
 from cluster.placement.topology import plan as plan_topology
 from cluster.placement.topology import require_machine
-from cluster.preflight.draft_head import check_head, describe_training
+from cluster.preflight.draft_head import check_head, check_mtp, describe_training
 from cluster.preflight.inputs import Inputs, read_inputs, read_tokenizer
 from cluster.preflight.param_count import count_params
 from cluster.preflight.references import require_references
@@ -136,6 +136,9 @@ def check_run(config: Config, *, output_dir: Path) -> CheckReport:
     if config.speculation.drafter == "head" and config.models.draft is not None:
         draft, line = check_head(config.models.draft, target_config)
         lines += [line, describe_training(config, target_config)]
+    elif config.speculation.drafter == "mtp":
+        draft, line = check_mtp(config)
+        lines.append(line)
     elif (norm := exit_norm(config)) is not None:
         require_exit_fits(norm, target_config, exit_layers=config.speculation.exit_layers)
         lines.append(f"early exit behind {norm.num_layers} layers, with the norm in {config.models.draft}")

@@ -15,7 +15,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from cluster.preflight.inputs import Inputs
 from cluster.reporting.console import Reporter
-from cluster.weights.first_weights import exit_norm, read_head
+from cluster.weights.first_weights import exit_norm, read_head, read_mtp
 from core.config import Config
 from core.errors import ProfileError
 from core.records import SampleKey, SampleRequest, Stream
@@ -101,7 +101,7 @@ def describe(config: Config, inputs: Inputs) -> ProfiledRun:
             "a profile needs a target and what drafts for it; set models.draft, or speculation.drafter=suffix"
         )
     target = load_causal_lm(models.target, models.dtype, trust_remote_code=models.trust_remote_code)
-    draft = exit_norm(config)
+    draft = read_mtp(config).head if speculation.drafter == "mtp" else exit_norm(config)
     if models.draft is not None and speculation.names_draft:
         draft = load_draft(models.draft, config)
     max_total_tokens = inputs.max_total_tokens(config)

@@ -17,7 +17,7 @@ from cluster.proof.proof_record import Proof
 from cluster.proof.recorded_samples import Recorded, read_recorded
 from cluster.proof.regeneration import Regenerator, Work, works_of
 from cluster.run_folder.layout import RunDir
-from cluster.weights.first_weights import read_head
+from cluster.weights.first_weights import read_head, read_mtp
 from core.checkpoint_manifest import has_manifest
 from core.config import Config
 from core.errors import DataError, ModelError, WeightsError
@@ -170,8 +170,10 @@ def _policy(config: Config) -> tuple[DraftPolicy, str]:
 
 
 def _draft(run: Path, config: Config, iteration: int) -> tuple[CausalLM | HeadWeights | None, str]:
-    """The draft model, or the head, that iteration had, where it is kept, else the first one."""
+    """The draft model, or the head, that iteration had, where it is kept, else the first one; an MTP layer stays."""
     speculation, models = config.speculation, config.models
+    if speculation.drafter == "mtp" and speculation.has_draft:
+        return read_mtp(config).head, "the target's MTP layer"
     if not speculation.has_draft or models.draft is None:
         return None, f"drafter {speculation.drafter}"
     folder = RunDir(path=run).checkpoint_dir("draft", iteration - 1) if iteration else Path(models.draft)

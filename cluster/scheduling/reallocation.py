@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from transformers import AutoConfig
+from dataclasses import replace
 
 from core.config import Config, ReallocationConfig
 from engine.cache.kv_pool import KVShape
+from engine.weights.loading import load_hf_config
 from policies.reallocation.by_name import make_reallocation_policy
 from policies.reallocation.gate import Gate
 from policies.reallocation.pool_records import ReallocationPolicy
@@ -63,8 +64,12 @@ def _kv_bytes_per_token(config: Config) -> float:
     if config.speculation.drafter in ("model", "head") and config.models.draft is not None:
         # the config of a head is one of a model with one layer
         names.append(config.models.draft)
-    return float(sum(KVShape.of(_read(name, config)).token_bytes for name in names))
+    shapes = [KVShape.of(_read(name, config)) for name in names]
+    if config.speculation.drafter == "mtp":
+        # an MTP layer has the sizes of the target's own
+        shapes.append(replace(shapes[0], num_layers=1))
+    return float(sum(shape.token_bytes for shape in shapes))
 
 
 def _read(name: str, config: Config):
-    return AutoConfig.from_pretrained(name, trust_remote_code=config.models.trust_remote_code)
+    return load_hf_config(name, trust_remote_code=config.models.trust_remote_code)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -10,7 +11,8 @@ import ray
 from cluster.weights.publish import PublishedWeights
 from core.config import Config
 from engine.drafters.exit_norm import ExitNorm, load_exit_norm
-from engine.drafters.head.head_weights import HeadWeights, load_head
+from engine.drafters.head.head_weights import HeadWeights, load_head, require_fit
+from engine.drafters.head.mtp_weights import FoundMtp, load_mtp
 from engine.drafters.head.published_head import pack_head, rounded
 from engine.weights.causal_lm import DTYPES
 from engine.weights.chunks import WeightPacker, pack_weights
@@ -45,8 +47,10 @@ def load_and_put(config: Config, name: str, model: Literal["target", "draft"]) -
 
 
 def first_draft(config: Config) -> PublishedWeights | None:
-    """Read and publish what drafts: a model of its own, or a head; None where neither does. Raises ModelError."""
+    """Read and publish what drafts: a model of its own, a head or an MTP layer; None: none does. Raises ModelError."""
     drafter, name = config.speculation.drafter, config.models.draft
+    if drafter == "mtp":
+        return put_head(read_mtp(config).head, weight_version=0)
     if drafter == "head" and name is not None:
         return put_head(read_head(config, Path(name)), weight_version=0)
     return load_and_put(config, name, "draft") if drafter == "model" and name is not None else None
@@ -67,6 +71,23 @@ def read_head(config: Config, folder: Path) -> HeadWeights:
     head = load_head(folder.expanduser(), num_target_layers=int(target.num_hidden_layers))
     # what is trained is published as it is trained
     return rounded(head, DTYPES["float32" if config.trains_head else models.dtype])
+
+
+def read_mtp(config: Config) -> FoundMtp:
+    """Read the MTP layer of the target's checkpoint, or of the one that models.draft names, as it is published.
+
+    Raises ModelError: it has none, or one that does not fit the target.
+    """
+    models = config.models
+    name, trust = mtp_checkpoint(config), models.trust_remote_code
+    found = load_mtp(name, load_hf_config(name, trust_remote_code=trust))
+    require_fit(found.head.config, load_hf_config(models.target, trust_remote_code=trust))
+    return replace(found, head=rounded(found.head, DTYPES[models.dtype]))
+
+
+def mtp_checkpoint(config: Config) -> str:
+    """Return where the MTP layer stands."""
+    return config.models.draft or config.models.target
 
 
 def put_head(head: HeadWeights, *, weight_version: int) -> PublishedWeights:

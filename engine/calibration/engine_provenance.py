@@ -118,8 +118,10 @@ def _architecture(model: Drafts) -> str:
         return model or NO_DRAFT
     if isinstance(model, HeadWeights):
         size = model.config
+        taps = ", ".join(map(str, size.tapped_layers))
+        what = "MTP layer on the last one's output" if size.takes_output else f"head on layers {taps}"
         return (
-            f"head on layers {', '.join(map(str, size.tapped_layers))}, {size.num_heads} heads over "
+            f"{what}, {size.num_heads} heads over "
             f"{size.num_kv_heads} of {size.head_size}, {model.num_trained} parameters, {size.draft_vocab_size} ids"
         )
     shape = KVShape.of(model.config)

@@ -39,8 +39,8 @@ BLOCKS = ("llama", "qwen2")
 _OTHERS = re.compile(r"(^|\.)(mtp|nextn|eh_proj)")
 "In names of such layers in checkpoints of other families: Qwen3.5's, Ernie's, DeepSeek's and GLM's."
 _INSTEAD = (
-    "take a target of that form (MiMo-7B), a head by `rlhfspec drafter make` (speculation.drafter=head), or "
-    "speculation.drafter=suffix"
+    "take a target of that form (MiMo-7B), let models.draft name the checkpoint that its weights came from, make a "
+    "head with `rlhfspec drafter make` (speculation.drafter=head), or set speculation.drafter=suffix"
 )
 
 
