@@ -23,7 +23,7 @@ from cluster.resuming.restarts import LOSSES, TrainerRestarts, as_trainer_lost, 
 from cluster.resuming.run_state import RunState
 from cluster.resuming.save_state import Boundary, StateKeeper
 from cluster.resuming.take_up import take_up
-from cluster.run_checkpoints import save_checkpoints
+from cluster.run_checkpoints import kept_models, save_checkpoints
 from cluster.run_folder.layout import RunDir
 from cluster.run_folder.run_status import STOPPING
 from cluster.system import System, running_system
@@ -248,12 +248,7 @@ def _keep_what_was_learned(
             f"{finished} iterations are finished; go on with `rlhfspec train --resume {run_dir.path}`{again}"
         )
     save_checkpoints(system, run_dir, with_adapter=False)
-    models = [("target", system.target), ("draft", system.draft)]
-    paths = [
-        f"--set models.{model}={run_dir.checkpoint_dir(model)}"
-        for model, weights in models
-        if weights is not None
-    ]
+    paths = [f"--set models.{model}={path}" for model, path in kept_models(system, run_dir).items()]
     return (
         f"{finished} iterations are finished and their weights kept; go on from them with `rlhfspec train --config "
         f"{run_dir.config_file} {' '.join(paths)} --set run.iterations={system.config.run.iterations - finished} "

@@ -8,6 +8,7 @@ import shutil
 from cluster.run_folder.layout import RunDir
 from cluster.system import System
 from cluster.weights.checkpoints import save_adapter, save_checkpoint, save_head_checkpoint
+from cluster.weights.first_weights import mtp_checkpoint
 from cluster.weights.publish import PublishedWeights
 from core.files import PARTIAL, storage_errors
 from engine.drafters.head.published_head import is_head, is_mtp
@@ -37,6 +38,15 @@ def save_checkpoints(
         _save_adapter(system, run_dir, "adapter", iteration)
     if system.config.run.keep_checkpoints is not None:
         remove_old(run_dir, keep=system.config.run.keep_checkpoints)
+
+
+def kept_models(system: System, run_dir: RunDir) -> dict[str, str]:
+    """Return where the last target and what drafts for it stand, by the model's name in the config."""
+    kept = {"target": str(run_dir.checkpoint_dir("target"))}
+    if system.draft is not None:
+        is_own = not is_mtp(system.draft.manifest)
+        kept["draft"] = str(run_dir.checkpoint_dir("draft")) if is_own else mtp_checkpoint(system.config)
+    return kept
 
 
 def save_best(system: System, run_dir: RunDir) -> None:

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,11 +13,13 @@ from cluster.evaluate_models import evaluation_config
 from cluster.kuberay.planned_memory import plan_remote_memory
 from cluster.preflight.run_check import CheckReport, check_run
 from cluster.preflight.run_profile import describe
+from cluster.run_checkpoints import kept_models
+from cluster.run_folder.layout import RunDir
 from cluster.weights.first_weights import read_mtp
 from core.config import Config
 from core.config_io import config_from_dict
 from core.errors import ConfigError, ModelError
-from engine.drafters.head.published_head import head_checksum
+from engine.drafters.head.published_head import head_checksum, pack_head
 from tests.conftest import TinyPair
 from tests.helpers.tiny_mimo import write_tiny_mimo
 
@@ -113,3 +116,17 @@ def test_a_frozen_layer_is_not_trained_with_the_target(mimo) -> None:
         config_from_dict(tree | {"drafter_training": {"mode": "cotrain"}})
     config = config_from_dict(tree)
     assert not config.trains_head and not config.refits_draft
+
+
+def test_who_goes_on_from_the_last_weights_takes_the_layer_from_where_it_was_read(
+    mimo, tmp_path: Path
+) -> None:
+    """A run writes none: its checkpoints hold what has learned."""
+    config = config_of(mimo("mimo"))
+    manifest, _ = pack_head(read_mtp(config).head, weight_version=0)
+    system: Any = SimpleNamespace(config=config, draft=SimpleNamespace(manifest=manifest))
+    run = RunDir(path=tmp_path)
+    assert kept_models(system, run) == {
+        "target": str(run.checkpoint_dir("target")),
+        "draft": config.models.target,
+    }
