@@ -14,7 +14,8 @@ from dataclasses import dataclass, field, replace
 
 from cluster.rollout_buffer import in_order, require_fresh
 from core.errors import RewardError
-from core.records import Completion, FinishReason, Rollout, SampleKey, SampleRequest
+from core.records import Completion, Rollout, SampleKey, SampleRequest
+from policies.scheduling.open_samples import is_whole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +58,8 @@ class Pipeline(ABC):
         self._max_staleness = max_staleness
         self._keeps_caches = keeps_caches
         self._open: dict[SampleKey, OpenSample] = {}
+        self._turns: dict[SampleKey, SampleRequest] = {}
+        "what instances were asked for, of open samples"
         self._unscored: dict[SampleKey, OpenSample] = {}
         self._unsent: list[SampleKey] = []
         "of those the ones that no reward is computed for: they were restored"
@@ -100,13 +103,8 @@ class Pipeline(ABC):
     def whole(self, completion: Completion) -> tuple[SampleRequest, Completion] | None:
         """Take what a phase has added to a sample; its request and response, to be scored, where that is whole."""
         one = self._open[completion.key.sample]
-        done, most = (
-            replace(completion, key=one.request.key, sampled=None),
-            one.request.sampling.max_new_tokens,
-        )
-        at_limit = completion.finish_reason is FinishReason.LENGTH
-        is_cut = completion.finish_reason is FinishReason.CUT or (at_limit and done.num_tokens < most)
-        if not is_cut:
+        done = replace(completion, key=one.request.key, sampled=None)
+        if is_whole(self._turns.pop(done.key), completion):
             del self._open[done.key]
             self._unscored[done.key] = replace(one, so_far=done)
             return one.request, done
@@ -122,6 +120,7 @@ class Pipeline(ABC):
     def ended(self, key: SampleKey, rollout: Rollout | None) -> None:
         """Take a sample's scored response; None: it is left out."""
         # an episode is whole when its environment says so, and is scored at once
+        self._turns.pop(key, None)
         batch = (self._unscored.pop(key, None) or self._open.pop(key)).batch
         if rollout is not None:
             self._ready[batch][key] = rollout
@@ -142,7 +141,7 @@ class Pipeline(ABC):
         request, before = one.request, one.so_far
         is_cut = most < request.sampling.max_new_tokens
         keeps = self._keeps_caches and (is_cut or self.ends_with_update)
-        return replace(
+        turn = self._turns[request.key] = replace(
             request,
             # what is asked for twice has two keys; the noise is the sample's
             key=replace(request.key, turn=one.num_turns),
@@ -155,6 +154,7 @@ class Pipeline(ABC):
             caches_outlive_weights=keeps,
             is_cut_at_limit=is_cut,
         )
+        return turn
 
     def _fresh(self, batch: int, rollouts: Iterable[Rollout]) -> list[Rollout]:
         """A batch in order. Raises RewardError: it is empty; WeightsError: a token is too old for its update."""

@@ -24,6 +24,7 @@ from core.records import (
     WeightSpan,
 )
 from policies.pipelining.phase_plan import PhasePlan
+from policies.scheduling.open_samples import is_whole
 
 
 def plan_of(staleness: int, *, tokens: int, iterations: int, load: str = "reprefill") -> PhasePlan:
@@ -202,6 +203,18 @@ def test_a_whole_response_that_waits_for_its_reward_is_not_asked_for_again() -> 
     assert not pipeline.has(0), "the other batch's reward does not help"
     pipeline.ended(first.request.key, scored(first.so_far))
     assert [rollout.completion.key for rollout in pipeline.take(0)] == [first.request.key]
+
+
+@pytest.mark.parametrize("reason", list(FinishReason))
+@pytest.mark.parametrize("phase", [-1, 0])
+def test_what_is_whole_is_what_the_scheduler_takes_for_whole(reason: FinishReason, phase: int) -> None:
+    pipeline = CountedPipeline(plan_of(2, tokens=9, iterations=2), Cursor(1, 9))
+    pipeline.begin(-1)
+    request = pipeline.begin(phase)[-1]
+    assert request.is_cut_at_limit == (phase == -1)
+    completion = replace(decoded(request, length=3, version=0), finish_reason=reason)
+    assert (pipeline.whole(completion) is not None) == is_whole(request, completion)
+    assert pipeline.num_unscored == is_whole(request, completion)
 
 
 def test_a_sample_that_is_left_out_is_not_waited_for() -> None:
