@@ -11,7 +11,7 @@ from typing import Any
 from transformers import AutoConfig, Qwen2Config
 
 MIMO = "mimo"
-_NOT_OURS = ("model_type", "architectures", "auto_map")
+_NOT_OURS = ("model_type", "architectures", "auto_map", "num_nextn_predict_layers")
 
 
 class MimoConfig(Qwen2Config):

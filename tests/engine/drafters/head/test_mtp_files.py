@@ -39,7 +39,7 @@ def test_a_mimo_is_read_as_the_qwen2_that_it_is(folder: Path, trust: bool) -> No
     config = load_hf_config(str(folder), trust_remote_code=trust)
     assert (config.model_type, config.architectures) == ("qwen2", ["Qwen2ForCausalLM"])
     assert config.rope_parameters["rope_theta"] == 20_000.0
-    assert not hasattr(config, "auto_map")
+    assert not hasattr(config, "auto_map") and not hasattr(config, "num_nextn_predict_layers")
     model = load_causal_lm(str(folder), "float32", trust_remote_code=trust)
     assert model.config.model_type == "qwen2"
     # and its weights go to instances straight from the files, the MTP layer left out
