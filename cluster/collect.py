@@ -21,7 +21,7 @@ from cluster.reporting.console import Reporter
 from cluster.rollout_buffer import RolloutBuffer
 from cluster.system import GeneratingSystem, Scored
 from core.decode_records import GenerationStats
-from core.errors import RewardError, RlhfSpecError
+from core.errors import NodeDied, RewardError, RlhfSpecError
 from core.records import ResponseFacts, Reward, Rollout, SampleKey, SampleRequest, Unscored
 from learning.data.prompts import response_text
 from policies.scheduling.events import MoveRecord
@@ -146,7 +146,10 @@ def collect(
             _send(system, unscored, is_last=num_completed == len(by_key))
             waits = num_completed == len(by_key) and misses_rewards()
             answers = _answers(
-                system, wait_s=_WAIT_S if waits else 0.0, may_fail_later=keeps_unscored, report=report
+                system,
+                wait_s=_WAIT_S if waits else 0.0,
+                may_fail_later=keeps_unscored and system.is_learning,
+                report=report,
             )
             scored, unscorable = _receive(system, answers, buffer, by_key if pipeline is None else None)
             refused += unscorable
@@ -185,6 +188,24 @@ def collect(
         skipped_groups=tuple(skipped_groups),
         environment=episodes.figures() if episodes is not None else {},
     )
+
+
+def receive_late(system: GeneratingSystem, pipeline: Pipeline, report: Reporter) -> tuple[list[Rollout], int]:
+    """Give the pipeline the rewards that have come since a phase; these samples, and how many have none.
+
+    Waits for nothing, and keeps a failure for the next phase, as `collect` does beside an update.
+    """
+    if system.late_failure is not None:
+        return [], 0
+    answers = _answers(system, wait_s=0.0, may_fail_later=True, report=report)
+    buffer = RolloutBuffer(max_staleness=system.config.rollout.max_staleness)
+    scored, refused = _receive(system, answers, buffer, None)
+    _skip(refused, report, before=0, of=None)
+    for rollout in scored:
+        pipeline.ended(rollout.completion.key, rollout)
+    for request, _ in refused:
+        pipeline.ended(request.key.sample, None)
+    return scored, len(refused)
 
 
 def attend(system: GeneratingSystem, report: Reporter) -> None:
@@ -257,8 +278,10 @@ def _answers(
     """What the reward pool has done since the last call; a failure beside an update may be kept for the next phase."""
     try:
         return [*system.rewards.collect(wait_s=wait_s), *system.rewards.skipped()]
+    except NodeDied:
+        raise
     except RlhfSpecError as error:
-        if not may_fail_later or not system.is_learning:
+        if not may_fail_later:
             raise
         system.late_failure = error
         report.note(

@@ -108,6 +108,10 @@ class Evaluator:
         is_last = num_iterations == self._system.config.run.iterations
         if self._system.evaluation is None or (num_iterations % self._settings.every and not is_last):
             return {}
+        if self._system.late_failure is not None:
+            self._report.note("no evaluation: there are no more rewards; a resumed run makes the next one")
+            self._num_done += 1
+            return {}
         return self._evaluate(self._system.evaluation, num_iterations=num_iterations)
 
     def _evaluate(self, evaluation: EvaluationPrompts, *, num_iterations: int) -> dict[str, float]:

@@ -14,7 +14,7 @@ from typing import Any
 import ray
 
 from actors.ray_utils.watch import LOOK_S
-from cluster.collect import Collected, collect
+from cluster.collect import Collected, collect, receive_late
 from cluster.forward_stream import Streamed
 from cluster.pipelining.pipeline import Pipeline
 from cluster.recorder import Recorder
@@ -97,7 +97,8 @@ def run_pipelined_iteration(
     update, learned = beside.wait(), beside.learned
     publish_began_s = time.perf_counter()
     phases = [collected] if filled is None else [filled, collected]
-    _remember(system, iteration, [rollout for phase in phases for rollout in phase.rollouts])
+    late, num_late_skipped = receive_late(system, pipeline, report)
+    _remember(system, iteration, [*(one for phase in phases for one in phase.rollouts), *late])
     _log_advantages(log, iteration, learned, learned, update)
     # a joiner may come while the trainer is further on: what instances decode from must be at hand
     _publish(system, update, report, log, may_broadcast=False)
@@ -131,7 +132,9 @@ def run_pipelined_iteration(
         "rollout/num_unscored_samples": float(pipeline.num_unscored),
     }
     kept = log.record(iteration, learned, update)
-    return figures | _further_figures(system, *phases) | moves | draft_figures | kept
+    further = _further_figures(system, *phases)
+    further["reward/num_skipped"] += num_late_skipped
+    return figures | further | moves | draft_figures | kept
 
 
 def _phase(

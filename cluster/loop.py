@@ -169,9 +169,13 @@ def train(system: System, run_dir: RunDir, report: Reporter, *, resume: RunState
                     figures = run_pipelined_iteration(system, pipeline, iteration, report, recorder, log)
             except NumericsError as error:
                 raise type(error)(f"iteration {iteration + 1} of {run.iterations}: {error}") from error
+            # instances and trainers hold the same version again
+            system.is_learning, boundary = False, here(iteration + 1)
             try:
                 figures = with_evaluation(figures, evaluator.after(iteration))
             finally:
+                # one that fails is over as well
+                boundary = replace(boundary, evaluations=evaluator.marks)
                 # what was trained is told, however an evaluation ends
                 log.write(iteration, figures)
             report.iteration(iteration, figures)
@@ -189,6 +193,10 @@ def train(system: System, run_dir: RunDir, report: Reporter, *, resume: RunState
         raise
     except RlhfSpecError as error:
         recorder.write_timeline()
+        if error is system.late_failure and boundary is not None:
+            # whatever is lost besides: the run was let go on so far for this
+            with suppress(RlhfSpecError):
+                states.save(boundary)
         lost = as_trainer_lost(system, error)
         if lost is not None:
             raise lost from error

@@ -39,7 +39,8 @@ def check_mtp(config: Config) -> tuple[ModelShape, str]:
     others = f"; the first of {found.num_layers} drafts, over and over" if found.num_layers > 1 else ""
     line = (
         f"MTP layer of {mtp_checkpoint(config)}: {found.head.num_trained / 1e6:.2f}M parameters, on the output of the "
-        f"target's last layer{others}; it stays as it is, the target's embedding and output go with the target"
+        f"target's last layer{others}; it stays as it is, the target's embedding and output go with the target; "
+        "checkpoints of the run do not hold it, models.draft names this one to draft for them"
     )
     return head_shape(found.head.config), line
 

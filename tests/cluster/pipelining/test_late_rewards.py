@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from actors.actor_messages import Taken
-from cluster.collect import collect
+from cluster.collect import collect, receive_late
+from cluster.evaluate import Evaluator
 from cluster.pipelining.counted_pipeline import CountedPipeline
-from core.errors import RewardError
+from core.errors import NodeDied, RewardError
 from core.records import Prompt, Reward, SampleKey, SampleRequest, SamplingParams, Stream, Unscored
 from policies.pipelining.phase_plan import PhasePlan
 from tests.cluster import test_collect as made
@@ -26,7 +27,7 @@ class SlowRewards(made.Rewards):
         super().__init__()
         self.items: list[Any] = []
         self.due: list[int] = []
-        self.fails = False
+        self.fails, self.error = False, RewardError("sample 1 cannot be scored")
 
     @property
     def num_idle(self) -> int:
@@ -40,7 +41,7 @@ class SlowRewards(made.Rewards):
         self.num_collections += 1
         assert self.num_collections < _ENDLESS, "a phase waits for rewards that nobody needs"
         if self.fails:
-            raise RewardError("sample 1 cannot be scored")
+            raise self.error
         due = [item for item in self.items if item[1].key.sample_index in self.due]
         self.items = [item for item in self.items if item not in due]
         self.unscored += [
@@ -212,3 +213,42 @@ def test_rewards_that_fail_beside_an_update_end_the_run_after_its_phase() -> Non
     one.scheduler = made.Scheduler(taken(2))
     with pytest.raises(RewardError, match="sample 1 cannot be scored"):
         phase(one, pipeline, 1)
+
+
+def test_what_was_scored_by_the_end_of_an_iteration_is_in_its_state() -> None:
+    one, pipeline = system(taken(0, 1, 2)), pipeline_of(3)
+    one.rewards.refused = [2]
+    phase(one, pipeline, -1)
+    one.rewards.due = [1, 2]
+    scored, num_refused = receive_late(one, pipeline, made.Report())
+    assert indices(scored) == [1] and num_refused == 1
+    kept = pipeline.in_flight()
+    assert [key.sample_index for key in kept.unscored] == [0]
+    assert [key.sample_index for key in kept.ready[0]] == [1]
+    one.rewards.fails = True
+    assert receive_late(one, pipeline, made.Report()) == ([], 0)
+    with pytest.raises(RewardError, match="sample 1 cannot be scored"):
+        phase(one, pipeline, 0)
+
+
+def test_the_loss_of_the_machine_itself_waits_for_nothing() -> None:
+    one, pipeline = system(taken(0)), pipeline_of(1)
+    one.is_learning, one.rewards.fails, one.rewards.error = True, True, NodeDied("this machine is gone")
+    with pytest.raises(NodeDied):
+        phase(one, pipeline, -1)
+    assert one.late_failure is None
+
+
+def test_no_evaluation_asks_for_rewards_that_cannot_be_had() -> None:
+    settings = SimpleNamespace(every=1, metric="reward")
+    report = made.Report()
+    one: Any = SimpleNamespace(
+        config=SimpleNamespace(evaluation=settings, run=SimpleNamespace(iterations=3)),
+        evaluation=object(),
+        late_failure=RewardError("sample 1 cannot be scored"),
+    )
+    evaluator = Evaluator(one, None, report, None)  # pyright: ignore[reportArgumentType]
+    assert evaluator.after(1) == {}
+    # the next one has the samples that it would have had
+    assert evaluator.marks.num_done == 1
+    assert [note.split(":")[0] for note in report.notes] == ["no evaluation"]
