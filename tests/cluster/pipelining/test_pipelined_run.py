@@ -188,10 +188,12 @@ def test_rewards_that_are_lost_beside_an_update_cost_no_iteration(
     monkeypatch.setattr(iterations, "collect", collect_until_lost)
     config = tree(tiny_pair, tmp_path)
     config["run"]["state_every"] = 10
+    config["evaluation"] = {"every": 1, "at_start": False, "data": {"task": "chain", "limit": 2}}
     file = tmp_path / "run.yaml"
     file.write_text(yaml.safe_dump(config))
     assert main(["train", "--config", str(file)]) == 1
     said = capsys.readouterr()
+    assert "no evaluation" in said.out + said.err
     assert "2 iterations are finished; go on with `rlhfspec train --resume" in said.out + said.err
     (path,) = (tmp_path / "runs").iterdir()
     assert [folder.name for folder in state_folders(path / "checkpoints")] == ["state_0002"]
