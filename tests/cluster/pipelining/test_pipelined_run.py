@@ -151,16 +151,14 @@ def kill_an_instance(monkeypatch: pytest.MonkeyPatch) -> tuple[Callable[..., Col
 
 def delay_rewards(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let rewards come only while an update waits for them: every version comes before those of its phase."""
-    really = iterations.collect
+    really, waiting = iterations.collect, [lambda: False]
 
     def collect_late(system: System, requests, report, **more):
-        awaits = more["awaits_rewards"] or (lambda: False)
-        receive = system.rewards.collect
-        system.rewards.collect = lambda *, wait_s: receive(wait_s=wait_s) if awaits() else []
-        try:
-            return really(system, requests, report, **more)
-        finally:
-            system.rewards.collect = receive
+        receive, waiting[0] = type(system.rewards).collect, more["awaits_rewards"] or waiting[0]
+        system.rewards.collect = lambda *, wait_s: (
+            receive(system.rewards, wait_s=wait_s) if waiting[0]() else []
+        )
+        return really(system, requests, report, **more)
 
     monkeypatch.setattr(iterations, "collect", collect_late)
 
