@@ -10,6 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 import ray
 import torch
+from unhurried_refits import give_refits_time
 
 from cluster.collect import collect
 from cluster.loop import train
@@ -81,6 +82,7 @@ def trained(local_ray, config, tmp_path_factory) -> Iterator[Trained]:
     run_dir = RunDir.create(config, tmp_path_factory.mktemp("runs") / "grpo")
     session = RaySession(namespace=NAMESPACE, is_local=False, dashboard_url=None)
     with running_system(config, session, read_inputs(config)) as system:
+        give_refits_time(system)
         train(system, run_dir, Reporter())
         yield Trained(system=system, run_dir=run_dir)
 
