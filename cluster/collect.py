@@ -138,12 +138,19 @@ def collect(
             moves += taken.moves
             num_completed += len(done) + len(refused)
             stats, generated_s = system.scheduler.stats, time.perf_counter()
+            if num_completed == len(by_key):
+                wait.rest()
         scored: list[Rollout] = []
         if keeps_unscored and system.late_failure is not None:
             # nothing more is scored; the pipeline has them
             unscored.clear()
         else:
-            _send(system, unscored, is_last=num_completed == len(by_key))
+            _send(
+                system,
+                unscored,
+                is_last=num_completed == len(by_key),
+                batch_of=pipeline.batch_of if pipeline is not None and keeps_unscored else None,
+            )
             waits = num_completed == len(by_key) and misses_rewards()
             answers = _answers(
                 system,
@@ -167,6 +174,8 @@ def collect(
             asked = [groups.scored(rollout) for rollout in scored]
             for further in asked + [groups.ended(group_id, None) for group_id in skipped]:
                 by_key |= {request.key: request for request in further}
+                if further:
+                    wait.restart()
                 if further and episodes is not None:
                     episodes.add(further)
                 elif further:
@@ -240,13 +249,26 @@ def _take(system: GeneratingSystem, *, wait_s: float, report: Reporter, may_fetc
     return taken
 
 
-def _send(system: GeneratingSystem, unscored: list[Scored], *, is_last: bool) -> None:
-    """Send full batches; a partial one only to an idle actor or at the end. Idle actors share what there is."""
+def _send(
+    system: GeneratingSystem,
+    unscored: list[Scored],
+    *,
+    is_last: bool,
+    batch_of: Callable[[SampleKey], int] | None = None,
+) -> None:
+    """Send full batches; a partial one only to an idle actor or at the end. Idle actors share what there is.
+
+    Those of the lowest `batch_of` first and by themselves: the update that needs them waits for no others.
+    """
     size = system.config.reward.batch_size
+    if batch_of is not None:
+        unscored.sort(key=lambda one: batch_of(one[0].key))
     while unscored and ((idle := system.rewards.num_idle) or len(unscored) >= size or is_last):
         share = min(size, math.ceil(len(unscored) / max(idle, 1)))
         batch = unscored[:share]
-        del unscored[:share]
+        if batch_of is not None:
+            batch = [one for one in batch if batch_of(one[0].key) == batch_of(batch[0][0].key)]
+        del unscored[: len(batch)]
         texts = [text for _, _, text in batch]
         facts = [ResponseFacts.of(completion) for _, completion, _ in batch]
         if system.episodes is not None:

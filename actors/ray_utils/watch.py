@@ -160,6 +160,10 @@ class OpenWait:
             _, waited_for, order = self._names
             self._watch.note(f"{waited_for} answered '{order}' after {waited_s:.0f} s")
 
+    def rest(self) -> None:
+        """Nothing is waited for until `restart`."""
+        self._is_open = False
+
     def seen(self) -> SeenWait | None:
         """As people read it, from any thread; None where the answer is there."""
         waiter, waited_for, order = self._names

@@ -112,6 +112,10 @@ class Pipeline(ABC):
         self._open[done.key] = replace(one, so_far=so_far, num_turns=one.num_turns + 1)
         return None
 
+    def batch_of(self, key: SampleKey) -> int:
+        """The number that a whole response without a reward goes by: the lower, the sooner it is learned from."""
+        return self._unscored[key].batch
+
     def unsent(self) -> list[tuple[SampleRequest, Completion]]:
         """What was restored whole and without a reward: to be scored again, told once."""
         keys, self._unsent = self._unsent, []

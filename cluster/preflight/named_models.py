@@ -49,7 +49,7 @@ def _with_demo_pair(config: Config, report: Reporter) -> Config:
         raise ConfigError(
             "models.target and models.draft belong together: expected both or none to be 'demo', got "
             f"target '{models.target}' and draft '{models.draft}'; a draft head goes with speculation.drafter=head, "
-            "a norm with early_exit"
+            "a norm with early_exit, a checkpoint with such a layer with mtp"
         )
     from learning.pairs.make import make_demo_pair
 

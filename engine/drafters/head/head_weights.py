@@ -50,6 +50,11 @@ class HeadConfig:
     """Sizes of a head. It fits targets of its hidden size, vocabulary and tokenizer."""
 
     form: ClassVar[str] = "EAGLE-3's form"
+    what: ClassVar[str] = "draft head"
+    again: ClassVar[str] = "make it again"
+    instead: ClassVar[str] = (
+        "take the head that was made for this target, or make one with `rlhfspec drafter make`"
+    )
     layer: ClassVar[str] = LAYER
     "what the names of the decoder layer's tensors begin with"
     takes_output: ClassVar[bool] = False
@@ -209,7 +214,7 @@ def load_head(folder: Path, *, num_target_layers: int) -> HeadWeights:
     """
     config = load_head_config(folder, num_target_layers=num_target_layers)
     read = _read_tensors(folder)
-    _require_types(read, str(folder))
+    _require_types(read, str(folder), config)
     tensors = _made_tables(read, config) | read
     head = HeadWeights(config=config, tensors={n: t for n, t in tensors.items() if n not in LEFT_OUT})
     require_whole(head, str(folder))
@@ -236,26 +241,28 @@ def require_whole(head: HeadWeights, name: str) -> None:
     for key in sorted(expected.keys() | got.keys()):
         if expected.get(key) != got.get(key):
             raise ModelError(
-                f"the draft head {name} is not of {head.config.form}: expected {key} to be "
+                f"the {head.config.what} {name} is not of {head.config.form}: expected {key} to be "
                 f"{list(expected[key]) if key in expected else 'absent'}, got "
                 f"{list(got[key]) if key in got else 'none'}; its config.json and its weights must go together"
             )
-    _require_types(head.tensors, name)
+    _require_types(head.tensors, name, head.config)
     for key, tensor in head.tensors.items():
         if tensor.is_floating_point() and not torch.isfinite(tensor).all():
-            raise ModelError(f"the draft head {name} has weights in {key} that are not finite; make it again")
+            raise ModelError(
+                f"the {head.config.what} {name} has weights in {key} that are not finite; {head.config.again}"
+            )
     if "d2t" in expected:
         _require_vocabulary(head, name)
 
 
-def _require_types(tensors: Mapping[str, Tensor], name: str) -> None:
+def _require_types(tensors: Mapping[str, Tensor], name: str, config: HeadConfig) -> None:
     for key, tensor in tensors.items():
         is_table = key in ("d2t", "t2d")
         if tensor.dtype not in (TABLE_TYPES if is_table else FLOAT_TYPES):
             expected = "whole numbers" if is_table else "float32, bfloat16 or float16"
             raise ModelError(
-                f"the draft head {name} has {key} in {str(tensor.dtype).removeprefix('torch.')}: expected {expected}; "
-                "save it so, or make a head with `rlhfspec drafter make`"
+                f"the {config.what} {name} has {key} in {str(tensor.dtype).removeprefix('torch.')}: "
+                f"expected {expected}; save it so, or make a head with `rlhfspec drafter make`"
             )
 
 
@@ -299,8 +306,7 @@ def require_fit(head: HeadConfig, target: Any) -> None:
         )
     if wrong:
         raise ModelError(
-            f"the draft head does not fit the target: expected {'; '.join(wrong)}; take the head that was made for "
-            "this target, or make one with `rlhfspec drafter make`"
+            f"the {head.what} does not fit the target: expected {'; '.join(wrong)}; {head.instead}"
         )
 
 

@@ -38,6 +38,7 @@ BLOCKS = ("llama", "qwen2")
 "Model types whose decoder layer the block may be."
 _OTHERS = re.compile(r"(^|\.)(mtp|nextn|eh_proj)")
 "In names of such layers in checkpoints of other families: Qwen3.5's, Ernie's, DeepSeek's and GLM's."
+_NUMBERED = re.compile(rf"{re.escape(PREFIX)}(\d+)\.")
 _INSTEAD = (
     "take a target of that form (MiMo-7B), let models.draft name the checkpoint that its weights came from, make a "
     "head with `rlhfspec drafter make` (speculation.drafter=head), or set speculation.drafter=suffix"
@@ -49,6 +50,9 @@ class MtpConfig(HeadConfig):
     """Sizes of an MTP layer: those of the target."""
 
     form: ClassVar[str] = "MiMo's form"
+    what: ClassVar[str] = "MTP layer"
+    again: ClassVar[str] = "copy or download the checkpoint again"
+    instead: ClassVar[str] = "let models.draft name the checkpoint that the target's weights came from"
     layer: ClassVar[str] = ""
     takes_output: ClassVar[bool] = True
     has_bias: bool
@@ -92,7 +96,7 @@ def mtp_config(hf_config: Any, name: str) -> MtpConfig:
     facts = [
         ("hidden_act", "silu", tree.get("hidden_act") or "silu"),
         ("mlp_bias", False, bool(tree.get("mlp_bias"))),
-        ("layers that see a window only", False, "sliding_attention" in (tree.get("layer_types") or ())),
+        ("layers that see a window only:", False, "sliding_attention" in (tree.get("layer_types") or ())),
         ("partial_rotary_factor", 1, (tree.get("rope_parameters") or {}).get("partial_rotary_factor") or 1),
     ]
     for what, expected, got in facts:
@@ -136,7 +140,7 @@ def load_mtp(name: str, hf_config: Any) -> FoundMtp:
             "first, or give the path of their folder"
         )
     files = {key: file for file in weight_files(folder) for key, _ in shapes_in(file)}
-    numbers = {key.removeprefix(PREFIX).partition(".")[0] for key in files if key.startswith(PREFIX)}
+    numbers = {found[1] for key in files if (found := _NUMBERED.match(key))}
     if not numbers:
         raise _none(name, files)
     own = f"{PREFIX}0."

@@ -252,3 +252,14 @@ def test_no_evaluation_asks_for_rewards_that_cannot_be_had() -> None:
     # the next one has the samples that it would have had
     assert evaluator.marks.num_done == 1
     assert [note.split(":")[0] for note in report.notes] == ["no evaluation"]
+
+
+def test_no_call_has_samples_that_are_learned_from_later() -> None:
+    given = iter(range(99))
+    plan = PhasePlan(max_staleness=2, weight_load="reprefill", max_new_tokens=8, num_iterations=9)
+    pipeline = CountedPipeline(plan, lambda: [request(next(given)) for _ in range(2)])
+    one = system(taken(2, 0, 3, 1))
+    one.config.reward.batch_size, one.config.rollout.max_staleness = 4, 2
+    phase(one, pipeline, 0)
+    # the batch of the next update first
+    assert one.rewards.sent == [[0, 1], [2, 3]]

@@ -120,7 +120,7 @@ def test_what_is_not_of_the_form_is_refused_by_name(folder: Path, change: Any, m
         ({"hidden_act": "gelu"}, "expected hidden_act silu, got gelu"),
         (
             {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
-            "expected layers that see a window only False, got True",
+            "expected layers that see a window only: False, got True",
         ),
         (
             {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
