@@ -29,7 +29,12 @@ ONE_CORE_EACH = (
     "engine.max_running_samples=3",
     "rollout.samples_per_prompt=4",
 )
-PLAIN = ("speculation.policy=off", "speculation.drafter=none", "engine.max_running_samples=4")
+PLAIN = (
+    "speculation.policy=off",
+    "speculation.drafter=none",
+    "engine.max_running_samples=1",
+    "cluster.generation.num_actors=1",
+)
 "Long enough beside an update of the demo for versions to come in the midst of responses."
 PROVED = (
     (1, "reprefill", "recorded"),
@@ -39,6 +44,8 @@ PROVED = (
     (1, "reprefill", "free"),
     (2, "keep_kv", "free"),
 )
+MAX_NEW_TOKENS = {"recorded": 32, "free": 256}
+"Of what is proved. The demo's responses are short: half of them are longer than a phase's share of 32."
 STEP_PROMPTS = {"quick": 8, "default": 24, "full": 48}
 OVER_SYNC = {
     "ahead1": "async_over_sync_step",
@@ -81,8 +88,7 @@ def _proofs(out: Path, mode: str, figures: Figures, console: Console) -> None:
         settings = [
             f"run.iterations={PROVED_ITERATIONS[mode]}",
             "run.checkpoint_every=1",
-            # the demo's are short: half of them are cut
-            "sampling.max_new_tokens=32",
+            f"sampling.max_new_tokens={MAX_NEW_TOKENS[schedule]}",
             f"rollout.max_staleness={staleness}",
             f"rollout.weight_load={load}",
             f"rollout.schedule={schedule}",
