@@ -172,6 +172,7 @@ class LlamaForward:
 
     def output(self, x: Tensor) -> Tensor:
         """See `engine.model.runner.Forward`."""
+        x = x.to(self._dtype)
         # where the last norm's gain is multiplied into the head, it is divided out here
         return self._head(x if self._final_gain is not None else x * self._layout.inverse_final_gain())
 

@@ -60,4 +60,4 @@ class MtpForward(LayerForward):
 
     def _outputs(self, h: Tensor) -> tuple[Tensor, Tensor]:
         h = self._norm(h, "final_layernorm")
-        return self._output(h), h
+        return self._output(h).to(self.dtype), h
