@@ -166,10 +166,7 @@ def collect(
         num_skipped += len(skipped)
         skipped_groups += skipped
         if pipeline is not None:
-            for rollout in scored:
-                pipeline.ended(rollout.completion.key, rollout)
-            for request, _ in refused:
-                pipeline.ended(request.key.sample, None)
+            _end(pipeline, scored, refused)
         if groups is not None:
             asked = [groups.scored(rollout) for rollout in scored]
             for further in asked + [groups.ended(group_id, None) for group_id in skipped]:
@@ -210,11 +207,18 @@ def receive_late(system: GeneratingSystem, pipeline: Pipeline, report: Reporter)
     buffer = RolloutBuffer(max_staleness=system.config.rollout.max_staleness)
     scored, refused = _receive(system, answers, buffer, None)
     _skip(refused, report, before=0, of=None)
+    _end(pipeline, scored, refused)
+    return scored, len(refused)
+
+
+def _end(
+    pipeline: Pipeline, scored: Sequence[Rollout], refused: Sequence[tuple[SampleRequest, Unscored]]
+) -> None:
+    """Tell the pipeline of samples that have a reward, and of those that get none."""
     for rollout in scored:
         pipeline.ended(rollout.completion.key, rollout)
     for request, _ in refused:
         pipeline.ended(request.key.sample, None)
-    return scored, len(refused)
 
 
 def attend(system: GeneratingSystem, report: Reporter) -> None:

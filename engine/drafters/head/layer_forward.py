@@ -71,8 +71,8 @@ class LayerForward(ABC):
         trained = {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point()}
         if trained.keys() != own:
             raise WeightsError(
-                f"a draft head of {len(own)} tensors got others: {sorted(own ^ trained.keys())[:4]} differ; publish "
-                "the weights of this very head"
+                f"the {self.config.what} of {len(own)} tensors got others: {sorted(own ^ trained.keys())[:4]} "
+                "differ; publish the weights of this very one"
             )
         head = self.head.with_trained(trained)
         require_whole(head, "that was published")
