@@ -136,11 +136,7 @@ class Config(Section):
                 f"speculation.drafter is '{drafter}' but models.draft is null; "
                 f"name {what}, or set speculation.drafter to suffix or none"
             )
-        if self.drafter_training.spot == "on" and drafter == "head" and self.decodes_on_gpu:
-            raise ValueError(
-                "drafter_training.spot is on, but instances decode on GPUs, where training would queue before their "
-                "forwards; expected instances on CPUs: set it to auto or off"
-            )
+        self._require_spot()
         if self.drafter_training.mode == "cotrain" and drafter == "head":
             raise ValueError(
                 "drafter_training.mode cotrain is of a draft model, which learns from the target's logits in its "
@@ -230,6 +226,30 @@ class Config(Section):
                 "the environment shape its rewards"
             )
         return self
+
+    def _require_spot(self) -> None:
+        """Raise ValueError where `drafter_training.spot` is on and no head would be trained."""
+        if self.drafter_training.spot != "on" or self.trains_head:
+            return
+        if self.speculation.drafter != "head":
+            raise ValueError(
+                "drafter_training.spot is on, which trains a draft head on the instances, and speculation.drafter is "
+                f"{self.speculation.drafter}, which has none; set spot to auto or off, or drafter to head"
+            )
+        if self.decodes_on_gpu:
+            raise ValueError(
+                "drafter_training.spot is on, but instances decode on GPUs, where training would queue before their "
+                "forwards; expected instances on CPUs: set it to auto or off"
+            )
+        why = (
+            "drafter_training.refit is false"
+            if not self.drafter_training.refit
+            else "speculation.policy is off"
+        )
+        raise ValueError(
+            f"drafter_training.spot is on, and {why}, so that no head would learn; set spot to auto or off, or that "
+            "otherwise"
+        )
 
 
 def _takes_gpus(wish: object, num_gpus: object) -> bool:

@@ -63,6 +63,23 @@ _MOVED: Mapping[str, tuple[object, str]] = {
 "Former keys: their default, which the configs of earlier runs spell out and which still means nothing; the new place."
 
 
+def _without_effect(algorithm: AlgorithmConfig) -> dict[str, str]:
+    """Keys that nothing reads under these settings, and of what each is."""
+    of_critic, of_target = "advantage gae, which has a critic", "entropy_target"
+    idle: dict[str, str] = {}
+    if not algorithm.has_critic:
+        idle |= dict.fromkeys(("gae_lambda", "clip_value", "whiten_advantages"), of_critic)
+    if algorithm.compares_groups:
+        idle["gamma"] = "advantages gae and reinforce_pp, which discount"
+    if algorithm.entropy_target is None:
+        idle |= dict.fromkeys(("entropy_coef_step", "entropy_coef_max"), of_target)
+    if algorithm.kl_target is None:
+        idle["kl_horizon"] = "kl_target"
+    if not algorithm.dynamic_sampling:
+        idle |= dict.fromkeys(("dynamic_sampling_metric", "max_extra_groups"), "dynamic_sampling: true")
+    return idle
+
+
 class AlgorithmConfig(Section):
     """A row of `ALGORITHMS`, and the parts of it that are chosen otherwise."""
 
@@ -209,4 +226,16 @@ class AlgorithmConfig(Section):
     @model_validator(mode="after")
     def _level(self) -> AlgorithmConfig:
         require_level(self.correction, self.ratio_level)
+        return self
+
+    @model_validator(mode="after")
+    def _effects(self) -> AlgorithmConfig:
+        """Refuse a key that would change nothing; its default, which a run's own config spells out, says nothing."""
+        for key, what in _without_effect(self).items():
+            value, default = getattr(self, key), type(self).model_fields[key].default
+            if value != default:
+                raise ValueError(
+                    f"{key} is of {what}, and with kind {self.kind} (advantage {self.advantage}) {value} would have no "
+                    f"effect; take it out, or set what it is of"
+                )
         return self

@@ -67,6 +67,7 @@ def test_a_malformed_override_is_refused(tmp_path: Path, override: str) -> None:
         ("algorithm", {"importance_sampling": "token_mask"}, "is correction.weight and correction.mask now"),
         ("algorithm", {"correction": {"kind": "tsi"}}, r"algorithm\.correction\.kind"),
         ("drafter_training", {"mode": "cotrain", "refit": False}, "take one of the two out"),
+        ("drafter_training", {"spot": "on"}, "speculation.drafter is model, which has none"),
         ("run", {"iterations": 0}, "run.iterations"),
         ("trainer", {"lora": {"dropout": 0.1}}, r"trainer\.lora\.dropout: expected 0, got 0.1"),
         ("trainer", {"lora": {"targets": []}}, "at least one module name"),
@@ -110,6 +111,62 @@ def test_a_malformed_override_is_refused(tmp_path: Path, override: str) -> None:
 def test_combinations_that_cannot_run_are_refused(section: str, values: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         config_from_dict(SMALLEST | {section: values})
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "key"),
+    [
+        ({"kind": "grpo", "gamma": 0.9}, "gamma"),
+        ({"kind": "grpo", "gae_lambda": 0.9}, "gae_lambda"),
+        ({"kind": "rloo", "clip_value": 0.5}, "clip_value"),
+        ({"kind": "dapo", "whiten_advantages": False}, "whiten_advantages"),
+        ({"kind": "reinforce_pp", "whiten_advantages": False}, "whiten_advantages"),
+        ({"kind": "reinforce_pp_baseline", "gamma": 0.5}, "gamma"),
+        ({"kind": "ppo", "entropy_coef_step": 0.1}, "entropy_coef_step"),
+        ({"kind": "ppo", "entropy_coef": 0.1, "entropy_coef_max": 0.2}, "entropy_coef_max"),
+        ({"kind": "ppo", "kl_horizon": 100}, "kl_horizon"),
+        ({"kind": "grpo", "dynamic_sampling_metric": "correct"}, "dynamic_sampling_metric"),
+        ({"kind": "dapo", "dynamic_sampling": False, "max_extra_groups": 1}, "max_extra_groups"),
+    ],
+)
+def test_a_key_of_the_algorithm_that_nothing_reads_is_refused_by_name(algorithm: dict, key: str) -> None:
+    tree = SMALLEST | {"algorithm": algorithm, "rollout": {"samples_per_prompt": 2}}
+    with pytest.raises(ConfigError, match=f"algorithm: {key} is of .* would have no effect; take it out"):
+        config_from_dict(tree)
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        {"kind": "reinforce_pp", "gamma": 0.9},
+        {"kind": "grpo", "advantage": "gae", "clip_value": 0.5, "whiten_advantages": False},
+        {"kind": "ppo", "entropy_target": 1.0, "entropy_coef_step": 0.1, "entropy_coef_max": 0.2},
+        {"kind": "ppo", "kl_target": 0.1, "kl_horizon": 100},
+        {"kind": "dapo", "dynamic_sampling_metric": "correct", "max_extra_groups": 1},
+    ],
+)
+def test_keys_that_are_read_are_taken_and_a_spelled_out_config_loads_again(
+    algorithm: dict, tmp_path: Path
+) -> None:
+    config = config_from_dict(SMALLEST | {"algorithm": algorithm, "rollout": {"samples_per_prompt": 2}})
+    dump_config(config, tmp_path / "config.yaml")
+    assert load_config(tmp_path / "config.yaml") == config
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"speculation": {"drafter": "mtp"}}, "speculation.drafter is mtp, which has none"),
+        ({"speculation": {"drafter": "head", "policy": "off"}}, "speculation.policy is off, so that no head"),
+        ({"speculation": {"drafter": "head"}, "engine": {"device": "cuda"}}, "instances decode on GPUs"),
+    ],
+)
+def test_training_in_spare_time_is_refused_where_nothing_would_be_trained(
+    changes: dict, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        config_from_dict(SMALLEST | {"drafter_training": {"spot": "on"}} | changes)
+    config_from_dict(SMALLEST | {"drafter_training": {"spot": "on"}, "speculation": {"drafter": "head"}})
 
 
 def test_one_call_of_the_user_s_code_may_keep_an_actor_silent_for_as_long_as_it_may_take() -> None:
