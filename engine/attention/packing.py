@@ -39,7 +39,8 @@ def unpack_queries(
 ) -> Float[Tensor, "M HE"]:
     """Return attention outputs token by token, heads behind one another; zeros up to `num_tokens` tokens."""
     heads = out.shape[0] // batch
-    packed = out.view(batch, heads, n, -1).transpose(1, 2).reshape(batch * n, -1)
+    # attention kernels of CUDA lay heads behind rows: no view of any batch size
+    packed = out.reshape(batch, heads, n, -1).transpose(1, 2).reshape(batch * n, -1)
     missing = num_tokens - batch * n
     return packed if missing == 0 else F.pad(packed, (0, 0, 0, missing))
 

@@ -1,4 +1,4 @@
-"""The CUDA driver's virtual memory calls, by name (CUDA driver API, "Virtual Memory Management"). Not run so far."""
+"""The CUDA driver's virtual memory calls, by name (CUDA driver API, "Virtual Memory Management")."""
 
 from __future__ import annotations
 

