@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from core.config import DataConfig
 from core.errors import DataError
 from core.outside import cut, is_file
+from learning.data.chat_format import render_chat
 from learning.data.messages import Messages, as_dicts
 from learning.data.records_io import Row
 
@@ -85,14 +86,13 @@ class PromptEncoder:
                 f"{asked} but the tokenizer has no chat template; name one by data.chat_template, set data.chat to "
                 "false for plain text, or models.tokenizer to one that has a template"
             )
-        kwargs: dict[str, Any] = dict(self._data.chat_template_kwargs)
         try:
-            text = self._tokenizer.apply_chat_template(
+            text = render_chat(
+                self._tokenizer,
                 as_dicts(messages),
-                chat_template=self._template,
-                add_generation_prompt=True,
-                tokenize=False,
-                **kwargs,
+                ask=True,
+                template=self._template,
+                variables=self._data.chat_template_kwargs,
             )
         except Exception as error:  # a template is a program, and not ours
             said = " ".join(str(error).split())[:200]
@@ -100,7 +100,7 @@ class PromptEncoder:
                 f"{row.origin}: the chat template refuses its turns ({cut(', '.join(role for role, _ in messages))}): "
                 f"{type(error).__name__}: {said}; {self._advice(row, messages)}"
             ) from error
-        return Rendered(str(text), messages)
+        return Rendered(text, messages)
 
     def _advice(self, row: Row, messages: Messages) -> str:
         if messages[0][0] in ("system", "developer"):

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from core.errors import EpisodeError
 from core.records import Prompt
 from engine.weights.loading import num_token_ids
+from learning.data.chat_format import render_chat
 from learning.data.messages import Messages, as_dicts
 from learning.environments.environment_protocol import Message, Observation
 
@@ -121,14 +122,12 @@ class ObservationRenderer:
         if self._template is None and self._tokenizer.chat_template is None:
             raise EpisodeError("there are messages to show, and the tokenizer has no chat template")
         try:
-            return str(
-                self._tokenizer.apply_chat_template(
-                    messages,
-                    chat_template=self._template,
-                    add_generation_prompt=True,
-                    tokenize=False,
-                    **self._template_kwargs,
-                )
+            return render_chat(
+                self._tokenizer,
+                messages,
+                ask=True,
+                template=self._template,
+                variables=self._template_kwargs,
             )
         except Exception as error:  # templates raise what they like
             raise EpisodeError(f"the chat template cannot show the messages {messages}: {error}") from error

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerBase
 
+from learning.data.chat_format import render_chat
+
 
 def render(
     tokenizer: PreTrainedTokenizerBase,
@@ -48,9 +50,9 @@ def render(
 def _templated(
     tokenizer: PreTrainedTokenizerBase, turns: list[dict[str, str]], *, add_generation_prompt: bool = False
 ) -> list[int]:
-    text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=add_generation_prompt)
+    text = render_chat(tokenizer, turns, ask=add_generation_prompt)
     # the template writes the special tokens itself
-    return list(tokenizer(str(text), add_special_tokens=False)["input_ids"])
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def _num_shared(one: Sequence[int], other: Sequence[int]) -> int:

@@ -8,16 +8,21 @@ from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
-from transformers.utils.chat_template_utils import render_jinja_template
 
 from core.errors import DataError, ModelError
+from learning.data.chat_format import Tools, own_template, render_chat, render_marked
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _ASSISTANT = "assistant"
 
 
 def conversation_tokens(
-    tokenizer: PreTrainedTokenizerBase, turns: Sequence[dict[str, Any]], *, origin: str, first_turn: int = 0
+    tokenizer: PreTrainedTokenizerBase,
+    turns: Sequence[dict[str, Any]],
+    *,
+    origin: str,
+    first_turn: int = 0,
+    tools: Tools = (),
 ) -> tuple[np.ndarray, np.ndarray]:
     """Token ids, int64 [T], of a whole conversation, and which the assistant wrote from `first_turn` on, bool [T].
 
@@ -29,9 +34,9 @@ def conversation_tokens(
     require_template(tokenizer)
     if not any(turn.get("role") == _ASSISTANT for turn in turns[first_turn:]):
         raise DataError(f"{origin} has no message of role assistant, so there is nothing to learn from it")
-    if _GENERATION.search(str(tokenizer.chat_template)):
-        return _by_marks(tokenizer, turns, origin, first_turn)
-    return _by_beginnings(tokenizer, turns, origin, first_turn)
+    if _GENERATION.search(own_template(tokenizer, tools=tools) or ""):
+        return _by_marks(tokenizer, turns, origin, first_turn, tools)
+    return _by_beginnings(tokenizer, turns, origin, first_turn, tools)
 
 
 def require_template(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -44,11 +49,16 @@ def require_template(tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def rendered(
-    tokenizer: PreTrainedTokenizerBase, turns: Sequence[dict[str, Any]], *, ask: bool, origin: str
+    tokenizer: PreTrainedTokenizerBase,
+    turns: Sequence[dict[str, Any]],
+    *,
+    ask: bool,
+    origin: str,
+    tools: Tools = (),
 ) -> str:
     """A conversation as the template writes it; with `ask` up to where the assistant begins. Raises DataError."""
     try:
-        return str(tokenizer.apply_chat_template(list(turns), tokenize=False, add_generation_prompt=ask))
+        return render_chat(tokenizer, turns, ask=ask, tools=tools)
     except Exception as error:  # templates are programs: they raise what they like
         raise _refused(origin, error) from error
 
@@ -61,17 +71,14 @@ def _refused(origin: str, error: Exception) -> DataError:
 
 
 def _by_marks(
-    tokenizer: PreTrainedTokenizerBase, turns: Sequence[dict[str, Any]], origin: str, first_turn: int
+    tokenizer: PreTrainedTokenizerBase,
+    turns: Sequence[dict[str, Any]],
+    origin: str,
+    first_turn: int,
+    tools: Tools,
 ) -> tuple[np.ndarray, np.ndarray]:
-    # apply_chat_template itself loses a turn whose mark stands before a blank
     try:
-        render: Any = render_jinja_template
-        (whole,), (spans,) = render(
-            conversations=[list(turns)],
-            chat_template=tokenizer.get_chat_template(),
-            return_assistant_tokens_mask=True,
-            **tokenizer.special_tokens_map,
-        )
+        whole, spans = render_marked(tokenizer, turns, tools=tools)
     except Exception as error:  # templates are programs: they raise what they like
         raise _refused(origin, error) from error
     num_earlier = sum(turn.get("role") == _ASSISTANT for turn in turns[:first_turn])
@@ -88,16 +95,24 @@ def _by_marks(
 
 
 def _by_beginnings(
-    tokenizer: PreTrainedTokenizerBase, turns: Sequence[dict[str, Any]], origin: str, first_turn: int
+    tokenizer: PreTrainedTokenizerBase,
+    turns: Sequence[dict[str, Any]],
+    origin: str,
+    first_turn: int,
+    tools: Tools,
 ) -> tuple[np.ndarray, np.ndarray]:
-    whole = rendered(tokenizer, turns, ask=False, origin=origin)
+    whole = rendered(tokenizer, turns, ask=False, origin=origin, tools=tools)
     ids, starts = _with_places(tokenizer, whole)
     mask = np.zeros(len(ids), dtype=bool)
     for index, turn in enumerate(turns):
         if turn.get("role") != _ASSISTANT or index < first_turn:
             continue
-        before = rendered(tokenizer, turns[:index], ask=True, origin=origin)
-        through = rendered(tokenizer, turns[: index + 1], ask=False, origin=origin)
+        through = rendered(tokenizer, turns[: index + 1], ask=False, origin=origin, tools=tools)
+        before = (
+            rendered(tokenizer, turns[:index], ask=True, origin=origin, tools=tools)
+            if index
+            else _before_the_first(tokenizer, through, origin)
+        )
         if not (whole.startswith(through) and through.startswith(before)):
             raise DataError(
                 f"{origin}: the chat template writes message {index} otherwise when more messages follow, or begins it "
@@ -108,6 +123,20 @@ def _by_beginnings(
         ends = own[ids[own] == tokenizer.eos_token_id]
         mask[own if not len(ends) else own[own <= ends[-1]]] = True
     return ids, mask
+
+
+def _before_the_first(tokenizer: PreTrainedTokenizerBase, through: str, origin: str) -> str:
+    """What a template writes before the words of an assistant that begins: up to what it asks for an answer with."""
+    user = [{"role": "user", "content": "-"}]
+    asked, told = (rendered(tokenizer, user, ask=ask, origin=origin) for ask in (True, False))
+    opening = asked.removeprefix(told)
+    if not opening or not asked.startswith(told) or opening not in through:
+        raise DataError(
+            f"{origin} begins with a message of the assistant, and where its words begin cannot be told from the chat "
+            "template; expected a message of a system or user first, or {% generation %} marks in the template "
+            "(model.chat_template); take the message out"
+        )
+    return through[: through.index(opening) + len(opening)]
 
 
 def _with_places(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[np.ndarray, np.ndarray]:

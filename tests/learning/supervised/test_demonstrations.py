@@ -43,6 +43,21 @@ def test_of_prompt_and_completion_as_messages_only_the_completion_is_learned(tem
     )
 
 
+@pytest.mark.parametrize("template", [MARKED, PLAIN], ids=["marked", "plain"])
+def test_a_conversation_that_the_assistant_begins_is_learned_from_its_first_word_on(template):
+    assert shown({"messages": TALK[2:]}, template=template) == (
+        "<assistant> [hi] [you] [<end>] <user> who are you <end> <assistant> [me] [<end>]"
+    )
+
+
+def test_where_a_first_turn_of_the_assistant_cannot_be_told_it_is_the_turn_that_is_named():
+    silent = PLAIN.partition("{% if add_generation_prompt")[0]
+    with pytest.raises(
+        DataError, match=r"x\.jsonl:1 begins with a message of the assistant.*of a system or user"
+    ):
+        shown({"messages": TALK[2:]}, template=silent)
+
+
 FORGETFUL = (
     "{% for m in messages %}{% if m.role == 'assistant' %}<assistant> {% if loop.last %}think {% endif %}"
     "{% generation %}{{ m.content }} <end>{% endgeneration %} {% else %}<user> {{ m.content }} <end> {% endif %}"
