@@ -137,6 +137,12 @@ _DECLARED = [
         ("grad_clipped_share", "share", "mean", "optimizer steps whose gradient was clipped"),
         ("lr", "1", "last", "learning rate of the last optimizer step"),
         ("num_optimizer_steps", "steps", "sum", "optimizer steps of the update"),
+        (
+            "num_skipped_minibatches",
+            "minibatches",
+            "sum",
+            "of which no optimizer step was taken: their gradient is 0",
+        ),
         ("num_samples_ahead", "samples", "sum", "samples whose forwards were computed before the update"),
         ("num_groups", "groups", "sum", "groups of samples of one prompt"),
         ("num_zero_advantage_groups", "groups", "sum", "those with equal rewards"),

@@ -40,8 +40,8 @@ from learning.forward.precision import hold_linears_in, require_master_weights
 from learning.forward.token_statistics import token_statistics
 from learning.forward.training_forward import prepare_for_training
 from learning.parallel.learner_state import LearnerState
-from learning.parallel.one_trainer import OneTrainer, gradient_of
-from learning.schedule import Horizon, rate_factor
+from learning.parallel.one_trainer import OneTrainer
+from learning.schedule import Horizon, adam, rate_factor
 from learning.soft_targets import SoftTargetStore
 from learning.trained_model import TrainedModel
 from learning.update_metrics import MinibatchFigures, added_up, describe_odd_loss
@@ -133,9 +133,7 @@ class Learner(TrainedModel):
                 device=model.device,
                 trainers=self.trainers,
             )
-        self.optimizer = torch.optim.AdamW(
-            self._learned(), lr=trainer.learning_rate, weight_decay=trainer.weight_decay, betas=(0.9, 0.95)
-        )
+        self.optimizer = adam(self._learned(), trainer)
         self._num_optimizer_steps = 0
         self._coefficients = Coefficients.first(algorithm)
         self._horizon = horizon or Horizon()
@@ -270,7 +268,7 @@ class Learner(TrainedModel):
     def _learn(
         self, experience: Experience, targets: Targets, rows: list[int], figures: MinibatchFigures
     ) -> None:
-        """Accumulate the gradient of one minibatch and take one optimizer step."""
+        """Accumulate the gradient of one minibatch and take one optimizer step, unless it is 0."""
         weight_of, share_of = torch.zeros(2, *experience.mask.shape)
         counted = experience.mask[rows] & targets.learned[rows, None]
         weight_of[rows] = token_weights(
@@ -278,9 +276,6 @@ class Learner(TrainedModel):
         )
         share_of[rows] = token_weights(counted, "token_mean")
         learned = targets.with_gradient(rows)
-        if not learned:
-            for parameter in self._learned():
-                gradient_of(parameter)
         engine: Tensor | None = None
         if targets.engine is not None and learned:
             engine = targets.engine.of(self._forward.rows_of(learned, experience))
@@ -299,12 +294,12 @@ class Learner(TrainedModel):
             )
         )
         self.trainers.sum_gradients(self._learned())
-        self._step(figures)
+        has_stepped = self._step(figures)
         if self.soft_targets is not None:
             self.soft_targets.settle()
         if self.cotrainer is not None:
             self.cotrainer.step()
-        if targets.engine is not None:
+        if targets.engine is not None and has_stepped:
             targets.engine.changed()
 
     def _loss(
@@ -362,17 +357,20 @@ class Learner(TrainedModel):
             figures=out,
         )
 
-    def _step(self, figures: MinibatchFigures) -> None:
-        self._num_optimizer_steps += 1
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.trainer.learning_rate * self._rate_factor(self._num_optimizer_steps)
+    def _step(self, figures: MinibatchFigures) -> bool:
+        """Step by the gradient; not by one that is 0, where momentum and decay alone would move the weights."""
         norm = self.trainers.clip(self._learned(), self.trainer.max_grad_norm)
         if not math.isfinite(norm):
             raise NotFiniteError(
                 f"the gradient norm at weight version {self.weight_version} is {norm}; expected a finite "
                 "number; lower trainer.learning_rate"
             )
-        self.optimizer.step()
+        has_gradient = norm > 0.0
+        if has_gradient:
+            self._num_optimizer_steps += 1
+            for group in self.optimizer.param_groups:
+                group["lr"] = self.trainer.learning_rate * self._rate_factor(self._num_optimizer_steps)
+            self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         closed = figures.close_minibatch(
             self.trainers.gather(figures.open_part()),
@@ -380,6 +378,7 @@ class Learner(TrainedModel):
             max_grad_norm=self.trainer.max_grad_norm,
         )
         self._coefficients.after_step(closed.get("entropy"), self.algorithm)
+        return has_gradient
 
     def _minibatches(self, num_samples: int, generator: torch.Generator) -> Iterator[list[int]]:
         """Of equal size up to one sample: a small last one would step as far as a whole one."""

@@ -1,8 +1,8 @@
-"""How the learning rate moves over a run."""
+"""The optimizer, and how its learning rate moves over a run."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -11,6 +11,7 @@ from transformers import get_scheduler
 
 from core.config import TrainerConfig
 from core.errors import ConfigError
+from core.settings.supervised import SupervisedTrainerConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,17 +33,15 @@ def rate_factor(trainer: TrainerConfig, horizon: Horizon) -> Callable[[int], flo
             f"trainer.schedule {trainer.schedule} falls towards the run's last step, and the learner was not told "
             "which that is; give it a Horizon with num_optimizer_steps, or take constant"
         )
-    warmup = trainer.warmup_steps
-    rule = step_rule(trainer.schedule, warmup, horizon.num_optimizer_steps)
-    # transformers counts from 0, where a warm-up has no rate yet and would waste the step
-    return lambda step: step / warmup if step <= warmup else float(rule(step - 1))
+    return step_rule(trainer.schedule, trainer.warmup_steps, horizon.num_optimizer_steps)
 
 
 def step_rule(
     schedule: Literal["constant", "linear", "cosine"], warmup_steps: int, num_steps: int | None
 ) -> Callable[[int], float]:
-    """What transformers multiplies a rate by after so many steps, from 0.
+    """What a rate is multiplied by at the n-th step, from 1: as transformers, with a warm-up of as many steps.
 
+    transformers counts from 0, where a warm-up has no rate yet and would waste the step.
     Source: Loshchilov and Hutter 2017, 'SGDR' (cosine).
     """
     scheduler: Any = get_scheduler(
@@ -52,4 +51,18 @@ def step_rule(
         num_warmup_steps=warmup_steps,
         num_training_steps=num_steps,
     )
-    return scheduler.lr_lambdas[0]
+    rule = scheduler.lr_lambdas[0]
+    return lambda step: step / warmup_steps if step <= warmup_steps else float(rule(step - 1))
+
+
+def adam(
+    parameters: Sequence[torch.nn.Parameter], trainer: TrainerConfig | SupervisedTrainerConfig
+) -> torch.optim.AdamW:
+    """The optimizer of a model's weights. Source: Loshchilov and Hutter 2019, 'Decoupled weight decay'."""
+    return torch.optim.AdamW(
+        parameters,
+        lr=trainer.learning_rate,
+        weight_decay=trainer.weight_decay,
+        betas=trainer.adam_betas,
+        eps=trainer.adam_epsilon,
+    )

@@ -118,6 +118,7 @@ class MinibatchFigures:
         for name in dict.fromkeys(name for one in self._closed for name in one):
             values = [one[name] for one in self._closed if name in one]
             out[name] = sum(values) / len(values)
+        out["num_skipped_minibatches"] = float(sum(one["grad_norm"] == 0.0 for one in self._closed))
         if self._ratios and self._ratios[0] is not None:
             out["ratio_at_first_minibatch"] = max(self._ratios[0], key=lambda ratio: abs(ratio - 1.0))
         if known := [ratios for ratios in self._ratios if ratios is not None]:

@@ -8,7 +8,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from core.settings.cluster import ClusterConfig
 from core.settings.section import MAX_THREADS, Name, Section, UserPath, folder_name
-from core.settings.trainer import LoraConfig
+from core.settings.trainer import Beta, LoraConfig
 
 USUAL_TOKENS = 1024
 "Of a sequence at most, where data.max_tokens says nothing."
@@ -118,6 +118,9 @@ class SupervisedTrainerConfig(Section):
     "in one forward, packed without padding; more are accumulated"
     max_grad_norm: float = Field(default=1.0, gt=0.0)
     weight_decay: float = Field(default=0.0, ge=0.0)
+    adam_betas: tuple[Beta, Beta] = (0.9, 0.999)
+    "of AdamW: how much of its averages of the gradient and of its square each step keeps"
+    adam_epsilon: float = Field(default=1e-8, gt=0.0, le=1.0)
     gradient_checkpointing: bool = False
     strategy: Literal["fsdp2", "ddp"] = "fsdp2"
     "with several trainers (cluster.trainer.num_actors): each holds a part of every weight, or all of them"

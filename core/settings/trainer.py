@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
 from core.settings.section import MAX_THREADS, Name, Section
+
+Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 
 class LoraConfig(Section):
@@ -65,6 +67,9 @@ class TrainerConfig(Section):
     "compute blocks while the rollout's tail runs; auto: where the trainer takes no core or GPU from the instances"
     max_grad_norm: float = Field(default=1.0, gt=0.0)
     weight_decay: float = Field(default=0.0, ge=0.0)
+    adam_betas: tuple[Beta, Beta] = (0.9, 0.95)
+    "of AdamW: how much of its averages of the gradient and of its square each step keeps"
+    adam_epsilon: float = Field(default=1e-8, gt=0.0, le=1.0)
     gradient_checkpointing: bool = False
     scoring: Literal["engine", "model"] = "model"
     "whose forward values log-probabilities: the engine's, with the sampler's bits, or the learner's own"

@@ -7,7 +7,7 @@ whoever reads. `.metadata` is written last; a folder without it is not a checkpo
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -57,7 +57,10 @@ class LearnerState:
         if (folder / ".metadata").exists():
             raise ConfigError(f"{folder} holds a checkpoint of a trainer already; save into a new folder")
         with _telling_failures(folder), self.trainers.naming("write a checkpoint"), _one_process_is_fine():
-            save(self._parts(), checkpoint_id=folder, no_dist=self.trainers.size == 1)
+            # asking for the state of an optimizer that never stepped would make it step
+            stepped = {name: pair for name, pair in self._optimizers().items() if pair[1].state}
+            parts = self._parts() | _states_of(stepped)
+            save(parts, checkpoint_id=folder, no_dist=self.trainers.size == 1)
 
     def load(self, folder: Path) -> None:
         """Take over what `save` wrote, by however many trainers. Collective.
@@ -85,7 +88,7 @@ class LearnerState:
             self.coefficients = Coefficients(kl, entropy, None if last_entropy < 0.0 else last_entropy)
             parts = self._parts()
             # a parameter that never had a gradient has no state to be found
-            steps = {name: parts.pop(name) for name in ("optimizer", "critic_optimizer") if name in parts}
+            steps = _states_of({name: pair for name, pair in self._optimizers().items() if name in saved})
             load(parts, storage_reader=reader, planner=PlainPlanner(), no_dist=alone)
             if steps:
                 planner = PlainPlanner(allow_partial_load=True)
@@ -106,12 +109,12 @@ class LearnerState:
             parts["reference"] = get_model_state_dict(self.reference)
         if self.critic is not None:
             parts["critic"] = self.critic[0].state_dict()
-        # asking for the state of an optimizer that never stepped would make it step
-        if self.num_optimizer_steps:
-            parts["optimizer"] = get_optimizer_state_dict(self.model, self.optimizer)
-            if self.critic is not None:
-                parts["critic_optimizer"] = get_optimizer_state_dict(*self.critic)
         return parts
+
+    def _optimizers(self) -> dict[str, tuple[nn.Module, torch.optim.Optimizer]]:
+        """Each with its module. A critic's steps where the target's minibatches have no gradient, too."""
+        critic = {} if self.critic is None else {"critic_optimizer": self.critic}
+        return {"optimizer": (self.model, self.optimizer), **critic}
 
     def _take(self, parts: dict[str, Any]) -> None:
         set_model_state_dict(self.model, parts["model"])
@@ -119,11 +122,8 @@ class LearnerState:
             set_model_state_dict(self.reference, parts["reference"])
         if self.critic is not None:
             self.critic[0].load_state_dict(parts["critic"])
-        optimizers = [(self.model, self.optimizer, "optimizer")]
-        if self.critic is not None:
-            optimizers.append((*self.critic, "critic_optimizer"))
-        for module, optimizer, name in optimizers:
-            if not self.num_optimizer_steps:
+        for name, (module, optimizer) in self._optimizers().items():
+            if name not in parts:
                 optimizer.state.clear()
                 continue
             # moments are the checkpoint's, rates and decay are this run's
@@ -131,6 +131,10 @@ class LearnerState:
             set_optimizer_state_dict(module, optimizer, parts[name])
             for group, own in zip(optimizer.param_groups, settings, strict=True):
                 group.update(own)
+
+
+def _states_of(pairs: Mapping[str, tuple[nn.Module, torch.optim.Optimizer]]) -> dict[str, Any]:
+    return {name: get_optimizer_state_dict(*pair) for name, pair in pairs.items()}
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from learning.forward.precision import hold_linears_in, require_master_weights
 from learning.forward.training_forward import prepare_for_training
 from learning.parallel.learner_state import LearnerState
 from learning.parallel.one_trainer import OneTrainer
-from learning.schedule import step_rule
+from learning.schedule import adam, step_rule
 from learning.supervised.objectives import ForwardSettings, Objective
 from learning.trained_model import TrainedModel
 
@@ -61,9 +61,7 @@ class SupervisedLearner(TrainedModel):
             self.adapter = Adapter(model, trainer.lora, seed=seed, head=head)
         require_master_weights(model)
         self.trainers.shard(model)
-        self.optimizer = torch.optim.AdamW(
-            self._learned(), lr=trainer.learning_rate, weight_decay=trainer.weight_decay, betas=(0.9, 0.999)
-        )
+        self.optimizer = adam(self._learned(), trainer)
         self._rule = step_rule(trainer.schedule, trainer.warmup_steps, total_steps)
 
     def step(self, items: Sequence[Any]) -> dict[str, float]:
@@ -79,7 +77,7 @@ class SupervisedLearner(TrainedModel):
             "trainer.learning_rate"
         )
         self.trainers.sum_gradients(self._learned())
-        rate = self.trainer.learning_rate * self._rule(self.num_steps)
+        rate = self.trainer.learning_rate * self._rule(self.num_steps + 1)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         norm = self.trainers.clip(self._learned(), self.trainer.max_grad_norm)
@@ -88,7 +86,9 @@ class SupervisedLearner(TrainedModel):
                 f"the gradient norm of step {self.num_steps + 1} is {norm}; expected a finite number; lower "
                 "trainer.learning_rate"
             )
-        self.optimizer.step()
+        if norm > 0.0:
+            # else momentum and decay alone would move the weights
+            self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.num_steps += 1
         return means | {"learning_rate": rate, "grad_norm": norm}

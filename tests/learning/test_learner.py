@@ -1,5 +1,6 @@
 """The learner's laws: order does not matter, ratios start at 1, equal rewards teach nothing."""
 
+import copy
 import dataclasses
 import math
 
@@ -156,6 +157,64 @@ def test_a_grpo_group_of_equal_rewards_leaves_the_policy_alone(make_learner, mak
     assert all(torch.equal(a, b) for a, b in zip(before, parameters(learner), strict=True))
 
 
+@mark.parametrize(
+    ("algorithm", "silence"),
+    [
+        (AlgorithmConfig(kind="grpo", kl_coef=0.0), "equal rewards"),
+        (AlgorithmConfig(kind="grpo", kl_coef=0.0, truncated="mask"), "all cut"),
+        (AlgorithmConfig(kind="ppo", kl_coef=0.0, truncated="mask"), "all cut"),
+    ],
+)
+def test_a_batch_without_gradient_takes_no_step_even_after_one_that_had(
+    make_learner, make_rollouts, algorithm, silence
+):
+    # momentum and decay would move the weights without it
+    trainer = TRAINER.model_copy(update={"weight_decay": 0.1})
+    learner = make_learner(algorithm=algorithm, trainer=trainer)
+    report = learner.update(make_rollouts(learner.model))
+    assert report.num_optimizer_steps + report.figures["num_skipped_minibatches"] == 4
+    assert report.num_optimizer_steps > 0
+    before, moments = parameters(learner), copy.deepcopy(learner.optimizer.state_dict())
+    rollouts = make_rollouts(learner.model, reward=lambda tokens: 0.1)
+    if silence == "all cut":
+        rollouts = cut(make_rollouts(learner.model), range(6))
+    report = learner.update(rollouts)
+    assert (report.num_optimizer_steps, report.figures["num_skipped_minibatches"]) == (0, 4.0)
+    assert report.weight_version == 2
+    assert all(torch.equal(a, b) for a, b in zip(before, parameters(learner), strict=True))
+    for index, state in learner.optimizer.state_dict()["state"].items():
+        assert all(torch.equal(value, moments["state"][index][part]) for part, value in state.items())
+
+
+def test_a_state_after_an_update_without_gradient_keeps_what_the_critic_learned(
+    make_model, make_learner, make_rollouts, tmp_path
+):
+    algorithm = AlgorithmConfig(kind="ppo", kl_coef=0.0, truncated="mask")
+    straight, resumed = (
+        make_learner(algorithm=algorithm),
+        make_learner(make_model(seed=9), algorithm=algorithm),
+    )
+    first = cut(make_rollouts(straight.model), range(6))
+    assert straight.update(first).num_optimizer_steps == 0
+    straight.save(tmp_path / "state")
+    resumed.load(tmp_path / "state")
+    second = make_rollouts(straight.model, seed=1)
+    for learner in (straight, resumed):
+        learner.update(second)
+    assert all(torch.equal(a, b) for a, b in zip(parameters(straight), parameters(resumed), strict=True))
+    heads = [list(learner.critic.head.parameters()) for learner in (straight, resumed)]
+    assert all(torch.equal(a, b) for a, b in zip(*heads, strict=True))
+
+
+def test_the_optimizer_is_the_config_s(make_learner):
+    group = make_learner().optimizer.param_groups[0]
+    assert (group["betas"], group["eps"]) == ((0.9, 0.95), 1e-8)
+    update = {"adam_betas": (0.5, 0.75), "adam_epsilon": 1e-4}
+    learner = make_learner(trainer=TRAINER.model_copy(update=update))
+    group = learner.optimizer.param_groups[0]
+    assert (group["betas"], group["eps"]) == ((0.5, 0.75), 1e-4)
+
+
 def test_the_value_head_learns_the_reward(make_learner, make_rollouts):
     learner = make_learner(trainer=TRAINER.model_copy(update={"learning_rate": 1e-8}))
     rollouts = make_rollouts(learner.model, 12)
@@ -196,6 +255,7 @@ def test_every_figure_is_reported_and_finite(make_learner, make_rollouts):
         "lr",
         "ratio_at_first_minibatch",
         "num_skipped_samples",
+        "num_skipped_minibatches",
         "num_samples_ahead",
         "mismatch/lag_mean",
         "mismatch/lag_max",

@@ -73,17 +73,26 @@ def test_a_packed_score_is_the_model_s_own_even_where_the_end_token_is_the_paddi
 @pytest.mark.parametrize(
     ("schedule", "name"), [("constant", "constant_with_warmup"), ("linear", "linear"), ("cosine", "cosine")]
 )
-def test_rates_follow_the_schedules_of_transformers(schedule, name):
+def test_rates_follow_the_schedules_of_transformers_and_none_is_zero(schedule, name):
     learner = new_learner("sft", None, schedule=schedule, warmup_steps=2)
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=1e-2)
     reference = get_scheduler(name, optimizer, num_warmup_steps=2, num_training_steps=STEPS)
-    expected, seen = [], []
+    theirs, seen = [], []
     for _ in range(STEPS):
-        expected.append(optimizer.param_groups[0]["lr"])
+        theirs.append(optimizer.param_groups[0]["lr"])
         optimizer.step()
         reference.step()
         seen.append(learner.step(items_of("sft")[:2])["learning_rate"])
-    assert seen == pytest.approx(expected)
+    # while it warms up a step earlier: transformers' first step has rate 0 and wastes its batch
+    assert theirs[0] == 0.0 and seen == pytest.approx([5e-3, 1e-2, *theirs[2:]])
+
+
+@pytest.mark.parametrize("kind", ["sft", "reward"])
+def test_the_optimizer_is_the_config_s(kind):
+    group = new_learner(kind, None).optimizer.param_groups[0]
+    assert (group["betas"], group["eps"]) == ((0.9, 0.999), 1e-8)
+    group = new_learner(kind, None, adam_betas=(0.8, 0.99), adam_epsilon=1e-6).optimizer.param_groups[0]
+    assert (group["betas"], group["eps"]) == ((0.8, 0.99), 1e-6)
 
 
 @pytest.mark.parametrize("case", list(CASES), ids="-".join)
