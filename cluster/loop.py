@@ -19,6 +19,7 @@ from cluster.preflight.inputs import Inputs
 from cluster.recorder import Recorder
 from cluster.reporting.console import Reporter
 from cluster.reporting.iteration_metrics import with_evaluation
+from cluster.reporting.learning_signal import signal_line, with_signal
 from cluster.resuming.restarts import LOSSES, TrainerRestarts, as_trainer_lost, telling_trainer_loss
 from cluster.resuming.run_state import RunState
 from cluster.resuming.save_state import Boundary, StateKeeper
@@ -169,6 +170,7 @@ def train(system: System, run_dir: RunDir, report: Reporter, *, resume: RunState
                     figures = run_pipelined_iteration(system, pipeline, iteration, report, recorder, log)
             except NumericsError as error:
                 raise type(error)(f"iteration {iteration + 1} of {run.iterations}: {error}") from error
+            figures = with_signal(figures)
             # instances and trainers hold the same version again
             system.is_learning, boundary = False, here(iteration + 1)
             try:
@@ -179,6 +181,8 @@ def train(system: System, run_dir: RunDir, report: Reporter, *, resume: RunState
                 # what was trained is told, however an evaluation ends
                 log.write(iteration, figures)
             report.iteration(iteration, figures)
+            if (line := signal_line(iteration, figures)) is not None:
+                report.note(line)
             if run.checkpoint_every and (iteration + 1) % run.checkpoint_every == 0:
                 save_checkpoints(system, run_dir, iteration=iteration)
             boundary = here(iteration + 1)

@@ -137,6 +137,7 @@ _DECLARED = [
         ("grad_clipped_share", "share", "mean", "optimizer steps whose gradient was clipped"),
         ("lr", "1", "last", "learning rate of the last optimizer step"),
         ("num_optimizer_steps", "steps", "sum", "optimizer steps of the update"),
+        ("no_signal", "flag", "mean", "1: the iteration's rewards could teach nothing; the run says why"),
         (
             "num_skipped_minibatches",
             "minibatches",

@@ -109,6 +109,22 @@ ALERTS = (
         advice="look at the run's events for what the reward function raised",
     ),
     Alert(
+        name="RlhfspecNoSignal",
+        query="max by (run) ({learner/no_signal}) == 1",
+        holds="30m",
+        severity="warning",
+        text="the rewards of run {{ $labels.run }} have taught nothing for 30 minutes",
+        advice="the run's events name the cause: equal rewards, cut responses, a gradient of 0",
+    ),
+    Alert(
+        name="RlhfspecMostResponsesCut",
+        query="max by (run) ({rollout/length_cut_share}) > 0.5",
+        holds="30m",
+        severity="warning",
+        text="{{ $value | humanizePercentage }} of the responses of run {{ $labels.run }} are cut",
+        advice="raise sampling.max_new_tokens, or see in samples/ whether responses end as a turn ends",
+    ),
+    Alert(
         name="RlhfspecIntegrityAlarm",
         query=_grew("integrity_alarms", "run", "1h").replace("run, run", "run"),
         holds="0m",

@@ -6,6 +6,8 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from cluster.reporting.learning_signal import signal_rows
+
 STEP_PARTS = ("generate", "score", "update", "publish", "refit", "evaluate")
 "Parts of an iteration that the loop times as `time/<part>_s`."
 
@@ -36,6 +38,8 @@ class Summary:
     "seconds by part of the iteration; `other` is what no part claims"
     update_hidden_s: float = 0.0
     "of updates, behind the sampling of later batches"
+    signal: Sequence[tuple[str, str]] = ()
+    "rows about iterations that could teach nothing (`cluster.reporting.learning_signal`)"
 
     @property
     def amdahl_bound(self) -> float:
@@ -62,6 +66,7 @@ class Summary:
             rows.append(
                 ("accuracy, first to last fifth", f"{self.accuracy_first:.3f} to {self.accuracy_last:.3f}")
             )
+        rows += self.signal
         if self.num_moved:
             rows.append(("samples moved", f"{self.num_moved:,}"))
         if self.is_invariant is not None:
@@ -142,6 +147,7 @@ def summarise(metrics: Sequence[Mapping[str, float]]) -> Summary | None:
         total_s=total_s,
         part_s=part_s,
         update_hidden_s=_total(metrics, "time/update_hidden_s"),
+        signal=signal_rows(metrics),
     )
 
 

@@ -84,6 +84,8 @@ ILL = (
     ("RlhfspecLostActors", {'lost_actors_total pool="reward"': "_x35 1+0x5"}),
     ("RlhfspecNoInstance", {'instance_serving actor="gen-0"': "0+0x40"}),
     ("RlhfspecRewardFailures", {"reward_num_skipped": "0x39 2"}),
+    ("RlhfspecNoSignal", {"learner_no_signal": "0+0x5 1+0x34"}),
+    ("RlhfspecMostResponsesCut", {"rollout_length_cut_share": "0.5+0x5 0.75+0x34"}),
     ("RlhfspecIntegrityAlarm", {"integrity_alarms_total": "_x35 1+0x5"}),
     ("RlhfspecWritesDropped", {'dropped_writes_total file="log"': "1x20 1+1x20"}),
     ("RlhfspecNodeMemory", {"node_mem_used": "96+0x40"}),
