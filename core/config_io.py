@@ -93,7 +93,12 @@ def _validated(kind: type[Whole], tree: dict[str, Any], *, origin: str) -> Whole
 
 def dump_config(config: Section, path: str | Path) -> None:
     """Write the resolved config, every default spelled out, as YAML. Raises StorageError."""
-    write_whole(Path(path), yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
+    write_whole(Path(path), config_text(config))
+
+
+def config_text(config: Section) -> str:
+    """The resolved config, every default spelled out, as YAML."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
 
 
 def _read_yaml(path: Path) -> Any:

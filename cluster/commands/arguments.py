@@ -115,6 +115,7 @@ def run_supervised(kind: type[SupervisedConfig], args: argparse.Namespace) -> in
 
 def _own_config(kind: type[SupervisedConfig], folder: Path) -> Path:
     """The config that a run folder holds. Raises ConfigError: it is none, or one of another command."""
+    from cluster.resuming.own_config import kept_config
     from cluster.run_folder.layout import RunDir
     from core.config_io import load_config_of
 
@@ -124,6 +125,7 @@ def _own_config(kind: type[SupervisedConfig], folder: Path) -> Path:
     except ConfigError as error:
         raise ConfigError(
             f"{folder} is no run of this command, or one of another version, and cannot be resumed: {error}"
+            f"{kept_config(file.parent / 'checkpoints')}"
         ) from None
     return file
 

@@ -163,7 +163,7 @@ def _run(
             report.note(line)
         if resumed is not None:
             resumed.require_same_data(inputs.dataset)
-        run_dir = RunDir.create(config, path) if resumed is None else resumed.begin(config)
+        run_dir = RunDir.create(config, path) if resumed is None else resumed.begin(config, report.note)
         if run_dir.path != path:
             report.note(f"run folder {run_dir.path} (another run took the first name)")
         for line in sweep_run_folders(path.parent):

@@ -98,5 +98,5 @@ class TrainerRestarts:
         if state is not None:
             where = f"its state after iteration {state.num_iterations}"
         self._note(f"{error}; restart {num} of {self._budget.most}: the run goes on from {where}")
-        rewind(self._run_dir, state)
+        rewind(self._run_dir, state, self._note)
         return state

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from cluster.preflight.absolute_paths import with_absolute_paths
 from cluster.resuming.changed_keys import deciding_changes
+from cluster.resuming.own_config import kept_config, require_own_config
 from cluster.resuming.rewind import rewind
 from cluster.resuming.run_state import RunState, last_state
 from cluster.run_folder.layout import RunDir, of_run
 from cluster.run_folder.run_status import STALE_AFTER_S, describe_status, may_be_running, was_heard_of
+from core.checkpoint_manifest import state_folders
 from core.config import Config
 from core.config_io import dump_config, load_config
 from core.errors import ConfigError, describe_error
@@ -37,11 +40,14 @@ class ResumedRun:
             self.state.cursor
         )
 
-    def begin(self, config: Config) -> RunDir:
-        """Take the folder back to the state and call it running. Raises StorageError, ConfigError: it runs again."""
+    def begin(self, config: Config, note: Callable[[str], None]) -> RunDir:
+        """Take the folder back to the state and call it running; `note` is told of what was lost or put back.
+
+        Raises StorageError, ConfigError: it runs again.
+        """
         take_over(self.run_dir)
         try:
-            rewind(self.run_dir, self.state)
+            rewind(self.run_dir, self.state, note)
             dump_config(config, self.run_dir.config_file)
         except Exception as error:
             self.run_dir.set_status("failed", describe_error(error))
@@ -71,6 +77,7 @@ def open_run(folder: str | Path, settings: Sequence[str], note: Callable[[str], 
             f"{run_dir.path} cannot be resumed: expected a whole state in checkpoints/, got none; a run keeps one "
             "every run.state_every iterations; start it anew with --config"
         )
+    _require_config_of(state, run_dir, before)
     if _is_done(run_dir, config):
         raise ConfigError(
             f"{run_dir.path} is finished, after {before.run.iterations} iterations: nothing is left to do; go on with "
@@ -90,7 +97,7 @@ def newest_run(config: Config, base: Path, note: Callable[[str], None]) -> Resum
         run_dir = RunDir(path=folder)
         try:
             run_dir.require_files()
-            changes = deciding_changes(_own_config(run_dir), config)
+            changes = deciding_changes(_kept_config(run_dir) or _own_config(run_dir), config)
         except ConfigError as error:
             note(f"--resume auto passes over {folder}: {error}")
             continue
@@ -116,7 +123,27 @@ def _own_config(run_dir: RunDir) -> Config:
     except ConfigError as error:
         raise ConfigError(
             f"{run_dir.path} is no run of `rlhfspec train`, or one of another version, and cannot be resumed: {error}"
+            f"{kept_config(run_dir.checkpoints_folder)}"
         ) from None
+
+
+def _kept_config(run_dir: RunDir) -> Config | None:
+    """What the newest state has of it, which nobody edits; None where there is none that can be read."""
+    for folder in state_folders(run_dir.checkpoints_folder)[:1]:
+        with suppress(ConfigError):
+            return with_absolute_paths(load_config(folder / run_dir.config_file.name), Path.cwd())
+    return None
+
+
+def _require_config_of(state: RunState, run_dir: RunDir, own: Config) -> None:
+    """Raise ConfigError where the run's config is not that of its state: it was cut, or changed by hand.
+
+    States of earlier versions have none to compare with.
+    """
+    kept = state.config_file
+    if kept.is_file():
+        then = with_absolute_paths(load_config(kept), Path.cwd())
+        require_own_config(run_dir.config_file, kept, deciding_changes(then, own))
 
 
 def _is_done(run_dir: RunDir, config: Config) -> bool:

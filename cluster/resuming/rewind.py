@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from cluster.resuming.kept_record import mended, note_gaps, record_files, whole_lines
 from cluster.resuming.run_state import RunState
 from cluster.run_folder.layout import RunDir
 from core.files import PARTIAL, storage_errors, write_whole
@@ -16,17 +16,23 @@ _NUMBERED = re.compile(r"(?:iteration|evaluation)[_-](\d+)(?:\.\w+)+")
 _CHECKPOINT = re.compile(r"(?:target|draft|adapter|state)_(\d+)")
 
 
-def rewind(run_dir: RunDir, state: RunState | None) -> None:
+def rewind(run_dir: RunDir, state: RunState | None, note: Callable[[str], None]) -> None:
     """Keep what was written up to a state, and nothing of later iterations; None: nothing at all.
 
+    Lines of the record that were cut or lost are put back from the state, or named; `note` is told.
     The last checkpoints (`target`, `draft`, `adapter`) and the best stay until they are written again.
     Raises StorageError.
     """
     finished, version = (-1, -1) if state is None else (state.num_iterations, state.weight_version)
-    for file in (run_dir.metrics_file, run_dir.histograms_file, run_dir.moves_file):
-        _keep_lines(file, lambda row: row["iteration"] < finished)
-    _keep_lines(run_dir.evaluations_file, lambda row: row["num_iterations"] <= finished)
-    _keep_lines(run_dir.weights_file, lambda row: row["weight_version"] <= version)
+    for file, is_kept in record_files(run_dir, num_iterations=finished, weight_version=version).items():
+        lines: Sequence[str] = whole_lines(file, is_kept)
+        if state is not None:
+            lines = mended(file, lines, state.folder, note)
+        _write_lines(file, lines)
+        if state is not None and file == run_dir.metrics_file:
+            note_gaps(file, "iteration", lines, 0, finished, note)
+        if state is not None and file == run_dir.weights_file:
+            note_gaps(file, "weight_version", lines, 0, version + 1, note)
     for folder in ("rollouts", "samples", "steps", "traces"):
         _remove_from(run_dir.path / folder, max(finished, 0))
     _remove_from(run_dir.path / "evaluations", finished + 1)
@@ -44,22 +50,12 @@ def rewind(run_dir: RunDir, state: RunState | None) -> None:
                 shutil.rmtree(path)
 
 
-def _keep_lines(path: Path, is_kept: Callable[[dict], bool]) -> None:
-    """Drop lines of later iterations, and what a kill has cut."""
-    if not path.is_file():
-        return
-    kept = []
-    for line in path.read_text(errors="replace").splitlines():
-        try:
-            if is_kept(json.loads(line)):
-                kept.append(line + "\n")
-        except (ValueError, KeyError, TypeError, RecursionError):
-            continue
-    if kept:
-        write_whole(path, "".join(kept))
+def _write_lines(path: Path, lines: Sequence[str]) -> None:
+    if lines:
+        write_whole(path, "".join(f"{line}\n" for line in lines))
     else:
         with storage_errors(path):
-            path.unlink()
+            path.unlink(missing_ok=True)
 
 
 def _remove_from(folder: Path, first: int) -> None:

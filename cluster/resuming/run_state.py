@@ -1,6 +1,8 @@
 """The state of a run between two iterations: everything that decides what comes next, in one folder.
 
     RUN/checkpoints/state_0004/state.json   progress: cursor, versions, checksum, marks of the evaluations
+    RUN/checkpoints/state_0004/config.yaml  the run's config, which its own file is compared with
+    RUN/checkpoints/state_0004/record/      the run's record so far (`cluster.resuming.kept_record`)
     RUN/checkpoints/state_0004/trainer/     what trainers hold (`learning.parallel.learner_state`, the draft's refit)
     RUN/checkpoints/state_0004/head/        a draft head, where one drafts
     RUN/checkpoints/state_0004/in_flight/   samples ahead of their update, where generation runs ahead
@@ -14,7 +16,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +54,11 @@ class RunState:
     evaluations: EvaluationMarks = field(default_factory=EvaluationMarks)
 
     @property
+    def config_file(self) -> Path:
+        """The config of the run as it was then; states of earlier versions have none."""
+        return self.folder / "config.yaml"
+
+    @property
     def trainer_folder(self) -> Path:
         """What the trainers hold."""
         return self.folder / "trainer"
@@ -82,16 +89,33 @@ def read_state(folder: Path) -> RunState:
     verify_checkpoint(folder)
     try:
         tree: dict[str, Any] = json.loads((folder / "state.json").read_text())
-        if tree.pop("schema_version") != SCHEMA_VERSION:
-            raise ValueError(f"its schema version is not {SCHEMA_VERSION}")
+        version = tree.pop("schema_version", None)
+        if version != SCHEMA_VERSION:
+            raise ValueError(f"expected schema version {SCHEMA_VERSION}, got {version}")
+        marks = tree.pop("evaluations", {})
+        _require_keys(RunState, tree, {"folder", "evaluations"})
+        _require_keys(EvaluationMarks, marks, set())
         numbers = tree["num_iterations"], tree["weight_version"]
         if any(type(number) is not int for number in numbers):
             raise ValueError(f"expected numbers of iterations and of the weights' version, got {numbers}")
         if numbers[0] != state_number(folder):
             raise ValueError(f"it is of {numbers[0]} iterations, its folder's name of others")
-        marks = EvaluationMarks(**tree.pop("evaluations"))
-        return RunState(folder=folder, evaluations=marks, **tree)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return RunState(folder=folder, evaluations=EvaluationMarks(**marks), **tree)
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
         raise ModelError(
-            f"state {folder} cannot be read: {type(error).__name__}: {error}; it is of another version of this project"
+            f"state {folder} cannot be read: {error}; it is of another version of this project: resume with that one"
         ) from error
+
+
+def _require_keys(kind: type[RunState] | type[EvaluationMarks], tree: Any, beside: set[str]) -> None:
+    """Raise ValueError where a tree has not the keys that this version writes, but for those `beside`."""
+    if not isinstance(tree, dict):
+        raise ValueError(f"expected an object of JSON, got {type(tree).__name__}")
+    known = {one.name for one in fields(kind)} - beside
+    needed = {
+        one.name for one in fields(kind) if one.default is MISSING and one.default_factory is MISSING
+    } - beside
+    if strange := sorted(tree.keys() - known):
+        raise ValueError(f"this version does not know its keys {', '.join(map(str, strange))}")
+    if missing := sorted(needed - tree.keys()):
+        raise ValueError(f"it lacks {', '.join(missing)}")

@@ -11,11 +11,13 @@ from typing import Any
 
 from cluster.pipelining.in_flight_files import write_in_flight
 from cluster.pipelining.pipeline import InFlight
+from cluster.resuming.kept_record import keep_record
 from cluster.resuming.run_state import SCHEMA_VERSION, EvaluationMarks, RunState
 from cluster.run_folder.layout import RunDir
 from cluster.system import System
 from cluster.weights.checkpoints import save_head_checkpoint
 from core.checkpoint_manifest import has_manifest, state_folders, write_manifest
+from core.config_io import dump_config
 from core.files import PARTIAL, storage_errors, whole_folder
 from engine.drafters.head.published_head import is_head
 
@@ -84,6 +86,13 @@ class StateKeeper:
                 save_head_checkpoint(draft, replace(state, folder=partial).head_folder, timeout_s=timeout_s)
             if boundary.in_flight.ready:
                 write_in_flight(replace(state, folder=partial).in_flight_folder, boundary.in_flight)
+            keep_record(
+                self._run_dir,
+                partial,
+                num_iterations=state.num_iterations,
+                weight_version=state.weight_version,
+            )
+            dump_config(system.config, replace(state, folder=partial).config_file)
             (partial / "state.json").write_text(json.dumps(_as_tree(state), indent=2) + "\n")
             write_manifest(
                 partial,

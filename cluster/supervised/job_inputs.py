@@ -12,6 +12,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from cluster.placement.machine import num_cores
 from cluster.reporting.console import Reporter
 from core.checkpoint_manifest import has_manifest, verify_checkpoint
+from core.config_io import config_text
 from core.errors import ConfigError, DataError
 from core.settings.supervised import (
     DemonstrationsConfig,
@@ -87,6 +88,7 @@ def prepare(
         held_out=held_out,
         folder=folder,
         resume=resume,
+        config_text=config_text(config),
     )
     what = "pairs" if job.kind == "reward" else "examples"
     left_out = f", {num_left_out} left out as too long" if num_left_out else ""

@@ -8,7 +8,6 @@ RUN/checkpoints/{adapter,model_0100,state_0100}     see `learning.supervised.sup
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -16,6 +15,8 @@ from datetime import datetime
 from pathlib import Path
 
 from cluster.reporting.console import Reporter
+from cluster.resuming.kept_record import note_gaps, whole_lines
+from cluster.resuming.own_config import require_own_config
 from cluster.resuming.resumed_run import require_cut_off, take_over
 from cluster.run_folder.layout import RunDir, choose_run_path
 from cluster.supervised.job_inputs import prepare
@@ -25,9 +26,10 @@ from core.config import RunConfig
 from core.config_io import dump_config
 from core.errors import ConfigError, describe_error
 from core.files import storage_errors, write_whole
-from core.metrics import MetricsLog, read_metrics
+from core.metrics import MetricsLog
 from core.settings.supervised import SupervisedConfig
 from learning.supervised.supervised_job import (
+    CONFIG_FILE,
     SupervisedJob,
     last_state,
     require_same,
@@ -60,6 +62,7 @@ def resume_supervised(config: SupervisedConfig, report: Reporter, *, folder: Pat
     run_dir = RunDir.open(folder)
     require_cut_off(run_dir)
     state = last_state(run_dir.checkpoints_folder, report.note)
+    require_own_config(run_dir.config_file, state / CONFIG_FILE)
     report.note(f"run folder {run_dir.path}, from {state.name}")
     report.stage("reading model and rows")
     prepared = prepare(config, run_dir.checkpoints_folder, report, resume=state)
@@ -70,7 +73,7 @@ def resume_supervised(config: SupervisedConfig, report: Reporter, *, folder: Pat
     # another may have begun meanwhile
     take_over(run_dir)
     dump_config(config, run_dir.config_file)
-    _forget_later(run_dir, state_number(state))
+    _forget_later(run_dir, state_number(state), report.note)
     return _run(config, prepared.job, run_dir, report)
 
 
@@ -125,15 +128,20 @@ def _new_path(config: SupervisedConfig, out: Path | None) -> Path:
     return out
 
 
-def _forget_later(run_dir: RunDir, step: int) -> None:
-    """Drop metrics and states of steps after the state that is gone on from: they are taken again."""
+def _forget_later(run_dir: RunDir, step: int, note: Callable[[str], None]) -> None:
+    """Drop metrics and states of steps after the state that is gone on from: they are taken again.
+
+    `note` is told of steps before it whose line is cut or gone.
+    """
     for state in state_folders(run_dir.checkpoints_folder):
         if state_number(state) > step:
             with storage_errors(state):
                 shutil.rmtree(state)
-    if run_dir.metrics_file.is_file():
-        rows = [row for row in read_metrics(run_dir.metrics_file) if row.get("iteration", 0) <= step]
-        write_whole(run_dir.metrics_file, "".join(json.dumps(row) + "\n" for row in rows))
+    file = run_dir.metrics_file
+    lines = whole_lines(file, lambda row: row["iteration"] <= step)
+    note_gaps(file, "iteration", lines, 1, step + 1, note)
+    if lines:
+        write_whole(file, "".join(f"{line}\n" for line in lines))
 
 
 def _evaluation(figures: Mapping[str, float]) -> dict[str, float]:

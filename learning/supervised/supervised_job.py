@@ -4,7 +4,7 @@ and in each of several actors.
     FOLDER/model          the last checkpoint, Hugging Face format; FOLDER/model_0100 of step 100
     FOLDER/adapter        the PEFT adapter beside it, where trainer.lora is set
     FOLDER/state_0100     what --resume goes on from (torch.distributed.checkpoint) with trained_on.json, what it was
-                          learned from, and a manifest of checksums; the last two are kept
+                          learned from, config.yaml and a manifest of checksums; the last two are kept
 """
 
 from __future__ import annotations
@@ -40,6 +40,8 @@ from learning.supervised.supervised_learner import SupervisedLearner
 
 _TRAINED_ON = "trained_on.json"
 "In a state's folder."
+CONFIG_FILE = "config.yaml"
+"In a state's folder: the config of the run."
 _KEPT_STATES = 2
 
 
@@ -60,6 +62,8 @@ class SupervisedJob:
     "of checkpoints; one that all trainers share"
     resume: Path | None = None
     "a state folder to go on from"
+    config_text: str = ""
+    "YAML of the run's config, which its states keep"
 
     @property
     def steps_per_epoch(self) -> int:
@@ -253,6 +257,8 @@ def _save_state(learner: SupervisedLearner, job: SupervisedJob, trained_on: dict
         learner.save(partial)
         learner.trainers.gather(None)
         (partial / _TRAINED_ON).write_text(json.dumps(trained_on, indent=1))
+        if job.config_text:
+            (partial / CONFIG_FILE).write_text(job.config_text, encoding="utf-8")
         write_manifest(partial, model="state", weight_version=learner.num_steps, parameter_checksum="")
     for old in state_folders(job.folder)[_KEPT_STATES:]:
         with suppress(OSError):

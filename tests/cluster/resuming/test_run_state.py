@@ -96,7 +96,7 @@ def numbers(folder: Path) -> list[int]:
 def test_a_run_folder_is_taken_back_to_its_state(run_dir: RunDir) -> None:
     state = last_state(run_dir, pytest.fail)
     assert state is not None and state.evaluations.best == 0.5
-    rewind(run_dir, state)
+    rewind(run_dir, state, pytest.fail)
     assert (
         column(run_dir.metrics_file, "iteration")
         == column(run_dir.histograms_file, "iteration")
@@ -112,7 +112,7 @@ def test_a_run_folder_is_taken_back_to_its_state(run_dir: RunDir) -> None:
 
 
 def test_without_a_state_nothing_of_the_iterations_is_kept(run_dir: RunDir) -> None:
-    rewind(run_dir, None)
+    rewind(run_dir, None, pytest.fail)
     left = {path.name for path in run_dir.path.rglob("*") if path.is_file()}
     assert left == {"config.yaml", "status.json", "0001.json"} and not list(
         (run_dir.path / "checkpoints").iterdir()
@@ -156,7 +156,7 @@ def test_a_living_run_is_refused_and_a_killed_one_is_not(run_dir: RunDir, state:
     status = json.loads(run_dir.status_file.read_text())
     run_dir.status_file.write_text(json.dumps(status | {"pid": int(child.stdout)}))
     resumed = open_run(run_dir.path, (), print)
-    assert resumed.begin(resumed.config).status().get("pid") == os.getpid()
+    assert resumed.begin(resumed.config, pytest.fail).status().get("pid") == os.getpid()
 
 
 @pytest.mark.parametrize(

@@ -272,3 +272,26 @@ def test_two_actors_learn_what_one_process_does(files: Path, tmp_path: Path):
     sets = ("trainer.max_steps=5", "cluster.trainer.num_actors=1")
     assert run("train-reward", "--resume", two.path, sets=sets) == 0
     assert read_metrics(two.metrics_file)[-1]["iteration"] == 5
+
+
+def test_what_was_cut_of_a_run_s_config_or_metrics_is_named_when_it_goes_on(
+    files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    cut = sft(files, tmp_path / "cut", "trainer.max_steps=2", "trainer.checkpoint_every=2")
+    text = cut.config_file.read_text()
+    kept = cut.path / "checkpoints" / "state_0002" / "config.yaml"
+    assert kept.read_text() == text
+    for damaged, said in (
+        (text[: text.index("trainer:")], "trainer is gone"),
+        (text[:-1], "ends within a line"),
+    ):
+        cut.config_file.write_text(damaged)
+        assert run("sft", "--resume", cut.path, sets=("trainer.max_steps=3",)) == 2
+        error = capsys.readouterr().err
+        assert said in error and f"cp {kept} {cut.config_file}" in error
+    shutil.copy(kept, cut.config_file)
+    lines = cut.metrics_file.read_text().splitlines(keepends=True)
+    cut.metrics_file.write_text(lines[0] + lines[1][:9] + "\n" + lines[2])
+    assert run("sft", "--resume", cut.path, sets=("trainer.max_steps=3",)) == 0
+    assert f"{cut.metrics_file} lacks 1 of 2 lines (iteration 1)" in capsys.readouterr().out
+    assert [row["iteration"] for row in read_metrics(cut.metrics_file)] == [0, 2, 3]
