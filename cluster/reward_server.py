@@ -58,7 +58,8 @@ def serve_reward(
 
     application = build(arguments)
     parsed = ServerArguments.model_validate(arguments)
-    check_reward(parsed.reward_config(), fields=None)
+    for line in check_reward(parsed.reward_config(), fields=None).functions:
+        note(line)
     # the cluster is all that a session asks the config of
     config = Config(
         data=DataConfig(task="chain"),

@@ -1,23 +1,34 @@
-"""The user's own code by its import path, `package.module:name`: functions, classes."""
+"""The user's own code by its import path, `package.module:name`: functions, classes, attributes of them."""
 
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
 import sys
 import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from core.errors import ConfigError, one_line
 
 _MAX_CHARS = 200
+_ROOT = Path(__file__).resolve().parents[1]
+_PRIVATE = "rlhfspec_user_code"
+"The package whose modules are those of a user's folder, where their own names are taken."
+_told: list[str] = []
 
 
 def named_code(path: str, *, key: str, kind: str, example: str) -> Any:
-    """What the path names; its module is imported, from the current folder too.
+    """What the path names; its module is imported, from the user's folders too.
+
+    A file of the user's whose name is taken, by the standard library, an installed package or one of ours, is imported
+    all the same, under a name of its own.
 
     Args:
-        path: `package.module:name`.
+        path: `package.module:name`, or `package.module:name.attribute`.
         key: the setting that says so, for messages.
         kind: what is expected, such as `function`.
         example: a path and what it means, for messages.
@@ -26,21 +37,30 @@ def named_code(path: str, *, key: str, kind: str, example: str) -> Any:
         ConfigError: no such path, module or name, or a module that cannot be imported.
     """
     module_name, _, name = path.partition(":")
-    if not all(part.isidentifier() for part in [*module_name.split("."), name]):
+    is_file = module_name.endswith(".py") and not any(_file_in(one, module_name) for one in user_folders())
+    if is_file or not all(part.isidentifier() for part in [*module_name.split("."), *name.split(".")]):
+        if is_file and name:
+            folder, file = os.path.split(module_name)
+            example = f"{file[:-3]}:{name}, from the folder {folder or 'that holds it'}"
         raise ConfigError(
             f"{key} '{path}' names no {kind}: expected package.module:{kind}, such as {example}"
         )
     import_from_too(os.getcwd())  # the console script leaves it out
+    module = None
     try:
-        return vars(importlib.import_module(module_name))[name]
+        module = found = _imported(module_name)
+        for part in name.split("."):
+            found = getattr(found, part)
+        return found
     except (ModuleNotFoundError, SyntaxError) as error:
         raise ConfigError(
-            f"{key} {path}: cannot import {module_name}: {describe(error)}; run from the folder that holds it, or put "
-            "it on PYTHONPATH"
+            f"{key} {path}: cannot import {module_name}: {describe(error)}; {_advice(error)}"
         ) from error
-    except KeyError:
-        raise ConfigError(f"{key} {path}: {module_name} has no '{name}'; check the name") from None
     except (Exception, SystemExit) as error:  # the module runs whatever the user wrote
+        if module is not None and isinstance(error, AttributeError):
+            raise ConfigError(
+                f"{key} {path}: {module_name} ({file_of(module)}) has no '{name}'; check the name"
+            ) from None
         raise ConfigError(
             f"{key} {path}: importing {module_name} raised {type(error).__name__}: {describe(error)} "
             f"({place_of(error)}); mend the module"
@@ -49,8 +69,37 @@ def named_code(path: str, *, key: str, kind: str, example: str) -> Any:
 
 def import_from_too(folder: str | None) -> None:
     """Let this process import the user's code from a folder; last, so that it shadows nothing of ours."""
-    if folder is not None and folder not in sys.path:
+    if folder is None:
+        return
+    if folder not in _told:
+        _told.append(folder)
+    if folder not in sys.path:
         sys.path.append(folder)
+
+
+def user_folders() -> list[str]:
+    """The folders that the user's code is imported from: those that were told, then the current one."""
+    return list(dict.fromkeys([*_told, os.getcwd()]))
+
+
+def give_way(folders: Sequence[str]) -> None:
+    """Let packages in the user's folders go before ours of the same names, in a process that is the user's alone.
+
+    What is at work of ours goes on; what would be imported later is the user's.
+    """
+    for folder in reversed(folders):
+        import_from_too(folder)
+        if Path(folder).resolve() == _ROOT:
+            continue
+        ours = next((i for i, entry in enumerate(sys.path) if _is_root(entry)), None)
+        if ours is not None and folder in sys.path[ours + 1 :]:
+            del sys.path[ours + 1 + sys.path[ours + 1 :].index(folder)]
+            sys.path.insert(ours, folder)
+        for name in [name for name in sys.modules if "." not in name and _is_ours(name)]:
+            if _file_in(folder, name) is not None:
+                for module in [m for m in sys.modules if m == name or m.startswith(f"{name}.")]:
+                    del sys.modules[module]
+    importlib.invalidate_caches()
 
 
 def describe(error: BaseException) -> str:
@@ -62,3 +111,76 @@ def place_of(error: BaseException) -> str:
     """File and line of the user's code that raised, as far as it is known."""
     frames = traceback.extract_tb(error.__traceback__)
     return f"{os.path.basename(frames[-1].filename)}, line {frames[-1].lineno}" if frames else "no line known"
+
+
+def file_of(module: ModuleType) -> str:
+    """Where a module was imported from."""
+    return getattr(module, "__file__", None) or "built into Python"
+
+
+def _imported(module_name: str) -> ModuleType:
+    for folder in user_folders():
+        if _file_in(folder, module_name) is not None and not _is_found_in(folder, module_name.split(".")[0]):
+            return _privately(folder, module_name)
+    return importlib.import_module(module_name)
+
+
+def _privately(folder: str, module_name: str) -> ModuleType:
+    """The module by the folder it stands in, whatever else has its name; its relative imports stay inside."""
+    root = _PRIVATE
+    while root in sys.modules and list(sys.modules[root].__path__) != [folder]:
+        root += "_"
+    if root not in sys.modules:
+        package = ModuleType(root)
+        package.__path__ = [folder]
+        sys.modules[root] = package
+    return importlib.import_module(f"{root}.{module_name}")
+
+
+def _file_in(folder: str, module_name: str) -> Path | None:
+    """The file of a module in a folder; None: there is none, or only a folder without `__init__.py`."""
+    place = Path(folder, *module_name.split("."))
+    files = (place / "__init__.py", place.with_name(f"{place.name}.py"))
+    return next((file for file in files if file.is_file()), None)
+
+
+def _is_found_in(folder: str, top: str) -> bool:
+    """Whether `import top` takes what is in this folder."""
+    places = _places_of(top)
+    return Path(folder).resolve() in [place.resolve().parent for place in places]
+
+
+def _places_of(top: str) -> list[Path]:
+    """The file of a top-level module, or the folders of a package; none where it is in no file."""
+    try:
+        spec = importlib.util.find_spec(top)
+    except ValueError:  # a module that was put together by hand
+        return []
+    if spec is None:
+        return []
+    if spec.submodule_search_locations is not None:
+        return [Path(place) for place in spec.submodule_search_locations]
+    return [Path(spec.origin)] if spec.has_location and spec.origin is not None else []
+
+
+def _is_root(entry: str) -> bool:
+    return bool(entry) and Path(entry).resolve() == _ROOT
+
+
+def _is_ours(top: str) -> bool:
+    file = getattr(sys.modules.get(top), "__file__", None)
+    return file is not None and Path(file).resolve().parent.parent == _ROOT
+
+
+def _advice(error: ModuleNotFoundError | SyntaxError) -> str:
+    """What helps: where a module of the user's is hidden by another one, to rename it."""
+    missing = error.name if isinstance(error, ModuleNotFoundError) else None
+    top = (missing or "").split(".")[0]
+    for folder in user_folders():
+        there = Path(folder, top)
+        hidden = bool(top) and (there.is_dir() or _file_in(folder, top) is not None)
+        if hidden and (places := _places_of(top)) and not _is_found_in(folder, top):
+            return f"'{top}' is {places[0]} here, which goes before {there}; give yours another name"
+    if isinstance(error, SyntaxError):
+        return "mend the module"
+    return "run from the folder that holds it, or put it on PYTHONPATH"

@@ -156,7 +156,7 @@ def _run(
         from cluster.run_folder.leftovers import sweep_run_folders
 
         inputs = replace(checked.inputs, profile=resolve_profile(config, checked.inputs, report))
-        for line in (checked.adapter, checked.correction):
+        for line in (checked.adapter, checked.correction, *checked.functions):
             if line is not None:
                 report.note(line)
         for line in inputs.dataset.notes():

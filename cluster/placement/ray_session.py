@@ -302,9 +302,9 @@ def free_port() -> int:
 
 
 def _worker_environment() -> dict[str, str]:
-    """Workers import this tree, and the caller's folder for reward functions of their own."""
+    """Workers import this tree. Not the caller's folder: it would go before the standard library (`code.py`)."""
     inherited = os.environ.get("PYTHONPATH", "")
-    folders = dict.fromkeys([str(ROOT), str(Path.cwd()), *filter(None, inherited.split(os.pathsep))])
+    folders = dict.fromkeys([str(ROOT), *filter(None, inherited.split(os.pathsep))])
     return {"PYTHONPATH": os.pathsep.join(folders)}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from transformers import AutoModelForSequenceClassification
 
@@ -13,13 +14,23 @@ from learning.rewards.reward_function import build_reward
 from learning.rewards.reward_model import require_one_output
 
 
-def check_reward(reward: RewardConfig, fields: Sequence[str] | None = ()) -> int | None:
-    """Parameters of all reward models in the pool, None where there are only rules.
+@dataclass(frozen=True, slots=True)
+class CheckedReward:
+    """What is known of a reward before it scores."""
+
+    num_params: int | None
+    "of all reward models in the pool; None: there are only rules"
+    functions: tuple[str, ...]
+    "a line for each of the user's: its file, and how it is called"
+
+
+def check_reward(reward: RewardConfig, fields: Sequence[str] | None = ()) -> CheckedReward:
+    """Look at every part of a reward; `fields` are the columns that a function may ask for by name, None: any.
 
     Raises ModelError for a model, ConfigError for a function that cannot be used. A reward server is asked at the
     start of the run, from where it is used.
     """
-    num_params = None
+    num_params, functions = None, []
     for scorer in reward.scorers:
         if scorer.kind == "model" and scorer.model is not None:
             name = scorer.model
@@ -29,8 +40,9 @@ def check_reward(reward: RewardConfig, fields: Sequence[str] | None = ()) -> int
             params = count_params(config, AutoModelForSequenceClassification, name)
             num_params = (num_params or 0) + params
         elif scorer.kind not in ("serve", "environment"):
-            build_reward(RewardConfig(kind=scorer.kind, pattern=scorer.pattern), fields=fields)
-    return num_params
+            alone = RewardConfig(kind=scorer.kind, pattern=scorer.pattern)
+            functions += build_reward(alone, fields=fields).described
+    return CheckedReward(num_params, tuple(functions))
 
 
 def reward_columns(config: Config) -> tuple[str, ...]:

@@ -69,6 +69,8 @@ class CheckReport:
     "what learns where not all does; a run says it at its start"
     data: str
     evaluation: tuple[str, ...]
+    functions: tuple[str, ...]
+    "reward functions of the user's: file, and how they are called; a run says it at its start"
     numerics: str
     correction: str | None
     "a warning of stale samples that are learned from as they are; a run says it at its start"
@@ -87,6 +89,8 @@ class CheckReport:
             *(f"  {line}" for line in (*self.models, self.adapter) if line is not None),
             "data",
             *(f"  {line}" for line in (self.data, *self.inputs.dataset.notes(), *self.evaluation)),
+            *(["reward"] if self.functions else []),
+            *(f"  {line}" for line in self.functions),
             "numerics",
             *(f"  {line}" for line in (self.numerics, self.correction) if line is not None),
             f"memory, of {have} available here",
@@ -154,7 +158,7 @@ def check_run(config: Config, *, output_dir: Path) -> CheckReport:
     _check_lengths(config, inputs.dataset, [target_config, draft_config])
     if inputs.evaluation is not None:
         inputs.evaluation.require_context([target_config, draft_config])
-    reward_params = check_reward(config.reward, reward_columns(config))
+    reward = check_reward(config.reward, reward_columns(config))
     environment = None
     if config.environment.kind is not None:
         environment = environment_maker(config.environment)()
@@ -167,7 +171,7 @@ def check_run(config: Config, *, output_dir: Path) -> CheckReport:
         config,
         target=target,
         draft=draft,
-        reward_params=reward_params,
+        reward_params=reward.num_params,
         max_total_tokens=max_total_tokens,
         object_store_bytes=config.cluster.object_store_bytes
         or object_store_bytes(object_store_need(config, target, draft)),
@@ -183,6 +187,7 @@ def check_run(config: Config, *, output_dir: Path) -> CheckReport:
         adapter=_describe_adapter(target, plan),
         data=f"{len(inputs.dataset)} prompts, the longest {longest} tokens",
         evaluation=inputs.evaluation.lines if inputs.evaluation is not None else (),
+        functions=reward.functions,
         numerics=numerics,
         correction=correction_warning(config.algorithm.correction, config.rollout.max_staleness),
         memory=plan,

@@ -7,25 +7,22 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import functools
 import inspect
-import math
 import os
 import re
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
 from core.errors import ConfigError
-from core.named_code import describe, named_code, place_of
+from core.named_code import describe, file_of, give_way, named_code, place_of
+from learning.rewards.call_forms import BAD, PLACES, Answer, Call, CannotBeCalled, call_of
 
-PARTS, BAD, NONE = "parts", "bad", "none"
 READY, CANNOT_IMPORT = "ready", "cannot import"
 
-EXTRAS = ("messages", "finish_reason", "num_tokens", "sample_index", "prompt_id")
-"what a function may ask for by name"
-_POSITIONAL = ("prompt", "response", "reference")
 _SET_DEATH_SIGNAL = 1
 
 
@@ -33,14 +30,19 @@ def main(descriptor: int, parent: int) -> None:
     """Import the function that the parent names, then answer calls until it hangs up."""
     _die_with(parent)
     parent_end = Connection(descriptor)
-    kind, argument, fields = parent_end.recv()
+    kind, argument, fields, folders = parent_end.recv()
+    give_way(folders)
+    described = ""
     try:
-        function = format_function(argument) if kind == "format" else import_function(argument, fields)
+        if kind == "format":
+            invoke = call_of(format_function(argument))
+        else:
+            invoke, described = import_function(argument, fields)
     except ValueError as error:
         parent_end.send((CANNOT_IMPORT, str(error)))
         return
-    parent_end.send((READY, is_async(function)))
-    call = caller(function)
+    parent_end.send((READY, (is_async(invoke.function), described)))
+    call = caller(invoke)
     own = os.getpid()
 
     def answer(what: Any) -> None:
@@ -53,7 +55,7 @@ def main(descriptor: int, parent: int) -> None:
             order = parent_end.recv()
             if isinstance(order, tuple):
                 timeout_s, batch = order
-                asyncio.run(_together(bound(function), batch, timeout_s, answer))
+                asyncio.run(_together(invoke, batch, timeout_s, answer))
                 continue
             for columns in order:
                 answer(call(columns))
@@ -67,7 +69,7 @@ def is_async(function: Callable[..., Any]) -> bool:
 
 
 async def _together(
-    invoke: Callable[[dict[str, Any]], Any],
+    call: Call,
     batch: Sequence[dict[str, Any]],
     timeout_s: float,
     send: Callable[[Any], None],
@@ -78,7 +80,7 @@ async def _together(
         limit = asyncio.timeout(timeout_s)
         try:
             async with limit:
-                answer = plain(await invoke(columns))
+                answer = call.answer(await call(columns))
         except (Exception, SystemExit) as error:
             late = f"did not return within reward.timeout_s ({timeout_s:g} s)"
             answer = (BAD, late if limit.expired() else _raised(error))
@@ -88,41 +90,20 @@ async def _together(
 
 
 def _raised(error: BaseException) -> str:
+    if isinstance(error, CannotBeCalled):
+        return f"{error}; {error.advice}"
     return f"raised {type(error).__name__}: {describe(error)} ({place_of(error)})"
 
 
-def bound(function: Callable[..., Any]) -> Callable[[dict[str, Any]], Any]:
-    """The function with what it asks for by name beside prompt, response and reference."""
-    try:
-        parameters = list(inspect.signature(function).parameters.values())
-    except ValueError:  # a function of C without a signature
-        parameters = []
-    # the three that go by place, whatever the function calls them
-    by_place = {p.name for p in parameters[:3] if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)}
-    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    wanted = {p.name for p in parameters if p.kind is not p.POSITIONAL_ONLY} - by_place
+def caller(invoke: Call) -> Callable[[dict[str, Any]], Answer]:
+    """One call after the other, whatever it does."""
 
-    def invoke(columns: dict[str, Any]) -> Any:
-        columns = dict(columns)
-        given = [columns.pop(name) for name in _POSITIONAL]
-        extras = {name: value for name, value in columns.items() if name in wanted or takes_all}
-        for name in by_place:
-            extras.pop(name, None)
-        return function(*given, **extras)
-
-    return invoke
-
-
-def caller(function: Callable[..., Any]) -> Callable[[dict[str, Any]], tuple[str, Any]]:
-    """One call of it after the other, whatever it does."""
-    invoke = bound(function)
-
-    def call(columns: dict[str, Any]) -> tuple[str, Any]:
+    def call(columns: dict[str, Any]) -> Answer:
         try:
             result = invoke(columns)
-            if inspect.iscoroutine(result):
-                result = asyncio.run(result)
-            return plain(result)
+            if inspect.isawaitable(result):
+                result = asyncio.run(_waited(result))
+            return invoke.answer(result)
         # the user's code may raise anything, and sys.exit is no end of ours
         except (Exception, SystemExit) as error:
             return BAD, _raised(error)
@@ -130,34 +111,8 @@ def caller(function: Callable[..., Any]) -> Callable[[dict[str, Any]], tuple[str
     return call
 
 
-def plain(result: Any) -> tuple[str, Any]:
-    """A function's result as {"value": number, part: number, ...}, or what is wrong with it."""
-    if result is None:
-        return NONE, "returned None"
-    if not isinstance(result, Mapping):
-        number, fault = _finite(result)
-        return (BAD, f"returned {fault}") if fault else (PARTS, {"value": number})
-    if "value" not in result:
-        return BAD, f"returned a dict without 'value', with the keys {sorted(map(str, result))}"
-    parts = {}
-    for name, value in result.items():
-        number, fault = _finite(value)
-        if fault:
-            return BAD, f"returned for '{name}' {fault}"
-        parts[str(name)] = number
-    return PARTS, parts
-
-
-def _finite(value: Any) -> tuple[float, str]:
-    """The number, or what stands in its place."""
-    shown = repr(value)[:80]
-    if isinstance(value, str | bytes):
-        return 0.0, f"{shown}, a {type(value).__name__}"
-    try:
-        number = float(value)
-    except Exception:  # whatever the user's class does
-        return 0.0, shown
-    return (number, "") if math.isfinite(number) else (0.0, str(number))
+async def _waited(result: Any) -> Any:
+    return await result
 
 
 def format_function(pattern: str) -> Callable[..., float]:
@@ -170,10 +125,11 @@ def format_function(pattern: str) -> Callable[..., float]:
     return score
 
 
-def import_function(path: str, fields: Sequence[str] | None = ()) -> Callable[..., Any]:
+def import_function(path: str, fields: Sequence[str] | None = ()) -> tuple[Call, str]:
     """The function `package.module:function`, which may ask for `fields` too; None: for any, as nobody knows them yet.
 
-    Raises ValueError saying what is wrong with it.
+    Returns how it is called, and a line that says so and names its file. Raises ValueError saying what is wrong with
+    it.
     """
     try:
         function = named_code(
@@ -187,29 +143,36 @@ def import_function(path: str, fields: Sequence[str] | None = ()) -> Callable[..
     name = path.partition(":")[2]
     if not callable(function):
         raise ValueError(f"reward.kind {path}: '{name}' is {type(function).__name__}, not a function")
-    _require_three_arguments(path, name, function, fields)
-    return function
-
-
-def _require_three_arguments(
-    path: str, name: str, function: Callable[..., Any], fields: Sequence[str] | None
-) -> None:
+    if inspect.isclass(function):
+        function = _made(path, name, function)
     try:
-        signature = inspect.signature(function)
-    except ValueError:
-        return  # a function of C without a signature; its first call will tell
-    extras = {p.name: None for p in signature.parameters.values() if p.kind is p.KEYWORD_ONLY}
-    places = [p.name for p in signature.parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD][3:]
-    known = {*EXTRAS, *(fields or ())}
-    given = {name: None for name in (*extras, *places) if name in known or fields is None}
-    try:
-        signature.bind(*_POSITIONAL, **given)
-    except TypeError as error:
+        call = call_of(function)
+        given = call.describe(fields)
+    except CannotBeCalled as error:
         raise ValueError(
-            f"reward.kind {path}: '{name}' cannot be called as {name}(prompt, response, reference): {error}; "
-            f"give it these three arguments, and by name what it needs of {', '.join(EXTRAS)} and the "
-            "columns that data.reward_fields of every source names"
+            f"reward.kind {path}: '{name}' cannot be called with {', '.join(PLACES)}: it {error}; {error.advice}; or "
+            f"write around it def score({', '.join(PLACES)}): return {name}(...)"
         ) from error
+    return call, f"{path} of {_file(function)}, called {given}"
+
+
+def _made(path: str, name: str, made: Callable[..., Any]) -> Callable[..., Any]:
+    """An object of a class whose objects are called, as a reward that keeps what it loads once."""
+    advice = f"write an object behind the class, such as scorer = {name}(...), and name that"
+    if not inspect.isfunction(inspect.getattr_static(made, "__call__", None)):
+        raise ValueError(f"reward.kind {path}: '{name}' is a class whose objects cannot be called; {advice}")
+    try:
+        return made()
+    except (Exception, SystemExit) as error:  # the user's code may raise anything
+        raise ValueError(f"reward.kind {path}: {name}() {_raised(error)}; {advice}") from error
+
+
+def _file(function: Callable[..., Any]) -> str:
+    while isinstance(function, functools.partial):
+        function = function.func
+    place = function if hasattr(function, "__module__") else type(function)
+    module = sys.modules.get(getattr(place, "__module__", None) or "")
+    return file_of(module) if module is not None else "no file known"
 
 
 def _die_with(parent: int) -> None:

@@ -25,6 +25,12 @@ class RewardStage:
         self._config = config
         self._parts = list(zip(config.scorers, sources, strict=True))
 
+    @property
+    def described(self) -> list[str]:
+        """A line for each function of the user's: its file, and how it is called."""
+        lines = [getattr(source, "described", "") for _, source in self._parts]
+        return [line for line in lines if line]
+
     def score(
         self,
         prompts: Sequence[Prompt],

@@ -1,8 +1,8 @@
 """A reward from the user's own Python function, `package.module:function`, each call within a time limit.
 
 Signature: `f(prompt: str, response: str, reference: str) -> float | dict` with the reward under "value" and any
-further finite numbers as parts. By name it may ask for more (`function_child.EXTRAS`) and for
-the columns of `data.reward_fields`, as TRL passes columns.
+further finite numbers as parts. By name it may ask for more (`call_forms.EXTRAS`) and for
+the columns of `data.reward_fields`. Functions of TRL, verl and OpenRLHF are called as these do (`call_forms.FOREIGN`).
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from core.errors import ConfigError
+from core.named_code import user_folders
 from core.records import Reward, Unscored
-from learning.rewards.function_child import NONE, PARTS, READY
+from learning.rewards.call_forms import NONE, PARTS
+from learning.rewards.function_child import READY
 from learning.rewards.score_request import ScoreRequest
 
 _START_S = 120.0
@@ -48,6 +50,11 @@ class UserReward:
         self._timeout_s = timeout_s
         self._order = ("format", pattern, ()) if pattern is not None else ("import", path, fields)
         self._child = _Child(self._order, path)
+
+    @property
+    def described(self) -> str:
+        """The file that was imported and how the function in it is called; empty of kind format."""
+        return self._child.described
 
     def outcomes(self, requests: Sequence[ScoreRequest]) -> Iterator[Reward | Unscored]:
         """One answer a request, in order, as they come; a call that hangs or crashes is one of them.
@@ -108,25 +115,27 @@ class _Child:
 
     def __init__(self, order: tuple[str, str, Sequence[str] | None], path: str) -> None:
         self.parent_end, child_end = multiprocessing.Pipe()
-        descriptor = child_end.fileno()
+        descriptor, folders = child_end.fileno(), user_folders()
         arguments = [str(descriptor), str(os.getpid()), json.dumps([entry for entry in sys.path if entry])]
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-c", _MAIN, *arguments],
             stdin=subprocess.DEVNULL,
+            stdout=2,  # what it prints is not what a command prints
             pass_fds=[descriptor],
+            cwd=next((folder for folder in folders if os.path.isdir(folder)), None),
             start_new_session=True,  # what it starts ends with it
         )
         child_end.close()
         self._is_killed = False
         self._end = weakref.finalize(self, _end, self._process, self.parent_end)
         try:
-            self.parent_end.send(order)
+            self.parent_end.send((*order, folders))
             state, fault = (
                 self.parent_end.recv() if self.parent_end.poll(_START_S) else (None, "takes too long")
             )
         except (EOFError, BrokenPipeError, ConnectionResetError):
             state, fault = None, f"ended its process ({self._exit()})"
-        self.is_async = state == READY and fault is True
+        self.is_async, self.described = fault if state == READY else (False, "")
         if state != READY:
             self.kill()
             if state is None:

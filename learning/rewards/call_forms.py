@@ -1,0 +1,389 @@
+"""How a user's reward function is called: what each of its parameters is given, and what its result means.
+
+Ours: prompt, response, reference and whatever else has a name of ours, by name; other words by their place. The
+functions of TRL, verl and OpenRLHF are known by their parameters and called as their trainers call them, with lists
+of one response. Imports the standard library only.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from types import CodeType
+from typing import Any
+
+PARTS, BAD, NONE = "parts", "bad", "none"
+Answer = tuple[str, Any]
+
+PLACES = ("prompt", "response", "reference")
+"the arguments of a function of ours, in their order"
+EXTRAS = ("messages", "finish_reason", "num_tokens", "sample_index", "prompt_id")
+"what a function may ask for by name"
+
+_WORDS = {
+    "prompt": "prompt question query instruction input problem",
+    "response": "response completion output generation generated prediction predicted pred candidate reply answer "
+    "solution",
+    "reference": "reference ref gold golden truth target label expected gt answer solution",
+}
+_SAYS = {value: frozenset(words.split()) for value, words in _WORDS.items()}
+_UNKNOWN = "asks for '{name}', which is neither one of them nor a column that it is given"
+_BY_NAME = (
+    f"name its arguments {', '.join(PLACES)}, what else it needs of {', '.join(EXTRAS)}, and columns as "
+    "data.reward_fields of every source names them"
+)
+_MARKS = ("<|", "[/INST]", "<start_of_turn>", "### Response")
+
+
+class CannotBeCalled(Exception):
+    """A parameter that nothing is there for; `advice` says what to do."""
+
+    def __init__(self, fault: str, advice: str = "") -> None:
+        super().__init__(fault)
+        self.advice = advice
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Foreign:
+    """A signature of another trainer's."""
+
+    owner: str
+    marks: tuple[str, ...]
+    "parameters of which one tells that it is this"
+    values: Mapping[str, str]
+    "its parameters by the names that we have for what they are given"
+    in_lists: bool
+    withheld: tuple[str, ...] = ()
+    "what only that trainer has"
+    empty: tuple[str, ...] = ()
+    "columns that are an empty dict where the data has none"
+    gives_columns: bool = False
+    "to `**kwargs` too"
+
+
+FOREIGN = (
+    Foreign(
+        owner="TRL",
+        marks=("completions",),
+        values={"prompts": "prompt", "completions": "response"},
+        in_lists=True,
+        withheld=("completion_ids", "prompt_ids", "trainer_state", "log_extra", "log_metric", "environments"),
+        gives_columns=True,
+    ),
+    Foreign(
+        owner="OpenRLHF",
+        marks=("queries",),
+        values={"queries": "query", "prompts": "prompt", "labels": "reference"},
+        in_lists=True,
+    ),
+    Foreign(
+        owner="verl",
+        marks=("solution_str",),
+        values={"solution_str": "response", "ground_truth": "reference"},
+        in_lists=False,
+        empty=("extra_info",),
+    ),
+    Foreign(
+        owner="verl",
+        marks=("solution_strs",),
+        values={
+            "solution_strs": "response",
+            "ground_truths": "reference",
+            "data_sources": "data_source",
+            "extra_infos": "extra_info",
+        },
+        in_lists=True,
+        empty=("extra_info",),
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """How one function is called with the columns of a sample."""
+
+    function: Callable[..., Any]
+    foreign: Foreign | None
+    parameters: tuple[inspect.Parameter, ...]
+    reads_messages: bool
+    plans: dict[frozenset[str], dict[str, str]] = field(default_factory=dict)
+    "parameter -> column, by the columns that are there"
+
+    def __call__(self, columns: Mapping[str, Any]) -> Any:
+        """Call it. Raises CannotBeCalled, and what the function raises."""
+        names = frozenset(columns)
+        if names not in self.plans:
+            self.plans[names] = self.plan(names)
+        plan, args, kwargs, by_place = self.plans[names], [], {}, True
+        for parameter in self.parameters:
+            if parameter.kind is parameter.VAR_POSITIONAL:
+                args += [columns[name] for name in PLACES[len(args) :]] if by_place else []
+            elif parameter.kind is parameter.VAR_KEYWORD:
+                kwargs |= self._rest(columns, plan)
+            elif parameter.name not in plan:
+                by_place = False  # it has a default: whatever stands behind it goes by name
+            elif by_place and parameter.kind is not parameter.KEYWORD_ONLY:
+                args.append(self._value(columns, plan[parameter.name]))
+            else:
+                kwargs[parameter.name] = self._value(columns, plan[parameter.name])
+        return self.function(*args, **kwargs)
+
+    def plan(self, names: Collection[str] | None) -> dict[str, str]:
+        """What each parameter is given, of the columns `names`; None: nobody knows them yet, and any may come.
+
+        Raises CannotBeCalled.
+        """
+        return _foreign_plan(self, self.foreign, names) if self.foreign else _own_plan(self.parameters, names)
+
+    def describe(self, names: Collection[str] | None) -> str:
+        """Such as `with prompt, response, answer=reference`."""
+        said = []
+        for parameter, value in self.plan(names).items():
+            said.append(parameter if parameter == value else f"{parameter}={value}")
+        if any(parameter.kind is parameter.VAR_KEYWORD for parameter in self.parameters):
+            said.append("all other columns" if self.foreign is None or self.foreign.gives_columns else "")
+        whose = ""
+        if self.foreign is not None:
+            whose = f"as {self.foreign.owner} calls it, "
+            if self.foreign.in_lists:
+                whose += f"in lists of one{' (messages)' if self.reads_messages else ''}, "
+        return f"{whose}with {', '.join(filter(None, said)) or 'nothing'}"
+
+    def answer(self, result: Any) -> Answer:
+        """What the result says, as `plain`."""
+        if self.foreign is None:
+            return plain(result)
+        if self.foreign.owner == "OpenRLHF" and isinstance(result, Mapping):
+            return _with_parts(result, "rewards", self._alone)
+        if self.foreign.in_lists:
+            result, fault = self._alone(result)
+            if fault:
+                return BAD, fault
+        if self.foreign.owner == "verl" and isinstance(result, Mapping):
+            return _with_parts(result, "score", lambda value: (value, ""))
+        return plain(result)
+
+    def _alone(self, result: Any) -> tuple[Any, str]:
+        """The reward in a list of one."""
+        try:
+            items = [] if isinstance(result, str | bytes | Mapping) else list(result)
+        except TypeError:  # no list, or a tensor without dimensions
+            items = []
+        if len(items) == 1:
+            return items[0], ""
+        assert self.foreign is not None
+        return None, (
+            f"returned {_shown(result)} for a list of one response, and a function of {self.foreign.owner}'s returns "
+            "a list with one number for each response"
+        )
+
+    def _value(self, columns: Mapping[str, Any], name: str) -> Any:
+        if self.foreign is None:
+            return columns.get(name)
+        if name == "query":
+            value = columns["prompt"] + columns["response"]
+        elif name in self.foreign.empty:
+            value = columns.get(name) or {}
+        elif self.reads_messages and name == "prompt":
+            value = columns["messages"] or [{"role": "user", "content": columns["prompt"]}]
+        elif self.reads_messages and name == "response":
+            value = [{"role": "assistant", "content": columns["response"]}]
+        else:
+            value = columns.get(name)
+        return [value] if self.foreign.in_lists else value
+
+    def _rest(self, columns: Mapping[str, Any], plan: Mapping[str, str]) -> dict[str, Any]:
+        """What `**kwargs` takes."""
+        if self.foreign is None:
+            named = {parameter.name for parameter in self.parameters}
+            taken = {*plan.values(), *named} | _given_as_rest(self.parameters)
+            return {name: value for name, value in columns.items() if name not in taken}
+        if not self.foreign.gives_columns:
+            return {}
+        rest = {name for name in columns if name not in {*PLACES, *EXTRAS, *plan}}
+        given = {name: self._value(columns, name) for name in rest}
+        asked = {parameter.name for parameter in self.parameters}
+        return given | {
+            name: self._value(columns, value)
+            for name, value in self.foreign.values.items()
+            if name not in asked
+        }
+
+
+def call_of(function: Callable[..., Any]) -> Call:
+    """How a function is called. One in C without a signature gets prompt, response and reference by place."""
+    try:
+        parameters = tuple(inspect.signature(function).parameters.values())
+    except ValueError:
+        kind = inspect.Parameter.POSITIONAL_ONLY
+        parameters = tuple(inspect.Parameter(name, kind) for name in PLACES)
+    fixed = function.keywords if isinstance(function, functools.partial) else {}
+    parameters = tuple(parameter for parameter in parameters if parameter.name not in fixed)
+    names = {p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
+    foreign = next((form for form in FOREIGN if names & set(form.marks)), None)
+    reads = foreign is not None and foreign.owner == "TRL" and _reads_messages(function, parameters)
+    if foreign is not None and foreign.owner == "OpenRLHF":
+        marks = [mark for mark in _MARKS if any(mark in text for text in _texts(function))]
+        if marks:
+            raise CannotBeCalled(
+                f"looks for '{marks[0]}' of a chat template, and texts come without the template",
+                "let it take the response as it is",
+            )
+    return Call(function, foreign, parameters, reads)
+
+
+def _given_as_rest(parameters: Collection[inspect.Parameter]) -> set[str]:
+    """What `*args` takes."""
+    has_rest = any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters)
+    return set(PLACES) if has_rest else set()
+
+
+def _own_plan(parameters: Collection[inspect.Parameter], names: Collection[str] | None) -> dict[str, str]:
+    known = {*PLACES, *EXTRAS, *(names or ())}
+    by_place = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    takes_rest = bool(_given_as_rest(parameters))
+    named = {p.name for p in parameters} & set(PLACES)
+    plan: dict[str, str] = {}
+    for parameter in parameters:
+        name, place = parameter.name, by_place.index(parameter) if parameter in by_place else len(PLACES)
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            continue
+        value = PLACES[place] if place < len(PLACES) else None
+        if name in known:
+            if takes_rest and place < len(PLACES) and name != value:
+                raise CannotBeCalled(f"takes '{name}' in the place of {value}, and *args behind it", _BY_NAME)
+            plan[name] = name
+        elif value is not None and value not in named and parameter.default in (parameter.empty, None, ""):
+            _require_word(name, value, is_mixed=bool(named))
+            plan[name] = value
+        elif names is None and parameter.default is parameter.empty:
+            plan[name] = name  # a column, it may be
+        elif parameter.default is parameter.empty:
+            raise CannotBeCalled(_UNKNOWN.format(name=name), _BY_NAME)
+    return plan
+
+
+def _require_word(name: str, value: str, *, is_mixed: bool) -> None:
+    """Raise CannotBeCalled where the word says something else than its place."""
+    words = name.lower().strip("_").split("_")
+    said = {which for which, those in _SAYS.items() if those & set(words)}
+    if len(words) == 1 and any(words[0] == f"{word}s" for those in _SAYS.values() for word in those):
+        raise CannotBeCalled(
+            f"asks for '{name}', a list as it seems, and is called once for each response", _BY_NAME
+        )
+    if said and value not in said:
+        raise CannotBeCalled(
+            f"has '{name}', {' or '.join(sorted(said))} as it seems, in the place of {value}", _BY_NAME
+        )
+    is_free = max(map(len, words)) <= 2 or value == PLACES[-1]
+    if is_mixed and not said and not is_free:
+        raise CannotBeCalled(_UNKNOWN.format(name=name), _BY_NAME)
+
+
+def _foreign_plan(call: Call, form: Foreign, names: Collection[str] | None) -> dict[str, str]:
+    plan: dict[str, str] = {}
+    for parameter in call.parameters:
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            continue
+        is_needed = parameter.default is parameter.empty
+        name = form.values.get(parameter.name, parameter.name)
+        if name in (*PLACES, *EXTRAS, "query") or name in (names or ()):
+            plan[parameter.name] = name
+        elif is_needed and name in form.withheld:
+            raise CannotBeCalled(
+                f"asks for '{name}', which only {form.owner}'s trainer has", "give the parameter a default"
+            )
+        elif is_needed and (names is None or name in form.empty):
+            plan[parameter.name] = name  # a column, it may be
+        elif is_needed:
+            raise CannotBeCalled(
+                f"asks for the column '{name}', which it is not given", f"write data.reward_fields: [{name}]"
+            )
+    return plan
+
+
+def _reads_messages(function: Callable[..., Any], parameters: Collection[inspect.Parameter]) -> bool:
+    """Whether completions are to be lists of messages: by their annotation, else by what the code looks for."""
+    annotation = next(p.annotation for p in parameters if p.name == "completions")
+    said = "" if annotation is inspect.Parameter.empty else str(annotation).lower()
+    if "dict" in said or "message" in said:
+        return True
+    return "str" not in said and "content" in _texts(function)
+
+
+def _texts(function: Any) -> set[str]:
+    """The string constants of a function's code, those of functions inside it too."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    function = inspect.unwrap(function)
+    if not hasattr(function, "__code__"):
+        function = type(function).__call__
+    found: set[str] = set()
+    waiting: list[Any] = [getattr(function, "__code__", None)]
+    while waiting:
+        constant = waiting.pop()
+        if isinstance(constant, CodeType):
+            waiting += constant.co_consts
+        elif isinstance(constant, tuple | frozenset):
+            waiting += constant
+        elif isinstance(constant, str):
+            found.add(constant)
+    return found
+
+
+def plain(result: Any) -> Answer:
+    """A function's result as {"value": number, part: number, ...}, or what is wrong with it."""
+    if result is None:
+        return NONE, "returned None"
+    if not isinstance(result, Mapping):
+        number, fault = _finite(result)
+        return (BAD, f"returned {fault}") if fault else (PARTS, {"value": number})
+    if "value" not in result:
+        return BAD, f"returned a dict without 'value', with the keys {sorted(map(str, result))}"
+    parts = {}
+    for name, value in result.items():
+        number, fault = _finite(value)
+        if fault:
+            return BAD, f"returned for '{name}' {fault}"
+        parts[str(name)] = number
+    return PARTS, parts
+
+
+def _with_parts(result: Mapping[Any, Any], key: str, alone: Callable[[Any], tuple[Any, str]]) -> Answer:
+    """A dict of another trainer's: the reward under `key`; what else is a number is a part, texts are left out."""
+    if key not in result:
+        return BAD, f"returned a dict without '{key}', with the keys {sorted(map(str, result))}"
+    value, fault = alone(result[key])
+    if fault:
+        return BAD, fault
+    kind, content = plain(value)
+    if kind != PARTS:
+        return kind, f"{content} under '{key}'"
+    logs = result.get("extra_logs")
+    for name, part in {**result, **(logs if isinstance(logs, Mapping) else {})}.items():
+        item, is_no_list = alone(part)
+        number, fault = _finite(part if is_no_list else item)
+        if name not in (key, "value") and not fault:
+            content[str(name)] = number
+    return PARTS, content
+
+
+def _finite(value: Any) -> tuple[float, str]:
+    """The number, or what stands in its place."""
+    if isinstance(value, str | bytes | bytearray):
+        return 0.0, f"{_shown(value)}, a {type(value).__name__}"
+    try:
+        number = float(value)
+    except Exception:  # whatever the user's class does
+        return 0.0, _shown(value)
+    return (number, "") if math.isfinite(number) else (0.0, str(number))
+
+
+def _shown(value: Any) -> str:
+    try:
+        return repr(value)[:80]
+    except Exception:  # whatever the user's class does
+        return f"a {type(value).__name__}"

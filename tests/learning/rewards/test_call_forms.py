@@ -1,0 +1,184 @@
+"""Reward functions of others: each parameter is given what its name says, or the function is refused."""
+
+import functools
+
+import numpy as np
+import torch
+from pytest import mark, raises
+
+from learning.rewards.call_forms import BAD, EXTRAS, NONE, PARTS, PLACES, CannotBeCalled, call_of
+
+SAMPLE = {
+    "prompt": "2+2?",
+    "response": "It is 4",
+    "reference": "4",
+    "messages": [{"role": "user", "content": "2+2?"}],
+    "finish_reason": "stop",
+    "num_tokens": 3,
+    "sample_index": 7,
+    "prompt_id": 1,
+}
+TURN = [{"role": "assistant", "content": "It is 4"}]
+
+
+def seen_by(function, **columns):
+    """What the function returned, which is what it was given."""
+    return call_of(function)({**columns, **SAMPLE})
+
+
+def test_names_of_ours_are_bound_by_name_in_any_order():
+    assert seen_by(lambda response, reference, prompt: (response, reference, prompt)) == (
+        "It is 4",
+        "4",
+        "2+2?",
+    )
+    assert seen_by(lambda response: response) == "It is 4"
+    assert seen_by(lambda reference, *, response: (reference, response)) == ("4", "It is 4")
+    assert seen_by(lambda num_tokens, level: (num_tokens, level), level=3) == (3, 3)
+    assert seen_by(lambda level, response, level2=5: (level, response, level2), level=3) == (3, "It is 4", 5)
+
+
+def test_other_words_are_bound_by_their_place():
+    assert seen_by(lambda x, y, z: (x, y, z)) == ("2+2?", "It is 4", "4")
+    assert seen_by(lambda question, completion, answer: (question, completion, answer)) == (
+        "2+2?",
+        "It is 4",
+        "4",
+    )
+    assert seen_by(lambda prompt, response, target=None: target) == "4"
+    assert seen_by(lambda p, *rest: (p, *rest)) == ("2+2?", "It is 4", "4")
+    assert seen_by(lambda prompt, response, threshold=0.5: threshold) == 0.5
+
+    def behind(a, b, c, /, **rest):
+        return a, b, c, sorted(rest)
+
+    assert seen_by(behind, level=3) == ("2+2?", "It is 4", "4", sorted([*EXTRAS, "level"]))
+
+
+def test_all_columns_go_to_a_function_that_takes_them_and_those_of_a_partial_stay():
+    assert seen_by(lambda **columns: sorted(columns)) == sorted(SAMPLE)
+    assert seen_by(functools.partial(lambda k, prompt, response, reference: (k, response), 0.5)) == (
+        0.5,
+        "It is 4",
+    )
+    assert seen_by(functools.partial(lambda response, reference: reference, reference="mine")) == "mine"
+
+
+def test_a_decorated_function_is_called_by_what_its_wrapper_takes():
+    def inner(response, prompt):
+        return response, prompt
+
+    @functools.wraps(inner)
+    def outer(a, b):
+        return inner(a, b)
+
+    assert seen_by(outer) == ("It is 4", "2+2?")
+
+
+@mark.parametrize(
+    ("function", "words"),
+    [
+        (
+            lambda response_text, prompt_text, ref: 1.0,
+            "'response_text', response as it seems, in the place of prompt",
+        ),
+        (
+            lambda prompt, reference_text, y: 1.0,
+            "'reference_text', reference as it seems, in the place of response",
+        ),
+        (lambda level, response, reference: 1.0, "'level', which is neither"),
+        (lambda prompts, responses, references: 1.0, "'prompts', a list as it seems"),
+        (lambda a, b, c, d: 1.0, "'d', which is neither"),
+        (lambda response, *rest: 1.0, "'response' in the place of prompt"),
+        (lambda completions, answer: 1.0, "the column 'answer'"),
+        (lambda completions, trainer_state: 1.0, "only TRL's trainer has"),
+        (lambda data_source, solution_str, ground_truth: 1.0, "the column 'data_source'"),
+        (
+            lambda queries, prompts, labels: queries[0].split("<|im_start|>assistant"),
+            "'<|' of a chat template",
+        ),
+    ],
+)
+def test_what_nothing_is_there_for_is_refused(function, words):
+    with raises(CannotBeCalled) as fault:
+        call_of(function).plan((*PLACES, *EXTRAS))
+    assert words in str(fault.value) and fault.value.advice
+
+
+def test_a_function_of_trl_gets_lists_of_one_with_columns_by_name():
+    def score(prompts, completions, answer, **kwargs):
+        assert (prompts, completions, answer) == (["2+2?"], ["It is 4"], ["four"])
+        return [float(kwargs["level"][0])]
+
+    call = call_of(score)
+    assert call.answer(call({"answer": "four", "level": 3, **SAMPLE})) == (PARTS, {"value": 3.0})
+    assert seen_by(lambda completions, **kwargs: sorted(kwargs), level=3) == ["level", "prompts"]
+    assert seen_by(lambda completions, reference: (completions, reference)) == (["It is 4"], ["4"])
+    assert seen_by(lambda completions, trainer_state=None: trainer_state) is None
+
+
+def test_a_function_of_trl_that_reads_messages_gets_messages():
+    def by_code(prompts, completions):
+        return [(prompt, turns[0]["content"]) for prompt, turns in zip(prompts, completions, strict=True)]
+
+    def by_annotation(completions: list[list[dict[str, str]]]):
+        return completions
+
+    def told_otherwise(completions: list[str]):
+        return [completion.replace("content", "") for completion in completions]
+
+    assert seen_by(by_code) == [(SAMPLE["messages"], "It is 4")]
+    assert seen_by(by_annotation) == [TURN]
+    assert seen_by(told_otherwise) == ["It is 4"]
+
+    class Scorer:
+        def __call__(self, completions, **kwargs):
+            return [turns[-1]["content"] for turns in completions]
+
+    assert seen_by(Scorer()) == seen_by(functools.partial(Scorer())) == ["It is 4"]
+
+
+def test_a_function_of_verl_gets_its_columns_and_its_score_is_the_reward():
+    def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs):
+        assert (solution_str, ground_truth, kwargs) == ("It is 4", "4", {})
+        return {"score": 0.5, "acc": True, "pred": "4", "source": data_source, "extra": extra_info}
+
+    call = call_of(compute_score)
+    result = call({"data_source": "gsm8k", **SAMPLE})
+    assert (result["source"], result["extra"]) == ("gsm8k", None)
+    assert call.answer(result) == (PARTS, {"value": 0.5, "acc": 1.0})
+    assert call.answer(0.25) == (PARTS, {"value": 0.25})
+    assert call.answer({"acc": 1.0})[0] == BAD
+    assert call.answer({"score": None}) == (NONE, "returned None under 'score'")
+    assert seen_by(lambda solution_str, extra_info: extra_info) == {}
+
+    def in_lists(data_sources, solution_strs, ground_truths, extra_infos):
+        return [{"score": float(len(solution_strs)), "source": data_sources[0], "extra": extra_infos[0]}]
+
+    batched = call_of(in_lists)
+    assert batched.answer(batched({"data_source": 3, **SAMPLE})) == (PARTS, {"value": 1.0, "source": 3.0})
+
+
+def test_a_function_of_openrlhf_gets_prompts_with_responses_and_gives_tensors():
+    def reward_func(queries, prompts, labels, **kwargs):
+        assert queries[0][len(prompts[0]) :] == "It is 4" and labels == ["4"]
+        rewards = torch.tensor([0.5])
+        return {
+            "rewards": rewards,
+            "scores": rewards,
+            "extra_logs": {"length": torch.tensor([7.0]), "why": "x"},
+        }
+
+    call = call_of(reward_func)
+    assert call.answer(call(SAMPLE)) == (PARTS, {"value": 0.5, "scores": 0.5, "length": 7.0})
+    assert call.answer(torch.tensor([1.5])) == (PARTS, {"value": 1.5})
+    assert call.answer(torch.tensor(1.5))[0] == BAD
+
+
+def test_a_list_must_hold_one_number():
+    call = call_of(lambda completions: None)
+    assert call.answer([np.float32(0.5)]) == (PARTS, {"value": 0.5})
+    assert call.answer([None]) == (NONE, "returned None")
+    for wrong in (0.5, [], [0.5, 0.5], "1", None, {"value": 1.0}, ["1"], [float("nan")]):
+        kind, words = call.answer(wrong)
+        assert kind == BAD and words.startswith("returned ")
