@@ -263,6 +263,9 @@ def _own_plan(parameters: Collection[inspect.Parameter], names: Collection[str] 
             plan[name] = name  # a column, it may be
         elif parameter.default is parameter.empty:
             raise CannotBeCalled(_UNKNOWN.format(name=name), _BY_NAME)
+    takes_more = takes_rest or any(p.kind is p.VAR_KEYWORD for p in parameters)
+    if not takes_more and not {"response", "num_tokens", "finish_reason"} & set(plan.values()):
+        raise CannotBeCalled("takes nothing of the response", _BY_NAME)
     return plan
 
 

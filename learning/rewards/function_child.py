@@ -150,8 +150,8 @@ def import_function(path: str, fields: Sequence[str] | None = ()) -> tuple[Call,
         given = call.describe(fields)
     except CannotBeCalled as error:
         raise ValueError(
-            f"reward.kind {path}: '{name}' cannot be called with {', '.join(PLACES)}: it {error}; {error.advice}; or "
-            f"write around it def score({', '.join(PLACES)}): return {name}(...)"
+            f"reward.kind {path}: '{name}' cannot be called as {name}({', '.join(PLACES)}): it {error}; "
+            f"{error.advice}; or write around it def score({', '.join(PLACES)}): return {name}(...)"
         ) from error
     return call, f"{path} of {_file(function)}, called {given}"
 

@@ -89,6 +89,7 @@ def test_a_decorated_function_is_called_by_what_its_wrapper_takes():
         (lambda level, response, reference: 1.0, "'level', which is neither"),
         (lambda prompts, responses, references: 1.0, "'prompts', a list as it seems"),
         (lambda a, b, c, d: 1.0, "'d', which is neither"),
+        (lambda prompt, reference: 1.0, "takes nothing of the response"),
         (lambda response, *rest: 1.0, "'response' in the place of prompt"),
         (lambda completions, answer: 1.0, "the column 'answer'"),
         (lambda completions, trainer_state: 1.0, "only TRL's trainer has"),

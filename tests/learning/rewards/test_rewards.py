@@ -98,7 +98,7 @@ def test_a_missing_reward_model_is_a_model_error(tmp_path):
         build_reward(RewardConfig(kind="model", model=str(tmp_path / "nothing")))
 
 
-@mark.parametrize("kind", [":f", "module:", ":", "a b:f", ".m:f", "m:f:g", "m:f.g"])
+@mark.parametrize("kind", [":f", "module:", ":", "a b:f", ".m:f", "m:f:g", "m:f.", "m:.g"])
 def test_a_path_that_names_no_function_is_a_config_error(kind):
     with raises(ConfigError, match="names no function: expected package"):
         build_reward(RewardConfig(kind=kind))
