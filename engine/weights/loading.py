@@ -18,8 +18,9 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from core.errors import ModelError
 from engine.weights.causal_lm import DTYPES
 from engine.weights.chunks import describe_not_finite, not_finite
+from engine.weights.quantized import loading_settings, require_plain_weights
 from engine.weights.renamed_configs import register_renamed
-from engine.weights.weight_files import first_line, require_all_weights
+from engine.weights.weight_files import first_line, require_all_weights, unequal_ties
 
 register_renamed()
 
@@ -57,16 +58,38 @@ def load_causal_lm(name: str, dtype: str, *, trust_remote_code: bool = False) ->
 
 
 def load_model(auto_class: Any, name: str, **settings: Any) -> PreTrainedModel:
-    """Load a model of any kind; arguments of `from_pretrained`, errors as above."""
+    """Load a model of any kind; arguments of `from_pretrained`, errors as above.
+
+    Raises ModelError besides: a causal LM's weights stay quantized, or its files hold two values of one weight.
+    """
+    if auto_class == AutoModelForCausalLM:
+        config = load_hf_config(name, trust_remote_code=settings.get("trust_remote_code", False))
+        require_plain_weights(name, config)
+        settings = {**settings, **loading_settings(config)}
     try:
         model, info = auto_class.from_pretrained(name, output_loading_info=True, **settings)
     except (MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # as above
         raise ModelError(_cannot_load("model", name, error)) from error
-    require_all_weights(name, info["missing_keys"])
+    require_all_weights(name, info["missing_keys"], info["unexpected_keys"])
     require_finite(name, model.named_parameters())
+    _require_ties(name, model)
     return freeze(model)
+
+
+def _require_ties(name: str, model: PreTrainedModel) -> None:
+    """Raise ModelError where transformers has left two weights untied, with a warning, that the config ties."""
+    if not model.config.get_text_config().tie_word_embeddings:
+        return
+    names = {id(parameter): key for key, parameter in model.named_parameters()}
+    owned = [
+        names.get(id(getattr(module, "weight", None)))
+        for module in (model.get_output_embeddings(), model.get_input_embeddings())
+    ]
+    ties = getattr(model, "_tied_weights_keys", None) or {}
+    if owned[0] != owned[1] and owned[0] in ties and owned[1] is not None:
+        raise unequal_ties(name, str(owned[0]), owned[1])
 
 
 def require_finite(name: str, tensors: Iterable[tuple[str, Tensor]]) -> None:

@@ -11,14 +11,19 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from core.errors import ModelError
 from engine.weights.bare_llama import bare_llama
 from engine.weights.causal_lm import DTYPES
-from engine.weights.weight_files import ADAPTER_FILE, first_line, shapes_in, weight_files
+from engine.weights.weight_files import (
+    ADAPTER_FILE,
+    first_line,
+    names_of_each_tensor,
+    shapes_in,
+    weight_files,
+)
 
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
@@ -103,7 +108,7 @@ def stored_weights(name: str, config: Any, dtype: str) -> StoredWeights | None:
         return None
     found = {key: (path, shape) for path in paths for key, shape in shapes_in(path)}
     own, stored_names = bare.state_dict(), {}
-    for tied in _names_of_each_tensor(bare):
+    for tied in names_of_each_tensor(bare):
         # a file that holds both of two tied weights may hold two values, and transformers does not tie them then
         held = [one for one in tied if one in found]
         if len(held) != 1 or found[held[0]][1] != tuple(own[held[0]].shape):
@@ -111,11 +116,3 @@ def stored_weights(name: str, config: Any, dtype: str) -> StoredWeights | None:
         stored_names[tied[0]] = held[0]
     shapes = {name: tuple(own[name].shape) for name in stored_names}
     return StoredWeights({key: path for key, (path, _) in found.items()}, stored_names, shapes, text)
-
-
-def _names_of_each_tensor(model: torch.nn.Module) -> list[list[str]]:
-    """All names of every tensor, in name order of its first."""
-    names: dict[int, list[str]] = {}
-    for name, tensor in sorted(model.state_dict(keep_vars=True).items()):
-        names.setdefault(id(tensor), []).append(name)
-    return list(names.values())

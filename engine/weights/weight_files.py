@@ -45,9 +45,32 @@ def check_weight_files(name: str, model: Any) -> None:
             f"the model folder {folder} holds an adapter too ({ADAPTER_FILE}), and weights are published without one: "
             "merge it into the model (peft's merge_and_unload, then save_pretrained), or move its files out"
         )
-    shapes = {key: shape for file in weight_files(folder) for key, shape in shapes_in(file)}
+    found = {key: (file, shape) for file in weight_files(folder) for key, shape in shapes_in(file)}
+    shapes = {key: shape for key, (_, shape) in found.items()}
     if getattr(model.config, "quantization_config", None) is None:  # packed weights have other shapes
         _require_fit(name, model, shapes)
+        for tied in names_of_each_tensor(model):
+            held = [key for key in tied if key in found]
+            values = [_read(found[key][0], key) for key in held] if len(held) > 1 else []
+            if any(not torch.equal(values[0], other) for other in values[1:]):
+                raise unequal_ties(name, held[0], held[1])
+
+
+def names_of_each_tensor(model: torch.nn.Module) -> list[list[str]]:
+    """All names of every tensor, in name order of its first."""
+    names: dict[int, list[str]] = {}
+    for name, tensor in sorted(model.state_dict(keep_vars=True).items()):
+        names.setdefault(id(tensor), []).append(name)
+    return list(names.values())
+
+
+def unequal_ties(name: str, first: str, second: str) -> ModelError:
+    """Return the error for a checkpoint with two values for what its config says is one weight."""
+    return ModelError(
+        f"config.json of '{name}' says that {first} and {second} are one weight (tie_word_embeddings: true), but its "
+        "weight files hold two, which differ; set tie_word_embeddings to false there if the model has an output of its "
+        f"own, or take {first} out of the files"
+    )
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -64,14 +87,48 @@ def weight_files(folder: Path) -> list[Path]:
     )
 
 
-def require_all_weights(name: str, missing: Collection[str]) -> None:
-    """Raise ModelError when a checkpoint lacks weights, which transformers would fill with random numbers."""
+def require_all_weights(name: str, missing: Collection[str], found: Collection[str] = ()) -> None:
+    """Raise ModelError when a checkpoint lacks weights, which transformers would fill with random numbers.
+
+    `found` are the names in its files: where they are those that lack behind a prefix, that is said.
+    """
     if missing:
+        prefix = _prefix_of(missing, found)
+        if prefix:
+            raise ModelError(
+                f"the weight files of '{name}' name their weights '{prefix}...', expected '{sorted(missing)[-1]}' and "
+                f"so on, without '{prefix}': {_made_by(prefix)}"
+            )
         first = ", ".join(f"'{key}'" for key in sorted(missing)[:3])
         raise ModelError(
             f"the weight files of '{name}' lack weights of the model its config.json describes: {len(missing)}, "
             f"first {first}; take a checkpoint of this very model, or {_MEND}"
         )
+
+
+def _prefix_of(missing: Collection[str], found: Collection[str]) -> str:
+    """What stands before the names of most weights that lack; nothing where they are not there."""
+    lacking = sorted(missing)
+    before = {key.removesuffix(last) for last in lacking[-1:] for key in found if key.endswith(f".{last}")}
+    fitting = [one for one in before if 2 * sum(one + name in found for name in lacking) > len(lacking)]
+    return min(fitting, key=len, default="")
+
+
+def _made_by(prefix: str) -> str:
+    if "base_model." in prefix:
+        return "peft has saved its wrapper; merge the adapter (merge_and_unload), then save_pretrained"
+    what = {"_orig_mod.": "torch.compile", "module.": "DataParallel"}.get(
+        prefix, "what wrapped the model when saved"
+    )
+    attribute = prefix.rstrip(".").rpartition(".")[2]
+    return f"that is of {what}; save the module within (model.{attribute}.save_pretrained), or take the prefix away"
+
+
+def _read(file: Path, key: str) -> Tensor:
+    if file.suffix == ".safetensors":
+        with safe_open(file, framework="pt") as opened:
+            return opened.get_tensor(key)
+    return torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file) or None)[key]
 
 
 def first_line(error: Exception) -> str:
@@ -164,4 +221,4 @@ def _require_fit(name: str, model: Any, shapes: dict[str, tuple[int, ...]]) -> N
             f"{tuple(expected)}, got {tuple(got)} ({len(info['mismatched_keys'])} differ); take config.json "
             f"and weights of one model, or {_MEND}"
         )
-    require_all_weights(name, info["missing_keys"])
+    require_all_weights(name, info["missing_keys"], shapes)
