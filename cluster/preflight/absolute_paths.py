@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from cluster.run_folder.layout import is_ray_working_dir
+from core.outside import is_dir
 from core.settings.section import Section
 
 PLACES = frozenset({"run.output_dir", "run.cache_dir", "run.copy_to"})
@@ -62,9 +63,16 @@ def _absolute(value: Any, key: str, folder: Path) -> Any:
         return items if any(new is not old for new, old in zip(items, value, strict=True)) else value
     if not isinstance(value, str) or value in _WORDS or "://" in value or value.startswith("~"):
         return value
-    if not (key in PLACES or (key in FILES and _stands(folder / value))) or Path(value).is_absolute():
+    is_here = key in FILES and (_stands(folder / value) or _holds_subset(folder, value))
+    if not (key in PLACES or is_here) or Path(value).is_absolute():
         return value
     return str(folder / value)
+
+
+def _holds_subset(folder: Path, value: str) -> bool:
+    """True for `FOLDER:SUBSET` of a folder that is here."""
+    name, _, subset = value.rpartition(":")
+    return bool(name and subset) and is_dir(folder / name)
 
 
 def _stands(path: Path) -> bool:

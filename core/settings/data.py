@@ -27,9 +27,10 @@ class SourceFields(Section):
     task: Literal["chain", "one_sentence"] | None = None
     "a generated task, letter chains or questions for a chat model; excludes `path`"
     path: UserPath | None = None
-    "a .jsonl or .parquet file, a pattern (`data/*.parquet`), a folder of such files, or a `datasets` name"
+    "a file (JSON lines, a JSON list, CSV, Parquet), a pattern (`data/*.parquet`), a folder of such files, "
+    "or a `datasets` name; `FOLDER:SUBSET` and `NAME:SUBSET` too"
     split: str = "train"
-    "of a `datasets` name, or of a folder whose files are named after their split"
+    "of a `datasets` name, or of a folder, whose files are named after their split or are all `train`"
     prompt_field: str = "question"
     "text, or a list of {role, content}; a path such as `extra.question` reaches into a column"
     messages_field: Name | None = None

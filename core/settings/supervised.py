@@ -47,7 +47,7 @@ class ExamplesConfig(Section):
     """A file of rows, and which of them are held out."""
 
     path: UserPath
-    "a .jsonl, .json (lines) or .parquet file, or the name of a `datasets` data set"
+    "as data.path of a run: a file, a pattern, a folder, or the name of a `datasets` data set"
     split: str = "train"
     "used with a `datasets` name only"
     eval_path: UserPath | None = None

@@ -1,14 +1,9 @@
-"""Reads records of JSONL, Parquet and `datasets` one after the other; no file is ever whole in memory.
-
-A line that is no record is handed on as a fault, so that a reader may go on; what ends a file is raised.
-"""
+"""Reads the records of files, folders and `datasets` one after the other; no file is ever whole in memory."""
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,28 +11,19 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from core.errors import DataError
-from learning.data.data_files import find_files
+from learning.data.data_files import NAMED_FORMATS, find_files, is_saved_by_datasets, split_subset
+from learning.data.text_records import RawRecord, form_of, text_records
 
 ROWS_AT_ONCE = 1024
 "Rows of a Parquet file that are Python objects at the same time."
-_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 Choose = Callable[[Mapping[str, bool], str], list[str] | None]
 "Given every column and whether it holds conversations, and where: the columns to read; None for all."
 
 
-@dataclass(frozen=True, slots=True)
-class RawRecord:
-    """One record, or what is wrong with it; `origin` names file and line (or row)."""
-
-    origin: str
-    values: dict[str, Any] = field(default_factory=dict)
-    fault: DataError | None = None
-
-
 @dataclass(slots=True)
 class ReadProgress:
-    """How far reading has come: bytes of JSON lines, rows of Parquet and `datasets`."""
+    """How far reading has come: bytes of text files, rows of Parquet and `datasets`."""
 
     done: int = 0
     total: int = 0
@@ -46,6 +32,10 @@ class ReadProgress:
     def fraction(self) -> float:
         """From 0 to 1."""
         return min(self.done / self.total, 1.0) if self.total else 0.0
+
+    def add(self, done: int) -> None:
+        """Count so much more."""
+        self.done += done
 
 
 def all_columns(columns: Mapping[str, bool], where: str) -> list[str] | None:
@@ -70,13 +60,13 @@ def iter_records(
     if files is None:
         yield from _hub(path, split, choose, progress, key)
         return
-    is_parquet = files[0].suffix.lower() == ".parquet"
+    is_parquet = form_of(files[0]) == ".parquet"
     progress.total = 0 if is_parquet else sum(_size(file) for file in files)
     for index, file in enumerate(files):
         if is_parquet:
             yield from _parquet(file, choose, progress, len(files) - index, key)
         else:
-            yield from _jsonl(file, progress, key)
+            yield from text_records(file, progress.add, key)
 
 
 def _size(path: Path) -> int:
@@ -84,47 +74,6 @@ def _size(path: Path) -> int:
         return path.stat().st_size
     except OSError:
         return 0  # opening it says why
-
-
-def _jsonl(path: Path, progress: ReadProgress, key: str) -> Iterator[RawRecord]:
-    # blank lines and a byte order mark are passed over
-    try:
-        with path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
-                progress.done += len(line)
-                if number == 1:
-                    line = line.removeprefix(_BYTE_ORDER_MARK)
-                if line.strip():
-                    yield _json_record(line, f"{path}:{number}")
-    except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror}; check {key}") from error
-
-
-def _json_record(line: bytes, origin: str) -> RawRecord:
-    expected = "expected one JSON object a line"
-    try:
-        record = json.loads(line.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        return RawRecord(origin, fault=DataError(f"{origin} is not UTF-8 text: {error}; save it as UTF-8"))
-    except json.JSONDecodeError as error:
-        return RawRecord(
-            origin,
-            fault=DataError(f"{origin} is not valid JSON: {error.msg} at column {error.colno}; {expected}"),
-        )
-    except RecursionError:
-        return RawRecord(
-            origin, fault=DataError(f"{origin} cannot be read: its brackets are nested too deep; {expected}")
-        )
-    except ValueError:
-        digits = sys.get_int_max_str_digits()
-        return RawRecord(
-            origin,
-            fault=DataError(f"{origin} cannot be read: an integer has more than {digits} digits; {expected}"),
-        )
-    if not isinstance(record, dict):
-        got = type(record).__name__
-        return RawRecord(origin, fault=DataError(f"{origin} must be a JSON object, got {got}"))
-    return RawRecord(origin, record)
 
 
 def _parquet(
@@ -161,14 +110,10 @@ def _is_list_of_structs(kind: pa.DataType) -> bool:
 
 
 def _hub(name: str, split: str, choose: Choose, progress: ReadProgress, key: str) -> Iterator[RawRecord]:
-    import datasets  # a second to import, and only this branch needs it
-    from datasets.exceptions import DatasetsError
+    from datasets.exceptions import DatasetsError  # some seconds to import, and only this branch needs it
 
-    path, _, subset = name.partition(":")
-    if not path:
-        raise DataError(f"{key} '{name}' names no data set; expected a file, or NAME or NAME:SUBSET")
     try:
-        table = datasets.load_dataset(path, subset or None, split=split)
+        table = _table(name, split, key)
         progress.total = len(table)
         columns = choose(_kinds(table.features.arrow_schema, name), name)
         if columns is not None:
@@ -180,5 +125,29 @@ def _hub(name: str, split: str, choose: Choose, progress: ReadProgress, key: str
         cause = f" ({error.__cause__})" if error.__cause__ else ""
         raise DataError(
             f"cannot load the data set '{name}' (split {split}): {error}{cause}; "
-            f"expected a .jsonl or .parquet file, or the name of a `datasets` data set in {key}"
+            f"expected a file or folder of {NAMED_FORMATS}, or the name of a `datasets` data set in {key}"
         ) from error
+
+
+def _table(name: str, split: str, key: str) -> Any:
+    """The `datasets.Dataset` of a split, loaded by its name or from where `save_to_disk` wrote it."""
+    import datasets
+
+    path, subset = split_subset(name)
+    if not path:
+        raise DataError(f"{key} '{name}' names no data set; expected a file, or NAME or NAME:SUBSET")
+    if not is_saved_by_datasets(Path(path)):
+        return datasets.load_dataset(path, subset or None, split=split)
+    saved = datasets.load_from_disk(path)
+    if isinstance(saved, datasets.DatasetDict):
+        if split not in saved:
+            raise DataError(
+                f"{path} has no split '{split}'; it has {', '.join(map(str, saved))}; check data.split"
+            )
+        return saved[split]
+    of = str(saved.split).split("[")[0] if saved.split else split
+    if split not in (of, Path(path).name):
+        raise DataError(
+            f"{path} was saved from split '{of}', expected '{split}'; set data.split to {of} if that is meant"
+        )
+    return saved

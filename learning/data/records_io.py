@@ -71,7 +71,7 @@ def iter_rows(
     """
     keep = RowFilter(data.filter) if data.filter is not None else None
     if data.path is None:
-        raise DataError("data.path is not set; expected a .jsonl or .parquet file, or a data set's name")
+        raise DataError("data.path is not set; expected a file, a folder or a data set's name")
     reader = RowReader(data, all_columns=keep is not None or columns is not None)
     index = -1
     for index, record in enumerate(iter_records(data.path, data.split, reader.choose_columns, progress)):

@@ -22,7 +22,14 @@ from core.settings.supervised import SftConfig, TrainRewardConfig
 TREE = {
     "run": {"output_dir": "out", "cache_dir": "~/.cache/x", "copy_to": "s3://bucket/runs"},
     "models": {"target": "pair/target", "draft": "org/draft", "tokenizer": "pair/target"},
-    "data": {"sources": [{"path": "a.jsonl"}, {"path": "parts/*.jsonl"}, {"path": "openai/gsm8k"}]},
+    "data": {
+        "sources": [
+            {"path": "a.jsonl"},
+            {"path": "parts/*.jsonl"},
+            {"path": "openai/gsm8k:main"},
+            {"path": "parts:s"},
+        ]
+    },
     "reward": {"parts": [{"name": "m", "kind": "model", "model": "pair/target"}]},
     "evaluation": {"every": 1, "metric": "eval/reward_mean", "data": {"path": "./a.jsonl"}},
 }
@@ -48,7 +55,8 @@ def test_paths_are_absolute_and_names_stay(here: Path) -> None:
     assert [source.path for source in made.data.sources] == [
         f"{here}/a.jsonl",
         f"{here}/parts/*.jsonl",
-        "openai/gsm8k",
+        "openai/gsm8k:main",
+        f"{here}/parts:s",
     ]
     assert made.reward.parts[0].model == f"{here}/pair/target"
     assert made.evaluation.data is not None and made.evaluation.data.path == f"{here}/a.jsonl"

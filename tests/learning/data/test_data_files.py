@@ -83,8 +83,8 @@ def test_folders_and_patterns_that_name_nothing(tmp_path, tokenizer):
     with raises(DataError, match="holds both JSON lines and Parquet"):
         texts(tmp_path / "both", tokenizer)
     with raises(DataError, match=r"expected a file of JSON lines"):
-        (tmp_path / "c.csv").write_text("a,b")
-        texts(tmp_path / "*.csv", tokenizer)
+        (tmp_path / "c.txt").write_text("a,b")
+        texts(tmp_path / "*.txt", tokenizer)
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "notes.xyz").write_text("x")
     with raises(DataError, match="cannot load the data set"):

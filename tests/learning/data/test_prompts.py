@@ -165,15 +165,15 @@ def test_columns_that_are_not_used_are_not_read(tmp_path, tokenizer):
     ("name", "message"),
     [
         (
-            "x.csv",
-            r"expected a file of JSON lines \(.jsonl, .json\) or Parquet \(.parquet\), got .csv; convert it",
+            "x.xlsx",
+            r"expected a file of JSON lines \(.jsonl, .json\), .*or Parquet \(.parquet\), .*got .xlsx; convert it",
         ),
         ("x", "got no suffix; convert it"),
         ("none.txt", r"none\.txt does not exist; check data\.path"),
     ],
 )
 def test_a_file_of_another_format_gets_the_formats_that_are_read(tmp_path, tokenizer, name, message):
-    for there in ("x.csv", "x"):
+    for there in ("x.xlsx", "x"):
         (tmp_path / there).write_text("question,answer\n")
     with raises(DataError, match=message):
         load_prompts(DataConfig(path=str(tmp_path / name)), tokenizer, seed=0)

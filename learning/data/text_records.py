@@ -1,0 +1,206 @@
+"""Records of text files, one after the other: JSON lines, a list of JSON objects, CSV and TSV; compressed or not.
+
+A line that is no record is handed on as a fault, so that a reader may go on; what ends a file is raised.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from core.errors import DataError
+from learning.data.json_list import BrokenList, list_items
+
+COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd", ".lz4": "lz4"}
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_EXPECTED = "expected one JSON object a line"
+_DELIMITERS = {".csv": ",", ".tsv": "\t"}
+_MAX_FIELD_CHARS = 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class RawRecord:
+    """One record, or what is wrong with it; `origin` names file and line (or row)."""
+
+    origin: str
+    values: dict[str, Any] = field(default_factory=dict)
+    fault: DataError | None = None
+
+
+def form_of(path: Path) -> str:
+    """Return the suffix that says the form, in small letters, whatever the compression: `.jsonl` of `a.jsonl.gz`."""
+    suffixes = [suffix.lower() for suffix in path.suffixes[-2:]]
+    if suffixes and suffixes[-1] in COMPRESSIONS:
+        suffixes.pop()
+    return suffixes[-1] if suffixes else ""
+
+
+def text_records(path: Path, told: Callable[[int], None], key: str) -> Iterator[RawRecord]:
+    """Yield the records of a text file; `key` is the setting that named it.
+
+    `told` hears of bytes read since it heard last. Raises DataError: the file cannot be read to its end, or is
+    a list or a table that is broken.
+    """
+    try:
+        with path.open("rb") as file:
+            stream = _decompressed(file, path)
+            begin = stream.peek(len(_BYTE_ORDER_MARK)).removeprefix(_BYTE_ORDER_MARK).lstrip()[:1]
+            if begin == b"[":
+                yield from _items(stream, path)
+                return
+            lines = _lines(file, stream, told)
+            delimiter = _DELIMITERS.get(form_of(path))
+            yield from _json_lines(lines, path) if delimiter is None else _table_rows(lines, path, delimiter)
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror or error}; check {key}") from error
+
+
+def looks_like_rows(path: Path) -> bool:
+    """True for a .json file of rows, false for one that describes other files: one object, or none."""
+    try:
+        with path.open("rb") as file:
+            lines = (line for line in _decompressed(file, path) if line.strip())
+            first, second = next(lines, b""), next(lines, b"")
+    except OSError:
+        return True  # reading it says why
+    if first.removeprefix(_BYTE_ORDER_MARK).lstrip()[:1] == b"[":
+        return True
+    return bool(second) and _json_record(first.removeprefix(_BYTE_ORDER_MARK), "").fault is None
+
+
+def _decompressed(file: io.BufferedReader, path: Path) -> io.BufferedReader:
+    compression = COMPRESSIONS.get(path.suffix.lower())
+    if compression is None:
+        return file
+    return io.BufferedReader(pa.CompressedInputStream(file, compression))  # pyright: ignore[reportArgumentType]
+
+
+def _lines(
+    file: io.BufferedReader, stream: io.BufferedReader, told: Callable[[int], None]
+) -> Iterator[bytes]:
+    """Lines without a byte order mark before them."""
+    before = 0
+    for number, line in enumerate(stream):
+        after = file.tell()
+        told(after - before)
+        before = after
+        yield line.removeprefix(_BYTE_ORDER_MARK) if number == 0 else line
+
+
+def _json_lines(lines: Iterator[bytes], path: Path) -> Iterator[RawRecord]:
+    # blank lines are passed over
+    doubted: RawRecord | None = None
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        record = _json_record(line, f"{path}:{number}")
+        if doubted is not None:
+            if record.fault is not None:
+                raise DataError(
+                    f"{path} begins with JSON of several lines; {_EXPECTED}, or one list of objects; write the rows "
+                    'so (of an object such as {"data": [...]} the list alone)'
+                )
+            yield doubted
+            doubted = None
+        elif record.fault is not None and number == 1 and line.strip()[-1:] in (b"{", b"[", b","):
+            doubted = record
+            continue
+        yield record
+    if doubted is not None:
+        yield doubted
+
+
+def _json_record(line: bytes, origin: str) -> RawRecord:
+    try:
+        record = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        return RawRecord(origin, fault=_not_utf8(origin, error))
+    except json.JSONDecodeError as error:
+        return RawRecord(
+            origin,
+            fault=DataError(f"{origin} is not valid JSON: {error.msg} at column {error.colno}; {_EXPECTED}"),
+        )
+    except RecursionError:
+        return RawRecord(
+            origin, fault=DataError(f"{origin} cannot be read: its brackets are nested too deep; {_EXPECTED}")
+        )
+    except ValueError:
+        digits = sys.get_int_max_str_digits()
+        return RawRecord(
+            origin,
+            fault=DataError(
+                f"{origin} cannot be read: an integer has more than {digits} digits; {_EXPECTED}"
+            ),
+        )
+    return _object(record, origin)
+
+
+def _items(stream: io.BufferedReader, path: Path) -> Iterator[RawRecord]:
+    try:
+        text = io.TextIOWrapper(stream, encoding="utf-8-sig")
+        for number, (line, value) in enumerate(list_items(text.read), start=1):
+            yield _object(value, f"{path}:{line} (item {number})")
+    except UnicodeDecodeError as error:
+        raise _not_utf8(str(path), error) from error
+    except BrokenList as error:
+        raise DataError(
+            f"{path}:{error.line} is not valid JSON: {error}; expected a list of objects, or one object a line"
+        ) from error
+
+
+def _object(value: Any, origin: str) -> RawRecord:
+    if not isinstance(value, dict):
+        got = type(value).__name__
+        return RawRecord(origin, fault=DataError(f"{origin} must be a JSON object, got {got}"))
+    return RawRecord(origin, value)
+
+
+def _table_rows(lines: Iterator[bytes], path: Path, delimiter: str) -> Iterator[RawRecord]:
+    """Every value is text as it stands: `007` stays so, and what is empty is the empty text."""
+    csv.field_size_limit(_MAX_FIELD_CHARS)
+    reader = csv.reader(_decoded(lines, path), delimiter=delimiter, strict=True)
+    origin = f"{path}:1"
+    try:
+        names = next(reader, [])
+        for name in names:
+            if names.count(name) > 1:
+                raise DataError(f"{path} has two columns '{name}'; rename or drop one")
+        while True:
+            origin = f"{path}:{reader.line_num + 1}"
+            row = next(reader, None)
+            if row is None:
+                return
+            if not row:
+                continue
+            if len(row) != len(names):
+                got = f"{origin} has {len(row)} columns, the first line names {len(names)}"
+                yield RawRecord(
+                    origin, fault=DataError(f"{got}; put quotes around values that hold '{delimiter}'")
+                )
+            else:
+                yield RawRecord(origin, dict(zip(names, row, strict=True)))
+    except csv.Error as error:
+        kind = "CSV" if delimiter == "," else "TSV"
+        raise DataError(
+            f"{origin} is not valid {kind}: {error}; mend its quotes, or write it anew"
+        ) from error
+
+
+def _decoded(lines: Iterator[bytes], path: Path) -> Iterator[str]:
+    for number, line in enumerate(lines, start=1):
+        try:
+            yield line.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise _not_utf8(f"{path}:{number}", error) from error
+
+
+def _not_utf8(origin: str, error: UnicodeDecodeError) -> DataError:
+    return DataError(f"{origin} is not UTF-8 text: {error}; save it as UTF-8")
