@@ -63,7 +63,7 @@ def write_in_flight(folder: Path, in_flight: InFlight) -> None:
 def read_in_flight(folder: Path, dataset: PromptDataset, sampling: SamplingParams) -> InFlight:
     """Read a folder back; nothing is in flight where there is none.
 
-    Raises DataError: a file cannot be read, or holds a prompt that is not in the data set.
+    Raises DataError: a file cannot be read, is of an unknown kind, or holds a prompt that is not in the data set.
     """
     ready: dict[int, dict[SampleKey, Rollout]] = {}
     waiting: dict[str, dict[SampleKey, OpenSample]] = {_OPEN: {}, _UNSCORED: {}}
@@ -71,7 +71,10 @@ def read_in_flight(folder: Path, dataset: PromptDataset, sampling: SamplingParam
     for file in sorted(folder.glob("batch_*.parquet")) if folder.is_dir() else []:
         found = re.fullmatch(rf"batch_(\d+)({_OPEN}|{_UNSCORED})?", file.stem)
         if found is None:
-            continue
+            raise DataError(
+                f"{file} holds samples of a kind that this version does not know; expected batch_N, batch_N{_OPEN} or "
+                f"batch_N{_UNSCORED}: go on with the version that wrote it"
+            )
         batch = int(found[1])
         places = places_in(file)
         for one in read_recorded(places) if places else []:

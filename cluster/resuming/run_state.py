@@ -24,7 +24,10 @@ from cluster.run_folder.layout import RunDir
 from core.checkpoint_manifest import state_folders, state_number, verify_checkpoint
 from core.errors import ModelError
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+"Of states with responses that wait for a reward: who reads 1 alone would pass over their files and learn from fewer."
+WITHOUT_UNSCORED = 1
+"Of all others, so that earlier versions of the project can go on from them."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,8 +93,8 @@ def read_state(folder: Path) -> RunState:
     try:
         tree: dict[str, Any] = json.loads((folder / "state.json").read_text())
         version = tree.pop("schema_version", None)
-        if version != SCHEMA_VERSION:
-            raise ValueError(f"expected schema version {SCHEMA_VERSION}, got {version}")
+        if version not in (WITHOUT_UNSCORED, SCHEMA_VERSION):
+            raise ValueError(f"expected schema version {SCHEMA_VERSION} at most, got {version}")
         marks = tree.pop("evaluations", {})
         _require_keys(RunState, tree, {"folder", "evaluations"})
         _require_keys(EvaluationMarks, marks, set())

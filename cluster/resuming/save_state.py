@@ -12,7 +12,7 @@ from typing import Any
 from cluster.pipelining.in_flight_files import write_in_flight
 from cluster.pipelining.pipeline import InFlight
 from cluster.resuming.kept_record import keep_record
-from cluster.resuming.run_state import SCHEMA_VERSION, EvaluationMarks, RunState
+from cluster.resuming.run_state import SCHEMA_VERSION, WITHOUT_UNSCORED, EvaluationMarks, RunState
 from cluster.run_folder.layout import RunDir
 from cluster.system import System
 from cluster.weights.checkpoints import save_head_checkpoint
@@ -93,7 +93,9 @@ class StateKeeper:
                 weight_version=state.weight_version,
             )
             dump_config(system.config, replace(state, folder=partial).config_file)
-            (partial / "state.json").write_text(json.dumps(_as_tree(state), indent=2) + "\n")
+            (partial / "state.json").write_text(
+                json.dumps(state_tree(state, boundary.in_flight), indent=2) + "\n"
+            )
             write_manifest(
                 partial,
                 model="state",
@@ -105,10 +107,11 @@ class StateKeeper:
         return state
 
 
-def _as_tree(state: RunState) -> dict[str, Any]:
+def state_tree(state: RunState, in_flight: InFlight) -> dict[str, Any]:
+    """What `state.json` says of a state with these samples."""
     tree = asdict(state)
     del tree["folder"]
-    return {"schema_version": SCHEMA_VERSION} | tree
+    return {"schema_version": SCHEMA_VERSION if in_flight.unscored else WITHOUT_UNSCORED} | tree
 
 
 def _remove(folder: Path) -> None:

@@ -292,6 +292,18 @@ def test_what_is_in_flight_is_read_back_as_it_was(tmp_path: Path) -> None:
     assert [str(one.completion) for one in again.take(2)] == [str(one.completion) for one in pipeline.take(2)]
 
 
+def test_samples_of_an_unknown_kind_are_not_passed_over(tmp_path: Path) -> None:
+    pipeline = CountedPipeline(plan_of(2, tokens=4, iterations=4), Cursor(1, 4))
+    play_phase(pipeline, -1, [4] * 4, random.Random(0))
+    write_in_flight(tmp_path / "in_flight", pipeline.in_flight())
+    known = next((tmp_path / "in_flight").glob("batch_*.parquet"))
+    known.rename(known.with_name(f"{known.stem}_judged.parquet"))
+    with pytest.raises(
+        DataError, match=r"_judged\.parquet holds samples of a kind that this version does not know"
+    ):
+        read_in_flight(tmp_path / "in_flight", DataSet([]), Cursor(1, 4).sampling)  # type: ignore[arg-type]
+
+
 def test_samples_of_other_prompts_are_not_gone_on_with(tmp_path: Path) -> None:
     pipeline = CountedPipeline(plan_of(2, tokens=4, iterations=4), Cursor(1, 4))
     play_phase(pipeline, -1, [4] * 4, random.Random(0))

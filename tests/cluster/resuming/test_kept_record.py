@@ -209,7 +209,7 @@ def test_a_state_of_an_earlier_version_is_gone_on_from_without_a_word(run_dir: R
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"schema_version": 2}, "expected schema version 1, got 2"),
+        ({"schema_version": 3}, "expected schema version 2 at most, got 3"),
         ({"wind": 3, "rain": 1}, "this version does not know its keys rain, wind"),
         ({"cursor": None}, "it lacks cursor"),
         ({"evaluations": {"num_done": 1, "worst": 0.5}}, "this version does not know its keys worst"),

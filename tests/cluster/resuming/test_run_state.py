@@ -7,7 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
-from dataclasses import asdict
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,18 +15,20 @@ from typing import Any
 import pytest
 
 from cluster.cli import main
+from cluster.pipelining.pipeline import InFlight
 from cluster.resuming import resumed_run
 from cluster.resuming.changed_keys import deciding_changes
 from cluster.resuming.resumed_run import newest_run, open_run, take_over
 from cluster.resuming.rewind import rewind
 from cluster.resuming.run_state import EvaluationMarks, RunState, last_state
-from cluster.resuming.save_state import Boundary, StateKeeper
+from cluster.resuming.save_state import Boundary, StateKeeper, state_tree
 from cluster.run_folder.layout import RunDir
 from cluster.run_folder.process_identity import ProcessIdentity
 from core.checkpoint_manifest import write_manifest
 from core.config import Config
 from core.config_io import apply_overrides, config_from_dict
 from core.errors import ConfigError, RunTaken
+from core.records import SampleKey
 
 STAMP = "20260101-120000"
 
@@ -36,7 +38,9 @@ def config(*settings: str) -> Config:
     return config_from_dict(apply_overrides(tree, settings))
 
 
-def put_state(run_dir: RunDir, num_iterations: int) -> Path:
+def put_state(
+    run_dir: RunDir, num_iterations: int, *, unscored: Mapping[SampleKey, Any] | None = None
+) -> Path:
     folder = run_dir.checkpoint_dir("state", num_iterations)
     (folder / "trainer").mkdir(parents=True)
     (folder / "trainer" / "shard").write_bytes(b"weights")
@@ -51,8 +55,7 @@ def put_state(run_dir: RunDir, num_iterations: int) -> Path:
         cursor={"epoch": 0, "position": 8 * num_iterations},
         evaluations=marks,
     )
-    tree = asdict(state) | {"schema_version": 1}
-    del tree["folder"]
+    tree = state_tree(state, InFlight(unscored=unscored or {}))
     (folder / "state.json").write_text(json.dumps(tree))
     write_manifest(folder, model="state", weight_version=num_iterations, parameter_checksum="c")
     return folder
@@ -209,6 +212,18 @@ def test_what_only_looks_like_a_state_is_left_alone(run_dir: RunDir) -> None:
     assert state is not None and state.num_iterations == 4
     assert len(notes) == 1 and "state_0007 is passed over: " in notes[0] and "of 2 iterations" in notes[0]
     assert run_dir.owner.last() == 1
+
+
+def test_only_states_whose_samples_earlier_versions_pass_over_are_refused_by_them(run_dir: RunDir) -> None:
+    waiting: Any = object()
+    put_state(run_dir, 6, unscored={SampleKey(run_seed=0, sample_index=1): waiting})
+    trees = [
+        json.loads((run_dir.checkpoint_dir("state", number) / "state.json").read_text()) for number in (4, 6)
+    ]
+    # an earlier version reads 1 and nothing else
+    assert [tree["schema_version"] for tree in trees] == [1, 2]
+    state = last_state(run_dir, pytest.fail)
+    assert state is not None and state.num_iterations == 6
 
 
 def test_a_state_that_stands_is_not_written_again(run_dir: RunDir) -> None:
