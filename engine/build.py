@@ -39,6 +39,7 @@ from engine.numerics import (
     attention_for,
     choose_backend,
     describe_numerics,
+    kernels_for,
     resolve_device,
     resolve_numerics,
     use_threads,
@@ -107,7 +108,7 @@ def build_engine(
     numerics = resolve_numerics(engine, device)
     vocab_size = _vocab_size(target, vocab_size)
     policy = policy or build_policy(speculation, profile)
-    backend = backend or choose_backend(device)
+    backend = backend or choose_backend(device, kernels=kernels_for(engine, numerics))
     runner_of = partial(
         _runner,
         engine=engine,
@@ -170,7 +171,7 @@ def build_scoring_runner(
     """
     device = resolve_device(engine)
     numerics = resolve_numerics(engine, device)
-    backend = choose_backend(device)
+    backend = choose_backend(device, kernels=kernels_for(engine, numerics))
     runner = _runner(
         target,
         # a limit makes the pool paged; the caller holds no more than its samples take

@@ -15,6 +15,7 @@ from core.config import EngineConfig
 from core.errors import ConfigError
 from engine.attention.backends import ATTENTION, Attention
 from engine.attention.xformers import require_xformers, xformers_attention
+from engine.decoding.noise import can_run_triton
 from engine.model.compute_backend import ComputeBackend, PoolAttention
 
 Numerics = Literal["invariant", "fast"]
@@ -47,6 +48,11 @@ def resolve_numerics(engine: EngineConfig, device: torch.device) -> Numerics:
     return engine.numerics
 
 
+def kernels_for(engine: EngineConfig, numerics: Numerics) -> bool:
+    """Whether kernels of ours may compute on a GPU: invariant numerics are arranged for library calls alone."""
+    return engine.kernels == "auto" and numerics != "invariant"
+
+
 def use_threads(num_threads: int) -> None:
     """Set torch's thread count for this thread: one a generation actor is the honest default on CPU."""
     if torch.get_num_threads() != num_threads:
@@ -68,8 +74,13 @@ def on_threads(num_threads: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def choose_backend(device: torch.device, *, num_threads: int | None = None) -> ComputeBackend:
-    """Return what computes on a device: with torch's number of threads here, unless another is given."""
+def choose_backend(
+    device: torch.device, *, num_threads: int | None = None, kernels: bool = True
+) -> ComputeBackend:
+    """Return what computes on a device: with torch's number of threads here, unless another is given.
+
+    `kernels`: on a GPU, of our own where Triton can make them (`kernels_for`).
+    """
     if device.type == "cpu" and (num_threads or torch.get_num_threads()) == 1 and _has_llvm():
         # needs the extra `cpu`
         from engine.cpu.backend import CpuBackend
@@ -77,6 +88,10 @@ def choose_backend(device: torch.device, *, num_threads: int | None = None) -> C
 
         if can_make_code():
             return CpuBackend(device)
+    if kernels and can_run_triton(device):
+        from engine.cuda.cuda_backend import CudaBackend
+
+        return CudaBackend(device)
     return ComputeBackend(device)
 
 

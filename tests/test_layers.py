@@ -142,14 +142,15 @@ def test_no_package_inside_the_engine_can_reach_itself() -> None:
     assert find_cycle(graph) == []
 
 
-def test_portable_code_imports_nothing_from_the_cpu_back_end() -> None:
-    """But for the choice of a back end, inside a function, where llvmlite is installed."""
+@pytest.mark.parametrize("own", ["engine.cpu", "engine.cuda"])
+def test_portable_code_imports_nothing_from_a_back_end(own: str) -> None:
+    """But for the choice of a back end, inside a function, where what it needs is installed."""
     reached = [
         f"{module_name(path)} imports {name}"
         for path in modules(*LAYERS)
-        if not module_name(path).startswith("engine.cpu")
+        if not module_name(path).startswith(own + ".")
         for name, _ in imported_names(ast.parse(path.read_text()))
-        if name.startswith(("engine.cpu", "llvmlite"))
+        if name.startswith((own + ".", *(("llvmlite",) if own == "engine.cpu" else ())))
     ]
     assert {line.split()[0] for line in reached} <= {"engine.numerics"}, "\n".join(reached)
 

@@ -137,8 +137,9 @@ class ManifestHost:
                 f"{self._spec.instance} was asked for its numerics before it had weights; publish weights to it first"
             )
         runner = self._engine.runner
-        if runner.backend.name == ComputeBackend.name:
+        if runner.backend.name == ComputeBackend.name or runner.backend.rows is not None:
             layout = ", prepacked weights" if runner.prepacked else ""
+            layout += ", kernels of our own" if runner.backend.rows is not None else ""
             # a library chooses its products by the processor
             rounds_by = f"torch {torch.__version__} on {device_name(runner.device)}{layout}"
         else:

@@ -105,6 +105,8 @@ class EngineConfig(Section):
     attention: Literal["auto", "ordered", "sdpa", "reference", "xformers"] = "auto"
     forward: Literal["auto", "stock"] = "auto"
     "auto: our own forward where there is one (Llama, Mistral, Qwen2, Qwen3); stock: the Hugging Face module"
+    kernels: Literal["auto", "off"] = "auto"
+    "CUDA; auto: what lies between a layer's products by Triton kernels, where Triton is installed; off: torch's own"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     max_running_samples: int = Field(default=32, ge=1)
     kv_cache_mb: float | None = Field(default=None, gt=0.0)

@@ -28,10 +28,15 @@ def pack_queries(qkv: Float[Tensor, "M Hkv G E"], batch: int) -> Float[Tensor, "
     shared, n = lanes - 2, qkv.shape[0] // batch
     if n == 1 and lanes >= MIN_ROWS:
         return qkv.view(batch * heads, lanes, size)[:, : max(shared, MIN_ROWS)]
-    queries = qkv[:, :, :shared].view(batch, n, heads, shared, size).transpose(1, 2)
-    queries = queries.reshape(batch * heads, n * shared, size)
+    queries = queries_by_head(qkv[:, :, :shared], batch)
     missing = MIN_ROWS - n * shared
     return queries if missing <= 0 else F.pad(queries, (0, 0, 0, missing))
+
+
+def queries_by_head(queries: Float[Tensor, "M Hkv S E"], batch: int) -> Float[Tensor, "N R E"]:
+    """Return the queries by (sample, KV head), rows token by token."""
+    by_sample = queries.unflatten(0, (batch, -1)).transpose(1, 2)
+    return by_sample.flatten(2, 3).flatten(0, 1)
 
 
 def unpack_queries(

@@ -154,6 +154,10 @@ class KVPool:
         cells = tokens.reshape(-1, self.shape.head_size).to(self.cells.dtype)
         self._writable[layer].index_put_((rows,), cells)
 
+    def writable(self, layer: int) -> Float[Tensor, "cells E"]:
+        """Return the cells that the indices of `rows` and `tree_rows` count, of one layer."""
+        return self._writable[layer]
+
     def require_cells(self, num_kv_heads: int, head_size: int) -> None:
         """Raise ModelError when keys and values of such a shape are not what the cells are laid out for."""
         if (num_kv_heads, head_size) != (self.shape.num_kv_heads, self.shape.head_size):

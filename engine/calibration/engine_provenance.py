@@ -17,7 +17,7 @@ from engine.cache.kv_pool import KVShape
 from engine.drafters.exit_norm import ExitNorm
 from engine.drafters.head.head_weights import HeadWeights
 from engine.drafters.head.published_head import head_checksum
-from engine.numerics import choose_backend, resolve_device, resolve_numerics
+from engine.numerics import choose_backend, kernels_for, resolve_device, resolve_numerics
 from engine.weights.causal_lm import CausalLM
 from engine.weights.chunks import checksum_of, model_checksum
 from profiles.provenance import Provenance
@@ -79,12 +79,13 @@ def here(
 def _instance_facts(target: CausalLM, draft: Drafts, engine: EngineConfig, dtype: str) -> dict[str, Any]:
     """What an instance knows by itself: hardware, numerics, architectures, slots."""
     device = resolve_device(engine)
-    backend = choose_backend(device, num_threads=engine.num_threads)
+    numerics = resolve_numerics(engine, device)
+    backend = choose_backend(device, num_threads=engine.num_threads, kernels=kernels_for(engine, numerics))
     return {
         "device": device_name(device),
         "num_threads": engine.num_threads,
         "dtype": dtype,
-        "numerics": resolve_numerics(engine, device),
+        "numerics": numerics,
         "target_model": _architecture(target),
         "draft_model": _architecture(draft),
         "num_slots": engine.max_running_samples,

@@ -168,10 +168,13 @@ class HashedNoiseSource(NoiseSource):
 
 def noise_source(device: torch.device) -> NoiseSource:
     """Return what makes noise on a device without code of our own for it."""
-    # Triton compiles a launcher in C when a kernel first runs
+    return HashedNoiseSource(device) if can_run_triton(device) else NoiseSource(device)
+
+
+def can_run_triton(device: torch.device) -> bool:
+    """Whether kernels of ours run there: Triton is installed, and a C compiler for the launchers it makes."""
     compiler = os.environ.get("CC") or any(which(name) for name in ("cc", "gcc", "clang"))
-    fused = device.type == "cuda" and find_spec("triton") is not None and compiler
-    return HashedNoiseSource(device) if fused else NoiseSource(device)
+    return device.type == "cuda" and find_spec("triton") is not None and bool(compiler)
 
 
 def gumbel_noise(

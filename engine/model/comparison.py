@@ -24,7 +24,7 @@ from engine.cache.kv_pool import KVPool
 from engine.cache.segments import Segments
 from engine.decoding.draft_tree import DraftTree, ancestors_or_self, chain
 from engine.model.compute_backend import PoolAttention
-from engine.model.forward_plan import ForwardPlan, TreePlan
+from engine.model.forward_plan import ForwardPlan, TreePlan, TurnRows
 from engine.model.prefill_plan import PrefillPiece, PrefillPlan
 from engine.model.support import switch_attention, unsupported
 from engine.weights.causal_lm import CausalLM, max_context_tokens
@@ -335,6 +335,13 @@ class _Listening(ForwardPlan):
     def attend(self, layer: int, qkv: Tensor, **how: Any) -> Tensor:
         self._attended[layer] += 1
         return self._plan.attend(layer, qkv, **how)
+
+    def store_turned(self, layer: int, turn: TurnRows, qkv: Tensor, positions: Tensor) -> Tensor:
+        return self._plan.store_turned(layer, turn, qkv, positions)
+
+    def attend_turned(self, layer: int, turn: TurnRows, qkv: Tensor, positions: Tensor, **how: Any) -> Tensor:
+        self._attended[layer] += 1
+        return self._plan.attend_turned(layer, turn, qkv, positions, **how)
 
 
 def _state_elsewhere(served: Served, attended: Counter[int]) -> str:

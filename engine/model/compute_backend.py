@@ -143,6 +143,51 @@ class FusedForward(Protocol):
         ...
 
 
+class RowOperators(ABC):
+    """The parts of a decoder layer between its products, one launch each. A row's result depends on no other row."""
+
+    @abstractmethod
+    def norm(
+        self, x: Float[Tensor, "M H"], gain: Float[Tensor, " H"] | None, eps: float
+    ) -> Float[Tensor, "M H"]:
+        """Return x over its root mean square, times the gain; without a gain x / sqrt(|x|^2 + H eps)."""
+
+    @abstractmethod
+    def gated(self, gate_up: Float[Tensor, "M I2"]) -> Float[Tensor, "M I"]:
+        """Return silu(gate) * up of [gate, up]."""
+
+    @abstractmethod
+    def turn(
+        self,
+        qkv: Float[Tensor, "M W"],
+        positions: Int[Tensor, " M"],
+        cells: Float[Tensor, "cells E"],
+        rows: Int[Tensor, " R"],
+        num_tokens: int,
+        *,
+        rope: Float[Tensor, "T E2 2"],
+        head_gain: Float[Tensor, "G1 E"] | None,
+        eps: float,
+        heads: int,
+    ) -> Float[Tensor, "N rows E"]:
+        """Norm and turn queries and keys, store keys and values, return the queries as attention takes them.
+
+        Args:
+            qkv: products, head by head [Hkv, queries + 2, E]; tokens behind those of `rows` are padding.
+            positions: of the tokens.
+            cells: of one layer (`KVPool.writable`).
+            rows: where each (token, KV head, key or value) goes.
+            num_tokens: n, of each sample.
+            rope: every position's rotation, real and imaginary part.
+            head_gain: Qwen3's norms of queries and key; None: they are not normed.
+            eps: of that norm.
+            heads: KV heads.
+
+        Returns:
+            Queries by (sample, KV head), [Hkv * tokens / n, n * queries, E], in the cells' type.
+        """
+
+
 class ComputeBackend:
     """Library calls (torch): serves every device and number of threads."""
 
@@ -158,6 +203,8 @@ class ComputeBackend:
         self.noise: NoiseSource = noise_source(device)
         self.stock_linear: LayOut | None = None
         "lays a stock module's weights out for float32 products; None: the module multiplies by itself"
+        self.rows: RowOperators | None = None
+        "parts of a layer in one launch each, where attention takes rows as they are; None: library calls"
         self._prepack = prepack
 
     def plain(self) -> ComputeBackend:

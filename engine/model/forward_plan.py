@@ -15,13 +15,24 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn import functional as F
 
-from engine.attention.backends import Attention, num_biases
+from engine.attention.backends import SHARE_BIAS, Attention, num_biases
 from engine.attention.packing import RaggedRows, pack_queries, unpack_queries
 from engine.attention.visibility import as_bias, chain_visibility, tree_visibility
 from engine.cache.kv_memory import round_up
 from engine.cache.kv_pool import KVPool
 from engine.cache.segments import Segments, segments_of
 from engine.model.compute_backend import PoolAttention
+
+
+@runtime_checkable
+class TurnRows(Protocol):
+    """`RowOperators.turn` with a layer's part of its arguments."""
+
+    def __call__(
+        self, qkv: Tensor, positions: Tensor, cells: Tensor, rows: Tensor, num_tokens: int
+    ) -> Tensor:
+        """Store keys and values; return the queries."""
+        ...
 
 
 @runtime_checkable
@@ -52,6 +63,30 @@ class ForwardPlan(Protocol):
     ) -> Float[Tensor, "M HE"]:
         """Do what `attend` does by attention over unpacked rows of queries."""
         ...
+
+    def store_turned(
+        self, layer: int, turn: TurnRows, qkv: Float[Tensor, "M W"], positions: Int[Tensor, " M"]
+    ) -> Tensor:
+        """Write keys and values of products by one operator; return the queries, by whatever rows."""
+        ...
+
+    def attend_turned(
+        self,
+        layer: int,
+        turn: TurnRows,
+        qkv: Float[Tensor, "M W"],
+        positions: Int[Tensor, " M"],
+        *,
+        scaling: float,
+        sliding_window: int | None,
+    ) -> Float[Tensor, "M HE"]:
+        """Do what `attend` does for products that are not turned yet; for attention in SHARE_BIAS."""
+        ...
+
+    @property
+    def takes_products(self) -> bool:
+        """Whether attention takes rows as they are, so that `attend_turned` serves."""
+        return not isinstance(self.attention, PoolAttention) and self.attention in SHARE_BIAS
 
     def store(self, layer: int, qkv: Float[Tensor, "M Hkv G E"]) -> None:
         """Write the tokens' keys and values."""
@@ -186,16 +221,50 @@ class TreePlan(ForwardPlan):
         if self.ragged is not None:
             qkv = self.ragged.unpack(qkv)
         self._write(layer, qkv)
-        keys, values = self.pool.view(layer, 0, batch, self.view_tokens)
-        out = attention(
-            pack_queries(qkv[: batch * n], batch).to(keys.dtype),
-            keys,
-            values,
-            self._bias_for(sliding_window),
-            rows=n * (qkv.shape[2] - 2),
-            scaling=scaling,
-            softcap=softcap,
-        )
+        queries = pack_queries(qkv[: batch * n], batch).to(self.pool.cells.dtype)
+        rows = n * (qkv.shape[2] - 2)
+        out = self._attended(attention, layer, queries, rows, scaling, softcap, sliding_window)
+        return self._unpacked(out, num_packed)
+
+    def store_turned(self, layer: int, turn: TurnRows, qkv: Tensor, positions: Tensor) -> Tensor:
+        """See `ForwardPlan.store_turned`; queries by (sample, KV head)."""
+        if self.ragged is not None:
+            qkv, positions = self.ragged.unpack(qkv), self.ragged.unpack(positions)
+        return turn(qkv, positions, self.pool.writable(layer), self._rows, self.num_tokens)
+
+    def attend_turned(
+        self,
+        layer: int,
+        turn: TurnRows,
+        qkv: Tensor,
+        positions: Tensor,
+        *,
+        scaling: float,
+        sliding_window: int | None,
+    ) -> Tensor:
+        """See `ForwardPlan.attend_turned`."""
+        assert not isinstance(self.attention, PoolAttention)
+        queries = self.store_turned(layer, turn, qkv, positions)
+        out = self._attended(self.attention, layer, queries, queries.shape[1], scaling, None, sliding_window)
+        return self._unpacked(out, qkv.shape[0])
+
+    def _attended(
+        self,
+        attention: Attention,
+        layer: int,
+        queries: Tensor,
+        rows: int,
+        scaling: float,
+        softcap: float | None,
+        sliding_window: int | None,
+    ) -> Tensor:
+        keys, values = self.pool.view(layer, 0, self.base.shape[0], self.view_tokens)
+        bias = self._bias_for(sliding_window)
+        return attention(queries, keys, values, bias, rows=rows, scaling=scaling, softcap=softcap)
+
+    def _unpacked(self, out: Tensor, num_packed: int) -> Tensor:
+        """Attention's output token by token, zeros for padding tokens."""
+        batch, n = self.base.shape[0], self.num_tokens
         if self.ragged is None:
             return unpack_queries(out, batch, n, num_packed)
         packed = self.ragged.pack(unpack_queries(out, batch, n, batch * n))

@@ -15,9 +15,10 @@ The stock module stays the oracle: `engine.model.runner` compares the two at sta
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import cached_property
-from typing import Any
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
@@ -52,6 +53,7 @@ class LlamaForward:
         config = model.config
         self._model = model
         self._backend = backend
+        self._rows = backend.rows
         self._layout = layout = LlamaLayout(model, backend)
         self._dtype = layout.dtype
         self._kv_heads, self._queries, self._size = layout.kv_heads, layout.queries, layout.size
@@ -131,10 +133,10 @@ class LlamaForward:
             self._write_inputs(self.fused, input_ids, position_ids, plan)
             return self.fused.logits(len(input_ids), plan.segments(), self._taps)
         x = self._embedded(input_ids)
-        rotation = self._rotation(position_ids)
+        attention = self._attention(position_ids, plan)
         for index, layer in enumerate(self._layers):
             self._show(index, x)
-            x = self._after_qkv(index, layer, x, self._qkv(layer, x, rotation), plan)
+            x = self._after_layer(index, layer, x, attention)
         self._show(len(self._layers), x)
         return self._head(self._norm(x, self._final_gain))
 
@@ -145,15 +147,14 @@ class LlamaForward:
             self.fused.fill(len(input_ids), plan.segments(), self._taps)
             return
         x = self._embedded(input_ids)
-        rotation = self._rotation(position_ids)
+        attention = self._attention(position_ids, plan)
         last = len(self._layers) - 1
         for index, layer in enumerate(self._layers):
             self._show(index, x)
-            qkv = self._qkv(layer, x, rotation)
             if index == last and not (self._taps is not None and self._taps.whole_prefills):
-                plan.store(index, qkv)
+                attention.store(index, layer, self._product(layer, x))
                 return
-            x = self._after_qkv(index, layer, x, qkv, plan)
+            x = self._after_layer(index, layer, x, attention)
         self._show(len(self._layers), x)
 
     def exit_after(
@@ -165,9 +166,9 @@ class LlamaForward:
             x = self.fused.inputs_of(num_layers, len(input_ids), plan.segments())
         else:
             x = self._embedded(input_ids)
-            rotation = self._rotation(position_ids)
+            attention = self._attention(position_ids, plan)
             for index, layer in enumerate(self._layers[:num_layers]):
-                x = self._after_qkv(index, layer, x, self._qkv(layer, x, rotation), plan)
+                x = self._after_layer(index, layer, x, attention)
         return self.output(F.rms_norm(x, (x.shape[-1],), gain.to(x.dtype), self._eps))
 
     def output(self, x: Tensor) -> Tensor:
@@ -200,19 +201,32 @@ class LlamaForward:
     def _embedded(self, input_ids: Tensor) -> Tensor:
         return F.embedding(input_ids, self._embedding).to(self._dtype)
 
-    def _after_qkv(self, index: int, layer: Layer, x: Tensor, qkv: Tensor, plan: ForwardPlan) -> Tensor:
+    def _after_layer(self, index: int, layer: Layer, x: Tensor, attention: _Attention) -> Tensor:
         """Attention and MLP: the layer's output. Overwrites `x`."""
-        attended = plan.attend(
-            index, qkv, scaling=self._scaling, softcap=None, sliding_window=layer.sliding_window
-        )
+        attended = attention(index, layer, self._product(layer, x))
         x = layer.out.add_to(x, attended.to(self._dtype))
-        gate, up = layer.gate_up(self._norm(x, layer.mlp_gain)).chunk(2, dim=-1)
+        gate_up = layer.gate_up(self._norm(x, layer.mlp_gain))
+        if self._rows is not None:
+            return layer.down.add_to(x, self._rows.gated(gate_up))
+        gate, up = gate_up.chunk(2, dim=-1)
         return layer.down.add_to(x, F.silu(gate).mul_(up))
 
-    def _qkv(self, layer: Layer, x: Tensor, rotation: Tensor) -> Float[Tensor, "M Hkv G E"]:
+    def _product(self, layer: Layer, x: Tensor) -> Float[Tensor, "M W"]:
+        """Queries, key and value of every token and KV head, before they are turned."""
+        return layer.qkv(self._norm(x, layer.attention_gain))
+
+    def _attention(self, positions: Tensor, plan: ForwardPlan) -> _Attention:
+        if self._rows is None or not plan.takes_products:
+            return _LibraryAttention(plan, self._scaling, partial(self._turned, self._rotation(positions)))
+        turn = partial(
+            self._rows.turn, rope=torch.view_as_real(self._rope), eps=self._eps, heads=self._kv_heads
+        )
+        return _RowAttention(plan, self._scaling, turn, positions)
+
+    def _turned(self, rotation: Tensor, layer: Layer, product: Tensor) -> Float[Tensor, "M Hkv G E"]:
         """Rotated queries and key, and the value, of every token and KV head."""
-        packed = layer.qkv(self._norm(x, layer.attention_gain)).float()
-        qkv = packed.view(x.shape[0], self._kv_heads, self._queries + 2, self._size)
+        packed = product.float()
+        qkv = packed.view(product.shape[0], self._kv_heads, self._queries + 2, self._size)
         if layer.head_gain is not None:
             queries_key = qkv[:, :, :-1]
             queries_key.copy_(F.rms_norm(queries_key, (self._size,), None, self._eps).mul_(layer.head_gain))
@@ -243,6 +257,8 @@ class LlamaForward:
         return self._rotations.index_select(0, positions)
 
     def _norm(self, x: Tensor, gain: Tensor | None) -> Tensor:
+        if self._rows is not None:
+            return self._rows.norm(x, gain, self._eps)
         if gain is not None:
             return F.rms_norm(x, (x.shape[-1],), gain, self._eps)
         return x / torch.hypot(torch.linalg.vector_norm(x, dim=-1, keepdim=True), self._norm_floor)
@@ -261,6 +277,64 @@ class LlamaForward:
             self._rotations, self._rotation_table()
         ):
             yield "rotary_emb"
+
+
+@runtime_checkable
+class _Attention(Protocol):
+    """One forward's attention over products that are not turned yet."""
+
+    def __call__(self, index: int, layer: Layer, product: Float[Tensor, "M W"]) -> Float[Tensor, "M HE"]:
+        """Store keys and values, return what the queries attend to."""
+        ...
+
+    def store(self, index: int, layer: Layer, product: Float[Tensor, "M W"]) -> None:
+        """Store keys and values."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _LibraryAttention:
+    """Turned by library calls, one after another."""
+
+    plan: ForwardPlan
+    scaling: float
+    turned: Callable[[Layer, Tensor], Tensor]
+
+    def __call__(self, index: int, layer: Layer, product: Tensor) -> Tensor:
+        return self.plan.attend(
+            index,
+            self.turned(layer, product),
+            scaling=self.scaling,
+            softcap=None,
+            sliding_window=layer.sliding_window,
+        )
+
+    def store(self, index: int, layer: Layer, product: Tensor) -> None:
+        self.plan.store(index, self.turned(layer, product))
+
+
+@dataclass(frozen=True, slots=True)
+class _RowAttention:
+    """Turned and stored by one operator."""
+
+    plan: ForwardPlan
+    scaling: float
+    turn: Callable[..., Tensor]
+    positions: Tensor
+
+    def __call__(self, index: int, layer: Layer, product: Tensor) -> Tensor:
+        return self.plan.attend_turned(
+            index,
+            partial(self.turn, head_gain=layer.head_gain),
+            product,
+            self.positions,
+            scaling=self.scaling,
+            sliding_window=layer.sliding_window,
+        )
+
+    def store(self, index: int, layer: Layer, product: Tensor) -> None:
+        turn = partial(self.turn, head_gain=layer.head_gain)
+        self.plan.store_turned(index, turn, product, self.positions)
 
 
 def can_serve(model: CausalLM) -> bool:

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from torch import Tensor
 
 from engine.attention.backends import Attention, num_biases
-from engine.attention.packing import pack_queries, unpack_queries
+from engine.attention.packing import pack_queries, queries_by_head, unpack_queries
 from engine.attention.visibility import as_bias, chain_visibility
 from engine.cache.kv_memory import round_up
 from engine.cache.kv_pool import KVPool
 from engine.cache.segments import Segments, segments_of
 from engine.model.compute_backend import PoolAttention
-from engine.model.forward_plan import ForwardPlan
+from engine.model.forward_plan import ForwardPlan, TurnRows
 from engine.upload import upload
 
 MAX_SCORES_TOGETHER = 1 << 20
@@ -87,12 +87,53 @@ class PrefillPlan(ForwardPlan):
     ) -> Tensor:
         """See `ForwardPlan.attend_rows`; neighbouring slots attend together while that stays small."""
         self.store_rows(layer, qkv)
-        queries = qkv.shape[2] - 2
-        out = self.pool.cells.new_zeros(len(qkv), qkv.shape[1] * queries * qkv.shape[3])
+
+        def pack(part: Neighbours) -> Tensor:
+            return pack_queries(qkv[part.tokens], part.num_slots).to(self.pool.cells.dtype)
+
+        return self._attend(attention, layer, pack, len(qkv), scaling, softcap, sliding_window)
+
+    def store_turned(self, layer: int, turn: TurnRows, qkv: Tensor, positions: Tensor) -> Tensor:
+        """See `ForwardPlan.store_turned`; queries [tokens * Hkv, queries, E]."""
+        return turn(qkv, positions, self.pool.writable(layer), self._rows, 1)
+
+    def attend_turned(
+        self,
+        layer: int,
+        turn: TurnRows,
+        qkv: Tensor,
+        positions: Tensor,
+        *,
+        scaling: float,
+        sliding_window: int | None,
+    ) -> Tensor:
+        """See `ForwardPlan.attend_turned`."""
+        assert not isinstance(self.attention, PoolAttention)
+        queries = self.store_turned(layer, turn, qkv, positions)
+        by_token = queries.unflatten(0, (-1, self.pool.shape.num_kv_heads))
+
+        def pack(part: Neighbours) -> Tensor:
+            return queries_by_head(by_token[part.tokens], part.num_slots)
+
+        return self._attend(self.attention, layer, pack, len(qkv), scaling, None, sliding_window)
+
+    def _attend(
+        self,
+        attention: Attention,
+        layer: int,
+        pack: Callable[[Neighbours], Tensor],
+        num_packed: int,
+        scaling: float,
+        softcap: float | None,
+        sliding_window: int | None,
+    ) -> Tensor:
+        shape = self.pool.shape
+        queries = shape.num_heads // shape.num_kv_heads
+        out = self.pool.cells.new_zeros(num_packed, shape.num_heads * shape.head_size)
         for part in self._neighbours_for(sliding_window, queries):
             keys, values = self.pool.view(layer, part.first_slot, part.num_slots, part.view)
             attended = attention(
-                pack_queries(qkv[part.tokens], part.num_slots).to(keys.dtype),
+                pack(part),
                 keys,
                 values,
                 part.bias,

@@ -4,6 +4,7 @@ from importlib.util import find_spec
 
 import torch
 
+from engine.cuda.cuda_backend import CudaBackend
 from engine.model.compute_backend import ComputeBackend
 from engine.model.linears import MatrixLinear, PrepackedLinear
 from engine.numerics import choose_backend
@@ -30,6 +31,11 @@ def stock_products() -> ComputeBackend:
         lambda weight, bias: MatrixLinear(weight.clone(), None if bias is None else bias.clone())
     )
     return backend
+
+
+def rows_backend() -> ComputeBackend:
+    """What an engine on a GPU takes, by its operators' torch bodies; for library attention."""
+    return CudaBackend(CPU)
 
 
 def torch_backend() -> ComputeBackend:

@@ -17,7 +17,7 @@ from core.records import SampleRequest, SamplingParams
 from engine.attention.packing import unpack_queries
 from engine.build import build_engine
 from tests.engine.conftest import PLANS, Pair
-from tests.helpers.backends import torch_backend
+from tests.helpers.backends import rows_backend, torch_backend
 from tests.helpers.cuda_layouts import heads_behind_rows
 from tests.helpers.random_heads import random_head
 
@@ -44,7 +44,7 @@ def test_outputs_are_unpacked_from_any_layout(samples: int, n: int, shared: int)
     )
 
 
-@pytest.mark.parametrize("forward", ["auto", "stock"])
+@pytest.mark.parametrize("forward", ["own", "fused rows", "stock"])
 @pytest.mark.parametrize("lengths", [(17,), (5, 40, 17)], ids=str)
 @pytest.mark.parametrize("plan", ["off", "chain4", "tree8", "ngram", "head tree", "exit tree", "capacity"])
 def test_library_attention_serves_every_way_to_draft(
@@ -62,11 +62,12 @@ def test_library_attention_serves_every_way_to_draft(
         pair.target,
         random_head(pair.target, draft_vocab_size=48) if PLANS[plan].drafter == "head" else pair.draft,
         engine=EngineConfig.model_validate(
-            {"device": "cpu", "attention": "sdpa", "numerics": "fast", "probe": False, "forward": forward}
+            {"device": "cpu", "attention": "sdpa", "numerics": "fast", "probe": False}
+            | ({"forward": "stock"} if forward == "stock" else {})
         ),
         speculation=PLANS[plan],
         max_total_tokens=192,
-        backend=torch_backend(),
+        backend=rows_backend() if forward == "fused rows" else torch_backend(),
     )
     requests = make_requests(lengths, SamplingParams(max_new_tokens=12, temperature=0.8))
     for request, done in zip(requests, engine.generate(requests), strict=True):

@@ -4,12 +4,7 @@ Which calls take them, and that a rollout stays what it is, is tested everywhere
 """
 
 import json
-import os
-import re
-import subprocess
-import sys
 from collections import Counter
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -18,6 +13,7 @@ import torch
 from core.records import SamplingParams
 from engine.decoding.noise import HashedNoise, HashedNoiseSource
 from tests.helpers.backends import CPU, own_backend
+from tests.helpers.triton_scripts import COMPILE, MOST_REGISTERS, NEEDS_TRITON, output_of
 
 SCRIPT = """
 import numpy as np, torch
@@ -56,73 +52,31 @@ print("equal")
 """
 
 
-COMPILE = """
-import json, subprocess, sys, tempfile
-from pathlib import Path
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, compile
+BUILD = """
 from engine.decoding import noise_cuda
 
-def built(kernel, types):
-    names = kernel.arg_names
-    constant = {(names.index("block"),): noise_cuda.BLOCK}
-    source = ASTSource(fn=kernel, signature=dict(zip(names, types, strict=True)), constexprs=constant)
-    return compile(source, target=GPUTarget("cuda", 90, 32)).asm
-
-tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-gumbel = ["*i32", "*i32", "*fp32", "i32", "constexpr"]
-kernels = {"gumbel": built(noise_cuda._gumbel, gumbel)}
+block = {"block": noise_cuda.BLOCK}
+built("gumbel", noise_cuda._gumbel, ["*i32", "*i32", "*fp32", "i32"], block)
 for dtype in ("fp32", "bf16", "fp16"):
     arrays = ["*" + dtype, "*i32", "*i32", "*i64", "*fp32", "*fp32", "*fp32", "*i64"]
-    choices = [*arrays, "i32", "i32", "i32", "i64", "i64", "i32", "constexpr"]
-    kernels["choices " + dtype] = built(noise_cuda._choices, choices)
-found = {}
-for name, made in kernels.items():
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(made["cubin"])
-        file.flush()
-        used = subprocess.run(
-            [str(tools / "cuobjdump"), "--dump-resource-usage", file.name], capture_output=True, text=True, check=True
-        ).stdout
-    words = made["ptx"].split()
-    found[name] = {"shifts": sorted({word for word in words if word.startswith("shr.")}), "used": used}
+    built("choices " + dtype, noise_cuda._choices, [*arrays, "i32", "i32", "i32", "i64", "i64", "i32"], block)
 print(json.dumps(found))
 """
-MOST_REGISTERS = 64
-"A thread's; with more, fewer than 1024 threads run on one multiprocessor."
-needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed: extra dev")
 
 
-def output_of(script: str, **environment: str) -> str:
-    """Run in a process of its own: type checks of test runs are put into functions, which Triton cannot read then."""
-    root = Path(__file__).resolve().parents[3]
-    path = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        env=os.environ | {"PYTHONPATH": path} | environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
-
-
-@needs_triton
+@NEEDS_TRITON
 def test_kernels_equal_torch() -> None:
     assert output_of(SCRIPT, TRITON_INTERPRET="1") == "equal"
 
 
-@needs_triton
+@NEEDS_TRITON
 def test_kernels_compile_for_an_h100_without_one(tmp_path: Path) -> None:
-    found = json.loads(output_of(COMPILE, TRITON_CACHE_DIR=str(tmp_path), TRITON_INTERPRET="0"))
+    found = json.loads(output_of(COMPILE + BUILD, TRITON_CACHE_DIR=str(tmp_path), TRITON_INTERPRET="0"))
     assert list(found) == ["gumbel", "choices fp32", "choices bf16", "choices fp16"]
     for name, kernel in found.items():
         assert kernel["shifts"] == ["shr.u32"], f"{name}: the hash shifts unsigned words"
-        (registers,) = re.findall(r"REG:(\d+)", kernel["used"])
-        assert int(registers) <= MOST_REGISTERS, name
-        assert re.findall(r"(?:STACK|LOCAL):(\d+)", kernel["used"]) == ["0", "0"], f"{name} spills registers"
+        assert kernel["registers"] <= MOST_REGISTERS, name
+        assert kernel["spilled"] == [0, 0], f"{name} spills registers"
 
 
 class HashedByTorch(HashedNoise):

@@ -1,0 +1,150 @@
+"""The parts of a decoder layer between its products, as operators of torch: kernels on CUDA, library calls elsewhere.
+
+One call is one launch; what counts calls (`rlhfspec bench device-ops`) counts the same on every device. Bodies of
+library calls say what is computed, and are what the kernels are compared with.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from engine.model.compute_backend import RowOperators
+
+_LIBRARY = torch.library.Library("rlhfspec", "DEF")
+_LIBRARY.define("norm(Tensor x, Tensor? gain, float eps) -> Tensor")
+_LIBRARY.define("gated(Tensor gate_up) -> Tensor")
+_LIBRARY.define(
+    "turn(Tensor qkv, Tensor positions, Tensor(a!) cells, Tensor rows, int num_tokens, Tensor rope, "
+    "Tensor? head_gain, float eps, int heads) -> Tensor"
+)
+
+
+class FusedRows(RowOperators):
+    """See `engine.model.compute_backend.RowOperators`."""
+
+    def norm(self, x: Tensor, gain: Tensor | None, eps: float) -> Tensor:
+        """See `RowOperators.norm`."""
+        return torch.ops.rlhfspec.norm(x, gain, eps)
+
+    def gated(self, gate_up: Tensor) -> Tensor:
+        """See `RowOperators.gated`."""
+        return torch.ops.rlhfspec.gated(gate_up)
+
+    def turn(
+        self,
+        qkv: Tensor,
+        positions: Tensor,
+        cells: Tensor,
+        rows: Tensor,
+        num_tokens: int,
+        *,
+        rope: Tensor,
+        head_gain: Tensor | None,
+        eps: float,
+        heads: int,
+    ) -> Tensor:
+        """See `RowOperators.turn`."""
+        return torch.ops.rlhfspec.turn(qkv, positions, cells, rows, num_tokens, rope, head_gain, eps, heads)
+
+
+def norm(x: Tensor, gain: Tensor | None, eps: float) -> Tensor:
+    """Return x over its root mean square, times the gain; without a gain x / sqrt(|x|^2 + H eps)."""
+    if gain is not None:
+        return F.rms_norm(x, (x.shape[-1],), gain, eps)
+    wide = x.float()
+    return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + x.shape[-1] * eps)).to(x.dtype)
+
+
+def gated(gate_up: Tensor) -> Tensor:
+    """Return silu(gate) * up of [gate, up]."""
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    return (F.silu(gate) * up).to(gate_up.dtype)
+
+
+def turn(
+    qkv: Tensor,
+    positions: Tensor,
+    cells: Tensor,
+    rows: Tensor,
+    num_tokens: int,
+    rope: Tensor,
+    head_gain: Tensor | None,
+    eps: float,
+    heads: int,
+) -> Tensor:
+    """Norm and turn queries and keys, store keys and values, return the queries as attention takes them."""
+    size, count = cells.shape[1], len(rows) // (2 * heads)
+    x = qkv[:count].to(torch.float32, copy=True).view(count, heads, -1, size)
+    if head_gain is not None:
+        queries_key = x[:, :, :-1]
+        queries_key.copy_(F.rms_norm(queries_key, (size,), None, eps).mul_(head_gain))
+    turned = torch.view_as_complex(rope)[positions[:count]]
+    torch.view_as_complex(x.view(*x.shape[:3], -1, 2))[:, :, :-1].mul_(turned[:, None, None])
+    x = x.to(cells.dtype)
+    cells.index_put_((rows,), x[:, :, -2:].reshape(-1, size))
+    queries = x[:, :, :-2].unflatten(0, (-1, num_tokens)).transpose(1, 2)
+    # a new tensor in any case: operators do not hand on what they were given
+    return queries.flatten(2, 3).flatten(0, 1).clone(memory_format=torch.contiguous_format)
+
+
+def _norm_meta(x: Tensor, gain: Tensor | None, eps: float) -> Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+def _gated_meta(gate_up: Tensor) -> Tensor:
+    return gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
+
+
+def _turn_meta(
+    qkv: Tensor,
+    positions: Tensor,
+    cells: Tensor,
+    rows: Tensor,
+    num_tokens: int,
+    rope: Tensor,
+    head_gain: Tensor | None,
+    eps: float,
+    heads: int,
+) -> Tensor:
+    size, samples = cells.shape[1], len(rows) // (2 * heads) // num_tokens
+    return cells.new_empty(samples * heads, num_tokens * (qkv.shape[1] // (heads * size) - 2), size)
+
+
+def _norm_kernel(x: Tensor, gain: Tensor | None, eps: float) -> Tensor:
+    from engine.cuda import row_kernels
+
+    return row_kernels.norm(x, gain, eps)
+
+
+def _gated_kernel(gate_up: Tensor) -> Tensor:
+    from engine.cuda import row_kernels
+
+    return row_kernels.gated(gate_up)
+
+
+def _turn_kernel(
+    qkv: Tensor,
+    positions: Tensor,
+    cells: Tensor,
+    rows: Tensor,
+    num_tokens: int,
+    rope: Tensor,
+    head_gain: Tensor | None,
+    eps: float,
+    heads: int,
+) -> Tensor:
+    from engine.cuda import row_kernels
+
+    return row_kernels.turn(qkv, positions, cells, rows, num_tokens, rope, head_gain, eps, heads)
+
+
+for _name, _body, _meta, _kernel in (
+    ("norm", norm, _norm_meta, _norm_kernel),
+    ("gated", gated, _gated_meta, _gated_kernel),
+    ("turn", turn, _turn_meta, _turn_kernel),
+):
+    _LIBRARY.impl(_name, _body, "CPU")
+    _LIBRARY.impl(_name, _meta, "Meta")
+    _LIBRARY.impl(_name, _kernel, "CUDA")
