@@ -69,7 +69,7 @@ class Episodes:
                 tokenizer,
                 max_tokens=settings.max_observation_tokens,
                 raw=is_raw(example),
-                chat_template=read_template(data.chat_template),
+                chat_template=read_template(data.chat_template, tokenizer),
                 chat_template_kwargs=data.chat_template_kwargs,
             )
             for stream, data in {

@@ -10,7 +10,7 @@ over the running batch; `n` counts draft nodes, the root (last committed token) 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
@@ -120,10 +120,19 @@ class Prompt:
     "what the reward function compares with; may be empty"
     messages: tuple[tuple[str, str], ...] = ()
     "(role, content) of the turns the chat template was given; empty for plain text"
+    turns: tuple[Mapping[str, Any], ...] = ()
+    "the same whole, where they hold more (tool_calls, reasoning_content, name); empty: `messages` say all"
+    tools: tuple[Mapping[str, Any], ...] = ()
+    "that the chat template was told of (data.tools_field)"
     fields: dict[str, Any] = field(default_factory=dict)
     "further columns for reward functions (data.reward_fields), JSON values"
     rendered: str = ""
     "the text that the policy reads in the place of `text`, where data.prompt_template made another of it"
+
+    @property
+    def conversation(self) -> tuple[Mapping[str, Any], ...]:
+        """The turns whole, as a chat template takes them."""
+        return self.turns or tuple({"role": role, "content": content} for role, content in self.messages)
 
     @property
     def read_text(self) -> str:

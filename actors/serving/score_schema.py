@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
@@ -19,6 +19,8 @@ class Message(BaseModel):
 
     role: str
     content: str
+    more: dict[str, JsonValue] = {}
+    "tool_calls, reasoning_content, name and what else it holds"
 
 
 class Sample(BaseModel):
@@ -34,6 +36,7 @@ class Sample(BaseModel):
     prompt: str = ""
     rendered_prompt: str = ""
     messages: list[Message] = []
+    tools: list[dict[str, JsonValue]] = []
     reference: str = ""
     prompt_id: int = 0
     fields: dict[str, JsonValue] = {}
@@ -76,7 +79,8 @@ def to_body(requests: Sequence[ScoreRequest]) -> ScoreBody:
                 response=request.response,
                 prompt=request.prompt.text,
                 rendered_prompt=request.prompt.rendered,
-                messages=[Message(role=role, content=text) for role, text in request.prompt.messages],
+                messages=[_message(turn) for turn in request.prompt.conversation],
+                tools=[dict(tool) for tool in request.prompt.tools],
                 reference=request.prompt.reference,
                 prompt_id=request.prompt.prompt_id,
                 fields=request.prompt.fields,
@@ -105,6 +109,8 @@ def from_body(body: ScoreBody) -> list[ScoreRequest]:
                 fields=dict(sample.fields),
                 reference=sample.reference,
                 messages=tuple((message.role, message.content) for message in sample.messages),
+                turns=_whole(sample.messages),
+                tools=tuple(sample.tools),
             ),
             response=sample.response,
             facts=_facts(sample),
@@ -112,6 +118,18 @@ def from_body(body: ScoreBody) -> list[ScoreRequest]:
         )
         for place, sample in enumerate(body.samples)
     ]
+
+
+def _message(turn: Mapping[str, Any]) -> Message:
+    more = {key: held for key, held in turn.items() if key not in ("role", "content")}
+    return Message(role=turn["role"], content=turn["content"], more=more)
+
+
+def _whole(messages: Sequence[Message]) -> tuple[dict[str, Any], ...]:
+    """The turns, where they hold more than role and content."""
+    if not any(message.more for message in messages):
+        return ()
+    return tuple({"role": one.role, "content": one.content, **one.more} for one in messages)
 
 
 def _reason(facts: ResponseFacts) -> Literal["stop", "length"]:

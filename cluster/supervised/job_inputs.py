@@ -25,6 +25,7 @@ from core.settings.supervised import (
 )
 from engine.weights.causal_lm import max_context_tokens
 from engine.weights.loading import load_hf_config, load_tokenizer
+from learning.data.chat_format import named_template
 from learning.known_models.catalog import KNOWN_MODELS, KnownModel
 from learning.supervised.demonstrations import Demonstration, encode_demonstrations
 from learning.supervised.preferences import encode_preferences
@@ -68,7 +69,8 @@ def prepare(
         data = data.model_copy(update={"max_tokens": room})
     tokenizer = load_tokenizer(model.tokenizer or model.name, trust_remote_code=trust)
     if model.chat_template is not None:
-        tokenizer.chat_template = _read_template(model.chat_template)
+        named = named_template(tokenizer, model.chat_template)
+        tokenizer.chat_template = named if named is not None else _read_template(model.chat_template)
     if model.eos_token is not None:
         set_end_token(tokenizer, model.eos_token)
     rows, held_out_rows = read_raw_rows(data, seed=config.run.seed)
@@ -164,7 +166,8 @@ def _read_template(path: str) -> str:
         return Path(path).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(
-            f"cannot read model.chat_template {path}: {error}; expected a file of Jinja text"
+            f"cannot read model.chat_template {path}: {error}; expected a file of Jinja text, or the name of one of "
+            "the tokenizer's templates"
         ) from error
 
 

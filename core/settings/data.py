@@ -35,6 +35,8 @@ class SourceFields(Section):
     "text, or a list of {role, content}; a path such as `extra.question` reaches into a column"
     messages_field: Name | None = None
     "a list of {role, content}; null: messages, prompt, conversation or conversations, where no prompt_field is"
+    tools_field: Name | None = "tools"
+    "what the chat template is told of, where a row has it: a list of JSON schemas, or its text; null: no tools"
     reference_field: str | None = "answer"
     "as above; a conversation without it has the answer that was cut off its end"
     reward_fields: tuple[Name, ...] = ()
@@ -90,7 +92,7 @@ class DataConfig(SourceFields):
     stopping: Literal["all_exhausted", "first_exhausted"] = "all_exhausted"
     "an epoch ends when every prompt has come at least once, or before one comes twice"
     chat_template: Name | None = None
-    "a Jinja file, or the template itself; null: the tokenizer's"
+    "a Jinja file, the template itself, or the name of one of the tokenizer's; null: the tokenizer's own"
     chat_template_kwargs: dict[str, TemplateValue] = Field(default_factory=dict)
     "further variables of the template, such as enable_thinking"
     max_prompt_tokens: int = Field(default=512, ge=1)

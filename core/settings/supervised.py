@@ -35,7 +35,7 @@ class SupervisedModelConfig(Section):
     tokenizer: Name | None = None
     "path or hub name; the model's by default"
     chat_template: UserPath | None = None
-    "a Jinja file instead of the tokenizer's own; saved with the checkpoint"
+    "a Jinja file instead of the tokenizer's own, or the name of one of its several; saved with the checkpoint"
     eos_token: Name | None = None
     "the token that ends a turn, where a chat template's is not the tokenizer's own; saved with the checkpoint"
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -61,6 +61,8 @@ class ExamplesConfig(Section):
     prompt_field: Name = "prompt"
     prompt_template: str = "{prompt}"
     "how a plain prompt field becomes text"
+    tools_field: Name | None = "tools"
+    "what the chat template is told of, where a row has it: a list of JSON schemas, or its text; null: no tools"
     max_tokens: int | None = Field(default=None, ge=2)
     "of one sequence; null: 1024, or the model's positions where it has fewer"
     on_long: Literal["truncate", "skip", "fail"] = "truncate"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -10,11 +10,10 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from core.errors import DataError
 from core.outside import cut
+from learning.data.whole_turns import Tools, Turn
 
-Turn = Mapping[str, Any]
-"One message: role and content, and whatever else a template may read (tool_calls, reasoning_content, name)."
-Tools = Sequence[Mapping[str, Any]]
-"What the assistant may call, each a JSON schema as the template takes it."
+REASONING = ("reasoning_content", "reasoning", "thinking")
+"What messages call what the assistant thought before its content."
 
 
 def render_chat(
@@ -78,19 +77,62 @@ def own_template(tokenizer: PreTrainedTokenizerBase, *, tools: Tools = ()) -> st
     return (named.get("tool_use") if tools else None) or named.get("default")
 
 
-def named_template(tokenizer: PreTrainedTokenizerBase | None, given: str | None, *, key: str) -> str | None:
-    """The Jinja text of the template that a tokenizer has under a name; None: it has none of that name.
-
-    `key` is the setting. Raises DataError: no name is given and the tokenizer has several, none of them the default.
-    """
+def named_template(tokenizer: PreTrainedTokenizerBase | None, name: str) -> str | None:
+    """The Jinja text of one of a tokenizer's several templates; None where it has none of that name."""
     named = tokenizer.chat_template if tokenizer is not None else None
-    if not isinstance(named, dict):
-        return None
-    if given is not None:
-        return named.get(given)
-    if named and "default" not in named:
-        raise DataError(
-            f"the tokenizer has {len(named)} chat templates and none is called default: expected the name of one in "
-            f"{key}, got none; set it to one of {cut(', '.join(sorted(named)))}"
-        )
-    return None
+    return named.get(name) if isinstance(named, dict) else None
+
+
+def no_template(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Why there is no template of the tokenizer's own, to be said."""
+    if isinstance(tokenizer.chat_template, dict) and tokenizer.chat_template:
+        names = cut(", ".join(sorted(tokenizer.chat_template)))
+        return f"none of the tokenizer's chat templates ({names}) is the default"
+    return "the tokenizer has no chat template"
+
+
+def require_written(
+    render: Callable[[Sequence[Turn], Tools], str],
+    turns: Sequence[Turn],
+    tools: Tools,
+    *,
+    origin: str,
+    key: str,
+    learned: bool = False,
+) -> None:
+    """Raise DataError where a template leaves out tools, a call of them or, of what is learned, all reasoning.
+
+    Args:
+        render: writes turns and tools by the template.
+        turns: whole.
+        tools: that may be called.
+        origin: names the row.
+        key: the setting that names a template.
+        learned: what the assistant says is learned, so its reasoning is to be written too.
+    """
+    asked: list[tuple[str, Sequence[Turn], Tools]] = []
+    for index, turn in enumerate(turns):
+        if turn.get("tool_calls"):
+            fewer = [*turns[:index], _without(turn, "tool_calls"), *turns[index + 1 :]]
+            asked.append((f"the tool_calls of message {index}", fewer, tools))
+    if tools:
+        asked.append(("the tools", turns, ()))
+    if learned and any(turn.get(name) for turn in turns for name in REASONING):
+        asked.append(("the assistant's reasoning", [_without(turn, *REASONING) for turn in turns], tools))
+    if not asked:
+        return
+    length = len(render(turns, tools))
+    for what, fewer, named in asked:
+        try:
+            shorter = render(fewer, named)
+        except Exception:  # what is missed is read
+            continue
+        if len(shorter) >= length:
+            raise DataError(
+                f"{origin}: the chat template does not write {what}: expected a longer text than without, got one of "
+                f"the same length; name a template that writes it by {key}, or take it out of the row"
+            )
+
+
+def _without(turn: Turn, *names: str) -> dict[str, Any]:
+    return {name: held for name, held in turn.items() if name not in names}

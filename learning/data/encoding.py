@@ -12,9 +12,10 @@ from transformers import PreTrainedTokenizerBase
 from core.config import DataConfig
 from core.errors import DataError
 from core.outside import cut, is_file
-from learning.data.chat_format import render_chat
-from learning.data.messages import Messages, as_dicts
+from learning.data.chat_format import named_template, no_template, own_template, render_chat, require_written
+from learning.data.messages import Messages, pairs_of
 from learning.data.records_io import Row
+from learning.data.whole_turns import Tools, Turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +27,8 @@ class Rendered:
     "the turns that the chat template was given; empty for plain text"
     plain: str = ""
     "the question with data.prompt_template around it, without a chat template; empty of conversations"
+    turns: tuple[Turn, ...] = ()
+    "the messages whole"
 
 
 class PromptEncoder:
@@ -34,7 +37,7 @@ class PromptEncoder:
     def __init__(self, data: DataConfig, tokenizer: PreTrainedTokenizerBase | None) -> None:
         self._data = data
         self._tokenizer = tokenizer
-        self._template = read_template(data.chat_template)
+        self._template = read_template(data.chat_template, tokenizer)
         # a generated task's prompt is all that the small model has been trained on
         self._adds_special_tokens = data.task is None
 
@@ -45,11 +48,11 @@ class PromptEncoder:
         """
         data = self._data
         if row.messages:
-            *history, (role, content) = row.messages
-            return self._chat(row, (*history, (role, self._fill(content))))
+            *history, last = row.turns
+            return self._chat(row, (*history, {**last, "content": self._fill(last["content"])}))
         if data.chat:
             filled = self._fill(row.prompt)
-            return replace(self._chat(row, (("user", filled),)), plain=filled)
+            return replace(self._chat(row, ({"role": "user", "content": filled},)), plain=filled)
         if data.system_prompt is not None:
             raise DataError(
                 f"{row.origin}: data.system_prompt needs a conversation, got plain text; set data.chat to true, or "
@@ -74,33 +77,40 @@ class PromptEncoder:
     def _fill(self, text: str) -> str:
         return self._data.prompt_template.replace("{prompt}", text)
 
-    def _chat(self, row: Row, messages: Messages) -> Rendered:
+    def _chat(self, row: Row, turns: tuple[Turn, ...]) -> Rendered:
         system = self._data.system_prompt
-        if system is not None and messages[0][0] not in ("system", "developer"):
-            messages = (("system", system), *messages)
+        if system is not None and turns[0]["role"] not in ("system", "developer"):
+            turns = ({"role": "system", "content": system}, *turns)
+        messages = pairs_of(turns)
         if self._tokenizer is None:
-            return Rendered("\n".join(f"{role}: {content}" for role, content in messages), messages)
-        if self._template is None and self._tokenizer.chat_template is None:
+            return Rendered(
+                "\n".join(f"{role}: {content}" for role, content in messages), messages, turns=turns
+            )
+        template = self._template or own_template(self._tokenizer, tools=row.tools)
+        if template is None:
             asked = "data.chat is true" if not row.messages else f"{row.origin} is a conversation"
             raise DataError(
-                f"{asked} but the tokenizer has no chat template; name one by data.chat_template, set data.chat to "
+                f"{asked} but {no_template(self._tokenizer)}; name one by data.chat_template, set data.chat to "
                 "false for plain text, or models.tokenizer to one that has a template"
             )
-        try:
-            text = render_chat(
-                self._tokenizer,
-                as_dicts(messages),
-                ask=True,
-                template=self._template,
-                variables=self._data.chat_template_kwargs,
+
+        def render(turns: Sequence[Turn], tools: Tools) -> str:
+            assert self._tokenizer is not None
+            variables = self._data.chat_template_kwargs
+            return render_chat(
+                self._tokenizer, turns, ask=True, tools=tools, template=template, variables=variables
             )
+
+        try:
+            text = render(turns, row.tools)
         except Exception as error:  # a template is a program, and not ours
             said = " ".join(str(error).split())[:200]
             raise DataError(
                 f"{row.origin}: the chat template refuses its turns ({cut(', '.join(role for role, _ in messages))}): "
                 f"{type(error).__name__}: {said}; {self._advice(row, messages)}"
             ) from error
-        return Rendered(text, messages)
+        require_written(render, turns, row.tools, origin=row.origin, key="data.chat_template")
+        return Rendered(text, messages, turns=turns)
 
     def _advice(self, row: Row, messages: Messages) -> str:
         if messages[0][0] in ("system", "developer"):
@@ -132,16 +142,27 @@ def longest_token(tokenizer: PreTrainedTokenizerBase) -> int:
     return max(len(token) for token in tokenizer.get_vocab())
 
 
-def read_template(given: str | None) -> str | None:
-    """Return the Jinja text that data.chat_template names or is. Raises DataError."""
+def read_template(given: str | None, tokenizer: PreTrainedTokenizerBase | None = None) -> str | None:
+    """Return the Jinja text that data.chat_template names or is, or the tokenizer has by that name.
+
+    Raises DataError.
+    """
     if given is None or "{" in given:
         return given
+    if (text := named_template(tokenizer, given)) is not None:
+        return text
     path = Path(given).expanduser()
     if not is_file(path):
         raise DataError(
-            f"data.chat_template: expected a Jinja file or the template itself, and there is no file {cut(given)}"
+            "data.chat_template: expected a Jinja file, the template itself or the name of one of the tokenizer's "
+            f"templates, and there is no file {cut(given)}{_names_of(tokenizer)}"
         )
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"cannot read data.chat_template {path}: {error}; save it as UTF-8") from error
+
+
+def _names_of(tokenizer: PreTrainedTokenizerBase | None) -> str:
+    named = tokenizer.chat_template if tokenizer is not None else None
+    return f"; the tokenizer has {cut(', '.join(sorted(named)))}" if isinstance(named, dict) else ""

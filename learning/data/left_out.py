@@ -42,12 +42,15 @@ class Seen:
         self._normalizes = how == "normalized"
         self._digests: set[bytes] = set()
 
-    def before(self, text: str, messages: Messages) -> bool:
-        """Return whether the same prompt was asked for before; roles count, system prompts of the row too."""
+    def before(self, text: str, messages: Messages, more: str = "") -> bool:
+        """Return whether the same prompt was asked for before; roles count, system prompts of the row too.
+
+        `more` is what messages and tools say beside role and content.
+        """
         turns = messages or (("", text),)
         if self._normalizes:
             turns = tuple((role, normalize(content)) for role, content in turns)
-        digest = hashlib.blake2b(json.dumps(turns).encode(), digest_size=16).digest()
+        digest = hashlib.blake2b((json.dumps(turns) + more).encode(), digest_size=16).digest()
         if digest in self._digests:
             return True
         self._digests.add(digest)

@@ -23,6 +23,7 @@ _SCHEMA = pa.schema(
         ("messages", pa.list_(_TURN)),
         ("fields", pa.string()),
         ("rendered", pa.large_string()),
+        ("whole", pa.large_string()),
     ]
 )
 
@@ -60,6 +61,7 @@ class PackedPrompts(Sequence[Prompt]):
         if not 0 <= number < self._length:
             raise IndexError(f"prompt {index} of {self._length}")
         batch, row = self._batches[number // _BATCH], number % _BATCH
+        whole = json.loads(batch.column("whole")[row].as_py() or "{}")
         return Prompt(
             prompt_id=batch.column("prompt_id")[row].as_py(),
             token_ids=batch.column("token_ids")[row].values.to_numpy().astype(np.int64),
@@ -70,6 +72,8 @@ class PackedPrompts(Sequence[Prompt]):
             ),
             fields=json.loads(batch.column("fields")[row].as_py() or "{}"),
             rendered=batch.column("rendered")[row].as_py() or "",
+            turns=tuple(whole.get("turns", ())),
+            tools=tuple(whole.get("tools", ())),
         )
 
     def __iter__(self) -> Iterator[Prompt]:
@@ -97,7 +101,8 @@ class PromptPacker:
     def add(self, prompt: Prompt) -> None:
         """Take one more prompt."""
         ids = np.asarray(prompt.token_ids, dtype=np.int32)
-        words = (prompt.text, prompt.reference, prompt.messages, prompt.fields)
+        whole = {"turns": prompt.turns, "tools": prompt.tools} if prompt.turns or prompt.tools else None
+        words = (prompt.text, prompt.reference, prompt.messages, prompt.fields, *([whole] if whole else []))
         said = json.dumps([len(ids), *words], sort_keys=True).encode()
         self._hash.update(ids.tobytes() + said)
         self._rows.append(
@@ -109,6 +114,7 @@ class PromptPacker:
                 "messages": [{"role": role, "content": content} for role, content in prompt.messages] or None,
                 "fields": json.dumps(prompt.fields) if prompt.fields else None,
                 "rendered": prompt.rendered or None,
+                "whole": json.dumps(whole) if whole else None,
             }
         )
         self._length += 1

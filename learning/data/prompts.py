@@ -20,6 +20,7 @@ from learning.data.mixing import repeats_of
 from learning.data.packed_prompts import PackedPrompts, PromptPacker
 from learning.data.raw_records import ReadProgress
 from learning.data.records_io import Row, iter_rows
+from learning.data.whole_turns import whole_text
 from learning.tasks.chain_task import draw_problem
 from learning.tasks.one_sentence import draw_prompts
 
@@ -167,7 +168,7 @@ class _Loader:
             if isinstance(item, DataError):
                 raise item
             last = item.index
-            if self._seen is not None and self._seen.before(item.prompt, item.messages):
+            if self._seen is not None and self._seen.before(item.prompt, item.messages, item.more):
                 self.left_out.duplicates += 1
                 continue
             rendered = encoder.render(item)
@@ -202,6 +203,8 @@ class _Loader:
                         text=row.prompt,
                         reference=row.reference,
                         messages=rendered.messages,
+                        turns=rendered.turns if whole_text(rendered.turns) else (),
+                        tools=row.tools,
                         fields=row.fields,
                         rendered=rendered.plain if rendered.plain != row.prompt else "",
                     )

@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 from core.errors import DataError
 from learning.data.data_files import NAMED_FORMATS, find_files, is_saved_by_datasets, split_subset
 from learning.data.text_records import RawRecord, form_of, text_records
+from learning.data.whole_turns import ROLE_KEYS
 
 ROWS_AT_ONCE = 1024
 "Rows of a Parquet file that are Python objects at the same time."
@@ -97,16 +98,24 @@ def _parquet(
 
 
 def _kinds(schema: pa.Schema, origin: str) -> dict[str, bool]:
-    """Every column, and whether it holds lists of objects. Raises DataError for two columns of one name."""
+    """Every column, and whether it holds conversations. Raises DataError for two columns of one name."""
     for name in schema.names:
         if schema.names.count(name) > 1:
             raise DataError(f"{origin} has two columns '{name}'; rename or drop one")
-    return {column.name: _is_list_of_structs(column.type) for column in schema}
+    return {column.name: _holds_conversations(column.type) for column in schema}
 
 
-def _is_list_of_structs(kind: pa.DataType) -> bool:
-    is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
-    return is_list and pa.types.is_struct(kind.value_type)
+def _holds_conversations(kind: pa.DataType) -> bool:
+    """Lists of objects, or what `datasets` makes of a Sequence of them: an object of lists."""
+    if pa.types.is_struct(kind):
+        return any(
+            kind[place].name in ROLE_KEYS and _is_list(kind[place].type) for place in range(kind.num_fields)
+        )
+    return _is_list(kind) and pa.types.is_struct(kind.value_type)
+
+
+def _is_list(kind: pa.DataType) -> bool:
+    return pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
 
 
 def _hub(name: str, split: str, choose: Choose, progress: ReadProgress, key: str) -> Iterator[RawRecord]:

@@ -13,8 +13,16 @@ from core.config import DataConfig
 from core.errors import DataError
 from core.outside import cut
 from learning.data.left_out import LeftOut, RowFilter
-from learning.data.messages import Messages, looks_like_messages, parse_messages, readable, require_whole_text
+from learning.data.messages import (
+    Messages,
+    looks_like_messages,
+    pairs_of,
+    parse_conversation,
+    readable,
+    require_whole_text,
+)
 from learning.data.raw_records import ReadProgress, iter_records
+from learning.data.whole_turns import Turn, tools_of, whole_text
 
 _CONVERSATIONS = ("messages", "prompt", "conversation", "conversations")
 "Columns that hold conversations in TRL's, verl's, LMSYS's and ShareGPT's data."
@@ -32,7 +40,16 @@ class Row:
     "place among the source's rows, counted from 0"
     messages: Messages = ()
     "of a conversation, up to the turn that is to be answered"
+    turns: tuple[Turn, ...] = ()
+    "the same whole"
+    tools: tuple[Mapping[str, Any], ...] = ()
+    "that a chat template is told of"
     fields: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def more(self) -> str:
+        """What turns and tools say beside role and content."""
+        return whole_text(self.turns, self.tools)
 
 
 def read_rows(data: DataConfig) -> list[Row]:
@@ -113,10 +130,12 @@ class RowReader:
         self._data = data
         self._all_columns = all_columns
         self._plan: _Plan | None = None
+        self._padded = False
 
     def choose_columns(self, kinds: Mapping[str, bool], origin: str) -> list[str] | None:
         """Return the columns that are used, None for all. Raises DataError where one is missing."""
         data = self._data
+        self._padded = True  # columns have every key in every object
         plan = self._plan = self._plan or _plan_fields(data, kinds, origin)
         reference = data.reference_field
         wanted = {plan.prompt: _key_of(data, plan)} | dict.fromkeys(data.reward_fields, "data.reward_fields")
@@ -127,6 +146,8 @@ class RowReader:
                 raise DataError(_missing(origin, name, key, kinds))
         if self._all_columns:
             return None
+        if (plan.is_conversation or data.chat) and data.tools_field is not None:
+            wanted[data.tools_field] = "data.tools_field"
         tops = {name if name in kinds else name.split(".")[0] for name in wanted}
         return [name for name in kinds if name in tops]
 
@@ -137,13 +158,19 @@ class RowReader:
             kinds = {name: looks_like_messages(value) for name, value in values.items()}
             self._plan = _plan_fields(data, kinds, origin)
         plan = self._plan
-        messages, answer = (), ""
+        turns, answer = (), ""
         if plan.is_conversation:
             value = _find(values, plan.prompt, origin, _key_of(data, plan))
-            messages, answer = parse_messages(value, f"{origin}: field '{plan.prompt}'")
-            prompt = readable(messages)
+            found = parse_conversation(value, f"{origin}: field '{plan.prompt}'", padded=self._padded)
+            turns, answer = found.turns, found.answer
+            prompt = readable(pairs_of(turns))
         else:
             prompt = _text(values, plan.prompt, origin, "data.prompt_field")
+            if looks_like_messages(prompt):
+                raise DataError(
+                    f"{origin}: field '{plan.prompt}' is a conversation as JSON text, expected plain text of "
+                    "data.prompt_field; name the field by data.messages_field, which reads it"
+                )
         if data.reference_field is None:
             reference = ""
         elif plan.is_conversation and _may_be_cut(data, values):
@@ -152,8 +179,22 @@ class RowReader:
             reference = _text(values, data.reference_field, origin, "data.reference_field")
         fields = {name: _plain(values, name, origin) for name in data.reward_fields}
         return Row(
-            prompt=prompt, reference=reference, origin=origin, index=index, messages=messages, fields=fields
+            prompt=prompt,
+            reference=reference,
+            origin=origin,
+            index=index,
+            messages=pairs_of(turns),
+            turns=turns,
+            tools=self._tools(values, origin) if turns or data.chat else (),
+            fields=fields,
         )
+
+    def _tools(self, values: Mapping[str, Any], origin: str) -> tuple[dict[str, Any], ...]:
+        name = self._data.tools_field
+        if name is None or not _has(values, name):
+            return ()
+        value = _find(values, name, origin, "data.tools_field")
+        return tools_of(value, f"{origin}: field '{name}'", padded=self._padded)
 
 
 def _plan_fields(data: DataConfig, kinds: Mapping[str, bool], origin: str) -> _Plan:
@@ -162,7 +203,8 @@ def _plan_fields(data: DataConfig, kinds: Mapping[str, bool], origin: str) -> _P
     if _has(kinds, data.prompt_field):
         return _Plan(data.prompt_field, kinds.get(data.prompt_field, False))
     for name in _CONVERSATIONS:
-        if kinds.get(name):
+        # text by these names may be a conversation as JSON, which columns do not say
+        if kinds.get(name) or (name in kinds and name != "prompt"):
             return _Plan(name, True)
     raise DataError(_missing(origin, data.prompt_field, "data.prompt_field", kinds))
 

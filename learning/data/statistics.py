@@ -140,8 +140,9 @@ class _Reader:
         out = self._out
         out.conversations += bool(row.messages)
         self._roles.update(role for role, _ in row.messages)
-        out.duplicates += self._near.before(row.prompt, row.messages)
-        if self._seen is not None and self._seen.before(row.prompt, row.messages):
+        seen = (row.prompt, row.messages, row.more)
+        out.duplicates += self._near.before(*seen)
+        if self._seen is not None and self._seen.before(*seen):
             return
         try:
             waiting.append((row, encoder.render(row)))

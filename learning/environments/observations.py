@@ -13,8 +13,9 @@ from transformers import PreTrainedTokenizerBase
 from core.errors import EpisodeError
 from core.records import Prompt
 from engine.weights.loading import num_token_ids
-from learning.data.chat_format import render_chat
-from learning.data.messages import Messages, as_dicts
+from learning.data.chat_format import no_template, own_template, render_chat
+from learning.data.messages import Messages, as_dicts, pairs_of
+from learning.data.whole_turns import Tools, Turn
 from learning.environments.environment_protocol import Message, Observation
 
 _SAID = "what-the-policy-said"
@@ -72,7 +73,7 @@ class ObservationRenderer:
                 return self._further(self._cut(self._encode(observation)))
             observation = [{"role": "user", "content": observation}]
         if len(observation) and isinstance(observation[0], dict):
-            return self._turns(observation, last_token)  # type: ignore[arg-type]
+            return self._turns(observation, last_token, prompt.tools)  # type: ignore[arg-type]
         ids = self._cut([int(one) for one in observation])  # type: ignore[arg-type]
         if ids and not 0 <= min(ids) <= max(ids) < self._num_ids:
             raise EpisodeError(
@@ -90,24 +91,25 @@ class ObservationRenderer:
             token_ids = np.concatenate([prompt.token_ids, np.array(ids, dtype=np.int64)])
             return replace(prompt, token_ids=token_ids, text=prompt.text + text)
         shown = self._decode(ids)
-        *earlier, (role, content) = prompt.messages
-        messages = (*earlier, (role, content + shown))
-        longer = self._encode(self._render(as_dicts(messages)))
+        *earlier, last = prompt.conversation
+        turns = (*earlier, {**last, "content": last["content"] + shown})
+        longer = self._encode(self._render(turns, prompt.tools))
         return replace(
             prompt,
             token_ids=np.array(longer, dtype=np.int64),
             text=prompt.text + shown,
-            messages=messages,
+            messages=pairs_of(turns),
+            turns=turns if prompt.turns else (),
         )
 
     def _further(self, ids: list[int]) -> Given:
         return Given(np.array(ids, dtype=np.int64), (("assistant", self._decode(ids)),) if ids else ())
 
-    def _turns(self, observation: Sequence[Message], last_token: int) -> Given:
+    def _turns(self, observation: Sequence[Message], last_token: int, tools: Tools) -> Given:
         shown = [
             {**one, "content": self._decode(self._cut(self._encode(one["content"])))} for one in observation
         ]
-        whole = self._render([*as_dicts((("user", "-"), ("assistant", _SAID))), *shown])
+        whole = self._render([*as_dicts((("user", "-"), ("assistant", _SAID))), *shown], tools)
         said_at = whole.rfind(_SAID)
         if said_at < 0:
             raise EpisodeError("the chat template does not show what the policy said before the observation")
@@ -118,14 +120,15 @@ class ObservationRenderer:
         turns = tuple((one["role"], one["content"]) for one in shown)
         return Given(np.array(self._encode(rest), dtype=np.int64), turns)
 
-    def _render(self, messages: list[dict[str, str]]) -> str:
-        if self._template is None and self._tokenizer.chat_template is None:
-            raise EpisodeError("there are messages to show, and the tokenizer has no chat template")
+    def _render(self, messages: Sequence[Turn], tools: Tools = ()) -> str:
+        if self._template is None and own_template(self._tokenizer, tools=tools) is None:
+            raise EpisodeError(f"there are messages to show, and {no_template(self._tokenizer)}")
         try:
             return render_chat(
                 self._tokenizer,
                 messages,
                 ask=True,
+                tools=tools,
                 template=self._template,
                 variables=self._template_kwargs,
             )

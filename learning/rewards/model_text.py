@@ -25,9 +25,10 @@ class ModelText:
             ids = render(
                 self._tokenizer,
                 request.prompt.read_text,
-                request.messages,
+                request.turns,
                 request.last_turn,
                 max_tokens=self.max_tokens,
+                tools=request.prompt.tools,
             )
         except Exception as error:  # templates are programs: they raise what they like
             raise ValueError(

@@ -5,54 +5,60 @@ Source: Ouyang et al. 2022, section 3.5 (a reward model reads prompt and respons
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from transformers import PreTrainedTokenizerBase
 
-from learning.data.chat_format import render_chat
+from learning.data.chat_format import own_template, render_chat
+from learning.data.messages import as_dicts
+from learning.data.whole_turns import Tools, Turn
 
 
 def render(
     tokenizer: PreTrainedTokenizerBase,
     prompt_text: str,
-    messages: Sequence[tuple[str, str]],
-    response: str,
+    turns: Sequence[Turn | tuple[str, str]],
+    response: str | Turn,
     *,
     max_tokens: int | None,
+    tools: Tools = (),
 ) -> list[int]:
     """Token ids that are scored.
 
     Args:
         tokenizer: the reward model's own.
         prompt_text: what is scored before the response where there are no messages, or no template for them.
-        messages: the conversation before the response, (role, content) in order; the response is the assistant's.
-        response: decoded, without special tokens.
+        turns: the conversation before the response, whole messages or (role, content); the response is the assistant's.
+        response: decoded, without special tokens; or the assistant's message whole.
         max_tokens: the prompt loses its beginning above so many; the response is never cut. None: no limit.
+        tools: that the chat template is told of.
 
     Returns:
         Ids with the special tokens that template or tokenizer add.
     """
-    if messages and tokenizer.chat_template is not None:
-        turns = [{"role": role, "content": content} for role, content in messages]
-        before = _templated(tokenizer, turns, add_generation_prompt=True)
-        whole = _templated(tokenizer, [*turns, {"role": "assistant", "content": response}])
+
+    def encode(text: str, *, special: bool) -> list[int]:
+        return list(tokenizer(text, add_special_tokens=special)["input_ids"])
+
+    template = own_template(tokenizer, tools=tools)
+    if turns and template is not None:
+        said = {"role": "assistant", "content": response} if isinstance(response, str) else response
+        asked = [turn if isinstance(turn, Mapping) else as_dicts([turn])[0] for turn in turns]
+        before, whole = (
+            # the template writes the special tokens itself
+            encode(render_chat(tokenizer, talk, ask=ask, tools=tools, template=template), special=False)
+            for talk, ask in ((asked, True), ([*asked, said], False))
+        )
     else:
-        before = list(tokenizer(prompt_text)["input_ids"]) if max_tokens is not None else []
-        whole = list(tokenizer(prompt_text + response)["input_ids"])
+        text = response if isinstance(response, str) else str(response["content"])
+        before = encode(prompt_text, special=True) if max_tokens is not None else []
+        whole = encode(prompt_text + text, special=True)
     if max_tokens is None or len(whole) <= max_tokens:
         return whole
     begin = (tokenizer.bos_token_id, tokenizer.cls_token_id)
     # every text of the model begins with it: it is kept
     first = whole[:1] if whole[0] in begin else []
     return first + whole[min(len(whole) - max_tokens + len(first), _num_shared(before, whole)) :]
-
-
-def _templated(
-    tokenizer: PreTrainedTokenizerBase, turns: list[dict[str, str]], *, add_generation_prompt: bool = False
-) -> list[int]:
-    text = render_chat(tokenizer, turns, ask=add_generation_prompt)
-    # the template writes the special tokens itself
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def _num_shared(one: Sequence[int], other: Sequence[int]) -> int:

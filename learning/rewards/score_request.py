@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from core.errors import RewardError
 from core.records import Prompt, ResponseFacts, Reward, Unscored
@@ -25,6 +25,12 @@ class ScoreRequest:
     def messages(self) -> tuple[tuple[str, str], ...]:
         """(role, content) of what was said before `last_turn`; empty for plain text."""
         return self.prompt.messages + (self.facts.turns[:-1] if self.facts else ())
+
+    @property
+    def turns(self) -> tuple[Mapping[str, Any], ...]:
+        """The same whole: with tool calls, reasoning and names, where the row has them."""
+        since = self.facts.turns[:-1] if self.facts else ()
+        return self.prompt.conversation + tuple({"role": role, "content": content} for role, content in since)
 
     @property
     def last_turn(self) -> str:

@@ -188,7 +188,7 @@ def _columns(request: ScoreRequest) -> dict[str, Any]:
         "prompt": prompt.text,
         "response": request.response,
         "reference": prompt.reference,
-        "messages": [{"role": role, "content": content} for role, content in request.messages],
+        "messages": [dict(turn) for turn in request.turns],
         "prompt_id": prompt.prompt_id,
         "sample_index": facts.sample_index if facts else None,
         "num_tokens": facts.num_tokens if facts else None,

@@ -10,7 +10,14 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from core.errors import DataError, ModelError
-from learning.data.chat_format import Tools, own_template, render_chat, render_marked
+from learning.data.chat_format import (
+    no_template,
+    own_template,
+    render_chat,
+    render_marked,
+    require_written,
+)
+from learning.data.whole_turns import Tools, Turn
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _ASSISTANT = "assistant"
@@ -31,21 +38,39 @@ def conversation_tokens(
     of the assistant, a conversation that the template refuses, or a template that writes earlier turns differently
     when more follow.
     """
-    require_template(tokenizer)
+    require_template(tokenizer, tools)
     if not any(turn.get("role") == _ASSISTANT for turn in turns[first_turn:]):
         raise DataError(f"{origin} has no message of role assistant, so there is nothing to learn from it")
+    require_all_written(tokenizer, turns, tools, origin=origin)
     if _GENERATION.search(own_template(tokenizer, tools=tools) or ""):
         return _by_marks(tokenizer, turns, origin, first_turn, tools)
     return _by_beginnings(tokenizer, turns, origin, first_turn, tools)
 
 
-def require_template(tokenizer: PreTrainedTokenizerBase) -> None:
+def require_template(tokenizer: PreTrainedTokenizerBase, tools: Tools = ()) -> None:
     """Raise ModelError when there is no chat template to write messages by."""
-    if tokenizer.chat_template is None:
+    if own_template(tokenizer, tools=tools) is None:
         raise ModelError(
-            "the rows hold messages but the tokenizer has no chat template; name one with model.chat_template, or take "
+            f"the rows hold messages but {no_template(tokenizer)}; name one with model.chat_template, or take "
             "a tokenizer that has one with model.tokenizer"
         )
+
+
+def require_all_written(
+    tokenizer: PreTrainedTokenizerBase, turns: Sequence[Turn], tools: Tools, *, origin: str
+) -> None:
+    """Raise DataError where tools, a call of them or all reasoning is in no token of what is learned."""
+
+    def render(turns: Sequence[Turn], named: Tools) -> str:
+        template = own_template(tokenizer, tools=tools)
+        return render_chat(tokenizer, turns, ask=False, tools=named, template=template)
+
+    try:
+        require_written(render, turns, tools, origin=origin, key="model.chat_template", learned=True)
+    except DataError:
+        raise
+    except Exception as error:  # templates are programs: they raise what they like
+        raise _refused(origin, error) from error
 
 
 def rendered(

@@ -14,8 +14,9 @@ from transformers import PreTrainedTokenizerBase
 
 from core.errors import DataError
 from core.settings.supervised import DemonstrationsConfig
+from learning.data.whole_turns import Tools
 from learning.supervised.chat_masks import conversation_tokens, require_template
-from learning.supervised.rows import RawRow, messages_name, required_field, text_field, turns_of
+from learning.supervised.rows import RawRow, messages_name, required_field, row_tools, text_field, turns_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,17 +78,20 @@ def _tokens(
 ) -> tuple[np.ndarray, np.ndarray]:
     name = messages_name(row, data)
     if name is not None:
-        return conversation_tokens(tokenizer, turns_of(row, row.fields[name], name), origin=row.origin)
+        turns = turns_of(row, row.fields[name], name)
+        return conversation_tokens(tokenizer, turns, origin=row.origin, tools=row_tools(row, data))
     prompt = required_field(row, data.prompt_field, f"data.messages_field or data.prompt_field of {_FORMATS}")
     if isinstance(prompt, list):
         before = turns_of(row, prompt, data.prompt_field)
         completion = required_field(row, data.reference_field, "data.reference_field")
-        return _answered(row, before, turns_of(row, completion, data.reference_field), tokenizer)
+        after = turns_of(row, completion, data.reference_field)
+        return _answered(row, before, after, tokenizer, row_tools(row, data))
     text = data.prompt_template.replace("{prompt}", text_field(row, data.prompt_field, "data.prompt_field"))
     answer = text_field(row, data.reference_field, "data.reference_field")
     if data.chat:
         before = [{"role": "user", "content": text}]
-        return _answered(row, before, [{"role": "assistant", "content": answer}], tokenizer)
+        after = [{"role": "assistant", "content": answer}]
+        return _answered(row, before, after, tokenizer, row_tools(row, data))
     return _plain(text, answer, tokenizer)
 
 
@@ -99,11 +103,12 @@ def _answered(
     before: list[dict[str, Any]],
     after: list[dict[str, Any]],
     tokenizer: PreTrainedTokenizerBase,
+    tools: Tools,
 ) -> tuple[np.ndarray, np.ndarray]:
     """A prompt of messages with its completion: only what the assistant writes in the completion is learned."""
-    require_template(tokenizer)
+    require_template(tokenizer, tools)
     turns = [*before, *after]
-    return conversation_tokens(tokenizer, turns, origin=row.origin, first_turn=len(before))
+    return conversation_tokens(tokenizer, turns, origin=row.origin, first_turn=len(before), tools=tools)
 
 
 def _plain(text: str, answer: str, tokenizer: PreTrainedTokenizerBase) -> tuple[np.ndarray, np.ndarray]:

@@ -17,9 +17,10 @@ from transformers import PreTrainedTokenizerBase
 
 from core.errors import DataError
 from core.settings.supervised import PreferencesConfig
+from learning.data.whole_turns import Tools, Turn, turn_list
 from learning.rewards.rendering import render
-from learning.supervised.chat_masks import rendered, require_template
-from learning.supervised.rows import RawRow, required_field, text_field, turns_of
+from learning.supervised.chat_masks import rendered, require_all_written, require_template
+from learning.supervised.rows import RawRow, required_field, row_tools, text_field, turns_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,9 +48,11 @@ class PreferencePair:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Texts:
     prompt: str
-    messages: tuple[tuple[str, str], ...]
-    chosen: str
-    rejected: str
+    turns: tuple[Turn, ...]
+    chosen: str | Turn
+    "of messages the turn whole"
+    rejected: str | Turn
+    tools: Tools = ()
 
 
 def encode_preferences(
@@ -69,7 +72,7 @@ def encode_preferences(
             )
         limit = data.token_limit if data.on_long == "truncate" else None
         both = [
-            render(tokenizer, texts.prompt, texts.messages, response, max_tokens=limit)
+            render(tokenizer, texts.prompt, texts.turns, response, max_tokens=limit, tools=texts.tools)
             for response in (texts.chosen, texts.rejected)
         ]
         longest = max(len(ids) for ids in both)
@@ -103,21 +106,23 @@ def _texts(row: RawRow, data: PreferencesConfig, tokenizer: PreTrainedTokenizerB
     chosen = required_field(row, data.chosen_field, "data.chosen_field")
     rejected = required_field(row, data.rejected_field, "data.rejected_field")
     if isinstance(chosen, list) or isinstance(rejected, list):
-        require_template(tokenizer)
+        require_template(tokenizer, row_tools(row, data))
         return _of_messages(row, data, chosen, rejected, tokenizer)
     chosen = text_field(row, data.chosen_field, "data.chosen_field")
     rejected = text_field(row, data.rejected_field, "data.rejected_field")
     if row.fields.get(data.prompt_field) is None:
         prompt = _shared_text(chosen, rejected)
-        return _Texts(
-            prompt=prompt, messages=(), chosen=chosen[len(prompt) :], rejected=rejected[len(prompt) :]
-        )
+        return _Texts(prompt=prompt, turns=(), chosen=chosen[len(prompt) :], rejected=rejected[len(prompt) :])
     text = data.prompt_template.replace("{prompt}", text_field(row, data.prompt_field, "data.prompt_field"))
-    if data.chat:
-        require_template(tokenizer)
-    return _Texts(
-        prompt=text, messages=(("user", text),) if data.chat else (), chosen=chosen, rejected=rejected
-    )
+    if not data.chat:
+        return _Texts(prompt=text, turns=(), chosen=chosen, rejected=rejected)
+    tools = row_tools(row, data)
+    require_template(tokenizer, tools)
+    turns = ({"role": "user", "content": text},)
+    if tools:
+        answered = (*turns, {"role": "assistant", "content": chosen})
+        require_all_written(tokenizer, answered, tools, origin=row.origin)
+    return _Texts(prompt=text, turns=turns, chosen=chosen, rejected=rejected, tools=tools)
 
 
 def _of_messages(
@@ -127,7 +132,7 @@ def _of_messages(
         turns_of(row, chosen, data.chosen_field),
         turns_of(row, rejected, data.rejected_field),
     ]
-    given = row.fields.get(data.prompt_field)
+    given = turn_list(row.fields.get(data.prompt_field))
     if isinstance(given, str):
         given = [{"role": "user", "content": data.prompt_template.replace("{prompt}", given)}]
     before = [] if given is None else turns_of(row, given, data.prompt_field)
@@ -142,12 +147,16 @@ def _of_messages(
                 f"messages of roles: {got}; mend the row"
             )
     # the template's own words for a conversation that it refuses
-    rendered(tokenizer, [*before, *responses[0]], ask=False, origin=row.origin)
+    tools = row_tools(row, data)
+    rendered(tokenizer, [*before, *responses[0]], ask=False, origin=row.origin, tools=tools)
+    for said in responses:
+        require_all_written(tokenizer, [*before, *said], tools, origin=row.origin)
     return _Texts(
         prompt="".join(turn["content"] for turn in before),
-        messages=tuple((turn["role"], turn["content"]) for turn in before),
-        chosen=responses[0][0]["content"],
-        rejected=responses[1][0]["content"],
+        turns=tuple(before),
+        chosen=responses[0][0],
+        rejected=responses[1][0],
+        tools=tools,
     )
 
 

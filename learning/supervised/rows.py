@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
@@ -12,8 +12,8 @@ import numpy as np
 from core.errors import DataError
 from core.outside import cut
 from core.settings.supervised import DemonstrationsConfig, ExamplesConfig, PreferencesConfig
-from learning.data.messages import role_and_content
 from learning.data.raw_records import iter_records
+from learning.data.whole_turns import Tools, tools_of, turn_list, turn_of
 
 _HELD_OUT = 0x5EED
 "In the seed of the split, so that it is not the seed of the rows' order."
@@ -25,6 +25,8 @@ class RawRow:
 
     fields: dict[str, Any]
     origin: str
+    padded: bool = False
+    "of columns, where every object has all keys that any has"
 
 
 def read_raw_rows(data: ExamplesConfig, *, seed: int) -> tuple[list[RawRow], list[RawRow]]:
@@ -74,7 +76,7 @@ def _prompt_of(row: RawRow, data: ExamplesConfig) -> str:
     if given is None:
         name = messages_name(row, data) if isinstance(data, DemonstrationsConfig) else None
         name = data.chosen_field if isinstance(data, PreferencesConfig) else name
-        given = row.fields.get(name) if name is not None else None
+        given = turn_list(row.fields.get(name)) if name is not None else None
         other = row.fields.get(data.rejected_field) if isinstance(data, PreferencesConfig) else None
         if isinstance(given, str) and isinstance(other, str):
             given = _shared(given, other)
@@ -103,8 +105,8 @@ def text_field(row: RawRow, name: str, key: str) -> str:
 
 
 def required_field(row: RawRow, name: str, key: str) -> Any:
-    """A field that must be there. Raises DataError naming the row and the setting."""
-    value = row.fields.get(name)
+    """A field that must be there, of a conversation the list. Raises DataError naming the row and the setting."""
+    value = turn_list(row.fields.get(name))
     if value is None:
         raise DataError(
             f"{row.origin} has no field '{name}' ({key}); its fields are {cut(', '.join(row.fields))}"
@@ -117,29 +119,38 @@ def turns_of(row: RawRow, value: Any, name: str) -> list[dict[str, Any]]:
 
     Raises DataError naming the row and the message.
     """
+    value = turn_list(value)
     if not isinstance(value, list) or not value:
         raise DataError(f"{row.origin}: field '{name}' must be a list of messages, got {cut(repr(value))}")
     return [_turn(row, turn, f"message {number} of '{name}'") for number, turn in enumerate(value)]
 
 
 def _turn(row: RawRow, given: Any, what: str) -> dict[str, Any]:
-    # Parquet gives every message all keys that any has
-    turn = {key: held for key, held in given.items() if held is not None} if isinstance(given, dict) else {}
-    role, content = role_and_content(turn)
-    if content is None and turn.get("tool_calls"):
-        content = ""
-    if not isinstance(role, str) or not isinstance(content, str):
+    turn = turn_of(given, f"{row.origin}: {what}", padded=row.padded) if isinstance(given, dict) else {}
+    if not isinstance(turn.get("role"), str) or not isinstance(turn.get("content"), str):
         raise DataError(f"{row.origin}: {what} must hold role and content as text, got {cut(repr(given))}")
-    others = {key: held for key, held in turn.items() if key not in ("role", "content", "from", "value")}
-    return {"role": role, "content": content, **others}
+    return turn
+
+
+def row_tools(row: RawRow, data: ExamplesConfig) -> Tools:
+    """What the chat template is told of, where the row has it. Raises DataError naming the row."""
+    name = data.tools_field
+    value = row.fields.get(name) if name is not None else None
+    return tools_of(value, f"{row.origin}: field '{name}'", padded=row.padded)
 
 
 def _some(data: ExamplesConfig, path: str, key: str) -> list[RawRow]:
     rows: list[RawRow] = []
-    for record in iter_records(path, data.split, key=key):
+    padded = False
+
+    def of_columns(columns: Mapping[str, bool], where: str) -> None:
+        nonlocal padded
+        padded = True
+
+    for record in iter_records(path, data.split, of_columns, key=key):
         if record.fault is not None:
             raise record.fault
-        rows.append(RawRow(fields=record.values, origin=record.origin))
+        rows.append(RawRow(fields=record.values, origin=record.origin, padded=padded))
         if data.limit is not None and len(rows) >= data.limit:
             break
     if not rows:

@@ -132,7 +132,10 @@ def test_settings_reach_the_template(tmp_path, tokenizer):
         (turns(("user", "a\ud800")), "message 0: its content must be text, got half of a surrogate pair"),
         ([{"role": "user", "content": [{"type": "image", "url": "x"}]}], "must hold text; images"),
         ([{"role": "user", "content": []}], "must hold text"),
-        ([{"role": "assistant", "content": None, "tool_calls": [1]}], "calls tools without a text"),
+        (
+            [{"role": "assistant", "content": None, "tool_calls": [1]}],
+            "its tool_calls must be a list of objects, got .1.",
+        ),
     ],
 )
 def test_faults_name_the_row_and_the_message(tmp_path, tokenizer, messages, message):
