@@ -95,8 +95,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if faults:
         print("error: " + "\n       ".join(faults), file=sys.stderr)
         return 1
+    from actors.serving.loopback import spare_loopback
     from core.errors import RlhfSpecError
 
+    spare_loopback()  # before anything is started or asked
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(
             errors="backslashreplace"

@@ -1,4 +1,4 @@
-"""What every actor does first: its log file, its metrics' label, stacks on request (`stack_page`).
+"""What every actor does first: its log file, its metrics' label, stacks on request (`stack_page`), no proxy to itself.
 
 The loop tells by the environment which run it is and where its folder is. A node that does not see the folder keeps
 Ray's own logs only.
@@ -15,6 +15,7 @@ from actors.ray_utils import run_metrics
 from actors.ray_utils.process_log import begin_process_log
 from actors.ray_utils.stack_page import begin_stack_page
 from actors.ray_utils.vitals import begin_vitals
+from actors.serving.loopback import spare_loopback
 
 RUN_VARIABLE = "RLHFSPEC_RUN"
 "Name of the run."
@@ -29,6 +30,7 @@ def actor_environment(run: str, logs: Path | None) -> dict[str, str]:
 
 def begin_actor(name: str) -> str:
     """Begin log and metrics of this process; the actor's name, which a replacement has of its own."""
+    spare_loopback()
     name = _own_name() or name
     run, logs = os.environ.get(RUN_VARIABLE), os.environ.get(LOGS_VARIABLE)
     if run:

@@ -96,14 +96,14 @@ def _by_url(url: str) -> _Ask:
         except (http.exceptions.InvalidURL, http.exceptions.InvalidSchema) as error:
             raise RewardError(f"reward.url '{url}' is no address: {error}") from None
         except http.exceptions.RequestException as error:
-            raise _TryAgain(str(error)) from error
+            raise _TryAgain(f"{error}{_through_proxy(url)}") from error
         # Serve takes the route away before it ends, and has none before its application is there
         if answer.status_code in _TRY_AGAIN or (answer.status_code == 404 and was_answered):
-            raise _TryAgain(f"HTTP {answer.status_code}: {answer.text[:200]}")
+            raise _TryAgain(f"HTTP {answer.status_code}: {answer.text[:200]}{_through_proxy(url)}")
         if answer.status_code != 200:
             raise RewardError(
-                f"the reward server {url} refused with HTTP {answer.status_code}: {answer.text[:300]}; expected the "
-                "answer of POST /score; mend reward.url"
+                f"the reward server {url} refused with HTTP {answer.status_code}: {answer.text[:300]}"
+                f"{_through_proxy(url)}; expected the answer of POST /score; mend reward.url"
             )
         try:
             found = from_answer(ScoreAnswer.model_validate_json(answer.content))
@@ -116,6 +116,15 @@ def _by_url(url: str) -> _Ask:
         return found
 
     return ask
+
+
+def _through_proxy(url: str) -> str:
+    """Names the proxy that the environment puts between, without its password; empty where there is none."""
+    proxy = http.utils.select_proxy(url, http.utils.get_environ_proxies(url))
+    if not proxy:
+        return ""
+    place = urlsplit(proxy if "://" in proxy else f"http://{proxy}")
+    return f" (asked through the proxy {place.hostname}, as the environment says; NO_PROXY names who is asked directly)"
 
 
 def _by_handle(app: str) -> _Ask:

@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from ray import serve
 
 from actors.reward_actors import own_device
+from actors.serving.loopback import spare_loopback
 from actors.serving.score_schema import ScoreAnswer, ScoreBody, from_body, to_answer
 from core.config import RewardConfig
 from core.errors import ConfigError
@@ -129,6 +130,7 @@ class RewardServer:
 
     def __init__(self, reward: dict[str, Any], batch_wait_s: float, import_dir: str | None) -> None:
         """Build the reward. Raises what building it raises, which `serve status` shows."""
+        spare_loopback()
         import_from_too(import_dir)
         config = RewardConfig.model_validate(reward)
         self._stage = build_reward(config, device=own_device(), fields=None)
