@@ -5,6 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+SILENT_ADVICE = "see whether the rows differ in what is to be learned, and whether their margins or the steps so far leave anything"
+
+
+def is_silent(figures: Mapping[str, float]) -> bool:
+    """Whether a step had no gradient, and so learned nothing."""
+    return figures.get("train/grad_norm") == 0.0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SupervisedSummary:
@@ -18,6 +25,8 @@ class SupervisedSummary:
     tokens_per_s: float
     "mean over the steps"
     total_s: float
+    num_silent: int = 0
+    "steps with a gradient of 0"
 
     def rows(self) -> list[tuple[str, str]]:
         """The closing table: label and value."""
@@ -27,6 +36,8 @@ class SupervisedSummary:
         rows.append(
             ("training loss, first to last fifth", f"{self.train_loss[0]:.4f} to {self.train_loss[1]:.4f}")
         )
+        if self.num_silent:
+            rows.append(("steps that learned nothing", f"{self.num_silent:,}, with a gradient of 0"))
         rows.append(("speed", f"{self.tokens_per_s:,.0f} tokens/s"))
         rows.append(("time of the steps", f"{self.total_s:.1f} s"))
         return rows
@@ -48,6 +59,7 @@ def summarise_supervised(metrics: Sequence[Mapping[str, float]]) -> SupervisedSu
         train_loss=(_mean(steps[:fifth], "train/loss"), _mean(steps[-fifth:], "train/loss")),
         tokens_per_s=_mean(steps, "train/tokens_per_s"),
         total_s=sum(row.get("time/step_s", 0.0) for row in steps),
+        num_silent=sum(is_silent(row) for row in steps),
     )
 
 

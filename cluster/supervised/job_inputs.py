@@ -93,7 +93,8 @@ def prepare(
         config_text=config_text(config),
     )
     what = "pairs" if job.kind == "reward" else "examples"
-    left_out = f", {num_left_out} left out as too long" if num_left_out else ""
+    why = "too long" if job.kind == "reward" else "too long, or with no token to learn within data.max_tokens"
+    left_out = f", {num_left_out:,} left out: {why}" if num_left_out else ""
     num_tokens = sum(item.num_tokens for item in train)
     return Prepared(
         job=job,

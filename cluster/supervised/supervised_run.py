@@ -15,6 +15,7 @@ from datetime import datetime
 from pathlib import Path
 
 from cluster.reporting.console import Reporter
+from cluster.reporting.supervised_summary import SILENT_ADVICE, is_silent
 from cluster.resuming.kept_record import note_gaps, whole_lines
 from cluster.resuming.own_config import require_own_config
 from cluster.resuming.resumed_run import require_cut_off, take_over
@@ -81,6 +82,7 @@ def _run(config: SupervisedConfig, job: SupervisedJob, run_dir: RunDir, report: 
     metrics = MetricsLog(run_dir.metrics_file)
     evaluation: Mapping[str, float] = {}
     first_loss: float | None = None
+    num_silent = 0
     try:
         with (
             storage_errors(run_dir.path, only_known=True),
@@ -95,12 +97,21 @@ def _run(config: SupervisedConfig, job: SupervisedJob, run_dir: RunDir, report: 
                 evaluation = _evaluation(step.figures) or evaluation
                 first_loss = evaluation.get("loss") if first_loss is None else first_loss
                 ticker.show(step.step, step.figures)
+                if is_silent(step.figures):
+                    num_silent += 1
+                    if num_silent == 1:
+                        report.note(
+                            f"step {step.step}: the gradient is 0 and nothing was learned: the loss is "
+                            f"{step.figures['train/loss']:.4g}; {SILENT_ADVICE}"
+                        )
     except BaseException as error:
         is_stop = isinstance(error, KeyboardInterrupt | SystemExit)
         with suppress(Exception):
             run_dir.set_status("interrupted" if is_stop else "failed", describe_error(error))
         raise
     run_dir.set_status("finished")
+    if num_silent:
+        report.note(f"{num_silent} steps had a gradient of 0 and learned nothing; {SILENT_ADVICE}")
     if evaluation:
         report.note(
             "held out  " + "  ".join(f"{name} {value:.4f}" for name, value in sorted(evaluation.items()))

@@ -60,8 +60,8 @@ def encode_preferences(
 ) -> tuple[list[PreferencePair], int]:
     """Every row as a pair, and how many were left out as too long.
 
-    Raises DataError naming the row: a missing field, a malformed message, two equal responses, a margin that is no
-    number, a sequence that is too long with on_long fail, or a response that alone is too long.
+    Raises DataError naming the row: a missing field, a malformed message, two equal responses (as text or as tokens), a
+    margin that is no number, a sequence that is too long with on_long fail, or a response that alone is too long.
     """
     pairs: list[PreferencePair] = []
     for row in rows:
@@ -84,7 +84,13 @@ def encode_preferences(
                 f"{data.token_limit}; raise it, or set data.on_long to skip"
             )
         chosen, rejected = (np.asarray(ids, dtype=np.int64) for ids in both)
-        pairs.append(PreferencePair(chosen_ids=chosen, rejected_ids=rejected, margin=_margin(row, data)))
+        margin = _margin(row, data)
+        if np.array_equal(chosen, rejected):
+            raise DataError(
+                f"{row.origin}: chosen and rejected differ as text and are the same {len(chosen)} tokens, of which "
+                "nothing can be learned; expected two responses, take it out"
+            )
+        pairs.append(PreferencePair(chosen_ids=chosen, rejected_ids=rejected, margin=margin))
     if not pairs:
         raise DataError(
             f"no pair left of {len(rows)} rows: all are longer than data.max_tokens {data.token_limit}; raise it"

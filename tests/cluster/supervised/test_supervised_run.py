@@ -165,6 +165,21 @@ def test_a_reward_model_scores_in_ppo_what_it_was_trained_on(files: Path, tmp_pa
     assert good - bad > 0.5
 
 
+def test_steps_that_learn_nothing_are_told_and_counted(files: Path, tmp_path: Path, capsys):
+    rows = [json.loads(line) for line in (files / "pairs.jsonl").read_text().splitlines()]
+    pairs = tmp_path / "pairs.jsonl"
+    # so far below what the scores differ by anyway that the loss is 0
+    pairs.write_text("".join(json.dumps(row | {"margin": -1000.0}) + "\n" for row in rows))
+    out = tmp_path / "run"
+    assert run("train-reward", "--model", files / "base", "--data", pairs, "--out", out) == 0
+    num_steps = len([row for row in read_metrics(out / "metrics.jsonl") if "train/loss" in row])
+    said = capsys.readouterr().out
+    assert said.count("the gradient is 0 and nothing was learned") == 1
+    assert f"{num_steps} steps had a gradient of 0 and learned nothing; see whether the rows differ" in said
+    assert main(["show", str(out)]) == 0
+    assert "steps that learned nothing" in capsys.readouterr().out
+
+
 def test_an_adapter_with_its_head_is_what_was_merged(files: Path, tmp_path: Path):
     peft = pytest.importorskip("peft")
     folder = reward(files, tmp_path / "run", "trainer.max_steps=4", "trainer.lora.rank=4")

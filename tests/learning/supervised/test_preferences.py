@@ -84,6 +84,9 @@ def test_long_prompts_lose_their_beginning_and_long_responses_are_refused_or_lef
     ("fields", "template", "kind", "said"),
     [
         ({"prompt": "hi", "chosen": "me", "rejected": "me"}, PLAIN, DataError, "the same response"),
+        # blanks and unknown words are lost on this tokenizer
+        ({"prompt": "hi ", "chosen": "me  no", "rejected": "me no"}, PLAIN, DataError, "the same 3 tokens"),
+        ({"prompt": "hi ", "chosen": "wolf", "rejected": "fox"}, PLAIN, DataError, "the same 2 tokens"),
         ({"prompt": "hi", "chosen": "me"}, PLAIN, DataError, "no field 'rejected'"),
         ({"chosen": [USER, GOOD], "rejected": [USER, BAD]}, None, ModelError, "no chat template"),
         (
