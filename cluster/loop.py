@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 
+from actors.ray_utils.vitals import give_back_free_memory
 from cluster.collect import attend
 from cluster.evaluate import Evaluator
 from cluster.iterations import next_batch, next_prompts, run_iteration, run_pipelined_iteration
@@ -187,6 +188,7 @@ def train(system: System, run_dir: RunDir, report: Reporter, *, resume: RunState
                 save_checkpoints(system, run_dir, iteration=iteration)
             boundary = here(iteration + 1)
             states.at(boundary)
+            give_back_free_memory()
         save_checkpoints(system, run_dir)
     except RewardServerLost as error:
         recorder.write_timeline()
