@@ -32,12 +32,18 @@ T = TypeVar("T")
 class RewardActor:
     """Scores batches with the configured reward function, in a thread of its own that is always the same."""
 
-    def __init__(self, name: str, config: RewardConfig, caller_dir: str | None = None) -> None:
-        """`caller_dir`: the driver's folder, for code of the user's."""
+    def __init__(
+        self,
+        name: str,
+        config: RewardConfig,
+        caller_dir: str | None = None,
+        template_time: str | None = None,
+    ) -> None:
+        """`caller_dir`: the driver's folder, for code of the user's; `template_time`: run.template_time."""
         begin_actor(name)
         import_from_too(caller_dir)
         self._name = name
-        self._config = config
+        self._config, self._template_time = config, template_time
         self._reward: RewardStage | None = None
 
     def __repr__(self) -> str:
@@ -59,7 +65,13 @@ class RewardActor:
         """
         # Built here and not in the constructor, so that its error arrives as itself and after a restart.
         if self._reward is None:
-            self._reward = build_reward(self._config, device=own_device(), served=self._served, fields=None)
+            self._reward = build_reward(
+                self._config,
+                device=own_device(),
+                served=self._served,
+                fields=None,
+                template_time=self._template_time,
+            )
         return self._reward.score_each(prompts, responses, facts) if responses else []
 
     def _served(self, scorer: Scorer) -> RewardSource:

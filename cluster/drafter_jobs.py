@@ -10,6 +10,7 @@ from typing import Any
 from rich.table import Table
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from cluster.preflight.inputs import read_tokenizer
 from cluster.preflight.named_models import resolve_models
 from cluster.reporting.console import Reporter
 from core.config import Config
@@ -19,7 +20,7 @@ from core.records import Prompt, SamplingParams
 from engine.drafters.exit_norm import save_exit_norm
 from engine.drafters.head.head_weights import HeadWeights, load_head, require_fit, save_head
 from engine.weights.causal_lm import max_context_tokens
-from engine.weights.loading import load_causal_lm, load_tokenizer, num_token_ids
+from engine.weights.loading import load_causal_lm, num_token_ids
 from learning.data.prompts import load_prompts, sampling_params
 from learning.heads.evaluate_head import evaluate_head
 from learning.heads.head_acceptance import Acceptance
@@ -75,7 +76,7 @@ def read_inputs(
     config = resolve_models(config, report)
     name = config.models.target
     trust = config.models.trust_remote_code
-    tokenizer = load_tokenizer(config.models.tokenizer or name, trust_remote_code=trust)
+    tokenizer = read_tokenizer(config)
     says_chat = any(one.startswith("data.chat=") for one in overrides)
     if tokenizer.chat_template is not None and not says_chat:
         config = config.model_copy(update={"data": config.data.model_copy(update={"chat": True})})

@@ -293,7 +293,7 @@ def _rewards(
         where = topology.reward[actor]
         name = f"{where.name}-r{number}" if number else where.name
         return RewardActor.options(**actor_options(where, context) | {"name": name}).remote(
-            name, reward, os.getcwd()
+            name, reward, os.getcwd(), config.run.template_time
         )
 
     return RewardPool(

@@ -134,7 +134,8 @@ def _by_handle(app: str) -> _Ask:
         facts = known if len(known) == len(requests) else None
         try:
             handle = serve.get_app_handle(app)
-            return handle.score.remote(prompts, responses, facts).result(timeout_s=timeout_s)
+            time = requests[0].template_time if requests else None
+            return handle.score.remote(prompts, responses, facts, time).result(timeout_s=timeout_s)
         except (RayError, RayServeException, TimeoutError) as error:
             raise _TryAgain(f"{type(error).__name__}: {error}") from error
 

@@ -7,6 +7,7 @@
 import asyncio
 import time
 from collections.abc import Sequence
+from datetime import datetime
 from typing import Any, Self
 
 from fastapi import FastAPI, Request
@@ -150,9 +151,10 @@ class RewardServer:
         prompts: Sequence[Prompt],
         responses: Sequence[str],
         facts: Sequence[ResponseFacts] | None = None,
+        template_time: datetime | None = None,
     ) -> list[Reward | Unscored]:
         """The same by handle."""
-        return await self._score_all(score_requests(prompts, responses, facts))
+        return await self._score_all(score_requests(prompts, responses, facts, template_time))
 
     async def check_health(self) -> None:
         """Raise when the batch at work has been there far too long."""

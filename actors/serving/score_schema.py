@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from typing import Any, Literal
 
 import numpy as np
@@ -54,6 +55,8 @@ class ScoreBody(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     samples: list[Sample]
+    template_time: datetime | None = None
+    "what chat templates are told when they ask the time; null: the server's clock"
 
 
 class ScoredSample(BaseModel):
@@ -74,6 +77,7 @@ class ScoreAnswer(BaseModel):
 def to_body(requests: Sequence[ScoreRequest]) -> ScoreBody:
     """What is sent. Token ids are not: the server has a tokenizer of its own."""
     return ScoreBody(
+        template_time=requests[0].template_time if requests else None,
         samples=[
             Sample(
                 response=request.response,
@@ -93,7 +97,7 @@ def to_body(requests: Sequence[ScoreRequest]) -> ScoreBody:
                 else [],
             )
             for request in requests
-        ]
+        ],
     )
 
 
@@ -115,6 +119,7 @@ def from_body(body: ScoreBody) -> list[ScoreRequest]:
             response=sample.response,
             facts=_facts(sample),
             place=place,
+            template_time=body.template_time,
         )
         for place, sample in enumerate(body.samples)
     ]

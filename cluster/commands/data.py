@@ -124,8 +124,10 @@ def _tokenizer(args: argparse.Namespace, config: Config, report: Reporter) -> An
         return None
     report.stage("loading the tokenizer")
     from engine.weights.loading import load_tokenizer
+    from learning.data.template_time import keep_time
 
-    return load_tokenizer(name, trust_remote_code=config.models.trust_remote_code)
+    tokenizer = load_tokenizer(name, trust_remote_code=config.models.trust_remote_code)
+    return keep_time(tokenizer, config.run.template_time)
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -92,11 +93,16 @@ def _run(
     report.stage("loading torch and transformers")
     from cluster.evaluate_models import evaluate_model, evaluation_config, write_results
     from cluster.preflight.named_models import resolve_models
+    from cluster.run_folder.template_time import with_time
 
+    now = datetime.now()
     configs = [
-        resolve_models(
-            evaluation_config(tree, model=model, data=args.data, overrides=args.set, sampling=sampling),
-            report,
+        with_time(
+            resolve_models(
+                evaluation_config(tree, model=model, data=args.data, overrides=args.set, sampling=sampling),
+                report,
+            ),
+            now,
         )
         for model in args.model
     ]

@@ -141,9 +141,10 @@ def _run(
 ) -> int:
     from cluster.preflight.named_models import resolve_models
     from cluster.run_folder.layout import RunDir
+    from cluster.run_folder.template_time import with_time
 
     report.stage("loading torch and transformers")
-    config = resolve_models(config, report)
+    config = with_time(resolve_models(config, report))
     report.stage("checking models, data and memory")
     from cluster.preflight.run_check import check_run
 

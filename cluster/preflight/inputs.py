@@ -15,6 +15,7 @@ from cluster.preflight.evaluation_prompts import EvaluationPrompts, split_evalua
 from core.config import Config
 from core.errors import ConfigError
 from engine.weights.loading import load_tokenizer, num_token_ids
+from learning.data.template_time import keep_time
 from learning.data.prompts import PromptDataset, load_prompts
 from profiles.profile import Profile
 
@@ -44,9 +45,10 @@ class Inputs:
 
 
 def read_tokenizer(config: Config) -> PreTrainedTokenizerBase:
-    """Load the run's tokenizer: the target's unless the config names another. Raises ModelError."""
+    """The run's tokenizer, which keeps its time: the target's unless the config names another. Raises ModelError."""
     name = config.models.tokenizer or config.models.target
-    return load_tokenizer(name, trust_remote_code=config.models.trust_remote_code)
+    tokenizer = load_tokenizer(name, trust_remote_code=config.models.trust_remote_code)
+    return keep_time(tokenizer, config.run.template_time)
 
 
 def require_cores(config: Config) -> None:

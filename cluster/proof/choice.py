@@ -13,6 +13,7 @@ from cluster.proof.kept_weights import KeptWeights
 from cluster.proof.proof_record import Proof
 from cluster.proof.recorded_samples import Place, places_in, rollout_files
 from cluster.run_folder.layout import RunDir
+from cluster.run_folder.template_time import of_folder
 from core.config import Config
 from core.config_io import load_config
 from core.errors import ConfigError, DataError
@@ -23,7 +24,7 @@ def run_config(run: Path, overrides: Sequence[str] = ()) -> Config:
     file = RunDir(path=run).config_file
     if not file.is_file() or not (run / "rollouts").is_dir():
         raise ConfigError(f"{run} is no run folder: expected config.yaml and rollouts/ in it")
-    return load_config(file, overrides)
+    return of_folder(load_config(file, overrides), run)
 
 
 def all_places(run: Path, config: Config, proof: Proof) -> list[Place]:

@@ -29,7 +29,7 @@ class RewardsAgain:
             raise InputError(why)
         # whoever cannot be scored is a difference, and no end
         reward = resolved_reward(config).model_copy(update={"on_error": "skip"})
-        self._stage = build_reward(reward, fields=None)
+        self._stage = build_reward(reward, fields=None, template_time=config.run.template_time)
         self.prompts: dict[int, Prompt] = {}
         try:
             dataset = load_prompts(config.data, tokenizer, seed=config.run.seed)

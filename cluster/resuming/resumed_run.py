@@ -15,10 +15,11 @@ from cluster.resuming.rewind import rewind
 from cluster.resuming.run_state import RunState, last_state
 from cluster.run_folder.layout import RunDir, of_run
 from cluster.run_folder.run_status import STALE_AFTER_S, describe_status, may_be_running, was_heard_of
+from cluster.run_folder.template_time import folder_time, of_folder, with_time
 from core.checkpoint_manifest import state_folders
 from core.config import Config
 from core.config_io import dump_config, load_config
-from core.errors import ConfigError, describe_error
+from core.errors import ConfigError, DataError, describe_error
 from learning.data.cursor import PromptCursor
 from learning.data.prompts import PromptDataset
 
@@ -32,13 +33,22 @@ class ResumedRun:
     config: Config
     run_dir: RunDir
     state: RunState
+    is_time_guessed: bool = False
+    "run.template_time is of the folder's name, as the run kept none"
 
     def require_same_data(self, dataset: PromptDataset) -> None:
         """Raise DataError where the prompts are not those that the run has learned from."""
         config = self.config
-        PromptCursor(dataset, run_seed=config.run.seed, shuffle=config.data.shuffle).restore(
-            self.state.cursor
-        )
+        cursor = PromptCursor(dataset, run_seed=config.run.seed, shuffle=config.data.shuffle)
+        try:
+            cursor.restore(self.state.cursor)
+        except DataError as error:
+            if not self.is_time_guessed:
+                raise
+            raise DataError(
+                f"{error}; the run is of an earlier version, which kept no time: where the chat template prints it, "
+                f"{config.run.template_time} was taken, and --set run.template_time=... gives another"
+            ) from error
 
     def begin(self, config: Config, note: Callable[[str], None]) -> RunDir:
         """Take the folder back to the state and call it running; `note` is told of what was lost or put back.
@@ -64,6 +74,10 @@ def open_run(folder: str | Path, settings: Sequence[str], note: Callable[[str], 
     run_dir = RunDir.open(folder)
     before = _own_config(run_dir)
     config = with_absolute_paths(load_config(run_dir.config_file, settings), Path.cwd())
+    is_time_guessed = config.run.template_time is None
+    config = of_folder(config, run_dir.path)
+    # of an earlier version: nothing says that this time is another than the run had
+    before = with_time(before, config.run.template_time)
     changes = deciding_changes(before, config)
     if changes:
         raise ConfigError(
@@ -83,7 +97,8 @@ def open_run(folder: str | Path, settings: Sequence[str], note: Callable[[str], 
             f"{run_dir.path} is finished, after {before.run.iterations} iterations: nothing is left to do; go on with "
             "--set run.iterations=..."
         )
-    return _told(ResumedRun(config=config, run_dir=run_dir, state=state), note)
+    resumed = ResumedRun(config=config, run_dir=run_dir, state=state, is_time_guessed=is_time_guessed)
+    return _told(resumed, note)
 
 
 def newest_run(config: Config, base: Path, note: Callable[[str], None]) -> ResumedRun | None:
@@ -93,11 +108,17 @@ def newest_run(config: Config, base: Path, note: Callable[[str], None]) -> Resum
     that calls itself running is waited for until it was silent for long enough.
     Raises ConfigError when it goes on running.
     """
-    for folder in _runs_of(base, config.run.name):
+    asked = config
+    for folder in _runs_of(base, asked.run.name):
         run_dir = RunDir(path=folder)
         try:
             run_dir.require_files()
-            changes = deciding_changes(_kept_config(run_dir) or _own_config(run_dir), config)
+            own = _kept_config(run_dir) or _own_config(run_dir)
+            is_time_guessed = own.run.template_time is None
+            own = with_time(own, asked.run.template_time or folder_time(folder))
+            # a run goes on with the time that it began with
+            config = with_time(asked, own.run.template_time)
+            changes = deciding_changes(own, config)
         except ConfigError as error:
             note(f"--resume auto passes over {folder}: {error}")
             continue
@@ -112,7 +133,8 @@ def newest_run(config: Config, base: Path, note: Callable[[str], None]) -> Resum
         if state is None:
             note(f"--resume auto: {folder} has no state to go on from; a new run begins")
             return None
-        return _told(ResumedRun(config=config, run_dir=run_dir, state=state), note)
+        resumed = ResumedRun(config=config, run_dir=run_dir, state=state, is_time_guessed=is_time_guessed)
+        return _told(resumed, note)
     return None
 
 
@@ -143,6 +165,7 @@ def _require_config_of(state: RunState, run_dir: RunDir, own: Config) -> None:
     kept = state.config_file
     if kept.is_file():
         then = with_absolute_paths(load_config(kept), Path.cwd())
+        then, own = with_time(then, own.run.template_time), with_time(own, then.run.template_time)
         require_own_config(run_dir.config_file, kept, deciding_changes(then, own))
 
 

@@ -26,6 +26,7 @@ from core.settings.supervised import (
 from engine.weights.causal_lm import max_context_tokens
 from engine.weights.loading import load_hf_config, load_tokenizer
 from learning.data.chat_format import named_template
+from learning.data.template_time import keep_time
 from learning.known_models.catalog import KNOWN_MODELS, KnownModel
 from learning.supervised.demonstrations import Demonstration, encode_demonstrations
 from learning.supervised.preferences import encode_preferences
@@ -71,6 +72,7 @@ def prepare(
     if model.chat_template is not None:
         named = named_template(tokenizer, model.chat_template)
         tokenizer.chat_template = named if named is not None else _read_template(model.chat_template)
+    keep_time(tokenizer, config.run.template_time)
     if model.eos_token is not None:
         set_end_token(tokenizer, model.eos_token)
     rows, held_out_rows = read_raw_rows(data, seed=config.run.seed)

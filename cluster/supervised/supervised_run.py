@@ -20,6 +20,7 @@ from cluster.resuming.kept_record import note_gaps, whole_lines
 from cluster.resuming.own_config import require_own_config
 from cluster.resuming.resumed_run import require_cut_off, take_over
 from cluster.run_folder.layout import RunDir, choose_run_path
+from cluster.run_folder.template_time import of_folder, with_time
 from cluster.supervised.job_inputs import prepare
 from cluster.supervised.job_runner import run
 from core.checkpoint_manifest import state_folders, state_number
@@ -45,6 +46,7 @@ def train_supervised(config: SupervisedConfig, report: Reporter, *, out: Path | 
 
     Raises ConfigError, ModelError and DataError before the folder is made; then what the job raises.
     """
+    config = with_time(config)
     path = _new_path(config, out)
     report.note(f"run folder {path}")
     report.stage("reading model and rows")
@@ -62,6 +64,7 @@ def resume_supervised(config: SupervisedConfig, report: Reporter, *, folder: Pat
     """Go on with the run in `folder` from its last state; the checkpoint's folder. Errors as above."""
     run_dir = RunDir.open(folder)
     require_cut_off(run_dir)
+    config = of_folder(config, run_dir.path)
     state = last_state(run_dir.checkpoints_folder, report.note)
     require_own_config(run_dir.config_file, state / CONFIG_FILE)
     report.note(f"run folder {run_dir.path}, from {state.name}")

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from core.settings.section import Name, Section, UserPath, folder_name
+from core.settings.section import Moment, Name, Section, UserPath, folder_name
 
 
 class RunConfig(Section):
@@ -15,6 +15,9 @@ class RunConfig(Section):
     name: Annotated[str, AfterValidator(folder_name)] = "run"
     "run folders are called NAME-DATE-TIME"
     seed: int = Field(default=0, ge=0, lt=2**63)
+    template_time: Moment | None = None
+    "what chat templates are told when they ask the time (strftime_now), ISO 8601, in resumes, proofs and evaluations "
+    "too; null: when the run begins, which its config.yaml keeps"
     iterations: int = Field(default=20, ge=1)
     output_dir: UserPath = "runs"
     "run folders are made under it; made absolute against the caller's folder"

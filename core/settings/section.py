@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from datetime import date, datetime
 from pathlib import Path
 from typing import Annotated, Any, Self, get_args
 
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     ValidationInfo,
@@ -44,6 +46,23 @@ class Section(BaseModel):
             if isinstance(value, int) and not -(2**63) <= value < 2**63:
                 raise ValueError(f"{name} must fit in 64 bits; got {value.bit_length()} bits")
         return self
+
+
+def _moment(given: Any) -> Any:
+    """A moment as ISO 8601 text; YAML may have read one already."""
+    if isinstance(given, date):
+        return given.isoformat()
+    try:
+        datetime.fromisoformat(str(given))
+    except ValueError:
+        raise ValueError(
+            f"expected a moment such as 2026-01-31T09:00:00+00:00, got {str(given)[:40]!r}"
+        ) from None
+    return given
+
+
+Moment = Annotated[str, BeforeValidator(_moment)]
+"ISO 8601"
 
 
 def _plain_kinds(annotation: Any) -> set[Any]:

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field, model_validator
 
 from core.settings.cluster import ClusterConfig
-from core.settings.section import MAX_THREADS, Name, Section, UserPath, folder_name
+from core.settings.section import MAX_THREADS, Moment, Name, Section, UserPath, folder_name
 from core.settings.trainer import Beta, LoraConfig
 
 USUAL_TOKENS = 1024
@@ -21,6 +21,9 @@ class SupervisedRunConfig(Section):
     "run folders are called NAME-DATE-TIME; --out names the folder itself"
     seed: int = Field(default=0, ge=0, lt=2**63)
     "of the order of rows, the held-out split, adapters and a new head"
+    template_time: Moment | None = None
+    "what chat templates are told when they ask the time (strftime_now), ISO 8601; null: when the run begins, which "
+    "its config.yaml keeps"
     output_dir: UserPath = "runs"
     cache_dir: UserPath = "~/.cache/rlhfspec"
     "where models that are known by name are kept"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -10,6 +11,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from core.errors import DataError
 from core.outside import cut
+from learning.data.template_time import told_time
 from learning.data.whole_turns import Tools, Turn
 
 REASONING = ("reasoning_content", "reasoning", "thinking")
@@ -24,6 +26,7 @@ def render_chat(
     tools: Tools = (),
     template: str | None = None,
     variables: Mapping[str, Any] | None = None,
+    at: datetime | None = None,
 ) -> str:
     """A conversation as the template writes it.
 
@@ -34,6 +37,7 @@ def render_chat(
         tools: that the assistant may call; none: the template is told of no tools.
         template: Jinja text; None: the tokenizer's own.
         variables: further ones of the template.
+        at: the time that it is told; None: the tokenizer's own (`learning.data.template_time`).
 
     Returns:
         The text; special tokens are the template's own, so it is tokenised without more.
@@ -41,16 +45,17 @@ def render_chat(
     Raises:
         Exception: templates are programs, and raise what they like.
     """
-    return str(
-        tokenizer.apply_chat_template(
-            [dict(turn) for turn in turns],
-            tools=[dict(tool) for tool in tools] or None,
-            chat_template=template,
-            add_generation_prompt=ask,
-            tokenize=False,
-            **(variables or {}),
+    with told_time(tokenizer, template or own_template(tokenizer, tools=tools), at):
+        return str(
+            tokenizer.apply_chat_template(
+                [dict(turn) for turn in turns],
+                tools=[dict(tool) for tool in tools] or None,
+                chat_template=template,
+                add_generation_prompt=ask,
+                tokenize=False,
+                **(variables or {}),
+            )
         )
-    )
 
 
 def render_marked(
@@ -59,13 +64,15 @@ def render_marked(
     """A whole conversation, and the characters from and to which it is marked as generated; raises as above."""
     # apply_chat_template itself loses a turn whose mark stands before a blank
     render: Any = render_jinja_template
-    (whole,), (spans,) = render(
-        conversations=[[dict(turn) for turn in turns]],
-        tools=[dict(tool) for tool in tools] or None,
-        chat_template=own_template(tokenizer, tools=tools),
-        return_assistant_tokens_mask=True,
-        **tokenizer.special_tokens_map,
-    )
+    template = own_template(tokenizer, tools=tools)
+    with told_time(tokenizer, template):
+        (whole,), (spans,) = render(
+            conversations=[[dict(turn) for turn in turns]],
+            tools=[dict(tool) for tool in tools] or None,
+            chat_template=template,
+            return_assistant_tokens_mask=True,
+            **tokenizer.special_tokens_map,
+        )
     return whole, [(int(first), int(end)) for first, end in spans]
 
 

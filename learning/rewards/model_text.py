@@ -29,6 +29,7 @@ class ModelText:
                 request.last_turn,
                 max_tokens=self.max_tokens,
                 tools=request.prompt.tools,
+                at=request.template_time,
             )
         except Exception as error:  # templates are programs: they raise what they like
             raise ValueError(

@@ -6,6 +6,7 @@ Source: Ouyang et al. 2022, section 3.5 (a reward model reads prompt and respons
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 
 from transformers import PreTrainedTokenizerBase
 
@@ -22,6 +23,7 @@ def render(
     *,
     max_tokens: int | None,
     tools: Tools = (),
+    at: datetime | None = None,
 ) -> list[int]:
     """Token ids that are scored.
 
@@ -32,6 +34,7 @@ def render(
         response: decoded, without special tokens; or the assistant's message whole.
         max_tokens: the prompt loses its beginning above so many; the response is never cut. None: no limit.
         tools: that the chat template is told of.
+        at: the time that the template is told; None: the tokenizer's own (`keep_time`).
 
     Returns:
         Ids with the special tokens that template or tokenizer add.
@@ -46,7 +49,7 @@ def render(
         asked = [turn if isinstance(turn, Mapping) else as_dicts([turn])[0] for turn in turns]
         before, whole = (
             # the template writes the special tokens itself
-            encode(render_chat(tokenizer, talk, ask=ask, tools=tools, template=template), special=False)
+            encode(render_chat(tokenizer, talk, ask=ask, tools=tools, template=template, at=at), special=False)
             for talk, ask in ((asked, True), ([*asked, said], False))
         )
     else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from datetime import datetime
 
 from core.config import RewardConfig
 from core.errors import ConfigError
@@ -20,15 +21,19 @@ def build_reward(
     device: str = "cpu",
     served: ServedSource | None = None,
     fields: Sequence[str] | None = (),
+    template_time: str | None = None,
 ) -> RewardStage:
     """Build the reward that the config describes; models work on `device`, as torch names it.
 
     `fields` are the columns (data.reward_fields) that a function may ask for by name; None: whatever it asks for.
+    `template_time` (run.template_time) is what chat templates of reward models are told; None: the clock's.
 
     Raises ConfigError for an unknown kind or a function that cannot be imported, ModelError for a
     reward model that cannot be loaded.
     """
-    return RewardStage(config, [_source(scorer, config, device, served, fields) for scorer in config.scorers])
+    sources = [_source(scorer, config, device, served, fields) for scorer in config.scorers]
+    time = None if template_time is None else datetime.fromisoformat(template_time)
+    return RewardStage(config, sources, template_time=time)
 
 
 def _source(

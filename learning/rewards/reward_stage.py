@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from datetime import datetime
 
 from core.config import RewardConfig
 from core.errors import ConfigError, RewardError
@@ -20,9 +21,16 @@ class RewardStage:
     its weight, and what the part itself reports under NAME/PART.
     """
 
-    def __init__(self, config: RewardConfig, sources: Sequence[RewardSource]) -> None:
-        """`sources` belong to `config.scorers`, in their order."""
+    def __init__(
+        self,
+        config: RewardConfig,
+        sources: Sequence[RewardSource],
+        *,
+        template_time: datetime | None = None,
+    ) -> None:
+        """`sources` belong to `config.scorers`, in their order; `template_time` is told to their chat templates."""
         self._config = config
+        self._time = template_time
         self._parts = list(zip(config.scorers, sources, strict=True))
 
     @property
@@ -38,7 +46,7 @@ class RewardStage:
         facts: Sequence[ResponseFacts] | None = None,
     ) -> list[Reward]:
         """Score one response a prompt, in order. Raises RewardError naming the first sample that cannot be scored."""
-        outcomes = self._outcomes(score_requests(prompts, responses, facts), fail=True)
+        outcomes = self._outcomes(score_requests(prompts, responses, facts, self._time), fail=True)
         return [outcome for outcome in outcomes if isinstance(outcome, Reward)]
 
     def score_each(
@@ -48,7 +56,7 @@ class RewardStage:
         facts: Sequence[ResponseFacts] | None = None,
     ) -> list[Reward | Unscored]:
         """As `score`; with `reward.on_error: skip` a sample that cannot be scored has its reason instead."""
-        return self.outcomes(score_requests(prompts, responses, facts))
+        return self.outcomes(score_requests(prompts, responses, facts, self._time))
 
     def outcomes(self, requests: Sequence[ScoreRequest]) -> list[Reward | Unscored]:
         """As `score_each`."""

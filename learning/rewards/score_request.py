@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any, Protocol, runtime_checkable
 
 from core.errors import RewardError
@@ -20,6 +21,8 @@ class ScoreRequest:
     facts: ResponseFacts | None = None
     place: int = 0
     "in the batch"
+    template_time: datetime | None = None
+    "what a reward model's chat template is told; None: the clock's"
 
     @property
     def messages(self) -> tuple[tuple[str, str], ...]:
@@ -50,11 +53,20 @@ class ScoreRequest:
 
 
 def score_requests(
-    prompts: Sequence[Prompt], responses: Sequence[str], facts: Sequence[ResponseFacts] | None = None
+    prompts: Sequence[Prompt],
+    responses: Sequence[str],
+    facts: Sequence[ResponseFacts] | None = None,
+    template_time: datetime | None = None,
 ) -> list[ScoreRequest]:
     """One request a response."""
     return [
-        ScoreRequest(prompt=prompt, response=text, place=place, facts=facts[place] if facts else None)
+        ScoreRequest(
+            prompt=prompt,
+            response=text,
+            place=place,
+            facts=facts[place] if facts else None,
+            template_time=template_time,
+        )
         for place, (prompt, text) in enumerate(zip(prompts, responses, strict=True))
     ]
 

@@ -1,0 +1,21 @@
+"""Another day for whatever reads the wall clock for a run's prompts."""
+
+from datetime import datetime, timedelta
+from typing import Any
+
+import pytest
+
+from cluster.run_folder import template_time
+from learning.data import template_time as told
+
+
+def move_clock(monkeypatch: pytest.MonkeyPatch, **by: Any) -> None:
+    """Move it on by a `timedelta` of these arguments, for this test."""
+
+    class Moved(datetime):
+        @classmethod
+        def now(cls, tz: Any = None) -> datetime:  # type: ignore[override]
+            return datetime.now(tz) + timedelta(**by)
+
+    for module in (told, template_time):
+        monkeypatch.setattr(module, "datetime", Moved)
