@@ -15,8 +15,8 @@ from cluster.preflight.evaluation_prompts import EvaluationPrompts, split_evalua
 from core.config import Config
 from core.errors import ConfigError
 from engine.weights.loading import load_tokenizer, num_token_ids
-from learning.data.template_time import keep_time
 from learning.data.prompts import PromptDataset, load_prompts
+from learning.data.template_time import keep_time
 from profiles.profile import Profile
 
 
