@@ -93,7 +93,7 @@ def _run(
     report.stage("loading torch and transformers")
     from cluster.evaluate_models import evaluate_model, evaluation_config, write_results
     from cluster.preflight.named_models import resolve_models
-    from cluster.run_folder.template_time import with_time
+    from cluster.run_folder.run_time import with_time
 
     now = datetime.now()
     configs = [

@@ -141,7 +141,7 @@ def _run(
 ) -> int:
     from cluster.preflight.named_models import resolve_models
     from cluster.run_folder.layout import RunDir
-    from cluster.run_folder.template_time import with_time
+    from cluster.run_folder.run_time import with_time
 
     report.stage("loading torch and transformers")
     config = with_time(resolve_models(config, report))

@@ -13,7 +13,7 @@ from cluster.proof.kept_weights import KeptWeights
 from cluster.proof.proof_record import Proof
 from cluster.proof.recorded_samples import Place, places_in, rollout_files
 from cluster.run_folder.layout import RunDir
-from cluster.run_folder.template_time import of_folder
+from cluster.run_folder.run_time import of_folder
 from core.config import Config
 from core.config_io import load_config
 from core.errors import ConfigError, DataError

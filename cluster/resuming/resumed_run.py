@@ -15,7 +15,7 @@ from cluster.resuming.rewind import rewind
 from cluster.resuming.run_state import RunState, last_state
 from cluster.run_folder.layout import RunDir, of_run
 from cluster.run_folder.run_status import STALE_AFTER_S, describe_status, may_be_running, was_heard_of
-from cluster.run_folder.template_time import folder_time, of_folder, with_time
+from cluster.run_folder.run_time import folder_time, of_folder, with_time
 from core.checkpoint_manifest import state_folders
 from core.config import Config
 from core.config_io import dump_config, load_config

@@ -20,7 +20,7 @@ from cluster.resuming.kept_record import note_gaps, whole_lines
 from cluster.resuming.own_config import require_own_config
 from cluster.resuming.resumed_run import require_cut_off, take_over
 from cluster.run_folder.layout import RunDir, choose_run_path
-from cluster.run_folder.template_time import of_folder, with_time
+from cluster.run_folder.run_time import of_folder, with_time
 from cluster.supervised.job_inputs import prepare
 from cluster.supervised.job_runner import run
 from core.checkpoint_manifest import state_folders, state_number

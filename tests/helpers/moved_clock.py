@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from cluster.run_folder import template_time
-from learning.data import template_time as told
+from cluster.run_folder import run_time
+from learning.data import template_time
 
 
 def move_clock(monkeypatch: pytest.MonkeyPatch, **by: Any) -> None:
@@ -17,5 +17,5 @@ def move_clock(monkeypatch: pytest.MonkeyPatch, **by: Any) -> None:
         def now(cls, tz: Any = None) -> datetime:  # type: ignore[override]
             return datetime.now(tz) + timedelta(**by)
 
-    for module in (told, template_time):
+    for module in (template_time, run_time):
         monkeypatch.setattr(module, "datetime", Moved)
