@@ -49,7 +49,9 @@ def render(
         asked = [turn if isinstance(turn, Mapping) else as_dicts([turn])[0] for turn in turns]
         before, whole = (
             # the template writes the special tokens itself
-            encode(render_chat(tokenizer, talk, ask=ask, tools=tools, template=template, at=at), special=False)
+            encode(
+                render_chat(tokenizer, talk, ask=ask, tools=tools, template=template, at=at), special=False
+            )
             for talk, ask in ((asked, True), ([*asked, said], False))
         )
     else:
