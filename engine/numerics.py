@@ -13,7 +13,7 @@ import torch
 
 from core.config import EngineConfig
 from core.errors import ConfigError
-from engine.attention.backends import ATTENTION, Attention
+from engine.attention.backends import ATTENTION, Attention, plan_attention_once
 from engine.attention.xformers import require_xformers, xformers_attention
 from engine.decoding.noise import can_run_triton
 from engine.model.compute_backend import ComputeBackend, PoolAttention
@@ -116,8 +116,7 @@ def attention_for(
     if engine.attention == "ordered" or (engine.attention == "auto" and ordered):
         return backend.attention
     if backend.device.type == "cuda":
-        # cuDNN plans anew for each shape, and every decode step has another
-        torch.backends.cuda.enable_cudnn_sdp(False)
+        plan_attention_once()
     if engine.attention == "auto":
         return ATTENTION["sdpa"]
     if numerics == "invariant" and engine.attention in ("sdpa", "xformers"):

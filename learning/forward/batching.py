@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -27,6 +28,11 @@ class PackedSequences:
     def targets(self) -> Int[Tensor, " M"]:
         """The tokens to be predicted."""
         return self.ids[self.before_targets + 1]
+
+    @property
+    def starts(self) -> Int[Tensor, " starts"]:
+        """Where each sequence begins, and T behind the last: int32."""
+        return torch.tensor([0, *accumulate(self.lengths)], dtype=torch.int32)
 
 
 def pack_tokens(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:

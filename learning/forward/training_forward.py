@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from core.errors import ModelError
+from engine.attention.backends import plan_attention_once
 from engine.model.support import switch_attention
 from learning.forward.batching import PackedSequences
 from learning.forward.forward_count import note_forward
@@ -56,6 +57,7 @@ def response_logits(
                 input_ids=packed.ids[None].to(model.device),
                 position_ids=packed.position_ids[None].to(model.device),
                 sequence_lengths=packed.lengths,
+                sequence_starts=packed.starts.to(model.device) if model.device.type == "cuda" else None,
                 use_cache=False,
             ).logits
     finally:
@@ -67,6 +69,7 @@ def response_logits(
 def prepare_for_training(model: PreTrainedModel, *, gradient_checkpointing: bool) -> None:
     """Attend to packed sequences, switch gradients on and dropout off: the ratio at the first minibatch must be 1."""
     switch_attention(model, ATTENTION_NAME)
+    plan_attention_once()
     model.requires_grad_(True)
     model.eval()
     _switch_dropout_off(model)
