@@ -18,6 +18,7 @@ from core.config import (
 )
 from core.decode_records import GenerationStats, InstanceLoad
 from core.records import Completion, SampleKey
+from core.weight_records import DigestKind
 from policies.migration.move_messages import MoveReport
 from policies.reallocation.pool_records import ReallocationPolicy
 from policies.scaling.scaling_policy import ScalingPolicy
@@ -115,6 +116,8 @@ class TrainerSpec:
     "of the whole run, for trainer.schedule"
     max_new_tokens: int | None = None
     "in one response, for algorithm.loss_aggregation"
+    checksums: DigestKind = "xxh3"
+    "of what it publishes"
     name: str = "trainer"
     rank: int = 0
     num_trainers: int = 1

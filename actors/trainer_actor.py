@@ -24,7 +24,7 @@ from actors.ray_utils.remote import remote
 from actors.transport.broadcast import BroadcastForm, BroadcastGroup, BroadcastHost, BroadcastTicket
 from core.errors import ConfigError, RlhfSpecError, WeightsError
 from core.records import Rollout, UpdateReport
-from core.weight_records import WeightManifest
+from core.weight_records import DigestKind, WeightManifest
 from engine.weights.causal_lm import DTYPES
 from engine.weights.chunks import load_into, weight_views
 from engine.weights.loading import build_causal_lm, freeze
@@ -124,7 +124,7 @@ class TrainerActor:
             # loading has a longer limit than what follows
             limit_s = self._meeting.timeout_s
             meet(self._store, rank=self._spec.rank, size=self._spec.num_trainers, timeout_s=limit_s)
-        return self._loaded(manifest, self.checksum())
+        return self._loaded(manifest, self.checksum(like=manifest.checksum))
 
     def load_draft(self, manifest: WeightManifest, *chunks: np.ndarray) -> LoadedWeights:
         """Build what the published draft model follows the target by, and read its checksum back."""
@@ -153,7 +153,8 @@ class TrainerActor:
                 weight_version=manifest.weight_version,
                 compute_dtype=self._compute_dtype,
             )
-        return self._loaded(manifest, self._forms["draft"].checksum(self._refitter.weights()))
+        weights = self._refitter.weights()
+        return self._loaded(manifest, self._forms["draft"].checksum(weights, like=manifest.checksum))
 
     def update(self, rollouts: Sequence[Rollout], recompute_old: bool = False) -> UpdateReport:
         """Do one update; equal rollouts in any order give bitwise equal parameters on the CPU.
@@ -182,13 +183,22 @@ class TrainerActor:
         """Let the draft model follow the target for at most so long, or say how it has; the target is not touched."""
         return self._refitter.refit(rollouts, budget_s=budget_s, soft_targets=self._soft_targets)
 
-    def packed(self, model: Literal["target", "draft"] = "target") -> Iterator[np.ndarray | WeightManifest]:
+    def packed(
+        self, model: Literal["target", "draft"] = "target", checksums: DigestKind | None = None
+    ) -> Iterator[np.ndarray | WeightManifest]:
         """Pack a model's current weights: every chunk when it is full, in a buffer of its own use, then the manifest.
 
         To be called with `num_returns="streaming"`: each chunk is in the object store before the next is packed.
+        `checksums`: the kind of the whole's; None: as it publishes.
         """
         owner = self._learner if model == "target" else self._refitter
-        packer = self._forms[model].packer(name=model, weight_version=owner.weight_version)
+        packer = self._forms[model].packer(
+            name=model,
+            weight_version=owner.weight_version,
+            # rounded and summed where the weights lie; what comes to the host is what goes out
+            device=self._device if self._device.type == "cuda" else None,
+            kind=checksums or self._spec.checksums,
+        )
         with self._trainers.naming("gather weights"), closing(owner.weights()) as weights:
             yield from packer.chunks(weights)
         yield packer.manifest()
@@ -216,11 +226,20 @@ class TrainerActor:
         """The GPU that the target is trained on, by a name that no other GPU of the cluster has; None: a CPU."""
         return gpu_seat(self._device)
 
-    def open_broadcast(self, members: tuple[str, ...], form: BroadcastForm = "gloo") -> BroadcastTicket:
-        """Listen for instances that shall join a broadcast group; `join_broadcast` waits for them."""
+    def open_broadcast(
+        self, members: tuple[str, ...], form: BroadcastForm = "gloo", room_bytes: int = 0
+    ) -> BroadcastTicket:
+        """Listen for instances that shall join a broadcast group; `join_broadcast` waits for them.
+
+        `room_bytes`: of the largest bucket.
+        """
         self.close_broadcast()
         self._broadcast_host = BroadcastHost(
-            host=ray.util.get_node_ip_address(), members=members, form=form, device=self._device
+            host=ray.util.get_node_ip_address(),
+            members=members,
+            form=form,
+            device=self._device,
+            room_bytes=room_bytes,
         )
         return self._broadcast_host.ticket
 
@@ -241,9 +260,13 @@ class TrainerActor:
                 "the trainer is in no broadcast group; the object store carries the weights instead"
             )
         version = self._learner.weight_version
-        # one on its way, one that is packed, and that before is being handed on still
         packer = self._forms["target"].packer(
-            name="target", weight_version=version, rooms=2, device=self._broadcast.device
+            name="target",
+            weight_version=version,
+            rooms=self._broadcast.rooms,
+            device=self._broadcast.device,
+            kind=self._spec.checksums,
+            chunk_bytes=max(layout.chunk_num_bytes),
         )
         with self._trainers.naming("gather weights"), closing(self._learner.weights()) as weights:
             for index, chunk in enumerate(packer.buckets(weights)):
@@ -261,10 +284,10 @@ class TrainerActor:
             self._broadcast.close()
         self._broadcast = self._broadcast_host = None
 
-    def checksum(self) -> str:
-        """Checksum over the target's parameters as they are published."""
+    def checksum(self, like: str = "") -> str:
+        """Checksum over the target's parameters as they are published, of the kind of `like`."""
         with closing(self._learner.weights()) as weights:
-            return self._forms["target"].checksum(weights)
+            return self._forms["target"].checksum(weights, like=like)
 
     def adapter_files(self) -> dict[str, bytes]:
         """The LoRA adapter as a folder that peft loads: name and content of each file. Needs `trainer.lora`."""

@@ -34,7 +34,7 @@ from cluster.scheduling.reallocation import migration_settings, reallocation_pol
 from cluster.scheduling.scheduler_client import SchedulerClient, scheduler_name
 from cluster.trainer_pool import TrainerPool
 from cluster.weights.first_weights import exit_norm, first_draft, load_and_put
-from cluster.weights.group_publication import Broadcast
+from cluster.weights.group_publication import Broadcast, are_on_gpus
 from cluster.weights.publish import PublishedWeights
 from core.config import Config
 from core.errors import RlhfSpecError
@@ -374,6 +374,7 @@ def _trainer_spec(config: Config, inputs: Inputs, max_total_tokens: int) -> Trai
         gpu_share=config.cluster.trainer.num_gpus,
         num_optimizer_steps=num_optimizer_steps(config),
         max_new_tokens=config.sampling.max_new_tokens,
+        checksums="words" if are_on_gpus(config.cluster) else "xxh3",
         timeout_s=config.cluster.order_timeout_s,
     )
 

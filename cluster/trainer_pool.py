@@ -26,6 +26,7 @@ from cluster.weights.publish import Fetching, PublishedWeights, confirm
 from core.config import ClusterConfig
 from core.errors import InstanceLost, WaitTimeout
 from core.records import Rollout, UpdateReport
+from core.weight_records import DigestKind
 from learning.draft_refit import RefitReport
 
 _ANSWERS_WITHIN_S = 20.0
@@ -162,8 +163,10 @@ class TrainerPool:
         refs = {self.first_name: self.first.refit.remote(rollouts, budget_s)}
         return self._all(refs, "refit the draft model", meanwhile=self.meanwhile)[self.first_name]
 
-    def take(self, model: Literal["target", "draft"] = "target") -> PublishedWeights:
-        """Take a model's current weights into the object store."""
+    def take(
+        self, model: Literal["target", "draft"] = "target", checksums: DigestKind | None = None
+    ) -> PublishedWeights:
+        """Take a model's current weights into the object store; `checksums` as of `Fetching`."""
         heartbeat = self._heartbeat(self._trainers, f"pack the {model} weights")
 
         def meanwhile() -> None:
@@ -171,12 +174,16 @@ class TrainerPool:
             if self.meanwhile is not None:
                 self.meanwhile()
 
-        return self.begin_take(model).wait(meanwhile)
+        return self.begin_take(model, checksums).wait(meanwhile)
 
-    def begin_take(self, model: Literal["target", "draft"] = "target") -> Fetching:
+    def begin_take(
+        self, model: Literal["target", "draft"] = "target", checksums: DigestKind | None = None
+    ) -> Fetching:
         """Order what `take` takes, after whatever the trainers were asked for before, and return at once."""
         helpers = self.follow() if model == "target" else {}
-        return Fetching(self.first, timeout_s=self._timeout_s, model=model, helpers=helpers)
+        return Fetching(
+            self.first, timeout_s=self._timeout_s, model=model, helpers=helpers, checksums=checksums
+        )
 
     def follow(self) -> dict[str, Any]:
         """Let the other trainers take part while the first walks through its weights; their answers, to be awaited."""

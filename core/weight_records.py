@@ -2,7 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
+
+ALIGNMENT_BYTES = 16
+"Every tensor is padded to a multiple of it."
+DigestKind = Literal["xxh3", "words"]
+"How checksums are computed: see `engine.weights.digests`."
+WORDS = "words:"
+"What checksums of the second kind begin with."
+
+
+def kind_of(checksum: str) -> DigestKind:
+    """How a checksum was computed; the empty one and its kind's beginning name a kind, too."""
+    return "words" if checksum.startswith(WORDS) else "xxh3"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +38,7 @@ class WeightManifest:
     "'target' or 'draft'"
     weight_version: int
     checksum: str
-    "hex digest over all bytes in order"
+    "over all tensors in order; it names its kind (`engine.weights.digests`)"
     num_bytes: int
     chunk_num_bytes: tuple[int, ...]
     chunk_checksums: tuple[str, ...]
@@ -33,3 +46,24 @@ class WeightManifest:
     hf_config_json: str
     "the model's Hugging Face config: an instance builds the module from it"
     schema_version: int = 1
+
+    def in_chunks_of(self, num_bytes: int) -> WeightManifest:
+        """The same stream in chunks of whole tensors that are closed before they would grow larger, without digests."""
+        sizes, used = [], 0
+        for spec in self.tensors:
+            padded = spec.num_bytes + -spec.num_bytes % ALIGNMENT_BYTES
+            if used and used + padded > num_bytes:
+                sizes.append(used)
+                used = 0
+            used += padded
+        sizes += [used] if used else []
+        return replace(self, chunk_num_bytes=tuple(sizes), chunk_checksums=())
+
+    def describes_what(self, other: WeightManifest) -> bool:
+        """Whether it has the weights of another manifest, in whatever chunks."""
+        return (self.model, self.weight_version, self.checksum, self.tensors) == (
+            other.model,
+            other.weight_version,
+            other.checksum,
+            other.tensors,
+        )

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from core.weight_records import WeightManifest
-from engine.weights.chunks import WeightPacker, checksum_of
+from core.weight_records import DigestKind, WeightManifest
+from engine.weights.chunks import CHUNK_BYTES, WeightPacker, checksum_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +29,10 @@ class PublishedForm:
         *,
         name: Literal["target", "draft"],
         weight_version: int,
-        rooms: int = 1,
+        rooms: int | Sequence[Tensor] = 1,
         device: torch.device | None = None,
+        kind: DigestKind = "xxh3",
+        chunk_bytes: int = CHUNK_BYTES,
     ) -> WeightPacker:
         """What packs a version chunk by chunk, each written over the one that is `rooms` before; see `WeightPacker`."""
         return WeightPacker(
@@ -40,9 +42,11 @@ class PublishedForm:
             dtypes=self.dtypes,
             rooms=rooms,
             device=device,
+            kind=kind,
+            chunk_bytes=chunk_bytes,
         )
 
-    def checksum(self, weights: Iterable[tuple[str, Tensor]]) -> str:
-        """The checksum that the published weights have; one tensor at a time is rounded."""
+    def checksum(self, weights: Iterable[tuple[str, Tensor]], *, like: str = "") -> str:
+        """The checksum that the published weights have, of the kind of `like`; one tensor at a time is rounded."""
         dtypes = self.dtypes
-        return checksum_of(tensor.detach().to(dtypes[name]) for name, tensor in weights)
+        return checksum_of((tensor.detach().to(dtypes[name]) for name, tensor in weights), like=like)

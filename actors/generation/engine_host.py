@@ -27,7 +27,7 @@ from actors.generation.spot_trainer import SpotTrainer
 from actors.ray_utils.assigned_device import assigned_gpus, require_gpu_room, resolve_device
 from core.config import EngineConfig
 from core.errors import ModelError, RlhfSpecError, WeightsError
-from core.weight_records import TensorSpec, WeightManifest
+from core.weight_records import TensorSpec, WeightManifest, kind_of
 from engine.build import build_engine
 from engine.calibration.engine_provenance import device_name, here, what_drafts
 from engine.drafters.exit_norm import ExitNorm
@@ -43,14 +43,15 @@ from engine.model.kept_verdicts import KeptVerdicts, facts_of_start
 from engine.weights.bare_llama import MODEL_TYPES, BareLlama, bare_llama, same_model
 from engine.weights.causal_lm import DTYPES, CausalLM
 from engine.weights.chunks import (
+    checksum_of,
     chunk_of,
     chunk_starts,
-    digest,
     load_into,
     model_checksum,
     view_of,
     weight_views,
 )
+from engine.weights.digests import digest
 from engine.weights.host_mirror import HostMirror
 
 
@@ -108,7 +109,7 @@ class ManifestHost:
             instance=self._spec.instance,
             model=manifest.model,
             weight_version=manifest.weight_version,
-            checksum=model_checksum(self._models[manifest.model]),
+            checksum=model_checksum(self._models[manifest.model], like=manifest.checksum),
         )
 
     def _load_head(self, manifest: WeightManifest, tensors: dict[str, Tensor]) -> LoadedWeights:
@@ -164,7 +165,7 @@ class ManifestHost:
             instance=self._spec.instance,
             model=layout.model,
             weight_version=layout.weight_version,
-            checksum=model_checksum(self._models[layout.model]),
+            checksum=model_checksum(self._models[layout.model], like=layout.checksum),
         )
 
     @contextmanager
@@ -212,13 +213,17 @@ class ManifestHost:
             flat = room[:size]
             what = f"chunk {index} of {count} of {layout.model} version {layout.weight_version}"
             told = group.receive(flat, what)
-            chunk = flat.numpy() if mirror is None else mirror.of(flat)
-            if (got := digest(chunk)) != told:
+            views = {spec.name: view_of(spec, flat, starts[index]) for spec in specs[index]}
+            if mirror is not None and kind_of(told) == "words":
+                got = checksum_of(views.values(), like=told)
+            else:
+                got = digest(flat.numpy() if mirror is None else mirror.of(flat))
+            if got != told:
                 raise WeightsError(
                     f"{self._spec.instance}: {what} has checksum {got}, expected {told}; re-send"
                 )
             self._is_torn = True
-            yield {spec.name: view_of(spec, flat, starts[index]) for spec in specs[index]}
+            yield views
 
     def remember(self, responses: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
         """Let a drafter that looks tokens up know these responses: token ids of prompt and response."""

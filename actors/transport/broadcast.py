@@ -2,12 +2,14 @@
 
 Each bucket goes out as a header (its size and its XXH3 digest) and its bytes, while the next is packed. The group is
 private: outside torch.distributed's global state, and given up at the first failure. Gloo carries buckets of the host;
-NCCL, where that is asked for and every member has a GPU of its own, carries them from device to device.
+NCCL, where that is asked for and every member has a GPU of its own, carries them from device to device. Members that
+share one GPU read the trainer's buckets where they lie, and Gloo carries the headers and who has read.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal
@@ -16,6 +18,7 @@ import torch
 import torch.distributed
 from torch import Tensor
 
+from actors.transport import device_window
 from actors.transport.channel import new_channel_id, reason_of
 from actors.transport.device_group import finish, open_nccl
 from actors.transport.rendezvous import accept, close_listener, open_listener, reach
@@ -23,11 +26,14 @@ from actors.transport.star_store import StarStore
 from core.errors import PlacementError, WaitTimeout, WeightsError
 
 _ProcessGroupGloo: Any = torch.distributed.ProcessGroupGloo
-_HEADER_BYTES = 48
-"Size as 16 decimal digits, then the digest's 32 hex digits."
+_HEADER_BYTES = 64
+"Size as 16 decimal digits, the window's room as 2, then the digest with its kind, and spaces."
 _ADVICE = "the object store carries the weights instead"
-BroadcastForm = Literal["gloo", "nccl", "gloo_on_device"]
-"The last is NCCL's way of going about it with Gloo in its place, for tests without a GPU."
+BroadcastForm = Literal["gloo", "nccl", "shared", "gloo_on_device"]
+"""`shared` is of members on one GPU; the last is NCCL's way of going about it with Gloo in its place, for tests without
+a GPU."""
+NUM_ROOMS = 2
+"Of a window: one is read while the next is packed."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +46,8 @@ class BroadcastTicket:
     size: int
     "members, the trainer included"
     form: BroadcastForm = "gloo"
+    window: bytes = b""
+    "the way to the trainer's buckets, for members on its GPU"
 
     @property
     def on_devices(self) -> bool:
@@ -51,7 +59,14 @@ class BroadcastGroup:
     """One end of a group."""
 
     def __init__(
-        self, group: Any, *, me: str, others: str, timeout_s: float, device: torch.device | None = None
+        self,
+        group: Any,
+        *,
+        me: str,
+        others: str,
+        timeout_s: float,
+        device: torch.device | None = None,
+        window: Tensor | None = None,
     ) -> None:
         """Wrap a group that stands.
 
@@ -61,17 +76,35 @@ class BroadcastGroup:
             others: names of the others, for errors.
             timeout_s: of every wait.
             device: where buckets lie, of a group on devices; None: on the host.
+            window: the trainer's buckets, uint8 [NUM_ROOMS, n], where all members can read them.
         """
         self._group, self._me, self._others, self._timeout_s = group, me, others, timeout_s
-        self.device = device
+        self.device, self._window = device, window
+        self._is_hosts = device is None or window is not None
+        "the group itself carries what lies on the host"
         self._under_way: list[tuple[Any, Any, str]] = []
 
+    @property
+    def rooms(self) -> Sequence[Tensor] | int:
+        """Where buckets are to be packed, in turn: buffers, uint8 [n] each, or so many of the packer's own."""
+        return NUM_ROOMS if self._window is None else tuple(self._window)
+
     def send(self, bucket: Tensor, digest: str, what: str) -> None:
-        """Begin to send a bucket, uint8 [n], when the one before has been taken; it must stay as it is until then."""
+        """Begin to send a bucket, uint8 [n], when the one before has been taken; it must stay as it is until then.
+
+        Raises WaitTimeout.
+        """
         self.settle()
-        header = torch.frombuffer(bytearray(f"{len(bucket):016d}{digest}".encode()), dtype=torch.uint8)
-        for part in (header.to(self._place), bucket):
-            self._under_way.append((self._broadcast(part, what), part, what))
+        room = 0
+        if self._window is not None:
+            room = (bucket.data_ptr() - self._window.data_ptr()) // self._window.shape[1]
+        text = f"{len(bucket):016d}{room:02d}{digest}".ljust(_HEADER_BYTES)
+        header = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(self._place)
+        self._under_way.append((self._broadcast(header, what), header, what))
+        if self._window is None:
+            self._under_way.append((self._broadcast(bucket, what), bucket, what))
+        else:
+            self._under_way.append((self._all_have_read(what), bucket, what))
 
     def settle(self) -> None:
         """Wait until everything sent has been taken. Raises WaitTimeout."""
@@ -85,14 +118,22 @@ class BroadcastGroup:
         header = torch.zeros(_HEADER_BYTES, dtype=torch.uint8, device=self._place)
         self._wait(self._broadcast(header, what), what)
         text = bytes(header.tolist()).decode("ascii", "replace")
-        if not text[:16].isdigit() or int(text[:16]) != len(into):
-            raise WeightsError(f"{self._me}: expected {what} of {len(into)} bytes, got '{text}'; {_ADVICE}")
-        self._wait(self._broadcast(into, what), what)
-        return text[16:]
+        if not text[:18].isdigit() or int(text[:16]) != len(into):
+            raise WeightsError(
+                f"{self._me}: expected {what} of {len(into)} bytes, got '{text.rstrip()}'; {_ADVICE}"
+            )
+        if self._window is None:
+            self._wait(self._broadcast(into, what), what)
+        else:
+            into.copy_(self._window[int(text[16:18]), : len(into)])
+            if into.device.type == "cuda":
+                torch.cuda.current_stream(into.device).synchronize()
+            self._wait(self._all_have_read(what), what)
+        return text[18:].rstrip()
 
     def close(self) -> None:
         """Leave the group; whoever waits in it is told."""
-        group, self._group = self._group, None
+        group, self._group, self._window = self._group, None, None
         if group is not None and self._place.type == "cuda":
             # not `shutdown`: that waits for transfers under way, and a member may be gone
             group.abort()
@@ -100,23 +141,33 @@ class BroadcastGroup:
 
     @property
     def _place(self) -> torch.device:
-        return self.device or torch.device("cpu")
+        """Where what the group carries itself lies."""
+        return torch.device("cpu") if self._is_hosts else self.device or torch.device("cpu")
+
+    def _all_have_read(self, what: str) -> Any:
+        """Begin to wait until every member has said that it has read the bucket."""
+        options: Any = torch.distributed.AllreduceOptions()  # type: ignore[attr-defined]
+        options.timeout = timedelta(seconds=self._timeout_s)
+        return self._begin("allreduce", torch.zeros(1), options, what)
 
     def _broadcast(self, tensor: Tensor, what: str) -> Any:
         options: Any = torch.distributed.BroadcastOptions()  # type: ignore[attr-defined]
         options.rootRank, options.rootTensor = 0, 0
         options.timeout = timedelta(seconds=self._timeout_s)
+        return self._begin("broadcast", tensor, options, what)
+
+    def _begin(self, how: Literal["broadcast", "allreduce"], tensor: Tensor, options: Any, what: str) -> Any:
         if self._group is None:
             raise WeightsError(f"{self._me} has left the broadcast group before {what}; {_ADVICE}")
         try:
-            return self._group.broadcast([tensor], options)
+            return getattr(self._group, how)([tensor], options)
         except RuntimeError as error:
             raise self._failed(what, error, 0.0) from error
 
     def _wait(self, work: Any, what: str) -> None:
         began_s = time.monotonic()
         try:
-            if self.device is None:
+            if self._is_hosts:
                 work.wait(timedelta(seconds=self._timeout_s))
             else:
                 finish(work, self._timeout_s)
@@ -144,11 +195,16 @@ class BroadcastHost:
         members: tuple[str, ...],
         form: BroadcastForm = "gloo",
         device: torch.device | None = None,
+        room_bytes: int = 0,
     ) -> None:
         """Listen at an address of this node for instances of these names. Raises OSError.
 
-        `device` is where the trainer's buckets lie, in a group on devices.
+        `device` is where the trainer's buckets lie, in a group on devices; `room_bytes` the largest one's size, in one
+        whose members read them there.
         """
+        self._window = None
+        if form == "shared":
+            self._window = torch.empty(NUM_ROOMS, room_bytes, dtype=torch.uint8, device=device)
         self._listener = open_listener(host)
         self._members, self._device = members, device
         self.ticket = BroadcastTicket(
@@ -157,6 +213,7 @@ class BroadcastHost:
             group=new_channel_id(),
             size=1 + len(members),
             form=form,
+            window=b"" if self._window is None else device_window.offer(self._window),
         )
 
     def join(self, timeout_s: float) -> BroadcastGroup:
@@ -180,7 +237,12 @@ class BroadcastHost:
         finally:
             close_listener(self._listener)
         return BroadcastGroup(
-            group, me="trainer", others=others, timeout_s=timeout_s, device=_placed(self.ticket, self._device)
+            group,
+            me="trainer",
+            others=others,
+            timeout_s=timeout_s,
+            device=_placed(self.ticket, self._device),
+            window=self._window,
         )
 
 
@@ -201,6 +263,7 @@ def join_broadcast(
         link = reach(ticket.host, ticket.port, ticket.group, timeout_s)
         store = StarStore([link], is_hub=False, timeout_s=timeout_s)
         group = _group(store, rank, ticket, timeout_s, host=host, device=device)
+        window = device_window.reach(ticket.window, _placed(ticket, device)) if ticket.window else None
     except (OSError, RuntimeError, PlacementError) as error:
         raise WaitTimeout(
             waiter=me,
@@ -209,7 +272,8 @@ def join_broadcast(
             waited_s=timeout_s,
             advice=_ADVICE,
         ) from error
-    return BroadcastGroup(group, me=me, others="trainer", timeout_s=timeout_s, device=_placed(ticket, device))
+    place = _placed(ticket, device)
+    return BroadcastGroup(group, me=me, others="trainer", timeout_s=timeout_s, device=place, window=window)
 
 
 def _placed(ticket: BroadcastTicket, device: torch.device | None) -> torch.device | None:
@@ -232,7 +296,7 @@ def _group(
             )
         else:
             group = _gloo(store, rank, ticket.size, host or ticket.host, timeout_s)
-        if (place := _placed(ticket, device)) is not None:
+        if ticket.form != "shared" and (place := _placed(ticket, device)) is not None:
             _meet(group, place, timeout_s)
         store.finish()
         return group

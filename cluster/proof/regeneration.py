@@ -22,6 +22,7 @@ from core.config import Config
 from core.errors import DataError, ModelError, NotFiniteError, WeightsError
 from core.records import Completion, FinishReason, History, SampleKey, SampleRequest, SamplingParams
 from core.sample_state import SampleState
+from core.weight_records import kind_of
 from engine.build import build_engine
 from engine.drafters.head.head_weights import HeadWeights
 from engine.drafters.record_drafter import RecordDrafter
@@ -185,7 +186,9 @@ class Regenerator:
         stored = stored_weights(kept.name, hf_config, models.dtype)
         if stored is None:
             model = load_causal_lm(kept.name, models.dtype, trust_remote_code=models.trust_remote_code)
-            manifest, chunks = pack_weights(model, name="target", weight_version=version)
+            manifest, chunks = pack_weights(
+                model, name="target", weight_version=version, kind=kind_of(kept.checksum or "")
+            )
         else:
             dtype = self.engine.runner.model.dtype
             manifest, chunks = pack_tensors(
@@ -193,6 +196,7 @@ class Regenerator:
                 hf_config_json=stored.hf_config_json,
                 name="target",
                 weight_version=version,
+                kind=kind_of(kept.checksum or ""),
             )
         if kept.checksum not in (None, manifest.checksum):
             raise OtherWeights(kept.name, version, expected=str(kept.checksum), got=manifest.checksum)

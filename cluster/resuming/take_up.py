@@ -9,6 +9,7 @@ from cluster.system import System
 from cluster.weights.first_weights import put_head
 from cluster.weights.publish import PublishedWeights
 from core.errors import ConfigError, StorageError
+from core.weight_records import kind_of
 from engine.drafters.head.head_weights import load_head
 from engine.drafters.head.published_head import is_head
 
@@ -30,13 +31,13 @@ def take_up(system: System, state: RunState, pipeline: Pipeline | None = None) -
     system.cursor.restore(state.cursor)
     if pipeline is not None:
         pipeline.restore(read_in_flight(state.in_flight_folder, system.cursor.dataset, system.sampling))
-    system.target = system.trainers.take()
+    system.target = system.trainers.take(checksums=kind_of(state.parameter_checksum))
     _require(system.target, state, state.weight_version, state.parameter_checksum)
     system.generation.publish(system.target)
     # what drafts may be another than in the state: then it begins as the config names it
     has_head = state.head_folder.is_dir()
     if system.draft is not None and system.config.refits_draft and state.draft_version and not has_head:
-        system.draft = system.trainers.take("draft")
+        system.draft = system.trainers.take("draft", checksums=kind_of(state.draft_checksum or ""))
         _require(system.draft, state, state.draft_version, state.draft_checksum)
         system.generation.publish(system.draft)
     if system.draft is not None and is_head(system.draft.manifest) and state.draft_version and has_head:

@@ -1,8 +1,9 @@
 """The target's later versions by a broadcast group of trainer and instances; the object store where that fails.
 
-The group is made when it is first needed, and made anew when instances were replaced. It is one of Gloo, or of NCCL
-where that is asked for and trainer and instances each have a GPU of their own. A failed broadcast leaves instances
-that decode nothing until the object store has brought them a whole version.
+The group is made when it is first needed, and made anew when instances were replaced. Where trainer and instances share
+one GPU, they read the trainer's buckets there; it is one of NCCL where that is asked for and each has a GPU of its own;
+else one of Gloo, where that is asked for or instances are on several nodes. A failed broadcast leaves instances that
+decode nothing until the object store has brought them a whole version.
 """
 
 from __future__ import annotations
@@ -19,10 +20,13 @@ from cluster.trainer_pool import TrainerPool
 from cluster.weights.publish import PublishedWeights, confirm
 from core.config import ClusterConfig
 from core.errors import InstanceLost, NumericsError, RlhfSpecError
+from core.weight_records import WORDS, WeightManifest
 
 if TYPE_CHECKING:
     from actors.transport.broadcast import BroadcastForm
 
+DEVICE_BUCKET_BYTES = 256 << 20
+"Between devices a larger bucket costs memory alone: the trainer has two of them, an instance one."
 JOIN_TIMEOUT_S = 30.0
 "For all members to come, and for each bucket."
 _GRACE_S = 5.0
@@ -36,11 +40,13 @@ class Broadcast:
         transport = cluster.publication.transport
         # on one node the object store is shared memory, and faster than a group over loopback (measured)
         self._is_on = transport in ("broadcast", "nccl") or (transport == "auto" and num_nodes() > 1)
+        self._may_share = are_on_gpus(cluster) and transport != "object_store"
         self._timeout_s = cluster.order_timeout_s
         self._trainers, self._note = trainers, note
         self._members: tuple[str, ...] = ()
         # by name only: it has never run, and torch bounds the making of its communicator by a limit of its own
         self._tries_nccl = transport == "nccl"
+        self._checksums = WORDS if are_on_gpus(cluster) else ""
         self._form_now: BroadcastForm = "gloo"
 
     def publish(
@@ -56,48 +62,64 @@ class Broadcast:
         Raises:
             NumericsError: the weights are not finite.
         """
-        if not self._is_on or not instances:
+        if not (self._is_on or self._may_share) or not instances:
             return None
-        told = replace(layout.manifest, weight_version=weight_version)
+        told = replace(layout.manifest, weight_version=weight_version, checksum=self._checksums)
+        buckets = told.in_chunks_of(DEVICE_BUCKET_BYTES)
         try:
-            if self._members != tuple(instances):
-                self._gather(instances)
-            return self._send(told, instances)
+            if self._members != tuple(instances) and not self._gather(buckets, instances):
+                return None
+            return self._send(told if self._form_now == "gloo" else buckets, instances)
         except NumericsError:
             raise
         except RlhfSpecError as error:
             # a dead or a frozen instance is found by the publication that follows
-            is_death, is_nccl = isinstance(error, InstanceLost), self._form_now == "nccl"
-            self._is_on, self._members = is_death or is_nccl, ()
-            self._tries_nccl = self._tries_nccl and is_death
+            is_death, form = isinstance(error, InstanceLost), self._form_now
+            self._members = ()
+            if not is_death:
+                # what failed is not tried again, and whoever asked for a group has Gloo's
+                self._tries_nccl = self._tries_nccl and form != "nccl"
+                self._may_share = self._may_share and form != "shared"
+                self._is_on = self._is_on and form != "gloo"
+            goes_on = self._is_on or self._may_share
             self._trainers.first.close_broadcast.remote()
-            again = "this once" if self._is_on else "from here on"
-            then = ", a Gloo group from then on" if is_nccl and not is_death else ""
+            again = "this once" if goes_on else "from here on"
+            then = ", a Gloo group from then on" if goes_on and not is_death else ""
             self._note(
                 f"publication by broadcast failed ({error}); the object store carries weights {again}{then}"
             )
             return None
 
-    def _gather(self, instances: Mapping[str, Handle]) -> None:
-        """Make a group of trainer and instances."""
+    def _gather(self, buckets: WeightManifest, instances: Mapping[str, Handle]) -> bool:
+        """Make a group of trainer and instances; False: none serves better than the object store."""
         names = tuple(instances)
         sender, trainer = self._trainers.first_name, self._trainers.first
-        self._form_now = self._choose(instances) if self._tries_nccl else "gloo"
-        ticket = self._ask(
-            trainer.open_broadcast.remote(names, self._form_now), sender, "open a broadcast group"
-        )
+        form = self._choose(instances) if self._tries_nccl or self._may_share else "gloo"
+        if form == "gloo" and not self._is_on:
+            return False
+        self._form_now = form
+        room_bytes = max(buckets.chunk_num_bytes, default=0)
+        opened = trainer.open_broadcast.remote(names, form, room_bytes)
+        ticket = self._ask(opened, sender, "open a broadcast group")
         joins = {sender: trainer.join_broadcast.remote(JOIN_TIMEOUT_S)} | {
             name: handle.join_broadcast.remote(ticket, rank, JOIN_TIMEOUT_S)
             for rank, (name, handle) in enumerate(instances.items(), start=1)
         }
         self._all(joins, "join the broadcast group")
         self._members = names
+        return True
 
     def _choose(self, instances: Mapping[str, Handle]) -> BroadcastForm:
         asked = {self._trainers.first_name: self._trainers.first.gpu_seat.remote()} | {
             name: handle.gpu_seat.remote() for name, handle in instances.items()
         }
-        if (hindrance := why_not_nccl(self._all(asked, "name its GPU"))) is None:
+        seats = self._all(asked, "name its GPU")
+        if self._may_share and len(set(seats.values())) == 1 and None not in seats.values():
+            return "shared"
+        self._may_share = False
+        if not self._tries_nccl:
+            return "gloo"
+        if (hindrance := why_not_nccl(seats)) is None:
             return "nccl"
         # of a broadcast that goes through the host this is said once
         self._tries_nccl = False
@@ -150,6 +172,11 @@ def why_not_nccl(seats: Mapping[str, str | None]) -> str | None:
         if (other := owners.setdefault(seat, name)) != name:
             return f"{other} and {name} share {seat}"
     return None
+
+
+def are_on_gpus(cluster: ClusterConfig) -> bool:
+    """Whether trainer and instances both have GPUs."""
+    return bool(cluster.trainer.num_gpus and cluster.generation.num_gpus)
 
 
 def num_nodes() -> int:

@@ -20,7 +20,7 @@ from actors.ray_utils.remote import Handle
 from actors.ray_utils.waiting import awake_s, get
 from actors.ray_utils.watch import LOOK_S
 from core.errors import InstanceLost, PeerLost, RlhfSpecError, WaitTimeout, WeightsError
-from core.weight_records import WeightManifest
+from core.weight_records import DigestKind, WeightManifest
 
 _Brought = TypeVar("_Brought")
 _GRACE_S = 5.0
@@ -75,12 +75,13 @@ class PublishedWeights:
         self._coming = None
         if its.weight_version > own.weight_version:
             return False
-        if its != own:
+        if not its.describes_what(own):
             raise WeightsError(
                 f"expected the trainer to hold {own.model} version {own.weight_version} with checksum {own.checksum}, "
                 f"got version {its.weight_version} with {its.checksum}"
             )
-        self.chunk_refs, self.fetch = brought.chunk_refs, None
+        # other chunks, perhaps: those are here
+        self.manifest, self.chunk_refs, self.fetch = its, brought.chunk_refs, None
         return True
 
 
@@ -94,9 +95,13 @@ class Fetching:
         timeout_s: float,
         model: Literal["target", "draft"] = "target",
         helpers: Mapping[str, Any] | None = None,
+        checksums: DigestKind | None = None,
     ) -> None:
-        """Order them. `helpers`: answers to come, by name, of trainers that take part while the first packs."""
-        self._chunks = trainer.packed.options(num_returns="streaming").remote(model)
+        """Order them. `helpers`: answers to come, by name, of trainers that take part while the first packs.
+
+        `checksums`: the kind of the whole's; None: as the trainer publishes.
+        """
+        self._chunks = trainer.packed.options(num_returns="streaming").remote(model, checksums)
         self._model, self._timeout_s, self._helpers = model, timeout_s, helpers or {}
         self._refs: list[Any] = []
         self._brought: PublishedWeights | None = None

@@ -75,7 +75,7 @@ class PublicationConfig(Section):
 
     transport: Literal["auto", "broadcast", "nccl", "object_store"] = "auto"
     "broadcast: a process group (Gloo); nccl: that over NCCL where all have GPUs of their own; auto: broadcast on "
-    "several nodes, else object_store"
+    "several nodes, else object_store. Members that share one GPU read the weights there, unless object_store is named"
 
 
 class ClusterConfig(Section):

@@ -2,8 +2,7 @@
 
 The byte stream holds the tensors of `state_dict` in name order, tied tensors once. A chunk is a flat bucket of whole
 tensors, a plain uint8 array: it travels through any object store without torch's serialisation, and tensors are
-views of it on the other side. Checksums are XXH3 of 128 bits, one a chunk and one of the whole: they tell damage on
-the way, at the speed of memory, and are no defence against forgery.
+views of it on the other side. There is a checksum of every chunk and one of the whole (`engine.weights.digests`).
 """
 
 from __future__ import annotations
@@ -17,15 +16,14 @@ from typing import Literal
 
 import numpy as np
 import torch
-import xxhash
 from torch import Tensor, nn
 
 from core.errors import NotFiniteError, WeightsError
-from core.weight_records import TensorSpec, WeightManifest
+from core.weight_records import ALIGNMENT_BYTES, DigestKind, TensorSpec, WeightManifest, kind_of
 from engine.weights.causal_lm import CausalLM
+from engine.weights.digests import Digest, digest
 from engine.weights.host_mirror import HostMirror
 
-ALIGNMENT_BYTES = 16
 CHUNK_BYTES = 32 << 20
 "A tensor that is larger is a chunk of its own."
 
@@ -44,8 +42,9 @@ class WeightPacker:
         hf_config_json: str,
         dtypes: Mapping[str, torch.dtype] | None = None,
         chunk_bytes: int = CHUNK_BYTES,
-        rooms: int = 0,
+        rooms: int | Sequence[Tensor] = 0,
         device: torch.device | None = None,
+        kind: DigestKind = "xxh3",
     ) -> None:
         """Prepare for one version of one model.
 
@@ -56,8 +55,9 @@ class WeightPacker:
             dtypes: types to round to, by tensor; others keep theirs.
             chunk_bytes: a chunk is closed before it would grow larger.
             rooms: buffers to write chunks into in turn, so that whoever takes one has done with it before `rooms`
-                more are asked for; 0: each chunk has a buffer of its own.
-            device: where buckets are to lie when they are asked for as tensors; None: the host.
+                more are asked for, or these buffers themselves; 0: each chunk has a buffer of its own.
+            device: where buckets are packed, and lie when they are asked for as tensors; None: the host.
+            kind: of the checksum of the whole, and of a chunk that stays on the device.
 
         Raises:
             WeightsError: `chunk_bytes` is less than 1.
@@ -69,29 +69,45 @@ class WeightPacker:
         self._chunk_bytes = chunk_bytes
         self._device = device or torch.device("cpu")
         self._mirror = None if device is None else HostMirror()
-        self._rooms = [torch.empty(0, dtype=torch.uint8) for _ in range(rooms)]
+        own = [torch.empty(0, dtype=torch.uint8)] * rooms if isinstance(rooms, int) else rooms
+        self._rooms = list(own)
         self._specs: list[TensorSpec] = []
         self._sizes: list[int] = []
         self._digests: list[str] = []
-        self._whole = xxhash.xxh3_128()
+        self._kind: DigestKind = kind
+        self._whole = Digest(kind)
 
     def chunks(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[np.ndarray]:
         """Copy the tensors one by one, rounding to nearest, and yield each chunk, uint8 [n], when it is full.
 
         Raises NotFiniteError before a chunk with a NaN or an infinity gets out; it names the tensor.
         """
-        for bucket in self.buckets(tensors):
-            yield bucket.numpy()
+        for bucket, views in self._packed(tensors):
+            self._require_finite(views)
+            yield self._to_host(bucket, views)
 
     def buckets(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[Tensor]:
         """Do as `chunks`, and yield each as a tensor, uint8 [n], on the packer's device."""
+        for bucket, views in self._packed(tensors):
+            self._require_finite(views)
+            if self._kind == "xxh3":
+                self._to_host(bucket, views)
+            else:
+                own = self._take(views)
+                self._note(len(bucket), own.text())
+            yield bucket
+
+    def _packed(
+        self, tensors: Iterable[tuple[str, Tensor]]
+    ) -> Iterator[tuple[Tensor, list[tuple[str, Tensor]]]]:
+        """Every bucket, uint8 [n], with the tensors in it."""
         room, used, views = torch.empty(0, dtype=torch.uint8), 0, []
         for name, tensor in tensors:
             dtype = self._dtypes.get(name, tensor.dtype)
             size = tensor.numel() * dtype.itemsize
             padded = size + -size % ALIGNMENT_BYTES
             if used and used + padded > self._chunk_bytes:
-                yield self._closed(room[:used], views)
+                yield room[:used], views
                 used, views = 0, []
             if not used:
                 room = self._room(padded)
@@ -110,14 +126,14 @@ class WeightPacker:
             views.append((name, place))
             used += padded
         if used:
-            yield self._closed(room[:used], views)
+            yield room[:used], views
 
     def manifest(self) -> WeightManifest:
         """Describe what has been packed."""
         return WeightManifest(
             model=self._name,
             weight_version=self._version,
-            checksum=self._whole.hexdigest(),
+            checksum=self._whole.text(),
             num_bytes=sum(self._sizes),
             chunk_num_bytes=tuple(self._sizes),
             chunk_checksums=tuple(self._digests),
@@ -140,17 +156,34 @@ class WeightPacker:
         """Of the chunk that was yielded last."""
         return self._digests[-1]
 
-    def _closed(self, bucket: Tensor, views: Sequence[tuple[str, Tensor]]) -> Tensor:
+    def _require_finite(self, views: Sequence[tuple[str, Tensor]]) -> None:
         if odd := not_finite(views):
             raise NotFiniteError(
                 f"the {self._name} weights of version {self._version} are not published: "
                 f"{describe_not_finite(odd)}; lower the learning rate"
             )
+
+    def _to_host(self, bucket: Tensor, views: Sequence[tuple[str, Tensor]]) -> np.ndarray:
+        """The bucket's bytes on the host, where they have their checksum."""
         chunk = bucket.numpy() if self._mirror is None else self._mirror.of(bucket)
-        self._sizes.append(len(chunk))
-        self._digests.append(digest(chunk))
-        self._whole.update(chunk.data)
-        return bucket
+        if self._kind == "xxh3":
+            self._whole.add_bytes(chunk)
+        else:
+            self._take(views)
+        self._note(len(chunk), digest(chunk))
+        return chunk
+
+    def _take(self, views: Sequence[tuple[str, Tensor]]) -> Digest:
+        """Let the whole take these tensors; what they are together."""
+        own = Digest(self._kind)
+        for _, view in views:
+            own.add(view)
+        self._whole.add_sums(own)
+        return own
+
+    def _note(self, num_bytes: int, told: str) -> None:
+        self._sizes.append(num_bytes)
+        self._digests.append(told)
 
 
 def pack_weights(
@@ -159,6 +192,7 @@ def pack_weights(
     name: Literal["target", "draft"],
     weight_version: int,
     chunk_bytes: int = CHUNK_BYTES,
+    kind: DigestKind = "xxh3",
 ) -> tuple[WeightManifest, list[np.ndarray]]:
     """Copy a model's weights, in the types they have, into chunks; see `pack_tensors`."""
     return pack_tensors(
@@ -167,6 +201,7 @@ def pack_weights(
         name=name,
         weight_version=weight_version,
         chunk_bytes=chunk_bytes,
+        kind=kind,
     )
 
 
@@ -177,6 +212,7 @@ def pack_tensors(
     name: Literal["target", "draft"],
     weight_version: int,
     chunk_bytes: int = CHUNK_BYTES,
+    kind: DigestKind = "xxh3",
 ) -> tuple[WeightManifest, list[np.ndarray]]:
     """Copy named tensors into chunks and describe them; a whole copy of the model, where `WeightPacker` streams.
 
@@ -188,7 +224,11 @@ def pack_tensors(
         WeightsError: `chunk_bytes` is less than 1.
     """
     packer = WeightPacker(
-        name=name, weight_version=weight_version, hf_config_json=hf_config_json, chunk_bytes=chunk_bytes
+        name=name,
+        weight_version=weight_version,
+        hf_config_json=hf_config_json,
+        chunk_bytes=chunk_bytes,
+        kind=kind,
     )
     chunks = list(packer.chunks(tensors))
     return packer.manifest(), chunks
@@ -324,19 +364,17 @@ def describe_not_finite(names: Sequence[str]) -> str:
     return f"expected finite numbers, but '{names[0]}'{others} NaN or infinity"
 
 
-def model_checksum(model: CausalLM) -> str:
-    """Return the checksum that `pack_weights` would put into the manifest."""
-    return checksum_of(tensor for _, tensor in unique_tensors(model))
+def model_checksum(model: CausalLM, *, like: str = "") -> str:
+    """Return the checksum that `pack_weights` would put into the manifest, of the kind of `like`."""
+    return checksum_of((tensor for _, tensor in unique_tensors(model)), like=like)
 
 
-def checksum_of(tensors: Iterable[Tensor]) -> str:
-    """Return the checksum that `pack_tensors` would put into the manifest."""
-    whole = xxhash.xxh3_128()
+def checksum_of(tensors: Iterable[Tensor], *, like: str = "") -> str:
+    """Return the checksum that `pack_tensors` would put into the manifest, of the kind of `like`."""
+    whole = Digest(kind_of(like))
     for tensor in tensors:
-        raw = _to_bytes(tensor)
-        whole.update(raw.data)
-        whole.update(bytes(-len(raw) % ALIGNMENT_BYTES))
-    return whole.hexdigest()
+        whole.add(tensor)
+    return whole.text()
 
 
 def unique_tensors(model: nn.Module | CausalLM) -> list[tuple[str, Tensor]]:
@@ -351,17 +389,8 @@ def unique_tensors(model: nn.Module | CausalLM) -> list[tuple[str, Tensor]]:
     return unique
 
 
-def _to_bytes(tensor: Tensor) -> np.ndarray:
-    return tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-
-
 def _dtype(name: str) -> torch.dtype:
     return torch.empty(0, dtype=torch.__dict__[name]).dtype
-
-
-def digest(data: np.ndarray) -> str:
-    """The checksum of a chunk."""
-    return xxhash.xxh3_128_hexdigest(data.data)
 
 
 def _as_tensor(chunk: np.ndarray) -> Tensor:

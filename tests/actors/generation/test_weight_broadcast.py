@@ -16,13 +16,19 @@ from actors.generation.engine_host import ManifestHost
 from actors.transport.broadcast import BroadcastForm, BroadcastGroup, BroadcastHost, join_broadcast
 from core.config import EngineConfig, SpeculationConfig
 from core.errors import WaitTimeout, WeightsError
-from core.weight_records import WeightManifest
-from engine.weights.chunks import WeightPacker, pack_weights, unique_tensors
+from core.weight_records import WORDS, DigestKind, WeightManifest, kind_of
+from engine.weights.chunks import WeightPacker, model_checksum, pack_weights, unique_tensors
 from tests.helpers import tiny_pool
+from tests.helpers.windows import without_a_gpu
 
 CHUNK_BYTES = 20_000
-FORMS: list[BroadcastForm] = ["gloo", "gloo_on_device"]
-"The second goes about it as NCCL's does."
+FORMS: list[BroadcastForm] = ["gloo", "gloo_on_device", "shared"]
+"The second goes about it as NCCL's does, the third as members of one GPU do."
+
+
+@pytest.fixture(autouse=True)
+def _windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_a_gpu(monkeypatch)
 
 
 @pytest.fixture
@@ -56,7 +62,9 @@ def model_of(version: int) -> PreTrainedModel:
 
 def pair(form: BroadcastForm) -> tuple[BroadcastGroup, BroadcastGroup]:
     cpu = torch.device("cpu")
-    host = BroadcastHost(host="127.0.0.1", members=("gen-0",), form=form, device=cpu)
+    host = BroadcastHost(
+        host="127.0.0.1", members=("gen-0",), form=form, device=cpu, room_bytes=2 * CHUNK_BYTES
+    )
     with ThreadPoolExecutor(1) as pool:
         joined = pool.submit(
             join_broadcast, host.ticket, rank=1, me="gen-0", host="127.0.0.1", timeout_s=2.0, device=cpu
@@ -71,8 +79,9 @@ def send(group: BroadcastGroup, version: int, *, damaged: int = -1, until: int =
         weight_version=version,
         hf_config_json="{}",
         chunk_bytes=CHUNK_BYTES,
-        rooms=2,
+        rooms=group.rooms,
         device=group.device,
+        kind=kind_of_form(group.device),
     )
     for index, bucket in enumerate(packer.buckets(unique_tensors(model_of(version)))):
         if index == damaged:
@@ -84,6 +93,11 @@ def send(group: BroadcastGroup, version: int, *, damaged: int = -1, until: int =
     return packer.manifest()
 
 
+def kind_of_form(device: torch.device | None) -> DigestKind:
+    """Between devices words are summed."""
+    return "xxh3" if device is None else "words"
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_what_is_broadcast_is_what_decodes_and_is_confirmed(host: ManifestHost, form: BroadcastForm) -> None:
     root, member = pair(form)
@@ -92,10 +106,13 @@ def test_what_is_broadcast_is_what_decodes_and_is_confirmed(host: ManifestHost, 
     with ThreadPoolExecutor(1) as pool:
         for version in (2, 3):
             sent = pool.submit(send, root, version)
-            answer = host.receive_weights(replace(layout, weight_version=version), member)
+            kind = kind_of_form(member.device)
+            told = replace(layout, weight_version=version, checksum=WORDS if kind == "words" else "")
+            answer = host.receive_weights(told, member)
             manifest = sent.result(timeout=60)
             assert (answer.weight_version, answer.checksum) == (version, manifest.checksum)
-            assert manifest.checksum == published(version)[0].checksum
+            assert kind_of(answer.checksum) == kind
+            assert answer.checksum == model_checksum(model_of(version), like=answer.checksum)
             assert host.engine is not None and host.engine.weight_version == version
 
 

@@ -4,17 +4,26 @@ The form for devices runs here with Gloo in NCCL's place: what it asks of a grou
 """
 
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import cycle
 
 import pytest
 import torch
 
 from actors.transport.broadcast import BroadcastForm, BroadcastGroup, BroadcastHost, join_broadcast
 from core.errors import WaitTimeout, WeightsError
+from tests.helpers.windows import without_a_gpu
 
 LOCAL = "127.0.0.1"
 CPU = torch.device("cpu")
-FORMS: list[BroadcastForm] = ["gloo", "gloo_on_device"]
+FORMS: list[BroadcastForm] = ["gloo", "gloo_on_device", "shared"]
+ROOM_BYTES = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def _windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_a_gpu(monkeypatch)
 
 
 def bytes_of(length: int) -> torch.Tensor:
@@ -24,7 +33,8 @@ def bytes_of(length: int) -> torch.Tensor:
 def group_of(
     members: int, timeout_s: float = 20.0, form: BroadcastForm = "gloo"
 ) -> tuple[BroadcastGroup, list[BroadcastGroup]]:
-    host = BroadcastHost(host=LOCAL, members=tuple(f"gen-{i}" for i in range(members)), form=form, device=CPU)
+    names = tuple(f"gen-{i}" for i in range(members))
+    host = BroadcastHost(host=LOCAL, members=names, form=form, device=CPU, room_bytes=ROOM_BYTES)
     with ThreadPoolExecutor(members) as pool:
         joined = [
             pool.submit(
@@ -46,8 +56,9 @@ def group_of(
 @pytest.mark.parametrize("members", [1, 3])
 def test_every_member_gets_every_bucket_and_its_digest(members: int, form: BroadcastForm) -> None:
     root, others = group_of(members, form=form)
-    assert {end.device for end in (root, *others)} == {CPU if form == "gloo_on_device" else None}
+    assert {end.device for end in (root, *others)} == {None if form == "gloo" else CPU}
     buckets = [torch.arange(n, dtype=torch.uint8) for n in (200, 1, 77)]
+    digests = ["0" * 32, "words:" + "1" * 32, "2" * 32]
     with ThreadPoolExecutor(members) as pool:
 
         def take(end: BroadcastGroup) -> list[tuple[str, bytes]]:
@@ -55,11 +66,18 @@ def test_every_member_gets_every_bucket_and_its_digest(members: int, form: Broad
             return [(end.receive(room, "a bucket"), room.numpy().tobytes()) for room in rooms]
 
         taken = [pool.submit(take, end) for end in others]
-        for number, bucket in enumerate(buckets):
-            root.send(bucket, f"{number:032x}", "a bucket")
+        for bucket, room, digest in zip(buckets, in_turn(root), digests, strict=False):
+            packed = room[: len(bucket)].copy_(bucket)
+            root.send(packed, digest, "a bucket")
         root.settle()
-        want = [(f"{number:032x}", bucket.numpy().tobytes()) for number, bucket in enumerate(buckets)]
+        want = [(digest, b.numpy().tobytes()) for digest, b in zip(digests, buckets, strict=True)]
         assert [each.result(timeout=60) for each in taken] == [want] * members
+
+
+def in_turn(root: BroadcastGroup) -> Iterator[torch.Tensor]:
+    """Where the trainer packs."""
+    rooms = root.rooms
+    return cycle([bytes_of(ROOM_BYTES) for _ in range(rooms)] if isinstance(rooms, int) else rooms)
 
 
 def test_a_member_that_never_comes_is_named() -> None:

@@ -113,7 +113,9 @@ class Played:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *items: Any) -> None:
         self.items, self.num_there, self.now_s = list(items), 0, 0.0
         self.helpers_there = False
-        self.packed = SimpleNamespace(options=lambda num_returns: SimpleNamespace(remote=lambda model: self))
+        self.packed = SimpleNamespace(
+            options=lambda num_returns: SimpleNamespace(remote=lambda model, checksums: self)
+        )
         monkeypatch.setattr(ray, "wait", self.wait)
         monkeypatch.setattr(publishing, "awake_s", lambda: self.now_s)
         monkeypatch.setattr(publishing, "get", lambda ref, **why: ref)

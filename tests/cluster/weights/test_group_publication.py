@@ -67,6 +67,7 @@ class Played:
             return answer
 
         monkeypatch.setattr(group_publication, "get", get)
+        monkeypatch.setattr(group_publication, "num_nodes", lambda: 1)
         self.trainer = Actor(gpu_seat=seats[0], broadcast=lambda told: replace(told, checksum="good"))
         self.instances = {
             f"gen-{i}": Actor(gpu_seat=seat, receive_weights=confirmed(f"gen-{i}"))
@@ -157,6 +158,31 @@ def test_after_a_death_nccl_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> N
     del played.instances["gen-0"]
     played.instances["gen-1"] = Actor(gpu_seat="GPU 1 of node a", receive_weights=confirmed("gen-1"))
     assert played.publish(2) is not None and played.forms() == ["nccl", "nccl"]
+
+
+def test_members_on_one_gpu_read_the_trainers_buckets_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = "GPU 0 of node a"
+    played = Played(monkeypatch, one, one, one, num_gpus=0.3, transport="auto")
+    for version in (1, 2):
+        published = played.publish(version)
+        assert published is not None and published.manifest.weight_version == version
+    assert played.forms() == ["shared"] and not played.notes, "made once, whatever transport is named"
+    (_, arguments) = next(order for order in played.trainer.orders if order[0] == "broadcast")
+    assert arguments[0].checksum == "words:", "the digest of devices"
+    played.trainer.answers["broadcast"] = silent("trainer")
+    assert played.publish(3) is None and "from here on" in played.notes[-1]
+    assert played.publish(4) is None and played.forms() == ["shared"], "not tried again"
+
+
+def test_gpus_of_their_own_take_the_object_store_unless_a_group_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seats = ("GPU 0 of node a", "GPU 1 of node a", "GPU 1 of node a")
+    assert Played(monkeypatch, *seats, transport="auto").publish(1) is None
+    named = Played(monkeypatch, *seats, transport="broadcast")
+    assert named.publish(1) is not None and named.forms() == ["gloo"] and not named.notes
+    stored = Played(monkeypatch, seats[0], seats[0], transport="object_store")
+    assert stored.publish(1) is None and not stored.forms()
 
 
 def silent(name: str) -> Callable[..., Exception]:

@@ -57,7 +57,7 @@ class Trainer:
         self.num_chunks = num_chunks
         self.hangs = hangs
 
-    def packed(self, model: str) -> Iterator[Any]:
+    def packed(self, model: str, checksums: str | None) -> Iterator[Any]:
         room = np.zeros(4, np.int64)
         for i in range(self.num_chunks):
             # as the trainer does: each chunk is written over the one before

@@ -1,0 +1,95 @@
+"""Checksums of weights: XXH3 of bytes on the host, or sums of mixed words where the bytes lie on a GPU.
+
+A checksum names its kind: 32 hex digits are XXH3 of 128 bits over the bytes in their order, `words:` and 32 hex digits
+XXH3 over every tensor's two word sums. The sums are of 64-bit integers that wrap around, so neither the order of
+additions nor the device changes a bit, and a GPU computes them at the speed of its memory; nothing but the sums comes
+to the host. Both tell damage on the way, and are no defence against forgery.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+import xxhash
+from jaxtyping import Int
+from torch import Tensor
+from torch.nn import functional as F
+
+from core.weight_records import ALIGNMENT_BYTES, WORDS, DigestKind
+
+_PIECE_WORDS = 4 << 20
+"So many words at once: what is computed on the way takes a few times 32 MiB."
+# odd constants of splitmix64, as signed 64-bit integers
+_GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
+_MIX = 0xBF58476D1CE4E5B9 - (1 << 64)
+_MIX_AGAIN = 0x94D049BB133111EB - (1 << 64)
+
+
+def digest(data: np.ndarray) -> str:
+    """The XXH3 of bytes on the host."""
+    return xxhash.xxh3_128_hexdigest(data.data)
+
+
+class Digest:
+    """Takes tensors one after the other; `text` is their checksum."""
+
+    def __init__(self, kind: DigestKind) -> None:
+        self._kind = kind
+        self._bytes = xxhash.xxh3_128()
+        self._sums: list[Tensor] = []
+        self._sizes: list[int] = []
+
+    def add(self, tensor: Tensor) -> None:
+        """Take a tensor of any type; with `words` nothing waits for its device."""
+        if self._kind == "words":
+            self._sums.append(word_sums(tensor))
+            self._sizes.append(tensor.nbytes)
+            return
+        raw = tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        self._bytes.update(raw.data)
+        self._bytes.update(bytes(-len(raw) % ALIGNMENT_BYTES))
+
+    def add_bytes(self, padded: np.ndarray) -> None:
+        """Take bytes of the host that are whole tensors, each padded to `ALIGNMENT_BYTES`; of `xxh3` alone."""
+        self._bytes.update(padded.data)
+
+    def add_sums(self, other: Digest) -> None:
+        """Take what another one of kind `words` has taken, once more."""
+        self._sums += other._sums
+        self._sizes += other._sizes
+
+    def text(self) -> str:
+        """The checksum with its kind; waits for the device once."""
+        if self._kind == "xxh3":
+            return self._bytes.hexdigest()
+        sums = torch.stack(self._sums).cpu().numpy() if self._sums else np.zeros((0, 2), np.int64)
+        told = np.concatenate([sums, np.array(self._sizes, dtype=np.int64).reshape(-1, 1)], axis=1)
+        return WORDS + digest(np.ascontiguousarray(told, dtype="<i8").reshape(-1).view(np.uint8))
+
+
+def word_sums(tensor: Tensor) -> Int[Tensor, " 2"]:
+    """Return two sums over a tensor's 64-bit words, each mixed with its place, on the tensor's device.
+
+    The mixing is splitmix64's (Steele, Lea and Flood, 2014): one bit of a word changes half of what is added.
+    """
+    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    if missing := -flat.numel() % 8:
+        flat = F.pad(flat, (0, missing))
+    if flat.storage_offset() % 8:
+        flat = flat.clone()
+    words = flat.view(torch.int64)
+    sums = torch.zeros(2, dtype=torch.int64, device=words.device)
+    for at in range(0, len(words), _PIECE_WORDS):
+        piece = words[at : at + _PIECE_WORDS]
+        places = torch.arange(at + 1, at + 1 + len(piece), dtype=torch.int64, device=piece.device)
+        mixed = places.mul_(_GOLDEN).bitwise_xor_(piece)
+        mixed = _shifted_xor(mixed, 30).mul_(_MIX)
+        mixed = _shifted_xor(mixed, 27).mul_(_MIX_AGAIN)
+        sums[0] += mixed.sum()
+        sums[1] += _shifted_xor(mixed, 31).mul_(_GOLDEN).bitwise_xor_(mixed).sum()
+    return sums
+
+
+def _shifted_xor(words: Tensor, bits: int) -> Tensor:
+    """Return x ^ (x >> bits) of unsigned words, in a new tensor: the mask takes out the signs that torch shifts in."""
+    return words.bitwise_right_shift(bits).bitwise_and_((1 << (64 - bits)) - 1).bitwise_xor_(words)

@@ -1,0 +1,114 @@
+"""A checksum says its kind, is the same on every device and in every chunk, and tells any change."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import xxhash
+from torch import Tensor
+
+from core.weight_records import kind_of
+from engine.weights.chunks import WeightPacker, checksum_of, pack_tensors, weight_views
+from engine.weights.digests import Digest, word_sums
+from tests.helpers.devices import DEVICES
+
+WORD = (1 << 64) - 1
+
+
+def by_the_book(data: bytes) -> list[int]:
+    """The two sums of splitmix64's mixed words, in Python's integers."""
+    data += bytes(-len(data) % 8)
+    first = second = 0
+    for place in range(len(data) // 8):
+        x = ((place + 1) * 0x9E3779B97F4A7C15 & WORD) ^ int.from_bytes(
+            data[8 * place : 8 * place + 8], "little"
+        )
+        x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & WORD
+        x = (x ^ x >> 27) * 0x94D049BB133111EB & WORD
+        first += x
+        second += x ^ ((x ^ x >> 31) * 0x9E3779B97F4A7C15 & WORD)
+    return [first & WORD, second & WORD]
+
+
+def tensors() -> list[tuple[str, Tensor]]:
+    torch.manual_seed(0)
+    return [
+        ("a", torch.randn(33, 7)),
+        ("b", torch.randn(5).bfloat16()),
+        ("c", torch.arange(3, dtype=torch.uint8)),
+    ]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_sums_are_those_of_the_book_on_every_device(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    monkeypatch.setattr("engine.weights.digests._PIECE_WORDS", 10)
+    for _, tensor in tensors():
+        raw = tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
+        sums = word_sums(tensor.to(device)).cpu().numpy().view(np.uint64)
+        assert sums.tolist() == by_the_book(raw)
+
+
+def test_it_tells_a_bit_a_place_and_a_size() -> None:
+    plain = torch.randn(64)
+    bit = plain.clone()
+    bit.view(torch.int32)[9] ^= 1
+    moved = plain.clone()
+    moved[[2, 3]] = moved[[3, 2]]
+    swapped_words = plain.view(32, 2)[[1, 0, *range(2, 32)]].reshape(-1)
+    others = [bit, moved, swapped_words, plain[:63], torch.cat([plain, torch.zeros(2)]), plain.bfloat16()]
+    sums = {checksum_of([one], like="words:") for one in (plain, *others)}
+    assert len(sums) == 7
+    assert checksum_of([plain[:2], plain[2:]], like="words:") not in sums
+
+
+def test_a_checksum_names_its_kind_and_xxh3_is_of_the_bytes() -> None:
+    raw = b"".join(
+        t.reshape(-1).view(torch.uint8).numpy().tobytes().ljust(-(-t.nbytes // 16) * 16, b"\0")
+        for _, t in tensors()
+    )
+    plain = checksum_of(t for _, t in tensors())
+    assert plain == xxhash.xxh3_128_hexdigest(raw) and kind_of(plain) == "xxh3"
+    words = checksum_of((t for _, t in tensors()), like="words:")
+    assert kind_of(words) == "words" and len(words) == len("words:") + 32
+    assert Digest("words").text() != Digest("xxh3").text()
+
+
+@pytest.mark.parametrize("device", [None, torch.device("cpu")])
+@pytest.mark.parametrize("chunk_bytes", [64, 1 << 20])
+def test_words_are_of_the_tensors_whatever_the_chunks(device: torch.device | None, chunk_bytes: int) -> None:
+    whole = checksum_of((t for _, t in tensors()), like="words:")
+    packer = WeightPacker(
+        name="target",
+        weight_version=1,
+        hf_config_json="{}",
+        chunk_bytes=chunk_bytes,
+        device=device,
+        kind="words",
+    )
+    chunks = [chunk.copy() for chunk in packer.chunks(tensors())]
+    manifest = packer.manifest()
+    assert manifest.checksum == whole
+    assert {kind_of(told) for told in manifest.chunk_checksums} == {"xxh3"}, "what comes to the host"
+    views = weight_views(manifest, chunks)
+    assert all(torch.equal(views[name], tensor) for name, tensor in tensors())
+    again = manifest.in_chunks_of(chunk_bytes)
+    assert again.chunk_num_bytes == manifest.chunk_num_bytes and again.describes_what(manifest)
+    one, _ = pack_tensors(tensors(), hf_config_json="{}", name="target", weight_version=1, kind="words")
+    assert one.describes_what(manifest)
+
+
+def test_a_bucket_that_stays_on_its_device_has_the_words_of_its_tensors() -> None:
+    packer = WeightPacker(
+        name="target",
+        weight_version=1,
+        hf_config_json="{}",
+        chunk_bytes=16,
+        rooms=[torch.empty(1024, dtype=torch.uint8) for _ in range(2)],
+        device=torch.device("cpu"),
+        kind="words",
+    )
+    names = iter(tensors())
+    for bucket in packer.buckets(tensors()):
+        assert len(bucket) % 16 == 0
+        assert packer.last_digest == checksum_of([next(names)[1]], like="words:"), "one a bucket here"

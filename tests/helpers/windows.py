@@ -1,0 +1,24 @@
+"""A window between the ends of a group in one process, where there is no GPU whose memory they could share."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from actors.transport import device_window
+
+
+def without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let tensors of the CPU be offered and reached."""
+    offered: list[Tensor] = []
+
+    def offer(memory: Tensor) -> bytes:
+        offered.append(memory)
+        return f"{len(offered) - 1}".encode()
+
+    def reach(ticket: bytes, device: torch.device | None) -> Tensor:
+        return offered[int(ticket)]
+
+    monkeypatch.setattr(device_window, "offer", offer)
+    monkeypatch.setattr(device_window, "reach", reach)
