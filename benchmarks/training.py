@@ -24,7 +24,7 @@ from benchmarks.support.timing import Figures
 from benchmarks.support.workload import Workload, demo_workload, job
 from benchmarks.update import ALGORITHM, MAX_NEW_TOKENS_REAL, TRAINER, Batch, sample
 from cluster.placement.memory_plan import ModelShape, plan_memory
-from cluster.preflight.run_check import model_shape
+from cluster.preflight.model_check import model_shape
 from core.config import Config, TrainerConfig
 from core.records import Rollout
 from engine.weights.chunks import WeightPacker

@@ -16,7 +16,7 @@ from benchmarks.support.peak_memory import measured_in_a_process, peak_bytes
 from benchmarks.support.rates import plain_engine
 from benchmarks.support.timing import Figures
 from cluster.placement.memory_plan import plan_memory
-from cluster.preflight.run_check import model_shape
+from cluster.preflight.model_check import model_shape
 from core.config import Config
 from engine.weights.loading import load_hf_config
 

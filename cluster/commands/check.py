@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from datetime import datetime
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cluster.commands.arguments import add_config_arguments, add_like_argument, path_argument
+from cluster.preflight.prepared_run import prepare_run
 from core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -17,7 +16,8 @@ if TYPE_CHECKING:
 _TEXT = """\
 Validate a config with its models, tokenizers and data, and print the memory, disk and placement plan.
 
-Nothing is started. `train` makes the same checks first. A plan that does not fit is refused (exit code 2).
+Nothing is started. What `train` refuses for its config, its files or this machine is refused here, in the same words
+(exit code 2). Where the run would join a cluster, its places are reserved there for a moment and given back.
 
 With --manifest FILE the plan is compared with a RayJob or RayCluster for Kubernetes instead of this machine: groups too
 small for their actors, missing GPUs, memory below the plan are named. Data and weights are not read then.
@@ -32,7 +32,12 @@ def add_parser(commands: Any) -> None:
         description=_TEXT,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add_config_arguments(parser)
+    add_config_arguments(parser, required=False)
+    parser.add_argument(
+        "--resume",
+        metavar="RUN",
+        help="check whether the run in this folder can be gone on with, as `train --resume`",
+    )
     parser.add_argument(
         "--manifest", type=path_argument, metavar="FILE", help="a manifest for KubeRay to compare with"
     )
@@ -42,28 +47,24 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the report. Raises InputError at the first fault."""
-    from cluster.preflight.named_models import resolve_models
     from cluster.reporting.console import Reporter
-    from cluster.run_folder.layout import choose_run_path
     from core.config_io import load_config
 
     report = Reporter()
-    config = load_config(args.config, args.set)
     if args.manifest is not None:
-        return _check_manifest(config, args, report)
+        if args.config is None:
+            raise ConfigError("--manifest is compared with a config: expected --config FILE, got none")
+        return _check_manifest(load_config(args.config, args.set), args, report)
     if args.like:
         raise ConfigError("--like is for --manifest: without it the models are those of the config")
-    path = choose_run_path(config.run, caller_dir=Path.cwd(), now=datetime.now())
     try:
-        report.stage("loading torch and transformers")
-        config = resolve_models(config, report)
-        report.stage("checking models, data and memory")
-        from cluster.preflight.run_check import check_run
+        prepared = prepare_run(args, report, dry_run=True)
+        from cluster.preflight.run_check import require_place_in_cluster
 
-        lines = check_run(config, output_dir=path).lines()
+        require_place_in_cluster(prepared.config)
     finally:
         report.stop()
-    for line in lines:
+    for line in prepared.checked.lines():
         report.note(line)
     report.note("check passed: the config can run here")
     return 0

@@ -5,23 +5,19 @@ from __future__ import annotations
 import argparse
 from contextlib import suppress
 from dataclasses import replace
-from datetime import datetime
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cluster.commands.arguments import add_config_arguments, path_argument
+from cluster.commands.arguments import add_config_arguments
 from cluster.placement.origin import ROOT
+from cluster.preflight.prepared_run import PreparedRun, prepare_run
 
 if TYPE_CHECKING:
     from cluster.preflight.inputs import Inputs
     from cluster.reporting.console import Reporter
-    from cluster.resuming.resumed_run import ResumedRun
     from cluster.resuming.run_state import RunState
     from cluster.run_folder.layout import RunDir
     from core.config import Config
 
-AUTO = "auto"
-"Of --resume: the newest run of the config that is not finished, else a new one."
 DEMO_CONFIG = ROOT / "configs" / "demo.yaml"
 
 _TRAIN = """\
@@ -74,82 +70,16 @@ def run(args: argparse.Namespace) -> int:
 
     report = Reporter()
     try:
-        config, resumed = (
-            _named_run(args, report) if args.resume not in (None, AUTO) else _of_config(args, report)
-        )
-        path = _path(config, report, dry_run=args.dry_run) if resumed is None else resumed.run_dir.path
-        return _run(config, path, report, dry_run=args.dry_run, resumed=resumed)
+        prepared = prepare_run(args, report, dry_run=args.dry_run)
+        return _run(prepared, report, dry_run=args.dry_run)
     finally:
         report.stop()
 
 
-def _named_run(args: argparse.Namespace, report: Reporter) -> tuple[Config, ResumedRun]:
-    from cluster.resuming.resumed_run import open_run
-    from cluster.run_folder.layout import run_base
-    from cluster.run_folder.remote_copy import fetch_run, is_url
-    from core.config import RunConfig
-    from core.errors import ConfigError
-
-    if args.config is not None:
-        raise ConfigError(
-            f"--resume {args.resume} goes on with that run by its own config, so that its result stays the same; "
-            "expected no --config beside it; change keys with --set (--config belongs to --resume auto)"
-        )
-    folder = path_argument(args.resume)
-    if is_url(args.resume):
-        folder = fetch_run(args.resume, run_base(RunConfig(), caller_dir=Path.cwd()), report.note)
-    resumed = open_run(folder, args.set, report.note)
-    return resumed.config, resumed
-
-
-def _of_config(args: argparse.Namespace, report: Reporter) -> tuple[Config, ResumedRun | None]:
-    from cluster.preflight.absolute_paths import with_absolute_paths
-    from cluster.run_folder.layout import run_base
-    from core.config_io import load_config
-    from core.errors import ConfigError
-
-    if args.config is None:
-        raise ConfigError("expected --config FILE, got none; or --resume RUN to go on with a run by its own")
-    config = with_absolute_paths(load_config(args.config, args.set), Path.cwd())
-    if args.resume is None:
-        return config, None
-    from cluster.preflight.named_models import resolve_models
-    from cluster.resuming.resumed_run import newest_run
-
-    # what a run's own config has
-    config = resolve_models(config, report)
-    base = run_base(config.run, caller_dir=Path.cwd())
-    if config.run.copy_to is not None:
-        from cluster.run_folder.remote_copy import fetch_newest
-
-        fetch_newest(config.run.copy_to, config.run.name, base, report.note)
-    return config, newest_run(config, base, report.note)
-
-
-def _path(config: Config, report: Reporter, *, dry_run: bool) -> Path:
-    from cluster.run_folder.layout import choose_run_path, is_ray_working_dir
-
-    path = choose_run_path(config.run, caller_dir=Path.cwd(), now=datetime.now())
-    report.note(f"run folder {path}" + (" (dry run: not made)" if dry_run else ""))
-    if is_ray_working_dir(Path.cwd()):
-        report.note("  not in the job's own folder, which Ray deletes; run.output_dir says where else")
-    return path
-
-
-def _run(
-    config: Config, path: Path, report: Reporter, *, dry_run: bool, resumed: ResumedRun | None = None
-) -> int:
-    from cluster.preflight.named_models import resolve_models
+def _run(prepared: PreparedRun, report: Reporter, *, dry_run: bool) -> int:
     from cluster.run_folder.layout import RunDir
-    from cluster.run_folder.run_time import with_time
 
-    report.stage("loading torch and transformers")
-    config = with_time(resolve_models(config, report))
-    report.stage("checking models, data and memory")
-    from cluster.preflight.run_check import check_run
-
-    checked = check_run(config, output_dir=path)
-    report.stop()
+    config, path, checked, resumed = prepared.config, prepared.path, prepared.checked, prepared.resumed
     if dry_run:
         _print_plan(config, checked.lines(), report)
     else:
@@ -162,8 +92,6 @@ def _run(
                 report.note(line)
         for line in inputs.dataset.notes():
             report.note(line)
-        if resumed is not None:
-            resumed.require_same_data(inputs.dataset)
         run_dir = RunDir.create(config, path) if resumed is None else resumed.begin(config, report.note)
         if run_dir.path != path:
             report.note(f"run folder {run_dir.path} (another run took the first name)")

@@ -12,9 +12,9 @@ from transformers.configuration_utils import PretrainedConfig
 from cluster.placement.memory_plan import MemoryPlan, ModelShape, object_store_need, plan_memory
 from cluster.placement.ray_session import MIN_OBJECT_STORE_BYTES
 from cluster.preflight.draft_head import head_shape
+from cluster.preflight.model_check import model_shape
 from cluster.preflight.named_models import DEMO
 from cluster.preflight.param_count import count_params
-from cluster.preflight.run_check import model_shape
 from cluster.weights.first_weights import mtp_checkpoint
 from core.config import Config, DataConfig
 from core.errors import ModelError

@@ -216,6 +216,19 @@ def require_gpu_room(plan: MemoryPlan, *, num_gpus: float, device_bytes: int) ->
         )
 
 
+def require_trainer_gpu_room(plan: MemoryPlan, *, num_gpus: float, device_bytes: int) -> None:
+    """Raise PlacementError unless a trainer fits into its share of a GPU; arguments as `require_gpu_room`."""
+    share = int(min(num_gpus, 1.0) * device_bytes)
+    needed = plan.trainer_gpu_bytes and plan.trainer_gpu_bytes + CUDA_CONTEXT_BYTES
+    if needed > share:
+        raise PlacementError(
+            f"a trainer needs {gib(needed)} of a GPU's memory (CUDA {gib(CUDA_CONTEXT_BYTES)} of it), its share "
+            f"(cluster.trainer.num_gpus {num_gpus:g}) is {gib(share)} of {gib(device_bytes)}; lower "
+            "trainer.max_tokens_per_forward, set trainer.lora or trainer.gradient_checkpointing, or share the model: "
+            "cluster.trainer.num_actors with trainer.strategy: fsdp2"
+        )
+
+
 def object_store_need(config: Config, target: ModelShape, draft: ModelShape | None) -> int:
     """Bytes of the object store that hold two versions of every published model, and an iteration's rollouts."""
     dtype, rollout = config.models.dtype, config.rollout

@@ -78,7 +78,12 @@ class RaySession:
 
 def is_local(config: Config) -> bool:
     """Whether the run starts a Ray of its own on this machine."""
-    return not (config.cluster.address or os.environ.get("RAY_ADDRESS") or ray.is_initialized())
+    return not (joined_address(config) or ray.is_initialized())
+
+
+def joined_address(config: Config) -> str | None:
+    """The address of the running cluster that the run is to join; None where it starts one."""
+    return config.cluster.address or os.environ.get("RAY_ADDRESS") or None
 
 
 def check_local_ray(config: Config) -> None:
@@ -153,7 +158,7 @@ def ray_session(
     if ray.is_initialized():
         yield RaySession(namespace=namespace, is_local=False, dashboard_url=None, environment=told)
         return
-    address = config.cluster.address or os.environ.get("RAY_ADDRESS")
+    address = joined_address(config)
     is_up = False
     try:
         with _environment(_worker_environment()):
@@ -219,7 +224,7 @@ def _local(
 
 @contextmanager
 def _joined(address: str, namespace: str, on_sigterm: Callable[[], None]) -> Iterator[RaySession]:
-    _require_reachable(address)
+    require_reachable(address)
     in_job = JOB_MARK in os.environ
     # A job's working directory has been uploaded by `ray job submit`; otherwise this tree is.
     runtime_env = None if in_job else {"working_dir": str(ROOT), "excludes": ["/runs", "/.venv", "/.git"]}
@@ -251,7 +256,7 @@ def joined_cluster(address: str) -> AbstractContextManager[RaySession]:
     return _joined(address, "rlhfspec-observer", lambda: None)
 
 
-def _require_reachable(address: str) -> None:
+def require_reachable(address: str) -> None:
     """Require that something listens at `host:port` or `ray://host:port`; other addresses are left to Ray."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not host or not port.isdigit():

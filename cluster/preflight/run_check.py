@@ -1,20 +1,21 @@
 """Everything that can be known to be wrong before a run starts, checked in the order a user mends it.
 
-config -> models -> tokenizers -> data -> reward -> memory and disk -> placement. Each fault raises one
-InputError with one message; `rlhfspec train` runs the same checks, so that a run fails at setup and
-not at iteration 300.
+config -> machine or cluster -> models -> tokenizers -> data -> reward -> memory and disk -> profile. Each fault
+raises one InputError with one message. `check_run` is the one list of what a run is refused for by config, files or
+environment: `rlhfspec check` and `rlhfspec train` both run it, before Ray starts, so that a run fails at setup and not
+at iteration 300.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM
+from ray.util.placement_group import remove_placement_group
 from transformers.configuration_utils import PretrainedConfig
-from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from cluster.placement import machine
 from cluster.placement.memory_plan import (
@@ -24,36 +25,32 @@ from cluster.placement.memory_plan import (
     object_store_need,
     plan_memory,
     require_gpu_room,
+    require_trainer_gpu_room,
 )
-from cluster.placement.ray_session import check_local_ray, is_local, object_store_bytes
+from cluster.placement.ray_session import (
+    check_local_ray,
+    is_local,
+    joined_address,
+    object_store_bytes,
+    ray_session,
+    require_reachable,
+)
+from cluster.placement.topology import Topology, place, require_machine
 from cluster.placement.topology import plan as plan_topology
-from cluster.placement.topology import require_machine
-from cluster.preflight.draft_head import check_head, check_mtp, describe_training
-from cluster.preflight.inputs import Inputs, read_inputs, read_tokenizer
-from cluster.preflight.param_count import count_params
+from cluster.preflight.inputs import Inputs, read_inputs
+from cluster.preflight.known_profile import known_profile
+from cluster.preflight.model_check import check_models, require_served
 from cluster.preflight.references import require_references
 from cluster.preflight.reward_plan import check_reward, reward_columns
 from cluster.run_folder.remote_copy import require_place
 from cluster.tracking.trackers import require_trackers
-from cluster.weights.first_weights import exit_norm
-from core.checkpoint_manifest import has_manifest, verify_checkpoint
 from core.config import Config
-from core.errors import ConfigError, DataError, ModelError, PlacementError
+from core.errors import ConfigError, DataError, PlacementError
 from core.settings.correction import correction_warning
 from engine.admission import MB, require_room_for_one
-from engine.cache.kv_pool import KVShape
-from engine.drafters.exit_norm import require_exit_fits
 from engine.model.compute_backend import ComputeBackend
 from engine.numerics import attention_for, describe_numerics, resolve_device, resolve_numerics
 from engine.weights.causal_lm import max_context_tokens
-from engine.weights.loading import (
-    check_compatible,
-    load_hf_config,
-    load_tokenizer,
-    meta_model,
-    num_token_ids,
-)
-from learning.adapter import count_adapter_params
 from learning.data.prompts import PromptDataset
 from learning.environments.environment_protocol import environment_maker, is_raw, stop_texts
 from learning.forward.engine_scoring import require_engine_scoring
@@ -112,52 +109,16 @@ def check_run(config: Config, *, output_dir: Path) -> CheckReport:
 
     Raises ModelError, DataError, ConfigError, RewardError or PlacementError: the first fault found.
     """
-    numerics = "said by the GPU nodes when they start"  # what they can do is known there only
-    if config.cluster.generation.num_gpus == 0:
-        device = resolve_device(config.engine)
-        attention_for(config.engine, resolve_numerics(config.engine, device), ComputeBackend(device))
-        numerics = describe_numerics(config.engine, device)
-    if config.trainer.scoring == "engine":
-        _check_scoring(config)
-    require_trackers(config)
-    if config.run.copy_to is not None:
-        require_place(config.run.copy_to, output_dir)
-    topology = plan_topology(config)
-    if is_local(config):
-        require_machine(topology, num_cpus=machine.num_cores(), num_gpus=torch.cuda.device_count())
-        check_local_ray(config)
-    trust = config.models.trust_remote_code
-    _verify_own_checkpoints(config)
-    target_config = load_hf_config(config.models.target, trust_remote_code=trust)
-    tokenizer = read_tokenizer(config)
-    target = model_shape(target_config, config.models.target)
-    if config.trainer.lora is not None:
-        target = replace(target, num_adapter_params=_count_adapter_params(config, target_config))
-    _check_vocabulary("target", config.models.target, target, tokenizer)
-    lines = [_describe_model("target", config.models.target, target)]
-    draft = None
-    draft_config = None
-    if config.speculation.drafter == "head" and config.models.draft is not None:
-        draft, line = check_head(config.models.draft, target_config)
-        lines += [line, describe_training(config, target_config)]
-    elif config.speculation.drafter == "mtp":
-        draft, line = check_mtp(config)
-        lines.append(line)
-    elif (norm := exit_norm(config)) is not None:
-        require_exit_fits(norm, target_config, exit_layers=config.speculation.exit_layers)
-        lines.append(f"early exit behind {norm.num_layers} layers, with the norm in {config.models.draft}")
-    elif config.speculation.drafter == "model" and config.models.draft is not None:
-        draft_config = load_hf_config(config.models.draft, trust_remote_code=trust)
-        check_compatible(tokenizer, load_tokenizer(config.models.draft, trust_remote_code=trust))
-        draft = model_shape(draft_config, config.models.draft)
-        _check_vocabulary("draft", config.models.draft, draft, tokenizer)
-        lines.append(_describe_model("draft", config.models.draft, draft))
-        lines.append(f"tokenizers equal, {len(tokenizer)} entries")
-    inputs = read_inputs(config, tokenizer)
+    numerics = _check_engine(config)
+    topology = _check_surroundings(config, output_dir)
+    models = check_models(config)
+    inputs = read_inputs(config, models.tokenizer)
     longest = inputs.dataset.max_prompt_tokens
-    _check_lengths(config, inputs.dataset, [target_config, draft_config])
+    _check_lengths(config, inputs.dataset, models.configs)
     if inputs.evaluation is not None:
-        inputs.evaluation.require_context([target_config, draft_config])
+        inputs.evaluation.require_context(models.configs)
+    max_total_tokens = inputs.max_total_tokens(config)
+    require_served(config, models, max_total_tokens=max_total_tokens)
     reward = check_reward(config.reward, reward_columns(config))
     environment = None
     if config.environment.kind is not None:
@@ -166,15 +127,14 @@ def check_run(config: Config, *, output_dir: Path) -> CheckReport:
         is_raw(environment)
     evaluated = inputs.evaluation.prompts if inputs.evaluation is not None else ()
     require_references(config, environment, chain(inputs.dataset.prompts, evaluated))
-    max_total_tokens = inputs.max_total_tokens(config)
     plan = plan_memory(
         config,
-        target=target,
-        draft=draft,
+        target=models.target,
+        draft=models.draft,
         reward_params=reward.num_params,
         max_total_tokens=max_total_tokens,
         object_store_bytes=config.cluster.object_store_bytes
-        or object_store_bytes(object_store_need(config, target, draft)),
+        or object_store_bytes(object_store_need(config, models.target, models.draft)),
     )
     report = CheckReport(
         inputs=replace(
@@ -183,8 +143,8 @@ def check_run(config: Config, *, output_dir: Path) -> CheckReport:
             gpu_bytes=plan.gpu_bytes,
             trainer_gpu_bytes=plan.trainer_gpu_bytes,
         ),
-        models=tuple(lines),
-        adapter=_describe_adapter(target, plan),
+        models=models.lines,
+        adapter=_describe_adapter(models.target, plan),
         data=f"{len(inputs.dataset)} prompts, the longest {longest} tokens",
         evaluation=inputs.evaluation.lines if inputs.evaluation is not None else (),
         functions=reward.functions,
@@ -199,26 +159,47 @@ def check_run(config: Config, *, output_dir: Path) -> CheckReport:
     if config.engine.kv_cache_mb is not None:
         limit = int(config.engine.kv_cache_mb * MB)
         require_room_for_one(limit, needed=plan.longest_sample_bytes, num_tokens=max_total_tokens)
-    return report
+    profile = known_profile(config, report.inputs)
+    return replace(report, inputs=replace(report.inputs, profile=profile))
 
 
-def model_shape(config: PretrainedConfig, name: str | None = None) -> ModelShape:
-    """Sizes of the causal LM a Hugging Face config describes.
+def require_place_in_cluster(config: Config) -> None:
+    """Reserve what the run wants in the cluster that it would join, and give it back: as the run's start does.
 
-    Args:
-        config: of the model.
-        name: path or hub name; where given, its weight files are checked too.
-
-    Raises:
-        ModelError: there is no such model, or its weight files are not whole or another model's.
+    Nothing is asked where the run starts a Ray of its own. Raises PlacementError: the cluster cannot be joined, or does
+    not have it within `cluster.placement_timeout_s`.
     """
-    text = config.get_text_config()
-    return ModelShape(
-        num_params=count_params(config, AutoModelForCausalLM, name),
-        kv=KVShape.of(config),
-        hidden_size=text.hidden_size,
-        vocab_size=text.vocab_size,
-    )
+    if not joined_address(config):
+        return
+    with ray_session(config, "check"):
+        remove_placement_group(place(plan_topology(config), is_local=False))
+
+
+def _check_engine(config: Config) -> str:
+    """Require that what computes goes together; a line that says what is promised of the tokens."""
+    numerics = "said by the GPU nodes when they start"  # what they can do is known there only
+    if config.cluster.generation.num_gpus == 0:
+        device = resolve_device(config.engine)
+        attention_for(config.engine, resolve_numerics(config.engine, device), ComputeBackend(device))
+        numerics = describe_numerics(config.engine, device)
+    if config.trainer.scoring == "engine":
+        _check_scoring(config)
+    return numerics
+
+
+def _check_surroundings(config: Config, output_dir: Path) -> Topology:
+    """Require packages, machine or cluster; where the actors are to stand."""
+    require_trackers(config)
+    if config.run.copy_to is not None:
+        require_place(config.run.copy_to, output_dir)
+    topology = plan_topology(config)
+    address = joined_address(config)
+    if is_local(config):
+        require_machine(topology, num_cpus=machine.num_cores(), num_gpus=torch.cuda.device_count())
+        check_local_ray(config)
+    elif address is not None:
+        require_reachable(address)
+    return topology
 
 
 def _check_scoring(config: Config) -> None:
@@ -238,33 +219,6 @@ def _check_scoring(config: Config) -> None:
     require_engine_scoring(config.engine, torch.device("cuda" if on_gpu else "cpu"))
 
 
-def _verify_own_checkpoints(config: Config) -> None:
-    """Checkpoints that a run wrote have checksums: a damaged one would decode to nonsense."""
-    draft = config.models.draft if config.speculation.drafter in ("model", "head") else None
-    for name in (config.models.target, draft):
-        if name is not None and has_manifest(Path(name)):
-            verify_checkpoint(Path(name))
-
-
-def _check_vocabulary(role: str, name: str, shape: ModelShape, tokenizer: PreTrainedTokenizerBase) -> None:
-    needed = num_token_ids(tokenizer)
-    if shape.vocab_size < needed:
-        raise ModelError(
-            f"the {role} model {name} has {shape.vocab_size} token ids, the tokenizer {needed}: every token needs "
-            "a row of the model; take a model that was trained with this tokenizer, or set models.tokenizer"
-        )
-
-
-def _describe_model(role: str, name: str, shape: ModelShape) -> str:
-    return f"{role} {name}: {shape.num_params / 1e6:.2f}M parameters, {shape.kv.num_layers} layers"
-
-
-def _count_adapter_params(config: Config, target: PretrainedConfig) -> int:
-    """Parameters of the target's adapters, counted on the meta device. Raises ConfigError: no such targets, no peft."""
-    assert config.trainer.lora is not None
-    return count_adapter_params(meta_model(config.models.target, target), config.trainer.lora)
-
-
 def _describe_adapter(target: ModelShape, memory: MemoryPlan) -> str | None:
     adapter = target.num_adapter_params
     if adapter is None:
@@ -276,7 +230,7 @@ def _describe_adapter(target: ModelShape, memory: MemoryPlan) -> str | None:
     )
 
 
-def _check_lengths(config: Config, dataset: PromptDataset, models: list[PretrainedConfig | None]) -> None:
+def _check_lengths(config: Config, dataset: PromptDataset, models: Sequence[PretrainedConfig | None]) -> None:
     longest = dataset.max_prompt_tokens
     limits = [limit for model in models if model is not None and (limit := max_context_tokens(model))]
     needed = longest + config.max_response_tokens
@@ -290,15 +244,20 @@ def _check_lengths(config: Config, dataset: PromptDataset, models: list[Pretrain
 
 
 def _require_room(config: Config, report: CheckReport, output_dir: Path) -> None:
-    if config.decodes_on_gpu and is_local(config) and torch.cuda.is_available():
+    if is_local(config) and torch.cuda.is_available():
         # GPUs of other nodes are not asked from here
         sizes = [
             torch.cuda.get_device_properties(index).total_memory for index in range(torch.cuda.device_count())
         ]
-        num_gpus = config.cluster.generation.num_gpus
-        require_gpu_room(report.memory, num_gpus=num_gpus, device_bytes=min(sizes))
+        if config.decodes_on_gpu:
+            num_gpus = config.cluster.generation.num_gpus
+            require_gpu_room(report.memory, num_gpus=num_gpus, device_bytes=min(sizes))
+        if config.learns_on_gpu:
+            require_trainer_gpu_room(
+                report.memory, num_gpus=config.cluster.trainer.num_gpus, device_bytes=min(sizes)
+            )
     needed = report.memory.total_bytes
-    here = config.cluster.address is None  # a Ray that this process has started runs here too
+    here = joined_address(config) is None  # a Ray that this process has started runs here too
     if here and report.available_bytes is not None and needed > report.available_bytes:
         parts = ", ".join(f"{label} {amount}" for label, amount in report.memory.rows()[:-1])
         raise PlacementError(

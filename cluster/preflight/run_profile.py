@@ -1,4 +1,4 @@
-"""The profile of a run: read from a folder, found in the cache, or measured before Ray starts.
+"""The profile of a run: read by the check (`known_profile`), found in the cache, or measured before Ray starts.
 
 Measured by the process that starts the run, on its machine. Instances on other hardware need a profile made there
 with `rlhfspec profile`; every instance compares its own hardware and refuses one that does not match. Instances on
@@ -7,20 +7,20 @@ GPUs always do: the starting process may have no GPU, and if it has one, memory 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from pathlib import Path
-
-import torch
-from transformers.modeling_utils import PreTrainedModel
-
 from cluster.preflight.inputs import Inputs
+from cluster.preflight.known_profile import (
+    AUTO,
+    ProfiledRun,
+    cache_folder,
+    describe,
+    known_profile,
+    needs_profile,
+)
 from cluster.reporting.console import Reporter
-from cluster.weights.first_weights import exit_norm, read_head, read_mtp
 from core.config import Config
 from core.errors import ProfileError
 from core.records import SampleKey, SampleRequest, Stream
 from engine.build import build_engine
-from engine.calibration.engine_provenance import provenance_of, what_drafts
 from engine.calibration.profiler import (
     MAX_PROFILED_NODES,
     MadeProfile,
@@ -29,59 +29,27 @@ from engine.calibration.profiler import (
     make_verification_profile,
 )
 from engine.calibration.random_chains import RandomChains
-from engine.drafters.exit_norm import ExitNorm
-from engine.drafters.head.head_weights import HeadWeights
 from engine.numerics import on_threads
-from engine.weights.loading import load_causal_lm, num_token_ids
+from engine.weights.loading import num_token_ids
 from learning.data.prompts import sampling_params
 from learning.pairs.make import require_writable
 from profiles.profile import Profile, load_profile, save_profile
-from profiles.provenance import Provenance
 
-AUTO = "auto"
 AUTO_BUDGET_S = 40.0
 MAX_PROMPTS = 64
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProfiledRun:
-    """What a profile of this run is measured with."""
-
-    target: PreTrainedModel
-    draft: PreTrainedModel | HeadWeights | ExitNorm | None
-    "None: drafts are looked up, or made by the target's own layers with its last norm"
-    provenance: Provenance
-    max_total_tokens: int
-
-
-def needs_profile(config: Config) -> bool:
-    """Whether the policy goes by a profile."""
-    return config.speculation.policy == "goodput" and config.speculation.drafter != "none"
-
-
 def resolve_profile(config: Config, inputs: Inputs, report: Reporter) -> Profile | None:
-    """Return the run's profile, measuring one where `auto` finds none; None when the policy needs none.
+    """Return the run's profile: the one that the check has read, else that in the cache, else one measured now.
 
-    Raises ProfileError: the named folder holds no profile, or one of something else; `auto` with instances on GPUs.
+    None when the policy needs none. Raises as `known_profile`.
     """
-    if not needs_profile(config):
-        return None
-    if config.decodes_on_gpu and config.speculation.profile == AUTO:
-        raise ProfileError(
-            "speculation.profile auto measures in the process that starts the run, but the instances decode on GPUs; "
-            "expected a profile measured on one: run `rlhfspec profile --config FILE --out DIR` on a node with such "
-            "a GPU and set speculation.profile=DIR, or take speculation.policy=fixed, which needs none"
-        )
-    if config.decodes_on_gpu and not torch.cuda.is_available():
-        # nothing to compare with here: the instances compare
-        return load_profile(Path(config.speculation.profile).expanduser())
+    if inputs.profile is not None or not needs_profile(config):
+        return inputs.profile
+    if config.speculation.profile != AUTO or config.decodes_on_gpu:
+        return known_profile(config, inputs)
     described = describe(config, inputs)
-    if config.speculation.profile != AUTO:
-        folder = Path(config.speculation.profile).expanduser()
-        profile = load_profile(folder)
-        profile.provenance.require_match(described.provenance, where=f"the profile in {folder}")
-        return profile
-    folder = Path(config.run.cache_dir).expanduser() / "profiles" / described.provenance.key
+    folder = cache_folder(config, described)
     try:
         return load_profile(folder)
     except ProfileError:
@@ -91,42 +59,6 @@ def resolve_profile(config: Config, inputs: Inputs, report: Reporter) -> Profile
     save_profile(made.profile, folder, made.costs, made.drafts)
     report.note(f"profile {folder} (used again while pair, machine and sampling stay)")
     return made.profile
-
-
-def describe(config: Config, inputs: Inputs) -> ProfiledRun:
-    """Load what is to be profiled and describe it. Raises ProfileError when nothing drafts."""
-    models, speculation = config.models, config.speculation
-    if speculation.drafter == "none" or (speculation.names_draft and models.draft is None):
-        raise ProfileError(
-            "a profile needs a target and what drafts for it; set models.draft, or speculation.drafter=suffix"
-        )
-    target = load_causal_lm(models.target, models.dtype, trust_remote_code=models.trust_remote_code)
-    draft = read_mtp(config).head if speculation.drafter == "mtp" else exit_norm(config)
-    if models.draft is not None and speculation.names_draft:
-        draft = load_draft(models.draft, config)
-    max_total_tokens = inputs.max_total_tokens(config)
-    return ProfiledRun(
-        target=target,
-        draft=draft,
-        max_total_tokens=max_total_tokens,
-        provenance=provenance_of(
-            target,
-            what_drafts(speculation, draft),
-            engine=config.engine,
-            dtype=models.dtype,
-            sampling=sampling_params(config.sampling, inputs.tokenizer, model=config.models.target),
-            max_total_tokens=max_total_tokens,
-        ),
-    )
-
-
-def load_draft(name: str, config: Config) -> PreTrainedModel | HeadWeights:
-    """Load the draft model, or the head on this target, that a run would draft with. Raises ModelError."""
-    models = config.models
-    if config.speculation.drafter == "head":
-        # as it is published: instances compare
-        return read_head(config, Path(name))
-    return load_causal_lm(name, models.dtype, trust_remote_code=models.trust_remote_code)
 
 
 def measure(

@@ -23,6 +23,17 @@ SHARE = 3
 "One layer in so many drafts, where nothing else is asked for."
 
 
+def exit_depth(have: int, wanted: int) -> int:
+    """Behind how many of a target's `have` layers the exit is; 0 wants a third. Raises ConfigError: too many."""
+    depth = wanted or max(have // SHARE, 1)
+    if not 1 <= depth < max(have, 2):
+        raise ConfigError(
+            f"expected speculation.exit_layers from 1 to {have - 1}, less than the target's layers, got {wanted}; 0 "
+            "takes a third"
+        )
+    return depth
+
+
 class EarlyExitDrafter(LevelDrafter, CachelessDrafter):
     """The first layers of the target, and its head."""
 
@@ -36,12 +47,7 @@ class EarlyExitDrafter(LevelDrafter, CachelessDrafter):
         if norm is not None:
             require_exit_fits(norm, runner.model.config, exit_layers=num_layers)
             num_layers, self._gain = norm.num_layers, norm.gain.to(runner.device)
-        self.num_layers = num_layers or max(have // SHARE, 1)
-        if not 1 <= self.num_layers < max(have, 2):
-            raise ConfigError(
-                f"expected speculation.exit_layers from 1 to {have - 1}, less than the target's layers, got "
-                f"{num_layers}; 0 takes a third"
-            )
+        self.num_layers = exit_depth(have, num_layers)
         self._runner = runner
 
     @property

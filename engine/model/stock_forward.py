@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from transformers import AttentionInterface
 from transformers.modeling_utils import PreTrainedModel
 
+from core.errors import ModelError
 from engine.cache.kv_pool import KVShape, cell_size
 from engine.model.compute_backend import ComputeBackend
 from engine.model.forward_plan import ForwardPlan
@@ -25,6 +26,13 @@ from engine.model.stock_linears import OwnProduct, with_own_products
 from engine.model.support import switch_attention, unsupported
 
 ATTENTION_NAME = "rlhfspec"
+
+
+def no_early_exit(model: Any) -> ModelError:
+    """Return the error for an exit behind the first layers of a module that runs as a whole."""
+    return unsupported(
+        model, "early exit needs our own forward (Llama, Mistral, Qwen2, Qwen3); draft with suffix"
+    )
 
 
 class StockForward:
@@ -71,9 +79,7 @@ class StockForward:
         self, num_layers: int, gain: Tensor, input_ids: Tensor, position_ids: Tensor, plan: ForwardPlan
     ) -> Tensor:
         """See `engine.model.runner.Forward`. Raises ModelError: the module runs as a whole."""
-        raise unsupported(
-            self._model, "early exit needs our own forward (Llama, Mistral, Qwen2, Qwen3); draft with suffix"
-        )
+        raise no_early_exit(self._model)
 
     def reload(self) -> None:
         """Lay the linears' weights out anew; the others are the module's own."""

@@ -25,13 +25,18 @@ def refuse_unsupported(model: CausalLM, capacity: int) -> None:
         ),
         "it compresses keys and values into latents": bool(config.get("kv_lora_rank")),
         "its chunked attention needs a mask of its own": bool(config.get("attention_chunk_size")),
-        "its rotary positions depend on the longest sample of the batch": _rope_depends_on_length(
-            config, capacity
-        ),
+        "it has attention sinks": any(name.endswith(".sinks") for name, _ in model.named_parameters()),
     }
     for reason, holds in reasons.items():
         if holds:
             raise unsupported(model, reason)
+    limit = _rope_changes_at(config)
+    if limit is not None and capacity > limit:
+        raise ModelError(
+            f"{type(model).__name__} is not supported at this length: its rotary positions change for a whole batch "
+            f"whose longest sample has more than {limit} tokens, and one may have {capacity} here (prompt, response, "
+            "drafts); lower sampling.max_new_tokens or data.max_prompt_tokens, or take a model of another family"
+        )
 
 
 def switch_attention(model: Any, name: str) -> None:
@@ -54,13 +59,14 @@ def unsupported(model: nn.Module | CausalLM, reason: str) -> ModelError:
     return ModelError(f"{type(model).__name__} is not supported: {reason}; take a model of another family")
 
 
-def _rope_depends_on_length(config: dict[str, Any], capacity: int) -> bool:
+def _rope_changes_at(config: dict[str, Any]) -> int | None:
+    """The length of a sample up to which rotary positions are the same for any batch; None: they always are."""
     rope = config.get("rope_parameters") or {}
     layers = rope.values() if rope and all(isinstance(v, dict) for v in rope.values()) else [rope]
-    for layer in layers:
-        original = layer.get("original_max_position_embeddings") or config.get(
-            "original_max_position_embeddings", config.get("max_position_embeddings", 0)
-        )
-        if layer.get("rope_type") in ("dynamic", "longrope") and capacity > original:
-            return True
-    return False
+    limits = [
+        layer.get("original_max_position_embeddings")
+        or config.get("original_max_position_embeddings", config.get("max_position_embeddings", 0))
+        for layer in layers
+        if layer.get("rope_type") in ("dynamic", "longrope")
+    ]
+    return min(limits, default=None)

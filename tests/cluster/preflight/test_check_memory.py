@@ -16,7 +16,7 @@ from cluster.placement.memory_plan import (
     plan_memory,
     require_gpu_room,
 )
-from cluster.preflight.run_check import model_shape
+from cluster.preflight.model_check import model_shape
 from core.config import Config
 from core.config_io import config_from_dict
 from core.errors import PlacementError

@@ -1,0 +1,162 @@
+"""The models of a run before it starts: whole, of one vocabulary, and such that the engine serves them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from transformers import AutoModelForCausalLM
+from transformers.configuration_utils import PretrainedConfig
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from cluster.placement.memory_plan import ModelShape
+from cluster.preflight.draft_head import check_head, check_mtp, describe_training
+from cluster.preflight.inputs import read_tokenizer
+from cluster.preflight.param_count import count_params
+from cluster.weights.first_weights import exit_norm
+from core.checkpoint_manifest import has_manifest, verify_checkpoint
+from core.config import Config
+from core.errors import ModelError
+from engine.cache.kv_pool import KVShape
+from engine.calibration.cost_sweep import MAX_PROFILED_NODES
+from engine.draft_policies import most_nodes
+from engine.drafters.early_exit_drafter import exit_depth
+from engine.drafters.exit_norm import require_exit_fits
+from engine.model.stock_forward import no_early_exit
+from engine.model.support import refuse_unsupported
+from engine.weights.bare_llama import MODEL_TYPES
+from engine.weights.loading import (
+    check_compatible,
+    load_hf_config,
+    load_tokenizer,
+    meta_model,
+    num_token_ids,
+)
+from learning.adapter import count_adapter_params
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckedModels:
+    """What is known of the models without a weight of them."""
+
+    tokenizer: PreTrainedTokenizerBase
+    target_config: PretrainedConfig
+    draft_config: PretrainedConfig | None
+    "of a draft model; None: something else drafts, or nothing"
+    target: ModelShape
+    draft: ModelShape | None
+    lines: tuple[str, ...]
+    "what `check` says of them"
+
+    @property
+    def configs(self) -> Sequence[PretrainedConfig | None]:
+        """Of the models whose positions a sample takes."""
+        return self.target_config, self.draft_config
+
+
+def check_models(config: Config) -> CheckedModels:
+    """Look at target, what drafts, and tokenizers.
+
+    Raises ModelError, and ConfigError for adapters or an exit that the target has no layers for.
+    """
+    trust, speculation = config.models.trust_remote_code, config.speculation
+    _verify_own_checkpoints(config)
+    target_config = load_hf_config(config.models.target, trust_remote_code=trust)
+    tokenizer = read_tokenizer(config)
+    target = model_shape(target_config, config.models.target)
+    if config.trainer.lora is not None:
+        module = meta_model(config.models.target, target_config)
+        target = replace(target, num_adapter_params=count_adapter_params(module, config.trainer.lora))
+    _check_vocabulary("target", config.models.target, target, tokenizer)
+    lines = [_describe_model("target", config.models.target, target)]
+    draft = draft_config = None
+    if speculation.drafter == "head" and config.models.draft is not None:
+        draft, line = check_head(config.models.draft, target_config)
+        lines += [line, describe_training(config, target_config)]
+    elif speculation.drafter == "mtp":
+        draft, line = check_mtp(config)
+        lines.append(line)
+    elif speculation.drafter == "early_exit":
+        lines += _check_exit(config, target_config)
+    elif speculation.drafter == "model" and config.models.draft is not None:
+        draft_config = load_hf_config(config.models.draft, trust_remote_code=trust)
+        check_compatible(tokenizer, load_tokenizer(config.models.draft, trust_remote_code=trust))
+        draft = model_shape(draft_config, config.models.draft)
+        _check_vocabulary("draft", config.models.draft, draft, tokenizer)
+        lines.append(_describe_model("draft", config.models.draft, draft))
+        lines.append(f"tokenizers equal, {len(tokenizer)} entries")
+    return CheckedModels(
+        tokenizer=tokenizer,
+        target_config=target_config,
+        draft_config=draft_config,
+        target=target,
+        draft=draft,
+        lines=tuple(lines),
+    )
+
+
+def require_served(config: Config, models: CheckedModels, *, max_total_tokens: int) -> None:
+    """Raise ModelError for a model that the engine refuses when it is built for samples of so many tokens."""
+    nodes = most_nodes(config.speculation)
+    if config.speculation.policy == "goodput" and nodes:
+        # the profile's engine drafts more
+        nodes = max(nodes, MAX_PROFILED_NODES)
+    names = (config.models.target, config.models.draft)
+    for name, described in zip(names, models.configs, strict=True):
+        if name is not None and described is not None:
+            refuse_unsupported(meta_model(name, described), max_total_tokens + nodes + 1)
+
+
+def model_shape(config: PretrainedConfig, name: str | None = None) -> ModelShape:
+    """Sizes of the causal LM a Hugging Face config describes.
+
+    Args:
+        config: of the model.
+        name: path or hub name; where given, its weight files are checked too.
+
+    Raises:
+        ModelError: there is no such model, or its weight files are not whole or another model's.
+    """
+    text = config.get_text_config()
+    return ModelShape(
+        num_params=count_params(config, AutoModelForCausalLM, name),
+        kv=KVShape.of(config),
+        hidden_size=text.hidden_size,
+        vocab_size=text.vocab_size,
+    )
+
+
+def _check_exit(config: Config, target: PretrainedConfig) -> list[str]:
+    """Require an early exit that the target has; a line where a norm of its own is named."""
+    norm, wanted = exit_norm(config), config.speculation.exit_layers
+    if norm is not None:
+        require_exit_fits(norm, target, exit_layers=wanted)
+    if config.speculation.policy != "off":
+        exit_depth(int(target.get_text_config().num_hidden_layers), norm.num_layers if norm else wanted)
+        if target.get_text_config().model_type not in MODEL_TYPES or config.engine.forward == "stock":
+            raise no_early_exit(meta_model(config.models.target, target))
+    if norm is None:
+        return []
+    return [f"early exit behind {norm.num_layers} layers, with the norm in {config.models.draft}"]
+
+
+def _verify_own_checkpoints(config: Config) -> None:
+    """Checkpoints that a run wrote have checksums: a damaged one would decode to nonsense."""
+    draft = config.models.draft if config.speculation.drafter in ("model", "head") else None
+    for name in (config.models.target, draft):
+        if name is not None and has_manifest(Path(name)):
+            verify_checkpoint(Path(name))
+
+
+def _check_vocabulary(role: str, name: str, shape: ModelShape, tokenizer: PreTrainedTokenizerBase) -> None:
+    needed = num_token_ids(tokenizer)
+    if shape.vocab_size < needed:
+        raise ModelError(
+            f"the {role} model {name} has {shape.vocab_size} token ids, the tokenizer {needed}: every token needs "
+            "a row of the model; take a model that was trained with this tokenizer, or set models.tokenizer"
+        )
+
+
+def _describe_model(role: str, name: str, shape: ModelShape) -> str:
+    return f"{role} {name}: {shape.num_params / 1e6:.2f}M parameters, {shape.kv.num_layers} layers"

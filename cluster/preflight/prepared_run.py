@@ -1,0 +1,108 @@
+"""What `train`, `demo` and `check` do alike: open a config or a run, name its folder, look for what is wrong."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from cluster.commands.arguments import path_argument
+
+if TYPE_CHECKING:
+    from cluster.preflight.run_check import CheckReport
+    from cluster.reporting.console import Reporter
+    from cluster.resuming.resumed_run import ResumedRun
+    from core.config import Config
+
+AUTO = "auto"
+"Of --resume: the newest run of the config that is not finished, else a new one."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedRun:
+    """A run that may start: nothing in its config, its files or here speaks against it."""
+
+    config: Config
+    path: Path
+    "of the run folder, which is not made yet where the run is new"
+    checked: CheckReport
+    resumed: ResumedRun | None
+
+
+def prepare_run(args: argparse.Namespace, report: Reporter, *, dry_run: bool) -> PreparedRun:
+    """Open `args.config`, or the run `args.resume`, and check it; nothing is written or started.
+
+    Raises InputError for all that a run is refused for before Ray starts.
+    """
+    config, resumed = (
+        _named_run(args, report) if args.resume not in (None, AUTO) else _of_config(args, report)
+    )
+    path = _path(config, report, dry_run=dry_run) if resumed is None else resumed.run_dir.path
+    from cluster.preflight.named_models import resolve_models
+    from cluster.run_folder.run_time import with_time
+
+    report.stage("loading torch and transformers")
+    config = with_time(resolve_models(config, report))
+    report.stage("checking models, data and memory")
+    from cluster.preflight.run_check import check_run
+
+    checked = check_run(config, output_dir=path)
+    if resumed is not None:
+        resumed.require_same_data(checked.inputs.dataset)
+    report.stop()
+    return PreparedRun(config=config, path=path, checked=checked, resumed=resumed)
+
+
+def _named_run(args: argparse.Namespace, report: Reporter) -> tuple[Config, ResumedRun]:
+    from cluster.resuming.resumed_run import open_run
+    from cluster.run_folder.layout import run_base
+    from cluster.run_folder.remote_copy import fetch_run, is_url
+    from core.config import RunConfig
+    from core.errors import ConfigError
+
+    if args.config is not None:
+        raise ConfigError(
+            f"--resume {args.resume} goes on with that run by its own config, so that its result stays the same; "
+            "expected no --config beside it; change keys with --set (--config belongs to --resume auto)"
+        )
+    folder = path_argument(args.resume)
+    if is_url(args.resume):
+        folder = fetch_run(args.resume, run_base(RunConfig(), caller_dir=Path.cwd()), report.note)
+    resumed = open_run(folder, args.set, report.note)
+    return resumed.config, resumed
+
+
+def _of_config(args: argparse.Namespace, report: Reporter) -> tuple[Config, ResumedRun | None]:
+    from cluster.preflight.absolute_paths import with_absolute_paths
+    from cluster.run_folder.layout import run_base
+    from core.config_io import load_config
+    from core.errors import ConfigError
+
+    if args.config is None:
+        raise ConfigError("expected --config FILE, got none; or --resume RUN to go on with a run by its own")
+    config = with_absolute_paths(load_config(args.config, args.set), Path.cwd())
+    if args.resume is None:
+        return config, None
+    from cluster.preflight.named_models import resolve_models
+    from cluster.resuming.resumed_run import newest_run
+
+    # what a run's own config has
+    config = resolve_models(config, report)
+    base = run_base(config.run, caller_dir=Path.cwd())
+    if config.run.copy_to is not None:
+        from cluster.run_folder.remote_copy import fetch_newest
+
+        fetch_newest(config.run.copy_to, config.run.name, base, report.note)
+    return config, newest_run(config, base, report.note)
+
+
+def _path(config: Config, report: Reporter, *, dry_run: bool) -> Path:
+    from cluster.run_folder.layout import choose_run_path, is_ray_working_dir
+
+    path = choose_run_path(config.run, caller_dir=Path.cwd(), now=datetime.now())
+    report.note(f"run folder {path}" + (" (dry run: not made)" if dry_run else ""))
+    if is_ray_working_dir(Path.cwd()):
+        report.note("  not in the job's own folder, which Ray deletes; run.output_dir says where else")
+    return path
