@@ -10,7 +10,7 @@ from typing import Any
 from rich.table import Table
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from cluster.preflight.inputs import read_tokenizer
+from cluster.preflight.inputs import end_tokens, read_tokenizer
 from cluster.preflight.named_models import resolve_models
 from cluster.reporting.console import Reporter
 from core.config import Config
@@ -82,10 +82,14 @@ def read_inputs(
         config = config.model_copy(update={"data": config.data.model_copy(update={"chat": True})})
     report.stage("reading model and prompts")
     dataset = load_prompts(config.data, tokenizer, seed=config.run.seed)
+    ends = end_tokens(config, dataset, tokenizer)
+    sampling = config.sampling.model_copy(update={"end_token_ids": ends.token_ids})
+    config = config.model_copy(update={"sampling": sampling})
     model = load_causal_lm(name, "float32", trust_remote_code=trust)
     report.stop()
-    for line in dataset.notes():
-        report.note(line)
+    for line in (*dataset.notes(), ends.line):
+        if line is not None:
+            report.note(line)
     limit = max_context_tokens(model.config)
     prompts = [
         prompt

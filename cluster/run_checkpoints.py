@@ -12,7 +12,7 @@ from cluster.weights.first_weights import mtp_checkpoint
 from cluster.weights.publish import PublishedWeights
 from core.files import PARTIAL, storage_errors
 from engine.drafters.head.published_head import is_head, is_mtp
-from engine.weights.generation_settings import load_generation_settings
+from engine.weights.generation_settings import ending_at
 
 _MODELS = ("target", "draft", "adapter")
 
@@ -84,7 +84,9 @@ def _save(
         run_dir.checkpoint_dir(name, iteration),
         dtype=system.config.models.dtype,
         timeout_s=timeout_s,
-        generation=load_generation_settings(source) if source is not None else None,
+        generation=ending_at(source, system.config.sampling.end_token_ids or ())
+        if source is not None
+        else None,
     )
 
 

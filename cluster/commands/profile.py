@@ -53,6 +53,7 @@ def run(args: argparse.Namespace) -> int:
         report.stage("loading torch and transformers")
         config = resolve_models(load_config(args.config, args.set), report)
         inputs = read_inputs(config)
+        config = inputs.ending(config)
         described = describe(config, inputs)
         report.stop()
         made = measure(config, inputs, described, report, budget_s=args.budget)

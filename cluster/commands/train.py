@@ -90,7 +90,7 @@ def _run(prepared: PreparedRun, report: Reporter, *, dry_run: bool) -> int:
         for line in (checked.adapter, checked.correction, *checked.functions):
             if line is not None:
                 report.note(line)
-        for line in inputs.dataset.notes():
+        for line in (inputs if resumed is None else inputs.dataset).notes():
             report.note(line)
         run_dir = RunDir.create(config, path) if resumed is None else resumed.begin(config, report.note)
         if run_dir.path != path:

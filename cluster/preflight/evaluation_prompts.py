@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from transformers.configuration_utils import PretrainedConfig
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from core.config import Config
+from core.config import Config, SamplingConfig
 from core.errors import DataError, InputError
 from core.records import Prompt, SamplingParams
 from engine.weights.causal_lm import max_context_tokens
+from learning.data.end_tokens import find_end_tokens
 from learning.data.prompts import PromptDataset, load_prompts, sampling_params
 
 _OTHER_PROBLEMS = 0xE7A1
@@ -96,11 +97,30 @@ def evaluation_of(
     )
     return EvaluationPrompts(
         prompts=tuple(prompts),
-        sampling=sampling_params(sampling, tokenizer, model=config.models.target),
+        sampling=sampling_params(_ending(config, sampling, prompts, tokenizer), tokenizer),
         samples_per_prompt=settings.samples_per_prompt,
         run_seed=config.run.seed,
         lines=(first, *lines),
     )
+
+
+def _ending(
+    config: Config,
+    sampling: SamplingConfig,
+    prompts: Sequence[Prompt],
+    tokenizer: PreTrainedTokenizerBase,
+) -> SamplingConfig:
+    """With the end tokens of these prompts, where no run has found them before."""
+    if sampling.end_token_ids is not None:
+        return sampling
+    found = find_end_tokens(
+        config.evaluation.data or config.data,
+        tokenizer,
+        model=config.models.target,
+        is_chat=any(prompt.messages for prompt in prompts),
+        stop_token_ids=sampling.stop_token_ids,
+    )
+    return sampling.model_copy(update={"end_token_ids": found.token_ids})
 
 
 def _hold_out(

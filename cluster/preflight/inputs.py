@@ -15,6 +15,7 @@ from cluster.preflight.evaluation_prompts import EvaluationPrompts, split_evalua
 from core.config import Config
 from core.errors import ConfigError
 from engine.weights.loading import load_tokenizer, num_token_ids
+from learning.data.end_tokens import EndTokens, find_end_tokens
 from learning.data.prompts import PromptDataset, load_prompts
 from learning.data.template_time import keep_time
 from profiles.profile import Profile
@@ -28,6 +29,8 @@ class Inputs:
     dataset: PromptDataset
     evaluation: EvaluationPrompts | None = None
     "what is held out of `dataset` or stands beside it; None where nothing is evaluated"
+    ends: EndTokens | None = None
+    "of responses, where they were looked for"
     profile: Profile | None = None
     "what the policy `goodput` goes by"
     object_store_bytes: int | None = None
@@ -36,6 +39,15 @@ class Inputs:
     "what an instance takes of its GPU, where the check has reckoned it; 0: it is not asked"
     trainer_gpu_bytes: int = 0
     "the same of a trainer"
+
+    def ending(self, config: Config) -> Config:
+        """The config with the end tokens that were found."""
+        return config if self.ends is None else _ending(config, self.ends)
+
+    def notes(self) -> list[str]:
+        """What a user should know of prompts and responses before a run."""
+        line = self.ends.line if self.ends is not None else None
+        return [*self.dataset.notes(), *([line] if line is not None else [])]
 
     def max_total_tokens(self, config: Config) -> int:
         """Tokens of prompt and response that an instance must hold for any sample, those of evaluations too."""
@@ -76,12 +88,36 @@ def read_inputs(config: Config, tokenizer: PreTrainedTokenizerBase | None = None
     require_cores(config)
     tokenizer = tokenizer or read_tokenizer(config)
     num_ids = num_token_ids(tokenizer)
-    unknown = [number for number in config.sampling.stop_token_ids if number >= num_ids]
-    if unknown:
+    for name in ("stop_token_ids", "end_token_ids"):
+        unknown = [number for number in getattr(config.sampling, name) or () if number >= num_ids]
+        if not unknown:
+            continue
         raise ConfigError(
-            f"sampling.stop_token_ids must be ids of the tokenizer, 0 to {num_ids - 1}, got {unknown[0]}; such a "
+            f"sampling.{name} must be ids of the tokenizer, 0 to {num_ids - 1}, got {unknown[0]}; such a "
             "token is never sampled, so it would stop nothing: take it out"
         )
     dataset = load_prompts(config.data, tokenizer, seed=config.run.seed)
-    dataset, evaluation = split_evaluation(config, dataset, tokenizer)
-    return Inputs(tokenizer=tokenizer, dataset=dataset, evaluation=evaluation)
+    ends = end_tokens(config, dataset, tokenizer)
+    # other data may have another chat format
+    asked = config if config.evaluation.data is not None else _ending(config, ends)
+    dataset, evaluation = split_evaluation(asked, dataset, tokenizer)
+    return Inputs(tokenizer=tokenizer, dataset=dataset, evaluation=evaluation, ends=ends)
+
+
+def end_tokens(config: Config, dataset: PromptDataset, tokenizer: PreTrainedTokenizerBase) -> EndTokens:
+    """What ends responses: as the config says, or found for its prompts. Raises DataError, ModelError."""
+    sampling = config.sampling
+    if sampling.end_token_ids is not None:
+        return EndTokens(sampling.end_token_ids)
+    return find_end_tokens(
+        config.data,
+        tokenizer,
+        model=config.models.target,
+        is_chat=dataset.has_conversations,
+        stop_token_ids=sampling.stop_token_ids,
+    )
+
+
+def _ending(config: Config, ends: EndTokens) -> Config:
+    sampling = config.sampling.model_copy(update={"end_token_ids": ends.token_ids})
+    return config.model_copy(update={"sampling": sampling})

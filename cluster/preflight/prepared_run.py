@@ -51,6 +51,8 @@ def prepare_run(args: argparse.Namespace, report: Reporter, *, dry_run: bool) ->
     checked = check_run(config, output_dir=path)
     if resumed is not None:
         resumed.require_same_data(checked.inputs.dataset)
+    else:  # one that goes on has the end tokens that it began with
+        config = checked.inputs.ending(config)
     report.stop()
     return PreparedRun(config=config, path=path, checked=checked, resumed=resumed)
 

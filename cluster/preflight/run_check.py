@@ -85,7 +85,7 @@ class CheckReport:
             "models",
             *(f"  {line}" for line in (*self.models, self.adapter) if line is not None),
             "data",
-            *(f"  {line}" for line in (self.data, *self.inputs.dataset.notes(), *self.evaluation)),
+            *(f"  {line}" for line in (self.data, *self.inputs.notes(), *self.evaluation)),
             *(["reward"] if self.functions else []),
             *(f"  {line}" for line in self.functions),
             "numerics",

@@ -116,8 +116,8 @@ def newest_run(config: Config, base: Path, note: Callable[[str], None]) -> Resum
             own = _kept_config(run_dir) or _own_config(run_dir)
             is_time_guessed = own.run.template_time is None
             own = with_time(own, asked.run.template_time or folder_time(folder))
-            # a run goes on with the time that it began with
-            config = with_time(asked, own.run.template_time)
+            # a run goes on with what it began with
+            config = _ending_as(own, with_time(asked, own.run.template_time))
             changes = deciding_changes(own, config)
         except ConfigError as error:
             note(f"--resume auto passes over {folder}: {error}")
@@ -136,6 +136,14 @@ def newest_run(config: Config, base: Path, note: Callable[[str], None]) -> Resum
         resumed = ResumedRun(config=config, run_dir=run_dir, state=state, is_time_guessed=is_time_guessed)
         return _told(resumed, note)
     return None
+
+
+def _ending_as(own: Config, config: Config) -> Config:
+    """The config with the end tokens that a run has found, where it leaves them to be found."""
+    if config.sampling.end_token_ids is not None:
+        return config
+    sampling = config.sampling.model_copy(update={"end_token_ids": own.sampling.end_token_ids})
+    return config.model_copy(update={"sampling": sampling})
 
 
 def _own_config(run_dir: RunDir) -> Config:

@@ -17,7 +17,10 @@ class SamplingConfig(Section):
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
     max_new_tokens: int = Field(default=256, ge=1)
     stop_token_ids: tuple[Annotated[int, Field(ge=0)], ...] = ()
-    "the tokenizer's end-of-sequence token is always added"
+    "what ends a response beside end_token_ids"
+    end_token_ids: tuple[Annotated[int, Field(ge=0)], ...] | None = None
+    """null: the tokenizer's end token, those of generation_config.json (without one, of config.json) and, for
+    conversations, what closes a turn of the chat template; a run's own config keeps what was found"""
 
 
 class SpeculationConfig(Section):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PretrainedConfig
 
 from core.errors import ModelError
 from core.outside import is_file
@@ -27,6 +29,46 @@ def load_generation_settings(model: str) -> GenerationConfig | None:
         raise ModelError(
             f"cannot read {file}, which names the end tokens: {said}; mend or delete it"
         ) from error
+
+
+def as_ids(eos: int | list[int] | None) -> list[int]:
+    """The ids of an eos_token_id, which may be one, several or none."""
+    return [token for token in (eos if isinstance(eos, list) else [eos]) if isinstance(token, int)]
+
+
+def config_end_tokens(model: str) -> list[int]:
+    """Ids that a model's config.json itself, not a default, ends a response with; none where it names none."""
+    named = _config_of(model)
+    inner = named.get("text_config")
+    return as_ids(
+        named.get("eos_token_id") or (inner.get("eos_token_id") if isinstance(inner, dict) else None)
+    )
+
+
+def ending_at(model: str, token_ids: Sequence[int]) -> GenerationConfig | None:
+    """The settings of a model with all of `token_ids` among its end tokens, so that what is saved stops there.
+
+    None where it has no such file and its config.json names them all. Raises ModelError as above.
+    """
+    settings = load_generation_settings(model)
+    named = config_end_tokens(model) if settings is None else as_ids(settings.eos_token_id)
+    more = [token for token in token_ids if token not in named]
+    if more and settings is None:
+        kept = {
+            key: value for key, value in _config_of(model).items() if key in ("bos_token_id", "pad_token_id")
+        }
+        settings = GenerationConfig(**kept)
+    if more and settings is not None:
+        every = [*named, *more]
+        settings.eos_token_id = every if len(every) > 1 else every[0]
+    return settings
+
+
+def _config_of(model: str) -> dict[str, Any]:
+    try:
+        return PretrainedConfig.get_config_dict(model)[0]
+    except (OSError, ValueError, TypeError):  # loading the model says why
+        return {}
 
 
 def write_generation_settings(settings: GenerationConfig | None, folder: Path) -> None:

@@ -80,6 +80,11 @@ class PackedPrompts(Sequence[Prompt]):
         return (self[number] for number in range(self._length))
 
     @property
+    def has_conversations(self) -> bool:
+        """Whether any prompt has messages."""
+        return any(batch.column("messages").null_count < batch.num_rows for batch in self._batches)
+
+    @property
     def num_bytes(self) -> int:
         """Memory that the prompts take."""
         return sum(batch.nbytes for batch in self._batches)

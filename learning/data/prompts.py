@@ -12,9 +12,8 @@ from transformers import PreTrainedTokenizerBase
 from core.config import DataConfig, SamplingConfig
 from core.errors import DataError
 from core.records import Completion, Prompt, SamplingParams
-from engine.weights.generation_settings import load_generation_settings
-from engine.weights.loading import num_token_ids
 from learning.data.encoding import PromptEncoder, Rendered, longest_token
+from learning.data.end_tokens import model_end_tokens
 from learning.data.left_out import LeftOut, RowFilter, Seen
 from learning.data.mixing import repeats_of
 from learning.data.packed_prompts import PackedPrompts, PromptPacker
@@ -78,6 +77,11 @@ class PromptDataset:
     def max_prompt_tokens(self) -> int:
         """Length of the longest prompt."""
         return self._packed.max_tokens
+
+    @property
+    def has_conversations(self) -> bool:
+        """Whether the chat template has rendered any of them."""
+        return self._packed.has_conversations
 
     @property
     def fingerprint(self) -> str:
@@ -228,16 +232,12 @@ def sampling_params(
 ) -> SamplingParams:
     """Sampling settings as the engine takes them, the end tokens among the stop tokens.
 
-    These are the tokenizer's and, where `model` is given (path or hub name), those of its generation_config.json,
-    which for chat models often names several.
+    These are `end_token_ids`, as a run has found them (`learning.data.end_tokens`); where it is null the tokenizer's
+    and, where `model` is given (path or hub name), those of its generation_config.json or config.json.
     """
-    stops = list(sampling.stop_token_ids)
-    eos = tokenizer.eos_token_id
-    known = [eos] if isinstance(eos, int) else []
-    if model is not None:
-        num_ids = num_token_ids(tokenizer)
-        known += [token for token in generation_end_tokens(model) if 0 <= token < num_ids]
-    stops += [token for token in dict.fromkeys(known) if token not in stops]
+    ends = sampling.end_token_ids
+    known = model_end_tokens(tokenizer, model) if ends is None else ends
+    stops = list(dict.fromkeys((*sampling.stop_token_ids, *known)))
     return SamplingParams(
         temperature=sampling.temperature,
         top_k=sampling.top_k,
@@ -245,17 +245,6 @@ def sampling_params(
         max_new_tokens=sampling.max_new_tokens,
         stop_token_ids=tuple(stops),
     )
-
-
-def generation_end_tokens(model: str) -> list[int]:
-    """Ids that a model's generation_config.json ends a response with; none where there is no such file.
-
-    Raises ModelError: the file is there and cannot be read.
-    """
-    settings = load_generation_settings(model)
-    eos = settings.eos_token_id if settings is not None else None
-    listed = eos if isinstance(eos, list) else [eos]
-    return [token for token in listed if isinstance(token, int)]
 
 
 def response_text(tokenizer: PreTrainedTokenizerBase, completion: Completion) -> str:

@@ -18,7 +18,7 @@ from core.checkpoint_manifest import verify_checkpoint
 from core.errors import StorageError
 from engine.weights.chunks import model_checksum, pack_weights
 from engine.weights.loading import load_causal_lm, load_tokenizer
-from learning.data.prompts import generation_end_tokens
+from learning.data.end_tokens import generation_end_tokens
 from tests.conftest import TinyPair
 
 
