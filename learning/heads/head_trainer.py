@@ -9,6 +9,7 @@ responses, forward KL).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -50,6 +51,11 @@ class StepReport:
     "of each sequence that was given: share of its positions where level 1 is expected to fail; 0 without an anchor"
     grad_norm: float
     "before clipping; where it is not finite, no step was taken"
+
+    @property
+    def num_learned(self) -> int:
+        """Positions that were learned from: none without a step."""
+        return self.num_anchors if math.isfinite(self.grad_norm) else 0
 
 
 class HeadTrainer:

@@ -102,7 +102,7 @@ def make_head(
     Raises:
         ModelError: the target's layers are not Llama's or its kin's, or its context is too short.
         DataError: fewer than two prompts.
-        ConfigError: the budget is over before two responses are there, or before a single step.
+        ConfigError: the budget is over before two responses are there, or before a single step; no step could be taken.
         NotFiniteError: the target's logits are not.
     """
     if len(prompts) < 2:
@@ -245,19 +245,19 @@ class _Maker:
         end_s = self._budget_s * (1.0 - recipe.evaluate_share)
         began_s = self._spent_s
         total = recipe.max_passes * sum(num_anchors(each.sequence) for each in responses)
-        learned = 0
+        seen, learned = 0, 0
         rng = np.random.default_rng([self._seed, 0x4EAD])
         for number in range(recipe.max_passes):
             order = [responses[index].sequence for index in rng.permutation(len(responses))]
             for pack in pack_sequences(order, recipe.step_anchors):
                 # whichever ends the training first
-                share = max(learned / total, (self._spent_s - began_s) / (end_s - began_s))
+                share = max(seen / total, (self._spent_s - began_s) / (end_s - began_s))
                 trainer.learning_rate = recipe.learning_rate * (
                     1.0 - (1.0 - recipe.last_rate) * min(share, 1.0)
                 )
                 report = trainer.step([order[index] for index in pack], lambda: self._spent_s >= end_s)
                 if report is not None:
-                    learned += report.num_anchors
+                    seen, learned = seen + report.num_anchors, learned + report.num_learned
                     self._tick(f"pass {number + 1} of {recipe.max_passes}")
                 elif self._spent_s >= end_s:
                     if not trainer.num_steps:
@@ -266,6 +266,12 @@ class _Maker:
                             "--budget more seconds"
                         )
                     return learned
+        if not trainer.num_steps:
+            raise ConfigError(
+                "no step of the draft head was taken: the gradient of every one was not finite, or no response has a "
+                "position to draft from; look at the target's hidden states (a dtype that overflows) and at its "
+                "responses"
+            )
         return learned
 
     def _acceptance(self, head: HeadModule, responses: Sequence[OwnResponse]) -> Acceptance:

@@ -1,5 +1,7 @@
 """A head is made from prompts alone, within its seconds, and evaluated on responses that it did not learn from."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -10,7 +12,7 @@ from core.errors import ConfigError, DataError, ModelError
 from core.records import Prompt, SamplingParams
 from engine.drafters.head.head_weights import require_whole
 from learning.heads.evaluate_head import evaluate_head
-from learning.heads.make_head import HeadRecipe, make_head
+from learning.heads.make_head import HeadRecipe, learn_head, make_head
 from learning.heads.own_responses import Responder
 from learning.heads.token_shares import expected_counts
 
@@ -129,6 +131,29 @@ def test_a_head_is_evaluated_at_every_temperature_and_by_category():
     )
     assert warm.num_anchors > 0 and cold.num_anchors == 6 * 8
     assert list(cold.by_category()) == ["even", "odd"]
+
+
+def test_only_steps_that_were_taken_are_learned_from_and_a_head_without_one_is_refused():
+    target = model()
+    responder = Responder(target, (0, 1, 1), vocab_size=19, max_total_tokens=32, num_slots=4)
+    responses = list(responder.responses(prompts(8), SAMPLING, seed=0))
+    recipe = replace(RECIPE, max_passes=1, step_anchors=1)
+
+    def made(broken: int):
+        learned = [
+            replace(
+                each, sequence=replace(each.sequence, taps=torch.full_like(each.sequence.taps, torch.inf))
+            )
+            if place < broken
+            else each
+            for place, each in enumerate(responses[1:])
+        ]
+        return learn_head(target, learned, responses[:1], sampling=SAMPLING, vocab_size=19, recipe=recipe)
+
+    whole, some = made(0), made(3)
+    assert some.num_steps < whole.num_steps and 0 < some.num_learned_tokens < whole.num_learned_tokens
+    with pytest.raises(ConfigError, match="no step of the draft head was taken"):
+        made(len(responses))
 
 
 def test_a_head_of_another_target_is_refused():
