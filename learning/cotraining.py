@@ -29,6 +29,7 @@ from transformers import PreTrainedModel
 from core.config import DrafterTrainingConfig
 from engine.decoding.logprobs import scaled_logits
 from engine.weights.chunks import not_finite, unique_tensors
+from engine.weights.shared_ids import foreign_of, without
 from learning.draft_refit import RATE_AFTER_FAILURE, RATE_AFTER_SUCCESS, WARMUP_STEPS, RefitReport
 from learning.draft_state import no_draft_state, read_draft_state, write_draft_state
 from learning.forward.batching import PackedSequences
@@ -84,7 +85,10 @@ class DraftCotrainer:
             return
         began_s = time.perf_counter()
         logits, _ = response_logits(self.model, packed, self._vocab_size, compute_dtype=self._compute_dtype)
-        divergence = whole_kl(target, scaled_logits(logits, self._temperature))
+        # of what both have: the target's share of the draft's missing tokens is nothing to learn
+        foreign = foreign_of(self.model.config, self._vocab_size)
+        student = without(scaled_logits(logits, self._temperature), foreign)
+        divergence = whole_kl(without(target, foreign), student)
         total = divergence.sum()
         total.backward()
         self._open.append(total.detach())

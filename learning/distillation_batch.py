@@ -12,10 +12,11 @@ from transformers import PreTrainedModel
 
 from core.records import Rollout
 from engine.decoding.logprobs import scaled_logits
+from engine.weights.shared_ids import foreign_of, without
 from learning.experience import Experience, collate
 from learning.forward.batching import pack_by_length
 from learning.forward.training_forward import response_logits
-from learning.soft_targets import SoftTargetStore, soft_kl
+from learning.soft_targets import SoftTargetStore, soft_kl, targets_without
 
 HOLD_OUT_EVERY = 8
 "One group of samples in so many is held out."
@@ -51,18 +52,23 @@ class DistillationBatches:
         """KL(target || draft) in nats at the response tokens of some rows; differentiable.
 
         From the soft targets where all rows have them. Else log p(token) - log q(token) of the sampled
-        tokens: an estimate without bias for the distribution they were sampled from, one sample each.
+        tokens: an estimate without bias for the distribution they were sampled from, one sample each. Ids that the
+        draft never drafts have no part in either.
         """
         packed = self.experience.packed(rows)
         logits, _ = response_logits(draft, packed, vocab_size, compute_dtype=compute_dtype)
-        logprobs = torch.log_softmax(scaled_logits(logits, temperature), dim=-1)
+        foreign = foreign_of(draft.config, vocab_size)
+        logprobs = torch.log_softmax(without(scaled_logits(logits, temperature), foreign), dim=-1)
         if self.soft_targets is not None:
             targets = self.soft_targets.of([self.experience.sample_indices[row] for row in rows])
             if targets is not None:
-                return soft_kl(logprobs, targets)
+                return soft_kl(logprobs, targets if foreign is None else targets_without(targets, foreign))
         drafted = logprobs.gather(-1, packed.targets.to(draft.device)[:, None]).squeeze(-1)
         sampled = self.experience.sampling_logprobs[rows][self.experience.mask[rows]]
-        return sampled.to(draft.device) - drafted
+        divergence = sampled.to(draft.device) - drafted
+        if foreign is None:
+            return divergence
+        return divergence.masked_fill(torch.isin(packed.targets, foreign).to(draft.device), 0.0)
 
 
 def distillation_batches(

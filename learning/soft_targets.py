@@ -11,11 +11,13 @@ forward is what NeMo-RL does with EAGLE heads.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+
+from engine.weights.shared_ids import NEVER
 
 _SMALLEST_REST = 1e-6
 "Float32 cannot tell a smaller remaining probability from rounding."
@@ -116,6 +118,14 @@ def soft_kl(student_logprobs: Float[Tensor, "M V"], targets: SoftTargets) -> Flo
     teacher_rest, student_rest = _rest(teacher), _rest(student)
     other = teacher_rest * (teacher_rest.log() - student_rest.log())
     return kept + torch.where(teacher_rest > _SMALLEST_REST, other, torch.zeros_like(other))
+
+
+def targets_without(targets: SoftTargets, foreign: Int[Tensor, " F"]) -> SoftTargets:
+    """Return the same given that the token is none of `foreign`, as far as these are among the kept ones."""
+    is_foreign = torch.isin(targets.token_ids, foreign.to(targets.token_ids.dtype))
+    lost = targets.logprobs.exp().masked_fill(~is_foreign, 0.0).sum(-1, keepdim=True)
+    logprobs = targets.logprobs - (1.0 - lost).clamp(min=_SMALLEST_REST).log()
+    return replace(targets, logprobs=logprobs.masked_fill(is_foreign, NEVER))
 
 
 def _rest(logprobs: Tensor) -> Tensor:

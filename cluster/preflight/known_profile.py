@@ -9,7 +9,7 @@ import torch
 from transformers.modeling_utils import PreTrainedModel
 
 from cluster.preflight.inputs import Inputs
-from cluster.weights.first_weights import exit_norm, read_head, read_mtp
+from cluster.weights.first_weights import exit_norm, load_draft_model, read_head, read_mtp
 from core.config import Config
 from core.errors import ConfigError, ProfileError
 from engine.calibration.engine_provenance import provenance_of, what_drafts
@@ -114,8 +114,7 @@ def describe(config: Config, inputs: Inputs) -> ProfiledRun:
 
 def load_draft(name: str, config: Config) -> PreTrainedModel | HeadWeights:
     """Load the draft model, or the head on this target, that a run would draft with. Raises ModelError."""
-    models = config.models
     if config.speculation.drafter == "head":
         # as it is published: instances compare
         return read_head(config, Path(name))
-    return load_causal_lm(name, models.dtype, trust_remote_code=models.trust_remote_code)
+    return load_draft_model(config, name)

@@ -27,12 +27,12 @@ from engine.model.stock_forward import no_early_exit
 from engine.model.support import refuse_unsupported
 from engine.weights.bare_llama import MODEL_TYPES
 from engine.weights.loading import (
-    check_compatible,
     load_hf_config,
     load_tokenizer,
     meta_model,
     num_token_ids,
 )
+from engine.weights.shared_ids import foreign_ids
 from learning.adapter import count_adapter_params
 
 
@@ -81,11 +81,17 @@ def check_models(config: Config) -> CheckedModels:
         lines += _check_exit(config, target_config)
     elif speculation.drafter == "model" and config.models.draft is not None:
         draft_config = load_hf_config(config.models.draft, trust_remote_code=trust)
-        check_compatible(tokenizer, load_tokenizer(config.models.draft, trust_remote_code=trust))
+        own = load_tokenizer(config.models.draft, trust_remote_code=trust)
+        foreign = foreign_ids(tokenizer, own)
         draft = model_shape(draft_config, config.models.draft)
-        _check_vocabulary("draft", config.models.draft, draft, tokenizer)
+        _check_vocabulary("draft", config.models.draft, draft, own)
         lines.append(_describe_model("draft", config.models.draft, draft))
-        lines.append(f"tokenizers equal, {len(tokenizer)} entries")
+        lines.append(
+            f"tokenizers share {len(tokenizer.get_vocab().keys() & own.get_vocab().keys())} entries (target "
+            f"{len(tokenizer)}, draft {len(own)}); what only one has is never drafted"
+            if foreign or len(own) != len(tokenizer)
+            else f"tokenizers equal, {len(tokenizer)} entries"
+        )
     return CheckedModels(
         tokenizer=tokenizer,
         target_config=target_config,

@@ -17,7 +17,7 @@ from cluster.proof.proof_record import Proof
 from cluster.proof.recorded_samples import Recorded, read_recorded
 from cluster.proof.regeneration import Regenerator, Work, works_of
 from cluster.run_folder.layout import RunDir
-from cluster.weights.first_weights import read_head, read_mtp
+from cluster.weights.first_weights import load_draft_model, read_head, read_mtp
 from core.checkpoint_manifest import has_manifest
 from core.config import Config
 from core.errors import DataError, ModelError, WeightsError
@@ -28,7 +28,6 @@ from engine.decoding.verify import Verdict
 from engine.drafters.drafter import Drafter
 from engine.drafters.head.head_weights import HeadWeights
 from engine.weights.causal_lm import CausalLM
-from engine.weights.loading import load_causal_lm
 from learning.data.prompts import sampling_params
 from policies.drafting.baselines.fixed import FixedPolicy
 from policies.drafting.draft_policy import DraftPolicy
@@ -185,7 +184,7 @@ def _draft(run: Path, config: Config, iteration: int) -> tuple[CausalLM | HeadWe
             head,
             "the iteration's draft head" if is_own else "the first draft head (the iteration's is not kept)",
         )
-    model = load_causal_lm(name, models.dtype, trust_remote_code=models.trust_remote_code)
+    model = load_draft_model(config, name)
     return (
         model,
         "the iteration's draft model" if is_own else "the first draft model (the iteration's is not kept)",

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 import ray
+from transformers import PreTrainedModel
 
 from cluster.weights.publish import PublishedWeights
 from core.config import Config
@@ -16,7 +17,14 @@ from engine.drafters.head.mtp_weights import FoundMtp, load_mtp
 from engine.drafters.head.published_head import pack_head, rounded
 from engine.weights.causal_lm import DTYPES
 from engine.weights.chunks import WeightPacker, pack_weights
-from engine.weights.loading import load_causal_lm, load_hf_config, require_finite
+from engine.weights.loading import (
+    load_causal_lm,
+    load_hf_config,
+    load_tokenizer,
+    num_token_ids,
+    require_finite,
+)
+from engine.weights.shared_ids import fit_draft, foreign_ids
 from engine.weights.stored_weights import stored_weights
 
 
@@ -28,8 +36,12 @@ def load_and_put(config: Config, name: str, model: Literal["target", "draft"]) -
     models = config.models
     hf_config = load_hf_config(name, trust_remote_code=models.trust_remote_code)
     stored = stored_weights(name, hf_config, models.dtype)
-    if stored is None:
-        loaded = load_causal_lm(name, models.dtype, trust_remote_code=models.trust_remote_code)
+    is_foreign = model == "draft" and bool(_draft_ids(config, name)[0])
+    if stored is None or is_foreign:
+        if is_foreign:
+            loaded = load_draft_model(config, name)
+        else:
+            loaded = load_causal_lm(name, models.dtype, trust_remote_code=models.trust_remote_code)
         manifest, chunks = pack_weights(loaded, name=model, weight_version=0)
         return PublishedWeights(manifest=manifest, chunk_refs=tuple(ray.put(chunk) for chunk in chunks))
     dtype = DTYPES[models.dtype]
@@ -44,6 +56,24 @@ def load_and_put(config: Config, name: str, model: Literal["target", "draft"]) -
     )
     refs = tuple(ray.put(chunk) for chunk in packer.chunks(stored.tensors()))
     return PublishedWeights(manifest=packer.manifest(), chunk_refs=refs)
+
+
+def load_draft_model(config: Config, name: str) -> PreTrainedModel:
+    """Load a draft model as it is published: with rows for the target's tokens, its own ones marked.
+
+    Raises ModelError: it cannot be loaded, or its tokenizer has other tokens at the target's ids.
+    """
+    models = config.models
+    foreign, num_ids = _draft_ids(config, name)
+    loaded = load_causal_lm(name, models.dtype, trust_remote_code=models.trust_remote_code)
+    return fit_draft(loaded, foreign, num_ids=num_ids)
+
+
+def _draft_ids(config: Config, name: str) -> tuple[list[int], int]:
+    """The ids that only one of draft and target has, and how many the target has."""
+    models, trust = config.models, config.models.trust_remote_code
+    tokenizer = load_tokenizer(models.tokenizer or models.target, trust_remote_code=trust)
+    return foreign_ids(tokenizer, load_tokenizer(name, trust_remote_code=trust)), num_token_ids(tokenizer)
 
 
 def first_draft(config: Config) -> PublishedWeights | None:

@@ -21,6 +21,7 @@ from engine.model.prefill_plan import PrefillPiece
 from engine.model.runner import ModelRunner
 from engine.weights.causal_lm import CausalLM
 from engine.weights.chunks import model_checksum
+from engine.weights.shared_ids import foreign_of, without
 
 MAX_CATCH_UP_TOKENS = LAST_TOKENS
 "More missing tokens than this are prefilled sample by sample instead of batched with the root."
@@ -32,6 +33,9 @@ class ModelDrafter(LevelDrafter):
     def __init__(self, runner: ModelRunner, *, max_prefill_tokens: int) -> None:
         self.runner = runner
         self._max_prefill_tokens = max_prefill_tokens
+        self._foreign = foreign_of(runner.model.config, runner.vocab_size)
+        if self._foreign is not None:
+            self._foreign = self._foreign.to(runner.device)
         self._cached = np.zeros(runner.pool.num_slots, dtype=np.int64)
         "committed tokens whose keys and values the draft cache holds"
 
@@ -48,7 +52,7 @@ class ModelDrafter(LevelDrafter):
     @property
     def fused_chain(self) -> FusedChain | None:
         """See `LevelDrafter`."""
-        return self.runner.fused_chain
+        return self.runner.fused_chain if self._foreign is None else None
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """See `TrainedDrafter`."""
@@ -137,11 +141,12 @@ class ModelDrafter(LevelDrafter):
         )
         logits = self.runner.logits(ids.reshape(-1), (base[:, None] + index).reshape(-1), plan)
         self._cached[:live] = lengths
-        return logits.view(live, count, -1)[:, -1]
+        return without(logits.view(live, count, -1)[:, -1], self._foreign)
 
     def forward_level(
         self, batch: RunningBatch, ids: Tensor, seen: Tensor | None, depth: Tensor, parents: Tensor | None
     ) -> Float[Tensor, "B n V"]:
         """See `LevelDrafter`. Parents are seen in the cache."""
         plan, positions = level_plan(self.pool, self.runner.attention, batch, ids, seen, depth)
-        return self.runner.logits(ids.reshape(-1), positions.reshape(-1), plan).view(*ids.shape, -1)
+        logits = self.runner.logits(ids.reshape(-1), positions.reshape(-1), plan).view(*ids.shape, -1)
+        return without(logits, self._foreign)

@@ -167,23 +167,6 @@ def freeze(model: PreTrainedModel) -> PreTrainedModel:
     return model.eval().requires_grad_(False)
 
 
-def check_compatible(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase) -> None:
-    """Require equal id-to-token maps; padded vocabulary sizes of the models may differ.
-
-    Raises ModelError naming the first id that differs.
-    """
-    ours, theirs = target.get_vocab(), draft.get_vocab()
-    if ours == theirs:
-        return
-    difference = sorted(set(ours.items()) ^ set(theirs.items()), key=lambda item: item[1])
-    token, token_id = difference[0]
-    raise ModelError(
-        f"draft and target need equal tokenizers; they differ first at id {token_id} ({token!r}), "
-        f"{len(difference)} entries in all (target {len(ours)}, draft {len(theirs)}); "
-        "take a draft model of the same family, or speculation.drafter=ngram"
-    )
-
-
 def num_token_ids(tokenizer: PreTrainedTokenizerBase) -> int:
     """Return how many ids the tokenizer knows; a model's padded ids lie above."""
     return max(tokenizer.get_vocab().values()) + 1

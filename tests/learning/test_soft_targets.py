@@ -2,16 +2,21 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
 from core.config import AlgorithmConfig, TrainerConfig
 from engine.decoding.logprobs import scaled_logits
+from engine.weights.shared_ids import fit_draft, without
+from learning.cotraining import whole_kl
+from learning.distillation_batch import distillation_batches
 from learning.experience import collate
 from learning.forward.training_forward import response_logits
 from learning.learner import Learner
 from learning.pairs.distill import distillation_loss
-from learning.soft_targets import SoftTargetStore, soft_kl
+from learning.soft_targets import SoftTargetStore, soft_kl, targets_without
+from tests.learning.conftest import tiny_model
 
 
 def kept(logits: torch.Tensor, num_tokens: int):
@@ -99,3 +104,37 @@ def test_keeping_soft_targets_changes_no_parameter_of_the_learner(make_model, ma
     expected = torch.log_softmax(scaled_logits(logits, 0.7), dim=-1).gather(-1, targets.token_ids.long())
     close = ((targets.logprobs - expected).abs() < 1e-3).float().mean()
     assert 0.2 < float(close) < 1.0, "some come from before the first step, the others from after it"
+
+
+def test_what_the_draft_never_drafts_is_no_part_of_what_it_learns():
+    torch.manual_seed(0)
+    teacher, foreign = torch.randn(5, 12) * 2, torch.tensor([3, 8])
+    student = torch.randn(5, 12, requires_grad=True)
+    shared = [token for token in range(12) if token not in foreign]
+    by_hand = distillation_loss(student[:, shared], teacher[:, shared])
+    masked = without(student, foreign)
+    soft = soft_kl(torch.log_softmax(masked, dim=-1), targets_without(kept(teacher, 12), foreign)).mean()
+    whole = whole_kl(without(teacher, foreign), masked).mean()
+    assert soft.item() == pytest.approx(by_hand.item(), rel=1e-4)
+    assert whole.item() == pytest.approx(by_hand.item(), rel=1e-4)
+    for loss in (soft, whole):
+        (gradient,) = torch.autograd.grad(loss, student, retain_graph=True)
+        assert torch.isfinite(gradient).all() and not gradient[:, foreign].any()
+    few = soft_kl(torch.log_softmax(masked, dim=-1), targets_without(kept(teacher, 3), foreign))
+    assert torch.isfinite(few).all() and (few <= whole_kl(without(teacher, foreign), masked) + 1e-5).all()
+
+
+@pytest.mark.parametrize("num_targets", [0, 19])
+def test_a_draft_s_divergence_is_finite_where_the_target_said_what_it_lacks(make_rollouts, num_targets):
+    draft = fit_draft(tiny_model(), [4, 5], num_ids=19)
+    said = (np.array([2, 4, 3]), np.array([4, 5, 6, 7]))
+    rollouts = make_rollouts(tiny_model(), 2, pairs=[said, said])
+    store = None
+    if num_targets:
+        store = SoftTargetStore(num_targets)
+        for rollout in rollouts:
+            length = rollout.completion.num_tokens
+            store.keep([rollout.completion.key.sample_index], [length], torch.randn(length, 19))
+    data = distillation_batches(rollouts, soft_targets=store, max_tokens=64, pad_token_id=0)
+    divergence = data.divergence(draft, [0, 1], temperature=1.0, vocab_size=19)
+    assert torch.isfinite(divergence).all() and divergence.abs().max() < 100.0
