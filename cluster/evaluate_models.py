@@ -13,7 +13,8 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from cluster.evaluate import evaluate, evaluation_requests
 from cluster.placement.ray_session import ray_session
 from cluster.preflight.evaluation_prompts import EvaluationPrompts, evaluation_of, split_evaluation
-from cluster.preflight.inputs import Inputs, read_tokenizer, require_cores
+from cluster.preflight.inputs import Inputs, require_cores
+from cluster.preflight.model_check import check_models, require_served
 from cluster.preflight.reward_plan import check_reward, reward_columns
 from cluster.reporting.console import Reporter
 from cluster.run_folder.rollout_files import write_rollouts
@@ -24,7 +25,6 @@ from core.config_io import apply_overrides, config_from_dict
 from core.errors import ConfigError
 from core.files import storage_errors, write_whole
 from core.records import Rollout
-from engine.weights.loading import load_hf_config
 from learning.data.prompts import PromptDataset, load_prompts
 
 _OF_THE_RUN_S_ROWS = (
@@ -92,12 +92,13 @@ def evaluate_model(config: Config, report: Reporter) -> ModelResult:
     Raises InputError for model, data or reward that cannot be used; what `collect` raises.
     """
     require_cores(config)
-    tokenizer = read_tokenizer(config)
-    models = config.models
-    hf_config = load_hf_config(models.target, trust_remote_code=models.trust_remote_code)
+    # nothing learns
+    frozen = config.trainer.model_copy(update={"lora": None})
+    models = check_models(config.model_copy(update={"trainer": frozen}))
+    tokenizer = models.tokenizer
     dataset = load_prompts(config.data, tokenizer, seed=config.run.seed)
     config, evaluation = prompts_of(config, dataset, tokenizer)
-    evaluation.require_context([hf_config])
+    evaluation.require_context(models.configs)
     # nothing longer than an evaluation's samples is generated
     config = config.model_copy(
         update={
@@ -105,6 +106,9 @@ def evaluate_model(config: Config, report: Reporter) -> ModelResult:
                 update={"max_new_tokens": evaluation.sampling.max_new_tokens}
             )
         }
+    )
+    require_served(
+        config, models, max_total_tokens=evaluation.max_total_tokens + config.max_first_words_tokens
     )
     check_reward(config.reward, reward_columns(config))
     for line in evaluation.lines:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
 
+import cluster.evaluate_models
 from cluster.cli import main
 from cluster.evaluate_models import evaluation_config, prompts_of
 from core.errors import ConfigError, InputError
@@ -146,3 +148,26 @@ def test_data_that_is_empty_or_damaged_ends_with_exit_code_2(tiny_pair, tmp_path
     command = ["eval", "--model", str(tiny_pair.target), "--data", str(tmp_path / "bad.jsonl")]
     assert main(command) == InputError.exit_code
     assert "bad.jsonl" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"quantization_config": {"quant_method": "awq"}}, "are quantized"),
+        ({"attention_chunk_size": 8}, "chunked attention"),
+        ({"intermediate_size": 96}, "do not fit its config.json"),
+    ],
+)
+def test_a_model_that_a_run_would_refuse_is_refused_before_ray_starts(
+    change, said, tiny_pair, tmp_path, capsys, monkeypatch
+):
+    started = []
+    monkeypatch.setattr(cluster.evaluate_models, "ray_session", lambda *_, **__: started.append("Ray"))
+    model = Path(shutil.copytree(tiny_pair.target, tmp_path / "model"))
+    held = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(held | change))
+    data = write(tmp_path / "test.jsonl", ["03:c+5="])
+    given = ["--model", str(model), "--data", data, "--reward", "chain", "--max-new-tokens", "12"]
+    assert main(["eval", *given]) == 2
+    assert said in capsys.readouterr().err
+    assert not started
