@@ -16,6 +16,7 @@ from typing import Any
 
 from cluster.machine_faults import explain_os_error
 from cluster.placement.origin import NAME, shadowed_packages, version
+from cluster.reporting.visible_stream import show_escape_sequences
 
 _INTRO = """\
 RLHF on Ray with lossless tree speculative decoding.
@@ -91,6 +92,11 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; bad input is one `error:` line without a traceback."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(
+            errors="backslashreplace"
+        )  # a name the terminal has no letters for is no fault
+    show_escape_sequences()
     faults = shadowed_packages()
     if faults:
         print("error: " + "\n       ".join(faults), file=sys.stderr)
@@ -99,10 +105,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     from core.errors import RlhfSpecError
 
     spare_loopback()  # before anything is started or asked
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(
-            errors="backslashreplace"
-        )  # a name the terminal has no letters for is no fault
     try:
         args = build_parser().parse_args(argv)
         # not for --version, --help: it loads the config's classes

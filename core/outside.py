@@ -12,6 +12,17 @@ from typing import Any
 MAX_QUOTED_CHARS = 80
 
 
+_UNSEEN = (
+    *(code for code in range(0xA0) if (code < 0x20 or code >= 0x7F) and chr(code) not in "\n\t"),
+    *(0x2028, 0x2029),  # ends of a line to some
+    *range(0x202A, 0x202F),
+    *range(0x2066, 0x206A),  # turn the order of letters round
+    *range(0xD800, 0xE000),
+)
+_VISIBLE = {code: f"\\x{code:02x}" if code < 0x20 else f"\\u{code:04x}" for code in _UNSEEN}
+"As in JSON, so that text that is JSON stays so; what is below 0x20 stands escaped in it already."
+
+
 class _Repr(reprlib.Repr):
     """A value in at most a line: a few items, two levels, the ends of long words and numbers."""
 
@@ -32,6 +43,14 @@ _repr = _Repr()
 def quote(value: Any) -> str:
     """Return a value's repr, shortened."""
     return _repr.repr(value)
+
+
+def visible(text: str) -> str:
+    """Return text of a model or a file as it may be shown: what a terminal would obey is written out in hex.
+
+    Lines and tabs stay, and so does every letter.
+    """
+    return text.translate(_VISIBLE)
 
 
 def cut(text: str) -> str:

@@ -113,7 +113,7 @@ def _workload(
 @contextmanager
 def job(description: str) -> Iterator:
     """Show a progress bar; yields `tick(what, fraction)`."""
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, transient=True) as progress:
         task = progress.add_task(description, total=1.0)
         yield lambda what, fraction: progress.update(task, description=what, completed=fraction)

@@ -9,30 +9,67 @@ from __future__ import annotations
 import errno
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Protocol
+from typing import IO, Any, Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.segment import Segment
 from rich.status import Status
+from rich.style import Style
 from rich.table import Table
+from rich.text import Text
 
 from cluster.reporting.summary import Summary
 from cluster.reporting.supervised_summary import SupervisedSummary
 from cluster.run_folder.layout import RunDir
+from core.outside import visible
 
 _PLAIN_LINE_EVERY_S = 10.0
 "Without a terminal, a long job says something this often, and at every new stage."
 
 
 class PipeConsole(Console):
-    """A console that raises when its reader is gone; rich's own would end the program without a word."""
+    """A console that shows text as it stands and draws only what is its own: no markup, no escape sequences of others.
+
+    It raises when its reader is gone; rich's own would end the program without a word.
+    """
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings, markup=False, emoji=False)
+
+    @property
+    def file(self) -> IO[str]:
+        """Where it writes: below every stream that stands in for another, while bars are shown too."""
+        file = super().file
+        while (below := getattr(file, "rich_proxied_file", None)) is not None:
+            file = below
+        return file
+
+    @file.setter
+    def file(self, new_file: IO[str]) -> None:
+        self._file = new_file
+
+    def render_str(self, text: str, *args: Any, **settings: Any) -> Text:
+        """Escape before the width is measured."""
+        return super().render_str(visible(text), *args, **settings)
+
+    def _render_buffer(self, buffer: Iterable[Segment]) -> str:
+        # the last gate, for texts that are made elsewhere
+        return super()._render_buffer(
+            segment if segment.control else Segment(visible(segment.text), _without_link(segment.style))
+            for segment in buffer
+        )
 
     def on_broken_pipe(self) -> None:
         """Print nothing more, and let the command line say why the program stops."""
         self.quiet = True
         raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+
+
+def _without_link(style: Style | None) -> Style | None:
+    return style.update_link(None) if style is not None and style.link else style
 
 
 class Listener(Protocol):
@@ -74,7 +111,7 @@ class Reporter:
         """Say what the start-up is doing; on a terminal it turns until the next stage or `start`."""
         self._end_stage()
         if self.console.is_terminal:
-            self._stage = self.console.status(text)
+            self._stage = self.console.status(Text(visible(text)))
             self._stage.start()
         else:
             self.note(text)
@@ -88,10 +125,10 @@ class Reporter:
         if not self.console.is_terminal:
             return
         self._bars = Progress(
-            TextColumn("{task.description:<10}"),
+            TextColumn("{task.description:<10}", markup=False),
             BarColumn(bar_width=24),
             MofNCompleteColumn(),
-            TextColumn("{task.fields[figures]}"),
+            TextColumn("{task.fields[figures]}", markup=False),
             TimeRemainingColumn(compact=True),
             console=self.console,
         )
@@ -170,7 +207,7 @@ class Reporter:
             yield _PlainTicker(self, title)
             return
         columns = (
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=24),
             TimeRemainingColumn(compact=True),
         )

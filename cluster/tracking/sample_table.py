@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from core.outside import visible
 from core.records import Rollout
 
 _MOST_CHARS = 4000
@@ -87,10 +88,13 @@ def choose_samples(rows: Sequence[SampleRow], count: int, *, seed: int) -> list[
 
 
 def as_markdown(title: str, chosen: Sequence[tuple[str, SampleRow]]) -> str:
-    """The table as Markdown: a heading a sample, its texts fenced so that nothing in them is taken for Markdown."""
-    parts = [f"# {title}\n"]
+    """The table as Markdown: a heading a sample, its texts fenced so that nothing in them is taken for Markdown.
+
+    What a terminal would obey is written out.
+    """
+    parts = [f"# {visible(title)}\n"]
     for why, row in chosen:
-        parts.append(f"## Sample {row.sample_index} ({why})\n\n{row.facts}\n")
+        parts.append(f"## Sample {row.sample_index} ({why})\n\n{visible(row.facts)}\n")
         parts.append(f"Prompt\n{_fenced(row.prompt)}\n\nResponse\n{_fenced(row.response)}\n")
         if row.reference:
             parts.append(f"Reference\n{_fenced(row.reference)}\n")
@@ -100,6 +104,7 @@ def as_markdown(title: str, chosen: Sequence[tuple[str, SampleRow]]) -> str:
 def _fenced(text: str) -> str:
     if len(text) > _MOST_CHARS:
         text = f"{text[:_MOST_CHARS]}\n... ({len(text) - _MOST_CHARS:,} more characters)"
+    text = visible(text)
     longest = max((len(run) for run in re.findall("`+", text)), default=0)
     fence = "`" * max(3, longest + 1)
     return f"{fence}text\n{text}\n{fence}"

@@ -16,7 +16,7 @@ def simulation_bar(total: int, console: Any) -> Iterator[Callable[[str, int], No
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
     progress = Progress(
-        TextColumn("{task.description:<22}"),
+        TextColumn("{task.description:<22}", markup=False),
         BarColumn(),
         TimeElapsedColumn(),
         console=console,
