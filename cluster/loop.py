@@ -81,7 +81,7 @@ def run_training(
         ) as session,
         observing(run_dir, session, report, num_iterations=config.run.iterations) as observer,
     ):
-        for line in session.swept:
+        for line in session.notes:
             report.note(line)
         if session.dashboard_url:
             report.note(f"dashboard {session.dashboard_url}")

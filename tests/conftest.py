@@ -1,7 +1,6 @@
 """Shared by all tests: no network, one thread, nothing written into the home folder."""
 
 import os
-import shutil
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -93,17 +92,20 @@ def local_ray() -> Iterator[None]:
     """One local Ray for the whole test session, ended with it; four CPUs on paper."""
     import ray
 
+    from cluster.placement.slow_start import PATIENCE, remove_with_processes, start_twice
+
+    os.environ.update(PATIENCE)
     root = Path(__file__).resolve().parents[1]
     os.environ["PYTHONPATH"] = os.pathsep.join([str(root), str(root / "tests" / "helpers")])
     folder = tempfile.mkdtemp(prefix="rlhfspec-test-")
-    ray.init(
+    start_twice(
         address="local",
         num_cpus=4,
         include_dashboard=False,
         object_store_memory=200 << 20,
-        _temp_dir=folder,
+        folder=Path(folder),
         log_to_driver=False,
     )
     yield
     ray.shutdown()
-    shutil.rmtree(folder, ignore_errors=True)
+    remove_with_processes(Path(folder))

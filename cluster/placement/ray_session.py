@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-import shutil
 import signal
 import socket
 import sys
@@ -31,7 +30,8 @@ from actors.ray_utils.actor_start import actor_environment
 from cluster.placement import machine
 from cluster.placement.memory_plan import OBJECT_STORE_USUAL_BYTES
 from cluster.placement.origin import ROOT
-from cluster.placement.slow_start import start_twice
+from cluster.placement.slow_start import PATIENCE, remove_with_processes, start_twice
+from cluster.placement.temporary_folder import temporary_base, temporary_environment, temporary_notes
 from cluster.run_folder.leftovers import RAY_FOLDER, claim, sweep_ray_folders
 from core.config import Config
 from core.errors import NodeDied, PlacementError
@@ -40,11 +40,6 @@ MIN_OBJECT_STORE_BYTES = 100 << 20
 LOOPBACK = "127.0.0.1"
 CONNECT_TIMEOUT_S = 10.0
 "For a TCP connection to a running cluster: Ray itself tries for many minutes."
-_MAX_SOCKET_PATH_BYTES = 107
-"Of Linux."
-_RAY_SOCKET_BYTES = (
-    len(f"/{RAY_FOLDER}12345678/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store") + 2
-)
 _LOCAL_ENVIRONMENT = {
     "RAY_AUTH_MODE": "disabled",
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -53,6 +48,7 @@ _LOCAL_ENVIRONMENT = {
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     # on a busy machine importing takes Serve's proxy longer than its five seconds: it would be killed, again and again
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
+    **PATIENCE,
 }
 JOB_MARK = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 "Set by Ray in the entry point of a submitted job."
@@ -70,8 +66,8 @@ class RaySession:
     is_local: bool
     "started here, hence ended here"
     dashboard_url: str | None
-    swept: tuple[str, ...] = ()
-    "what dead runs had left and what was done with it, a line each"
+    notes: tuple[str, ...] = ()
+    "where its files lie if not where they should, what dead runs had left and what was done with it: a line each"
     environment: Mapping[str, str] = field(default_factory=dict)
     "variables that tell actors their run"
 
@@ -92,7 +88,7 @@ def check_local_ray(config: Config) -> None:
     Raises PlacementError for the first that is missing; nothing is started.
     """
     _check_object_store(config.cluster.object_store_bytes)
-    _check_temporary_folder()
+    temporary_base()
     port = config.cluster.dashboard_port
     if config.cluster.dashboard and port is not None:
         _check_port(port)
@@ -108,16 +104,6 @@ def _check_object_store(wanted: int | None) -> None:
         raise PlacementError(
             f"cluster.object_store_bytes {wanted} cannot be had: expected at least {MIN_OBJECT_STORE_BYTES} and "
             f"{room}; {mend}"
-        )
-
-
-def _check_temporary_folder() -> None:
-    folder = tempfile.gettempdir()
-    longest = _MAX_SOCKET_PATH_BYTES - _RAY_SOCKET_BYTES
-    if len(os.fsencode(folder)) > longest:
-        raise PlacementError(
-            f"the temporary folder {folder} is too long for Ray's sockets: expected at most {longest} bytes, got "
-            f"{len(os.fsencode(folder))}; set TMPDIR to a shorter path, such as /tmp"
         )
 
 
@@ -183,12 +169,13 @@ def _local(
     config: Config, namespace: str, on_sigterm: Callable[[], None], store_bytes: int
 ) -> Iterator[RaySession]:
     check_local_ray(config)
-    swept = sweep_ray_folders(Path(tempfile.gettempdir()))
-    folder = tempfile.mkdtemp(prefix=RAY_FOLDER)
+    base = temporary_base()
+    notes = [*temporary_notes(), *sweep_ray_folders(base)]
+    folder = tempfile.mkdtemp(prefix=RAY_FOLDER, dir=base)
     cluster = config.cluster
     try:
         claim(Path(folder))
-        with _environment(_LOCAL_ENVIRONMENT), _on_loopback():
+        with _environment(_LOCAL_ENVIRONMENT | temporary_environment()), _on_loopback():
             try:
                 context = start_twice(
                     address="local",
@@ -198,7 +185,7 @@ def _local(
                     dashboard_host=LOOPBACK,
                     dashboard_port=(cluster.dashboard_port or free_port()) if cluster.dashboard else None,
                     object_store_memory=cluster.object_store_bytes or store_bytes,
-                    _temp_dir=folder,
+                    folder=Path(folder),
                     log_to_driver=False,
                     logging_level=logging.WARNING,
                 )
@@ -206,7 +193,7 @@ def _local(
                 # bad settings have been refused above: it is the machine
                 raise NodeDied(
                     f"cannot start Ray on this machine: {_one_line(error)}; look at memory, /dev/shm, the temporary "
-                    f"folder {tempfile.gettempdir()} and the load ({os.getloadavg()[0]:.0f} on {machine.num_cores()} "
+                    f"folder {base} and the load ({os.getloadavg()[0]:.0f} on {machine.num_cores()} "
                     "cores), or join a running cluster with cluster.address"
                 ) from error
             with sigterm_exits(on_sigterm):
@@ -214,12 +201,12 @@ def _local(
                     namespace=namespace,
                     is_local=True,
                     dashboard_url=_dashboard_url(context),
-                    swept=tuple(swept),
+                    notes=tuple(notes),
                 )
     finally:
         with _uninterrupted():
             ray.shutdown()
-            shutil.rmtree(folder, ignore_errors=True)
+            remove_with_processes(Path(folder))
 
 
 @contextmanager

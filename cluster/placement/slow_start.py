@@ -1,21 +1,118 @@
-"""Ray's own processes on a busy machine."""
+"""Ray's own processes: started with patience on a busy machine, ended with their folder."""
 
 from __future__ import annotations
 
+import os
+import shutil
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import ray
+from ray._private import ray_constants, services
+
+from cluster.run_folder.process_identity import processes_using
+from core.proc_files import PARENT, PROC, STATE, stat_fields
 
 SLOW_START = "timed out during startup"
-"What Ray says when its own processes did not come up within 30 s, whatever the load."
+"What Ray says when its own processes did not come up in time."
+START_S = 180
+"What each of Ray's processes may take to come up: where several share few cores, its own half a minute is too short."
+PATIENCE = {
+    "RAY_gcs_server_port_wait_time_s": str(START_S),
+    "RAY_raylet_start_wait_time_s": str(START_S),
+    "RAY_worker_register_timeout_seconds": str(START_S),
+    "RAY_agent_register_timeout_ms": str(1000 * START_S),
+}
+"Of the environment, for Ray's processes and for `ray.init`."
+_ITS_OWN = ("raylet", "gcs_server")
+"Names of those without which a start cannot succeed."
+_LOOK_S = 0.2
+_ENDED_S = 10.0
+"After SIGKILL."
 
 
-def start_twice(**settings: Any) -> Any:
-    """Call `ray.init`, once more where Ray did not come up in time. Raises as it does."""
+class StartFailed(Exception):
+    """One of Ray's own processes has ended while it was waited for."""
+
+
+def start_twice(*, folder: Path, **settings: Any) -> Any:
+    """Call `ray.init` in a temporary folder of its own; once more where Ray did not come up in time.
+
+    Nothing of the first try is running then. Raises as `ray.init` does, StartFailed.
+    """
     try:
-        return ray.init(**settings)
+        with _patience():
+            return ray.init(_temp_dir=str(folder), **settings)
     except Exception as error:
-        if SLOW_START not in str(error):
+        if not isinstance(error, StartFailed) and SLOW_START not in str(error):
             raise
     ray.shutdown()
-    return ray.init(**settings)
+    end_processes(folder)
+    with _patience():
+        return ray.init(_temp_dir=str(folder), **settings)
+
+
+def end_processes(folder: Path) -> None:
+    """Kill what still uses a temporary folder of this process's own: Ray's agents and workers outlive their raylet."""
+    ends_s = time.monotonic() + _ENDED_S
+    while (
+        left := [pid for pid in processes_using(folder) if pid != os.getpid()]
+    ) and time.monotonic() < ends_s:
+        for pid in left:
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(_LOOK_S / 10)
+
+
+def remove_with_processes(folder: Path) -> None:
+    """Delete a temporary folder of this process's own, and end first what would write into it."""
+    end_processes(folder)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def _patience() -> Iterator[None]:
+    """Let `ray.init` wait: how long it does for its raylet and dashboard cannot be told to it."""
+    asked, dashboard_s = services.get_node, ray_constants.RAY_DASHBOARD_STARTUP_TIMEOUT_S
+    services.get_node = _asking_for_long(asked, set(_ended_children()))
+    ray_constants.RAY_DASHBOARD_STARTUP_TIMEOUT_S = max(dashboard_s, START_S)
+    try:
+        yield
+    finally:
+        services.get_node, ray_constants.RAY_DASHBOARD_STARTUP_TIMEOUT_S = asked, dashboard_s
+
+
+def _asking_for_long(ask: Callable[[str, str], Any], ended_before: set[int]) -> Callable[[str, str], Any]:
+    """What asks for a node until it is there; Ray takes a RuntimeError for 'not yet' and gives up after 30 s."""
+
+    def ask_on(gcs_address: str, node_id: str) -> Any:
+        ends_s = time.monotonic() + START_S
+        while True:
+            try:
+                return ask(gcs_address, node_id)
+            except RuntimeError:
+                ended = [name for pid, name in _ended_children().items() if pid not in ended_before]
+                if ended:
+                    raise StartFailed(f"{' and '.join(sorted(ended))} ended while it was coming up") from None
+                if time.monotonic() > ends_s:
+                    raise
+            time.sleep(_LOOK_S)
+
+    return ask_on
+
+
+def _ended_children() -> dict[int, str]:
+    """This process's children of Ray's that have ended and that nobody has asked how, by number."""
+    found = {}
+    for entry in PROC.glob("[0-9]*"):
+        fields = stat_fields(int(entry.name))
+        if fields[STATE : STATE + 1] == ["Z"] and fields[PARENT] == str(os.getpid()):
+            with suppress(OSError):
+                name = (entry / "comm").read_text().strip()
+                if name in _ITS_OWN:
+                    found[int(entry.name)] = name
+    return found

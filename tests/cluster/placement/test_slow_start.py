@@ -1,0 +1,172 @@
+"""Ray is waited for on a busy machine and started once more; what it leaves ends, with its folder."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from cluster.placement import slow_start
+from cluster.placement.slow_start import StartFailed, end_processes, remove_with_processes, start_twice
+from cluster.run_folder.process_identity import processes_using
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@contextmanager
+def user_of(folder: Path) -> Iterator[subprocess.Popen]:
+    """A process that works in a folder and does not end by itself."""
+    folder.mkdir(exist_ok=True)
+    child = subprocess.Popen([sys.executable, "-c", "input()"], cwd=folder, stdin=subprocess.PIPE)
+    try:
+        yield child
+    finally:
+        child.kill()
+        child.communicate()
+
+
+def test_ray_that_did_not_come_up_in_time_is_started_once_more_and_nothing_of_the_first_try_runs(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    tries, shut = [], []
+    with user_of(tmp_path / "session") as left:
+
+        def start(**settings):
+            tries.append((settings, processes_using(tmp_path)))
+            if len(tries) < 2:
+                raise Exception("The current node timed out during startup. This could happen because")
+            return "context"
+
+        monkeypatch.setattr(slow_start.ray, "init", start)
+        monkeypatch.setattr(slow_start.ray, "shutdown", lambda: shut.append(True))
+        assert start_twice(folder=tmp_path, address="local") == "context" and shut == [True]
+        settings = {"address": "local", "_temp_dir": str(tmp_path)}
+        assert tries == [(settings, [left.pid]), (settings, [])]
+
+
+def test_another_failure_of_the_start_is_told_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setattr(slow_start.ray, "init", lambda **settings: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        start_twice(folder=tmp_path, address="local")
+
+
+def asked_by_ray(monkeypatch: pytest.MonkeyPatch, folder: Path, answer: Callable[[], object]) -> object:
+    """What `ray.init` gets that asks, as it does, for its node; how Ray asks is `answer`."""
+    before = slow_start.services.get_node
+    monkeypatch.setattr(slow_start.services, "get_node", lambda address, node: answer())
+    monkeypatch.setattr(
+        slow_start.ray, "init", lambda **settings: slow_start.services.get_node("127.0.0.1:1", "node")
+    )
+    try:
+        return start_twice(folder=folder)
+    finally:
+        monkeypatch.setattr(slow_start.services, "get_node", before)
+
+
+def test_a_node_that_is_not_there_yet_is_asked_for_until_it_is(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    clock, asked = [0.0], []
+    monkeypatch.setattr(slow_start.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(slow_start.time, "sleep", lambda seconds: clock.__setitem__(0, clock[0] + 20.0))
+
+    def answer() -> object:
+        asked.append(clock[0])
+        if clock[0] < 160.0:
+            raise RuntimeError("not yet")
+        return {"node": 1}
+
+    assert asked_by_ray(monkeypatch, tmp_path, answer) == {"node": 1}
+    assert asked[-1] == 160.0 and len(asked) == 9
+
+
+def test_a_node_that_never_comes_is_given_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    clock = [0.0]
+    monkeypatch.setattr(slow_start.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(slow_start.time, "sleep", lambda seconds: clock.__setitem__(0, clock[0] + 20.0))
+
+    def answer() -> object:
+        raise RuntimeError("not yet")
+
+    with pytest.raises(RuntimeError, match="not yet"):
+        asked_by_ray(monkeypatch, tmp_path, answer)
+    assert slow_start.START_S < clock[0] < 2 * slow_start.START_S
+
+
+def test_a_raylet_that_ended_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    raylet = tmp_path / "raylet"
+    raylet.symlink_to("/bin/true")
+    children: list[subprocess.Popen] = []
+
+    def answer() -> object:
+        children.append(subprocess.Popen([raylet]))
+        raise RuntimeError("not yet")
+
+    try:
+        with pytest.raises(StartFailed, match="raylet ended while it was coming up"):
+            asked_by_ray(monkeypatch, tmp_path, answer)
+    finally:
+        for child in children:
+            child.wait()
+
+
+def test_what_uses_a_folder_is_ended_and_others_are_not(tmp_path: Path):
+    mine, other = tmp_path / "mine", tmp_path / "mine-too"
+    with user_of(mine) as first, user_of(mine) as second, user_of(other) as stranger:
+        before = os.getcwd()
+        try:
+            # this process itself is none of them
+            os.chdir(mine)
+            end_processes(mine)
+        finally:
+            os.chdir(before)
+        assert first.wait(10) and second.wait(10) and stranger.poll() is None
+        remove_with_processes(mine)
+        assert not mine.exists() and other.exists()
+
+
+ENDING = """
+import os, signal, sys
+from core.config_io import config_from_dict
+from cluster.placement.ray_session import ray_session
+import ray
+models = {"target": "demo", "draft": "demo"}
+config = config_from_dict({"models": models, "data": {"task": "chain"}, "cluster": {"dashboard": False}})
+with ray_session(config, "test") as session:
+    node = ray._private.worker._global_node
+    print("folder", node.get_temp_dir_path(), flush=True)
+    os.kill(node.all_processes[sys.argv[1]][0].process.pid, signal.SIGKILL)
+    @ray.remote(num_cpus=0.1)
+    def one():
+        return 1
+    ray.get(one.remote(), timeout=120)
+"""
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.parametrize("process", ["raylet"])
+def test_no_folder_stays_behind_where_the_raylet_dies(process: str):
+    environment = {k: v for k, v in os.environ.items() if k not in ("RAY_AUTH_MODE", "RAY_ADDRESS")}
+    with tempfile.TemporaryDirectory(prefix="dies-", dir="/tmp") as temp:
+        done = subprocess.run(
+            [sys.executable, "-c", ENDING, process],
+            env=environment | {"PYTHONPATH": str(ROOT), "TMPDIR": temp},
+            capture_output=True,
+            text=True,
+            timeout=600,
+        )
+        folder = Path(done.stdout.split()[1])
+        assert done.returncode != 0 and folder.parent == Path(temp)
+        ends_s = time.monotonic() + 60.0
+        while folder.exists() and time.monotonic() < ends_s:
+            time.sleep(0.2)
+        assert not folder.exists(), done.stderr[-2000:]
+        assert processes_using(folder) == []

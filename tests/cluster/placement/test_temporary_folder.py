@@ -1,0 +1,110 @@
+"""Ray's sockets fit: below the given temporary folder, else below a short one, which is said."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from cluster.placement import temporary_folder
+from cluster.placement.ray_session import check_local_ray
+from cluster.placement.temporary_folder import (
+    LONGEST,
+    PYTHON_LONGEST,
+    temporary_base,
+    temporary_environment,
+    temporary_notes,
+)
+from core.config_io import config_from_dict
+from core.errors import PlacementError
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def at(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+
+
+@pytest.mark.parametrize("folder", ["/tmp", "/dev/shm", "/" + "a" * (LONGEST - 1)])
+def test_a_folder_that_is_short_enough_is_taken_without_a_word(monkeypatch: pytest.MonkeyPatch, folder: str):
+    at(monkeypatch, Path(folder))
+    assert temporary_base() == Path(folder) and temporary_notes() == [] and temporary_environment() == {}
+
+
+@pytest.mark.parametrize("num_bytes", [LONGEST + 1, 60, 200])
+def test_a_longer_one_is_left_for_a_short_one_and_that_is_said(
+    monkeypatch: pytest.MonkeyPatch, num_bytes: int
+):
+    long = Path("/" + "é" * ((num_bytes - 1) // 2) + "a" * ((num_bytes - 1) % 2))
+    at(monkeypatch, long)
+    assert temporary_base() == Path("/tmp")
+    (line,) = temporary_notes()
+    assert line == (
+        f"Ray's temporary files lie in /tmp: its sockets do not fit below {long} (TMPDIR: {num_bytes} bytes, "
+        f"expected at most {LONGEST})"
+    )
+    assert temporary_environment() == ({"TMPDIR": "/tmp"} if num_bytes > PYTHON_LONGEST else {})
+    config = config_from_dict({"models": {"draft": "demo"}, "data": {"task": "chain"}})
+    check_local_ray(config)
+
+
+def test_the_longest_folder_that_is_taken_holds_ray_s_longest_socket():
+    with tempfile.TemporaryDirectory(dir="/tmp") as short:
+        base = Path(short) / ("a" * (LONGEST - len(short) - 1))
+        # as ray.init names them, with the largest number that a process may have
+        sockets = base / "rlhfspec-ray-12345678" / "session_2026-01-01_00-00-00_000000_4194304" / "sockets"
+        sockets.mkdir(parents=True)
+        with socket.socket(socket.AF_UNIX) as one:
+            one.bind(str(sockets / "plasma_store"))
+
+
+def test_where_no_short_folder_can_be_written_it_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    at(monkeypatch, tmp_path / ("long" * 20))
+    monkeypatch.setattr(temporary_folder, "_SHORT", (tmp_path / "none", tmp_path / "neither"))
+    with pytest.raises(PlacementError, match=r"too long for Ray's sockets.*cannot be written to; set TMPDIR"):
+        temporary_base()
+
+
+SCRIPT = """
+import tempfile
+from core.config_io import config_from_dict
+from cluster.placement.ray_session import ray_session
+import ray
+models = {"target": "demo", "draft": "demo"}
+with ray_session(config_from_dict({"models": models, "data": {"task": "chain"}}), "test") as session:
+    @ray.remote(num_cpus=0.1)
+    def where():
+        return tempfile.gettempdir()
+    print(ray._private.worker._global_node.get_temp_dir_path())
+    print(ray.get(where.remote()))
+    print(session.dashboard_url)
+    print(*session.notes, sep="|")
+"""
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.parametrize("num_bytes", [70, 150])
+def test_ray_and_its_dashboard_come_up_whatever_the_length_of_tmpdir(tmp_path: Path, num_bytes: int):
+    temp = tmp_path / ("t" * max(1, num_bytes - len(str(tmp_path)) - 1))
+    temp.mkdir()
+    environment = {k: v for k, v in os.environ.items() if k not in ("RAY_AUTH_MODE", "RAY_ADDRESS")}
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT],
+        env=environment | {"PYTHONPATH": str(ROOT), "TMPDIR": str(temp)},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr
+    folder, of_workers, url, notes = done.stdout.splitlines()
+    assert Path(folder).parent == Path("/tmp") and not Path(folder).exists()
+    assert Path(of_workers) == (temp if len(str(temp)) <= PYTHON_LONGEST else Path("/tmp"))
+    assert url.startswith("http://127.0.0.1:") and f"do not fit below {temp}" in notes
+    # the dashboard's own, of Python's multiprocessing
+    assert [path.name for path in temp.iterdir() if not path.name.startswith("pymp-")] == []
