@@ -20,7 +20,7 @@ from engine.weights.causal_lm import DTYPES
 from engine.weights.chunks import describe_not_finite, not_finite
 from engine.weights.quantized import loading_settings, require_plain_weights
 from engine.weights.renamed_configs import register_renamed
-from engine.weights.weight_files import first_line, require_all_weights, unequal_ties
+from engine.weights.weight_files import ADAPTER_FILE, first_line, require_all_weights, unequal_ties
 
 register_renamed()
 
@@ -172,6 +172,14 @@ def num_token_ids(tokenizer: PreTrainedTokenizerBase) -> int:
     return max(tokenizer.get_vocab().values()) + 1
 
 
+def _whole_model(adapter: Path) -> str:
+    """What to name in an adapter's stead: a run writes the merged model beside it."""
+    merged = adapter.with_name(adapter.name.replace("adapter", "target"))
+    if merged != adapter and (merged / "config.json").is_file():
+        return f"expected a whole model; name the merged one that stands beside it, {merged}"
+    return "expected a whole model; merge it (peft's merge_and_unload, then save_pretrained) and name that folder"
+
+
 def _cannot_load(what: str, name: str, error: Exception) -> str:
     path = Path(name).expanduser()
     looks_local = name.startswith((".", "/", "~")) or name.count("/") > 1
@@ -179,6 +187,8 @@ def _cannot_load(what: str, name: str, error: Exception) -> str:
         return f"cannot load the {what}: {name} does not exist; expected a folder saved by save_pretrained"
     if path.is_file():
         return f"cannot load the {what}: {name} is a file; expected the folder saved by save_pretrained"
+    if (path / ADAPTER_FILE).is_file() and not (path / "config.json").is_file():
+        return f"cannot load the {what}: {name} is an adapter alone; {_whole_model(path)}"
     if path.is_dir():
         held = ", ".join(sorted(entry.name for entry in path.iterdir())[:8]) or "nothing"
         among = "" if what == _CONFIG and (path / "config.json").is_file() else f", which holds {held}"
