@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from transformers import AutoModelForCausalLM
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from cluster.placement.machine import num_cores
+from cluster.preflight.param_count import count_params
 from cluster.reporting.console import Reporter
 from core.checkpoint_manifest import has_manifest, verify_checkpoint
 from core.config_io import config_text
@@ -60,7 +62,11 @@ def prepare(
     if has_manifest(path):
         verify_checkpoint(path)
     trust = model.trust_remote_code
-    room = max_context_tokens(load_hf_config(model.name, trust_remote_code=trust))
+    hf_config = load_hf_config(model.name, trust_remote_code=trust)
+    if not isinstance(config, TrainRewardConfig):
+        # whole and plain, before rows are read and the folder is made
+        count_params(hf_config, AutoModelForCausalLM, model.name)
+    room = max_context_tokens(hf_config)
     data = config.data
     if room is not None and data.token_limit > room:
         if data.max_tokens is not None:

@@ -216,6 +216,19 @@ def test_bad_input_is_one_line_and_leaves_no_folder(files: Path, tmp_path: Path,
     assert not (tmp_path / "new").exists()
 
 
+def test_a_quantized_model_is_refused_before_the_folder_is_made(files: Path, tmp_path: Path, capsys):
+    import json
+    import shutil
+
+    model = Path(shutil.copytree(files / "base", tmp_path / "base"))
+    held = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(held | {"quantization_config": {"quant_method": "awq"}}))
+    given = ["--model", str(model), "--data", str(files / "talks.jsonl"), "--out", str(tmp_path / "new")]
+    assert main(["sft", *given]) == 2
+    assert "are quantized" in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
+
+
 @pytest.mark.parametrize(
     ("changed", "said"),
     [("run.seed=7", "run.seed was 0, now 7"), ("trainer.batch_size=4", "trainer.batch_size was 8, now 4"),
