@@ -18,6 +18,11 @@ def data_lines(report: DataReport) -> Iterator[str]:
     if report.conversations:
         turns = ", ".join(f"{role} {count:,}" for role, count in report.roles.items())
         yield f"roles       {turns} turns in {report.conversations:,} conversations"
+    if report.rewritten:
+        yield (
+            f"rewritten   {report.rewritten:,} conversations: the chat template cuts white space of a system's or "
+            "user's turn, changes it or leaves it out"
+        )
     left_out = {
         "duplicates": report.duplicates,
         "too long": report.too_long,
@@ -34,6 +39,9 @@ def data_lines(report: DataReport) -> Iterator[str]:
         yield ""
         yield f"--- {sample.origin}{size}, as the model sees it"
         yield _shown(sample.text)
+        if sample.last_tokens:
+            shown = ", ".join(f"{token} {text!r}" for token, text in sample.last_tokens)
+            yield f"--- last ids: {shown}"
         if sample.reference:
             yield f"--- reference: {_shown(sample.reference)}"
     if report.faults:

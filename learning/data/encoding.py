@@ -69,7 +69,12 @@ class PromptEncoder:
             chosen = [index for index, prompt in enumerate(prompts) if bool(prompt.messages) == is_chat]
             # a chat template writes the special tokens itself
             special = self._adds_special_tokens and not is_chat
-            ids = encode_texts(self._tokenizer, [prompts[index].text for index in chosen], special=special)
+            texts = [prompts[index].text for index in chosen]
+            ids = (
+                prompt_ids(self._tokenizer, texts)
+                if special
+                else encode_texts(self._tokenizer, texts, special=False)
+            )
             for index, row in zip(chosen, ids, strict=True):
                 out[index] = row
         return out
@@ -135,6 +140,27 @@ def encode_texts(tokenizer: PreTrainedTokenizerBase, texts: list[str], *, specia
         verbose=False,
     )
     return [list(ids) for ids in encoded["input_ids"]]
+
+
+def prompt_ids(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[int]]:
+    """Token ids of plain prompts: with what the tokenizer puts before a text, once, and not what it puts behind.
+
+    A response follows, so an end token there would end it before it begins.
+    """
+    if not texts:
+        return []
+    bare, whole = (tokenizer.encode("a", add_special_tokens=special) for special in (False, True))
+    num_more = len(whole) - len(bare)
+    before = next(
+        (place for place in range(num_more + 1) if whole[place : place + len(bare)] == bare), num_more
+    )
+    out = []
+    for ids in encode_texts(tokenizer, texts, special=True):
+        ids = ids[: len(ids) - (num_more - before)]
+        # a text that was rendered elsewhere begins with the token already
+        doubled = before == 1 and len(ids) > 1 and ids[0] == ids[1] == tokenizer.bos_token_id
+        out.append(ids[1:] if doubled else ids)
+    return out
 
 
 def longest_token(tokenizer: PreTrainedTokenizerBase) -> int:

@@ -21,6 +21,8 @@ from learning.data.records_io import Row
 MAX_FAULTS = 10
 "Faults that are spelled out."
 NUM_SAMPLES = 3
+NUM_LAST = 6
+"Tokens at a prompt's end that are shown one by one."
 _ROWS_AT_ONCE = 1024
 _BINS = 12
 
@@ -45,6 +47,8 @@ class Sample:
     text: str
     num_tokens: int | None
     reference: str
+    last_tokens: list[tuple[int, str]] = field(default_factory=list)
+    "id and text of those that the response follows"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -62,6 +66,8 @@ class DataReport:
     "turns by role"
     fields: dict[str, int] = field(default_factory=dict)
     "columns of the rows, and in how many rows each stands"
+    rewritten: int = 0
+    "conversations of which a system's or user's turn is not in the template's text as it is in the row"
     empty: int = 0
     duplicates: int = 0
     "prompts that came before, but for case, white space and Unicode form"
@@ -145,17 +151,23 @@ class _Reader:
         if self._seen is not None and self._seen.before(*seen):
             return
         try:
-            waiting.append((row, encoder.render(row)))
+            rendered = encoder.render(row)
         except DataError as error:
             self._fault(error)
+            return
+        waiting.append((row, rendered))
+        given = (content for role, content in rendered.messages if role in ("system", "developer", "user"))
+        out.rewritten += any(content not in rendered.text for content in given)
 
     def _measure(self, waiting: list[tuple[Row, Rendered]], encoder: PromptEncoder) -> None:
         out, data = self._out, self._data
+        all_ids: list[list[int]] = [[] for _ in waiting]
         if self._tokenizer is None:
             lengths = [len(rendered.text) for _, rendered in waiting]
         else:
-            lengths = [len(ids) for ids in encoder.token_ids([rendered for _, rendered in waiting])]
-        for (row, rendered), length in zip(waiting, lengths, strict=True):
+            all_ids = encoder.token_ids([rendered for _, rendered in waiting])
+            lengths = [len(ids) for ids in all_ids]
+        for (row, rendered), ids, length in zip(waiting, all_ids, lengths, strict=True):
             self._lengths.append(length)
             if length == 0:
                 out.empty += 1
@@ -176,9 +188,17 @@ class _Reader:
                 if len(out.samples) < NUM_SAMPLES:
                     tokens = None if self._tokenizer is None else length
                     sample = Sample(
-                        origin=row.origin, text=rendered.text, num_tokens=tokens, reference=row.reference
+                        origin=row.origin,
+                        text=rendered.text,
+                        num_tokens=tokens,
+                        reference=row.reference,
+                        last_tokens=[(one, self._text_of(one)) for one in ids[-NUM_LAST:]],
                     )
                     out.samples.append(sample)
+
+    def _text_of(self, token: int) -> str:
+        assert self._tokenizer is not None
+        return str(self._tokenizer.decode([token], clean_up_tokenization_spaces=False))
 
     def _fault(self, error: DataError) -> None:
         self._out.num_faults += 1

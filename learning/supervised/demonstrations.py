@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from core.errors import DataError
 from core.settings.supervised import DemonstrationsConfig
+from learning.data.encoding import prompt_ids
 from learning.data.whole_turns import Tools
 from learning.supervised.chat_masks import conversation_tokens, require_template
 from learning.supervised.rows import RawRow, messages_name, required_field, row_tools, text_field, turns_of
@@ -113,11 +114,8 @@ def _answered(
 
 def _plain(text: str, answer: str, tokenizer: PreTrainedTokenizerBase) -> tuple[np.ndarray, np.ndarray]:
     """Prompt and completion one after another as they are sampled: tokenised apart, the end token behind."""
-    prompt = list(tokenizer(text)["input_ids"])
+    (prompt,) = prompt_ids(tokenizer, [text])
     end = tokenizer.eos_token_id
-    # a tokenizer may end a text by itself; the prompt goes on
-    if len(prompt) > 1 and prompt[-1] == end:
-        prompt.pop()
     response = list(tokenizer(answer, add_special_tokens=False)["input_ids"])
     if isinstance(end, int) and (not response or response[-1] != end):
         response.append(end)
