@@ -5,14 +5,16 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import socket
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import ray
-from ray._private import ray_constants, services
+from ray._private import parameter, ray_constants, services
 
 from cluster.run_folder.process_identity import processes_using
 from core.proc_files import PARENT, PROC, STATE, stat_fields
@@ -28,6 +30,8 @@ PATIENCE = {
     "RAY_agent_register_timeout_ms": str(1000 * START_S),
 }
 "Of the environment, for Ray's processes and for `ray.init`."
+_AGENT_PORTS = ("metrics_agent_port", "dashboard_agent_listen_port", "runtime_env_agent_port")
+"As `RayParams` calls them."
 _ITS_OWN = ("raylet", "gcs_server")
 "Names of those without which a start cannot succeed."
 _LOOK_S = 0.2
@@ -42,7 +46,8 @@ class StartFailed(Exception):
 def start_twice(*, folder: Path, **settings: Any) -> Any:
     """Call `ray.init` in a temporary folder of its own; once more where Ray did not come up in time.
 
-    Nothing of the first try is running then. Raises as `ray.init` does, StartFailed.
+    Nothing of the first try is running then, and ports are given: a raylet ends itself where an agent has not told
+    within 15 s which ones it took. Raises as `ray.init` does, StartFailed.
     """
     try:
         with _patience():
@@ -52,8 +57,9 @@ def start_twice(*, folder: Path, **settings: Any) -> Any:
             raise
     ray.shutdown()
     end_processes(folder)
-    with _patience():
-        return ray.init(_temp_dir=str(folder), **settings)
+    ports = _free_ports(len(_AGENT_PORTS) + 1)
+    with _patience(), _given(dict(zip(_AGENT_PORTS, ports, strict=False))):
+        return ray.init(_temp_dir=str(folder), _metrics_export_port=ports[-1], **settings)
 
 
 def end_processes(folder: Path) -> None:
@@ -72,6 +78,24 @@ def remove_with_processes(folder: Path) -> None:
     """Delete a temporary folder of this process's own, and end first what would write into it."""
     end_processes(folder)
     shutil.rmtree(folder, ignore_errors=True)
+
+
+def _free_ports(count: int) -> list[int]:
+    """Different TCP ports that are free now on all interfaces."""
+    with ExitStack() as held:
+        sockets = [held.enter_context(socket.create_server(("", 0))) for _ in range(count)]
+        return [one.getsockname()[1] for one in sockets]
+
+
+@contextmanager
+def _given(ports: Mapping[str, int]) -> Iterator[None]:
+    """Let `ray.init`, which takes no such arguments, have its agents at these ports."""
+    whole = parameter.RayParams
+    parameter.RayParams = partial(whole, **ports)  # type: ignore[misc]
+    try:
+        yield
+    finally:
+        parameter.RayParams = whole
 
 
 @contextmanager

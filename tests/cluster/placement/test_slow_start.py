@@ -32,23 +32,36 @@ def user_of(folder: Path) -> Iterator[subprocess.Popen]:
         child.communicate()
 
 
+@pytest.mark.parametrize(
+    "failure",
+    [
+        StartFailed("raylet ended while it was coming up"),
+        Exception("The current node timed out during startup. This could happen because"),
+    ],
+)
 def test_ray_that_did_not_come_up_in_time_is_started_once_more_and_nothing_of_the_first_try_runs(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, failure: Exception
 ):
     tries, shut = [], []
     with user_of(tmp_path / "session") as left:
 
         def start(**settings):
-            tries.append((settings, processes_using(tmp_path)))
+            ports = slow_start.parameter.RayParams(num_cpus=1)
+            told = (ports.metrics_agent_port, ports.dashboard_agent_listen_port, ports.runtime_env_agent_port)
+            tries.append((settings, processes_using(tmp_path), told))
             if len(tries) < 2:
-                raise Exception("The current node timed out during startup. This could happen because")
+                raise failure
             return "context"
 
         monkeypatch.setattr(slow_start.ray, "init", start)
         monkeypatch.setattr(slow_start.ray, "shutdown", lambda: shut.append(True))
         assert start_twice(folder=tmp_path, address="local") == "context" and shut == [True]
         settings = {"address": "local", "_temp_dir": str(tmp_path)}
-        assert tries == [(settings, [left.pid]), (settings, [])]
+        first, (again, running, ports) = tries
+        assert first[:2] == (settings, [left.pid]) and first[2][0] is first[2][2] is None
+        # an agent that must tell its ports is waited for 15 s alone: now it is told them
+        assert running == [] and len({*ports, again.pop("_metrics_export_port")}) == 4 and None not in ports
+        assert again == settings and slow_start.parameter.RayParams(num_cpus=1).metrics_agent_port is None
 
 
 def test_another_failure_of_the_start_is_told_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
@@ -100,21 +113,48 @@ def test_a_node_that_never_comes_is_given_up(monkeypatch: pytest.MonkeyPatch, tm
     assert slow_start.START_S < clock[0] < 2 * slow_start.START_S
 
 
-def test_a_raylet_that_ended_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+@pytest.fixture
+def ended_raylets(tmp_path: Path) -> Iterator[Callable[[], None]]:
+    """What starts a process of that name that ends at once, and is not asked how before the test is over."""
     raylet = tmp_path / "raylet"
     raylet.symlink_to("/bin/true")
     children: list[subprocess.Popen] = []
+    yield lambda: children.append(subprocess.Popen([raylet]))
+    for child in children:
+        child.wait()
 
+
+def test_a_raylet_that_ended_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ended_raylets: Callable[[], None]
+):
     def answer() -> object:
-        children.append(subprocess.Popen([raylet]))
+        ended_raylets()
         raise RuntimeError("not yet")
 
-    try:
-        with pytest.raises(StartFailed, match="raylet ended while it was coming up"):
-            asked_by_ray(monkeypatch, tmp_path, answer)
-    finally:
-        for child in children:
-            child.wait()
+    with pytest.raises(StartFailed, match="raylet ended while it was coming up"):
+        asked_by_ray(monkeypatch, tmp_path, answer)
+
+
+def test_a_raylet_that_ended_in_the_first_try_is_none_of_the_second(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ended_raylets: Callable[[], None]
+):
+    tries, asked = [], []
+
+    def answer() -> object:
+        asked.append(len(tries))
+        if len(tries) == 1:
+            ended_raylets()
+        if asked.count(2) < 3:
+            raise RuntimeError("not yet")
+        return {"node": 2}
+
+    def start(**settings):
+        tries.append(settings)
+        return slow_start.services.get_node("127.0.0.1:1", "node")
+
+    monkeypatch.setattr(slow_start.services, "get_node", lambda address, node: answer())
+    monkeypatch.setattr(slow_start.ray, "init", start)
+    assert start_twice(folder=tmp_path) == {"node": 2} and asked.count(2) == 3
 
 
 def test_what_uses_a_folder_is_ended_and_others_are_not(tmp_path: Path):
