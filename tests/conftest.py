@@ -92,7 +92,8 @@ def local_ray() -> Iterator[None]:
     """One local Ray for the whole test session, ended with it; four CPUs on paper."""
     import ray
 
-    from cluster.placement.slow_start import PATIENCE, remove_with_processes, start_twice
+    from cluster.placement.slow_start import PATIENCE, start_twice
+    from cluster.run_folder.leftovers import remove_with_processes
 
     os.environ.update(PATIENCE)
     root = Path(__file__).resolve().parents[1]

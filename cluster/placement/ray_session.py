@@ -30,11 +30,14 @@ from actors.ray_utils.actor_start import actor_environment
 from cluster.placement import machine
 from cluster.placement.memory_plan import OBJECT_STORE_USUAL_BYTES
 from cluster.placement.origin import ROOT
-from cluster.placement.slow_start import PATIENCE, remove_with_processes, start_twice
-from cluster.placement.temporary_folder import temporary_base, temporary_environment, temporary_notes
+from cluster.placement.slow_start import PATIENCE, start_twice
+from cluster.placement.temporary_folder import BELOW, temporary_base, temporary_environment, temporary_notes
+from cluster.placement.variables import environment
+from cluster.run_folder.folder_watch import removed_when_gone, uninterrupted
 from cluster.run_folder.leftovers import RAY_FOLDER, claim, sweep_ray_folders
 from core.config import Config
 from core.errors import NodeDied, PlacementError
+from core.settings.cluster import ClusterConfig
 
 MIN_OBJECT_STORE_BYTES = 100 << 20
 LOOPBACK = "127.0.0.1"
@@ -147,7 +150,7 @@ def ray_session(
     address = joined_address(config)
     is_up = False
     try:
-        with _environment(_worker_environment()):
+        with environment(_worker_environment()):
             if address:
                 with _joined(address, namespace, on_sigterm) as session:
                     is_up = True
@@ -171,31 +174,11 @@ def _local(
     check_local_ray(config)
     base = temporary_base()
     notes = [*temporary_notes(), *sweep_ray_folders(base)]
-    folder = tempfile.mkdtemp(prefix=RAY_FOLDER, dir=base)
-    cluster = config.cluster
-    try:
-        claim(Path(folder))
-        with _environment(_LOCAL_ENVIRONMENT | temporary_environment()), _on_loopback():
-            try:
-                context = start_twice(
-                    address="local",
-                    namespace=namespace,
-                    num_cpus=machine.num_cores(),
-                    include_dashboard=cluster.dashboard,
-                    dashboard_host=LOOPBACK,
-                    dashboard_port=(cluster.dashboard_port or free_port()) if cluster.dashboard else None,
-                    object_store_memory=cluster.object_store_bytes or store_bytes,
-                    folder=Path(folder),
-                    log_to_driver=False,
-                    logging_level=logging.WARNING,
-                )
-            except Exception as error:  # of many kinds: sockets, processes, memory
-                # bad settings have been refused above: it is the machine
-                raise NodeDied(
-                    f"cannot start Ray on this machine: {_one_line(error)}; look at memory, /dev/shm, the temporary "
-                    f"folder {base} and the load ({os.getloadavg()[0]:.0f} on {machine.num_cores()} "
-                    "cores), or join a running cluster with cluster.address"
-                ) from error
+    folder = Path(tempfile.mkdtemp(prefix=RAY_FOLDER, dir=base))
+    with removed_when_gone(folder), _shut_down_after():
+        claim(folder)
+        with environment(_LOCAL_ENVIRONMENT | temporary_environment()), _on_loopback():
+            context = _start(config.cluster, folder, namespace, store_bytes)
             with sigterm_exits(on_sigterm):
                 yield RaySession(
                     namespace=namespace,
@@ -203,10 +186,41 @@ def _local(
                     dashboard_url=_dashboard_url(context),
                     notes=tuple(notes),
                 )
+
+
+def _start(cluster: ClusterConfig, folder: Path, namespace: str, store_bytes: int) -> Any:
+    # Ray lets everybody write into its own
+    own = folder / BELOW
+    own.mkdir()
+    try:
+        return start_twice(
+            address="local",
+            namespace=namespace,
+            num_cpus=machine.num_cores(),
+            include_dashboard=cluster.dashboard,
+            dashboard_host=LOOPBACK,
+            dashboard_port=(cluster.dashboard_port or free_port()) if cluster.dashboard else None,
+            object_store_memory=cluster.object_store_bytes or store_bytes,
+            folder=own,
+            log_to_driver=False,
+            logging_level=logging.WARNING,
+        )
+    except Exception as error:  # of many kinds: sockets, processes, memory
+        # bad settings have been refused above: it is the machine
+        raise NodeDied(
+            f"cannot start Ray on this machine: {_one_line(error)}; look at memory, /dev/shm, the temporary folder "
+            f"{folder.parent} and the load ({os.getloadavg()[0]:.0f} on {machine.num_cores()} cores), or join a "
+            "running cluster with cluster.address"
+        ) from error
+
+
+@contextmanager
+def _shut_down_after() -> Iterator[None]:
+    try:
+        yield
     finally:
-        with _uninterrupted():
+        with uninterrupted():
             ray.shutdown()
-            remove_with_processes(Path(folder))
 
 
 @contextmanager
@@ -234,7 +248,7 @@ def _joined(address: str, namespace: str, on_sigterm: Callable[[], None]) -> Ite
         with sigterm_exits(on_sigterm):
             yield RaySession(namespace=namespace, is_local=False, dashboard_url=_dashboard_url(context))
     finally:
-        with _uninterrupted():
+        with uninterrupted():
             ray.shutdown()
 
 
@@ -306,20 +320,6 @@ def _dashboard_url(context: Any) -> str | None:
 
 
 @contextmanager
-def _environment(values: dict[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
-
-
-@contextmanager
 def _on_loopback() -> Iterator[None]:
     """Let Ray, imported already, take the loopback address for its node's; its processes are told by environment."""
     before = ray_constants.ENABLE_RAY_CLUSTER
@@ -362,17 +362,3 @@ def sigterm_exits(first: Callable[[], None]) -> Iterator[None]:
         raise
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-@contextmanager
-def _uninterrupted() -> Iterator[None]:
-    """Let a second Ctrl-C or SIGTERM not cut the clean-up short; it takes about two seconds."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

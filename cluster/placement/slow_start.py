@@ -1,10 +1,8 @@
-"""Ray's own processes: started with patience on a busy machine, ended with their folder."""
+"""Starts Ray's own processes with patience, as a busy machine needs it."""
 
 from __future__ import annotations
 
 import os
-import shutil
-import signal
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -16,7 +14,7 @@ from typing import Any
 import ray
 from ray._private import parameter, ray_constants, services
 
-from cluster.run_folder.process_identity import processes_using
+from cluster.run_folder.leftovers import end_processes
 from core.proc_files import PARENT, PROC, STATE, stat_fields
 
 SLOW_START = "timed out during startup"
@@ -35,8 +33,6 @@ _AGENT_PORTS = ("metrics_agent_port", "dashboard_agent_listen_port", "runtime_en
 _ITS_OWN = ("raylet", "gcs_server")
 "Names of those without which a start cannot succeed."
 _LOOK_S = 0.2
-_ENDED_S = 10.0
-"After SIGKILL."
 
 
 class StartFailed(Exception):
@@ -60,24 +56,6 @@ def start_twice(*, folder: Path, **settings: Any) -> Any:
     ports = _free_ports(len(_AGENT_PORTS) + 1)
     with _patience(), _given(dict(zip(_AGENT_PORTS, ports, strict=False))):
         return ray.init(_temp_dir=str(folder), _metrics_export_port=ports[-1], **settings)
-
-
-def end_processes(folder: Path) -> None:
-    """Kill what still uses a temporary folder of this process's own: Ray's agents and workers outlive their raylet."""
-    ends_s = time.monotonic() + _ENDED_S
-    while (
-        left := [pid for pid in processes_using(folder) if pid != os.getpid()]
-    ) and time.monotonic() < ends_s:
-        for pid in left:
-            with suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
-        time.sleep(_LOOK_S / 10)
-
-
-def remove_with_processes(folder: Path) -> None:
-    """Delete a temporary folder of this process's own, and end first what would write into it."""
-    end_processes(folder)
-    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _free_ports(count: int) -> list[int]:

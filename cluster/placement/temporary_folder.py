@@ -13,8 +13,10 @@ from core.outside import try_folder
 
 _MAX_SOCKET_PATH_BYTES = 107
 "Of Linux."
+BELOW = "r"
+"Ray's own folder, which it opens for everybody, lies below one that nobody else can enter."
 _RAY_SOCKET_BYTES = (
-    len(f"/{RAY_FOLDER}12345678/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store") + 2
+    len(f"/{RAY_FOLDER}12345678/{BELOW}/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store") + 2
 )
 LONGEST = _MAX_SOCKET_PATH_BYTES - _RAY_SOCKET_BYTES
 "Bytes of a folder below which Ray's sockets fit."

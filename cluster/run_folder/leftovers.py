@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -20,6 +22,9 @@ RAY_FOLDER = "rlhfspec-ray-"
 "Begins the name of the temporary folder of a local Ray."
 _WRITTEN = ("rollouts", "checkpoints", "evaluations", "samples")
 OWNER_FILE = "rlhfspec-owner.json"
+_LOOK_S = 0.02
+_ENDED_S = 10.0
+"After SIGKILL."
 
 
 def claim(folder: Path) -> None:
@@ -59,6 +64,24 @@ def sweep_run_folders(output_dir: Path) -> list[str]:
                 _remove(partial)
                 lines.append(f"removed {partial}, which a dead run had not finished")
     return lines
+
+
+def end_processes(folder: Path) -> None:
+    """Kill what still uses a temporary folder of this process's own: Ray's agents and workers outlive their raylet."""
+    ends_s = time.monotonic() + _ENDED_S
+    while (
+        left := [pid for pid in processes_using(folder) if pid != os.getpid()]
+    ) and time.monotonic() < ends_s:
+        for pid in left:
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(_LOOK_S)
+
+
+def remove_with_processes(folder: Path) -> None:
+    """Delete a temporary folder of this process's own, and end first what would write into it."""
+    end_processes(folder)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _own_folders(parent: Path, prefix: str) -> Iterator[Path]:

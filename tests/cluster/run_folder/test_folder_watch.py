@@ -1,0 +1,90 @@
+"""A temporary folder goes with the process that made it, however that one ends, and so does what uses it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from cluster.run_folder.folder_watch import removed_when_gone
+from cluster.run_folder.leftovers import end_processes, remove_with_processes
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@contextmanager
+def user_of(folder: Path) -> Iterator[subprocess.Popen]:
+    """A process that works in a folder and does not end by itself."""
+    folder.mkdir(exist_ok=True)
+    child = subprocess.Popen([sys.executable, "-c", "input()"], cwd=folder, stdin=subprocess.PIPE)
+    try:
+        yield child
+    finally:
+        child.kill()
+        child.communicate()
+
+
+def test_what_uses_a_folder_is_ended_and_others_are_not(tmp_path: Path):
+    mine, other = tmp_path / "mine", tmp_path / "mine-too"
+    with user_of(mine) as first, user_of(mine) as second, user_of(other) as stranger:
+        before = os.getcwd()
+        try:
+            # this process itself is none of them
+            os.chdir(mine)
+            end_processes(mine)
+        finally:
+            os.chdir(before)
+        assert first.wait(10) and second.wait(10) and stranger.poll() is None
+        remove_with_processes(mine)
+        assert not mine.exists() and other.exists()
+
+
+def test_it_is_removed_at_the_end_of_the_block_also_where_that_fails(tmp_path: Path):
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    with pytest.raises(ZeroDivisionError), removed_when_gone(folder):
+        assert folder.exists()
+        _ = 1 / 0
+    assert not folder.exists()
+
+
+HOLDING = """
+import sys
+from pathlib import Path
+from cluster.run_folder.folder_watch import removed_when_gone
+with removed_when_gone(Path(sys.argv[1])):
+    print("in", flush=True)
+    input()
+"""
+
+
+@pytest.mark.parametrize(
+    "number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name
+)
+def test_it_is_removed_when_the_process_is_killed(tmp_path: Path, number: signal.Signals):
+    folder = tmp_path / "mine"
+    with user_of(folder) as left:
+        child = subprocess.Popen(
+            [sys.executable, "-c", HOLDING, str(folder)],
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        assert child.stdout is not None and child.stdout.readline() == "in\n"
+        child.send_signal(number)
+        assert child.wait(60) != 0
+        ends_s = time.monotonic() + 60.0
+        while folder.exists():
+            assert time.monotonic() < ends_s
+            time.sleep(0.02)
+        assert left.wait(60) == -signal.SIGKILL
+        child.communicate()
