@@ -175,7 +175,7 @@ def waiting_session(temp: str) -> Iterator[tuple[subprocess.Popen, dict[str, str
 @pytest.mark.slow
 def test_a_killed_run_leaves_no_folder_and_sigterm_is_noted_and_exits_with_143():
     # short: sockets of Ray live in it
-    temp = tempfile.mkdtemp(prefix="swept-")
+    temp = tempfile.mkdtemp(prefix="s-")
     try:
         with waiting_session(temp) as (child, said):
             dead = Path(said["folder"]).parent

@@ -181,7 +181,7 @@ with ray_session(config, "test") as session:
 @pytest.mark.parametrize("process", ["raylet"])
 def test_no_folder_stays_behind_where_the_raylet_dies(process: str):
     environment = {k: v for k, v in os.environ.items() if k not in ("RAY_AUTH_MODE", "RAY_ADDRESS")}
-    with tempfile.TemporaryDirectory(prefix="dies-", dir="/tmp") as temp:
+    with tempfile.TemporaryDirectory(prefix="d-", dir="/tmp") as temp:
         done = subprocess.run(
             [sys.executable, "-c", ENDING, process],
             env=environment | {"PYTHONPATH": str(ROOT), "TMPDIR": temp},
