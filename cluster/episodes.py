@@ -29,10 +29,10 @@ from core.records import (
 )
 from learning.data.encoding import read_template
 from learning.data.messages import Messages
-from learning.data.prompts import response_text
+from learning.data.written_text import response_text, written_text
 from learning.environments.environment_protocol import Step, environment_maker, is_raw, stop_texts
 from learning.environments.episode import Episode, EpisodeLimits
-from learning.environments.observations import Given, ObservationRenderer, ending_with, turn_text
+from learning.environments.observations import Given, ObservationRenderer, ending_with
 
 Ended = tuple[SampleRequest, Completion, str]
 "An episode that is over: its request, the whole completion, the text of it."
@@ -120,7 +120,8 @@ class Episodes:
         """
         for completion in completions:
             episode = self._open[completion.key.sample]
-            episode.say(turn_text(self._tokenizer, episode.new_tokens(completion)))
+            stopped = completion.finish_reason is FinishReason.STOP
+            episode.say(written_text(self._tokenizer, episode.new_tokens(completion), stopped=stopped))
             request = episode.request
             self._pool.ask((episode, completion), request.key, episode.prompt, tuple(episode.responses))
         ended: list[Ended] = []

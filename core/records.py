@@ -128,6 +128,8 @@ class Prompt:
     "further columns for reward functions (data.reward_fields), JSON values"
     rendered: str = ""
     "the text that the policy reads in the place of `text`, where data.prompt_template made another of it"
+    prefill: str = ""
+    "what the prompt begins the assistant's turn with, such as `<think>`; the response goes on behind it"
 
     @property
     def conversation(self) -> tuple[Mapping[str, Any], ...]:

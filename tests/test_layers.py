@@ -20,7 +20,8 @@ ALLOWED = {
     "profiles": {"numpy", "pyarrow", "statsmodels"},
     "policies": {"numpy"},
     "engine": _TORCH | {"xxhash", "xformers", "triton", "llvmlite"},
-    "learning": _TORCH | {"pyarrow", "datasets", "peft", "huggingface_hub", "filelock", "gguf", "jinja2"},
+    "learning": _TORCH
+    | {"pyarrow", "datasets", "peft", "huggingface_hub", "filelock", "gguf", "jinja2", "regex"},
     "actors": _TORCH | {"ray", "fastapi", "pydantic", "requests"},
     "cluster": _TORCH | {"ray", "pyarrow", "rich", "matplotlib", "yaml", "fsspec"},
 }

@@ -36,6 +36,7 @@ class Sample(BaseModel):
     response: str
     prompt: str = ""
     rendered_prompt: str = ""
+    prefill: str = ""
     messages: list[Message] = []
     tools: list[dict[str, JsonValue]] = []
     reference: str = ""
@@ -83,6 +84,7 @@ def to_body(requests: Sequence[ScoreRequest]) -> ScoreBody:
                 response=request.response,
                 prompt=request.prompt.text,
                 rendered_prompt=request.prompt.rendered,
+                prefill=request.prompt.prefill,
                 messages=[_message(turn) for turn in request.prompt.conversation],
                 tools=[dict(tool) for tool in request.prompt.tools],
                 reference=request.prompt.reference,
@@ -110,6 +112,7 @@ def from_body(body: ScoreBody) -> list[ScoreRequest]:
                 token_ids=np.empty(0, dtype=np.int64),
                 text=sample.prompt,
                 rendered=sample.rendered_prompt,
+                prefill=sample.prefill,
                 fields=dict(sample.fields),
                 reference=sample.reference,
                 messages=tuple((message.role, message.content) for message in sample.messages),

@@ -14,9 +14,10 @@ from core.config import Config
 from core.config_io import config_from_dict
 from core.records import Completion, Prompt, SampleKey, SampleRequest, SamplingParams
 from engine.engine import Engine
+from learning.data.written_text import written_text
 from learning.environments.environment_protocol import Environment, environment_maker, stop_texts
 from learning.environments.episode import Episode, EpisodeLimits
-from learning.environments.observations import ObservationRenderer, ending_with, turn_text
+from learning.environments.observations import ObservationRenderer, ending_with
 from learning.pairs.make import PairPaths
 from learning.pairs.tokenization import character_tokenizer
 
@@ -92,7 +93,7 @@ def play_alone(
     while engine.has_work:
         for completion in engine.step():
             episode, environment = playing[completion.key.sample]
-            text = turn_text(tokenizer, episode.new_tokens(completion))
+            text = written_text(tokenizer, episode.new_tokens(completion), stopped=True)
             episode.responses.append(text)
             step = environment.step(text)
             given = renderer.give(

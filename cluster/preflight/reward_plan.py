@@ -5,13 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from transformers import AutoModelForSequenceClassification
+from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerBase
 
 from cluster.preflight.param_count import count_params
 from core.config import Config, RewardConfig
+from core.records import Prompt
 from engine.weights.loading import load_hf_config, load_tokenizer
+from learning.rewards.format_note import format_notes
 from learning.rewards.reward_function import build_reward
 from learning.rewards.reward_model import require_one_output
+
+_LOOKED_AT = 4096
+"Prompts of which it is seen what they begin the turn with."
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +48,17 @@ def check_reward(reward: RewardConfig, fields: Sequence[str] | None = ()) -> Che
             alone = RewardConfig(kind=scorer.kind, pattern=scorer.pattern)
             functions += build_reward(alone, fields=fields).described
     return CheckedReward(num_params, tuple(functions))
+
+
+def pattern_notes(
+    reward: RewardConfig, prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase
+) -> list[str]:
+    """Why a pattern of kind format can never match behind these prompts; of many, the first are looked at."""
+    patterns = [scorer.pattern for scorer in reward.scorers if scorer.kind == "format" and scorer.pattern]
+    if not patterns:
+        return []
+    prefills = {prompt.prefill for prompt in prompts[:_LOOKED_AT]}
+    return [note for pattern in patterns for note in format_notes(pattern, prefills, tokenizer)]
 
 
 def reward_columns(config: Config) -> tuple[str, ...]:

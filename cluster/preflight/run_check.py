@@ -41,7 +41,7 @@ from cluster.preflight.inputs import Inputs, read_inputs
 from cluster.preflight.known_profile import known_profile
 from cluster.preflight.model_check import check_models, require_served
 from cluster.preflight.references import require_references
-from cluster.preflight.reward_plan import check_reward, reward_columns
+from cluster.preflight.reward_plan import check_reward, pattern_notes, reward_columns
 from cluster.run_folder.remote_copy import require_place
 from cluster.tracking.trackers import require_trackers
 from core.config import Config
@@ -147,7 +147,7 @@ def check_run(config: Config, *, output_dir: Path) -> CheckReport:
         adapter=_describe_adapter(models.target, plan),
         data=f"{len(inputs.dataset)} prompts, the longest {longest} tokens",
         evaluation=inputs.evaluation.lines if inputs.evaluation is not None else (),
-        functions=reward.functions,
+        functions=(*reward.functions, *pattern_notes(config.reward, inputs.dataset.prompts, tokenizer)),
         numerics=numerics,
         correction=correction_warning(config.algorithm.correction, config.rollout.max_staleness),
         memory=plan,

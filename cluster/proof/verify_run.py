@@ -37,12 +37,16 @@ from core.records import Completion
 from engine.model.compute_backend import ComputeBackend
 from engine.weights.causal_lm import max_context_tokens
 from engine.weights.loading import load_hf_config
-from learning.data.prompts import response_text, sampling_params
+from learning.data.prompts import sampling_params
+from learning.data.written_text import response_text, text_without_special_tokens
 
 Tick = Callable[[str, float], None]
 "Told a stage and how much of it is done, from 0 to 1."
 _MOST_SAMPLES = 256
 "Of one piece of work: several engines share a large iteration."
+_EARLIER_TEXTS = (
+    "texts are of an earlier version, which left special tokens out; rewards were computed of those"
+)
 _MOST_WITH_CACHES = 32
 "The same where caches wait for the next version."
 
@@ -238,6 +242,10 @@ def _compare(answer: Regenerated, tools: _Tools, proof: Proof) -> None:
         proof.num_tokens += again.num_sampled_tokens if is_last else 0
         proof.differences += completion_differences(file, recorded, again, ends=recorded.sampled is None)
         text = response_text(tools.tokenizer, again)
+        if text != sample.rollout.response_text == text_without_special_tokens(tools.tokenizer, again):
+            text = sample.rollout.response_text
+            if _EARLIER_TEXTS not in proof.notes:
+                proof.notes.append(_EARLIER_TEXTS)
         if text != sample.rollout.response_text:
             proof.differences.append(
                 Difference(

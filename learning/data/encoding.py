@@ -16,6 +16,7 @@ from learning.data.chat_format import named_template, no_template, own_template,
 from learning.data.messages import Messages, pairs_of
 from learning.data.records_io import Row
 from learning.data.whole_turns import Tools, Turn
+from learning.data.written_text import chat_prefill, text_prefill
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,8 @@ class Rendered:
     "the question with data.prompt_template around it, without a chat template; empty of conversations"
     turns: tuple[Turn, ...] = ()
     "the messages whole"
+    prefill: str = ""
+    "what the text begins the assistant's turn with, such as `<think>`"
 
 
 class PromptEncoder:
@@ -37,6 +40,8 @@ class PromptEncoder:
     def __init__(self, data: DataConfig, tokenizer: PreTrainedTokenizerBase | None) -> None:
         self._data = data
         self._tokenizer = tokenizer
+        self._prefills: dict[str, str] = {}
+        "by the text of a chat template"
         self._template = read_template(data.chat_template, tokenizer)
         # a generated task's prompt is all that the small model has been trained on
         self._adds_special_tokens = data.task is None
@@ -59,7 +64,8 @@ class PromptEncoder:
                 "write it into data.prompt_template"
             )
         text = row.prompt if data.task is not None else self._fill(row.prompt)
-        return Rendered(text, (), plain=text)
+        prefill = text_prefill(self._data.prompt_template) if self._data.task is None else ""
+        return Rendered(text, (), plain=text, prefill=prefill)
 
     def token_ids(self, prompts: Sequence[Rendered]) -> list[list[int]]:
         """Tokenise many at once, which fast tokenizers do in parallel."""
@@ -115,7 +121,18 @@ class PromptEncoder:
                 f"{type(error).__name__}: {said}; {self._advice(row, messages)}"
             ) from error
         require_written(render, turns, row.tools, origin=row.origin, key="data.chat_template")
-        return Rendered(text, messages, turns=turns)
+        prefill = self._prefill(self._tokenizer, template)
+        return Rendered(text, messages, turns=turns, prefill=prefill if text.endswith(prefill) else "")
+
+    def _prefill(self, tokenizer: PreTrainedTokenizerBase, template: str) -> str:
+        if template not in self._prefills:
+            variables = self._data.chat_template_kwargs
+
+            def render(turns: Sequence[Turn], ask: bool) -> str:
+                return render_chat(tokenizer, turns, ask=ask, template=template, variables=variables)
+
+            self._prefills[template] = chat_prefill(render, template)
+        return self._prefills[template]
 
     def _advice(self, row: Row, messages: Messages) -> str:
         if messages[0][0] in ("system", "developer"):

@@ -23,6 +23,7 @@ _SCHEMA = pa.schema(
         ("messages", pa.list_(_TURN)),
         ("fields", pa.string()),
         ("rendered", pa.large_string()),
+        ("prefill", pa.string()),
         ("whole", pa.large_string()),
     ]
 )
@@ -72,6 +73,7 @@ class PackedPrompts(Sequence[Prompt]):
             ),
             fields=json.loads(batch.column("fields")[row].as_py() or "{}"),
             rendered=batch.column("rendered")[row].as_py() or "",
+            prefill=batch.column("prefill")[row].as_py() or "",
             turns=tuple(whole.get("turns", ())),
             tools=tuple(whole.get("tools", ())),
         )
@@ -119,6 +121,7 @@ class PromptPacker:
                 "messages": [{"role": role, "content": content} for role, content in prompt.messages] or None,
                 "fields": json.dumps(prompt.fields) if prompt.fields else None,
                 "rendered": prompt.rendered or None,
+                "prefill": prompt.prefill or None,
                 "whole": json.dumps(whole) if whole else None,
             }
         )

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from core.config import DataConfig, SamplingConfig
 from core.errors import DataError
-from core.records import Completion, Prompt, SamplingParams
+from core.records import Prompt, SamplingParams
 from learning.data.encoding import PromptEncoder, Rendered, longest_token
 from learning.data.end_tokens import model_end_tokens
 from learning.data.left_out import LeftOut, RowFilter, Seen
@@ -211,6 +211,7 @@ class _Loader:
                         tools=row.tools,
                         fields=row.fields,
                         rendered=rendered.plain if rendered.plain != row.prompt else "",
+                        prefill=rendered.prefill,
                     )
                 )
 
@@ -245,14 +246,6 @@ def sampling_params(
         max_new_tokens=sampling.max_new_tokens,
         stop_token_ids=tuple(stops),
     )
-
-
-def response_text(tokenizer: PreTrainedTokenizerBase, completion: Completion) -> str:
-    """Decode a response for the reward function: special tokens dropped, nothing else touched."""
-    text = tokenizer.decode(
-        completion.token_ids.tolist(), skip_special_tokens=True, clean_up_tokenization_spaces=False
-    )
-    return text if isinstance(text, str) else "".join(text)
 
 
 def _drawn_rows(data: DataConfig, seed: int, left_out: LeftOut) -> Iterator[Row]:

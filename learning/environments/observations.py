@@ -146,11 +146,6 @@ class ObservationRenderer:
         return _text(self._tokenizer.decode(ids, clean_up_tokenization_spaces=False))
 
 
-def turn_text(tokenizer: PreTrainedTokenizerBase, ids: Int[np.ndarray, " T"]) -> str:
-    """Return what an environment reads of a turn: its text without special tokens."""
-    return _text(tokenizer.decode(ids.tolist(), skip_special_tokens=True, clean_up_tokenization_spaces=False))
-
-
 def ending_with(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str]) -> tuple[int, ...]:
     """Return the ids of all tokens whose text ends with one of `texts`."""
     wanted = tuple(texts)

@@ -20,7 +20,7 @@ Answer = tuple[str, Any]
 
 PLACES = ("prompt", "response", "reference")
 "the arguments of a function of ours, in their order"
-EXTRAS = ("messages", "finish_reason", "num_tokens", "sample_index", "prompt_id")
+EXTRAS = ("messages", "prefill", "finish_reason", "num_tokens", "sample_index", "prompt_id")
 "what a function may ask for by name"
 
 _WORDS = {

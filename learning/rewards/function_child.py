@@ -116,11 +116,15 @@ async def _waited(result: Any) -> Any:
 
 
 def format_function(pattern: str) -> Callable[..., float]:
-    """1.0 for a response that the pattern matches as a whole, else 0.0."""
+    """1.0 for a response that the pattern matches as a whole, alone or behind what the prompt began it with; else 0."""
     compiled = re.compile(pattern, re.DOTALL)
 
-    def score(prompt: str, response: str, reference: str) -> float:
-        return float(compiled.fullmatch(response) is not None)
+    def score(prompt: str, response: str, reference: str, prefill: str) -> float:
+        return float(
+            any(
+                compiled.fullmatch(text) is not None for text in dict.fromkeys((prefill + response, response))
+            )
+        )
 
     return score
 

@@ -26,7 +26,7 @@ class ModelText:
                 self._tokenizer,
                 request.prompt.read_text,
                 request.turns,
-                request.last_turn,
+                request.whole_turn,
                 max_tokens=self.max_tokens,
                 tools=request.prompt.tools,
                 at=request.template_time,

@@ -41,6 +41,11 @@ class ScoreRequest:
         return self.facts.turns[-1][1] if self.facts and self.facts.turns else self.response
 
     @property
+    def whole_turn(self) -> str:
+        """The same behind what the prompt began the assistant's turn with, where there are messages."""
+        return (self.prompt.prefill if self.messages else "") + self.last_turn
+
+    @property
     def where(self) -> str:
         """Names the sample in messages."""
         index = f"{self.place} of the batch" if self.facts is None else str(self.facts.sample_index)

@@ -184,6 +184,8 @@ def _columns(request: ScoreRequest) -> dict[str, Any]:
     """What a function may be given; plain values, so that the child needs nothing of ours."""
     prompt, facts = request.prompt, request.facts
     return {
+        # a column of the user's that has this name goes before ours
+        "prefill": prompt.prefill,
         **prompt.fields,
         "prompt": prompt.text,
         "response": request.response,

@@ -24,8 +24,9 @@ from engine.build import build_engine
 from engine.weights.loading import load_causal_lm
 from learning.data.cursor import PromptCursor
 from learning.data.prompts import sampling_params
+from learning.data.written_text import written_text
 from learning.environments.episode import Episode, EpisodeLimits
-from learning.environments.observations import ObservationRenderer, ending_with, turn_text
+from learning.environments.observations import ObservationRenderer, ending_with
 
 SAMPLES = 8
 LIMITS = {"max_turns": 6, "max_turn_tokens": 20}
@@ -79,7 +80,7 @@ def played_alone(config: Config) -> dict[int, Completion]:
         turn: SampleRequest | Completion = episode.first()
         while isinstance(turn, SampleRequest):
             (completion,) = engine.generate([turn])
-            text = turn_text(tokenizer, episode.new_tokens(completion))
+            text = written_text(tokenizer, episode.new_tokens(completion), stopped=True)
             episode.responses.append(text)
             step = parrot.step(text)
             given = renderer.give(

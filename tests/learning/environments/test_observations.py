@@ -7,8 +7,9 @@ import pytest
 
 from core.errors import EpisodeError
 from core.records import Prompt
+from learning.data.written_text import written_text
 from learning.environments.environment_protocol import checked_step
-from learning.environments.observations import ObservationRenderer, ending_with, turn_text
+from learning.environments.observations import ObservationRenderer, ending_with
 from learning.pairs.tokenization import character_tokenizer
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz:;!|-?"
@@ -123,7 +124,7 @@ def test_tokens_that_end_with_a_text_end_a_turn(tokenizer):
     assert ending_with(tokenizer, ("b", "!")) == tuple(sorted(tokenizer.encode("b!")))
     assert ending_with(tokenizer, ()) == ()
     ids = np.array([*tokenizer.encode("ab"), tokenizer.eos_token_id])
-    assert turn_text(tokenizer, ids) == "ab"
+    assert written_text(tokenizer, ids, stopped=True) == "ab"
 
 
 @pytest.mark.parametrize("observation", [{"a": 1}, [{"role": "user"}], [1.5], [[1]]])
