@@ -147,7 +147,10 @@ def check_run(config: Config, *, output_dir: Path) -> CheckReport:
         adapter=_describe_adapter(models.target, plan),
         data=f"{len(inputs.dataset)} prompts, the longest {longest} tokens",
         evaluation=inputs.evaluation.lines if inputs.evaluation is not None else (),
-        functions=(*reward.functions, *pattern_notes(config.reward, inputs.dataset.prompts, tokenizer)),
+        functions=(
+            *reward.functions,
+            *pattern_notes(config.reward, inputs.dataset.prompts, models.tokenizer),
+        ),
         numerics=numerics,
         correction=correction_warning(config.algorithm.correction, config.rollout.max_staleness),
         memory=plan,

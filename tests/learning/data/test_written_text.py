@@ -104,7 +104,9 @@ def test_prompts_say_what_the_template_begins_the_turn_with(
     tokenizer = tokenizer_of(template)
     (prompt,) = load_prompts(data, tokenizer, seed=0).prompts
     assert prompt.prefill.strip() == prefill
-    assert str(tokenizer.decode(prompt.token_ids)).endswith("<assistant> " + prefill if prefill else "<assistant>")
+    assert str(tokenizer.decode(prompt.token_ids)).endswith(
+        "<assistant> " + prefill if prefill else "<assistant>"
+    )
 
 
 def test_a_plain_prompt_template_may_open_a_tag_too(tmp_path: Path) -> None:
