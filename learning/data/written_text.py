@@ -95,7 +95,7 @@ def _num_shared(one: str, other: str) -> int:
 
 
 def _without_end(tokenizer: PreTrainedTokenizerBase, ids: list[int], *, stopped: bool) -> list[int]:
-    ends = {tokenizer.eos_token_id, tokenizer.pad_token_id}
+    ends = (tokenizer.eos_token_id, tokenizer.pad_token_id)
     end = len(ids)
     while end and ids[end - 1] in ends:
         end -= 1
