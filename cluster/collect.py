@@ -23,7 +23,7 @@ from cluster.system import GeneratingSystem, Scored
 from core.decode_records import GenerationStats
 from core.errors import NodeDied, RewardError, RlhfSpecError
 from core.records import ResponseFacts, Reward, Rollout, SampleKey, SampleRequest, Unscored
-from learning.data.written_text import response_text
+from learning.rewards.written_text import response_text
 from policies.scheduling.events import MoveRecord
 
 _WAIT_S = 0.2

@@ -29,10 +29,10 @@ from core.records import (
 )
 from learning.data.encoding import read_template
 from learning.data.messages import Messages
-from learning.data.written_text import response_text, written_text
 from learning.environments.environment_protocol import Step, environment_maker, is_raw, stop_texts
 from learning.environments.episode import Episode, EpisodeLimits
 from learning.environments.observations import Given, ObservationRenderer, ending_with
+from learning.rewards.written_text import response_text, written_text
 
 Ended = tuple[SampleRequest, Completion, str]
 "An episode that is over: its request, the whole completion, the text of it."

@@ -14,12 +14,12 @@ from core.config import Config
 from core.config_io import config_from_dict
 from core.records import Completion, Prompt, SampleKey, SampleRequest, SamplingParams
 from engine.engine import Engine
-from learning.data.written_text import written_text
 from learning.environments.environment_protocol import Environment, environment_maker, stop_texts
 from learning.environments.episode import Episode, EpisodeLimits
 from learning.environments.observations import ObservationRenderer, ending_with
 from learning.pairs.make import PairPaths
 from learning.pairs.tokenization import character_tokenizer
+from learning.rewards.written_text import written_text
 
 ALPHABET = "0123456789+-*/=<>#. abcdefghijklmnopqrstuvwxyz"
 MAX_TURNS = 24

@@ -38,7 +38,7 @@ from engine.model.compute_backend import ComputeBackend
 from engine.weights.causal_lm import max_context_tokens
 from engine.weights.loading import load_hf_config
 from learning.data.prompts import sampling_params
-from learning.data.written_text import response_text, text_without_special_tokens
+from learning.rewards.written_text import response_text, text_without_special_tokens
 
 Tick = Callable[[str, float], None]
 "Told a stage and how much of it is done, from 0 to 1."

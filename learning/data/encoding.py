@@ -16,7 +16,7 @@ from learning.data.chat_format import named_template, no_template, own_template,
 from learning.data.messages import Messages, pairs_of
 from learning.data.records_io import Row
 from learning.data.whole_turns import Tools, Turn
-from learning.data.written_text import chat_prefill, text_prefill
+from learning.rewards.written_text import chat_prefill, text_prefill
 
 
 @dataclass(frozen=True, slots=True)

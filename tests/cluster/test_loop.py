@@ -38,9 +38,9 @@ from engine.weights.chunks import model_checksum, pack_weights, unpack_weights
 from engine.weights.loading import load_causal_lm, load_tokenizer
 from learning.data.cursor import PromptCursor
 from learning.data.prompts import load_prompts, sampling_params
-from learning.data.written_text import response_text
 from learning.learner import Learner
 from learning.rewards.reward_function import build_reward
+from learning.rewards.written_text import response_text
 from profiles.step_log import read_step_log
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]

@@ -24,9 +24,9 @@ from engine.build import build_engine
 from engine.weights.loading import load_causal_lm
 from learning.data.cursor import PromptCursor
 from learning.data.prompts import sampling_params
-from learning.data.written_text import written_text
 from learning.environments.episode import Episode, EpisodeLimits
 from learning.environments.observations import ObservationRenderer, ending_with
+from learning.rewards.written_text import written_text
 
 SAMPLES = 8
 LIMITS = {"max_turns": 6, "max_turn_tokens": 20}

@@ -26,8 +26,8 @@ from engine.weights.chunks import pack_weights, weight_views
 from engine.weights.loading import load_causal_lm, load_tokenizer, num_token_ids
 from learning.data.cursor import PromptCursor
 from learning.data.prompts import load_prompts, sampling_params
-from learning.data.written_text import response_text
 from learning.rewards.reward_function import build_reward
+from learning.rewards.written_text import response_text
 
 SAMPLES = 6
 "Of each iteration."

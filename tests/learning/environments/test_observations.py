@@ -7,10 +7,10 @@ import pytest
 
 from core.errors import EpisodeError
 from core.records import Prompt
-from learning.data.written_text import written_text
 from learning.environments.environment_protocol import checked_step
 from learning.environments.observations import ObservationRenderer, ending_with
 from learning.pairs.tokenization import character_tokenizer
+from learning.rewards.written_text import written_text
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz:;!|-?"
 TEMPLATE = (

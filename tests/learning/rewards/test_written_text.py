@@ -14,11 +14,11 @@ from actors.serving.score_schema import ScoreBody, from_body, to_body
 from core.config import DataConfig, RewardConfig
 from core.records import Completion, FinishReason, Prompt, SampleKey
 from learning.data.prompts import load_prompts
-from learning.data.written_text import response_text, text_without_special_tokens, written_text
 from learning.rewards.format_note import format_notes
 from learning.rewards.model_text import ModelText
 from learning.rewards.reward_function import build_reward
 from learning.rewards.score_request import score_requests
+from learning.rewards.written_text import response_text, text_without_special_tokens, written_text
 
 TAGS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<turn>"]
 OPENS = PLAIN.replace(
