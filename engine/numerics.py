@@ -15,8 +15,8 @@ from core.config import EngineConfig
 from core.errors import ConfigError
 from engine.attention.backends import ATTENTION, Attention, plan_attention_once
 from engine.attention.xformers import require_xformers, xformers_attention
-from engine.decoding.noise import can_run_triton
 from engine.model.compute_backend import ComputeBackend, PoolAttention
+from engine.triton_here import can_run_triton
 
 Numerics = Literal["invariant", "fast"]
 logger = logging.getLogger(__name__)

@@ -13,10 +13,7 @@ when one word collides.
 from __future__ import annotations
 
 import hashlib
-import os
 from functools import lru_cache
-from importlib.util import find_spec
-from shutil import which
 from typing import Any
 
 import numpy as np
@@ -25,6 +22,7 @@ from jaxtyping import Float, Int, Integer
 from torch import Tensor
 
 from core.records import SampleKey, Stream
+from engine.triton_here import can_run_triton
 from engine.upload import upload
 
 MASK64 = (1 << 64) - 1
@@ -169,12 +167,6 @@ class HashedNoiseSource(NoiseSource):
 def noise_source(device: torch.device) -> NoiseSource:
     """Return what makes noise on a device without code of our own for it."""
     return HashedNoiseSource(device) if can_run_triton(device) else NoiseSource(device)
-
-
-def can_run_triton(device: torch.device) -> bool:
-    """Whether kernels of ours run there: Triton is installed, and a C compiler for the launchers it makes."""
-    compiler = os.environ.get("CC") or any(which(name) for name in ("cc", "gcc", "clang"))
-    return device.type == "cuda" and find_spec("triton") is not None and bool(compiler)
 
 
 def gumbel_noise(
