@@ -8,11 +8,14 @@ from collections.abc import Callable
 from functools import partial
 from typing import Literal
 
+import torch
+
 from core.config import EngineConfig, SpeculationConfig
 from core.errors import ConfigError, ModelError, NotInvariantError, NumericsError
 from engine.admission import MB
 from engine.attention.backends import Attention
 from engine.cache.kv_pool import KVPool
+from engine.decode_step import DecodeStep, decode_step
 from engine.draft_policies import build_policy
 from engine.drafters.drafter import Drafter
 from engine.drafters.early_exit_drafter import EarlyExitDrafter
@@ -44,6 +47,7 @@ from engine.numerics import (
     resolve_numerics,
     use_threads,
 )
+from engine.recorded_step import StepRecordings
 from engine.weights.causal_lm import CausalLM, max_context_tokens
 from policies.drafting.draft_policy import DraftPolicy
 from profiles.profile import Profile
@@ -153,7 +157,15 @@ def build_engine(
         max_kept_bytes=int(engine.turn_cache_mb * MB),
         numerics=numerics,
         promise=describe_numerics(engine, device, refused=refused),
+        decode=_decode(engine, device),
     )
+
+
+def _decode(engine: EngineConfig, device: torch.device) -> DecodeStep:
+    graph_bytes = engine.graph_memory_mb * MB
+    if device.type != "cuda" or not graph_bytes:
+        return decode_step
+    return StepRecordings(CudaRecorder(device), max_bytes=graph_bytes)
 
 
 def build_scoring_runner(

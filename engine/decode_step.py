@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -19,6 +20,7 @@ from core.decode_records import Budget
 from engine.attention.packing import RaggedRows
 from engine.attention.visibility import count_up
 from engine.decoding.draft_tree import DraftTree, ancestors_or_self, drop_split_nodes, root_only
+from engine.decoding.noise import Noise
 from engine.decoding.running_batch import RunningBatch
 from engine.decoding.sampling_rule import choose, emitted_logprobs, kept_tokens, scale
 from engine.decoding.step_phases import Phases
@@ -48,6 +50,23 @@ class StepOutput:
     accept_s: float
 
 
+@runtime_checkable
+class DecodeStep(Protocol):
+    """`decode_step`, or what does the same by recordings (`engine.recorded_step`)."""
+
+    def __call__(
+        self,
+        runner: ModelRunner,
+        drafter: Drafter | None,
+        batch: RunningBatch,
+        budget: Budget,
+        clock: Callable[[], float],
+        refinement: Refinement | None = None,
+    ) -> StepOutput:
+        """Decode one step."""
+        ...
+
+
 @torch.inference_mode()
 def decode_step(
     runner: ModelRunner,
@@ -75,9 +94,57 @@ def decode_step(
         tree = drop_split_nodes(tree, lengths - 1)
     phases.mark()
 
+    found = forward_and_accept(runner, drafter, batch, budget, noise, tree, phases.mark, refinement)
+    on_host = _to_host(*found.tensors)
+    draft_s, verify_s, accept_s = phases.finish()
+    token_ids, policy_logprobs, sampling_logprobs, num_accepted, num_draft_tokens, rank2_plus, *num_kept = (
+        on_host
+    )
+    if drafter is not None and num_kept:
+        drafter.note_kept(batch, num_kept[0])
+    if drafter is not None and not budget.is_plain:
+        drafter.note_emitted(batch, token_ids, num_accepted)
+    if runner.taps is not None and found.hidden is not None:
+        runner.taps.tell_verified(batch, found.hidden, token_ids, num_accepted)
+    return StepOutput(
+        token_ids=token_ids,
+        policy_logprobs=policy_logprobs,
+        sampling_logprobs=sampling_logprobs,
+        num_accepted=num_accepted,
+        num_draft_tokens=int(num_draft_tokens.sum()),
+        num_accepted_rank2_plus=int(rank2_plus.sum()),
+        num_accepted_looked_up=0 if tree.looked_up is None else int(num_accepted[tree.looked_up].sum()),
+        draft_s=draft_s,
+        verify_s=verify_s,
+        accept_s=accept_s,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Accepted:
+    """What a decode step has decided, on the device."""
+
+    tensors: tuple[Tensor, ...]
+    """tokens and two log-probabilities [B, D]; accepted, drafted and accepted of rank 2 and beyond [B]; where there was
+    a draft that a drafter keeps in a cache, how many of its nodes it keeps [B]"""
+    hidden: Tensor | None
+
+
+def forward_and_accept(
+    runner: ModelRunner,
+    drafter: Drafter | None,
+    batch: RunningBatch,
+    budget: Budget,
+    noise: Noise,
+    tree: DraftTree,
+    mark: Callable[[], None],
+    refinement: Refinement | None = None,
+) -> Accepted:
+    """Verify a draft: forward, choices, accepted path, dense caches, log-probabilities. `mark` ends the forward."""
+    lengths = batch.inputs().lengths
     ancestors = None if tree.is_chain else ancestors_or_self(tree)
     logits, hidden = _target_logits(runner, batch, tree, ancestors, lengths - 1)
-    phases.mark()
+    mark()
 
     # a node at depth d chooses the token of depth d + 1
     # one sort serves choosing and valuing
@@ -98,36 +165,17 @@ def decode_step(
     scaled = scale(logits, batch.sampling)
     policy, sampling = emitted_logprobs(scaled, verdict.token_ids, batch.sampling, kept)
     kept_nodes = drafter.commit(batch, tree, verdict) if drafter is not None and tree.num_nodes else None
-    on_host = _to_host(
-        verdict.token_ids,
-        policy,
-        sampling,
-        verdict.num_accepted,
-        (tree.token_ids >= 0).sum(),
-        verdict.num_accepted_rank2_plus,
-        *([] if kept_nodes is None else [kept_nodes]),
-    )
-    draft_s, verify_s, accept_s = phases.finish()
-    token_ids, policy_logprobs, sampling_logprobs, num_accepted, num_draft_tokens, rank2_plus, *num_kept = (
-        on_host
-    )
-    if drafter is not None and num_kept:
-        drafter.note_kept(batch, num_kept[0])
-    if drafter is not None and not budget.is_plain:
-        drafter.note_emitted(batch, token_ids, num_accepted)
-    if runner.taps is not None and hidden is not None:
-        runner.taps.tell_verified(batch, hidden, token_ids, num_accepted)
-    return StepOutput(
-        token_ids=token_ids,
-        policy_logprobs=policy_logprobs,
-        sampling_logprobs=sampling_logprobs,
-        num_accepted=num_accepted,
-        num_draft_tokens=int(num_draft_tokens),
-        num_accepted_rank2_plus=int(rank2_plus),
-        num_accepted_looked_up=0 if tree.looked_up is None else int(num_accepted[tree.looked_up].sum()),
-        draft_s=draft_s,
-        verify_s=verify_s,
-        accept_s=accept_s,
+    return Accepted(
+        tensors=(
+            verdict.token_ids,
+            policy,
+            sampling,
+            verdict.num_accepted,
+            (tree.token_ids >= 0).sum(1),
+            verdict.num_accepted_rank2_plus,
+            *([] if kept_nodes is None else [kept_nodes]),
+        ),
+        hidden=hidden,
     )
 
 

@@ -22,7 +22,7 @@ from core.records import Completion, SampleKey, SampleRequest
 from core.sample_state import SampleState
 from core.weight_records import WeightManifest
 from engine.counters import Tally
-from engine.decode_step import decode_step
+from engine.decode_step import DecodeStep, decode_step
 from engine.decoding.running_batch import RunningBatch
 from engine.drafters.drafter import Drafter, TrainedDrafter
 from engine.drafters.refinement import Refinement, Scorer
@@ -62,6 +62,7 @@ class Engine:
         max_kept_bytes: int = 0,
         numerics: Numerics = "fast",
         promise: str = "",
+        decode: DecodeStep = decode_step,
     ) -> None:
         self.runner = runner
         self.numerics = numerics
@@ -71,15 +72,14 @@ class Engine:
         self.scorer = scorer
         "estimates acceptance for refined budgets"
         self.instance = instance
-        self.weight_version = weight_version
-        self.drafter_version = drafter_version
+        self.weight_version, self.drafter_version = weight_version, drafter_version
         self.max_total_tokens = max_total_tokens
         self._tally = Tally()
         self.step_records: deque[StepRecord] = deque(maxlen=STEP_LOG_LENGTH)
         self.step_log: list[StepRecord] | None = None
         "all of them, where it is set to a list; who takes them sets it to a new one"
         self.max_prefill_tokens = max_prefill_tokens
-        self._clock = clock
+        self._clock, self._decode = clock, decode
         self._observe_s, self.drafter_alarm = 0.0, ""
         self._waiting: deque[SampleState] = deque()
         self._unclaimed: list[Completion] = []
@@ -174,7 +174,7 @@ class Engine:
         budget = self.policy.plan(state) if self.drafter is not None else PLAIN
         refinement = self._refinement(budget, remaining)
         planned = self._clock()
-        output = decode_step(self.runner, self.drafter, self._batch, budget, self._clock, refinement)
+        output = self._decode(self.runner, self.drafter, self._batch, budget, self._clock, refinement)
         emitted, finished, broken = self._batch.append(
             output.token_ids, output.policy_logprobs, output.sampling_logprobs, output.num_accepted
         )

@@ -15,7 +15,8 @@ from benchmarks.support.rates import engine_rate, hugging_face_rate
 from benchmarks.support.timing import interleaved, ratios
 from core.errors import RlhfSpecError
 from core.records import Completion
-from engine.model.cuda_graphs import ForwardGraphs
+from engine.engine import Engine
+from engine.recorded_step import StepRecordings
 
 PLANS = {"chain": CHAIN, "tree": TREE}
 LOGPROB_TOLERANCE = 2e-3
@@ -55,7 +56,7 @@ def logprobs(subject: Subject, *, num_samples: int = 16, new_tokens: int = 48) -
         figures[f"equal_token_share_{name}"] = float(np.mean(same))
         if engine.stats.num_accepted_tokens == 0:
             raise PartFailed(f"the plan {name} accepted no draft token: nothing was speculated")
-        figures |= _recorded(engine.runner.graphs, name)
+        figures |= _recorded(engine, name)
     return figures
 
 
@@ -178,8 +179,12 @@ def _probabilities(model: PreTrainedModel, ids: torch.Tensor, vocab_size: int) -
     return torch.softmax(logits.double(), -1).cpu().numpy()
 
 
-def _recorded(graphs: ForwardGraphs | None, name: str) -> dict[str, float]:
-    return {} if graphs is None else {f"recorded_shapes_{name}": float(len(graphs.shapes))}
+def _recorded(engine: Engine, name: str) -> dict[str, float]:
+    graphs, steps = engine.runner.graphs, getattr(engine, "_decode", None)
+    if graphs is None:
+        return {}
+    shapes = [*graphs.shapes, *(steps.shapes if isinstance(steps, StepRecordings) else [])]
+    return {f"recorded_shapes_{name}": float(len(shapes))}
 
 
 def _common(one: np.ndarray, other: np.ndarray) -> float:

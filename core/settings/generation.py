@@ -121,7 +121,7 @@ class EngineConfig(Section):
     "prompt tokens in one prefill forward; 8192 by default where instances have GPUs"
     num_threads: int = Field(default=1, ge=1, le=MAX_THREADS)
     graph_memory_mb: int = Field(default=1024, ge=0)
-    "CUDA: what recorded decode forwards (CUDA graphs) may hold, for each model; 0: none are recorded"
+    "CUDA: what recorded decode steps (CUDA graphs) may hold, and forwards of each model; 0: none are recorded"
     probe: bool = True
     "prove batch invariance for this model, dtype and device at start-up"
 

@@ -271,16 +271,25 @@ class RunningBatch:
         """
         num_words = 0 if self._make_noise.ahead else num_words
         if self._inputs is None or (num_words and self._inputs.words.shape[2] < num_words):
-            live = len(self)
-            lengths = self.lengths[:live]
-            columns = np.maximum(lengths[:, None] + BEFORE_THE_END, 0)
-            arrays = [lengths.copy(), self.tokens[self._rows[:live], columns]]
-            if num_words:
-                arrays.append(row_words(self.words[:live], lengths[:, None] + np.arange(num_words)))
-            on_device = upload(arrays, self.device)
+            on_device = upload(self.host_inputs(num_words), self.device)
             words = on_device[2] if num_words else NO_WORDS
             self._inputs = StepInputs(lengths=on_device[0], last_tokens=on_device[1], words=words)
         return self._inputs
+
+    def host_inputs(self, num_words: int) -> list[np.ndarray]:
+        """Return the same as arrays: lengths [B], last tokens [B, k], words [2, B, D] where D = `num_words` > 0."""
+        live = len(self)
+        lengths = self.lengths[:live]
+        columns = np.maximum(lengths[:, None] + BEFORE_THE_END, 0)
+        arrays = [lengths.copy(), self.tokens[self._rows[:live], columns]]
+        if num_words:
+            arrays.append(row_words(self.words[:live], lengths[:, None] + np.arange(num_words)))
+        return arrays
+
+    @property
+    def noise_source(self) -> NoiseSource:
+        """What makes the noise."""
+        return self._make_noise
 
     @property
     def remaining_tokens(self) -> np.ndarray:

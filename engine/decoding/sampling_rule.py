@@ -41,12 +41,7 @@ class RowSampling:
     @staticmethod
     def of(params: list[SamplingParams], device: torch.device) -> RowSampling:
         """Collect the parameters of the running samples, in slot order."""
-        temperature = np.array([p.temperature for p in params])
-        divisor = np.where(temperature == 0.0, 1.0, temperature)
-        top_p = np.array([p.top_p for p in params], dtype=np.float32)
-        top_k = np.array([p.top_k for p in params], dtype=np.int64)
-        rates = [each.astype(np.float32) for each in (temperature, divisor, temperature > 0.0)]
-        on_device = upload([*rates, top_k, top_p], device)
+        on_device = upload(RowSampling.host_rates(params), device)
         return RowSampling(
             temperature=on_device[0],
             divisor=on_device[1],
@@ -57,6 +52,15 @@ class RowSampling:
             any_greedy=any(p.temperature == 0.0 for p in params),
             any_filter=any((p.top_k > 0 or p.top_p < 1.0) and p.temperature > 0.0 for p in params),
         )
+
+    @staticmethod
+    def host_rates(params: list[SamplingParams]) -> list[np.ndarray]:
+        """Return temperature, divisor, noise factor, top-k and top-p of each sample as arrays [B]."""
+        temperature = np.array([p.temperature for p in params])
+        divisor = np.where(temperature == 0.0, 1.0, temperature)
+        rates = [each.astype(np.float32) for each in (temperature, divisor, temperature > 0.0)]
+        top_p = np.array([p.top_p for p in params], dtype=np.float32)
+        return [*rates, np.array([p.top_k for p in params], dtype=np.int64), top_p]
 
 
 def scale(logits: Float[Tensor, "B R V"], rows: RowSampling) -> Float[Tensor, "B R V"]:
@@ -175,7 +179,7 @@ def kept_tokens(scaled: Float[Tensor, "B R V"], rows: RowSampling) -> Bool[Tenso
     top_p = rows.top_p[:, None, None]
     kept = in_top_k & ((mass_before < top_p) | (top_p >= 1.0))
     # a top_p that rounds to 0 still keeps the best
-    kept[..., 0] = True
+    kept[..., :1].fill_(True)
     kept |= (rows.temperature == 0.0)[:, None, None]
     return torch.zeros_like(kept).scatter_(-1, ids, kept)
 

@@ -29,7 +29,7 @@ class Verdict:
     "node numbers of the accepted path, root first; entries beyond num_accepted repeat the last node"
     token_ids: Int[Tensor, "B D"]
     "emitted tokens: entry j is the target's token at path node j; valid up to num_accepted"
-    num_accepted_rank2_plus: Int[Tensor, ""]
+    num_accepted_rank2_plus: Int[Tensor, " B"]
 
 
 def verify(
@@ -49,7 +49,7 @@ def verify(
             num_accepted=none,
             path=none[:, None],
             token_ids=choices,
-            num_accepted_rank2_plus=none.new_zeros(()),
+            num_accepted_rank2_plus=none,
         )
     if tree.is_chain or ancestors is None:
         num_accepted = (tree.token_ids == choices[:, :-1]).cumprod(1).sum(1)
@@ -58,7 +58,7 @@ def verify(
             num_accepted=num_accepted,
             path=torch.minimum(number, num_accepted[:, None]),
             token_ids=choices,
-            num_accepted_rank2_plus=num_accepted.new_zeros(()),
+            num_accepted_rank2_plus=torch.zeros_like(num_accepted),
         )
     batch, n = choices.shape
     wrong = torch.zeros(batch, n, device=choices.device)
@@ -73,5 +73,5 @@ def verify(
         num_accepted=accepted[:, 1:].sum(1),
         path=path,
         token_ids=choices.gather(1, path),
-        num_accepted_rank2_plus=(accepted[:, 1:] & (tree.rank > 1)).sum(),
+        num_accepted_rank2_plus=(accepted[:, 1:] & (tree.rank > 1)).sum(1),
     )

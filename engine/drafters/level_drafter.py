@@ -73,7 +73,17 @@ class LevelDrafter(ABC):
         refinement: Refinement | None = None,
     ) -> DraftTree | None:
         """Catch up with the committed tokens, then grow the tree; see `Drafter.draft`."""
-        logits = self.root_logits(batch)
+        return self.grow(batch, budget, noise, self.root_logits(batch), refinement)
+
+    def grow(
+        self,
+        batch: RunningBatch,
+        budget: Budget,
+        noise: Noise,
+        logits: Float[Tensor, "B V"],
+        refinement: Refinement | None = None,
+    ) -> DraftTree:
+        """Grow the tree from the logits behind the root."""
         if budget.branching == 1:
             tree = self._draft_chain(batch, budget, noise, logits, refinement)
         else:

@@ -112,6 +112,12 @@ class ModelDrafter(LevelDrafter):
 
     def root_logits(self, batch: RunningBatch) -> Float[Tensor, "B V"]:
         """Bring every cache up to the root, which included; return the logits behind the root."""
+        logits = self.behind_root(batch, self.catch_up(batch))
+        self._cached[: len(batch)] = batch.lengths[: len(batch)]
+        return logits
+
+    def catch_up(self, batch: RunningBatch) -> int:
+        """Prefill caches that lag far behind; return how many tokens `behind_root` is to run of each sample."""
         live = len(batch)
         lengths = batch.lengths[:live]
         missing = lengths - self._cached[:live]
@@ -127,7 +133,12 @@ class ModelDrafter(LevelDrafter):
             cached=self._cached[:live],
         )
         missing[behind] = 1
-        count = int(missing.max())
+        self._cached[behind] = lengths[behind] - 1
+        return int(missing.max())
+
+    def behind_root(self, batch: RunningBatch, count: int) -> Float[Tensor, "B V"]:
+        """Run each sample's last `count` committed tokens; return the logits behind the root."""
+        live = len(batch)
         inputs = batch.inputs()
         ids = inputs.last_tokens[:, -count:]
         base = inputs.lengths - count
@@ -137,10 +148,9 @@ class ModelDrafter(LevelDrafter):
             attention=self.runner.attention,
             base=base,
             num_tokens=count,
-            view_tokens=int(lengths.max()),
+            view_tokens=int(batch.lengths[:live].max()),
         )
         logits = self.runner.logits(ids.reshape(-1), (base[:, None] + index).reshape(-1), plan)
-        self._cached[:live] = lengths
         return without(logits.view(live, count, -1)[:, -1], self._foreign)
 
     def forward_level(

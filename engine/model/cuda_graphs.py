@@ -186,13 +186,14 @@ def shape_of(plan: TreePlan) -> StepShape:
     """Return the recorded shape that serves a plan; the pool bounds samples and view."""
     pool = plan.pool
     return StepShape(
-        num_samples=min(_at_least(plan.base.shape[0], SAMPLE_COUNTS), pool.num_slots),
+        num_samples=min(at_least(plan.base.shape[0], SAMPLE_COUNTS), pool.num_slots),
         num_tokens=plan.num_tokens,
-        view_tokens=min(_at_least(plan.view_tokens, VIEW_LENGTHS), pool.capacity),
+        view_tokens=min(at_least(plan.view_tokens, VIEW_LENGTHS), pool.capacity),
     )
 
 
-def _at_least(count: int, steps: tuple[int, ...]) -> int:
+def at_least(count: int, steps: tuple[int, ...]) -> int:
+    """Return the first of the steps, or multiple of the last, that is no less than `count`."""
     return next((step for step in steps if step >= count), round_up(count, steps[-1]))
 
 

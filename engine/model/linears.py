@@ -99,17 +99,20 @@ class Decoder:
 
 
 class MatrixLinear:
-    """A plain matrix product."""
+    """A plain matrix product, of so many rows at least."""
 
-    def __init__(self, weight: Float[Tensor, "N K"], bias: Float[Tensor, " N"] | None) -> None:
+    def __init__(
+        self, weight: Float[Tensor, "N K"], bias: Float[Tensor, " N"] | None, *, min_rows: int = MIN_ROWS
+    ) -> None:
         self._matrix = weight.t().contiguous()
         self._bias = bias
+        self._min_rows = min_rows
 
     def __call__(self, x: Tensor) -> Tensor:
         """See `Linear`."""
         rows = x.shape[0]
-        if rows < MIN_ROWS:
-            return self(with_rows(x, MIN_ROWS))[:rows]
+        if rows < self._min_rows:
+            return self(with_rows(x, self._min_rows))[:rows]
         if self._bias is None:
             return torch.mm(x, self._matrix)
         return torch.addmm(self._bias, x, self._matrix)
@@ -117,8 +120,8 @@ class MatrixLinear:
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
         """See `Linear`."""
         rows = x.shape[0]
-        if rows < MIN_ROWS:
-            return self.add_to(with_rows(residual, MIN_ROWS), with_rows(x, MIN_ROWS))[:rows]
+        if rows < self._min_rows:
+            return self.add_to(with_rows(residual, self._min_rows), with_rows(x, self._min_rows))[:rows]
         residual.addmm_(x, self._matrix)
         return residual if self._bias is None else residual.add_(self._bias)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -212,6 +213,15 @@ class ModelRunner:
         if self._chain is None and self._fused_forward is not None:
             self._chain = self._fused_forward.chain(self.pool, vocab_size=self.vocab_size)
         return self._chain
+
+    @contextmanager
+    def unrecorded(self) -> Iterator[None]:
+        """In the block forwards run as they come: what is recorded around them must not find recordings in it."""
+        graphs, self.graphs = self.graphs, None
+        try:
+            yield
+        finally:
+            self.graphs = graphs
 
     @torch.inference_mode()
     def logits(

@@ -52,8 +52,8 @@ def test_emitted_log_probabilities_are_the_models(
         expected = expected.gather(1, torch.from_numpy(done.token_ids)[:, None])[:, 0]
         np.testing.assert_allclose(done.policy_logprobs, expected.numpy(), atol=2e-4)
     assert plan == "off" or engine.stats.num_accepted_tokens > 0
-    graphs = engine.runner.graphs
-    assert device == "cpu" or (graphs is not None and graphs.shapes), "decode forwards were recorded"
+    recorded = getattr(engine._decode, "shapes", []) or (engine.runner.graphs and engine.runner.graphs.shapes)
+    assert device == "cpu" or recorded, "decode steps were recorded, or their forwards"
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -25,16 +25,16 @@ def documented(query: Tensor, key: Tensor, value: Tensor, *, attn_bias: Tensor, 
     return (weights @ value).transpose(1, 2).contiguous()
 
 
-def case(*, rows: int, bias_rows: int, bias_batch: int) -> dict[str, Tensor]:
+def case(*, rows: int, bias_rows: int, bias_batch: int, size: int = 16) -> dict[str, Tensor]:
     random = torch.Generator().manual_seed(1)
     q, keys, values = (
-        torch.randn(6, length, 16, generator=random, dtype=torch.float32) for length in (rows, 96, 96)
+        torch.randn(6, length, size, generator=random, dtype=torch.float32) for length in (rows, 96, 96)
     )
     seen = torch.rand(bias_batch, bias_rows, 96, generator=random) < 0.5
     seen[..., 0] = True
     bias = torch.zeros(seen.shape).masked_fill(~seen, float("-inf"))
     # a view of the pool: rows of the whole capacity lie between samples
-    stored = torch.zeros(6, 128, 16)
+    stored = torch.zeros(6, 128, size)
     stored[:, :96] = keys
     return {"q": q, "keys": stored[:, :96], "values": values, "bias": bias}
 
@@ -77,13 +77,15 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="the kernel needs a GPU: not run")
-def test_the_kernel_itself() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_kernel_itself(dtype: torch.dtype) -> None:
     pytest.importorskip("xformers")
-    inputs = {name: x.cuda() for name, x in case(rows=10, bias_rows=10, bias_batch=6).items()}
-    settings = {"rows": 10, "scaling": 0.25, "softcap": None}
-    torch.testing.assert_close(
-        xformers_attention(**inputs, **settings),
-        reference_attention(**inputs, **settings),
-        rtol=1e-3,
-        atol=1e-3,
-    )
+    made = case(rows=10, bias_rows=10, bias_batch=6, size=64)
+    inputs = {name: x.to("cuda", dtype) for name, x in made.items()}
+    settings = {"rows": 10, "scaling": 0.125, "softcap": None}
+    try:
+        found = xformers_attention(**inputs, **settings)
+    except NotImplementedError as error:
+        pytest.skip(f"this build of xformers has no kernel for it here: {str(error)[:200]}")
+    near = 1e-3 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(found, reference_attention(**inputs, **settings), rtol=near, atol=near)

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from core.config import EngineConfig
-from engine.cuda.cuda_backend import CudaBackend, StoredLinear
+from engine.cuda.cuda_backend import CudaBackend
 from engine.decoding import noise
+from engine.model import linears
 from engine.numerics import choose_backend, kernels_for
 from tests.helpers.triton_scripts import NEEDS_TRITON
 
@@ -28,13 +29,9 @@ def test_kernels_serve_numerics_that_promise_the_distribution() -> None:
     assert not kernels_for(EngineConfig(kernels="off"), "fast")
 
 
-def test_a_stored_weight_is_not_copied_and_follows() -> None:
-    weight, other = torch.randn(8, 16), torch.randn(8, 16)
-    linear = StoredLinear(weight, None)
-    x, residual = torch.randn(1, 16), torch.randn(1, 8)
+def test_products_take_as_many_rows_as_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, x, residual = torch.randn(8, 16), torch.randn(1, 16), torch.randn(1, 8)
+    linear = CudaBackend(torch.device("cpu")).linear(weight, None, torch.float32)
+    monkeypatch.setattr(linears, "with_rows", None)
+    torch.testing.assert_close(linear(x), x @ weight.t())
     torch.testing.assert_close(linear.add_to(residual.clone(), x), residual + x @ weight.t())
-    assert linear.holds(weight, None) and not linear.holds(other, None)
-    linear.take(other, None)
-    assert torch.equal(weight, other), "in its own memory"
-    linear.take_rows(0, weight)
-    assert torch.equal(linear(x), torch.mm(x, other.t()))

@@ -37,7 +37,7 @@ def test_the_accepted_path_by_hand() -> None:
     assert verdict.num_accepted.tolist() == [2]
     assert verdict.path.tolist() == [[0, 2, 4, 4]]
     assert verdict.token_ids[0, :3].tolist() == [7, 1, 3]
-    assert verdict.num_accepted_rank2_plus.item() == 2
+    assert verdict.num_accepted_rank2_plus.sum().item() == 2
 
 
 def test_a_node_below_a_refused_one_is_refused_though_its_token_fits() -> None:

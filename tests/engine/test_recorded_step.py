@@ -1,0 +1,159 @@
+"""Whole decode steps recorded: the same bits as steps that run as they come, and nothing that a capture forbids."""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+
+import pytest
+import torch
+
+from core.records import SamplingParams
+from engine.cache.kv_pool import KVPool
+from engine.decoding.noise import NoiseSource
+from engine.engine import Engine
+from engine.model.compute_backend import ComputeBackend
+from engine.model.cuda_graphs import Recorder, Run
+from engine.recorded_step import StepRecordings
+from tests.engine.model.test_capture_legality import LawfulRecorder
+from tests.engine.model.test_cuda_graphs import TraceRecorder
+from tests.engine.test_losslessness import PROMPT_LENGTHS, Make, MakeRequests, assert_equal
+from tests.helpers.backends import torch_backend
+
+SAMPLINGS = {
+    "hot": SamplingParams(max_new_tokens=9, temperature=0.7),
+    "greedy": SamplingParams(max_new_tokens=9, temperature=0.0),
+    "filtered": SamplingParams(max_new_tokens=9, top_p=0.8, top_k=20),
+}
+
+
+@pytest.fixture(autouse=True)
+def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Accepted tokens are moved without a look at which; the CPU looks."""
+    monkeypatch.setattr(KVPool, "make_dense", KVPool.make_dense_unseen)
+
+
+class HashedOnDemand(NoiseSource):
+    """As on a GPU, where noise is made of words that lie there, a step's at a time."""
+
+    ahead = False
+
+
+class WarmRecorder(LawfulRecorder):
+    """Runs once before it records: tables that are kept are made then."""
+
+    def record(self, run: Run) -> Run:
+        run()
+        return super().record(run)
+
+
+def backend() -> ComputeBackend:
+    made = torch_backend()
+    made.noise = HashedOnDemand(made.device)
+    return made
+
+
+def recorded(engine: Engine, recorder: Recorder, *, max_bytes: int = 1 << 20) -> StepRecordings:
+    steps = StepRecordings(recorder, max_bytes=max_bytes)
+    engine._decode = steps
+    return steps
+
+
+@pytest.mark.parametrize(
+    ("plan", "sampling"),
+    [("off", "hot"), ("chain4", "greedy"), ("tree8", "hot"), ("tree8", "filtered"), ("tree16", "hot")],
+)
+def test_replayed_steps_change_no_bit(
+    make_engine: Make, make_requests: MakeRequests, plan: str, sampling: str
+) -> None:
+    make = partial(make_engine, backend=backend(), batch=7)
+    requests = make_requests(PROMPT_LENGTHS, SAMPLINGS[sampling])
+    engine, recorder = make(plan), TraceRecorder()
+    steps = recorded(engine, recorder)
+    done = engine.generate(requests)
+    assert_equal(done, make("off").generate(requests))
+    assert recorder.replays > 2 * len(steps.shapes) > 0
+    assert {shape.num_samples for shape in steps.shapes} <= {1, 2, 4, 7}
+    assert plan == "off" or engine.stats.num_accepted_tokens > 0
+
+
+def test_samples_that_sample_unlike_share_a_recorded_step(
+    make_engine: Make, make_requests: MakeRequests
+) -> None:
+    make = partial(make_engine, backend=backend(), batch=7)
+    each = [list(SAMPLINGS.values())[index % 3] for index in range(len(PROMPT_LENGTHS))]
+    requests = make_requests(PROMPT_LENGTHS, each)
+    engine = make("tree8")
+    recorded(engine, TraceRecorder())
+    assert_equal(engine.generate(requests), make("off").generate(requests))
+
+
+@pytest.mark.parametrize(
+    ("plan", "sampling"), [("off", "filtered"), ("chain4", "hot"), ("tree8", "filtered")]
+)
+def test_a_recorded_step_does_nothing_that_a_capture_forbids(
+    make_engine: Make, make_requests: MakeRequests, plan: str, sampling: str
+) -> None:
+    make = partial(make_engine, backend=backend(), batch=7)
+    requests = make_requests(PROMPT_LENGTHS, SAMPLINGS[sampling])
+    engine, recorder = make(plan), WarmRecorder()
+    recorded(engine, recorder)
+    assert_equal(engine.generate(requests), make("off").generate(requests))
+    assert recorder.num_runs > 8 and recorder.num_calls > 20 * recorder.num_runs
+
+
+def test_the_last_tokens_before_a_caches_end_run_unrecorded(
+    make_engine: Make, make_requests: MakeRequests
+) -> None:
+    """A wide draft has more columns than nodes: its recording would write behind the cache."""
+    make = partial(make_engine, backend=backend(), batch=3, max_total_tokens=70)
+    requests = make_requests((30, 12, 40), SamplingParams(max_new_tokens=30))
+    engine = make("tree16")
+    steps = recorded(engine, TraceRecorder())
+    assert_equal(engine.generate(requests), make("off").generate(requests))
+    assert steps.shapes
+
+
+def test_a_spent_budget_leaves_further_steps_unrecorded(
+    make_engine: Make, make_requests: MakeRequests, caplog: pytest.LogCaptureFixture
+) -> None:
+    make = partial(make_engine, backend=backend(), batch=3)
+    requests = make_requests((3, 100, 17), SamplingParams(max_new_tokens=40))
+    engine = make("off")
+    steps = recorded(engine, TraceRecorder(bytes_each=400_000), max_bytes=300_000)
+    with caplog.at_level(logging.WARNING):
+        done = engine.generate(requests)
+    assert_equal(done, make("off").generate(requests))
+    assert len(steps.shapes) == 1 and "engine.graph_memory_mb" in caplog.text
+
+
+@pytest.mark.parametrize("plan", ["ngram", "head chain", "exit tree", "model pair"])
+def test_drafts_that_the_host_takes_part_in_run_as_they_come(
+    make_engine: Make, make_requests: MakeRequests, plan: str
+) -> None:
+    make = partial(make_engine, backend=backend())
+    requests = make_requests((5, 9), SAMPLINGS["hot"])
+    engine = make(plan)
+    steps = recorded(engine, TraceRecorder())
+    assert_equal(engine.generate(requests), make("off").generate(requests))
+    drafted = [shape for shape in steps.shapes if shape.nodes]
+    assert not drafted
+
+
+def test_padding_samples_write_into_slots_that_nobody_has(
+    make_engine: Make, make_requests: MakeRequests
+) -> None:
+    engine = make_engine("tree8", backend=backend(), batch=8)
+    recorded(engine, TraceRecorder())
+    for request in make_requests((5, 9, 12), SamplingParams(max_new_tokens=30)):
+        engine.submit(request)
+    engine.step()
+    pool = engine.runner.pool
+    before = pool.cells[:, :, :3].clone()
+    lengths = [len(state) for state in (range(5), range(9), range(12))]
+    for _ in range(3):
+        engine.step()
+    assert engine.num_running == 3 and torch.isfinite(pool.cells).all()
+    for slot, length in enumerate(lengths):
+        assert torch.equal(pool.cells[:, :, slot, :, :length], before[:, :, slot, :, :length])
+    assert not pool.cells[:, :, 4:].any(), "a recording of four samples has one of padding"
