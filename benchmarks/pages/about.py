@@ -278,4 +278,16 @@ ABOUT = {
         "checkpoints and states, of which a fixed number is kept.",
         full=True,
     ),
+    "device_ops": About(
+        title="Device operations",
+        question="What does a decode step ask of a GPU?",
+        how="Counted without one: engine, weights and caches on tensors that have shapes and no numbers, 8 samples, a "
+        "random Llama with 2 layers, a draft model with 1. One call of an operator that computes or moves something is "
+        "one launch, attention and each kernel of ours (`engine/cuda`) too. `launches_a_layer_X`: of the target's "
+        "forward, plain and verifying 8 nodes; `_library`: with `engine.kernels: off`. `launches_outside_X`: a whole "
+        "step, copies included, where its recordings (`engine/recorded_step.py`) count as one launch each; "
+        "`launches_inside_X`: what these replay; `launches_unrecorded_X`: a step that runs as it comes. "
+        "`blocking_copies_X` hold the host before the wait that ends a step. With a GPU `step_ms_X` stand beside them: "
+        "the demo pair in bfloat16.",
+    ),
 }

@@ -36,6 +36,7 @@ Run one benchmark and write DIR/NAME.json: figures, intervals, provenance.
   rlhfspec bench faults --out bench              killed, frozen and cut off actors, a full store; killed drivers
   rlhfspec bench soak --out bench --full         an hour of training: memory, processes, files
   rlhfspec bench cluster_simulation --out bench  the cluster simulator beside published figures and own runs
+  rlhfspec bench device-ops --out bench          launches and copies of a decode step on a GPU, counted without one
   rlhfspec bench chain --out bench               SFT, reward model and PPO from files, by a gold rule
 """
 
@@ -80,6 +81,8 @@ def run(args: argparse.Namespace) -> int:
     """Run it. Raises ConfigError for an unknown name."""
     from core.errors import ConfigError, DataError
 
+    # a module has no hyphens
+    args.name = args.name.replace("-", "_")
     if args.name not in benchmark_names():
         raise ConfigError(f"no benchmark '{args.name}'; expected one of: {', '.join(benchmark_names())}")
     if args.data is not None and not args.data.is_file():

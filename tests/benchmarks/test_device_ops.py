@@ -1,0 +1,41 @@
+"""What a decode step asks of a GPU stays within its bars; what counts it sees what it is to see."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from benchmarks.device.counted_calls import META, DeviceCalls
+from benchmarks.device.counted_steps import counted, layer_launches
+
+MOST_OUTSIDE = {"plain": 12, "chain8": 20, "tree8": 30, "tree16": 40}
+MOST_OF_A_LAYER = 11
+
+
+@pytest.mark.parametrize("plan", MOST_OUTSIDE)
+def test_a_step_is_launched_in_few_calls(plan: str) -> None:
+    step = counted(plan)
+    assert 0 < step["launches"] <= MOST_OUTSIDE[plan] and step["replayed"] > 20
+    assert step["ups"] == 1 and step["downs"] == 1 and not step["waits"]
+
+
+@pytest.mark.parametrize("plan", ["plain", "tree8"])
+def test_a_layer_is_few_launches(plan: str) -> None:
+    assert 0 < layer_launches(plan, kernels=True) <= MOST_OF_A_LAYER
+    assert layer_launches(plan, kernels=False) > MOST_OF_A_LAYER, "with torch's operators alone it is more"
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_views_are_no_launches_and_parts_are(inference: bool) -> None:
+    x = torch.randn(4, 6, device=META)
+    with torch.inference_mode(inference), DeviceCalls() as calls:
+        x.unflatten(1, (2, 3)).flatten(1).t().to(x.dtype).chunk(2)
+        torch.empty_like(x)
+        assert not calls.counts["launches"]
+        torch.nn.functional.linear(x, x, x[:, 0].contiguous())
+        x.add_(1.0)
+        assert dict(calls.by_name) == {"clone": 1, "addmm": 1, "add_": 1}
+        x.to("cpu", non_blocking=True), x.cpu()
+        assert calls.counts["downs"] == 2 and calls.counts["waits"] == 1
+        with pytest.raises(AssertionError, match="may not wait"):
+            bool((x > 0).any())
