@@ -101,8 +101,8 @@ def _model(num_layers: int) -> LlamaForCausalLM:
         max_position_embeddings=CAPACITY,
     )
     # not under `torch.device`: rotary frequencies are computed on the host
-    model: Any = LlamaForCausalLM(config).to(torch.bfloat16)  # type: ignore[arg-type]
-    return freeze(model).to(META)
+    model: Any = LlamaForCausalLM(config)
+    return freeze(model.to(torch.bfloat16)).to(META)  # type: ignore[return-value,arg-type]
 
 
 def _nothing_to_compare() -> patch:  # type: ignore[valid-type]
