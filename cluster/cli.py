@@ -16,7 +16,6 @@ from typing import Any
 
 from cluster.machine_faults import explain_os_error
 from cluster.placement.origin import NAME, shadowed_packages, version
-from cluster.reporting.visible_stream import show_escape_sequences
 
 _INTRO = """\
 RLHF on Ray with lossless tree speculative decoding.
@@ -96,14 +95,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.reconfigure(
             errors="backslashreplace"
         )  # a name the terminal has no letters for is no fault
-    show_escape_sequences()
-    faults = shadowed_packages()
+    faults = shadowed_packages()  # before anything of theirs is imported
     if faults:
         print("error: " + "\n       ".join(faults), file=sys.stderr)
         return 1
     from actors.serving.loopback import spare_loopback
+    from cluster.reporting.visible_stream import show_escape_sequences
     from core.errors import RlhfSpecError
 
+    show_escape_sequences()
     spare_loopback()  # before anything is started or asked
     try:
         args = build_parser().parse_args(argv)

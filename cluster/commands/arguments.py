@@ -35,6 +35,16 @@ def add_config_arguments(
     )
 
 
+def add_run_folder_argument(parser: argparse.ArgumentParser) -> None:
+    """Add --out of commands that make a run folder."""
+    parser.add_argument(
+        "--out",
+        type=path_argument,
+        metavar="DIR",
+        help="the run folder, new (default: one in run.output_dir, with the time)",
+    )
+
+
 def add_like_argument(parser: argparse.ArgumentParser) -> None:
     """Add --like, for plans of models that only the cluster has."""
     parser.add_argument(
@@ -56,12 +66,7 @@ def add_supervised_arguments(parser: argparse.ArgumentParser) -> None:
         "--model", metavar="NAME", help="path, hub name or known name of the model (model.name)"
     )
     parser.add_argument("--data", metavar="FILE", help="the rows (data.path)")
-    parser.add_argument(
-        "--out",
-        type=path_argument,
-        metavar="DIR",
-        help="the run folder, new (default: one in run.output_dir, with the time)",
-    )
+    add_run_folder_argument(parser)
     parser.add_argument(
         "--resume",
         type=path_argument,

@@ -42,7 +42,7 @@ def add_parser(commands: Any) -> None:
         "--manifest", type=path_argument, metavar="FILE", help="a manifest for KubeRay to compare with"
     )
     add_like_argument(parser)
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, out=None)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from cluster.commands.arguments import add_config_arguments
+from cluster.commands.arguments import add_config_arguments, add_run_folder_argument
 from cluster.placement.origin import ROOT
 from cluster.preflight.prepared_run import PreparedRun, prepare_run
 
@@ -50,6 +50,7 @@ def add_parser(commands: Any) -> None:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         add_config_arguments(parser, default=default, required=False)
+        add_run_folder_argument(parser)
         parser.add_argument(
             "--dry-run", action="store_true", help="check everything, print config and plan, run nothing"
         )

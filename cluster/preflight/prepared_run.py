@@ -8,7 +8,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cluster.commands.arguments import path_argument
+from cluster.commands.arguments import out_folder, path_argument
 
 if TYPE_CHECKING:
     from cluster.preflight.run_check import CheckReport
@@ -36,10 +36,16 @@ def prepare_run(args: argparse.Namespace, report: Reporter, *, dry_run: bool) ->
 
     Raises InputError for all that a run is refused for before Ray starts.
     """
+    if args.out is not None and args.resume is not None:
+        from core.errors import ConfigError
+
+        raise ConfigError(
+            f"--out {args.out} names a new run's folder; expected none beside --resume, which goes on in the run's own"
+        )
     config, resumed = (
         _named_run(args, report) if args.resume not in (None, AUTO) else _of_config(args, report)
     )
-    path = _path(config, report, dry_run=dry_run) if resumed is None else resumed.run_dir.path
+    path = _path(config, args.out, report, dry_run=dry_run) if resumed is None else resumed.run_dir.path
     from cluster.preflight.named_models import resolve_models
     from cluster.run_folder.run_time import with_time
 
@@ -100,11 +106,12 @@ def _of_config(args: argparse.Namespace, report: Reporter) -> tuple[Config, Resu
     return config, newest_run(config, base, report.note)
 
 
-def _path(config: Config, report: Reporter, *, dry_run: bool) -> Path:
+def _path(config: Config, out: Path | None, report: Reporter, *, dry_run: bool) -> Path:
     from cluster.run_folder.layout import choose_run_path, is_ray_working_dir
 
-    path = choose_run_path(config.run, caller_dir=Path.cwd(), now=datetime.now())
+    out = None if out is None else out_folder(out)
+    path = choose_run_path(config.run, caller_dir=Path.cwd(), now=datetime.now(), out=out)
     report.note(f"run folder {path}" + (" (dry run: not made)" if dry_run else ""))
-    if is_ray_working_dir(Path.cwd()):
+    if out is None and is_ray_working_dir(Path.cwd()):
         report.note("  not in the job's own folder, which Ray deletes; run.output_dir says where else")
     return path

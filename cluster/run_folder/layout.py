@@ -71,20 +71,34 @@ def run_base(run: RunConfig, *, caller_dir: Path) -> Path:
     return Path(JOB_RUNS_FOLDER).expanduser() if is_ray_working_dir(caller_dir) else caller_dir / base
 
 
-def choose_run_path(run: RunConfig, *, caller_dir: Path, now: datetime) -> Path:
+def choose_run_path(run: RunConfig, *, caller_dir: Path, now: datetime, out: Path | None = None) -> Path:
     """Return the absolute path of a run folder that does not exist yet. Nothing is left there.
 
-    Raises ConfigError when run.output_dir is an absolute place that Ray will delete, or no folder can be made there.
+    `out` (absolute) names the run folder itself; an empty one that stands there makes way. Raises ConfigError when it
+    is taken, when the place is one that Ray will delete, or no folder can be made there.
     """
-    base = run_base(run, caller_dir=caller_dir)
+    base, named = (run_base(run, caller_dir=caller_dir), "run.output_dir") if out is None else (out, "--out")
     if is_ray_working_dir(base):
         raise ConfigError(
-            f"run.output_dir must outlive the job, got {base}, which Ray deletes with the job; "
-            "set run.output_dir to a folder outside Ray's temporary one"
+            f"{named} must outlive the job, got {base}, which Ray deletes with the job; "
+            f"set {named} to a folder outside Ray's temporary one"
         )
+    if out is not None:
+        return _free_folder(out)
     _require_writable(base)
     path = base / f"{run.name}-{now:%Y%m%d-%H%M%S}"
     return next(path for path in _with_numbers(path) if not path.exists())
+
+
+def _free_folder(out: Path) -> Path:
+    if out.is_dir() and not any(out.iterdir()):
+        with suppress(OSError):
+            out.rmdir()
+    if out.exists():
+        raise ConfigError(
+            f"--out {out} is there already; expected a new folder: name another, or go on with it by --resume {out}"
+        )
+    return out
 
 
 def of_run(names: Iterable[str], run_name: str) -> list[str]:

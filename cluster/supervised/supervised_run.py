@@ -26,7 +26,7 @@ from cluster.supervised.job_runner import run
 from core.checkpoint_manifest import state_folders, state_number
 from core.config import RunConfig
 from core.config_io import dump_config
-from core.errors import ConfigError, describe_error
+from core.errors import describe_error
 from core.files import storage_errors, write_whole
 from core.metrics import MetricsLog
 from core.settings.supervised import SupervisedConfig
@@ -47,7 +47,8 @@ def train_supervised(config: SupervisedConfig, report: Reporter, *, out: Path | 
     Raises ConfigError, ModelError and DataError before the folder is made; then what the job raises.
     """
     config = with_time(config)
-    path = _new_path(config, out)
+    settings = RunConfig(name=config.run.name, output_dir=config.run.output_dir)
+    path = choose_run_path(settings, caller_dir=Path.cwd(), now=datetime.now(), out=out)
     report.note(f"run folder {path}")
     report.stage("reading model and rows")
     prepared = prepare(config, path / "checkpoints", report)
@@ -126,20 +127,6 @@ def _run(config: SupervisedConfig, job: SupervisedJob, run_dir: RunDir, report: 
         )
     report.note(f"model {job.folder / 'model'}")
     return job.folder / "model"
-
-
-def _new_path(config: SupervisedConfig, out: Path | None) -> Path:
-    if out is None:
-        settings = RunConfig(name=config.run.name, output_dir=config.run.output_dir)
-        return choose_run_path(settings, caller_dir=Path.cwd(), now=datetime.now())
-    if out.is_dir() and not any(out.iterdir()):
-        with suppress(OSError):
-            out.rmdir()
-    if out.exists():
-        raise ConfigError(
-            f"--out {out} is there already; expected a new folder: name another, or go on with it by --resume {out}"
-        )
-    return out
 
 
 def _forget_later(run_dir: RunDir, step: int, note: Callable[[str], None]) -> None:

@@ -290,6 +290,26 @@ def test_a_run_that_is_not_refused_gets_as_far_as_ray(
     assert would_start == ["Ray"]
 
 
+def test_out_names_the_run_folder_itself(
+    files: Files, would_start: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, out = config_of(files, {}, ""), files / "here" / "own"
+    named = ("--config", file, "--out", out)
+    assert main(["train", *map(str, named), "--dry-run"]) == 0
+    assert not out.exists()
+    assert main(["train", *map(str, named)]) == 0
+    assert RunDir.open(out).config_file.is_file() and not (files / "runs").exists()
+    assert would_start == ["Ray"]
+    assert "is there already; expected a new folder" in refused("train", capsys, *named)
+    assert "must outlive the job" in refused(
+        "train", capsys, *named[:3], files / "runtime_resources" / "working_dir_files" / "x"
+    )
+    for place in (out, "auto"):
+        words = refused("train", capsys, "--resume", place, *named)
+        assert "expected none beside --resume" in words
+    assert would_start == ["Ray"]
+
+
 @pytest.mark.parametrize(
     ("state", "argv", "said"),
     [
