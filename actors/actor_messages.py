@@ -18,7 +18,7 @@ from core.config import (
 )
 from core.decode_records import GenerationStats, InstanceLoad
 from core.records import Completion, SampleKey
-from core.weight_records import DigestKind
+from core.weight_records import DigestKind, WeightManifest
 from policies.migration.move_messages import MoveReport
 from policies.reallocation.pool_records import ReallocationPolicy
 from policies.scaling.scaling_policy import ScalingPolicy
@@ -169,6 +169,18 @@ class LoadedWeights:
     model: str
     weight_version: int
     checksum: str
+    load_s: float = 0.0
+    "from when all of it was here until it was loaded"
+    confirm_s: float = 0.0
+    "reading back what decodes"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SentWeights:
+    """What a trainer broadcast, and the seconds that it did not wait for the group."""
+
+    manifest: WeightManifest
+    pack_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

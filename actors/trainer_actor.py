@@ -17,7 +17,7 @@ import ray
 import torch
 from transformers import PreTrainedModel
 
-from actors.actor_messages import LoadedWeights, TrainerMeeting, TrainerSpec
+from actors.actor_messages import LoadedWeights, SentWeights, TrainerMeeting, TrainerSpec
 from actors.ray_utils.actor_start import begin_actor
 from actors.ray_utils.assigned_device import assigned_gpus, gpu_seat, require_gpu_room, resolve_device
 from actors.ray_utils.remote import remote
@@ -248,7 +248,7 @@ class TrainerActor:
         if self._broadcast_host is not None:
             self._broadcast = self._broadcast_host.join(timeout_s)
 
-    def broadcast(self, layout: WeightManifest) -> WeightManifest:
+    def broadcast(self, layout: WeightManifest) -> SentWeights:
         """Send the target's weights, each bucket while the next is packed where the group has them; what was sent.
 
         Raises WeightsError when the buckets are not laid out as `layout` says, WaitTimeout when a member fails.
@@ -268,15 +268,19 @@ class TrainerActor:
             kind=self._spec.checksums,
             chunk_bytes=max(layout.chunk_num_bytes),
         )
+        began_s, waited_s = time.perf_counter(), 0.0
         with self._trainers.naming("gather weights"), closing(self._learner.weights()) as weights:
             for index, chunk in enumerate(packer.buckets(weights)):
                 if index >= len(layout.chunk_num_bytes) or len(chunk) != layout.chunk_num_bytes[index]:
                     raise WeightsError(
                         f"chunk {index} of target version {version} is not of the size that was agreed"
                     )
+                waits_from_s = time.perf_counter()
                 self._broadcast.send(chunk, packer.last_digest, f"chunk {index} of target version {version}")
+                waited_s += time.perf_counter() - waits_from_s
+        pack_s = time.perf_counter() - began_s - waited_s
         self._broadcast.settle()
-        return packer.manifest()
+        return SentWeights(manifest=packer.manifest(), pack_s=pack_s)
 
     def close_broadcast(self) -> None:
         """Leave the group, if there is one."""

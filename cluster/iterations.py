@@ -48,7 +48,7 @@ def run_iteration(
     update = system.trainers.update(rollouts, recompute_old=system.recomputes_old)
     _log_advantages(log, iteration, collected.rollouts, learned, update)
     publish_began_s = time.perf_counter()
-    _publish(system, update, report, log, may_broadcast=True)
+    parts = _publish(system, update, report, log, may_broadcast=True)
     refit_began_s = time.perf_counter()
     report.progress("refit", 0, 1)
     draft_figures = refit_draft(system, rollouts, iteration_s=refit_began_s - began_s, report=report)
@@ -62,7 +62,7 @@ def run_iteration(
         "evaluate": 0.0,
         "iteration": ended_s - began_s,
     }
-    figures = iteration_figures(collected.rollouts, collected.stats, update, seconds)
+    figures = iteration_figures(collected.rollouts, collected.stats, update, seconds) | parts
     if groups is not None:
         figures |= groups.figures()
     kept = log.record(iteration, learned, update)
@@ -101,7 +101,7 @@ def run_pipelined_iteration(
     _remember(system, iteration, [*(one for phase in phases for one in phase.rollouts), *late])
     _log_advantages(log, iteration, learned, learned, update)
     # a joiner may come while the trainer is further on: what instances decode from must be at hand
-    _publish(system, update, report, log, may_broadcast=False)
+    parts = _publish(system, update, report, log, may_broadcast=False)
     refit_began_s = time.perf_counter()
     report.progress("refit", 0, 1)
     draft_figures = refit_draft(system, beside.batch, iteration_s=refit_began_s - began_s, report=report)
@@ -117,7 +117,7 @@ def run_pipelined_iteration(
         "evaluate": 0.0,
         "iteration": ended_s - began_s,
     }
-    figures = iteration_figures(learned, collected.stats, update, seconds)
+    figures = iteration_figures(learned, collected.stats, update, seconds) | parts
     # of what was decoded here, which is not what was learned from here
     decoded = sum(phase.stats.num_emitted_tokens for phase in phases)
     figures["rollout/goodput_tokens_per_s"] = decoded / max(seconds["generate"], 1e-9)
@@ -245,8 +245,8 @@ def _log_advantages(
 
 def _publish(
     system: System, update: UpdateReport, report: Reporter, log: RunLog, *, may_broadcast: bool
-) -> None:
-    """Bring every instance the trainers' version; no sample is open."""
+) -> dict[str, float]:
+    """Bring every instance the trainers' version; no sample is open. The figures of what it took."""
     report.progress("publish", 0, 1)
     instances = system.generation.instances
     broadcast = (
@@ -255,6 +255,7 @@ def _publish(
     system.target = broadcast or system.trainers.take()
     (system.generation.keep if broadcast else system.generation.publish)(system.target)
     log.weights(system.target.manifest)
+    return {f"time/publish_{part}_s": seconds for part, seconds in system.target.part_seconds.items()}
 
 
 def _further_figures(system: System, *phases: Collected) -> dict[str, float]:

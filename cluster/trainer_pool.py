@@ -19,7 +19,7 @@ from actors.actor_messages import TrainerSpec
 from actors.ray_utils.group_wait import get_all
 from actors.ray_utils.heartbeat import Heartbeat
 from actors.ray_utils.remote import Handle
-from actors.ray_utils.waiting import get, wait_any
+from actors.ray_utils.waiting import awake_s, get, wait_any
 from actors.trainer_actor import TrainerActor
 from cluster.placement.topology import Place, PlacementContext, actor_options
 from cluster.weights.publish import Fetching, PublishedWeights, confirm
@@ -174,7 +174,10 @@ class TrainerPool:
             if self.meanwhile is not None:
                 self.meanwhile()
 
-        return self.begin_take(model, checksums).wait(meanwhile)
+        began_s = awake_s()
+        taken = self.begin_take(model, checksums).wait(meanwhile)
+        taken.part_seconds["pack"] = awake_s() - began_s
+        return taken
 
     def begin_take(
         self, model: Literal["target", "draft"] = "target", checksums: DigestKind | None = None

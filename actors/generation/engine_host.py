@@ -6,6 +6,7 @@ An instance never opens a model path: the first weights arrive as every later ve
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -69,6 +70,8 @@ class ManifestHost:
         self._spot: SpotTrainer | None = None
         "trains the head in spare time"
         self._is_torn = False
+        self._all_here_s = 0.0
+        "when the last bucket of a broadcast version came"
 
     @property
     def engine(self) -> Engine | None:
@@ -91,12 +94,14 @@ class ManifestHost:
         Raises WeightsError when chunks and manifest do not match, a sample is open, or a laid-out copy is not what was
         loaded.
         """
+        began_s = time.perf_counter()
         tensors = weight_views(manifest, chunks)
         if manifest.model == "draft" and self._spec.speculation.drafter in ("head", "mtp"):
             return self._load_head(manifest, tensors)
         if self._engine is not None:
             with self._not_training():
                 self._engine.load_weights(manifest, tensors)
+            loaded_s = time.perf_counter()
             self._require_copies_hold([manifest.model])
             self._is_torn = self._is_torn and manifest.model != "target"
         else:
@@ -105,12 +110,8 @@ class ManifestHost:
             self._models[manifest.model], self._first[manifest.model] = model, manifest
             self._versions[manifest.model] = manifest.weight_version
             self._build_when_complete()
-        return LoadedWeights(
-            instance=self._spec.instance,
-            model=manifest.model,
-            weight_version=manifest.weight_version,
-            checksum=model_checksum(self._models[manifest.model], like=manifest.checksum),
-        )
+            loaded_s = time.perf_counter()
+        return self._confirmed(manifest, began_s, loaded_s)
 
     def _load_head(self, manifest: WeightManifest, tensors: dict[str, Tensor]) -> LoadedWeights:
         """Load one version of the head or MTP layer; it is kept as it was published, the drafter has its own copy."""
@@ -159,13 +160,21 @@ class ManifestHost:
             )
         with self._not_training():
             self._engine.load_parts(layout, self._received(layout, group))
+        loaded_s = time.perf_counter()
         self._require_copies_hold([layout.model])
         self._is_torn = False
+        return self._confirmed(layout, self._all_here_s, loaded_s)
+
+    def _confirmed(self, manifest: WeightManifest, here_s: float, loaded_s: float) -> LoadedWeights:
+        """The checksum of what decodes now, of the manifest's kind; since when all was here, and when it was loaded."""
+        checksum = model_checksum(self._models[manifest.model], like=manifest.checksum)
         return LoadedWeights(
             instance=self._spec.instance,
-            model=layout.model,
-            weight_version=layout.weight_version,
-            checksum=model_checksum(self._models[layout.model], like=layout.checksum),
+            model=manifest.model,
+            weight_version=manifest.weight_version,
+            checksum=checksum,
+            load_s=loaded_s - here_s,
+            confirm_s=time.perf_counter() - loaded_s,
         )
 
     @contextmanager
@@ -223,6 +232,7 @@ class ManifestHost:
                     f"{self._spec.instance}: {what} has checksum {got}, expected {told}; re-send"
                 )
             self._is_torn = True
+            self._all_here_s = time.perf_counter()
             yield views
 
     def remember(self, responses: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-SILENT_ADVICE = "see whether the rows differ in what is to be learned, and whether their margins or the steps so far leave anything"
+SILENT_ADVICE = (
+    "see whether the rows differ in what is to be learned, and whether their margins or the steps so far leave "
+    "anything"
+)
 
 
 def is_silent(figures: Mapping[str, float]) -> bool:

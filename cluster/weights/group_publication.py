@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
+from actors.actor_messages import LoadedWeights, SentWeights
 from actors.ray_utils.remote import Handle
-from actors.ray_utils.waiting import get
+from actors.ray_utils.waiting import awake_s, get
 from cluster.trainer_pool import TrainerPool
-from cluster.weights.publish import PublishedWeights, confirm
+from cluster.weights.publish import PublishedWeights, confirm, part_seconds
 from core.config import ClusterConfig
 from core.errors import InstanceLost, NumericsError, RlhfSpecError
 from core.weight_records import WORDS, WeightManifest
@@ -127,6 +128,7 @@ class Broadcast:
         return "gloo"
 
     def _send(self, told: Any, instances: Mapping[str, Handle]) -> PublishedWeights:
+        began_s = awake_s()
         order = f"pass on {told.model} version {told.weight_version}"
         sender, following = self._trainers.first_name, self._trainers.follow()
         answers = self._all(
@@ -138,10 +140,16 @@ class Broadcast:
             },
             order,
         )
-        manifest = answers[sender]
-        for name in instances:
-            confirm(answers[name], manifest)
-        return PublishedWeights(manifest=manifest, chunk_refs=(), fetch=self._trainers.begin_take)
+        sent: SentWeights = answers[sender]
+        loaded: list[LoadedWeights] = [answers[name] for name in instances]
+        for answer in loaded:
+            confirm(answer, sent.manifest)
+        return PublishedWeights(
+            manifest=sent.manifest,
+            chunk_refs=(),
+            fetch=self._trainers.begin_take,
+            part_seconds=part_seconds(awake_s() - began_s, loaded, pack_s=sent.pack_s),
+        )
 
     def _all(self, refs: Mapping[str, Any], order: str) -> dict[str, Any]:
         """Wait for every answer, then raise the first error: nobody is left waiting in the group."""

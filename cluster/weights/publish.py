@@ -8,8 +8,8 @@ published when every instance decodes from it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 import ray
@@ -35,6 +35,8 @@ class PublishedWeights:
     chunk_refs: tuple[Any, ...]
     fetch: Callable[[], Fetching] | None = None
     "for a version that was broadcast: orders its chunks into the object store, when they are first asked for"
+    part_seconds: dict[str, float] = field(default_factory=dict)
+    "what its publication took: pack, send, load, confirm; they add up"
     _coming: Fetching | None = None
 
     def refs(self) -> tuple[Any, ...]:
@@ -192,9 +194,11 @@ def publish(
 ) -> dict[str, InstanceLost]:
     """Load the version on every instance at once (none may have an open sample).
 
-    Returns the instances that died meanwhile; each other one has confirmed version and checksum.
+    Returns the instances that died meanwhile; each other one has confirmed version and checksum. What it took is noted
+    in `weights.part_seconds`, packing apart.
     Raises WeightsError for a wrong confirmation, WaitTimeout for a missing one.
     """
+    began_s = awake_s()
     manifest = weights.manifest
     chunks = weights.refs()
     refs = {
@@ -202,6 +206,7 @@ def publish(
     }
     deadline_s = awake_s() + timeout_s + _GRACE_S
     lost: dict[str, InstanceLost] = {}
+    answers: list[LoadedWeights] = []
     for name, ref in refs.items():
         try:
             answer = get(
@@ -215,7 +220,19 @@ def publish(
             lost[name] = error
         else:
             confirm(answer, manifest)
+            answers.append(answer)
+    weights.part_seconds |= part_seconds(awake_s() - began_s, answers)
     return lost
+
+
+def part_seconds(
+    elapsed_s: float, answers: Sequence[LoadedWeights], *, pack_s: float = 0.0
+) -> dict[str, float]:
+    """Split the seconds of a publication: the slowest instance's loading and confirming; what is left was the way."""
+    load_s = max((answer.load_s for answer in answers), default=0.0)
+    confirm_s = max((answer.confirm_s for answer in answers), default=0.0)
+    own = {"load": load_s, "confirm": confirm_s} | ({"pack": pack_s} if pack_s else {})
+    return own | {"send": max(elapsed_s - sum(own.values()), 0.0)}
 
 
 def confirm(answer: LoadedWeights, manifest: WeightManifest) -> None:

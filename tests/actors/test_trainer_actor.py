@@ -323,8 +323,8 @@ def test_what_is_broadcast_is_the_version_that_is_told(trainer, monkeypatch, for
     with ThreadPoolExecutor(1) as pool:
         receiving = pool.submit(member)
         trainer.join_broadcast(20.0)
-        manifest = trainer.broadcast(layout)
+        sent = trainer.broadcast(layout)
         receiving.result(timeout=60)
-    assert manifest == layout and manifest.checksum == trainer.checksum()
-    assert model_checksum(model_of(manifest, taken)) == manifest.checksum
+    assert sent.manifest == layout and layout.checksum == trainer.checksum() and sent.pack_s > 0.0
+    assert model_checksum(model_of(sent.manifest, taken)) == sent.manifest.checksum
     trainer.close_broadcast()

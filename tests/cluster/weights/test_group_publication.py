@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import cluster.weights.group_publication as group_publication
-from actors.actor_messages import LoadedWeights
+from actors.actor_messages import LoadedWeights, SentWeights
 from cluster.trainer_pool import TrainerPool
 from cluster.weights.group_publication import Broadcast, why_not_nccl
 from cluster.weights.publish import PublishedWeights
@@ -47,8 +47,17 @@ class Actor:
 
 def confirmed(name: str) -> Callable[..., LoadedWeights]:
     return lambda timeout_s, told: LoadedWeights(
-        instance=name, model="target", weight_version=told.weight_version, checksum="good"
+        instance=name,
+        model="target",
+        weight_version=told.weight_version,
+        checksum="good",
+        load_s=0.25,
+        confirm_s=0.5 if name == "gen-0" else 0.125,
     )
+
+
+def sent(told: WeightManifest) -> SentWeights:
+    return SentWeights(manifest=replace(told, checksum="good"), pack_s=1.0)
 
 
 class Played:
@@ -68,7 +77,7 @@ class Played:
 
         monkeypatch.setattr(group_publication, "get", get)
         monkeypatch.setattr(group_publication, "num_nodes", lambda: 1)
-        self.trainer = Actor(gpu_seat=seats[0], broadcast=lambda told: replace(told, checksum="good"))
+        self.trainer = Actor(gpu_seat=seats[0], broadcast=sent)
         self.instances = {
             f"gen-{i}": Actor(gpu_seat=seat, receive_weights=confirmed(f"gen-{i}"))
             for i, seat in enumerate(seats[1:])
@@ -98,6 +107,8 @@ def test_members_with_gpus_of_their_own_form_an_nccl_group(monkeypatch: pytest.M
     for version in (1, 2):
         published = played.publish(version)
         assert published is not None and published.manifest.weight_version == version
+        send_s = published.part_seconds.pop("send")
+        assert published.part_seconds == {"pack": 1.0, "load": 0.25, "confirm": 0.5} and send_s >= 0.0
     assert played.forms() == ["nccl"] and not played.notes, "made once"
 
 
