@@ -14,13 +14,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from rich.console import Console
 
 from benchmarks.support.model_p import NEW_TOKENS, PROMPT_TOKENS, VOCAB_SIZE, model_p_folder, model_p_requests
 from benchmarks.support.rates import engine_rate
 from benchmarks.support.result import write_result
 from benchmarks.support.timing import Figures, interleaved, ratios
 from benchmarks.support.workload import default_cache_dir, demo_workload
+from cluster.reporting.console import PipeConsole
 from core.config import EngineConfig, SpeculationConfig
 from engine.attention.backends import ordered_attention
 from engine.build import build_engine
@@ -107,7 +107,7 @@ BACKENDS: Mapping[str, Callable[[], ComputeBackend]] = {
 def run(*, out: Path, mode: str, data: Path | None) -> int:
     """Run the benchmark; returns 0."""
     torch.set_num_threads(1)
-    console, figures, rounds = Console(), Figures(), ROUNDS[mode]
+    console, figures, rounds = PipeConsole(), Figures(), ROUNDS[mode]
     workload = demo_workload(16)
     folder = model_p_folder(default_cache_dir())
     for batch_size in BATCH_SIZES:

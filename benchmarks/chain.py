@@ -9,14 +9,13 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from rich.console import Console
-
 from benchmarks.real.model import NAME
 from benchmarks.rlhf_chain.stages import STAGES, gold_of, last_evaluation, run_stages
 from benchmarks.rlhf_chain.task_files import NUM_HELD_OUT, write_chain, write_real_chain
 from benchmarks.support.result import write_result
 from benchmarks.support.timing import Figures
 from benchmarks.support.workload import default_cache_dir, job
+from cluster.reporting.console import PipeConsole
 from core.errors import ModelError
 from core.metrics import read_metrics
 from learning.known_models.get import get_model
@@ -26,7 +25,7 @@ SEEDS = {"quick": 1, "default": 3, "full": 5}
 
 def run(*, out: Path, mode: str, data: Path | None, real: bool = False) -> int:
     """Write OUT/chain.json, with `real` OUT/chain_real.json, and keep the runs in OUT/chain; returns 0."""
-    console, figures = Console(), Figures()
+    console, figures = PipeConsole(), Figures()
     work = (out / ("chain_real" if real else "chain")).absolute()
     shutil.rmtree(work, ignore_errors=True)
     if real:
@@ -64,7 +63,7 @@ def run(*, out: Path, mode: str, data: Path | None, real: bool = False) -> int:
     return 0
 
 
-def _real(work: Path, out: Path, mode: str, console: Console) -> int:
+def _real(work: Path, out: Path, mode: str, console: PipeConsole) -> int:
     try:
         with job(f"getting {NAME}") as tick:
             model = get_model(NAME, default_cache_dir(), progress=tick).path

@@ -10,13 +10,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from benchmarks.published import nemo_rl, rlhfspec_paper, tlt_batches
 from benchmarks.published.row import Row
 from benchmarks.simulated_runs.own_runs import own_runs
 from benchmarks.support.result import write_result
+from cluster.reporting.console import PipeConsole
 from core.settings.simulated_cluster import SimulatedClusterConfig
 from policies.simulate.performance.cluster_simulation import simulate_rollout
 from policies.simulate.performance.described_cluster import describe
@@ -29,7 +29,7 @@ def run(*, out: Path, mode: str, data: Path | None) -> int:
 
     Of the runs of this machine `quick` has those with a core each for instance and trainer.
     """
-    console, out = Console(), out.absolute()
+    console, out = PipeConsole(), out.absolute()
     papers = {"tlt": tlt_batches.rows(), "rlhfspec": rlhfspec_paper.rows(), "nemo_8b": nemo_rl.rows_8b()}
     if mode != "quick":
         papers["nemo_235b"] = nemo_rl.rows_235b()

@@ -10,11 +10,11 @@ import time
 from pathlib import Path
 
 import torch
-from rich.console import Console
 
 from benchmarks.device.counted_steps import PLANS, counted, layer_launches
 from benchmarks.support.result import write_result
 from benchmarks.support.workload import demo_workload
+from cluster.reporting.console import PipeConsole
 from core.config import EngineConfig
 from core.records import Prompt, SampleKey, SampleRequest, SamplingParams, Stream
 from engine.build import build_engine
@@ -29,7 +29,7 @@ def run(*, out: Path, mode: str, data: Path | None) -> int:
     figures = count()
     if torch.cuda.is_available():
         figures |= measure()
-    console = Console()
+    console = PipeConsole()
     console.print(figures)
     console.print(f"written {write_result(out, 'device_ops', figures, provenance={'mode': mode})}")
     return 0

@@ -20,7 +20,6 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from rich.console import Console
 
 from benchmarks.contestants.contestants import LOOK_UPS, PAIRS, PLAIN, Contestants
 from benchmarks.contestants.made_head import bench_head, head_folder
@@ -31,6 +30,7 @@ from benchmarks.real.model import real_workload
 from benchmarks.support.result import write_result
 from benchmarks.support.timing import Figures, interleaved, ratios
 from benchmarks.support.workload import Workload
+from cluster.reporting.console import PipeConsole
 from core.records import SampleRequest
 from engine.drafters.head.head_weights import HeadWeights
 
@@ -51,7 +51,7 @@ COOL, OTHERS, REPEATED = 20_000, 30_000, 40_000
 
 def run(*, out: Path, mode: str, data: Path | None) -> int:
     """Write OUT/drafters.json; returns 0, or 1 when a token differs from plain decoding's."""
-    console = Console()
+    console = PipeConsole()
     largest = max(*BATCH_SIZES[mode], PROMPTS[mode])
     extra = 0 if data is None else HEAD_PROMPTS
     workload = real_workload(largest + extra, data=data, max_new_tokens=MAX_NEW_TOKENS[mode], console=console)
@@ -91,7 +91,7 @@ class _Parts:
         head: HeadWeights | None,
         figures: Figures,
         mode: str,
-        console: Console,
+        console: PipeConsole,
         out: Path,
     ) -> None:
         self._workload, self._out = workload, out.absolute()

@@ -14,7 +14,6 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-from rich.console import Console
 
 from benchmarks.adaptive.batches import FIXED, GOODPUT, MAIN_FIXED, OTHERS, PLAIN, WEAK_FIXED, constant_batch
 from benchmarks.adaptive.dead_drafter import plant_dead_drafter
@@ -26,6 +25,7 @@ from benchmarks.real.speed import run_drafting
 from benchmarks.support.result import write_result
 from benchmarks.support.timing import Figures, ratios
 from benchmarks.support.workload import Workload
+from cluster.reporting.console import PipeConsole
 from policies.drafting.cadence import Cadence
 from policies.drafting.goodput import GoodputPolicy
 from profiles.profile import Profile
@@ -43,7 +43,7 @@ REFIT_ITERATIONS = 15
 def run(*, out: Path, mode: str, data: Path | None, real: bool = False) -> int:
     """Run the benchmark, with `real` on the real model; returns 0."""
     torch.set_num_threads(1)
-    console, figures = Console(), Figures()
+    console, figures = PipeConsole(), Figures()
     if real:
         return run_drafting(out=out, mode=mode, data=data, console=console)
     rows: list[dict[str, Any]] = []
@@ -78,7 +78,7 @@ def _good_draft(
     profile: Profile,
     drafts: list[DraftRecording],
     figures: Figures,
-    console: Console,
+    console: PipeConsole,
     mode: str,
 ) -> list[dict[str, Any]]:
     """The oracle, constant batches and a whole rollout with the pair's own draft."""
@@ -132,7 +132,7 @@ def _good_draft(
 
 
 def _other_drafts(
-    workload: Workload, profile: Profile, figures: Figures, console: Console, mode: str
+    workload: Workload, profile: Profile, figures: Figures, console: PipeConsole, mode: str
 ) -> list[dict[str, Any]]:
     """Whole rollouts with a weak and with a useless draft."""
     name, rows = workload.name, []
@@ -148,7 +148,7 @@ def _other_drafts(
     return rows
 
 
-def _refits(out: Path, figures: Figures, console: Console) -> None:
+def _refits(out: Path, figures: Figures, console: PipeConsole) -> None:
     """The demo run with refits and with a frozen draft."""
     for refit, suffix in ((True, ""), (False, "_frozen")):
         rates, share, checksum = acceptance_by_iteration(out, refit=refit, iterations=REFIT_ITERATIONS)
@@ -173,6 +173,8 @@ def _rollout_rows(taken: dict[str, list[float]], pair: str, draft: str) -> list[
     ]
 
 
-def _say_rollout(console: Console, name: str, draft: str, taken: dict[str, list[float]], best: str) -> None:
+def _say_rollout(
+    console: PipeConsole, name: str, draft: str, taken: dict[str, list[float]], best: str
+) -> None:
     line = {policy: round(statistics.median(ratios(taken, policy, "plain")), 2) for policy in taken}
     console.print(f"{name}, {draft} draft, rollout: over plain {line}; best fixed plan {best}")

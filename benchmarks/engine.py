@@ -13,7 +13,6 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-from rich.console import Console
 
 from benchmarks.peers.client import available_peers
 from benchmarks.real.speed import run_engine
@@ -27,6 +26,7 @@ from benchmarks.speed.speculation import speculation
 from benchmarks.support.result import write_result
 from benchmarks.support.timing import Figures
 from benchmarks.support.workload import default_cache_dir, demo_workload
+from cluster.reporting.console import PipeConsole
 
 ROLLOUT_PROMPTS = 32
 ROUNDS = {"quick": 1, "default": 2, "full": 5}
@@ -35,7 +35,7 @@ ROUNDS = {"quick": 1, "default": 2, "full": 5}
 def run(*, out: Path, mode: str, data: Path | None, profile: bool = False, real: bool = False) -> int:
     """Run the benchmark; with `profile` only the breakdown of a decode step, with `real` the real model; returns 0."""
     torch.set_num_threads(1)
-    console, figures, cache_dir = Console(), Figures(), default_cache_dir()
+    console, figures, cache_dir = PipeConsole(), Figures(), default_cache_dir()
     if real:
         return run_engine(out=out, mode=mode, data=data, console=console)
     if profile:

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from rich.console import Console
 
 from benchmarks.moving.exact import SPECULATION
 from benchmarks.moving.session import bench_ray
@@ -20,6 +19,7 @@ from benchmarks.multiturn.calculator_task import calculator_config, calculator_w
 from benchmarks.multiturn.over_instances import play_over
 from benchmarks.support.actor_pool import ActorPool
 from benchmarks.support.result import write_result
+from cluster.reporting.console import PipeConsole
 from core.config import EngineConfig, ReallocationConfig, SpeculationConfig
 from core.records import Completion, SampleKey
 from engine.build import build_engine
@@ -34,7 +34,7 @@ ENGINE = EngineConfig(device="cpu", max_running_samples=64, probe=False)
 def run(*, out: Path, mode: str, data: Path | None) -> int:
     """Run the benchmark; returns 0, or 1 when a bit changed or an episode was lost."""
     torch.set_num_threads(1)
-    console = Console()
+    console = PipeConsole()
     with tempfile.TemporaryDirectory() as folder, bench_ray("bench-episodes"):
         workload = calculator_workload(Path(folder), EPISODES[mode], max_new_tokens=NEW_TOKENS)
         config, requests = calculator_config(workload), workload.requests()

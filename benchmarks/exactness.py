@@ -20,7 +20,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-from rich.console import Console
 from rich.table import Table
 
 from benchmarks.contestants.made_head import bench_head
@@ -31,6 +30,7 @@ from benchmarks.support.result import write_result
 from benchmarks.support.two_actors import generate_on_two_actors
 from benchmarks.support.workload import Workload, demo_workload, gsm8k_workload
 from cluster.placement.ray_session import ray_session
+from cluster.reporting.console import PipeConsole
 from core.config import (
     ClusterConfig,
     Config,
@@ -81,7 +81,7 @@ class Tally:
 def run(*, out: Path, mode: str, data: Path | None, real: bool = False) -> int:
     """Run the benchmark, with `real` on the real model; returns 1 when anything differed."""
     torch.set_num_threads(1)
-    console = Console()
+    console = PipeConsole()
     if real:
         return run_exactness(out=out, mode=mode, data=data, console=console)
     num_prompts = {"quick": 6, "default": 24, "full": 128}[mode]
@@ -117,7 +117,7 @@ def _with_head(workload: Workload, num_prompts: int) -> tuple[Workload, HeadWeig
 
 
 def _compare_all(
-    workload: Workload, head: HeadWeights, dtype: str, tally: Tally, console: Console
+    workload: Workload, head: HeadWeights, dtype: str, tally: Tally, console: PipeConsole
 ) -> list[dict]:
     requests = [
         request
@@ -298,7 +298,7 @@ def _check_reference(
     requests: Sequence[SampleRequest],
     plain: Mapping[SampleKey, Completion],
     tally: Tally,
-    console: Console,
+    console: PipeConsole,
 ) -> None:
     model = workload.target("float32")
     for request in requests:
@@ -310,7 +310,7 @@ def _check_reference(
         tally.logprob_max_abs_error = max(tally.logprob_max_abs_error, result.logprob_max_abs_error)
 
 
-def _print(rows: list[dict], console: Console) -> None:
+def _print(rows: list[dict], console: PipeConsole) -> None:
     table = Table(title="tokens and log-probabilities against plain decoding, bitwise")
     for name in rows[0]:
         table.add_column(name.replace("_", " "))

@@ -16,8 +16,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from benchmarks.faulty import network
 from benchmarks.faulty.comparison import Comparison, compare_runs
 from benchmarks.faulty.deck import NETWORK_KINDS, Card, deal
@@ -26,6 +24,7 @@ from benchmarks.faulty.judgement import Disturbed, Resumed, fault_figures, probl
 from benchmarks.faulty.kept import kept
 from benchmarks.support.command import run_command, setting_words, start_command
 from benchmarks.support.result import ROOT, machine_provenance, write_result
+from cluster.reporting.console import PipeConsole
 from cluster.run_folder.layout import RunDir
 from core.errors import RlhfSpecError
 from core.metrics import read_metrics
@@ -66,7 +65,7 @@ def run(*, out: Path, mode: str, data: Path | None) -> int:
 
     Borne is a fault after which every actor is at work again, and nothing of the run is lost, doubled or changed.
     """
-    console = Console()
+    console = PipeConsole()
     out = out.absolute()
     (out / "parts").mkdir(parents=True, exist_ok=True)
     stamp = {"mode": mode, "commit": machine_provenance()["commit"]}
@@ -97,7 +96,9 @@ def run(*, out: Path, mode: str, data: Path | None) -> int:
     return 1 if wrong else 0
 
 
-def _seed_part(out: Path, seed: int, mode: str, without: frozenset[str], console: Console) -> dict[str, Any]:
+def _seed_part(
+    out: Path, seed: int, mode: str, without: frozenset[str], console: PipeConsole
+) -> dict[str, Any]:
     """One seed: the run that nobody disturbs, the disturbed one, what differs.
 
     Both end by themselves, and go on with more iterations where there were too few faults by then.
@@ -210,7 +211,7 @@ def _folder(out: Path, name: str) -> Path:
     return max((out / "runs").glob(f"{name}-2*"))
 
 
-def _resumes(out: Path, mode: str, stamp: Mapping[str, Any], console: Console) -> list[Resumed]:
+def _resumes(out: Path, mode: str, stamp: Mapping[str, Any], console: PipeConsole) -> list[Resumed]:
     """Runs whose driver was killed at a random moment, and resumed."""
     kinds = list(RESUMED_KINDS)
     found: list[Resumed] = []
@@ -230,7 +231,7 @@ def _resumes(out: Path, mode: str, stamp: Mapping[str, Any], console: Console) -
 
 
 def _resume_part(
-    out: Path, kind: str, name: str, stamp: Mapping[str, Any], console: Console
+    out: Path, kind: str, name: str, stamp: Mapping[str, Any], console: PipeConsole
 ) -> dict[str, Any]:
     config, extra = RESUMED_KINDS[kind]
     settings = [f"run.iterations={RESUMED_ITERATIONS}", "run.state_every=1", *extra]

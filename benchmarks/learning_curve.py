@@ -11,12 +11,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from rich.console import Console
-
 from benchmarks.real.model import real_workload
 from benchmarks.support.result import write_result
 from benchmarks.support.timing import Figures
 from benchmarks.support.workload import Workload
+from cluster.reporting.console import PipeConsole
 from learning.heads.make_head import HeadRecipe, learn_head
 from learning.heads.own_responses import OwnResponse, Responder
 from learning.heads.target_parts import TargetParts
@@ -38,7 +37,7 @@ SEED = 0
 
 def run(*, out: Path, mode: str, data: Path | None) -> int:
     """Write OUT/learning_curve.json; returns 0, also when there is no model or no data."""
-    console = Console()
+    console = PipeConsole()
     if data is None:
         console.print("skipped: a head learns from real prompts; give --data")
         return 0

@@ -15,7 +15,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-from rich.console import Console
 
 from benchmarks.moving.downtime import Moved, move_while_decoding
 from benchmarks.moving.exact import ForcedRun, forced_moves
@@ -24,6 +23,7 @@ from benchmarks.moving.session import bench_ray
 from benchmarks.support.result import write_result
 from benchmarks.support.timing import Figures
 from benchmarks.support.workload import demo_workload, gsm8k_workload
+from cluster.reporting.console import PipeConsole
 
 MIGRATIONS = {"quick": 60, "default": 1000, "full": 4000}
 OVER_OBJECT_STORE = {"quick": 0, "default": 100, "full": 1000}
@@ -35,7 +35,7 @@ QUICK_CONTEXTS = (16, 512)
 def run(*, out: Path, mode: str, data: Path | None) -> int:
     """Run the benchmark; returns 0, or 1 when a bit changed or a sample was lost."""
     torch.set_num_threads(1)
-    console, figures = Console(), Figures()
+    console, figures = PipeConsole(), Figures()
     with bench_ray("bench-migration"):
         runs = _exact(mode, data, figures, console)
         _costs(mode, figures, console)
@@ -46,7 +46,7 @@ def run(*, out: Path, mode: str, data: Path | None) -> int:
     return 1 if any(run.mismatches or run.missing or run.alarms for run in runs) else 0
 
 
-def _exact(mode: str, data: Path | None, figures: Figures, console: Console) -> list[ForcedRun]:
+def _exact(mode: str, data: Path | None, figures: Figures, console: PipeConsole) -> list[ForcedRun]:
     workload = demo_workload(40)
     runs = [forced_moves(workload, at_least=MIGRATIONS[mode], transport="auto")]
     if OVER_OBJECT_STORE[mode]:
@@ -61,7 +61,7 @@ def _exact(mode: str, data: Path | None, figures: Figures, console: Console) -> 
     return runs
 
 
-def _costs(mode: str, figures: Figures, console: Console) -> None:
+def _costs(mode: str, figures: Figures, console: PipeConsole) -> None:
     for suffix, plain in (("", False), ("_plain", True)):
         if plain and mode == "quick":
             continue
@@ -93,7 +93,7 @@ def _keep_costs(moved: Moved, suffix: str, figures: Figures) -> None:
     figures.values["mismatches"] += moved.mismatches
 
 
-def _gate(mode: str, figures: Figures, console: Console) -> list[Cell]:
+def _gate(mode: str, figures: Figures, console: PipeConsole) -> list[Cell]:
     cells = measure_grid(repeats=REPEATS[mode], **({"contexts": QUICK_CONTEXTS} if mode == "quick" else {}))
     for cell in cells:
         console.print(cell)

@@ -12,18 +12,18 @@ from collections import Counter
 from pathlib import Path
 
 import transformers
-from rich.console import Console
 
 from benchmarks.families.page import GOOD, page
 from benchmarks.families.trial import TOLERANCE, Finding
 from benchmarks.families.variants import all_families, quick_families
 from benchmarks.families.workers import try_families
 from benchmarks.support.result import write_result
+from cluster.reporting.console import PipeConsole
 
 
 def run(*, out: Path, mode: str, data: Path | None) -> int:
     """Run the trial; returns 1 when a family is wrong, raises or corrupts memory."""
-    console, started = Console(), time.perf_counter()
+    console, started = PipeConsole(), time.perf_counter()
 
     def told(finding: Finding) -> None:
         console.print(

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import ray
 import torch
-from rich.console import Console
 
 from benchmarks.moving.session import bench_ray
 from benchmarks.real.model import real_workload
@@ -22,6 +21,7 @@ from benchmarks.support.actor_pool import ActorPool
 from benchmarks.support.grouped import SAMPLES_PER_PROMPT, alternating_rollouts, grouped_requests
 from benchmarks.support.result import write_result
 from benchmarks.support.workload import Workload, demo_workload
+from cluster.reporting.console import PipeConsole
 from cluster.weights.publish import PublishedWeights, publish
 from core.config import (
     AlgorithmConfig,
@@ -83,7 +83,7 @@ class Tally:
 def run(*, out: Path, mode: str, data: Path | None, real: bool = False) -> int:
     """Write OUT/onpolicy.json, with `real` OUT/onpolicy_real.json; returns 1 when anything differed."""
     torch.set_num_threads(1)
-    console, tally, suffix = Console(), Tally(), "real" if real else "demo"
+    console, tally, suffix = PipeConsole(), Tally(), "real" if real else "demo"
     if real:
         workload = real_workload(
             NUM_PROMPTS_REAL[mode], data=data, max_new_tokens=MAX_NEW_TOKENS_REAL, console=console
@@ -118,7 +118,7 @@ def run(*, out: Path, mode: str, data: Path | None, real: bool = False) -> int:
     return 0 if exact and tally.moves > 0 else 1
 
 
-def _compare(workload: Workload, dtype: str, tally: Tally, interval_s: float, console: Console) -> None:
+def _compare(workload: Workload, dtype: str, tally: Tally, interval_s: float, console: PipeConsole) -> None:
     """Both algorithms learn from one pool's samples, version 0 first and then each its own version 1."""
     pool = ActorPool(
         workload,

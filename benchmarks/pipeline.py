@@ -12,13 +12,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pyarrow.parquet as pq
-from rich.console import Console
 
 from benchmarks.rlhf import CONFIGS, Metrics, train
 from benchmarks.support.result import write_result
 from benchmarks.support.timing import Figures
 from cluster.proof.recorded_samples import places_in, rollout_files
 from cluster.proof.verify_run import verify_run
+from cluster.reporting.console import PipeConsole
 
 ONE_CORE_EACH = (
     "cluster.generation.num_actors=1",
@@ -65,7 +65,7 @@ CORRECTED = "algorithm.correction.kind=tis"
 
 def run(*, out: Path, mode: str, data: Path | None) -> int:
     """Write OUT/pipeline.json; returns 0, or 1 where a sample differs or is staler than its run allows."""
-    console, figures = Console(), Figures()
+    console, figures = PipeConsole(), Figures()
     out = out.absolute()
     out.mkdir(parents=True, exist_ok=True)
     provenance = {"mode": mode, "num_threads": 1}
@@ -80,7 +80,7 @@ def run(*, out: Path, mode: str, data: Path | None) -> int:
     return 1 if values["replay_mismatches"] or values["unequal_runs"] or stale else 0
 
 
-def _proofs(out: Path, mode: str, figures: Figures, console: Console) -> None:
+def _proofs(out: Path, mode: str, figures: Figures, console: PipeConsole) -> None:
     """Two runs of a seed at staleness 1 and 2, either way to load weights: equal, provable, never too stale."""
     differences = generated = switched = unequal = 0
     for staleness, load, schedule in PROVED:
@@ -119,7 +119,7 @@ def _proofs(out: Path, mode: str, figures: Figures, console: Console) -> None:
     }
 
 
-def _steps(out: Path, mode: str, figures: Figures, console: Console) -> None:
+def _steps(out: Path, mode: str, figures: Figures, console: PipeConsole) -> None:
     """Seconds of an iteration of the synchronous run over those of a run one version ahead, in turn."""
     ways: Mapping[str, Sequence[str]] = {
         "sync": (),
@@ -160,7 +160,7 @@ def _steps(out: Path, mode: str, figures: Figures, console: Console) -> None:
     console.print(f"seconds of an iteration: {taken}", markup=False)
 
 
-def _rewards(out: Path, mode: str, figures: Figures, console: Console) -> None:
+def _rewards(out: Path, mode: str, figures: Figures, console: PipeConsole) -> None:
     """The reward that runs end with, against the synchronous run of the same seed."""
     ways: Mapping[str, Sequence[str]] = {
         "staleness0": (),

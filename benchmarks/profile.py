@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from rich.console import Console
 
 from benchmarks.adaptive.pairs import pair_workload, profile_of, with_other_draft
 from benchmarks.support.result import write_result
+from cluster.reporting.console import PipeConsole
 from cluster.reporting.profile_picture import draw_profile
 from profiles.profile import save_profile
 
@@ -40,5 +40,5 @@ def run(*, out: Path, mode: str, data: Path | None) -> int:
                 f"{figure}_demo_weak": weak.quality[figure] for figure in FIGURES if "acceptance" in figure
             }
     write_result(out, "profile", figures, provenance={"mode": mode, "num_threads": 1})
-    Console().print(figures)
+    PipeConsole().print(figures)
     return 0

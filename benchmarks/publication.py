@@ -10,7 +10,6 @@ import tempfile
 from pathlib import Path
 
 import torch
-from rich.console import Console
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.real.model import NAME
@@ -21,6 +20,7 @@ from benchmarks.support.timing import Figures
 from benchmarks.support.workload import default_cache_dir, job
 from cluster.placement import machine
 from cluster.placement.ray_session import ray_session
+from cluster.reporting.console import PipeConsole
 from core.config import (
     ClusterConfig,
     Config,
@@ -40,7 +40,7 @@ PROCESSES = 8
 def run(*, out: Path, mode: str, data: Path | None) -> int:
     """Run the benchmark; always returns 0. `data` is not used."""
     torch.set_num_threads(1)
-    console, figures = Console(), Figures()
+    console, figures = PipeConsole(), Figures()
     try:
         with job(f"getting {NAME}") as tick:
             target = get_model(NAME, default_cache_dir(), progress=tick).path
@@ -88,7 +88,7 @@ def _starts(target: Path, figures: Figures) -> None:
     figures.values["start_s_real"] = second_s - bare_s
 
 
-def _linearity(rounds: int, figures: Figures, console: Console) -> None:
+def _linearity(rounds: int, figures: Figures, console: PipeConsole) -> None:
     for label, layers in RANDOM_LAYERS.items():
         config = LlamaConfig(
             vocab_size=16_384,

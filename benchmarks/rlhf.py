@@ -9,7 +9,6 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from rich.console import Console
 from transformers import AutoModelForSequenceClassification
 
 from benchmarks import chain
@@ -17,6 +16,7 @@ from benchmarks.oracles.trl_comparison import OURS, differences, frozen
 from benchmarks.support.command import run_command, setting_words
 from benchmarks.support.result import ROOT, write_result
 from benchmarks.support.workload import demo_workload
+from cluster.reporting.console import PipeConsole
 from cluster.reporting.summary import summarise
 from core.metrics import read_metrics
 
@@ -36,7 +36,7 @@ Metrics = Sequence[Mapping[str, float]]
 
 def run(*, out: Path, mode: str, data: Path | None) -> int:
     """Run the benchmark, and `bench chain` where OUT has no result of it; returns 0."""
-    console = Console()
+    console = PipeConsole()
     out = out.absolute()
     out.mkdir(parents=True, exist_ok=True)
     figures: dict[str, float] = {}

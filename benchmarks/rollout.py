@@ -16,7 +16,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-from rich.console import Console
 
 from benchmarks.adaptive.pairs import pair_workload, profile_of
 from benchmarks.moving.planning import plan_seconds
@@ -38,6 +37,7 @@ from benchmarks.support.actor_pool import ActorPool, RolloutOutcome
 from benchmarks.support.result import write_result
 from benchmarks.support.timing import Figures
 from benchmarks.support.workload import Workload
+from cluster.reporting.console import PipeConsole
 from core.config import EngineConfig, ReallocationConfig, SpeculationConfig
 from engine.cache.kv_pool import KVShape
 from engine.weights.loading import load_causal_lm
@@ -109,7 +109,7 @@ class Played:
 def run(*, out: Path, mode: str, data: Path | None, real: bool = False) -> int:
     """Run the benchmark, with `real` on the real model; returns 0."""
     torch.set_num_threads(1)
-    console, figures = Console(), Figures()
+    console, figures = PipeConsole(), Figures()
     if real:
         return run_rollout(out=out, mode=mode, data=data, console=console)
     rows: list[dict[str, Any]] = []
@@ -160,7 +160,7 @@ def _resident(
     figures: Figures,
     rows: list[dict[str, Any]],
     errors: list[float],
-    console: Console,
+    console: PipeConsole,
 ) -> None:
     ways = (STATIC, PULL, RECOMPUTE, PAPER, OURS)
     skew = _scene("skewed resident", "skewed", 0)
@@ -187,7 +187,7 @@ def _resident(
 
 
 def _over_plain_static(
-    scene: Scene, workload: Workload, figures: Figures, rows: list[dict[str, Any]], console: Console
+    scene: Scene, workload: Workload, figures: Figures, rows: list[dict[str, Any]], console: PipeConsole
 ) -> None:
     """Speculation and reallocation together, against neither."""
     pool = _pool(workload, SpeculationConfig(policy="off"), None)
@@ -237,7 +237,7 @@ def _play(
     rounds: int,
     rows: list[dict[str, Any]],
     errors: list[float],
-    console: Console,
+    console: PipeConsole,
 ) -> Played:
     """Play every way, in turn forwards and backwards; each beside the simulator's word on it.
 

@@ -16,14 +16,13 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from rich.console import Console
-
 from benchmarks.faulty.processes import serving_actors
 from benchmarks.support.command import setting_words, start_command
 from benchmarks.support.growth import JUDGED_FROM_MINUTES, Sample, grown, growth
 from benchmarks.support.process_tree import descendants
 from benchmarks.support.result import ROOT, write_result
 from cluster.placement.ray_session import TERMINATED
+from cluster.reporting.console import PipeConsole
 from cluster.run_folder.layout import of_run
 from core.errors import RlhfSpecError
 from core.metrics import read_metrics
@@ -39,7 +38,7 @@ _IDLE_PROCESS = "ray::IDLE"
 
 def run(*, out: Path, mode: str, data: Path | None) -> int:
     """Run the benchmark; returns 0, or 1 when something has grown or was left behind, in a line each."""
-    console = Console()
+    console = PipeConsole()
     out = out.absolute()
     out.mkdir(parents=True, exist_ok=True)
     settings = [

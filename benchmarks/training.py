@@ -14,7 +14,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from rich.console import Console
 from transformers import PreTrainedModel
 
 from benchmarks.real.model import real_workload
@@ -25,6 +24,7 @@ from benchmarks.support.workload import Workload, demo_workload, job
 from benchmarks.update import ALGORITHM, MAX_NEW_TOKENS_REAL, TRAINER, Batch, sample
 from cluster.placement.memory_plan import ModelShape, plan_memory
 from cluster.preflight.model_check import model_shape
+from cluster.reporting.console import PipeConsole
 from core.config import Config, TrainerConfig
 from core.records import Rollout
 from engine.weights.chunks import WeightPacker
@@ -44,7 +44,7 @@ LEARNING_RATE = 1e-6
 def run(*, out: Path, mode: str, data: Path | None, real: bool = False) -> int:
     """Write OUT/training.json, with `real` OUT/training_real.json; returns 0."""
     torch.set_num_threads(1)
-    console, figures = Console(), Figures()
+    console, figures = PipeConsole(), Figures()
     if real:
         workload = real_workload(
             MEMORY_PROMPTS, data=data, max_new_tokens=MAX_NEW_TOKENS_REAL, console=console

@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 
 from benchmarks.real.model import real_workload
 from benchmarks.support.grouped import alternating_rollouts, grouped_requests
 from benchmarks.support.result import write_result
 from benchmarks.support.timing import Figures, Rate, interleaved, ratios
 from benchmarks.support.workload import Workload, demo_workload
+from cluster.reporting.console import PipeConsole
 from core.config import (
     AlgorithmConfig,
     EngineConfig,
@@ -82,7 +82,7 @@ class Batch:
 def run(*, out: Path, mode: str, data: Path | None, real: bool = False) -> int:
     """Write OUT/update.json, with `real` OUT/update_real.json; returns 0."""
     torch.set_num_threads(1)
-    console, figures, size = Console(), Figures(), (NUM_SAMPLES_REAL if real else NUM_SAMPLES)[mode]
+    console, figures, size = PipeConsole(), Figures(), (NUM_SAMPLES_REAL if real else NUM_SAMPLES)[mode]
     rounds = (ROUNDS_REAL if real else ROUNDS)[mode]
     if real:
         workload = real_workload(size // 2, data=data, max_new_tokens=MAX_NEW_TOKENS_REAL, console=console)

@@ -6,12 +6,12 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from rich.console import Console
 
 from benchmarks.real.model import real_workload
 from benchmarks.selftest.run import device_tests, run_parts, write_report
 from benchmarks.selftest.subject import Subject
 from benchmarks.support.workload import demo_workload
+from cluster.reporting.console import PipeConsole
 from core.errors import ConfigError
 
 NUM_PROMPTS = 16
@@ -26,7 +26,7 @@ def selftest(*, out: Path, quick: bool, real: bool) -> int:
             "install a CUDA build of torch and check `nvidia-smi`"
         )
     out.mkdir(parents=True, exist_ok=True)
-    console, device = Console(), torch.device("cuda", torch.cuda.current_device())
+    console, device = PipeConsole(), torch.device("cuda", torch.cuda.current_device())
     workload = (
         real_workload(NUM_PROMPTS, data=None, max_new_tokens=128, console=console)
         if real

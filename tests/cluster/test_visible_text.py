@@ -240,7 +240,7 @@ def test_what_python_prints_of_an_unexpected_error_is_visible(capsys, monkeypatc
 def test_every_console_is_the_one_that_shows_text_as_it_stands():
     for path in (
         path
-        for folder in ("cluster", "learning", "actors", "engine")
+        for folder in ("cluster", "learning", "actors", "engine", "benchmarks")
         for path in (ROOT / folder).rglob("*.py")
     ):
         for node in ast.walk(ast.parse(path.read_text())):
