@@ -6,7 +6,11 @@ import os
 from collections.abc import MutableMapping
 
 LOOPBACK_NAMES = ("127.0.0.1", "localhost", "::1", "127.0.0.0/8")
-"As every HTTP client takes them: httpx, and so OpenAI's client, breaks at `[::1]`, which urllib alone would ask for."
+"""As HTTP clients take them.
+
+Not `[::1]`: httpx up to 0.28, and so OpenAI's client, raises InvalidURL at it in whatever form. urllib alone wants that
+form, so it asks `http://[::1]` through the proxy; `127.0.0.1` and `localhost` are asked directly by all.
+"""
 _VARIABLES = ("no_proxy", "NO_PROXY")
 
 

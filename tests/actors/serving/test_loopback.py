@@ -1,14 +1,17 @@
 """A server on the loopback is asked directly, by every client, whatever proxy the environment names."""
 
 import asyncio
+import errno
 import importlib.util
+import socket
 import threading
 import urllib.request
 from collections.abc import Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import requests
-from pytest import fixture, importorskip, mark, raises
+from pytest import fixture, importorskip, mark, raises, skip
 
 from actors.serving.loopback import spare_loopback
 from actors.serving.reward_client import ServedReward
@@ -16,6 +19,12 @@ from core.errors import RewardServerLost
 from core.settings.reward import RewardServerConfig, Scorer
 
 PROXIES = ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
+
+
+class IPv6Server(ThreadingHTTPServer):
+    """On `::1`."""
+
+    address_family = socket.AF_INET6
 
 
 class Answer(BaseHTTPRequestHandler):
@@ -36,14 +45,25 @@ class Answer(BaseHTTPRequestHandler):
 
 
 @fixture
-def port(monkeypatch) -> Iterator[int]:
-    """Of a server, in an environment whose proxy refuses everything."""
+def proxied(monkeypatch) -> None:
+    """An environment whose proxy refuses everything, and that spares the loopback."""
     for name in PROXIES:
         monkeypatch.setenv(name, "http://user:secret@127.0.0.1:9")
     monkeypatch.setenv("NO_PROXY", "example.org")
     monkeypatch.setenv("no_proxy", "")
     spare_loopback()
-    with ThreadingHTTPServer(("127.0.0.1", 0), Answer) as server:
+
+
+@fixture
+def port(proxied) -> Iterator[int]:
+    """Of a server on 127.0.0.1."""
+    with serving(ThreadingHTTPServer, "127.0.0.1") as port:
+        yield port
+
+
+@contextmanager
+def serving(kind: type[ThreadingHTTPServer], host: str) -> Iterator[int]:
+    with kind((host, 0), Answer) as server:
         threading.Thread(target=server.serve_forever).start()
         yield server.server_port
         server.shutdown()
@@ -76,6 +96,19 @@ CLIENTS = {
 def test_every_client_asks_the_loopback_directly(client, port):
     assert "rewards" in CLIENTS[client](f"http://127.0.0.1:{port}/")
     assert "rewards" in CLIENTS[client](f"http://localhost:{port}/")
+
+
+@mark.parametrize("client", sorted(set(CLIENTS) - {"urllib"}))
+def test_every_client_but_urllib_asks_the_ipv6_loopback_directly(client, proxied):
+    """No value serves all: urllib does not take `::1` for `[::1]`, and httpx up to 0.28 raises at `[::1]`."""
+    try:
+        with serving(IPv6Server, "::1") as port:
+            assert "rewards" in CLIENTS[client](f"http://[::1]:{port}/")
+            ServedReward(Scorer(kind="serve", url=f"http://[::1]:{port}"), RewardServerConfig(retries=0))
+    except OSError as error:
+        if error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+            skip("this machine has no ::1")
+        raise
 
 
 def test_a_reward_server_on_the_loopback_is_asked_directly_and_another_by_the_proxy_that_is_named(port):
