@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 MAX_QUOTED_CHARS = 80
+_LONGEST_POINTER = 1024
 
 
 _UNSEEN = (
@@ -64,6 +65,16 @@ def cut(text: str) -> str:
 def is_file(path: Path) -> bool:
     """True for an existing file; a name that the system refuses (too long, a NUL) is none."""
     return _stands(path, Path.is_file)
+
+
+def is_lfs_pointer(path: Path) -> bool:
+    """True for what Git LFS leaves in a large file's place where it was not fetched."""
+    try:
+        if not path.is_file() or path.stat().st_size > _LONGEST_POINTER:
+            return False
+        return path.read_bytes().startswith(b"version https://git-lfs.github.com/spec/")
+    except (OSError, ValueError):
+        return False
 
 
 def is_dir(path: Path) -> bool:

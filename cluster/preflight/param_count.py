@@ -7,6 +7,7 @@ from typing import Any
 from transformers import AutoModelForCausalLM
 from transformers.configuration_utils import PretrainedConfig
 
+from engine.weights.left_over import require_writer
 from engine.weights.loading import meta_model
 from engine.weights.quantized import require_plain_weights
 from engine.weights.weight_files import check_weight_files
@@ -22,11 +23,12 @@ def count_params(config: PretrainedConfig, auto_class: Any, name: str | None = N
 
     Raises:
         ModelError: there is no such model, its weight files are not whole or another model's, or a causal LM's are
-            quantized.
+            quantized or a classifier's.
     """
     model = meta_model(name or config.model_type, config, auto_class)
     if name is not None:
         if auto_class is AutoModelForCausalLM:
+            require_writer(name, config)
             require_plain_weights(name, config)
         check_weight_files(name, model)
     return sum(parameter.numel() for parameter in model.parameters())

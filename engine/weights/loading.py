@@ -16,8 +16,10 @@ from transformers.modeling_utils import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from core.errors import ModelError
+from core.outside import is_lfs_pointer
 from engine.weights.causal_lm import DTYPES
 from engine.weights.chunks import describe_not_finite, not_finite
+from engine.weights.left_over import require_taken, require_writer
 from engine.weights.quantized import loading_settings, require_plain_weights
 from engine.weights.renamed_configs import register_renamed
 from engine.weights.weight_files import ADAPTER_FILE, first_line, require_all_weights, unequal_ties
@@ -64,6 +66,7 @@ def load_model(auto_class: Any, name: str, **settings: Any) -> PreTrainedModel:
     """
     if auto_class == AutoModelForCausalLM:
         config = load_hf_config(name, trust_remote_code=settings.get("trust_remote_code", False))
+        require_writer(name, config)
         require_plain_weights(name, config)
         settings = {**settings, **loading_settings(config)}
     try:
@@ -73,6 +76,7 @@ def load_model(auto_class: Any, name: str, **settings: Any) -> PreTrainedModel:
     except Exception as error:  # as above
         raise ModelError(_cannot_load("model", name, error)) from error
     require_all_weights(name, info["missing_keys"], info["unexpected_keys"])
+    require_taken(name, model, info["unexpected_keys"])
     require_finite(name, model.named_parameters())
     _require_ties(name, model)
     return freeze(model)
@@ -189,6 +193,23 @@ def _cannot_load(what: str, name: str, error: Exception) -> str:
         return f"cannot load the {what}: {name} is a file; expected the folder saved by save_pretrained"
     if (path / ADAPTER_FILE).is_file() and not (path / "config.json").is_file():
         return f"cannot load the {what}: {name} is an adapter alone; {_whole_model(path)}"
+    pointers = [entry for entry in sorted(path.iterdir()) if is_lfs_pointer(entry)] if path.is_dir() else []
+    if pointers and what == "tokenizer":
+        return (
+            f"cannot load the {what} from the folder {name}: {pointers[0].name} is a pointer of Git LFS, not the file "
+            "itself; fetch it (`git lfs pull` in its repository)"
+        )
+    if "trust_remote_code" in str(error):
+        return (
+            f"cannot load the {what} of '{name}': it brings code of its own (auto_map), which is not run unasked; read "
+            "it, and set models.trust_remote_code to true if it may run here"
+        )
+    snapshots = sorted((path / "snapshots").glob("*/config.json"))
+    if snapshots and not (path / "config.json").is_file():
+        return (
+            f"cannot load the {what}: {name} is a folder of the hub's cache, expected a snapshot within it: name "
+            f"{snapshots[-1].parent}"
+        )
     if path.is_dir():
         held = ", ".join(sorted(entry.name for entry in path.iterdir())[:8]) or "nothing"
         among = "" if what == _CONFIG and (path / "config.json").is_file() else f", which holds {held}"

@@ -17,6 +17,8 @@ from safetensors import safe_open
 from torch import Tensor
 
 from core.errors import ModelError
+from core.outside import is_lfs_pointer
+from engine.weights.left_over import require_float_weights, require_taken
 
 _SINGLE = ("model.safetensors", "pytorch_model.bin")
 "In the order in which transformers looks for them, each before its index."
@@ -35,7 +37,8 @@ def check_weight_files(name: str, model: Any) -> None:
         model: the model of its config, best on the meta device; only its class and config are used.
 
     Raises:
-        ModelError: no weights, a file that is missing or cut, a weight that is missing or has another shape.
+        ModelError: no weights, a file that is missing or cut, a weight that is missing, has another shape or type, or
+            is of the model and has no place in it.
     """
     folder = local_folder(name)
     if folder is None:
@@ -45,10 +48,16 @@ def check_weight_files(name: str, model: Any) -> None:
             f"the model folder {folder} holds an adapter too ({ADAPTER_FILE}), and weights are published without one: "
             "merge it into the model (peft's merge_and_unload, then save_pretrained), or move its files out"
         )
-    found = {key: (file, shape) for file in weight_files(folder) for key, shape in shapes_in(file)}
+    files = weight_files(folder)
+    found = {key: (file, shape) for file in files for key, shape in shapes_in(file)}
     shapes = {key: shape for key, (_, shape) in found.items()}
     if getattr(model.config, "quantization_config", None) is None:  # packed weights have other shapes
         _require_fit(name, model, shapes)
+        own = model.state_dict()
+        types = {key: held for file in files for key, held in _types_in(file)}
+        require_float_weights(
+            name, {key: held for key, held in types.items() if key in own or key.endswith(".weight")}
+        )
         for tied in names_of_each_tensor(model):
             held = [key for key in tied if key in found]
             values = [_read(found[key][0], key) for key in held] if len(held) > 1 else []
@@ -77,14 +86,25 @@ def weight_files(folder: Path) -> list[Path]:
     """The files that transformers would load. Raises ModelError when there is none, or one is missing."""
     for single in _SINGLE:
         if (folder / single).is_file():
-            return [folder / single]
+            return [_whole(folder / single)]
         index = folder / f"{single}.index.json"
         if index.is_file():
-            return _shards(index)
+            return [_whole(shard) for shard in _shards(_whole(index))]
+        for link in (folder / single, index):
+            if link.is_symlink():
+                raise ModelError(f"{link} is a link to {link.readlink()}, which is not there; {_MEND}")
     raise ModelError(
         f"the model folder {folder} holds no weights: expected {_SINGLE[0]}, {_SINGLE[0]}.index.json or "
         f"{_SINGLE[1]}, got {', '.join(sorted(p.name for p in folder.iterdir())[:8]) or 'nothing'}; {_MEND}"
     )
+
+
+def _whole(file: Path) -> Path:
+    if is_lfs_pointer(file):
+        raise ModelError(
+            f"{file} is a pointer of Git LFS, not the file itself; fetch it (`git lfs pull` in its repository)"
+        )
+    return file
 
 
 def require_all_weights(name: str, missing: Collection[str], found: Collection[str] = ()) -> None:
@@ -198,6 +218,19 @@ def shapes_in(file: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
         ) from error
 
 
+def _types_in(file: Path) -> Iterator[tuple[str, str]]:
+    """Name and type of every tensor of a file that `shapes_in` has read."""
+    if file.suffix == ".safetensors":
+        with safe_open(file, framework="pt") as opened:
+            for key in opened.keys():  # noqa: SIM118, as above
+                yield key, opened.get_slice(key).get_dtype()
+    else:
+        whole = torch.load(
+            file, map_location="meta", weights_only=True, mmap=zipfile.is_zipfile(file) or None
+        )
+        yield from ((key, str(value.dtype)) for key, value in whole.items() if isinstance(value, Tensor))
+
+
 def _require_fit(name: str, model: Any, shapes: dict[str, tuple[int, ...]]) -> None:
     """Let transformers match names and shapes, on tensors that repeat one number and so take no memory."""
     one = torch.zeros(())
@@ -222,3 +255,4 @@ def _require_fit(name: str, model: Any, shapes: dict[str, tuple[int, ...]]) -> N
             f"and weights of one model, or {_MEND}"
         )
     require_all_weights(name, info["missing_keys"], shapes)
+    require_taken(name, model, info["unexpected_keys"])

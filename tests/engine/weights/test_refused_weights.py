@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from cluster.preflight.param_count import count_params
 from core.errors import ModelError
-from engine.weights.loading import load_causal_lm, load_hf_config
+from engine.weights.loading import load_causal_lm, load_hf_config, load_tokenizer
 from tests.conftest import TinyPair
 
 Weights = dict[str, Tensor]
@@ -130,3 +130,88 @@ def test_fp8_weights_become_the_plain_weights_that_they_stand_for(folder: Path) 
             torch.testing.assert_close(value, stored)
         else:
             assert torch.equal(value, before[name])
+
+
+def added(name: str, *shape: int) -> Callable[[Weights], Weights]:
+    return lambda weights: weights | {name: torch.ones(shape)}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.layers.0.self_attn.q_proj.bias",
+        "layers.0.self_attn.q_proj.bias",
+        "model.layers.0.self_attn.q_norm.weight",
+        "model.layers.7.input_layernorm.weight",
+        "model.norm.bias",
+        "lm_head.bias",
+    ],
+)
+def test_weights_of_the_model_that_its_config_has_no_place_for_are_refused(name: str, folder: Path) -> None:
+    change_weights(folder, added(name, 4))
+    assert f"has no place for, and would compute something else without: 1, first '{name}'" in refused_alike(
+        folder
+    )
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "v_head.summary.weight",
+        "model.mtp_layers.0.input_proj.weight",
+        "model.layers.2.eh_proj.weight",
+        "model.vision_tower.layers.0.norm.weight",
+        "model.layers.0.self_attn.rotary_emb.inv_freq",
+        "model.layers.0.self_attn.masked_bias",
+    ],
+)
+def test_what_stands_beside_a_model_is_left_where_it_is(name: str, folder: Path) -> None:
+    change_weights(folder, added(name, 4))
+    assert count_params(load_hf_config(str(folder)), AutoModelForCausalLM, str(folder)) > 0
+    load_causal_lm(str(folder), "float32")
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_weights_that_need_a_scale_are_refused_without_a_word_on_it(dtype: torch.dtype, folder: Path) -> None:
+    change_weights(folder, lambda weights: {name: value.to(dtype) for name, value in weights.items()})
+    name = str(folder)
+    said = words_of(lambda: count_params(load_hf_config(name), AutoModelForCausalLM, name))
+    assert "no quantization_config" in said and "save it dequantized" in said
+    change_weights(folder, lambda weights: {name: value.to(torch.float16) for name, value in weights.items()})
+    assert count_params(load_hf_config(name), AutoModelForCausalLM, name) > 0
+
+
+def test_a_classifier_is_no_model_that_writes(folder: Path) -> None:
+    change_config(folder, architectures=["LlamaForSequenceClassification"], tie_word_embeddings=True)
+    change_weights(
+        folder,
+        lambda weights: {k: v for k, v in weights.items() if k != HEAD} | {"score.weight": weights[HEAD][:1]},
+    )
+    assert "is a LlamaForSequenceClassification" in refused_alike(folder)
+
+
+def test_files_that_git_lfs_has_not_fetched_are_named(folder: Path) -> None:
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 12\n"
+    name = str(folder)
+    (folder / "tokenizer.json").write_text(pointer)
+    assert "tokenizer.json is a pointer of Git LFS" in words_of(lambda: load_tokenizer(name))
+    (folder / "model.safetensors").write_text(pointer)
+    said = words_of(lambda: count_params(load_hf_config(name), AutoModelForCausalLM, name))
+    assert "model.safetensors is a pointer of Git LFS" in said and "git lfs pull" in said
+
+
+def test_a_link_to_weights_that_are_gone_is_named(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors").symlink_to("../blobs/ab")
+    name = str(folder)
+    said = words_of(lambda: count_params(load_hf_config(name), AutoModelForCausalLM, name))
+    assert "is a link to ../blobs/ab, which is not there" in said
+
+
+def test_code_of_a_model_and_a_folder_of_the_hub_s_cache_are_told(folder: Path) -> None:
+    snapshot = folder / "snapshots" / "ab12"
+    shutil.copytree(folder, snapshot)
+    change_config(folder, model_type="its_own", auto_map={"AutoConfig": "its_own.Config"})
+    assert "set models.trust_remote_code to true" in words_of(lambda: load_hf_config(str(folder)))
+    (folder / "config.json").unlink()
+    assert f"name {snapshot}" in words_of(lambda: load_hf_config(str(folder)))
