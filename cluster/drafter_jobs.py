@@ -29,6 +29,9 @@ from learning.heads.make_head import HeadRecipe, MadeHead, make_head
 
 TREES = (4, 8, 16)
 "Nodes of the fixed trees whose mean acceptance length is told beside the chain's."
+FEW_POSITIONS = 200
+WORTH_LENGTH = 1.1
+"Tokens a decode step. A level of a head costs 6 to 9% of a plain step (`docs/benchmarks/drafters.md`)."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,6 +137,7 @@ def make_drafter(
         f"{made.train_s:.0f} s, {made.seconds:.0f} s in all"
     )
     print_acceptance([(f"held out, temperature {temperature:g}", made.acceptance)], report)
+    _say_worth("held out", made.acceptance, report)
     return made
 
 
@@ -180,6 +184,7 @@ def evaluate_drafter(
     named = [(f"temperature {t:g}", one) for t, one in zip(temperatures, found, strict=True)]
     print_acceptance(named, report)
     for name, acceptance in named:
+        _say_worth(name, acceptance, report)
         _print_positions(name, acceptance, report)
         if category_field is not None:
             print_acceptance(
@@ -213,6 +218,21 @@ def print_acceptance(
         table.add_row(f"the same, best fixed tree of {nodes}", *cells)
     table.add_row("positions", *(f"{one.num_anchors:,}" for _, one in named))
     report.console.print(table)
+
+
+def _say_worth(name: str, acceptance: Acceptance, report: Reporter) -> None:
+    """Say where the counts are too few, and where the drafts cannot pay for themselves."""
+    if acceptance.num_anchors < FEW_POSITIONS:
+        report.note(
+            f"{name}: {acceptance.num_anchors} positions are too few to judge a head by; give more prompts, a larger "
+            "--max-new-tokens, or more time"
+        )
+    length = acceptance.tree_length(TREES[-1])
+    if length < WORTH_LENGTH:
+        report.note(
+            f"{name}: {length:.2f} tokens a decode step at best, 1 without drafts: this head is worth nothing to a "
+            "run; make one that learns longer (--budget, --tokens) or drafts more ids (--draft-vocab)"
+        )
 
 
 def _print_positions(name: str, acceptance: Acceptance, report: Reporter) -> None:

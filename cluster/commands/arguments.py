@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from core.errors import ConfigError
-from core.outside import try_folder
+from core.outside import cut, try_folder
 
 if TYPE_CHECKING:
     from core.settings.supervised import SupervisedConfig
@@ -153,6 +153,17 @@ def budget_argument(text: str) -> float:
         value = math.nan
     if not 0 < value < math.inf:
         raise ConfigError(f"--budget expects seconds above 0, got {text}")
+    return value
+
+
+def seed_argument(text: str) -> int:
+    """A number of `--seed`. Raises ConfigError unless it is one that `run.seed` takes too."""
+    try:
+        value = int(text)
+    except ValueError:
+        value = -1
+    if not 0 <= value < 2**63:
+        raise ConfigError(f"--seed expects a number from 0 to 2**63 - 1, got {cut(text)}")
     return value
 
 

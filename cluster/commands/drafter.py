@@ -6,7 +6,7 @@ import argparse
 import math
 from typing import Any
 
-from cluster.commands.arguments import budget_argument, out_folder, path_argument
+from cluster.commands.arguments import budget_argument, out_folder, path_argument, seed_argument
 from core.errors import ConfigError
 
 _ABOUT = """\
@@ -213,7 +213,9 @@ def _action(actions: Any, name: str, summary: str, text: str, run: Any) -> argpa
         metavar="N",
         help="longest response (%(default)s)",
     )
-    parser.add_argument("--seed", type=int, default=0, help="of responses and training (%(default)s)")
+    parser.add_argument(
+        "--seed", type=seed_argument, default=0, help="of responses and training (%(default)s)"
+    )
     parser.set_defaults(run=run)
     return parser
 

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from cluster.commands.arguments import budget_argument, out_folder, path_argument
+from cluster.commands.arguments import budget_argument, out_folder, path_argument, seed_argument
 
 _ABOUT = """\
 Make a pair of models of your own, or get a real one.
@@ -69,7 +69,9 @@ def add_parser(commands: Any) -> None:
         metavar="SECONDS",
         help="about how long to train (%(default)g)",
     )
-    make.add_argument("--seed", type=int, default=0, help="seed of weights and batches (%(default)s)")
+    make.add_argument(
+        "--seed", type=seed_argument, default=0, help="seed of weights and batches (%(default)s)"
+    )
     make.set_defaults(run=make_pair)
     get = actions.add_parser(
         "get",

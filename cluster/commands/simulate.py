@@ -6,7 +6,7 @@ import argparse
 import json
 from typing import TYPE_CHECKING, Any
 
-from cluster.commands.arguments import path_argument
+from cluster.commands.arguments import path_argument, seed_argument
 from cluster.commands.simulating import simulate_cluster
 
 if TYPE_CHECKING:
@@ -41,7 +41,6 @@ RANGES = {
     "samples": (1, 10**7),
     "max_new_tokens": (1, 10**7),
     "prompt_tokens": (0, 10**7),
-    "seed": (0, 2**63),
     "max_instances": (1, 10**4),
     "start_up": (0.0, 1e6),
     "idle_timeout": (1e-3, 1e6),
@@ -97,7 +96,7 @@ def add_parser(commands: Any) -> None:
     add("--start-up", type=float, default=30.0, metavar="SECONDS", help="of an added instance (%(default)s)")
     add("--idle-timeout", type=float, default=120.0, metavar="SECONDS", help="until one leaves (%(default)s)")
     add("--rollouts-ahead", type=int, default=0, metavar="N", help="rollouts still to come (%(default)s)")
-    add("--seed", type=int, default=0, help="of drawn lengths and speeds (%(default)s)")
+    add("--seed", type=seed_argument, default=0, help="of drawn lengths and speeds (%(default)s)")
     add("--out", type=path_argument, metavar="FILE", help="gets the figures as JSON")
     parser.set_defaults(run=run)
     simulate_cluster.add_parser(parser.add_subparsers(metavar="cluster", required=False))

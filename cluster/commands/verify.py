@@ -6,7 +6,7 @@ import argparse
 import secrets
 from typing import TYPE_CHECKING, Any
 
-from cluster.commands.arguments import path_argument
+from cluster.commands.arguments import path_argument, seed_argument
 from core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -43,7 +43,9 @@ def add_parser(commands: Any) -> None:
         metavar="S",
         help="of the samples, above 0, at most 1; 0.02 by default",
     )
-    parser.add_argument("--seed", type=int, metavar="N", help="draws the samples; a new one by default")
+    parser.add_argument(
+        "--seed", type=seed_argument, metavar="N", help="draws the samples; a new one by default"
+    )
     parser.add_argument(
         "--engines",
         type=int,
@@ -67,8 +69,6 @@ def run(args: argparse.Namespace) -> int:
     if args.engines is not None and args.engines < 1:
         raise ConfigError(f"--engines expects at least 1, got {args.engines}")
     seed = secrets.randbelow(2**32) if args.seed is None else args.seed
-    if seed < 0:
-        raise ConfigError(f"--seed expects a number from 0, got {seed}")
     from cluster.reporting.console import Reporter
 
     report = Reporter()

@@ -42,6 +42,7 @@ def test_a_head_is_made_and_evaluated(
     assert main(["drafter", "make", *common, *more]) == 0
     said = capsys.readouterr().out
     assert "own responses" in said and "mean acceptance length" in said
+    assert "positions are too few to judge a head by" in said
     head = load_head(out, num_target_layers=2)
     assert head.config.draft_vocab_size == 16
     assert (
@@ -51,6 +52,15 @@ def test_a_head_is_made_and_evaluated(
     said = capsys.readouterr().out
     for part in ("temperature 1", "temperature 0.6", "by position", "by kind", "level 1"):
         assert part in said
+
+
+def test_a_head_that_drafts_nothing_of_use_is_called_so(
+    tmp_path: Path, tiny_pair: TinyPair, data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    common = ["--target", str(tiny_pair.target), "--data", str(data), "--max-new-tokens", "12"]
+    more = ["--out", str(tmp_path / "head"), "--tokens", "100", "--draft-vocab", "1"]
+    assert main(["drafter", "make", *common, *more]) == 0
+    assert "this head is worth nothing to a run" in capsys.readouterr().out
 
 
 def test_a_norm_for_an_early_exit_is_made_and_read_as_a_run_does(
@@ -88,6 +98,8 @@ def test_bad_input_is_refused_before_the_work(
         "--budget expects seconds above 0": ["make", *common, *new, "--budget", "0"],
         "--temperature expects": ["make", *common, *new, "--temperature", "-1"],
         "--tokens expects a whole number above 0": ["make", *common, *new, "--tokens", "0"],
+        "--seed expects a number from 0 to 2**63 - 1, got -1": ["make", *common, *new, "--seed", "-1"],
+        "--seed expects a number from 0 to 2**63 - 1, got x": ["eval", *common, "--seed", "x"],
         "does not exist": ["eval", *common, "--drafter", tmp_path / "none"],
         "cannot be read": ["eval", *common, "--drafter", full],
         "nosuch": ["make", "--target", tmp_path / "nosuch", "--data", data, *new],
