@@ -109,13 +109,14 @@ def test_ahead_the_update_costs_what_is_beside_it() -> None:
 
 
 def test_what_has_no_gradient_is_not_trained_and_old_log_probabilities_take_a_forward() -> None:
-    turns = made_run("algorithm.kind=grpo", "rollout.samples_per_prompt=2", lengths=LENGTHS, trained=0.5)
+    # the demo's bound on values is of no use without a critic
+    grpo = ("algorithm.kind=grpo", "algorithm.clip_value=0.2", "rollout.samples_per_prompt=2")
+    turns = made_run(*grpo, lengths=LENGTHS, trained=0.5)
     batch = turns.batches[0]
     assert (batch.tokens, batch.trained_tokens) == (76, 28)
     assert update_s(turns, batch, UPDATE) == pytest.approx(0.004 * 28)
     ahead = made_run(
-        "algorithm.kind=grpo",
-        "rollout.samples_per_prompt=2",
+        *grpo,
         "rollout.max_staleness=1",
         "algorithm.correction.kind=tis",
         lengths=LENGTHS,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from moved_clock import move_clock
 from cluster.cli import main
 from cluster.resuming.resumed_run import newest_run, open_run
 from cluster.run_folder.layout import RunDir
-from core.checkpoint_manifest import state_folders
+from core.checkpoint_manifest import MANIFEST, state_folders
 from core.config_io import load_config
 from core.errors import ConfigError
 from tests.conftest import TinyPair
@@ -56,6 +57,12 @@ def forget_time(run: Path) -> None:
     tree = yaml.safe_load((run / "config.yaml").read_text())
     del tree["run"]["template_time"]
     (run / "config.yaml").write_text(yaml.safe_dump(tree))
+    for state in state_folders(run / "checkpoints"):
+        # nor did its states keep the config
+        (state / "config.yaml").unlink()
+        told = json.loads((state / MANIFEST).read_text())
+        del told["files"]["config.yaml"]
+        (state / MANIFEST).write_text(json.dumps(told))
 
 
 def sampled(run: Path) -> list[list[dict[str, object]]]:
@@ -70,8 +77,8 @@ def test_a_run_goes_on_on_another_day_and_is_verified_there(
     cut = cut_off(finished, tmp_path)
     move_clock(monkeypatch, days=2, minutes=17)
     assert main(["train", "--resume", str(cut)]) == 0
-    assert [[row["token_ids"] for row in file] for file in sampled(cut)] == [
-        [row["token_ids"] for row in file] for file in sampled(finished)
+    assert [[row["response_token_ids"] for row in file] for file in sampled(cut)] == [
+        [row["response_token_ids"] for row in file] for file in sampled(finished)
     ]
     capsys.readouterr()
     assert main(["verify", str(cut), "--share", "1", "--engines", "1"]) == 0
