@@ -119,7 +119,7 @@ def attention_for(
         plan_attention_once()
     if engine.attention == "auto":
         return ATTENTION["sdpa"]
-    if numerics == "invariant" and engine.attention in ("sdpa", "xformers"):
+    if numerics == "invariant" and engine.attention in ("sdpa", "xformers", "split"):
         raise ConfigError(
             f"engine.attention {engine.attention} is not invariant: its row sums depend on neighbours; "
             "use ordered (or auto), or engine.numerics fast"
@@ -127,6 +127,15 @@ def attention_for(
     if engine.attention == "xformers":
         require_xformers(backend.device)
         return xformers_attention
+    if engine.attention == "split":
+        if not can_run_triton(backend.device):
+            raise ConfigError(
+                f"engine.attention split needs engine.device cuda, Triton and a C compiler, got {backend.device.type}; "
+                "use auto, ordered or sdpa"
+            )
+        from engine.cuda.attention_kernel import split_attention
+
+        return split_attention
     return ATTENTION[engine.attention]
 
 

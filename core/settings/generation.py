@@ -105,7 +105,7 @@ class EngineConfig(Section):
 
     numerics: Literal["auto", "invariant", "fast"] = "auto"
     "invariant: every bit is independent of batch and plan (CPU: one thread); fast: the distribution; auto: by device"
-    attention: Literal["auto", "ordered", "sdpa", "reference", "xformers"] = "auto"
+    attention: Literal["auto", "ordered", "sdpa", "reference", "xformers", "split"] = "auto"
     forward: Literal["auto", "stock"] = "auto"
     "auto: our own forward where there is one (Llama, Mistral, Qwen2, Qwen3); stock: the Hugging Face module"
     kernels: Literal["auto", "off"] = "auto"

@@ -4,10 +4,13 @@ import pytest
 import torch
 
 from core.config import EngineConfig
+from core.errors import ConfigError
+from engine import triton_here
+from engine.attention.backends import SHARE_BIAS
 from engine.cuda.cuda_backend import CudaBackend
-from engine.decoding import noise
 from engine.model import linears
-from engine.numerics import choose_backend, kernels_for
+from engine.model.compute_backend import ComputeBackend
+from engine.numerics import attention_for, choose_backend, kernels_for
 from tests.helpers.triton_scripts import NEEDS_TRITON
 
 CUDA = torch.device("cuda")
@@ -15,10 +18,10 @@ CUDA = torch.device("cuda")
 
 @NEEDS_TRITON
 def test_a_gpu_is_served_by_kernels_where_a_compiler_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(noise, "which", lambda name: "/usr/bin/" + name)
+    monkeypatch.setattr(triton_here, "which", lambda name: "/usr/bin/" + name)
     assert isinstance(choose_backend(CUDA), CudaBackend)
     assert choose_backend(CUDA, kernels=False).name == "torch"
-    monkeypatch.setattr(noise, "which", lambda name: None)
+    monkeypatch.setattr(triton_here, "which", lambda name: None)
     monkeypatch.delenv("CC", raising=False)
     assert choose_backend(CUDA).name == "torch"
 
@@ -35,3 +38,15 @@ def test_products_take_as_many_rows_as_there_are(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(linears, "with_rows", None)
     torch.testing.assert_close(linear(x), x @ weight.t())
     torch.testing.assert_close(linear.add_to(residual.clone(), x), residual + x @ weight.t())
+
+
+@NEEDS_TRITON
+def test_split_attention_is_taken_by_name_on_a_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_here, "which", lambda name: "/usr/bin/" + name)
+    engine = EngineConfig(attention="split")
+    attention = attention_for(engine, "fast", choose_backend(CUDA))
+    assert attention.__name__ == "split_attention" and attention in SHARE_BIAS  # type: ignore[union-attr]
+    with pytest.raises(ConfigError, match=r"split needs engine\.device cuda"):
+        attention_for(engine, "fast", ComputeBackend(torch.device("cpu")))
+    with pytest.raises(ConfigError, match="split is not invariant"):
+        attention_for(engine, "invariant", choose_backend(CUDA))
