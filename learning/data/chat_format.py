@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from typing import Any
@@ -16,6 +17,7 @@ from learning.data.whole_turns import Tools, Turn
 
 REASONING = ("reasoning_content", "reasoning", "thinking")
 "What messages call what the assistant thought before its content."
+_OTHER = "what-stands-for-another-text"
 
 
 def render_chat(
@@ -45,7 +47,8 @@ def render_chat(
     Raises:
         Exception: templates are programs, and raise what they like.
     """
-    with told_time(tokenizer, template or own_template(tokenizer, tools=tools), at):
+
+    def write(turns: Sequence[Turn]) -> str:
         return str(
             tokenizer.apply_chat_template(
                 [dict(turn) for turn in turns],
@@ -57,6 +60,9 @@ def render_chat(
             )
         )
 
+    with told_time(tokenizer, template or own_template(tokenizer, tools=tools), at):
+        return write(_as_template_reads(write, turns))
+
 
 def render_marked(
     tokenizer: PreTrainedTokenizerBase, turns: Sequence[Turn], *, tools: Tools = ()
@@ -65,7 +71,8 @@ def render_marked(
     # apply_chat_template itself loses a turn whose mark stands before a blank
     render: Any = render_jinja_template
     template = own_template(tokenizer, tools=tools)
-    with told_time(tokenizer, template):
+
+    def write(turns: Sequence[Turn]) -> tuple[str, list[tuple[int, int]]]:
         (whole,), (spans,) = render(
             conversations=[[dict(turn) for turn in turns]],
             tools=[dict(tool) for tool in tools] or None,
@@ -73,7 +80,34 @@ def render_marked(
             return_assistant_tokens_mask=True,
             **tokenizer.special_tokens_map,
         )
-    return whole, [(int(first), int(end)) for first, end in spans]
+        return whole, [(int(first), int(end)) for first, end in spans]
+
+    with told_time(tokenizer, template):
+        return write(_as_template_reads(lambda turns: write(turns)[0], turns))
+
+
+def _as_template_reads(write: Callable[[Sequence[Turn]], str], turns: Sequence[Turn]) -> Sequence[Turn]:
+    """The turns with arguments of calls in the form that a template takes: an object, or JSON text as OpenAI's API has.
+
+    `write` renders turns. A template that joins text to them raises for an object, or writes it as Python would.
+    """
+    objects = [_call_arguments(call) for turn in turns for call in turn.get("tool_calls") or ()]
+    objects = [one for one in objects if isinstance(one, dict) and one]
+    if not objects:
+        return turns
+    texts = [_with_text_arguments(turn) for turn in turns]
+    try:
+        text = write(turns)
+    except Exception:  # templates are programs: they raise what they like
+        try:
+            write(texts)
+        except Exception:
+            return turns  # whoever renders them hears why
+        return texts
+    if all(str(one) not in text for one in objects):
+        return turns
+    with_texts = write(texts)
+    return texts if any(text.count(str(one)) > with_texts.count(str(one)) for one in objects) else turns
 
 
 def own_template(tokenizer: PreTrainedTokenizerBase, *, tools: Tools = ()) -> str | None:
@@ -98,25 +132,48 @@ def no_template(tokenizer: PreTrainedTokenizerBase) -> str:
     return "the tokenizer has no chat template"
 
 
+def _require_content(
+    render: Callable[[Sequence[Turn]], str], turns: Sequence[Turn], text: str, *, origin: str, key: str
+) -> None:
+    """Raise DataError where a template leaves out what somebody says; arguments as below."""
+    for index, turn in enumerate(turns):
+        content = turn.get("content")
+        if not isinstance(content, str) or content.strip() in text:
+            continue
+        try:
+            is_read = render([*turns[:index], {**turn, "content": _OTHER}, *turns[index + 1 :]]) != text
+        except Exception:  # what is missed is read
+            continue
+        if not is_read:
+            raise DataError(
+                f"{origin}: the chat template does not write what the {turn['role']} says (message {index}): expected "
+                "its content in the text, got the same text whatever it is (a template may take lists of parts alone, "
+                f"or know no such role); name another by {key}, or take the turn out"
+            )
+
+
 def require_written(
     render: Callable[[Sequence[Turn], Tools], str],
     turns: Sequence[Turn],
     tools: Tools,
     *,
+    text: str,
     origin: str,
     key: str,
     learned: bool = False,
 ) -> None:
-    """Raise DataError where a template leaves out tools, a call of them or, of what is learned, all reasoning.
+    """Raise DataError where a template leaves out what is said, tools, a call or, of what is learned, all reasoning.
 
     Args:
         render: writes turns and tools by the template.
         turns: whole.
         tools: that may be called.
+        text: what the template makes of them.
         origin: names the row.
         key: the setting that names a template.
         learned: what the assistant says is learned, so its reasoning is to be written too.
     """
+    _require_content(lambda turns: render(turns, tools), turns, text, origin=origin, key=key)
     asked: list[tuple[str, Sequence[Turn], Tools]] = []
     for index, turn in enumerate(turns):
         if turn.get("tool_calls"):
@@ -128,17 +185,36 @@ def require_written(
         asked.append(("the assistant's reasoning", [_without(turn, *REASONING) for turn in turns], tools))
     if not asked:
         return
-    length = len(render(turns, tools))
     for what, fewer, named in asked:
         try:
             shorter = render(fewer, named)
         except Exception:  # what is missed is read
             continue
-        if len(shorter) >= length:
+        if len(shorter) >= len(text):
             raise DataError(
                 f"{origin}: the chat template does not write {what}: expected a longer text than without, got one of "
                 f"the same length; name a template that writes it by {key}, or take it out of the row"
             )
+
+
+def _call_arguments(call: Mapping[str, Any]) -> Any:
+    """What a tool is called with; OpenAI has it within `function`."""
+    inner = call.get("function")
+    return (inner if isinstance(inner, dict) else call).get("arguments")
+
+
+def _with_text_arguments(turn: Turn) -> Turn:
+    calls = turn.get("tool_calls")
+    return {**turn, "tool_calls": [_text_call(call) for call in calls]} if calls else turn
+
+
+def _text_call(call: Mapping[str, Any]) -> dict[str, Any]:
+    if isinstance(call.get("function"), dict):
+        return {**call, "function": _text_call(call["function"])}
+    given = call.get("arguments")
+    return (
+        {**call, "arguments": json.dumps(given, ensure_ascii=False)} if isinstance(given, dict) else {**call}
+    )
 
 
 def _without(turn: Turn, *names: str) -> dict[str, Any]:

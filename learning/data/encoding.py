@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -104,6 +106,7 @@ class PromptEncoder:
                 f"{asked} but {no_template(self._tokenizer)}; name one by data.chat_template, set data.chat to "
                 "false for plain text, or models.tokenizer to one that has a template"
             )
+        _require_variables(template, self._data.chat_template_kwargs)
 
         def render(turns: Sequence[Turn], tools: Tools) -> str:
             assert self._tokenizer is not None
@@ -120,7 +123,7 @@ class PromptEncoder:
                 f"{row.origin}: the chat template refuses its turns ({cut(', '.join(role for role, _ in messages))}): "
                 f"{type(error).__name__}: {said}; {self._advice(row, messages)}"
             ) from error
-        require_written(render, turns, row.tools, origin=row.origin, key="data.chat_template")
+        require_written(render, turns, row.tools, text=text, origin=row.origin, key="data.chat_template")
         prefill = self._prefill(self._tokenizer, template)
         return Rendered(text, messages, turns=turns, prefill=prefill if text.endswith(prefill) else "")
 
@@ -201,9 +204,35 @@ def read_template(given: str | None, tokenizer: PreTrainedTokenizerBase | None =
             f"templates, and there is no file {cut(given)}{_names_of(tokenizer)}"
         )
     try:
-        return path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"cannot read data.chat_template {path}: {error}; save it as UTF-8") from error
+    return text if path.suffix.lower() != ".json" else _template_in(text, path)
+
+
+def _template_in(text: str, path: Path) -> str:
+    """The template in a processor's chat_template.json, or in a tokenizer_config.json."""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = None
+    template = found.get("chat_template") if isinstance(found, dict) else None
+    if not isinstance(template, str):
+        raise DataError(
+            f"cannot read data.chat_template {path}: expected a Jinja file, or JSON whose chat_template is one "
+            "template's text; write the template into a file of its own"
+        )
+    return template
+
+
+def _require_variables(template: str, variables: Mapping[str, Any]) -> None:
+    """Raise DataError for one of data.chat_template_kwargs that a template never names: it would change nothing."""
+    for name in variables:
+        if re.search(rf"\b{re.escape(name)}\b", template) is None:
+            raise DataError(
+                f"data.chat_template_kwargs: expected variables that the chat template reads, got '{cut(name)}', which "
+                "it never names, so it would change nothing; mend the name, or take it out"
+            )
 
 
 def _names_of(tokenizer: PreTrainedTokenizerBase | None) -> str:

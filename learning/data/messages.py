@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -35,6 +36,11 @@ def looks_like_messages(value: Any) -> bool:
     """True for a list whose first item is a mapping, in whatever form `turn_list` reads."""
     value = turn_list(value)
     return isinstance(value, list | tuple) and bool(value) and isinstance(value[0], dict)
+
+
+def is_blank(text: str) -> bool:
+    """True for a text of which nothing is seen: no character but white space and what has no width."""
+    return all(char.isspace() or unicodedata.category(char) in ("Cf", "Cc") for char in text)
 
 
 def require_whole_text(text: str, what: str) -> str:
@@ -70,7 +76,7 @@ def parse_conversation(value: Any, what: str, *, padded: bool = False) -> Conver
             f"{what} has nothing to answer: expected a last turn of a user (or a tool), got {last} "
             "before the assistant's; mend the row, or leave it out by data.filter"
         )
-    if turns[-1]["role"] == "user" and not turns[-1]["content"].strip():
+    if turns[-1]["role"] == "user" and is_blank(turns[-1]["content"]):
         raise DataError(
             f"{what}: the last turn is empty; expected text to answer, or leave it out by data.filter"
         )

@@ -15,6 +15,7 @@ from core.outside import cut
 from learning.data.left_out import LeftOut, RowFilter
 from learning.data.messages import (
     Messages,
+    is_blank,
     looks_like_messages,
     pairs_of,
     parse_conversation,
@@ -170,6 +171,11 @@ class RowReader:
                 raise DataError(
                     f"{origin}: field '{plan.prompt}' is a conversation as JSON text, expected plain text of "
                     "data.prompt_field; name the field by data.messages_field, which reads it"
+                )
+            if is_blank(prompt) and (data.chat or data.prompt_template != "{prompt}"):
+                raise DataError(
+                    f"{origin}: field '{plan.prompt}' is empty; expected text to answer, or leave the row out by "
+                    "data.filter"
                 )
         if data.reference_field is None:
             reference = ""

@@ -63,7 +63,8 @@ def turn_of(item: Mapping[str, Any], what: str, *, padded: bool) -> dict[str, An
 def tools_of(value: Any, what: str, *, padded: bool) -> tuple[dict[str, Any], ...]:
     """The tools that a row names: a list of objects, or JSON text of one. Raises DataError for anything else."""
     if isinstance(value, str):
-        value = None if value.strip() in ("", "null") else _json_of(value) or value
+        parsed = _json_of(value)
+        value = None if value.strip() in ("", "null") else value if parsed is None else parsed
     if value is None:
         return ()
     given = value if _is_list(value) else [value]

@@ -59,14 +59,17 @@ def require_template(tokenizer: PreTrainedTokenizerBase, tools: Tools = ()) -> N
 def require_all_written(
     tokenizer: PreTrainedTokenizerBase, turns: Sequence[Turn], tools: Tools, *, origin: str
 ) -> None:
-    """Raise DataError where tools, a call of them or all reasoning is in no token of what is learned."""
+    """Raise DataError where what is said, tools, a call or all reasoning is in no token of what is learned."""
 
     def render(turns: Sequence[Turn], named: Tools) -> str:
         template = own_template(tokenizer, tools=tools)
         return render_chat(tokenizer, turns, ask=False, tools=named, template=template)
 
     try:
-        require_written(render, turns, tools, origin=origin, key="model.chat_template", learned=True)
+        text = render(turns, tools)
+        require_written(
+            render, turns, tools, text=text, origin=origin, key="model.chat_template", learned=True
+        )
     except DataError:
         raise
     except Exception as error:  # templates are programs: they raise what they like

@@ -13,16 +13,22 @@ from core.errors import RewardError
 from core.records import Prompt, Reward
 
 FORMAT_SHARE = 0.2
-_ANSWER = re.compile(r"####[ \t]*(?P<number>[-+]?[ \t]*\$?[ \t]*[-+]?(?:\d[\d,]*(?:\.\d+)?|\.\d+))")
+_ANSWER = re.compile(r"####[ \t]*(?P<number>(?:[-+][ \t]*)?(?:\$[ \t]*)?[-+]?(?:\d[\d,]*(?:\.\d+)?|\.\d+))")
+_GOES_ON = re.compile(
+    r"[eE][-+]?\d|:\d|[ \t]*[/\u2044^*\u00d7][ \t]*[-\d(\\{]|[ \t]*\\(?:[dt]?frac|sqrt|pi|times|cdot|div)|"
+    r"[ \t]+(?:\d{3}\b|\d+[/\u2044]\d)"
+)
+"What makes it another number: 3e5, 10:30, 1/2, 2^10, 2\\sqrt{3}, 1 000, 2 1/2."
 
 
 def final_number(text: str) -> Decimal | None:
     """Return the number behind the last `####`, or None when there is none.
 
-    Commas, a dollar sign, a sign on either side of it and a trailing full stop are understood.
+    Commas, a dollar sign, a sign on either side of it and a trailing full stop are understood; fractions, powers and
+    other terms are not, and no number.
     """
     matches = list(_ANSWER.finditer(text))
-    if not matches:
+    if not matches or _GOES_ON.match(text, matches[-1].end()):
         return None
     plain = re.sub(r"[,$+ \t]", "", matches[-1]["number"])
     try:
@@ -37,7 +43,7 @@ def reference_number(prompt: Prompt) -> Decimal:
     number = final_number(reference)
     if number is None:
         raise RewardError(
-            f"prompt {prompt.prompt_id}: the reference must be a number or end with '#### number', "
+            f"prompt {prompt.prompt_id}: the reference must be a plain number or end with '#### number', "
             f"got '{prompt.reference[-60:]}'; mend data.reference_field"
         )
     return number

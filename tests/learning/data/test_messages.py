@@ -200,3 +200,35 @@ def test_text_of_a_conversation_is_the_users_words_where_he_speaks_alone():
     assert readable((("user", "a"), ("tool", "b"))) == "user: a\n\ntool: b"
     messages, answer = parse_messages(turns(("user", "u"), ("assistant", "a"), ("assistant", "b")), "x")
     assert (messages, answer) == ((("user", "u"),), "a")
+
+
+def test_a_variable_that_the_template_never_reads_is_refused(tmp_path, tokenizer):
+    (tmp_path / "d.jsonl").write_text('{"question": "2+2?", "answer": "4"}\n')
+    data = DataConfig(
+        path=str(tmp_path / "d.jsonl"), chat=True, chat_template_kwargs={"enable_thinkin": False}
+    )
+    with raises(DataError, match="got 'enable_thinkin', which it never names"):
+        load_prompts(data, tokenizer, seed=0)
+
+
+def test_a_template_in_json_is_the_template_within(tmp_path, tokenizer):
+    (tmp_path / "d.jsonl").write_text('{"question": "2+2?", "answer": "4"}\n')
+    path = tmp_path / "chat_template.json"
+    data = DataConfig(path=str(tmp_path / "d.jsonl"), chat=True, chat_template=str(path))
+    path.write_text(json.dumps({"chat_template": tokenizer.chat_template}))
+    own = load_prompts(DataConfig(path=data.path, chat=True), tokenizer, seed=0)
+    assert load_prompts(data, tokenizer, seed=0).fingerprint == own.fingerprint
+    path.write_text(json.dumps({"chat_template": {"default": "{{ messages }}"}}))
+    with raises(DataError, match="JSON whose chat_template is one template's text"):
+        load_prompts(data, tokenizer, seed=0)
+
+
+@mark.parametrize("question", ["", " \n", "\u200b\ufeff", "\t\u00a0\x00"])
+def test_a_question_of_which_nothing_is_seen_is_refused_whatever_stands_around_it(
+    tmp_path, tokenizer, question
+):
+    (tmp_path / "d.jsonl").write_text(json.dumps({"question": question, "answer": "4"}) + "\n")
+    path = str(tmp_path / "d.jsonl")
+    for data in (DataConfig(path=path, chat=True), DataConfig(path=path, prompt_template="Q: {prompt}")):
+        with raises(DataError, match="field 'question' is empty"):
+            load_prompts(data, tokenizer, seed=0)

@@ -245,3 +245,60 @@ def test_supervised_rows_name_templates_without_a_default():
     tokenizer.chat_template = {"rag": tokenizer.chat_template}
     with raises(ModelError, match=r"none of the tokenizer's chat templates \(rag\) is the default"):
         learned_of(tokenizer, {"messages": [ASKED, {"role": "assistant", "content": "me"}]})
+
+
+JOINING = TEMPLATE.replace(
+    "c.function.name }} {{ c.function.arguments | tojson", "c.function.name + ' ' + c.function.arguments"
+)
+PRINTING = TEMPLATE.replace("c.function.arguments | tojson", "c.function.arguments")
+
+
+@mark.parametrize("template", [JOINING, PRINTING], ids=["joins text to them", "prints them"])
+@mark.parametrize("arguments", [{"port": "Ely"}, '{"port": "Ely"}'], ids=["object", "JSON text"])
+def test_a_template_for_arguments_as_text_gets_text_and_never_pythons_form(
+    tmp_path, tokenizer, template, arguments
+):
+    call = {**CALL, "function": {"name": "tide", "arguments": arguments}}
+    row = {"messages": [ASKED, {**CALLING, "tool_calls": [call]}, TOLD], "tools": TOOLS}
+    assert seen(load(tmp_path, tokenizer, row, chat_template=template), tokenizer) == [WHOLE]
+
+
+@mark.parametrize("tools", ["[]", "null", "", [], None])
+def test_no_tools_may_be_said_in_any_way(tmp_path, tokenizer, tools):
+    row = {"messages": [ASKED], "tools": tools}
+    assert seen(load(tmp_path, tokenizer, row), tokenizer) == ["<user>High?/<assistant>"]
+
+
+PARTS_ALONE = (
+    "{% for m in messages %}<{{ m.role }}>{% for c in m.content %}{{ c.text }}{% endfor %}/{% endfor %}"
+)
+NO_SYSTEM = FORGETFUL.replace("{% for m in messages %}", "{% for m in messages if m.role != 'system' %}")
+NO_TOOL = FORGETFUL.replace("{% for m in messages %}", "{% for m in messages if m.role != 'tool' %}")
+TRIMMING = FORGETFUL.replace("{{ m.content }}", "{{ m.content | trim | upper }}")
+
+
+@mark.parametrize(
+    ("template", "turns", "role"),
+    [
+        (PARTS_ALONE, [ASKED], "user"),
+        (NO_SYSTEM, [{"role": "system", "content": "be brief"}, ASKED], "system"),
+        (NO_TOOL, [ASKED, {"role": "assistant", "content": "wait"}, TOLD], "tool"),
+    ],
+)
+def test_a_template_that_leaves_out_what_somebody_says_is_refused(tmp_path, tokenizer, template, turns, role):
+    with raises(DataError, match=f"the chat template does not write what the {role} says"):
+        load(tmp_path, tokenizer, {"messages": turns}, chat_template=template)
+
+
+def test_a_system_prompt_that_the_template_leaves_out_is_refused(tmp_path, tokenizer):
+    with raises(DataError, match="does not write what the system says"):
+        load(tmp_path, tokenizer, {"messages": [ASKED]}, chat_template=NO_SYSTEM, system_prompt="be brief")
+
+
+def test_a_template_may_write_what_is_said_in_another_form(tmp_path, tokenizer):
+    dataset = load(
+        tmp_path, tokenizer, {"messages": [{"role": "user", "content": " High? "}]}, chat_template=TRIMMING
+    )
+    assert dataset.prompts[0].token_ids.tolist() == tokenizer.encode(
+        "<user>HIGH?/<assistant>", add_special_tokens=False
+    )

@@ -31,6 +31,11 @@ def prompt(reference: str = "", prompt_id: int = 0) -> Prompt:
         ("####18", "18"),
         ("#### 1\nno: #### 2", "2"),
         ("#### 10 apples", "10"),
+        ("#### $5/hour", "5"),
+        ("#### **no** #### 5: so", "5"),
+        ("#### 5\\%", "5"),
+        ("#### 5 \\text{ m}", "5"),
+        ("#### 18, 20", "18"),
     ],
 )
 def test_the_number_behind_the_last_marks(text, number):
@@ -40,6 +45,28 @@ def test_the_number_behind_the_last_marks(text, number):
 @mark.parametrize("text", ["72", "### 72", "#### seventy", "####\n72", ""])
 def test_no_number_in_the_form(text):
     assert final_number(text) is None
+
+
+TERMS = [
+    "1/2",
+    "1 / 2",
+    "-1,000/3",
+    "2^10",
+    "10:30",
+    "3.5e2",
+    "2\\frac{1}{2}",
+    "3 \\sqrt{2}",
+    "2*3",
+    "1 000",
+    "2 1/2",
+]
+
+
+@mark.parametrize("term", TERMS)
+def test_the_beginning_of_another_number_is_no_number(term):
+    assert final_number(f"#### {term}") is None
+    with raises(RewardError, match="must be a plain number"):
+        Gsm8kReward().score([prompt(term)], ["#### 1"])
 
 
 def test_gsm8k_pays_for_form_and_for_the_number():
