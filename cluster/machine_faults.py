@@ -50,11 +50,25 @@ def explain_os_error(error: OSError) -> MachineFault | None:
         return MachineFault(
             text="nobody reads the output any more (closed pipe); stopped", exit_code=_CLOSED_PIPE
         )
+    if error.errno == errno.ENOENT and error.filename is None and not _stands_here():
+        return MachineFault(
+            text="the folder that this command was called in is gone (deleted, or moved away); expected one that is "
+            "there: go into it again (cd)",
+            exit_code=2,
+        )
     if error.errno not in _ADVICE:
         return None
     names = [str(name) for name in (error.filename, error.filename2) if name is not None]
     what = f"{error.strerror}: {' -> '.join(names)}" if names else str(error.strerror)
     return MachineFault(text=f"{what} (in {_raised_at(error)}); {_ADVICE[error.errno]}")
+
+
+def _stands_here() -> bool:
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def _raised_at(error: OSError) -> str:

@@ -17,7 +17,8 @@ _TEXT = """\
 Validate a config with its models, tokenizers and data, and print the memory, disk and placement plan.
 
 Nothing is started. What `train` refuses for its config, its files or this machine is refused here, in the same words
-(exit code 2). Where the run would join a cluster, its places are reserved there for a moment and given back.
+(exit code 2); the weights are read for it once. Where the run would join a cluster, its places are reserved there for
+a moment and given back.
 
 With --manifest FILE the plan is compared with a RayJob or RayCluster for Kubernetes instead of this machine: groups too
 small for their actors, missing GPUs, memory below the plan are named. Data and weights are not read then.
@@ -60,7 +61,10 @@ def run(args: argparse.Namespace) -> int:
     try:
         prepared = prepare_run(args, report, dry_run=True)
         from cluster.preflight.run_check import require_place_in_cluster
+        from cluster.preflight.weight_values import require_finite_weights
 
+        report.stage("reading the weights")
+        require_finite_weights(prepared.config)
         require_place_in_cluster(prepared.config)
     finally:
         report.stop()

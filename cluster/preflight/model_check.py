@@ -14,10 +14,12 @@ from cluster.placement.memory_plan import ModelShape
 from cluster.preflight.draft_head import check_head, check_mtp, describe_training
 from cluster.preflight.inputs import read_tokenizer
 from cluster.preflight.param_count import count_params
+from cluster.preflight.template_files import TEMPLATE_FILE, other_templates
 from cluster.weights.first_weights import exit_norm
 from core.checkpoint_manifest import has_manifest, verify_checkpoint
 from core.config import Config
 from core.errors import ModelError
+from core.outside import quote
 from engine.cache.kv_pool import KVShape
 from engine.calibration.cost_sweep import MAX_PROFILED_NODES
 from engine.draft_policies import most_nodes
@@ -33,7 +35,11 @@ from engine.weights.loading import (
     num_token_ids,
 )
 from engine.weights.shared_ids import foreign_ids
+from engine.weights.weight_files import indexed_too
 from learning.adapter import count_adapter_params
+
+_ROWS_A_PADDING, _LARGEST_PADDING = 16, 1024
+"Rows beyond the tokenizer: more than a part of all and more than is ever padded is another tokenizer."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +76,7 @@ def check_models(config: Config) -> CheckedModels:
         target = replace(target, num_adapter_params=count_adapter_params(module, config.trainer.lora))
     _check_vocabulary("target", config.models.target, target, tokenizer)
     lines = [_describe_model("target", config.models.target, target)]
+    lines += _doubts(config, target, tokenizer)
     draft = draft_config = None
     if speculation.drafter == "head" and config.models.draft is not None:
         draft, line = check_head(config.models.draft, target_config)
@@ -158,10 +165,33 @@ def _verify_own_checkpoints(config: Config) -> None:
 def _check_vocabulary(role: str, name: str, shape: ModelShape, tokenizer: PreTrainedTokenizerBase) -> None:
     needed = num_token_ids(tokenizer)
     if shape.vocab_size < needed:
+        over = tokenizer.convert_ids_to_tokens(list(range(shape.vocab_size, needed)))
+        named = ", ".join(quote(token) for token in over[:3])
         raise ModelError(
-            f"the {role} model {name} has {shape.vocab_size} token ids, the tokenizer {needed}: every token needs "
-            "a row of the model; take a model that was trained with this tokenizer, or set models.tokenizer"
+            f"the {role} model {name} has {shape.vocab_size} token ids, the tokenizer {needed} (beyond: {named}): "
+            "every token needs a row of the model; take a model trained with this tokenizer, or set models.tokenizer"
         )
+
+
+def _doubts(config: Config, target: ModelShape, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Lines on files that are read without fault and may not be those that were meant."""
+    lines, known = [], num_token_ids(tokenizer)
+    if target.vocab_size - known > max(target.vocab_size // _ROWS_A_PADDING, _LARGEST_PADDING):
+        lines.append(
+            f"the tokenizer has {known} of the target's {target.vocab_size} token ids, fewer than rows are padded by: "
+            "is it this model's?"
+        )
+    folder = Path(config.models.tokenizer or config.models.target).expanduser()
+    others = other_templates(folder) if config.data.chat_template is None else []
+    if others:
+        lines.append(
+            f"chat templates differ: {TEMPLATE_FILE} is used, and what {' and '.join(others)} holds is not"
+        )
+    if folder.is_dir():
+        lines += [
+            f"{one} is read, {one}.index.json beside it and its shards are not" for one in indexed_too(folder)
+        ]
+    return lines
 
 
 def _describe_model(role: str, name: str, shape: ModelShape) -> str:

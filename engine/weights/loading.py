@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +98,11 @@ def _require_ties(name: str, model: PreTrainedModel) -> None:
 
 def require_finite(name: str, tensors: Iterable[tuple[str, Tensor]]) -> None:
     """Raise ModelError when a weight of a model is NaN or infinite, naming the tensor."""
-    odd = not_finite(tensors)
+    refuse_not_finite(name, not_finite(tensors))
+
+
+def refuse_not_finite(name: str, odd: Sequence[str]) -> None:
+    """Raise the ModelError above where any tensor is named."""
     if odd:
         raise ModelError(
             f"the weights of the model '{name}' cannot be used: {describe_not_finite(odd)}; take a checkpoint "

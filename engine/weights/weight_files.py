@@ -99,6 +99,12 @@ def weight_files(folder: Path) -> list[Path]:
     )
 
 
+def indexed_too(folder: Path) -> list[str]:
+    """Weight files of a folder that are read whole while an index beside them names others, which are not."""
+    read = next((one for one in _SINGLE if (folder / one).is_file()), None)
+    return [read] if read is not None and (folder / f"{read}.index.json").is_file() else []
+
+
 def _whole(file: Path) -> Path:
     if is_lfs_pointer(file):
         raise ModelError(

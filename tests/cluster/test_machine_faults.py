@@ -41,6 +41,18 @@ def test_errors_that_may_be_bugs_are_not_explained(error: OSError) -> None:
     assert explain_os_error(raised(error)) is None
 
 
+def test_a_folder_that_is_gone_from_under_a_command_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gone, config = tmp_path / "gone", tmp_path / "run.yaml"
+    config.write_text("models: {target: demo, draft: demo}\ndata: {task: chain}\n")
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert main(["check", "--config", str(config)]) == 2
+    assert "the folder that this command was called in is gone" in capsys.readouterr().err
+
+
 def test_a_pipe_that_is_not_our_output_keeps_its_traceback() -> None:
     assert explain_os_error(raised(BrokenPipeError(errno.EPIPE, "of some library"))) is None
 
