@@ -199,6 +199,9 @@ class RunDir:
         # a name that the system refuses is no run folder either
         with suppress(OSError, RuntimeError, ValueError):
             path = path.expanduser().resolve()
+        around = next((above.parent for above in (path, *path.parents) if above.name == "checkpoints"), None)
+        if around is not None and is_file(around / "config.yaml"):  # a state has one too
+            raise ConfigError(f"{path} is a part of a run; expected the run's own folder: give {around}")
         if not is_file(path / "config.yaml"):
             raise ConfigError(
                 f"{path} is not a run folder: expected config.yaml in it, found none; "

@@ -174,6 +174,15 @@ def test_a_folder_of_something_else_is_refused(tmp_path: Path, text: str | None,
         open_run(tmp_path, (), print)
 
 
+def test_a_part_of_a_run_is_refused_with_the_run_s_own_folder(run_dir: RunDir) -> None:
+    state = run_dir.path / "checkpoints" / "state_0001"
+    state.mkdir(parents=True, exist_ok=True)
+    shutil.copy(run_dir.config_file, state)
+    for part in (state, state.parent):
+        with pytest.raises(ConfigError, match=f"is a part of a run; .* give {run_dir.path}$"):
+            open_run(part, (), print)
+
+
 def test_a_run_that_another_process_has_taken_writes_nothing_more(run_dir: RunDir) -> None:
     run_dir.set_status("running")
     other = RunDir.open(run_dir.path)
