@@ -31,7 +31,7 @@ def render(
         tokenizer: the reward model's own.
         prompt_text: what is scored before the response where there are no messages, or no template for them.
         turns: the conversation before the response, whole messages or (role, content); the response is the assistant's.
-        response: decoded, without special tokens; or the assistant's message whole.
+        response: the text that is scored (`written_text`); or the assistant's message whole.
         max_tokens: the prompt loses its beginning above so many; the response is never cut. None: no limit.
         tools: that the chat template is told of.
         at: the time that the template is told; None: the tokenizer's own (`keep_time`).

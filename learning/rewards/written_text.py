@@ -108,7 +108,10 @@ def _ends_turns(tokenizer: PreTrainedTokenizerBase, token: int) -> bool:
     """Whether a token that stopped a response is of the format and not a word of it."""
     added = tokenizer.added_tokens_decoder.get(token)
     is_added = added is not None or token in tokenizer.all_special_ids
-    return is_added and not str(tokenizer.convert_ids_to_tokens(token)).startswith("</")
+    text = str(tokenizer.convert_ids_to_tokens(token))
+    # </s> closes what the whole text begins with, whatever the tokenizer's own end token is
+    is_closing_tag = text.startswith("</") and f"<{text[2:]}" != tokenizer.bos_token
+    return is_added and not is_closing_tag
 
 
 def _is_special(tokenizer: PreTrainedTokenizerBase, ids: Int[np.ndarray, " T"]) -> Bool[np.ndarray, " T"]:

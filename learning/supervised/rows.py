@@ -13,7 +13,7 @@ from core.errors import DataError
 from core.outside import cut
 from core.settings.supervised import DemonstrationsConfig, ExamplesConfig, PreferencesConfig
 from learning.data.raw_records import iter_records
-from learning.data.whole_turns import Tools, tools_of, turn_list, turn_of
+from learning.data.whole_turns import Tools, role_and_content, tools_of, turn_list, turn_of
 
 _HELD_OUT = 0x5EED
 "In the seed of the split, so that it is not the seed of the rows' order."
@@ -81,7 +81,7 @@ def _prompt_of(row: RawRow, data: ExamplesConfig) -> str:
         if isinstance(given, str) and isinstance(other, str):
             given = _shared(given, other)
         elif isinstance(given, list):
-            answers = (isinstance(turn, dict) and turn.get("role") == "assistant" for turn in given)
+            answers = (isinstance(turn, dict) and role_and_content(turn)[0] == "assistant" for turn in given)
             given = given[: next((place for place, answer in enumerate(answers) if answer), len(given))]
     return given.strip() if isinstance(given, str) else repr(given if given is not None else row.origin)
 

@@ -77,6 +77,14 @@ def test_special_tokens_stay_and_the_end_is_cut(said: str, shown: str) -> None:
     assert written_text(tokenizer, ids, stopped=True) == shown, "an environment reads the same"
 
 
+def test_what_closes_the_text_itself_is_no_tag_of_the_answer() -> None:
+    """As in chat models made of Llama-2 or Mistral: `<|im_end|>` is their end token, and `</s>` stops too."""
+    tokenizer = tokenizer_of()
+    tokenizer.add_special_tokens({"bos_token": "<s>", "additional_special_tokens": [*TAGS, "</s>"]})
+    assert response_text(tokenizer, completion(tokenizer, "fine </s>")) == "fine"
+    assert response_text(tokenizer, completion(tokenizer, "fine </think>")) == "fine </think>"
+
+
 def test_what_was_cut_at_its_limit_has_no_end_to_cut() -> None:
     tokenizer = tokenizer_of()
     assert response_text(tokenizer, completion(tokenizer, "fine <turn>", cut=True)) == "fine <turn>"

@@ -94,8 +94,14 @@ def turn(role, content):
             DemonstrationsConfig,
             lambda i, p: {"messages": [turn("user", f"p{p}"), turn("assistant", f"c{i}")]},
         ),
+        (
+            DemonstrationsConfig,
+            lambda i, p: {
+                "conversations": [{"from": "human", "value": f"p{p}"}, {"from": "gpt", "value": f"c{i}"}]
+            },
+        ),
     ],
-    ids=["prompt", "implicit text", "implicit messages", "messages"],
+    ids=["prompt", "implicit text", "implicit messages", "messages", "ShareGPT"],
 )
 def test_all_rows_of_a_prompt_are_on_one_side(tmp_path, kind, row):
     path = tmp_path / "rows.jsonl"
