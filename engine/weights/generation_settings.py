@@ -9,7 +9,7 @@ from typing import Any
 from transformers import GenerationConfig, PretrainedConfig
 
 from core.errors import ModelError
-from core.outside import is_file
+from core.outside import is_file, quote
 
 FILE = "generation_config.json"
 
@@ -17,10 +17,12 @@ FILE = "generation_config.json"
 def load_generation_settings(model: str) -> GenerationConfig | None:
     """Return what a model (path or hub name) says of sampling; None where it has no such file.
 
-    Raises ModelError: the file is there and cannot be read.
+    Raises ModelError: the file is there and cannot be read, or names end tokens by something else than their ids.
     """
     try:
-        return GenerationConfig.from_pretrained(model)
+        settings = GenerationConfig.from_pretrained(model)
+        _require_ids(model, settings.eos_token_id)
+        return settings
     except (OSError, ValueError, TypeError) as error:
         file = Path(model).expanduser() / FILE
         if not is_file(file):
@@ -29,6 +31,17 @@ def load_generation_settings(model: str) -> GenerationConfig | None:
         raise ModelError(
             f"cannot read {file}, which names the end tokens: {said}; mend or delete it"
         ) from error
+
+
+def _require_ids(model: str, eos: Any) -> None:
+    """Raise ModelError for a value of eos_token_id that would be passed over, so that nothing ended a response."""
+    named = eos if isinstance(eos, list) else [eos]
+    odd = [one for one in named if one is not None and (isinstance(one, bool) or not isinstance(one, int))]
+    if odd:
+        raise ModelError(
+            f"the {FILE} of '{model}' has eos_token_id {quote(odd[0])}; expected the id of a token, a list of ids, or "
+            "null; mend it"
+        )
 
 
 def as_ids(eos: int | list[int] | None) -> list[int]:

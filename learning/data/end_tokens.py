@@ -42,6 +42,24 @@ def find_end_tokens(
     Raises DataError for a template that cannot be read, ModelError for a generation_config.json that cannot.
     """
     known = model_end_tokens(tokenizer, model)
+    found = _found(data, tokenizer, known, is_chat=is_chat, stop_token_ids=stop_token_ids)
+    num_ids = num_token_ids(tokenizer)
+    unknown = [token for token in generation_end_tokens(model) if token >= num_ids]
+    if not unknown:
+        return found
+    line = f"the model ends responses at id {unknown[0]}, and the tokenizer has {num_ids} ids: is it this model's?"
+    return EndTokens(found.token_ids, line if found.line is None else f"{line} {found.line}")
+
+
+def _found(
+    data: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    known: tuple[int, ...],
+    *,
+    is_chat: bool,
+    stop_token_ids: Sequence[int],
+) -> EndTokens:
+    """The end tokens `known` and what closes a turn of the template."""
     if not is_chat:
         return EndTokens(known)
     closing = turn_end(tokenizer, data)

@@ -6,6 +6,7 @@ import pytest
 from word_chat import PLAIN, word_chat
 
 from core.config import DataConfig, SamplingConfig
+from core.errors import ModelError
 from engine.weights.generation_settings import ending_at
 from learning.data.end_tokens import find_end_tokens, model_end_tokens, turn_end
 from learning.data.prompts import sampling_params
@@ -83,3 +84,18 @@ def test_a_checkpoint_stops_where_its_run_did(tmp_path):
     same, longer = ending_at(model, (0,)), ending_at(model, (0, 1))
     assert same is not None and same.eos_token_id == 0
     assert longer is not None and (longer.eos_token_id, longer.top_p) == ([0, 1], 0.5)
+
+
+def test_an_end_token_beyond_the_tokenizer_is_told(tmp_path):
+    found = find_end_tokens(DATA, chat(), model=model_of(tmp_path, eos_token_id=[0, 999]), is_chat=True)
+    assert found.token_ids == (0, END)
+    assert found.line and "ends responses at id 999" in found.line and "also end at <end>" in found.line
+    plain = find_end_tokens(DATA, chat(), model=model_of(tmp_path, eos_token_id=999), is_chat=False)
+    assert plain.token_ids == (0,) and plain.line and "ends responses at id 999" in plain.line
+
+
+@pytest.mark.parametrize("eos", ["</s>", True, [0, "</s>"], [1.5]])
+def test_end_tokens_that_are_no_ids_are_refused(tmp_path, eos):
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))
+    with pytest.raises(ModelError, match=r"has eos_token_id .*; expected the id of a token"):
+        find_end_tokens(DATA, chat(), model=model_of(tmp_path), is_chat=True)
