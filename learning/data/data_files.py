@@ -114,6 +114,8 @@ def _in_folder(folder: Path, subset: str, split: str, key: str) -> list[Path] | 
     if is_saved_by_datasets(folder) or is_for_datasets(folder, subset, key=key):
         return None
     described = subset_files(folder, subset, split, key=key)
+    if isinstance(described, Path):
+        return _in_folder(described, "", split, key)
     if described is not None:
         known = all(form_of(file) in _FORMS for file in described)
         return _of_one_format(described, f"the folder {folder}", key) if known else None

@@ -15,8 +15,12 @@ _UNDERSTOOD = {"data_files", "data_dir", "default", "description", "version"}
 "What a subset may say that needs no `datasets` to be read."
 
 
-def subset_files(folder: Path, subset: str, split: str, *, key: str = "data.path") -> list[Path] | None:
+def subset_files(
+    folder: Path, subset: str, split: str, *, key: str = "data.path"
+) -> list[Path] | Path | None:
     """Return the files of a subset's split as the folder's card names them; None without a card that names any.
+
+    A folder where the card names no more (`data_dir`): what split its files are of, their names say.
 
     Raises DataError: the card cannot be read; no such subset, or several and none chosen; no such split.
     """
@@ -75,11 +79,11 @@ def _choose(folder: Path, subset: str, subsets: dict[str, dict[str, Any]], key: 
     return default[0]
 
 
-def _files(folder: Path, chosen: dict[str, Any], split: str, key: str) -> list[Path] | None:
+def _files(folder: Path, chosen: dict[str, Any], split: str, key: str) -> list[Path] | Path | None:
     base = folder / (chosen.get("data_dir") or "")
     given = chosen.get("data_files")
     if given is None:
-        return None if base == folder else _listed(["**"], base, split)
+        return None if base == folder else base
     from datasets.data_files import sanitize_patterns
 
     patterns = sanitize_patterns(given)

@@ -192,6 +192,17 @@ def test_subsets_are_those_of_the_card(tmp_path, monkeypatch):
             read(path, split)
 
 
+def test_a_subset_that_is_a_folder_has_the_splits_that_its_files_are_named_after(tmp_path):
+    card = "---\na: 1\nconfigs:\n- config_name: easy\n  data_dir: main\n- config_name: gone\n  data_dir: x\n---\n"
+    folder = card_folder(tmp_path, card)
+    assert read(f"{folder}:easy") == TRAIN
+    assert read(f"{folder}:easy", "test") == TEST
+    with raises(DataError, match="has no file of split 'dev'"):
+        read(f"{folder}:easy", "dev")
+    with raises(DataError, match="holds no file"):
+        read(f"{folder}:gone")
+
+
 def test_a_default_subset_is_taken_without_its_name(tmp_path):
     card = CARD.replace("config_name: socratic", "config_name: socratic\n  default: true")
     assert read(card_folder(tmp_path, card)) == [{"question": "s", "answer": "3"}]
