@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -207,6 +208,12 @@ def _cannot_load(what: str, name: str, error: Exception) -> str:
         return (
             f"cannot load the {what} of '{name}': it brings code of its own (auto_map), which is not run unasked; read "
             "it, and set models.trust_remote_code to true if it may run here"
+        )
+    no_type = re.match(r"module 'torch' has no attribute '(.+)'$", str(error))
+    if no_type:
+        return (
+            f"cannot load the {what} of '{name}': it says dtype (or torch_dtype) '{no_type[1]}'; expected a type of "
+            "torch such as float32, bfloat16 or float16; mend it"
         )
     snapshots = sorted((path / "snapshots").glob("*/config.json"))
     if snapshots and not (path / "config.json").is_file():

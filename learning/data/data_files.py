@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from core.errors import DataError
-from core.outside import cut, is_dir, is_file
+from core.outside import cut, is_dir, is_file, is_lfs_pointer
 from learning.data.dataset_card import is_for_datasets, subset_files
 from learning.data.split_names import files_of_split, is_named_after_a_split, require_one_split
 from learning.data.text_records import COMPRESSIONS, form_of, looks_like_rows
@@ -72,6 +72,10 @@ def is_saved_by_datasets(folder: Path) -> bool:
 
 
 def _require_format(file: Path) -> None:
+    if is_lfs_pointer(file):
+        raise DataError(
+            f"{file} is a pointer of Git LFS, not the file itself; fetch it (`git lfs pull` in its repository)"
+        )
     form = form_of(file)
     if form not in _FORMS or (form == ".parquet" and file.suffix.lower() in COMPRESSIONS):
         raise DataError(

@@ -215,3 +215,10 @@ def test_code_of_a_model_and_a_folder_of_the_hub_s_cache_are_told(folder: Path) 
     assert "set models.trust_remote_code to true" in words_of(lambda: load_hf_config(str(folder)))
     (folder / "config.json").unlink()
     assert f"name {snapshot}" in words_of(lambda: load_hf_config(str(folder)))
+
+
+@pytest.mark.parametrize("dtype", ["auto", "torch.bfloat16"])
+def test_a_type_that_torch_does_not_have_is_named(dtype: str, folder: Path) -> None:
+    change_config(folder, dtype=dtype)
+    said = words_of(lambda: load_hf_config(str(folder)))
+    assert f"dtype (or torch_dtype) '{dtype}'; expected a type of torch" in said

@@ -167,3 +167,11 @@ def test_a_million_characters_are_measured_but_not_tokenised(tmp_path, tokenizer
         DataConfig(path=str(tmp_path / "d.jsonl"), on_long_prompt="skip"), tokenizer, seed=0
     )
     assert (len(dataset), dataset.num_skipped) == (1, 2)
+
+
+@mark.parametrize("name", ["d.parquet", "d.jsonl", "d.csv", "d.json"])
+def test_a_file_that_git_lfs_has_not_fetched_is_named(tmp_path, tokenizer, name):
+    (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 12\n")
+    for path in (tmp_path / name, tmp_path):
+        with raises(DataError, match=f"{name} is a pointer of Git LFS"):
+            load_prompts(DataConfig(path=str(path)), tokenizer, seed=0)
