@@ -18,7 +18,7 @@ from learning.data.chat_format import named_template, no_template, own_template,
 from learning.data.messages import Messages, pairs_of
 from learning.data.records_io import Row
 from learning.data.whole_turns import Tools, Turn
-from learning.rewards.written_text import chat_prefill, text_prefill
+from learning.rewards.written_text import chat_prefill, text_prefill, unbegun_turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +44,8 @@ class PromptEncoder:
         self._tokenizer = tokenizer
         self._prefills: dict[str, str] = {}
         "by the text of a chat template"
+        self.unbegun_heads: dict[str, None] = {}
+        "heads of the assistant's turn that a template leaves to the response"
         self._template = read_template(data.chat_template, tokenizer)
         # a generated task's prompt is all that the small model has been trained on
         self._adds_special_tokens = data.task is None
@@ -135,6 +137,8 @@ class PromptEncoder:
                 return render_chat(tokenizer, turns, ask=ask, template=template, variables=variables)
 
             self._prefills[template] = chat_prefill(render, template)
+            if head := unbegun_turn(render):
+                self.unbegun_heads[head] = None
         return self._prefills[template]
 
     def _advice(self, row: Row, messages: Messages) -> str:

@@ -22,6 +22,20 @@ class BrokenList(ValueError):
         self.line = line
 
 
+class DoubledKey(Exception):
+    """An object that has a key twice, of which a reader would drop one."""
+
+
+def object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The object of these pairs, for `json`. Raises DoubledKey."""
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        names = [name for name, _ in pairs]
+        doubled = next(name for name in names if names.count(name) > 1)
+        raise DoubledKey(f"an object has the key '{doubled[:60]}' twice; rename or drop one")
+    return made
+
+
 def list_items(read: Callable[[int], str]) -> Iterator[tuple[int, Any]]:
     """Yield each value with the line that it begins in, counted from 1.
 
@@ -47,7 +61,7 @@ class _Reader:
         self._held = ""
         self._at = 0
         self._ended = False
-        self._decoder = json.JSONDecoder()
+        self._decoder = json.JSONDecoder(object_pairs_hook=object_of)
 
     def peek(self) -> str:
         """The next character that is no white space, empty at the end."""
@@ -75,6 +89,8 @@ class _Reader:
                     continue
                 into = self._held.count("\n", self._at, error.pos)
                 raise BrokenList(error.msg, line + into) from error
+            except DoubledKey as error:
+                raise BrokenList(str(error), line) from error
             except RecursionError as error:
                 raise BrokenList("brackets are nested too deep", line) from error
             except ValueError as error:

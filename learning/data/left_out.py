@@ -1,18 +1,26 @@
-"""What is left out of a data set, and how often: too long, too short, seen before, refused by the user's filter."""
+"""What is left out of a data set and how often, and what a user should know of rows that are taken as they are."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import unicodedata
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import regex
+from transformers import PreTrainedTokenizerBase
 
 from core.errors import ConfigError, DataError
 from core.named_code import describe, named_code
+from core.outside import cut
 from learning.data.messages import Messages
+from learning.data.whole_turns import Turn
+
+_SPOKEN = ("user", "tool")
+"Whose texts come from outside."
 
 
 @dataclass(slots=True, kw_only=True)
@@ -23,6 +31,8 @@ class LeftOut:
     too_short: int = 0
     duplicates: int = 0
     filtered: int = 0
+    unread_columns: dict[str, None] = field(default_factory=dict)
+    "of the rows that were taken: what no setting names"
 
     def describe(self) -> str:
         """Such as `12 too long, 3 duplicates`; empty where nothing is left out."""
@@ -33,6 +43,57 @@ class LeftOut:
             "by data.filter": self.filtered,
         }
         return ", ".join(f"{count:,} {name}" for name, count in named.items() if count)
+
+
+class Remarks:
+    """Collects over all sources of a data set; `lines` says it."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._unread: dict[str, None] = {}
+        self._heads: dict[str, None] = {}
+        self._num_marked = 0
+        self._first_marked = ""
+        known: Any = tokenizer
+        names = {*tokenizer.all_special_tokens, *known.get_added_vocab()}
+        self._marks = regex.compile(r"\L<names>", names=[name for name in names if len(name) > 2])
+
+    def columns(self, unread: Iterable[str]) -> None:
+        """Note columns that no setting names."""
+        self._unread |= dict.fromkeys(unread)
+
+    def heads(self, heads: Iterable[str]) -> None:
+        """Note what responses must begin with themselves, as `unbegun_turn` says."""
+        self._heads |= dict.fromkeys(heads)
+
+    def turns(self, turns: Sequence[Turn], origin: str) -> None:
+        """Note a user's or tool's text that holds what the tokenizer reads as a token of its own."""
+        for turn in turns:
+            found = self._marks.search(turn["content"]) if turn["role"] in _SPOKEN else None
+            if found is not None:
+                self._num_marked += 1
+                self._first_marked = self._first_marked or f"{cut(found[0])} in {origin}"
+                return
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """What was noted."""
+        lines = []
+        if self._unread:
+            lines.append(
+                f"columns that nothing reads: {cut(', '.join(self._unread))} (data.reward_fields gives columns to "
+                "reward functions)"
+            )
+        if self._num_marked:
+            lines.append(
+                f"{self._num_marked:,} prompts hold text that the tokenizer reads as a token of its own, the first "
+                f"{self._first_marked}; mend the rows where that is no wish"
+            )
+        lines += [
+            f"the chat template does not begin the assistant's turn: {cut(repr(head))}, which it writes before every "
+            "answer, is left to the response; let it write that where add_generation_prompt is true"
+            for head in self._heads
+        ]
+        return tuple(lines)
 
 
 class Seen:

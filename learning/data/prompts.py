@@ -14,7 +14,7 @@ from core.errors import DataError
 from core.records import Prompt, SamplingParams
 from learning.data.encoding import PromptEncoder, Rendered, longest_token
 from learning.data.end_tokens import model_end_tokens
-from learning.data.left_out import LeftOut, RowFilter, Seen
+from learning.data.left_out import LeftOut, Remarks, RowFilter, Seen
 from learning.data.mixing import repeats_of
 from learning.data.packed_prompts import PackedPrompts, PromptPacker
 from learning.data.raw_records import ReadProgress
@@ -50,6 +50,8 @@ class PromptDataset:
     sources: tuple[Source, ...] = ()
     "empty: one source"
     left_out: LeftOut | None = None
+    remarks: tuple[str, ...] = ()
+    "what a user should know of rows that were taken as they are"
 
     def __post_init__(self) -> None:
         if not isinstance(self.prompts, PackedPrompts):
@@ -90,7 +92,7 @@ class PromptDataset:
 
     def notes(self) -> list[str]:
         """What a user should know beside the number of prompts: what was left out, and what an epoch is made of."""
-        lines = []
+        lines = list(self.remarks)
         if self.left_out and (said := self.left_out.describe()):
             lines.append(f"prompts left out: {said}")
         if len(self.sources) > 1:
@@ -132,7 +134,7 @@ def load_prompts(
         Source(name=source.name, num_prompts=count, repeats=times)
         for source, count, times in zip(data.each_source(), counts, repeats, strict=True)
     )
-    return PromptDataset(prompts=prompts, sources=sources, left_out=left_out)
+    return PromptDataset(prompts=prompts, sources=sources, left_out=left_out, remarks=loader.remarks())
 
 
 def source_rows(
@@ -161,6 +163,12 @@ class _Loader:
         self._seen = Seen(data.deduplicate) if data.deduplicate != "none" else None
         self._max_chars = data.max_prompt_tokens * longest_token(tokenizer)
         self._first_id = 0
+        self._remarks = Remarks(tokenizer)
+
+    def remarks(self) -> tuple[str, ...]:
+        """What is to be said of the rows that were taken."""
+        self._remarks.columns(self.left_out.unread_columns)
+        return self._remarks.lines
 
     def load(self, data: DataConfig) -> int:
         """Read a source; returns how many prompts it gave."""
@@ -176,6 +184,7 @@ class _Loader:
                 self.left_out.duplicates += 1
                 continue
             rendered = encoder.render(item)
+            self._remarks.turns(rendered.turns, item.origin)
             # a second for a million tokens: what is too long anyway is not tokenised
             if len(rendered.text) > self._max_chars:
                 self._pass_over(item, f"{len(rendered.text):,} characters")
@@ -187,6 +196,7 @@ class _Loader:
                 waiting, num_chars = [], 0
                 self._tick(f"prompts of {data.name}", progress.fraction)
         self._take(waiting, encoder)
+        self._remarks.heads(encoder.unbegun_heads)
         self._first_id += last + 1
         return len(self.packer) - before
 

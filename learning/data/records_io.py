@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +28,7 @@ from learning.data.whole_turns import Turn, tools_of, whole_text
 
 _CONVERSATIONS = ("messages", "prompt", "conversation", "conversations")
 "Columns that hold conversations in TRL's, verl's, LMSYS's and ShareGPT's data."
+_NAMED = re.compile(r"\{(\w+)\}")
 _DEFAULT_REFERENCE = DataConfig.model_fields["reference_field"].default
 
 
@@ -91,7 +93,7 @@ def iter_rows(
     if data.path is None:
         raise DataError("data.path is not set; expected a file, a folder or a data set's name")
     reader = RowReader(data, all_columns=keep is not None or columns is not None)
-    index = -1
+    index, num_rows = -1, 0
     for index, record in enumerate(iter_records(data.path, data.split, reader.choose_columns, progress)):
         if index < data.skip_rows:
             continue
@@ -110,6 +112,9 @@ def iter_rows(
         except DataError as error:
             yield error
             continue
+        if not num_rows and keep is None:
+            left_out.unread_columns |= dict.fromkeys(reader.unread)
+        num_rows += 1
         yield row
     if index < data.skip_rows:
         more = f" more than data.skip_rows ({data.skip_rows:,})" if data.skip_rows else ""
@@ -132,32 +137,49 @@ class RowReader:
         self._all_columns = all_columns
         self._plan: _Plan | None = None
         self._padded = False
+        self.unread: tuple[str, ...] = ()
+        "columns that no setting names, of the first record; none where data.filter is given them"
 
     def choose_columns(self, kinds: Mapping[str, bool], origin: str) -> list[str] | None:
         """Return the columns that are used, None for all. Raises DataError where one is missing."""
         data = self._data
         self._padded = True  # columns have every key in every object
         plan = self._plan = self._plan or _plan_fields(data, kinds, origin)
-        reference = data.reference_field
-        wanted = {plan.prompt: _key_of(data, plan)} | dict.fromkeys(data.reward_fields, "data.reward_fields")
-        if reference is not None and not (plan.is_conversation and _may_be_cut(data, kinds)):
-            wanted[reference] = "data.reference_field"
+        wanted = self._wanted(kinds, plan)
         for name, key in wanted.items():
             if not _has(kinds, name):
                 raise DataError(_missing(origin, name, key, kinds))
-        if self._all_columns:
-            return None
-        if (plan.is_conversation or data.chat) and data.tools_field is not None:
-            wanted[data.tools_field] = "data.tools_field"
-        tops = {name if name in kinds else name.split(".")[0] for name in wanted}
-        return [name for name in kinds if name in tops]
+        self._look_at(kinds, plan, wanted, origin)
+        return None if self._all_columns else [name for name in kinds if name not in self.unread]
+
+    def _wanted(self, kinds: Mapping[str, bool], plan: _Plan) -> dict[str, str]:
+        """Columns that must be there, and the setting that names each."""
+        data = self._data
+        wanted = {plan.prompt: _key_of(data, plan)} | dict.fromkeys(data.reward_fields, "data.reward_fields")
+        if data.reference_field is not None and not (plan.is_conversation and _may_be_cut(data, kinds)):
+            wanted[data.reference_field] = "data.reference_field"
+        return wanted
+
+    def _look_at(self, names: Iterable[str], plan: _Plan, wanted: Mapping[str, str], origin: str) -> None:
+        """Find the columns that nothing reads. Raises DataError: the template names one as if it were filled in."""
+        data = self._data
+        read = {*wanted, *([data.tools_field] if plan.is_conversation or data.chat else [])} - {None}
+        tops = {name if name in names else name.split(".")[0] for name in read if name is not None}
+        self.unread = tuple(name for name in names if name not in tops)
+        for name in _NAMED.findall(data.prompt_template):
+            if name != "prompt" and name in names:
+                raise DataError(
+                    f"{origin}: data.prompt_template names the column {{{name}}}, and only {{prompt}} is filled in; "
+                    f"join the columns in the data, or take {{{name}}} out"
+                )
 
     def row(self, values: dict[str, Any], origin: str, index: int) -> Row:
         """Raises DataError: a field is missing or not of its kind."""
         data = self._data
         if self._plan is None:
             kinds = {name: looks_like_messages(value) for name, value in values.items()}
-            self._plan = _plan_fields(data, kinds, origin)
+            plan = self._plan = _plan_fields(data, kinds, origin)
+            self._look_at(kinds, plan, self._wanted(kinds, plan), origin)
         plan = self._plan
         turns, answer = (), ""
         if plan.is_conversation:

@@ -17,7 +17,7 @@ from typing import Any
 import pyarrow as pa
 
 from core.errors import DataError
-from learning.data.json_list import BrokenList, list_items
+from learning.data.json_list import BrokenList, DoubledKey, list_items, object_of
 
 COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd", ".lz4": "lz4"}
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -120,7 +120,9 @@ def _json_lines(lines: Iterator[bytes], path: Path) -> Iterator[RawRecord]:
 
 def _json_record(line: bytes, origin: str) -> RawRecord:
     try:
-        record = json.loads(line.decode("utf-8"))
+        record = json.loads(line.decode("utf-8"), object_pairs_hook=object_of)
+    except DoubledKey as error:
+        return RawRecord(origin, fault=DataError(f"{origin}: {error}"))
     except UnicodeDecodeError as error:
         return RawRecord(origin, fault=_not_utf8(origin, error))
     except json.JSONDecodeError as error:

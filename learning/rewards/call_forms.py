@@ -318,18 +318,22 @@ def _reads_messages(function: Callable[..., Any], parameters: Collection[inspect
 
 
 def _texts(function: Any) -> set[str]:
-    """The string constants of a function's code, those of functions inside it too."""
+    """The string constants of a function's code, of functions inside it, and of those of its module that it names."""
     while isinstance(function, functools.partial):
         function = function.func
     function = inspect.unwrap(function)
     if not hasattr(function, "__code__"):
         function = type(function).__call__
     found: set[str] = set()
+    named, seen = getattr(function, "__globals__", {}), set[CodeType]()
     waiting: list[Any] = [getattr(function, "__code__", None)]
     while waiting:
         constant = waiting.pop()
-        if isinstance(constant, CodeType):
+        if isinstance(constant, CodeType) and constant not in seen:
+            seen.add(constant)
             waiting += constant.co_consts
+            helpers = [named.get(name) for name in constant.co_names]
+            waiting += [one.__code__ for one in helpers if getattr(one, "__globals__", None) is named]
         elif isinstance(constant, tuple | frozenset):
             waiting += constant
         elif isinstance(constant, str):

@@ -78,6 +78,19 @@ def chat_prefill(render: Asking, template: str) -> str:
     return opened[0] if opened is not None and f"</{opened[1]}>" in template else ""
 
 
+def unbegun_turn(render: Asking) -> str:
+    """The head of an assistant's turn that a chat template writes of turns and not where it is asked to begin one."""
+    user, said = {"role": "user", "content": "-"}, {"role": "assistant", "content": _SAID}
+    try:
+        told, asked, answered = render([user], False), render([user], True), render([user, said], False)
+    except Exception:  # templates are programs: they raise what they like
+        return ""
+    if asked != told or not answered.startswith(told) or _SAID not in answered:
+        return ""
+    head = answered[len(told) : answered.index(_SAID)]
+    return head if any(char.isalnum() for char in head) else ""
+
+
 def text_prefill(prompt_template: str) -> str:
     """The same of data.prompt_template for plain text: a tag that stands open at its end."""
     opened = _OPENED.search(prompt_template.rpartition("{prompt}")[2])

@@ -37,7 +37,7 @@ def test_a_calculator_wants_numbers_or_nothing() -> None:
 def test_the_gsm8k_rule_wants_a_number_of_every_prompt() -> None:
     rule = config(reward={"kind": "gsm8k"})
     require_references(rule, None, prompts(*GOOD))
-    with pytest.raises(RewardError, match="prompt 1: the reference must be a number"):
+    with pytest.raises(RewardError, match="prompt 1: the reference must be a plain number"):
         require_references(rule, None, prompts("7", ""))
     require_references(config(reward={"kind": "gsm8k", "on_error": "skip"}), None, prompts(""))
     require_references(config(reward={"kind": "chain"}), None, prompts(""))

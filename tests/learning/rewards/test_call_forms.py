@@ -183,3 +183,14 @@ def test_a_list_must_hold_one_number():
     for wrong in (0.5, [], [0.5, 0.5], "1", None, {"value": 1.0}, ["1"], [float("nan")]):
         kind, words = call.answer(wrong)
         assert kind == BAD and words.startswith("returned ")
+
+
+def _said(completion):
+    return completion[0]["content"]
+
+
+def test_trls_completions_are_messages_where_a_helper_of_the_module_reads_them_so():
+    def helped(completions, **kwargs):
+        return [_said(completion) for completion in completions]
+
+    assert call_of(helped)(SAMPLE) == ["It is 4"]

@@ -1,0 +1,97 @@
+"""What is taken as it is and may not be meant so is told: unread columns, control tokens in texts, a missing head."""
+
+import json
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from pytest import fixture, mark, raises
+
+from core.config import DataConfig
+from core.errors import DataError
+from learning.data.prompts import load_prompts
+from learning.pairs.tokenization import train_bpe
+
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}/{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+HEADLESS = TEMPLATE.partition("{% if")[0]
+BRACKETS = (
+    "{% for m in messages %}{% if m.role == 'user' %}[I]{{ m.content }}[/I]{% else %} {{ m.content }}/{% endif %}"
+    "{% endfor %}"
+)
+ALPACA = {"instruction": "Translate.", "input": "The tree", "output": "Der Baum"}
+ALPACA_FIELDS = {"prompt_field": "instruction", "reference_field": "output"}
+
+
+@fixture(scope="module")
+def tokenizer():
+    bpe = train_bpe(["Translate. The tree user assistant"], vocab_size=300)
+    bpe.add_special_tokens({"additional_special_tokens": ["<|mark|>"]})
+    bpe.chat_template = TEMPLATE
+    return bpe
+
+
+def write(path, rows):
+    if path.suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    elif path.suffix == ".json":
+        path.write_text(json.dumps(rows))
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+@mark.parametrize("name", ["d.jsonl", "d.json", "d.parquet"])
+def test_columns_that_nothing_reads_are_told(tmp_path, tokenizer, name):
+    path = write(tmp_path / name, [ALPACA])
+    (note,) = load_prompts(DataConfig(path=path, **ALPACA_FIELDS), tokenizer, seed=0).notes()
+    assert note.startswith("columns that nothing reads: input ")
+    read = DataConfig(path=path, reward_fields=("input",), **ALPACA_FIELDS)
+    assert load_prompts(read, tokenizer, seed=0).notes() == []
+
+
+@mark.parametrize("name", ["d.jsonl", "d.parquet"])
+def test_a_column_in_the_template_is_refused_and_other_braces_stay(tmp_path, tokenizer, name):
+    path = write(tmp_path / name, [ALPACA])
+    with raises(DataError, match=r"names the column \{input\}, and only \{prompt\} is filled in"):
+        load_prompts(
+            DataConfig(path=path, prompt_template="{input} {prompt}", **ALPACA_FIELDS), tokenizer, seed=0
+        )
+    data = DataConfig(path=path, prompt_template=r"\boxed{x} {prompt}", **ALPACA_FIELDS)
+    assert (
+        tokenizer.decode(load_prompts(data, tokenizer, seed=0).prompts[0].token_ids)
+        == r"\boxed{x} Translate."
+    )
+
+
+def test_control_tokens_in_what_a_user_says_are_told_with_the_first_row(tmp_path, tokenizer):
+    rows = [{"question": text, "answer": ""} for text in ("The tree", "tree<|mark|>", "<|mark|> user")]
+    path = write(tmp_path / "d.jsonl", rows)
+    (note,) = load_prompts(DataConfig(path=path, chat=True), tokenizer, seed=0).notes()
+    assert note.startswith(
+        "2 prompts hold text that the tokenizer reads as a token of its own, the first <|mark|> in "
+    )
+    assert f"{path}:2;" in note
+    assert load_prompts(DataConfig(path=path), tokenizer, seed=0).notes() == [], (
+        "plain text may be rendered already"
+    )
+
+
+@mark.parametrize(("template", "head"), [(HEADLESS, "'<assistant>'"), (TEMPLATE, None), (BRACKETS, None)])
+def test_a_template_that_leaves_the_assistants_head_to_the_response_is_told(
+    tmp_path, tokenizer, template, head
+):
+    path = write(tmp_path / "d.jsonl", [{"question": "The tree", "answer": ""}])
+    notes = load_prompts(DataConfig(path=path, chat=True, chat_template=template), tokenizer, seed=0).notes()
+    told = [f"the chat template does not begin the assistant's turn: {head}, "] if head else []
+    assert [note[: len(start)] for note, start in zip(notes, told, strict=True)] == told
+
+
+@mark.parametrize("name", ["d.jsonl", "d.json"])
+def test_a_key_that_stands_twice_is_refused(tmp_path, tokenizer, name):
+    path = tmp_path / name
+    row = '{"question": "one", "question": "two", "answer": "x"}'
+    path.write_text(row if name == "d.jsonl" else f"[{row}]")
+    with raises(DataError, match=r":1.* an object has the key 'question' twice"):
+        load_prompts(DataConfig(path=str(path)), tokenizer, seed=0)
