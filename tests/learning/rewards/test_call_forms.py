@@ -13,6 +13,7 @@ SAMPLE = {
     "response": "It is 4",
     "reference": "4",
     "messages": [{"role": "user", "content": "2+2?"}],
+    "prefill": "",
     "finish_reason": "stop",
     "num_tokens": 3,
     "sample_index": 7,
