@@ -30,7 +30,7 @@ def splits_of(file: PurePath) -> frozenset[str]:
         if partition := _PARTITION.fullmatch(part):
             return frozenset({_canonical(partition[1])})
     of_folders = _words("/".join(file.parts[:-1]))
-    return of_folders or _words(_stem(file))
+    return of_folders or _words(file.name)
 
 
 def files_of_split(files: Sequence[Path], folder: Path, split: str, *, key: str = "data.path") -> list[Path]:
@@ -93,10 +93,6 @@ def _canonical(split: str) -> str:
 def _words(text: str) -> frozenset[str]:
     words = _BETWEEN_WORDS.split(_HELD_OUT.sub(" holdout ", text.lower()))
     return frozenset(_CANONICAL[word] for word in words if word in _CANONICAL)
-
-
-def _stem(file: PurePath) -> str:
-    return file.name.removesuffix("".join(file.suffixes[-2:])) or file.name
 
 
 def _shard_name(file: PurePath) -> str | None:

@@ -267,6 +267,7 @@ def test_what_save_to_disk_wrote_is_read(tmp_path):
         ("data/train-00000-of-00001.parquet", "data/validation-00000-of-00001.parquet"),
         ("training/a.jsonl", "eval/a.jsonl"),
         ("my-train.jsonl", "my_val_2.jsonl"),
+        ("my.train.jsonl", "my.test.jsonl", "v1.val.jsonl"),
         ("test/train.jsonl", "train/a.jsonl"),
         ("a.jsonl", ".hidden.jsonl", "__x__/b.jsonl", "sub/c.jsonl"),
         ("train1.jsonl", "train2.jsonl", "test1.jsonl"),
