@@ -84,7 +84,8 @@ def run_training(
         for line in session.notes:
             report.note(line)
         if session.dashboard_url:
-            report.note(f"dashboard {session.dashboard_url}")
+            asks = "" if session.token_file is None else f" (asks for the token in {session.token_file})"
+            report.note(f"dashboard {session.dashboard_url}{asks}")
         manifest = _train_with_restarts(config, session, inputs, run_dir, report, observer, resume)
     report.note(f"parameter checksum {manifest.checksum} (weight version {manifest.weight_version})")
     return TrainingResult(

@@ -1,7 +1,7 @@
 """Starts and ends Ray for one run: a private local cluster, or a place in a running one.
 
-A local cluster gets everything said explicitly: no authentication token (a fresh `ray.init` would write
-one into the home folder), a temporary folder of its own, an object store that fits /dev/shm, a free
+A local cluster gets everything said explicitly: a token of its own (a fresh `ray.init` would write one into
+the home folder), a temporary folder of its own, an object store that fits /dev/shm, a free
 dashboard port, a namespace with the run id. Only what was started here is ended here; leaving the
 `with` block by Ctrl-C ends it within seconds. What killed runs left is swept when the next one starts.
 """
@@ -30,6 +30,7 @@ from actors.ray_utils.actor_start import actor_environment
 from cluster.placement import machine
 from cluster.placement.memory_plan import OBJECT_STORE_USUAL_BYTES
 from cluster.placement.origin import ROOT
+from cluster.placement.private_token import LOOPBACK_NAMES, make_token, note_address, token_of, using_token
 from cluster.placement.slow_start import PATIENCE, start_twice
 from cluster.placement.temporary_folder import BELOW, temporary_base, temporary_environment, temporary_notes
 from cluster.placement.variables import environment
@@ -44,10 +45,9 @@ LOOPBACK = "127.0.0.1"
 CONNECT_TIMEOUT_S = 10.0
 "For a TCP connection to a running cluster: Ray itself tries for many minutes."
 _LOCAL_ENVIRONMENT = {
-    "RAY_AUTH_MODE": "disabled",
     "RAY_USAGE_STATS_ENABLED": "0",
-    # no token keeps strangers out, so nothing may listen outside the machine: by default GCS, raylet and every worker
-    # do. Ray's switch for laptops, which it reads while it is imported (`_on_loopback`)
+    # metrics ask for no token, and nothing need listen outside the machine: by default GCS, raylet and every worker do.
+    # Ray's switch for laptops, which it reads while it is imported (`_on_loopback`)
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     # on a busy machine importing takes Serve's proxy longer than its five seconds: it would be killed, again and again
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
@@ -69,6 +69,8 @@ class RaySession:
     is_local: bool
     "started here, hence ended here"
     dashboard_url: str | None
+    token_file: Path | None = None
+    "of what was started here: its dashboard asks for what stands in it"
     notes: tuple[str, ...] = ()
     "where its files lie if not where they should, what dead runs had left and what was done with it: a line each"
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -175,15 +177,23 @@ def _local(
     base = temporary_base()
     notes = [*temporary_notes(), *sweep_ray_folders(base)]
     folder = Path(tempfile.mkdtemp(prefix=RAY_FOLDER, dir=base))
-    with removed_when_gone(folder), _shut_down_after():
+    with removed_when_gone(folder):
         claim(folder)
-        with environment(_LOCAL_ENVIRONMENT | temporary_environment()), _on_loopback():
+        token_file = make_token(folder)
+        with (
+            using_token(token_file),
+            environment(_LOCAL_ENVIRONMENT | temporary_environment()),
+            _on_loopback(),
+            _shut_down_after(),
+        ):
             context = _start(config.cluster, folder, namespace, store_bytes)
+            note_address(folder, context.address_info["gcs_address"])
             with sigterm_exits(on_sigterm):
                 yield RaySession(
                     namespace=namespace,
                     is_local=True,
                     dashboard_url=_dashboard_url(context),
+                    token_file=token_file,
                     notes=tuple(notes),
                 )
 
@@ -229,27 +239,27 @@ def _joined(address: str, namespace: str, on_sigterm: Callable[[], None]) -> Ite
     in_job = JOB_MARK in os.environ
     # A job's working directory has been uploaded by `ray job submit`; otherwise this tree is.
     runtime_env = None if in_job else {"working_dir": str(ROOT), "excludes": ["/runs", "/.venv", "/.git"]}
-    try:
-        with _on_loopback() if _is_private(address) else nullcontext():
-            context = ray.init(
-                address=address,
-                namespace=namespace,
-                runtime_env=runtime_env,
-                log_to_driver=False,
-                logging_level=logging.WARNING,
-            )
-    except Exception as error:  # a refusal, a time-out, another version: of many kinds
-        raise PlacementError(
-            f"cannot join the Ray cluster at '{address}': {_one_line(error)}; start it with `ray start --head`, or "
-            "leave cluster.address and RAY_ADDRESS unset for a local one; if it asks for a token, set "
-            "RAY_AUTH_MODE=token and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH as on its head"
-        ) from error
-    try:
+    is_private = _is_private(address)
+    token_file = token_of(address)
+    with nullcontext() if token_file is None else using_token(token_file), _shut_down_after():
+        try:
+            with _on_loopback() if is_private else nullcontext():
+                context = ray.init(
+                    address=address,
+                    namespace=namespace,
+                    runtime_env=runtime_env,
+                    log_to_driver=False,
+                    logging_level=logging.WARNING,
+                )
+        except Exception as error:  # a refusal, a time-out, another version: of many kinds
+            raise PlacementError(
+                f"cannot join the Ray cluster at '{address}': {_one_line(error)}; start it with `ray start --head`, or "
+                "leave cluster.address and RAY_ADDRESS unset for a local one; if it asks for a token, set "
+                "RAY_AUTH_MODE=token and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH as on its head (a run's own local Ray "
+                "lets only its user in)"
+            ) from error
         with sigterm_exits(on_sigterm):
             yield RaySession(namespace=namespace, is_local=False, dashboard_url=_dashboard_url(context))
-    finally:
-        with uninterrupted():
-            ray.shutdown()
 
 
 def joined_cluster(address: str) -> AbstractContextManager[RaySession]:
@@ -275,7 +285,7 @@ def require_reachable(address: str) -> None:
 def _is_private(address: str) -> bool:
     """Whether that is a cluster on the loopback alone, as a run's own: Ray would look for it elsewhere, and wait."""
     host, _, port = address.rpartition(":")
-    if not port.isdigit() or host.strip("[]") not in (LOOPBACK, "localhost", "::1"):
+    if not port.isdigit() or host.strip("[]") not in LOOPBACK_NAMES:
         return False
     try:
         socket.create_connection(

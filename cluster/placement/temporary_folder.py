@@ -22,7 +22,8 @@ LONGEST = _MAX_SOCKET_PATH_BYTES - _RAY_SOCKET_BYTES
 "Bytes of a folder below which Ray's sockets fit."
 PYTHON_LONGEST = _MAX_SOCKET_PATH_BYTES - len("/pymp-12345678/listener-12345678")
 "The same of the sockets that Python's `multiprocessing` makes in TMPDIR, in Ray's dashboard."
-_SHORT = (Path("/tmp"), Path("/var/tmp"), Path("/dev/shm"))
+SHORT = (Path("/tmp"), Path("/var/tmp"), Path("/dev/shm"))
+"Where a folder is made that does not fit there."
 
 
 def temporary_base() -> Path:
@@ -30,14 +31,14 @@ def temporary_base() -> Path:
     wanted = Path(tempfile.gettempdir())
     if _size(wanted) <= LONGEST:
         return wanted
-    for folder in _SHORT:
+    for folder in SHORT:
         with suppress(OSError):
             if folder.is_dir():
                 try_folder(folder)
                 return folder
     raise PlacementError(
         f"the temporary folder {wanted} is too long for Ray's sockets: expected at most {LONGEST} bytes, got "
-        f"{_size(wanted)}, and {', '.join(map(str, _SHORT))} cannot be written to; set TMPDIR to a shorter path"
+        f"{_size(wanted)}, and {', '.join(map(str, SHORT))} cannot be written to; set TMPDIR to a shorter path"
     )
 
 

@@ -35,7 +35,7 @@ def claim(folder: Path) -> None:
 def sweep_ray_folders(temp: Path) -> list[str]:
     """Delete temporary Ray folders in `temp` whose owner is gone; say what was done, a line each."""
     lines = []
-    for folder in _own_folders(temp, RAY_FOLDER):
+    for folder in own_folders(temp, RAY_FOLDER):
         owner = _owner(folder)
         if owner is None or not owner.is_gone:
             continue
@@ -52,7 +52,7 @@ def sweep_ray_folders(temp: Path) -> list[str]:
 def sweep_run_folders(output_dir: Path) -> list[str]:
     """Delete half-written files of dead runs in `output_dir`, put back what a crash moved aside; say so."""
     lines = []
-    for run in _own_folders(output_dir, ""):
+    for run in own_folders(output_dir, ""):
         who = ProcessIdentity.from_tree(read_status(run / "status.json"))
         if who is None or not who.is_gone:
             continue
@@ -84,12 +84,18 @@ def remove_with_processes(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def _own_folders(parent: Path, prefix: str) -> Iterator[Path]:
+def own_folders(parent: Path, prefix: str) -> Iterator[Path]:
     """Folders of this user whose names begin so; no links."""
     for folder in sorted(parent.glob(prefix + "*")):
         with suppress(OSError):
             if not folder.is_symlink() and folder.is_dir() and folder.stat().st_uid == os.getuid():
                 yield folder
+
+
+def is_left(folder: Path) -> bool:
+    """Whether it is certain that the process which claimed a temporary folder is gone."""
+    owner = _owner(folder)
+    return owner is not None and owner.is_gone
 
 
 def _owner(folder: Path) -> ProcessIdentity | None:

@@ -107,9 +107,9 @@ def test_ctrl_c_leaves_no_process_no_folder_and_an_untouched_home(tmp_path):
         folder = answers["folder"].strip()
         assert answers["worker"].strip() == str(ROOT / "core" / "__init__.py")
         assert processes_of(folder)
-        # it asks for no token: nobody from outside may reach it
+        # metrics ask for no token: nobody from outside may reach it
         assert listeners(child.pid) == {"127.0.0.1"}
-        # but for this machine's own, such as another command that looks at the run
+        # but for this user's own, such as another command that looks at the run
         command = [sys.executable, "-c", JOINING, answers["address"].strip()]
         joined = subprocess.run(
             command,
