@@ -46,7 +46,7 @@ class BroadcastTicket:
     size: int
     "members, the trainer included"
     form: BroadcastForm = "gloo"
-    window: bytes = b""
+    window: device_window.Offered = ()
     "the way to the trainer's buckets, for members on its GPU"
 
     @property
@@ -213,7 +213,7 @@ class BroadcastHost:
             group=new_channel_id(),
             size=1 + len(members),
             form=form,
-            window=b"" if self._window is None else device_window.offer(self._window),
+            window=() if self._window is None else device_window.offer(self._window),
         )
 
     def join(self, timeout_s: float) -> BroadcastGroup:

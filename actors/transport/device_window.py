@@ -5,7 +5,6 @@ The owner keeps the memory for as long as anybody reads it; what is written ther
 
 from __future__ import annotations
 
-import pickle
 from typing import Any
 
 import torch
@@ -18,7 +17,11 @@ _DEVICE = 6
 "The place of the owner's device among what torch rebuilds a tensor from."
 
 
-def offer(memory: Tensor) -> bytes:
+Offered = tuple[Any, ...]
+"What torch rebuilds a CUDA tensor from: its form and CUDA's handles."
+
+
+def offer(memory: Tensor) -> Offered:
     """Return what another process of this machine needs to read a CUDA tensor. Raises PlacementError: it is none."""
     if memory.device.type != "cuda":
         raise PlacementError(
@@ -29,12 +32,12 @@ def offer(memory: Tensor) -> bytes:
         raise PlacementError(
             f"torch {torch.__version__} passes CUDA tensors on in a way that is not known here"
         )
-    return pickle.dumps(parts)
+    return tuple(parts)
 
 
-def reach(offered: bytes, device: torch.device | None) -> Tensor:
+def reach(offered: Offered, device: torch.device | None) -> Tensor:
     """Return the offered memory as a tensor, on what this process calls `device`. Raises PlacementError."""
-    parts: list[Any] = list(pickle.loads(offered))
+    parts = list(offered)
     if device is not None:
         # the owner's number of the GPU they share
         parts[_DEVICE] = device.index or 0

@@ -28,13 +28,13 @@ from engine.drafters.exit_norm import require_exit_fits
 from engine.model.stock_forward import no_early_exit
 from engine.model.support import refuse_unsupported
 from engine.weights.bare_llama import MODEL_TYPES
+from engine.weights.draft_vocabulary import foreign_ids
 from engine.weights.loading import (
     load_hf_config,
     load_tokenizer,
     meta_model,
     num_token_ids,
 )
-from engine.weights.shared_ids import foreign_ids
 from engine.weights.weight_files import indexed_too
 from learning.adapter import count_adapter_params
 

@@ -17,6 +17,7 @@ from engine.drafters.head.mtp_weights import FoundMtp, load_mtp
 from engine.drafters.head.published_head import pack_head, rounded
 from engine.weights.causal_lm import DTYPES
 from engine.weights.chunks import WeightPacker, pack_weights
+from engine.weights.draft_vocabulary import fit_draft, foreign_ids
 from engine.weights.loading import (
     load_causal_lm,
     load_hf_config,
@@ -24,7 +25,6 @@ from engine.weights.loading import (
     num_token_ids,
     require_finite,
 )
-from engine.weights.shared_ids import fit_draft, foreign_ids
 from engine.weights.stored_weights import stored_weights
 
 

@@ -43,9 +43,8 @@ class StreamedLinear:
 
     def holds(self, weight: Tensor, bias: Tensor | None) -> bool:
         """See `Linear`."""
-        return self.holds_rows(0, weight) and same_bits(
-            self.bias, None if bias is None else with_rows(bias.float(), self.num_panels * PANEL)
-        )
+        padded = None if bias is None else with_rows(bias.float(), self.num_panels * PANEL)
+        return self.holds_rows(0, weight) and bool(same_bits(self.bias, padded))
 
     def take_rows(self, start: int, rows: Tensor) -> None:
         """See `ByRows`."""
@@ -58,9 +57,8 @@ class StreamedLinear:
         """See `ByRows`."""
         whole, panels = self._panels_at(start, rows)
         last = rows[len(whole) * PANEL :]
-        return same_bits(panels[: len(whole)], whole) and (
-            not len(last) or same_bits(panels[len(whole)], with_rows(last, PANEL))
-        )
+        good = same_bits(panels[: len(whole)], whole)
+        return bool(good) and (not len(last) or bool(same_bits(panels[len(whole)], with_rows(last, PANEL))))
 
     def _panels_at(self, start: int, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Rows in whole panels [p, PANEL, K], and the panels from theirs on, turned as the rows are."""

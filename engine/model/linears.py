@@ -10,7 +10,7 @@ The operators behind the first are private to torch: where they are missing, the
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -19,6 +19,8 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional as F
 
+Same = bool | Tensor
+"Whether bits are the same; of a GPU's as a tensor, bool [], that nobody has waited for."
 MIN_ROWS = 4
 ROW_BLOCK = 4096
 "Rows of a weight that are written or compared at once: a few MB, which stay in the processor's cache."
@@ -42,7 +44,7 @@ class Linear(Protocol):
         """Hold another weight and bias of the same shape, in the same memory where the layout is this module's own."""
         ...
 
-    def holds(self, weight: Float[Tensor, "N K"], bias: Float[Tensor, " N"] | None) -> bool:
+    def holds(self, weight: Float[Tensor, "N K"], bias: Float[Tensor, " N"] | None) -> Same:
         """Whether what it reads, unpacked, is bit for bit that weight and bias, and zeros where it is padded."""
         ...
 
@@ -55,7 +57,7 @@ class ByRows(Protocol):
         """Hold other rows from `start` on, a multiple of ROW_BLOCK."""
         ...
 
-    def holds_rows(self, start: int, rows: Float[Tensor, "n K"]) -> bool:
+    def holds_rows(self, start: int, rows: Float[Tensor, "n K"]) -> Same:
         """Whether the rows from `start` on are bit for bit these."""
         ...
 
@@ -134,13 +136,13 @@ class MatrixLinear:
         """See `ByRows`."""
         self._matrix[:, start : start + len(rows)].copy_(rows.t())
 
-    def holds_rows(self, start: int, rows: Tensor) -> bool:
+    def holds_rows(self, start: int, rows: Tensor) -> Same:
         """See `ByRows`."""
         return same_bits(self._matrix[:, start : start + len(rows)].t(), rows)
 
-    def holds(self, weight: Tensor, bias: Tensor | None) -> bool:
+    def holds(self, weight: Tensor, bias: Tensor | None) -> Same:
         """See `Linear`."""
-        return same_bits(self._matrix.t(), weight) and same_bits(self._bias, bias)
+        return together(same_bits(self._matrix.t(), weight), same_bits(self._bias, bias))
 
 
 class PrepackedLinear:
@@ -165,9 +167,9 @@ class PrepackedLinear:
         )
         self._bias = taken(self._bias, bias)
 
-    def holds(self, weight: Tensor, bias: Tensor | None) -> bool:
+    def holds(self, weight: Tensor, bias: Tensor | None) -> Same:
         """See `Linear`."""
-        return same_bits(self._packed.to_dense(), weight) and same_bits(self._bias, bias)
+        return together(same_bits(self._packed.to_dense(), weight), same_bits(self._bias, bias))
 
 
 def with_rows(x: Tensor, rows: int) -> Tensor:
@@ -184,15 +186,41 @@ def taken(into: Tensor | None, value: Tensor | None) -> Tensor | None:
     return into
 
 
-def same_bits(copy: Tensor | None, of: Tensor | None) -> bool:
+def same_bits(copy: Tensor | None, of: Tensor | None) -> Same:
     """Whether a copy holds another tensor bit for bit, in the copy's type: 0.0 is not -0.0, and a NaN is itself."""
     if copy is None or of is None:
         return copy is of
+    if copy.shape != of.shape:
+        return False
     of = of.to(copy.dtype)
+    if copy.data_ptr() == of.data_ptr() and copy.stride() == of.stride() and copy.device == of.device:
+        return True
     if copy.is_complex():
         copy, of = torch.view_as_real(copy), torch.view_as_real(of)
     bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[copy.element_size()]
+    if copy.device.type == "cuda":
+        return (copy.view(bits) == of.view(bits)).all()
     return torch.equal(copy.view(bits), of.view(bits))
+
+
+def together(*same: Same) -> Same:
+    """Whether all hold, still without a wait for a device."""
+    if any(one is False for one in same):
+        return False
+    later = [one for one in same if isinstance(one, Tensor)]
+    return torch.stack(later).all() if later else True
+
+
+def first_altered(copies: Iterable[tuple[str, Same]]) -> str | None:
+    """Name of a copy that does not hold; None: all do. Waits for a device once."""
+    later: list[tuple[str, Tensor]] = []
+    for name, same in copies:
+        if isinstance(same, Tensor):
+            later.append((name, same))
+        elif not same:
+            return name
+    hold = torch.stack([same for _, same in later]).tolist() if later else []
+    return next((name for (name, _), good in zip(later, hold, strict=True) if not good), None)
 
 
 def can_prepack() -> bool:

@@ -29,7 +29,7 @@ from engine.cache.kv_pool import KVPool, KVShape, cell_size
 from engine.model.compute_backend import ComputeBackend, FusedChain, FusedForward, PoolAttention
 from engine.model.forward_plan import ForwardPlan
 from engine.model.hidden_taps import HiddenTaps
-from engine.model.linears import Decoder, Layer, MatrixLinear, same_bits, taken
+from engine.model.linears import Decoder, Layer, MatrixLinear, Same, first_altered, same_bits, taken
 from engine.model.llama_layout import LlamaLayout, head_size
 from engine.weights.bare_llama import MODEL_TYPES
 from engine.weights.causal_lm import CausalLM
@@ -100,7 +100,7 @@ class LlamaForward:
     def altered_copy(self) -> str | None:
         """See `engine.model.runner.Forward`."""
         with torch.inference_mode():
-            return next(self._altered_copies(), None)
+            return first_altered(self._copies())
 
     @property
     def library_product(self) -> str | None:
@@ -263,20 +263,18 @@ class LlamaForward:
             return F.rms_norm(x, (x.shape[-1],), gain, self._eps)
         return x / torch.hypot(torch.linalg.vector_norm(x, dim=-1, keepdim=True), self._norm_floor)
 
-    def _altered_copies(self) -> Iterator[str]:
-        if not same_bits(self._embedding, self._layout.embedding()):
-            yield "embed_tokens"
+    def _copies(self) -> Iterator[tuple[str, Same]]:
+        """Everything that decodes, and whether it is the module's."""
+        yield "embed_tokens", same_bits(self._embedding, self._layout.embedding())
         for index, layer in enumerate(self._layers):
-            yield from self._layout.altered_in_layer(index, layer)
-        yield from self._layout.altered_in_head(self._final_gain, self._head)
+            yield from self._layout.copies_in_layer(index, layer)
+        yield from self._layout.copies_in_head(self._final_gain, self._head)
         altered = None if self.fused is None else self.fused.altered_gain(self._decoder)
         if altered is not None:
-            yield altered
+            yield altered, False
         capacity = len(self._rope)
-        if not same_bits(self._rope, _rotations(self._model, capacity)) or not same_bits(
-            self._rotations, self._rotation_table()
-        ):
-            yield "rotary_emb"
+        yield "rotary_emb", same_bits(self._rope, _rotations(self._model, capacity))
+        yield "rotary_emb", same_bits(self._rotations, self._rotation_table())
 
 
 @runtime_checkable

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from engine.model.compute_backend import ComputeBackend
-from engine.model.linears import ROW_BLOCK, ByRows, Layer, Linear, same_bits, taken, with_rows
+from engine.model.linears import ROW_BLOCK, ByRows, Layer, Linear, Same, same_bits, taken, with_rows
 from engine.weights.causal_lm import CausalLM
 
 INNER_STEP = 32
@@ -117,30 +117,24 @@ class LlamaLayout:
         gain = self._base.norm.weight.to(self.dtype)
         return torch.where(gain == 0.0, gain, 1.0 / gain) / gain.numel() ** 0.5
 
-    def altered_in_layer(self, index: int, served: Layer) -> Iterator[str]:
-        """Names of what a laid-out layer holds otherwise than the module, in any bit."""
+    def copies_in_layer(self, index: int, served: Layer) -> Iterator[tuple[str, Same]]:
+        """What a laid-out layer is made of, and whether it holds the module's bits."""
         fused = self._fused(self._base.layers[index])
         for name in ("attention_gain", "head_gain", "mlp_gain"):
-            if not same_bits(getattr(served, name), getattr(fused, name)):
-                yield f"layer {index} {name}"
+            yield f"layer {index} {name}", same_bits(getattr(served, name), getattr(fused, name))
         for name in ("qkv", "out", "gate_up", "down"):
-            if not getattr(served, name).holds(*getattr(fused, name)):
-                yield f"layer {index} {name}"
+            yield f"layer {index} {name}", getattr(served, name).holds(*getattr(fused, name))
 
-    def altered_in_head(self, gain: Tensor | None, head: Linear) -> Iterator[str]:
-        """As `altered_in_layer`, for what `head` returned."""
+    def copies_in_head(self, gain: Tensor | None, head: Linear) -> Iterator[tuple[str, Same]]:
+        """As `copies_in_layer`, for what `head` returned."""
         if not isinstance(head, ByRows):
             fused_gain, fused_head = self._fused_head()
-            if not same_bits(gain, fused_gain):
-                yield "the last norm's gain"
-            if not head.holds(*fused_head):
-                yield "lm_head"
+            yield "the last norm's gain", same_bits(gain, fused_gain)
+            yield "lm_head", head.holds(*fused_head)
             return
         for start, block in self._head_blocks():
-            if not same_bits(gain, block.gain):
-                yield "the last norm's gain"
-            if not head.holds_rows(start, block.weight):
-                yield "lm_head"
+            yield "the last norm's gain", same_bits(gain, block.gain)
+            yield "lm_head", head.holds_rows(start, block.weight)
 
     def _linear(self, weights: Weights) -> Linear:
         return self._backend.linear(*weights, self.dtype)

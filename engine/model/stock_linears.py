@@ -36,7 +36,7 @@ class OwnProduct(nn.Module):
 
     def is_current(self) -> bool:
         """Whether the copy is the linear's present weight and bias, bit for bit."""
-        return self._product.holds(*self._present())
+        return bool(self._product.holds(*self._present()))
 
     @property
     def weight(self) -> Tensor:

@@ -12,8 +12,9 @@ from core.records import SamplingParams
 from engine.drafters.model_drafter import ModelDrafter
 from engine.drafters.paired_drafter import part_of
 from engine.weights.bare_llama import bare_llama
+from engine.weights.draft_vocabulary import fit_draft, foreign_ids
 from engine.weights.loading import build_causal_lm
-from engine.weights.shared_ids import fit_draft, foreign_ids, foreign_of
+from engine.weights.shared_ids import foreign_of
 from learning.pairs.tokenization import character_tokenizer
 from tests.engine.conftest import VOCAB_SIZE, Pair
 

@@ -13,12 +13,12 @@ def without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let tensors of the CPU be offered and reached."""
     offered: list[Tensor] = []
 
-    def offer(memory: Tensor) -> bytes:
+    def offer(memory: Tensor) -> device_window.Offered:
         offered.append(memory)
-        return f"{len(offered) - 1}".encode()
+        return (len(offered) - 1,)
 
-    def reach(ticket: bytes, device: torch.device | None) -> Tensor:
-        return offered[int(ticket)]
+    def reach(ticket: device_window.Offered, device: torch.device | None) -> Tensor:
+        return offered[ticket[0]]
 
     monkeypatch.setattr(device_window, "offer", offer)
     monkeypatch.setattr(device_window, "reach", reach)

@@ -8,7 +8,8 @@ import torch
 
 from core.config import AlgorithmConfig, TrainerConfig
 from engine.decoding.logprobs import scaled_logits
-from engine.weights.shared_ids import fit_draft, without
+from engine.weights.draft_vocabulary import fit_draft
+from engine.weights.shared_ids import without
 from learning.cotraining import whole_kl
 from learning.distillation_batch import distillation_batches
 from learning.experience import collate

@@ -1,5 +1,6 @@
 """What one process writes on a GPU another reads there; a tensor of the CPU is not offered."""
 
+import pickle
 import subprocess
 import sys
 
@@ -11,10 +12,10 @@ from core.errors import PlacementError
 from tests.helpers.devices import NO_GPU
 
 READER = """
-import sys, torch
+import pickle, sys, torch
 from actors.transport.device_window import reach
 torch.zeros(1, device="cuda")
-window = reach(bytes.fromhex(sys.stdin.readline()), torch.device("cuda", 0))
+window = reach(pickle.loads(bytes.fromhex(sys.stdin.readline())), torch.device("cuda", 0))
 for line in sys.stdin:
     print(int(window[int(line)].long().sum()), flush=True)
 """
@@ -28,7 +29,7 @@ def test_another_process_reads_what_is_written_later() -> None:
         [sys.executable, "-c", READER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as reader:
         assert reader.stdin is not None and reader.stdout is not None
-        reader.stdin.write(offer(window).hex() + "\n")
+        reader.stdin.write(pickle.dumps(offer(window)).hex() + "\n")
         for room, value in ((0, 3), (1, 5), (0, 7)):
             window[room].fill_(value)
             torch.cuda.synchronize()

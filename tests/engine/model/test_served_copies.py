@@ -14,11 +14,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_utils import PreTrainedModel
 
 from core.errors import WeightsError
-from engine.model.linears import same_bits
+from engine.model.linears import first_altered, same_bits, together
 from engine.model.llama_forward import LlamaForward
 from engine.model.runner import ModelRunner
 from engine.model.stock_linears import OwnProduct
 from tests.helpers.backends import LAYOUTS, own_backend, stock_products, torch_backend
+from tests.helpers.devices import DEVICES
 
 FAMILIES = ("llama", "qwen2", "qwen3")
 "Of the second the attention has biases, of the third the heads have gains."
@@ -154,3 +155,16 @@ def test_bits_are_compared_and_not_numbers() -> None:
     assert not same_bits(zero, -zero) and same_bits(nan, nan.clone())
     assert not same_bits(zero, None) and same_bits(None, None)
     assert not same_bits(zero, zero[:2])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_what_is_altered_is_named_after_one_wait(device: str) -> None:
+    good, bad = torch.ones(3, device=device), torch.zeros(3, device=device)
+    copies = [("first", same_bits(good.clone(), good)), ("none", True), ("second", same_bits(good, bad))]
+    assert all(
+        isinstance(same, torch.Tensor) == (device == "cuda") for name, same in copies if name != "none"
+    )
+    assert first_altered(copies) == "second" and first_altered(copies[:2]) is None
+    assert first_altered([("whole", together(copies[0][1], copies[2][1]))]) == "whole"
+    assert bool(together(True, copies[0][1])) and not together(False, copies[0][1])
+    assert same_bits(good, good) is True, "itself"
