@@ -32,6 +32,12 @@ def user_of(folder: Path) -> Iterator[subprocess.Popen]:
         child.communicate()
 
 
+@pytest.fixture(autouse=True)
+def _the_sessions_ray_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A start that failed shuts Ray down before the next: here the one that all tests share."""
+    monkeypatch.setattr(slow_start.ray, "shutdown", lambda: None)
+
+
 @pytest.mark.parametrize(
     "failure",
     [
