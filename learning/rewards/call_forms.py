@@ -333,7 +333,8 @@ def _texts(function: Any) -> set[str]:
             seen.add(constant)
             waiting += constant.co_consts
             helpers = [named.get(name) for name in constant.co_names]
-            waiting += [one.__code__ for one in helpers if getattr(one, "__globals__", None) is named]
+            own = [one for one in helpers if getattr(one, "__globals__", None) is named]
+            waiting += [getattr(one, "__code__", None) for one in own]
         elif isinstance(constant, tuple | frozenset):
             waiting += constant
         elif isinstance(constant, str):
