@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 
 import cluster.loop
 from cluster.cli import main
+from cluster.placement import ray_session
 from cluster.placement.ray_session import free_port
 from cluster.run_folder.layout import RunDir
 from core.config_io import load_config
@@ -220,6 +221,8 @@ def would_start(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Where `train` would go on to start Ray."""
     starts: list[str] = []
     monkeypatch.setattr(cluster.loop, "run_training", lambda *_, **__: starts.append("Ray"))
+    # other tests of this process may share a Ray, which a run would take
+    monkeypatch.setattr(ray_session.ray, "is_initialized", lambda: False)
     return starts
 
 
