@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 LAYERS = ("core", "profiles", "policies", "engine", "learning", "actors", "cluster")
-MAX_LINES = 400
+MAX_LINES = 500
 MAX_FILES = 20
 
 _TORCH = {"torch", "transformers", "tokenizers", "safetensors", "jaxtyping", "numpy"}
@@ -181,3 +181,48 @@ def test_a_file_name_tells_which_file_it_is() -> None:
         if path.name != "__init__.py" and path.parent.name != "commands":
             named.setdefault(path.name, []).append(str(path.relative_to(ROOT)))
     assert [paths for paths in named.values() if len(paths) > 1] == []
+
+
+# Ratchets: these figures may only fall. Whoever makes the tree smaller lowers them.
+MAX_SOURCE_FILES = 636
+MAX_SOURCE_LINES = 79_040
+MAX_FUNCTION_LINES = 80
+LONGER_FUNCTIONS = {
+    "cluster/collect.py collect": 136,
+    "core/config.py _consistent": 108,
+    "engine/build.py build_engine": 104,
+    "learning/learner.py __init__": 90,
+    "engine/cuda/attention_kernel.py _attend": 89,
+    "cluster/loop.py train": 88,
+}
+MAX_FUNCTIONS_OF_THE_WHOLE_CONFIG = 129
+
+
+def functions() -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
+    """Every function of the source, named `path name`."""
+    for path in modules(*LAYERS):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                yield f"{path.relative_to(ROOT)} {node.name}", node
+
+
+def takes_the_whole_config(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    arguments = (*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs)
+    return any(a.annotation is not None and ast.unparse(a.annotation) == "Config" for a in arguments)
+
+
+def test_the_source_only_shrinks() -> None:
+    sources = modules(*LAYERS)
+    assert len(sources) <= MAX_SOURCE_FILES
+    assert sum(len(path.read_text().splitlines()) for path in sources) <= MAX_SOURCE_LINES
+
+
+def test_a_function_fits_on_a_page() -> None:
+    lengths = {name: node.end_lineno - node.lineno + 1 for name, node in functions() if node.end_lineno}
+    long = {name: length for name, length in lengths.items() if length > MAX_FUNCTION_LINES}
+    assert {name for name, length in long.items() if length > LONGER_FUNCTIONS.get(name, 0)} == set()
+
+
+def test_few_functions_take_the_whole_config() -> None:
+    taking = [name for name, function in functions() if takes_the_whole_config(function)]
+    assert len(taking) <= MAX_FUNCTIONS_OF_THE_WHOLE_CONFIG, "\n".join(taking)
