@@ -31,7 +31,6 @@ _OF_THE_RUN_S_ROWS = (
     "task", "path", "sources", "weight_of", "stopping", "skip_rows", "filter", "limit", "deduplicate"
 )  # fmt: skip
 "Keys of `data` that say which rows a run trains on, and nothing of another file."
-_DRAFTS_WITHOUT_A_PROFILE = ("fixed", "bandit", "batch_table", "capacity")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +75,7 @@ def evaluation_config(
     if not models.get("draft") and speculation.get("drafter", "model") in ("model", "head", "mtp"):
         models["draft"] = None
         speculation = {"drafter": "none", "policy": "off"}
-    elif speculation.get("policy") not in (*_DRAFTS_WITHOUT_A_PROFILE, "off"):
+    elif speculation.get("policy", "goodput") == "goodput":
         # a profile is of one target, and drafting changes no token
         speculation = {**speculation, "policy": "fixed"}
     # a holdout is of a run that evaluates; any count above 0 says so here

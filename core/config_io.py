@@ -14,6 +14,7 @@ from core.config import Config
 from core.errors import ConfigError
 from core.files import write_whole
 from core.outside import cut, is_dir, is_file, quote
+from core.settings.removed import without_removed
 from core.settings.section import Section
 from core.yaml_text import YamlFault, parse_yaml
 
@@ -83,6 +84,9 @@ def apply_overrides(tree: dict[str, Any], overrides: Iterable[str]) -> dict[str,
 
 
 def _validated(kind: type[Whole], tree: dict[str, Any], *, origin: str) -> Whole:
+    tree, removed = without_removed(tree)
+    if removed:
+        raise ConfigError(f"{origin}: " + " | ".join(removed))
     try:
         return kind.model_validate(tree)
     except ValidationError as error:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from core.config import SpeculationConfig
 from core.errors import ConfigError
 from policies.drafting.baselines.bandit import BanditPolicy
-from policies.drafting.baselines.batch_table import BatchTablePolicy
-from policies.drafting.baselines.capacity import CapacityPolicy
 from policies.drafting.baselines.fixed import FixedPolicy, OffPolicy
 from policies.drafting.cadence import Cadence
 from policies.drafting.draft_policy import DraftPolicy
@@ -37,22 +35,13 @@ def build_policy(speculation: SpeculationConfig, profile: Profile | None = None)
         return Cadence(
             GoodputPolicy(profile, max_nodes=speculation.max_nodes, max_depth=speculation.max_depth)
         )
-    if speculation.policy == "batch_table":
-        return BatchTablePolicy(max_nodes=speculation.max_nodes, max_depth=speculation.max_depth)
-    if speculation.policy == "bandit":
-        return BanditPolicy(max_nodes=speculation.max_nodes, max_depth=speculation.max_depth, seed=0)
-    return CapacityPolicy(
-        capacity_tokens=speculation.capacity_tokens,
-        max_nodes=speculation.num_nodes,
-        depth=speculation.depth,
-        branching=speculation.branching,
-    )
+    return BanditPolicy(max_nodes=speculation.max_nodes, max_depth=speculation.max_depth, seed=0)
 
 
 def most_nodes(speculation: SpeculationConfig) -> int:
     """Return the most draft nodes per sample that a config's policy verifies: what the KV pool reserves."""
     if speculation.policy == "off" or speculation.drafter == "none":
         return 0
-    if speculation.policy in ("goodput", "batch_table", "bandit"):
+    if speculation.policy in ("goodput", "bandit"):
         return speculation.max_nodes
     return build_policy(speculation).max_nodes

@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.adaptive.pairs import engine_for
+from benchmarks.adaptive.by_batch_size import BatchTablePolicy, CapacityPolicy
+from benchmarks.adaptive.pairs import Contestant, engine_for
 from benchmarks.support.timing import Rate, interleaved
 from benchmarks.support.workload import Workload
 from core.config import SpeculationConfig
@@ -26,9 +27,9 @@ FIXED = {
 WEAK_FIXED = {name: FIXED[name] for name in ("chain 2", "chain 4", "tree 8")} | {
     "chain 3": SpeculationConfig(policy="fixed", num_nodes=3)
 }
-OTHERS = {
-    "capacity": SpeculationConfig(policy="capacity", num_nodes=16, depth=16),
-    "batch_table": SpeculationConfig(policy="batch_table"),
+OTHERS: dict[str, Contestant] = {
+    "capacity": CapacityPolicy(capacity_tokens=24, max_nodes=16, depth=16, branching=1),
+    "batch_table": BatchTablePolicy(max_nodes=16, max_depth=16),
     "bandit": SpeculationConfig(policy="bandit"),
 }
 MAIN_FIXED = {name: FIXED[name] for name in ("chain 4", "chain 8", "chain 12", "chain 16")}
@@ -69,7 +70,7 @@ class BatchResult:
 
 def constant_batch(
     workload: Workload,
-    policies: Mapping[str, SpeculationConfig],
+    policies: Mapping[str, Contestant],
     profile: Profile,
     batch_size: int,
     rounds: int,
@@ -78,8 +79,8 @@ def constant_batch(
 ) -> BatchResult:
     """Time every policy on a batch that is kept full from a queue."""
     engines = {
-        name: engine_for(workload, speculation, batch_size=batch_size, draft=draft, profile=profile)
-        for name, speculation in policies.items()
+        name: engine_for(workload, contestant, batch_size=batch_size, draft=draft, profile=profile)
+        for name, contestant in policies.items()
     }
     requests = workload.requests()[: batch_size + 4 + min(batch_size, 12)]
     rates = interleaved(

@@ -30,11 +30,14 @@ from engine.engine import Engine
 from engine.weights.loading import load_causal_lm
 from learning.pairs.make import PairPaths
 from learning.pairs.net2net import deepen
+from policies.drafting.draft_policy import DraftPolicy
 from profiles.acceptance import fit_acceptance
 from profiles.profile import Profile
 from profiles.quality import acceptance_quality
 from profiles.recording import DraftRecording, join_nodes
 
+Contestant = SpeculationConfig | DraftPolicy
+"By its settings, or a policy that is no setting."
 LARGE_LAYERS = 16
 MAX_SAMPLES = 64
 NUM_PROMPTS = 96
@@ -52,20 +55,20 @@ def pair_workload(name: str, num_prompts: int = NUM_PROMPTS, data: Path | None =
 
 def engine_for(
     workload: Workload,
-    speculation: SpeculationConfig,
+    contestant: Contestant,
     *,
     batch_size: int,
     draft: str = "good",
     profile: Profile | None = None,
-    profiling: bool = False,
 ) -> Engine:
     """Build an engine of `batch_size` slots on one thread; the probe has its own tests."""
+    is_setting = isinstance(contestant, SpeculationConfig)
     return build_engine(
         workload.target("float32"),
         make_draft(workload, draft),
         engine=EngineConfig(max_running_samples=batch_size, probe=False),
-        speculation=speculation,
-        policy=Placeholder(MAX_PROFILED_NODES) if profiling else None,
+        speculation=contestant if is_setting else SpeculationConfig(),
+        policy=None if is_setting else contestant,
         profile=profile,
         max_total_tokens=workload.max_total_tokens,
         vocab_size=workload.vocab_size,
@@ -74,7 +77,7 @@ def engine_for(
 
 def profile_of(workload: Workload, *, budget_s: float) -> MadeProfile:
     """Measure the pair with its good draft, up to MAX_SAMPLES samples."""
-    engine = engine_for(workload, SpeculationConfig(), batch_size=MAX_SAMPLES, profiling=True)
+    engine = engine_for(workload, Placeholder(MAX_PROFILED_NODES), batch_size=MAX_SAMPLES)
     provenance = provenance_of(
         workload.target("float32"),
         workload.draft("float32"),
@@ -90,7 +93,7 @@ def with_other_draft(
     workload: Workload, profile: Profile, draft: str, *, budget_s: float
 ) -> tuple[Profile, list[DraftRecording]]:
     """Return the profile of another draft of the same architecture: costs stay, acceptance is measured anew."""
-    engine = engine_for(workload, SpeculationConfig(), batch_size=MAX_SAMPLES, draft=draft, profiling=True)
+    engine = engine_for(workload, Placeholder(MAX_PROFILED_NODES), batch_size=MAX_SAMPLES, draft=draft)
     requests = profile_requests(workload)
     drafts = [
         record_drafts(engine, requests, branching, width, levels, budget_s=budget_s / len(SHAPES))

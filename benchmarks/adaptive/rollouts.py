@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from benchmarks.adaptive.pairs import engine_for
+from benchmarks.adaptive.pairs import Contestant, engine_for
 from benchmarks.support.rates import engine_rate, hugging_face_rate
 from benchmarks.support.timing import interleaved
 from benchmarks.support.workload import Workload
-from core.config import SpeculationConfig
 from core.decode_records import GenerationStats
 from profiles.profile import Profile
 
@@ -17,7 +16,7 @@ SAMPLES = 64
 
 def whole_rollout(
     workload: Workload,
-    policies: Mapping[str, SpeculationConfig],
+    policies: Mapping[str, Contestant],
     profile: Profile,
     rounds: int,
     *,
@@ -27,8 +26,8 @@ def whole_rollout(
     """Return tokens per second of every round by policy, and the statistics of `goodput`."""
     requests = workload.requests()[:SAMPLES]
     engines = {
-        name: engine_for(workload, speculation, batch_size=SAMPLES, draft=draft, profile=profile)
-        for name, speculation in policies.items()
+        name: engine_for(workload, contestant, batch_size=SAMPLES, draft=draft, profile=profile)
+        for name, contestant in policies.items()
     }
     taken = interleaved({name: engine_rate(engine, requests) for name, engine in engines.items()}, rounds)
     if hugging_face:

@@ -29,21 +29,19 @@ class SpeculationConfig(Section):
     drafter: Literal["model", "head", "mtp", "early_exit", "ngram", "suffix", "none"] = "model"
     """model: a draft model; head: a layer on the target's hidden states; mtp: the one that the target brings;
     early_exit: its first layers; suffix: look-up in all responses to the prompt; ngram: in the sample's own text"""
-    policy: Literal["goodput", "batch_table", "bandit", "capacity", "fixed", "off"] = "goodput"
-    "goodput: adaptive, from a profile; batch_table, bandit: TLT's; capacity: FastGRPO's; fixed; off: plain decoding"
+    policy: Literal["goodput", "bandit", "fixed", "off"] = "goodput"
+    "goodput: adaptive, from a profile; bandit: TLT's, which learns by trying; fixed; off: plain decoding"
     profile: UserPath = "auto"
     "goodput: a folder made by `rlhfspec profile`; auto: made at start-up when there is none in the cache (CPU only)"
     max_nodes: int = Field(default=16, ge=1, le=64)
-    "goodput, batch_table, bandit: most draft nodes verified per sample"
+    "goodput, bandit: most draft nodes verified per sample"
     max_depth: int = Field(default=16, ge=1, le=32)
-    "goodput, batch_table, bandit: most levels drafted"
+    "goodput, bandit: most levels drafted"
     num_nodes: int = Field(default=8, ge=0, le=64)
     "fixed: draft nodes verified per sample; 0 is plain decoding"
     depth: int = Field(default=8, ge=0, le=32)
     branching: int = Field(default=1, ge=1, le=8)
     "children offered per node; 1 is a chain"
-    capacity_tokens: int = Field(default=24, ge=2)
-    "capacity: tokens one target forward verifies at no more than twice the cost of one"
     exit_layers: int = Field(default=0, ge=0)
     "early_exit: of the target's first layers, that draft; 0: a third of all"
     look_up: Literal["none", "ngram", "suffix"] = "none"
@@ -92,9 +90,9 @@ class SpeculationConfig(Section):
 
     @model_validator(mode="after")
     def _has_levels(self) -> SpeculationConfig:
-        if self.policy in ("fixed", "capacity") and self.num_nodes > 0 and self.depth == 0:
+        if self.policy == "fixed" and self.num_nodes > 0 and self.depth == 0:
             raise ValueError(
-                f"policy {self.policy} is to verify {self.num_nodes} nodes at depth 0, but a tree of no levels has "
+                f"policy fixed is to verify {self.num_nodes} nodes at depth 0, but a tree of no levels has "
                 "no node; set depth to 1 or more, or num_nodes to 0 for plain decoding"
             )
         return self

@@ -28,6 +28,31 @@ def test_an_unknown_key_is_refused_with_a_suggestion() -> None:
         config_from_dict(tree)
 
 
+@pytest.mark.parametrize(
+    ("section", "key", "value", "instead"),
+    [
+        ("speculation", "policy", "batch_table", "batch_table was removed; use goodput or bandit"),
+        ("speculation", "policy", "capacity", "capacity was removed; use goodput or bandit"),
+        ("speculation", "capacity_tokens", 30, "was removed; it was of policy capacity"),
+    ],
+)
+def test_a_removed_setting_says_what_to_use_instead(
+    tmp_path: Path, section: str, key: str, value: object, instead: str
+) -> None:
+    """In a file, such as a run folder's, and in an override."""
+    file = tmp_path / "config.yaml"
+    dump_config(config_from_dict(SMALLEST), file)
+    with pytest.raises(ConfigError, match=rf"{section}\.{key} .*{instead}"):
+        load_config(file, [f"{section}.{key}={value}"])
+
+
+def test_a_removed_key_that_says_what_happens_anyway_is_dropped() -> None:
+    """As a run folder of before spells it out."""
+    old = SMALLEST | {"speculation": {"capacity_tokens": 24}}
+    assert config_from_dict(old) == config_from_dict(SMALLEST)
+    assert "capacity_tokens" in old["speculation"], "the caller's mapping stays"
+
+
 def test_an_unknown_section_lists_what_is_known() -> None:
     with pytest.raises(ConfigError, match=r"unknown key zzz; known keys here: run, models"):
         config_from_dict(SMALLEST | {"zzz": {}})
@@ -76,7 +101,6 @@ def test_a_malformed_override_is_refused(tmp_path: Path, override: str) -> None:
         ("speculation", {"policy": "fixed", "num_nodes": 64, "depth": 0}, "64 nodes at depth 0"),
         ("speculation", {"drafter": "ngram", "look_up": "suffix"}, "look up alone: drafter suffix"),
         ("speculation", {"drafter": "none", "look_up": "ngram"}, "set look_up to none, or drafter"),
-        ("speculation", {"policy": "capacity", "depth": 0}, "nodes at depth 0"),
         ("data", {"path": "a.jsonl", "prompt_template": "x"}, r"must hold \{prompt\}"),
         ("data", {"task": "chain", "limit": 10**9}, "more than a generated task draws"),
         ("data", {"path": "a.jsonl", "sources": [{"path": "b.jsonl"}]}, "exactly one of data.task"),

@@ -40,7 +40,7 @@ PLANS = {
     "exit pair": SpeculationConfig(
         policy="fixed", drafter="early_exit", num_nodes=6, depth=4, branching=2, look_up="ngram", ngram_min=1
     ),
-    "capacity": SpeculationConfig(policy="capacity", num_nodes=12, depth=4, branching=2, capacity_tokens=30),
+    "bandit": SpeculationConfig(policy="bandit", max_nodes=12, max_depth=8),
 }
 
 

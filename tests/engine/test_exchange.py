@@ -102,7 +102,7 @@ def expected(make_engine, make_requests) -> Callable[..., dict]:
         "tree16",
         "ngram",
         "suffix",
-        "capacity",
+        "bandit",
         "head tree",
         "exit tree",
         "model pair",

@@ -67,14 +67,14 @@ CASES = [
             ("model pair", 8, "given"),
             ("head pair", 3, "shuffled"),
             ("exit pair", 8, "reversed"),
-            ("capacity", 8, "reversed"),
+            ("bandit", 8, "reversed"),
         ]
     ],
     *[
         ("float32", "T=0", plan, 8, "shuffled")
         for plan in ("chain4", "tree16", "ngram", "head tree", "model pair")
     ],
-    *[("float32", "T=0.7 top-k 5", plan, 8, "reversed") for plan in ("tree8", "capacity", "head chain")],
+    *[("float32", "T=0.7 top-k 5", plan, 8, "reversed") for plan in ("tree8", "bandit", "head chain")],
     ("float32", "T=1", "off", 1, "reversed"),
     ("float32", "T=1", "tree16", 1, "given"),
     *[
@@ -84,7 +84,7 @@ CASES = [
             ("tree8", 8),
             ("tree16", 3),
             ("ngram", 8),
-            ("capacity", 8),
+            ("bandit", 8),
             ("head tree", 3),
             ("exit tree", 8),
             ("head pair", 8),

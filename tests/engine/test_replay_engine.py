@@ -19,7 +19,6 @@ from engine.build import build_engine
 from engine.draft_policies import build_policy
 from engine.engine import Engine
 from policies.drafting.baselines.bandit import BanditPolicy
-from policies.drafting.baselines.batch_table import BatchTablePolicy
 from policies.drafting.cadence import COST_STEPS, Cadence
 from policies.drafting.draft_policy import DraftPolicy
 from policies.drafting.goodput import GoodputPolicy
@@ -123,7 +122,6 @@ MakePolicy = Callable[[], DraftPolicy]
 POLICIES: dict[str, MakePolicy] = {
     "goodput": lambda: Cadence(GoodputPolicy(PROFILE, max_nodes=8, max_depth=8)),
     "bandit": lambda: BanditPolicy(max_nodes=8, max_depth=8, window=8),
-    "batch_table": lambda: BatchTablePolicy(max_nodes=8, max_depth=8),
     "erratic": lambda: Erratic(5),
 }
 
@@ -246,8 +244,8 @@ def test_changed_tokens_or_seconds_are_found_later(
 
 
 def test_a_removed_record_is_found(logged: Callable[[str], list[StepRecord]]) -> None:
-    records = logged("batch_table")
-    difference = replay(POLICIES["batch_table"](), [*records[:30], *records[31:]])
+    records = logged("bandit")
+    difference = replay(POLICIES["bandit"](), [*records[:30], *records[31:]])
     assert difference is not None
     assert (difference.what, difference.recorded, difference.replayed) == ("decode_step", 31, 30)
 

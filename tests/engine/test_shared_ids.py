@@ -73,7 +73,7 @@ def test_a_draft_with_too_few_rows_gets_the_mean_of_its_own_and_equal_tokenizers
     assert foreign_of(own.config, VOCAB_SIZE) is None
 
 
-@pytest.mark.parametrize("plan", ["chain4", "tree8", "tree16", "capacity", "model pair"])
+@pytest.mark.parametrize("plan", ["chain4", "tree8", "tree16", "bandit", "model pair"])
 @pytest.mark.parametrize(
     "sampling",
     [SamplingParams(max_new_tokens=14), SamplingParams(temperature=0.7, top_k=5, max_new_tokens=14)],

@@ -1,4 +1,4 @@
-"""Drafting policies to compare with: off, fixed, by batch size, by capacity, a bandit.
+"""Drafting policies to compare with: off, fixed, a bandit.
 
 Lives here: rules that read no measured cost.
 Must not live here: anything that the goodput policy needs.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from core.decode_records import PLAIN, Budget, DecodeState, StepRecord
 
 
@@ -86,3 +88,21 @@ def narrowest_width(num_nodes: int, depth: int, branching: int) -> int:
     while width < num_nodes and max_tree_nodes(depth, branching, width) < num_nodes:
         width += 1
     return width
+
+
+def bounded_tree(
+    num_nodes: int, depth: int, branching: int, reason: str, max_nodes: int, max_depth: int
+) -> Budget:
+    """Return a tree as near to the asked one as the limits allow, plain decoding for none; its shape joins `reason`."""
+    num_nodes = min(num_nodes, max_nodes)
+    depth = min(depth, max_depth, num_nodes)
+    if depth < 1:
+        return replace(PLAIN, reason=f"{reason}, no draft")
+    num_nodes = min(num_nodes, max_tree_nodes(depth, branching, num_nodes))
+    return Budget(
+        num_nodes=num_nodes,
+        depth=depth,
+        branching=branching,
+        width=narrowest_width(num_nodes, depth, branching),
+        reason=f"{reason}, {num_nodes} nodes, depth {depth}, branching {branching}",
+    )

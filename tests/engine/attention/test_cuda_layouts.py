@@ -46,7 +46,7 @@ def test_outputs_are_unpacked_from_any_layout(samples: int, n: int, shared: int)
 
 @pytest.mark.parametrize("forward", ["own", "fused rows", "stock"])
 @pytest.mark.parametrize("lengths", [(17,), (5, 40, 17)], ids=str)
-@pytest.mark.parametrize("plan", ["off", "chain4", "tree8", "ngram", "head tree", "exit tree", "capacity"])
+@pytest.mark.parametrize("plan", ["off", "chain4", "tree8", "ngram", "head tree", "exit tree", "bandit"])
 def test_library_attention_serves_every_way_to_draft(
     pairs: dict[str, Pair],
     make_requests: Callable[..., list[SampleRequest]],

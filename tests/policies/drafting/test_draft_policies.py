@@ -5,7 +5,7 @@ import pytest
 from core.config import SpeculationConfig
 from core.decode_records import PLAIN, Budget, DecodeState
 from engine.draft_policies import build_policy
-from policies.drafting.baselines.capacity import CapacityPolicy
+from policies.drafting.baselines.bandit import BanditPolicy
 from policies.drafting.baselines.fixed import (
     FixedPolicy,
     OffPolicy,
@@ -88,29 +88,12 @@ def test_a_fixed_chain_is_as_deep_as_it_has_nodes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_samples", "nodes"), [(1, 8), (2, 8), (3, 7), (4, 5), (6, 3), (8, 2), (12, 1), (13, 0), (50, 0)]
-)
-def test_capacity_shares_its_tokens_among_the_samples(num_samples: int, nodes: int) -> None:
-    policy = CapacityPolicy(capacity_tokens=24, max_nodes=8, depth=4, branching=2)
-    budget = policy.plan(state(num_samples))
-    assert budget.num_nodes == nodes
-    assert budget.is_plain or num_samples * (budget.num_nodes + 1) <= 24
-    assert budget.is_plain or budget.num_nodes <= max_tree_nodes(budget.depth, budget.branching, budget.width)
-
-
-def test_capacity_stops_at_the_last_token() -> None:
-    policy = CapacityPolicy(capacity_tokens=24, max_nodes=8, depth=4, branching=1)
-    assert policy.plan(state(1, remaining=3)).num_nodes == 2
-    assert policy.plan(state(1, remaining=1)).is_plain
-
-
-@pytest.mark.parametrize(
     ("settings", "kind"),
     [
         ({"policy": "off"}, OffPolicy),
         ({"policy": "fixed", "drafter": "none"}, OffPolicy),
         ({"policy": "fixed"}, FixedPolicy),
-        ({"policy": "capacity"}, CapacityPolicy),
+        ({"policy": "bandit"}, BanditPolicy),
     ],
 )
 def test_config_names_the_policy(settings: dict[str, str], kind: type) -> None:

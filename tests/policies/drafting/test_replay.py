@@ -7,7 +7,7 @@ import pytest
 
 from core.decode_records import PLAIN, Budget, DecodeState, DraftLog, StepRecord
 from policies.drafting.baselines.bandit import BanditPolicy
-from policies.drafting.baselines.batch_table import BatchTablePolicy
+from policies.drafting.baselines.fixed import FixedPolicy
 from policies.drafting.replay import Difference, replay
 
 CHAIN = Budget(num_nodes=6, depth=6, branching=1, width=1, reason="chain", refined=True)
@@ -228,13 +228,13 @@ def test_a_bandits_log_replays_and_a_changed_reward_is_found() -> None:
     assert difference is not None and difference.decode_step > number
 
 
-def test_a_table_replays_from_any_step() -> None:
-    policy = BatchTablePolicy(max_nodes=8, max_depth=8)
+def test_a_fixed_tree_replays_from_any_step() -> None:
+    policy = FixedPolicy(num_nodes=8, depth=8, branching=1)
     states = [
         DecodeState(decode_step=5 + n, num_samples=40 - n, context_tokens=99, max_remaining_tokens=40)
         for n in range(40)
     ]
     records = [replace(step(policy.plan(state)), state=state) for state in states]
-    assert replay(BatchTablePolicy(max_nodes=8, max_depth=8), records) is None
-    difference = replay(BatchTablePolicy(max_nodes=4, max_depth=8), records)
+    assert replay(FixedPolicy(num_nodes=8, depth=8, branching=1), records) is None
+    difference = replay(FixedPolicy(num_nodes=4, depth=8, branching=1), records)
     assert difference is not None and difference.what == "budget.num_nodes"

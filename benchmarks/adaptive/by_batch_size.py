@@ -1,8 +1,8 @@
-"""TLT's table: how much to draft by how many samples run (arXiv 2511.16665, section on the adaptive drafter).
+"""Rules by batch size alone, which an adaptive policy has to beat: TLT's table, FastGRPO's capacity.
 
 A forward is flat up to some number of tokens. A large batch fills it by itself and drafts little or nothing; a small
-one leaves room, and drafts deep. A table from batch sizes to tree shapes says so without a measurement: what an
-adaptive policy has to beat.
+one leaves room, and drafts deep. A table from batch sizes to tree shapes (TLT, arXiv 2511.16665, section on the
+adaptive drafter), or a fixed number of verified tokens shared among the samples, says so without a measurement.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from core.decode_records import PLAIN, Budget, DecodeState, StepRecord
 from core.errors import ConfigError
-from policies.drafting.baselines.fixed import clip_depth, max_tree_nodes, narrowest_width
+from policies.drafting.baselines.fixed import bounded_tree, clip_depth, max_tree_nodes, narrowest_width
 
 Row = tuple[int, int, int, int]
 "max_batch, num_nodes, depth, branching"
@@ -70,19 +70,37 @@ class BatchTablePolicy:
         """Learn nothing: the table looks at the batch alone."""
 
 
-def bounded_tree(
-    num_nodes: int, depth: int, branching: int, reason: str, max_nodes: int, max_depth: int
-) -> Budget:
-    """Return a tree as near to the asked one as the limits allow, plain decoding for none; its shape joins `reason`."""
-    num_nodes = min(num_nodes, max_nodes)
-    depth = min(depth, max_depth, num_nodes)
-    if depth < 1:
-        return replace(PLAIN, reason=f"{reason}, no draft")
-    num_nodes = min(num_nodes, max_tree_nodes(depth, branching, num_nodes))
-    return Budget(
-        num_nodes=num_nodes,
-        depth=depth,
-        branching=branching,
-        width=narrowest_width(num_nodes, depth, branching),
-        reason=f"{reason}, {num_nodes} nodes, depth {depth}, branching {branching}",
-    )
+class CapacityPolicy:
+    """Nodes per sample = capacity / samples - 1, bounded by the largest tree: a capacity is a batch's flat part.
+
+    FastGRPO (arXiv 2509.21792), section on concurrency-aware speculation: each of B samples may verify
+    floor(capacity / B) tokens, the root included.
+    """
+
+    def __init__(self, *, capacity_tokens: int, max_nodes: int, depth: int, branching: int) -> None:
+        self._capacity_tokens = capacity_tokens
+        self._depth = depth
+        self._branching = branching
+        self.max_nodes = max_nodes
+
+    def plan(self, state: DecodeState) -> Budget:
+        """Return the tree that fits this batch's share of the capacity; plain decoding when none does."""
+        share = self._capacity_tokens // max(state.num_samples, 1)
+        num_nodes = min(share - 1, self.max_nodes)
+        if num_nodes < 1:
+            return PLAIN
+        branching = min(self._branching, num_nodes)
+        depth = num_nodes if branching == 1 else min(self._depth, num_nodes)
+        width = narrowest_width(num_nodes, depth, branching)
+        num_nodes = min(num_nodes, max_tree_nodes(depth, branching, width))
+        budget = Budget(
+            num_nodes=num_nodes,
+            depth=depth,
+            branching=branching,
+            width=width,
+            reason=f"capacity {self._capacity_tokens} over {state.num_samples} samples",
+        )
+        return clip_depth(budget, state.max_remaining_tokens - 1)
+
+    def observe(self, record: StepRecord) -> None:
+        """Learn nothing: the rule looks at the batch alone."""

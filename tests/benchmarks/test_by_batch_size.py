@@ -1,14 +1,11 @@
-"""TLT's table by hand: the row of a batch, its limits, and what remains near a response's end."""
+"""TLT's table and FastGRPO's capacity by hand: the row of a batch, limits, what remains near the end."""
 
 import pytest
 
-from core.config import SpeculationConfig
+from benchmarks.adaptive.by_batch_size import DEFAULT_TABLE, BatchTablePolicy, CapacityPolicy
 from core.decode_records import Budget, DecodeState
 from core.errors import ConfigError
-from engine.draft_policies import build_policy
-from policies.drafting.baselines.batch_table import DEFAULT_TABLE, BatchTablePolicy
 from policies.drafting.baselines.fixed import max_tree_nodes
-from policies.drafting.draft_policy import DraftPolicy
 
 TABLE = ((1, 8, 3, 2), (4, 5, 5, 1), (10, 2, 2, 1), (12, 0, 0, 1))
 
@@ -92,8 +89,18 @@ def test_batch_sizes_must_ascend(table: tuple[tuple[int, int, int, int], ...]) -
         BatchTablePolicy(table, max_nodes=8, max_depth=8)
 
 
-def test_config_names_the_policy() -> None:
-    policy = build_policy(SpeculationConfig(policy="batch_table", max_nodes=6, max_depth=6))
-    assert isinstance(policy, BatchTablePolicy)
-    assert isinstance(policy, DraftPolicy)
-    assert policy.max_nodes == 6
+@pytest.mark.parametrize(
+    ("num_samples", "nodes"), [(1, 8), (2, 8), (3, 7), (4, 5), (6, 3), (8, 2), (12, 1), (13, 0), (50, 0)]
+)
+def test_capacity_shares_its_tokens_among_the_samples(num_samples: int, nodes: int) -> None:
+    policy = CapacityPolicy(capacity_tokens=24, max_nodes=8, depth=4, branching=2)
+    budget = policy.plan(state(num_samples))
+    assert budget.num_nodes == nodes
+    assert budget.is_plain or num_samples * (budget.num_nodes + 1) <= 24
+    assert budget.is_plain or budget.num_nodes <= max_tree_nodes(budget.depth, budget.branching, budget.width)
+
+
+def test_capacity_stops_at_the_last_token() -> None:
+    policy = CapacityPolicy(capacity_tokens=24, max_nodes=8, depth=4, branching=1)
+    assert policy.plan(state(1, remaining=3)).num_nodes == 2
+    assert policy.plan(state(1, remaining=1)).is_plain

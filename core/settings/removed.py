@@ -1,0 +1,37 @@
+"""Settings that there were once: a config that names one is refused, with what to use instead.
+
+Run folders spell every default out: a removed key that holds what the product does now is dropped, so that runs of
+before can be read, verified and resumed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+_ADAPTIVE = "use goodput or bandit, which adapt to the batch, or fixed"
+REMOVED_VALUES: dict[str, dict[str, str]] = {
+    "speculation.policy": {"batch_table": _ADAPTIVE, "capacity": _ADAPTIVE},
+}
+"Of keys that stay: a value, and what to use instead."
+
+REMOVED_KEYS: dict[str, tuple[tuple[object, ...], str]] = {
+    "speculation.capacity_tokens": ((24,), "it was of policy capacity: take it out"),
+}
+"Keys: values that say what happens now anyway, and what to do instead of any other."
+
+
+def without_removed(tree: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Return a config's sections without removed keys that say nothing, and a fault for every other removed setting."""
+    kept = {name: dict(held) if isinstance(held, dict) else held for name, held in tree.items()}
+    faults = []
+    for key, instead_of in REMOVED_VALUES.items():
+        section, name = key.split(".")
+        value = held.get(name) if isinstance(held := kept.get(section), dict) else None
+        if isinstance(value, str) and value in instead_of:
+            faults.append(f"{key} {value} was removed; {instead_of[value]}")
+    for key, (harmless, instead) in REMOVED_KEYS.items():
+        section, name = key.split(".")
+        held = kept.get(section)
+        if isinstance(held, dict) and name in held and held.pop(name) not in harmless:
+            faults.append(f"{key} was removed; {instead}")
+    return kept, faults
