@@ -28,11 +28,12 @@ from core.settings.supervised import (
 from engine.weights.causal_lm import max_context_tokens
 from engine.weights.loading import load_hf_config, load_tokenizer
 from learning.data.chat_format import named_template
+from learning.data.record import Record
 from learning.data.template_time import keep_time
 from learning.known_models.catalog import KNOWN_MODELS, KnownModel
 from learning.supervised.demonstrations import Demonstration, encode_demonstrations
 from learning.supervised.preferences import encode_preferences
-from learning.supervised.rows import RawRow, read_raw_rows
+from learning.supervised.rows import read_raw_rows
 from learning.supervised.supervised_job import SupervisedJob
 
 
@@ -142,7 +143,7 @@ def open_end(examples: Sequence[Demonstration], tokenizer: PreTrainedTokenizerBa
 
 
 def _encoded(
-    data: ExamplesConfig, rows: Sequence[RawRow], tokenizer: PreTrainedTokenizerBase
+    data: ExamplesConfig, rows: Sequence[Record], tokenizer: PreTrainedTokenizerBase
 ) -> tuple[Sequence[Any], int]:
     if isinstance(data, DemonstrationsConfig):
         return encode_demonstrations(rows, data, tokenizer)

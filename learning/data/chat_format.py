@@ -12,8 +12,8 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from core.errors import DataError
 from core.outside import cut
+from learning.data.messages import Tools, Turn
 from learning.data.template_time import told_time
-from learning.data.whole_turns import Tools, Turn
 
 REASONING = ("reasoning_content", "reasoning", "thinking")
 "What messages call what the assistant thought before its content."

@@ -15,9 +15,8 @@ from core.config import DataConfig
 from core.errors import DataError
 from core.outside import cut, is_file
 from learning.data.chat_format import named_template, no_template, own_template, render_chat, require_written
-from learning.data.messages import Messages, pairs_of
+from learning.data.messages import Messages, Tools, Turn, pairs_of
 from learning.data.records_io import Row
-from learning.data.whole_turns import Tools, Turn
 from learning.rewards.written_text import chat_prefill, text_prefill, unbegun_turn
 
 

@@ -13,7 +13,7 @@ from engine.weights.generation_settings import as_ids, config_end_tokens, load_g
 from engine.weights.loading import num_token_ids
 from learning.data.chat_format import own_template, render_chat
 from learning.data.encoding import encode_texts, read_template
-from learning.data.whole_turns import Turn
+from learning.data.messages import Turn
 
 _SAID = "what-the-assistant-said"
 _ASKED: Turn = {"role": "user", "content": "-"}

@@ -16,8 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from core.errors import ConfigError, DataError
 from core.named_code import describe, named_code
 from core.outside import cut
-from learning.data.messages import Messages
-from learning.data.whole_turns import Turn
+from learning.data.messages import Messages, Turn
 
 _SPOKEN = ("user", "tool")
 "Whose texts come from outside."

@@ -1,6 +1,7 @@
-"""Conversations: lists of {role, content} as TRL, verl, LMSYS and ShareGPT write them.
+"""Conversations: lists of {role, content} as TRL, verl, LMSYS and ShareGPT write them, with all that messages hold.
 
-A prompt ends where the model is to answer: assistant turns at the end are cut off.
+Tool calls, reasoning, names, and the tools that may be called are kept. A prompt ends where the model is to answer:
+assistant turns at the end are cut off.
 """
 
 from __future__ import annotations
@@ -9,27 +10,23 @@ import json
 import re
 import unicodedata
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from core.errors import DataError
 from core.outside import cut
-from learning.data.whole_turns import Turn, turn_list, turn_of
 
+Turn = Mapping[str, Any]
+"One message: role and content, and whatever else a template may read (tool_calls, reasoning_content, name)."
+Tools = Sequence[Mapping[str, Any]]
+"What the assistant may call, each a JSON schema as the template takes it."
 Messages = tuple[tuple[str, str], ...]
+"Role and content alone."
 
+ROLE_KEYS = ("role", "from")
+_SHARE_GPT = {"human": "user", "gpt": "assistant"}
+_TOOLS_ADVICE = "or set data.tools_field to null where the column is no list of tools"
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _SURROGATE = re.compile("[\ud800-\udfff]")
-
-
-@dataclass(frozen=True, slots=True)
-class Conversation:
-    """What is asked of the model, and what was answered."""
-
-    turns: tuple[Turn, ...]
-    "whole, up to the last one that is to be answered"
-    answer: str
-    "that followed; empty for none"
 
 
 def looks_like_messages(value: Any) -> bool:
@@ -52,41 +49,45 @@ def require_whole_text(text: str, what: str) -> str:
     return text
 
 
-def parse_conversation(value: Any, what: str, *, padded: bool = False) -> Conversation:
-    """Return the turns up to the last one that is to be answered, and the answer that followed.
+def asked_and_answered(turns: Sequence[Turn], what: str) -> tuple[tuple[Turn, ...], str]:
+    """The turns up to the last one that is to be answered, and the answer that followed, empty for none.
+
+    Raises DataError, naming `what`: there is nothing to answer.
+    """
+    asked, answer = list(turns), ""
+    while asked and asked[-1]["role"] == "assistant":
+        answer = asked.pop()["content"]
+    if not asked or asked[-1]["role"] not in ("user", "tool"):
+        last = f"a {asked[-1]['role']} turn" if asked else "no turn"
+        raise DataError(
+            f"{what} has nothing to answer: expected a last turn of a user (or a tool), got {last} "
+            "before the assistant's; mend the row, or leave it out by data.filter"
+        )
+    if asked[-1]["role"] == "user" and is_blank(asked[-1]["content"]):
+        raise DataError(
+            f"{what}: the last turn is empty; expected text to answer, or leave it out by data.filter"
+        )
+    return tuple(asked), answer
+
+
+def parse_turns(
+    value: Any, what: str, *, padded: bool = False, roles: Sequence[str] | None = ROLES
+) -> list[Turn]:
+    """A conversation's messages, in whatever form `turn_list` reads.
 
     Args:
         value: what stands in the row.
         what: names row and field in messages of errors.
         padded: it comes of columns, where every object has all keys that any has.
+        roles: that are known; None: any.
 
     Raises:
-        DataError: no list of {role, content}, a role that is not known, a content that is no text, nothing to answer.
+        DataError: no list of {role, content}, a role that is not known, a content that is no text.
     """
     value = turn_list(value)
     if not isinstance(value, list | tuple):
         raise DataError(f"{what} must be a list of {{role, content}}, got {type(value).__name__}")
-    turns = [_turn(item, f"{what}, message {number}", padded) for number, item in enumerate(value)]
-    answer = ""
-    while turns and turns[-1]["role"] == "assistant":
-        answer = turns.pop()["content"]
-    if not turns or turns[-1]["role"] not in ("user", "tool"):
-        last = f"a {turns[-1]['role']} turn" if turns else "no turn"
-        raise DataError(
-            f"{what} has nothing to answer: expected a last turn of a user (or a tool), got {last} "
-            "before the assistant's; mend the row, or leave it out by data.filter"
-        )
-    if turns[-1]["role"] == "user" and is_blank(turns[-1]["content"]):
-        raise DataError(
-            f"{what}: the last turn is empty; expected text to answer, or leave it out by data.filter"
-        )
-    return Conversation(tuple(turns), answer)
-
-
-def parse_messages(value: Any, what: str) -> tuple[Messages, str]:
-    """The same as role and content alone, and the answer."""
-    found = parse_conversation(value, what)
-    return pairs_of(found.turns), found.answer
+    return [_turn(item, f"{what}, message {number}", padded, roles) for number, item in enumerate(value)]
 
 
 def pairs_of(turns: Sequence[Turn]) -> Messages:
@@ -107,16 +108,76 @@ def as_dicts(messages: Sequence[tuple[str, str]]) -> list[dict[str, str]]:
     return [{"role": role, "content": content} for role, content in messages]
 
 
-def _turn(item: Any, what: str, padded: bool) -> dict[str, Any]:
+def turn_list(value: Any) -> Any:
+    """A conversation as a list of its messages, where it is a dict of lists or JSON text; what is none as it is.
+
+    A dict of lists is what `datasets` makes of a Sequence of objects.
+    """
+    if isinstance(value, str):
+        parsed = _json_of(value)
+        listed = turn_list(parsed) if isinstance(parsed, list | dict) else None
+        is_talk = isinstance(listed, list) and bool(listed) and all(_has_role(turn) for turn in listed)
+        return listed if is_talk else value
+    if isinstance(value, dict) and any(isinstance(value.get(key), list) for key in ROLE_KEYS):
+        columns = {key: held for key, held in value.items() if held is not None}
+        lengths = {len(held) if isinstance(held, list) else -1 for held in columns.values()}
+        if len(lengths) == 1:
+            return [dict(zip(columns, turn, strict=True)) for turn in zip(*columns.values(), strict=True)]
+    return value
+
+
+def role_and_content(item: Mapping[str, Any]) -> tuple[Any, Any]:
+    """What stands for them in a message, unchecked: ShareGPT writes `from` and `value`."""
+    role = item.get("role", item.get("from"))
+    if "role" not in item and isinstance(role, str):
+        role = _SHARE_GPT.get(role, role)
+    return role, item.get("content", item.get("value"))
+
+
+def tools_of(value: Any, what: str, *, padded: bool) -> tuple[dict[str, Any], ...]:
+    """The tools that a row names: a list of objects, or JSON text of one. Raises DataError for anything else."""
+    if isinstance(value, str):
+        parsed = _json_of(value)
+        value = None if value.strip() in ("", "null") else value if parsed is None else parsed
+    if value is None:
+        return ()
+    given = value if _is_list(value) else [value]
+    parsed = [_json_of(one) if isinstance(one, str) else one for one in given]
+    tools = [one for one in parsed if isinstance(one, dict)]
+    if not _is_list(value) or len(tools) < len(parsed):
+        raise DataError(
+            f"{what} must be a list of tools, each an object (a JSON schema), got {cut(repr(value))}; mend the row, "
+            f"{_TOOLS_ADVICE}"
+        )
+    return tuple(_without_padding(one) if padded else one for one in tools)
+
+
+def whole_text(turns: Sequence[Turn], tools: Tools = ()) -> str:
+    """What turns and tools say beside role and content, as JSON; empty for nothing."""
+    plain = {"role", "content"}
+    more = [{key: held for key, held in turn.items() if key not in plain} for turn in turns]
+    said = {"turns": more if any(more) else [], "tools": list(tools)}
+    return json.dumps(said, sort_keys=True) if any(said.values()) else ""
+
+
+def _turn(item: Any, what: str, padded: bool, roles: Sequence[str] | None) -> Turn:
+    """A message with role and content, and everything else that it holds; a call without content has ""."""
     if not isinstance(item, dict):
         raise DataError(f"{what} must be an object with role and content, got {type(item).__name__}")
-    turn = turn_of(item, what, padded=padded)
-    role = turn.get("role")
-    if role not in ROLES:
+    # of columns, null stands for a key that is not there
+    others = {key: held for key, held in item.items() if held is not None}
+    role, content = role_and_content(others)
+    for key in ("role", "content", "from", "value"):
+        others.pop(key, None)
+    calls = others.pop("tool_calls", None)
+    if calls:
+        others["tool_calls"] = _calls_of(calls, what, padded)
+        content = "" if content is None else content
+    if not isinstance(role, str) or (roles is not None and role not in roles):
+        known = "text" if roles is None else f"one of {', '.join(roles)}"
         got = f"'{cut(role)}'" if isinstance(role, str) else type(role).__name__
-        raise DataError(f"{what} has an unknown role: expected one of {', '.join(ROLES)}, got {got}")
-    content = require_whole_text(_text(turn.get("content"), what), f"{what}: its content")
-    others = {key: held for key, held in turn.items() if key not in ("role", "content")}
+        raise DataError(f"{what} has an unknown role: expected {known}, got {got}")
+    content = require_whole_text(_text(content, what), f"{what}: its content")
     if others:
         _require_plain(others, what)
     return {"role": role, "content": content, **others}
@@ -141,3 +202,47 @@ def _require_plain(others: Mapping[str, Any], what: str) -> None:
             f"{what}: {', '.join(others)} must hold text, finite numbers, lists or objects: {error}; mend the row"
         ) from error
     require_whole_text(said, f"{what}: {', '.join(others)}")
+
+
+def _calls_of(value: Any, what: str, padded: bool) -> list[dict[str, Any]]:
+    listed = _json_of(value) if isinstance(value, str) else value
+    if not _is_list(listed) or not all(isinstance(one, dict) for one in listed):
+        raise DataError(
+            f"{what}: its tool_calls must be a list of objects, got {cut(repr(value))}; mend the row"
+        )
+    return [_call(_without_padding(one) if padded else one) for one in listed]
+
+
+def _call(call: Mapping[str, Any]) -> dict[str, Any]:
+    """With arguments as the object that templates take; OpenAI's API has them as JSON text."""
+    inner = call.get("function")
+    if isinstance(inner, dict):
+        return {**call, "function": _call(inner)}
+    given = call.get("arguments")
+    parsed = _json_of(given) if isinstance(given, str) else given
+    return {**call, "arguments": parsed} if isinstance(parsed, dict) else dict(call)
+
+
+def _without_padding(value: Any) -> Any:
+    """Objects of columns have all keys that any of the column has, null where they are another's."""
+    if isinstance(value, dict):
+        return {key: _without_padding(held) for key, held in value.items() if held is not None}
+    return [_without_padding(one) for one in value] if isinstance(value, list) else value
+
+
+def _json_of(text: str) -> Any:
+    """The list or object that a text is as JSON; None for any other text."""
+    if text.lstrip()[:1] not in ("[", "{"):
+        return None
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _has_role(turn: Any) -> bool:
+    return isinstance(turn, dict) and any(isinstance(turn.get(key), str) for key in ROLE_KEYS)
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list | tuple)

@@ -15,11 +15,11 @@ from core.records import Prompt, SamplingParams
 from learning.data.encoding import PromptEncoder, Rendered, longest_token
 from learning.data.end_tokens import model_end_tokens
 from learning.data.left_out import LeftOut, Remarks, RowFilter, Seen
+from learning.data.messages import whole_text
 from learning.data.mixing import repeats_of
 from learning.data.packed_prompts import PackedPrompts, PromptPacker
 from learning.data.raw_records import ReadProgress
 from learning.data.records_io import Row, iter_rows
-from learning.data.whole_turns import whole_text
 from learning.tasks.chain_task import draw_problem
 from learning.tasks.one_sentence import draw_prompts
 

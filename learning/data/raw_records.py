@@ -12,8 +12,9 @@ import pyarrow.parquet as pq
 
 from core.errors import DataError
 from learning.data.data_files import NAMED_FORMATS, find_files, is_saved_by_datasets, split_subset
-from learning.data.text_records import RawRecord, form_of, text_records
-from learning.data.whole_turns import ROLE_KEYS
+from learning.data.messages import ROLE_KEYS
+from learning.data.record import Record
+from learning.data.text_records import form_of, text_records
 
 ROWS_AT_ONCE = 1024
 "Rows of a Parquet file that are Python objects at the same time."
@@ -51,7 +52,7 @@ def iter_records(
     progress: ReadProgress | None = None,
     *,
     key: str = "data.path",
-) -> Iterator[RawRecord]:
+) -> Iterator[Record]:
     """Yield the records of a file, a pattern, a folder or a data set; `key` is the setting that named it.
 
     Raises DataError: missing or unreadable file, damaged Parquet, no such data set; and what `choose` raises.
@@ -79,7 +80,7 @@ def _size(path: Path) -> int:
 
 def _parquet(
     path: Path, choose: Choose, progress: ReadProgress, files_left: int, key: str
-) -> Iterator[RawRecord]:
+) -> Iterator[Record]:
     number = 0
     try:
         with pq.ParquetFile(path) as file:
@@ -88,7 +89,7 @@ def _parquet(
             columns = choose(_kinds(file.schema_arrow, str(path)), str(path))
             for batch in file.iter_batches(batch_size=ROWS_AT_ONCE, columns=columns):
                 for values in batch.to_pylist():
-                    yield RawRecord(f"{path}:row {number}", values)
+                    yield Record(f"{path}:row {number}", values, padded=True)
                     number += 1
                 progress.done += batch.num_rows
     except (pa.ArrowException, OSError, ValueError, OverflowError) as error:
@@ -118,7 +119,7 @@ def _is_list(kind: pa.DataType) -> bool:
     return pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
 
 
-def _hub(name: str, split: str, choose: Choose, progress: ReadProgress, key: str) -> Iterator[RawRecord]:
+def _hub(name: str, split: str, choose: Choose, progress: ReadProgress, key: str) -> Iterator[Record]:
     from datasets.exceptions import DatasetsError  # some seconds to import, and only this branch needs it
 
     try:
@@ -129,7 +130,7 @@ def _hub(name: str, split: str, choose: Choose, progress: ReadProgress, key: str
             table = table.select_columns(columns)
         for index, values in enumerate(table):
             progress.done += 1
-            yield RawRecord(f"{name}:row {index}", dict(values))
+            yield Record(f"{name}:row {index}", dict(values), padded=True)
     except (DatasetsError, pa.ArrowException, OSError, ValueError, RuntimeError) as error:
         cause = f" ({error.__cause__})" if error.__cause__ else ""
         raise DataError(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -12,19 +10,19 @@ from typing import Any
 
 from core.config import DataConfig
 from core.errors import DataError
-from core.outside import cut
 from learning.data.left_out import LeftOut, RowFilter
 from learning.data.messages import (
     Messages,
+    Turn,
+    asked_and_answered,
     is_blank,
     looks_like_messages,
     pairs_of,
-    parse_conversation,
     readable,
-    require_whole_text,
+    whole_text,
 )
 from learning.data.raw_records import ReadProgress, iter_records
-from learning.data.whole_turns import Turn, tools_of, whole_text
+from learning.data.record import Record, has_field, missing_field
 
 _CONVERSATIONS = ("messages", "prompt", "conversation", "conversations")
 "Columns that hold conversations in TRL's, verl's, LMSYS's and ShareGPT's data."
@@ -108,7 +106,7 @@ def iter_rows(
             if keep is not None and not keep.keeps(record.values, record.origin):
                 left_out.filtered += 1
                 continue
-            row = reader.row(record.values, record.origin, index)
+            row = reader.row(record, index)
         except DataError as error:
             yield error
             continue
@@ -136,19 +134,17 @@ class RowReader:
         self._data = data
         self._all_columns = all_columns
         self._plan: _Plan | None = None
-        self._padded = False
         self.unread: tuple[str, ...] = ()
         "columns that no setting names, of the first record; none where data.filter is given them"
 
     def choose_columns(self, kinds: Mapping[str, bool], origin: str) -> list[str] | None:
         """Return the columns that are used, None for all. Raises DataError where one is missing."""
         data = self._data
-        self._padded = True  # columns have every key in every object
         plan = self._plan = self._plan or _plan_fields(data, kinds, origin)
         wanted = self._wanted(kinds, plan)
         for name, key in wanted.items():
-            if not _has(kinds, name):
-                raise DataError(_missing(origin, name, key, kinds))
+            if not has_field(kinds, name):
+                raise missing_field(origin, name, key, kinds)
         self._look_at(kinds, plan, wanted, origin)
         return None if self._all_columns else [name for name in kinds if name not in self.unread]
 
@@ -173,9 +169,9 @@ class RowReader:
                     f"join the columns in the data, or take {{{name}}} out"
                 )
 
-    def row(self, values: dict[str, Any], origin: str, index: int) -> Row:
+    def row(self, record: Record, index: int) -> Row:
         """Raises DataError: a field is missing or not of its kind."""
-        data = self._data
+        data, values, origin = self._data, record.values, record.origin
         if self._plan is None:
             kinds = {name: looks_like_messages(value) for name, value in values.items()}
             plan = self._plan = _plan_fields(data, kinds, origin)
@@ -183,12 +179,11 @@ class RowReader:
         plan = self._plan
         turns, answer = (), ""
         if plan.is_conversation:
-            value = _find(values, plan.prompt, origin, _key_of(data, plan))
-            found = parse_conversation(value, f"{origin}: field '{plan.prompt}'", padded=self._padded)
-            turns, answer = found.turns, found.answer
+            given = record.turns(plan.prompt, _key_of(data, plan))
+            turns, answer = asked_and_answered(given, f"{origin}: field '{plan.prompt}'")
             prompt = readable(pairs_of(turns))
         else:
-            prompt = _text(values, plan.prompt, origin, "data.prompt_field")
+            prompt = record.text(plan.prompt, "data.prompt_field")
             if looks_like_messages(prompt):
                 raise DataError(
                     f"{origin}: field '{plan.prompt}' is a conversation as JSON text, expected plain text of "
@@ -204,8 +199,8 @@ class RowReader:
         elif plan.is_conversation and _may_be_cut(data, values):
             reference = answer
         else:
-            reference = _text(values, data.reference_field, origin, "data.reference_field")
-        fields = {name: _plain(values, name, origin) for name in data.reward_fields}
+            reference = record.text(data.reference_field, "data.reference_field")
+        fields = {name: record.plain(name, "data.reward_fields") for name in data.reward_fields}
         return Row(
             prompt=prompt,
             reference=reference,
@@ -213,28 +208,21 @@ class RowReader:
             index=index,
             messages=pairs_of(turns),
             turns=turns,
-            tools=self._tools(values, origin) if turns or data.chat else (),
+            tools=record.tools(data.tools_field) if turns or data.chat else (),
             fields=fields,
         )
-
-    def _tools(self, values: Mapping[str, Any], origin: str) -> tuple[dict[str, Any], ...]:
-        name = self._data.tools_field
-        if name is None or not _has(values, name):
-            return ()
-        value = _find(values, name, origin, "data.tools_field")
-        return tools_of(value, f"{origin}: field '{name}'", padded=self._padded)
 
 
 def _plan_fields(data: DataConfig, kinds: Mapping[str, bool], origin: str) -> _Plan:
     if data.messages_field is not None:
         return _Plan(data.messages_field, True)
-    if _has(kinds, data.prompt_field):
+    if has_field(kinds, data.prompt_field):
         return _Plan(data.prompt_field, kinds.get(data.prompt_field, False))
     for name in _CONVERSATIONS:
         # text by these names may be a conversation as JSON, which columns do not say
         if kinds.get(name) or (name in kinds and name != "prompt"):
             return _Plan(name, True)
-    raise DataError(_missing(origin, data.prompt_field, "data.prompt_field", kinds))
+    raise missing_field(origin, data.prompt_field, "data.prompt_field", kinds)
 
 
 def _key_of(data: DataConfig, plan: _Plan) -> str:
@@ -244,42 +232,3 @@ def _key_of(data: DataConfig, plan: _Plan) -> str:
 def _may_be_cut(data: DataConfig, fields: Mapping[str, Any]) -> bool:
     """A conversation's reference is its own last answer where the column that is meant by default is not there."""
     return data.reference_field == _DEFAULT_REFERENCE and data.reference_field not in fields
-
-
-def _has(fields: Mapping[str, Any], name: str) -> bool:
-    return name in fields or ("." in name and name.split(".")[0] in fields)
-
-
-def _missing(origin: str, name: str, key: str, fields: Mapping[str, Any]) -> str:
-    return f"{origin} has no field '{name}' ({key}); its fields are {cut(', '.join(fields))}"
-
-
-def _find(values: Mapping[str, Any], name: str, origin: str, key: str) -> Any:
-    """What stands under a name, or under a path of names in columns that hold objects."""
-    if name in values:
-        return values[name]
-    node: Any = values
-    for part in name.split("."):
-        if not isinstance(node, dict) or part not in node:
-            raise DataError(_missing(origin, name, key, values))
-        node = node[part]
-    return node
-
-
-def _text(values: Mapping[str, Any], name: str, origin: str, key: str) -> str:
-    value = _find(values, name, origin, key)
-    is_plain = isinstance(value, str | int | float) and not isinstance(value, bool)
-    if not is_plain or (isinstance(value, float) and not math.isfinite(value)):
-        raise DataError(f"{origin}: field '{name}' must be text, got {type(value).__name__}; see {key}")
-    return require_whole_text(str(value), f"{origin}: field '{name}'")
-
-
-def _plain(values: Mapping[str, Any], name: str, origin: str) -> Any:
-    value = _find(values, name, origin, "data.reward_fields")
-    try:
-        return json.loads(json.dumps(value, allow_nan=False))
-    except (TypeError, ValueError) as error:
-        raise DataError(
-            f"{origin}: field '{name}' must hold text, finite numbers, lists or objects, got "
-            f"{type(value).__name__}: {error}; see data.reward_fields"
-        ) from error

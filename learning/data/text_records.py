@@ -10,7 +10,6 @@ import io
 import json
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,21 +17,13 @@ import pyarrow as pa
 
 from core.errors import DataError
 from learning.data.json_list import BrokenList, DoubledKey, list_items, object_of
+from learning.data.record import Record
 
 COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd", ".lz4": "lz4"}
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _EXPECTED = "expected one JSON object a line"
 _DELIMITERS = {".csv": ",", ".tsv": "\t"}
 _MAX_FIELD_CHARS = 2**31 - 1
-
-
-@dataclass(frozen=True, slots=True)
-class RawRecord:
-    """One record, or what is wrong with it; `origin` names file and line (or row)."""
-
-    origin: str
-    values: dict[str, Any] = field(default_factory=dict)
-    fault: DataError | None = None
 
 
 def form_of(path: Path) -> str:
@@ -43,7 +34,7 @@ def form_of(path: Path) -> str:
     return suffixes[-1] if suffixes else ""
 
 
-def text_records(path: Path, told: Callable[[int], None], key: str) -> Iterator[RawRecord]:
+def text_records(path: Path, told: Callable[[int], None], key: str) -> Iterator[Record]:
     """Yield the records of a text file; `key` is the setting that named it.
 
     `told` hears of bytes read since it heard last. Raises DataError: the file cannot be read to its end, or is
@@ -95,9 +86,9 @@ def _lines(
         yield line.removeprefix(_BYTE_ORDER_MARK) if number == 0 else line
 
 
-def _json_lines(lines: Iterator[bytes], path: Path) -> Iterator[RawRecord]:
+def _json_lines(lines: Iterator[bytes], path: Path) -> Iterator[Record]:
     # blank lines are passed over
-    doubted: RawRecord | None = None
+    doubted: Record | None = None
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
@@ -118,25 +109,25 @@ def _json_lines(lines: Iterator[bytes], path: Path) -> Iterator[RawRecord]:
         yield doubted
 
 
-def _json_record(line: bytes, origin: str) -> RawRecord:
+def _json_record(line: bytes, origin: str) -> Record:
     try:
         record = json.loads(line.decode("utf-8"), object_pairs_hook=object_of)
     except DoubledKey as error:
-        return RawRecord(origin, fault=DataError(f"{origin}: {error}"))
+        return Record(origin, fault=DataError(f"{origin}: {error}"))
     except UnicodeDecodeError as error:
-        return RawRecord(origin, fault=_not_utf8(origin, error))
+        return Record(origin, fault=_not_utf8(origin, error))
     except json.JSONDecodeError as error:
-        return RawRecord(
+        return Record(
             origin,
             fault=DataError(f"{origin} is not valid JSON: {error.msg} at column {error.colno}; {_EXPECTED}"),
         )
     except RecursionError:
-        return RawRecord(
+        return Record(
             origin, fault=DataError(f"{origin} cannot be read: its brackets are nested too deep; {_EXPECTED}")
         )
     except ValueError:
         digits = sys.get_int_max_str_digits()
-        return RawRecord(
+        return Record(
             origin,
             fault=DataError(
                 f"{origin} cannot be read: an integer has more than {digits} digits; {_EXPECTED}"
@@ -145,7 +136,7 @@ def _json_record(line: bytes, origin: str) -> RawRecord:
     return _object(record, origin)
 
 
-def _items(stream: io.BufferedReader, path: Path) -> Iterator[RawRecord]:
+def _items(stream: io.BufferedReader, path: Path) -> Iterator[Record]:
     try:
         text = io.TextIOWrapper(stream, encoding="utf-8-sig")
         for number, (line, value) in enumerate(list_items(text.read), start=1):
@@ -158,14 +149,14 @@ def _items(stream: io.BufferedReader, path: Path) -> Iterator[RawRecord]:
         ) from error
 
 
-def _object(value: Any, origin: str) -> RawRecord:
+def _object(value: Any, origin: str) -> Record:
     if not isinstance(value, dict):
         got = type(value).__name__
-        return RawRecord(origin, fault=DataError(f"{origin} must be a JSON object, got {got}"))
-    return RawRecord(origin, value)
+        return Record(origin, fault=DataError(f"{origin} must be a JSON object, got {got}"))
+    return Record(origin, value)
 
 
-def _table_rows(lines: Iterator[bytes], path: Path, delimiter: str) -> Iterator[RawRecord]:
+def _table_rows(lines: Iterator[bytes], path: Path, delimiter: str) -> Iterator[Record]:
     """Every value is text as it stands: `007` stays so, and what is empty is the empty text."""
     csv.field_size_limit(_MAX_FIELD_CHARS)
     reader = csv.reader(_decoded(lines, path), delimiter=delimiter, strict=True)
@@ -184,11 +175,11 @@ def _table_rows(lines: Iterator[bytes], path: Path, delimiter: str) -> Iterator[
                 continue
             if len(row) != len(names):
                 got = f"{origin} has {len(row)} columns, the first line names {len(names)}"
-                yield RawRecord(
+                yield Record(
                     origin, fault=DataError(f"{got}; put quotes around values that hold '{delimiter}'")
                 )
             else:
-                yield RawRecord(origin, dict(zip(names, row, strict=True)))
+                yield Record(origin, dict(zip(names, row, strict=True)))
     except csv.Error as error:
         kind = "CSV" if delimiter == "," else "TSV"
         raise DataError(

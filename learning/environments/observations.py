@@ -14,8 +14,7 @@ from core.errors import EpisodeError
 from core.records import Prompt
 from engine.weights.loading import num_token_ids
 from learning.data.chat_format import no_template, own_template, render_chat
-from learning.data.messages import Messages, as_dicts, pairs_of
-from learning.data.whole_turns import Tools, Turn
+from learning.data.messages import Messages, Tools, Turn, as_dicts, pairs_of
 from learning.environments.environment_protocol import Message, Observation
 
 _SAID = "what-the-policy-said"

@@ -11,8 +11,7 @@ from datetime import datetime
 from transformers import PreTrainedTokenizerBase
 
 from learning.data.chat_format import own_template, render_chat
-from learning.data.messages import as_dicts
-from learning.data.whole_turns import Tools, Turn
+from learning.data.messages import Tools, Turn, as_dicts
 
 
 def render(

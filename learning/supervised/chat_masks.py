@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -17,7 +16,7 @@ from learning.data.chat_format import (
     render_marked,
     require_written,
 )
-from learning.data.whole_turns import Tools, Turn
+from learning.data.messages import Tools, Turn
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _ASSISTANT = "assistant"
@@ -25,7 +24,7 @@ _ASSISTANT = "assistant"
 
 def conversation_tokens(
     tokenizer: PreTrainedTokenizerBase,
-    turns: Sequence[dict[str, Any]],
+    turns: Sequence[Turn],
     *,
     origin: str,
     first_turn: int = 0,
@@ -78,7 +77,7 @@ def require_all_written(
 
 def rendered(
     tokenizer: PreTrainedTokenizerBase,
-    turns: Sequence[dict[str, Any]],
+    turns: Sequence[Turn],
     *,
     ask: bool,
     origin: str,
@@ -100,7 +99,7 @@ def _refused(origin: str, error: Exception) -> DataError:
 
 def _by_marks(
     tokenizer: PreTrainedTokenizerBase,
-    turns: Sequence[dict[str, Any]],
+    turns: Sequence[Turn],
     origin: str,
     first_turn: int,
     tools: Tools,
@@ -124,7 +123,7 @@ def _by_marks(
 
 def _by_beginnings(
     tokenizer: PreTrainedTokenizerBase,
-    turns: Sequence[dict[str, Any]],
+    turns: Sequence[Turn],
     origin: str,
     first_turn: int,
     tools: Tools,

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -15,9 +14,10 @@ from transformers import PreTrainedTokenizerBase
 from core.errors import DataError
 from core.settings.supervised import DemonstrationsConfig
 from learning.data.encoding import prompt_ids
-from learning.data.whole_turns import Tools
+from learning.data.messages import Turn
+from learning.data.record import Record
 from learning.supervised.chat_masks import conversation_tokens, require_template
-from learning.supervised.rows import RawRow, messages_name, required_field, row_tools, text_field, turns_of
+from learning.supervised.rows import messages_name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +46,7 @@ class Demonstration:
 
 
 def encode_demonstrations(
-    rows: Sequence[RawRow], data: DemonstrationsConfig, tokenizer: PreTrainedTokenizerBase
+    rows: Sequence[Record], data: DemonstrationsConfig, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[list[Demonstration], int]:
     """Every row as an example, and how many were left out as too long or, cut, without a token to learn.
 
@@ -75,24 +75,23 @@ def encode_demonstrations(
 
 
 def _tokens(
-    row: RawRow, data: DemonstrationsConfig, tokenizer: PreTrainedTokenizerBase
+    row: Record, data: DemonstrationsConfig, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[np.ndarray, np.ndarray]:
     name = messages_name(row, data)
     if name is not None:
-        turns = turns_of(row, row.fields[name], name)
-        return conversation_tokens(tokenizer, turns, origin=row.origin, tools=row_tools(row, data))
-    prompt = required_field(row, data.prompt_field, f"data.messages_field or data.prompt_field of {_FORMATS}")
-    if isinstance(prompt, list):
-        before = turns_of(row, prompt, data.prompt_field)
-        completion = required_field(row, data.reference_field, "data.reference_field")
-        after = turns_of(row, completion, data.reference_field)
-        return _answered(row, before, after, tokenizer, row_tools(row, data))
-    text = data.prompt_template.replace("{prompt}", text_field(row, data.prompt_field, "data.prompt_field"))
-    answer = text_field(row, data.reference_field, "data.reference_field")
+        turns = row.turns(name, "data.messages_field", roles=None)
+        return conversation_tokens(tokenizer, turns, origin=row.origin, tools=row.tools(data.tools_field))
+    if row.holds_list(data.prompt_field):
+        before = row.turns(data.prompt_field, "data.prompt_field", roles=None)
+        after = row.turns(data.reference_field, "data.reference_field", roles=None)
+        return _answered(row, data, before, after, tokenizer)
+    given = row.text(data.prompt_field, f"data.messages_field or data.prompt_field of {_FORMATS}")
+    text = data.prompt_template.replace("{prompt}", given)
+    answer = row.text(data.reference_field, "data.reference_field")
     if data.chat:
         before = [{"role": "user", "content": text}]
         after = [{"role": "assistant", "content": answer}]
-        return _answered(row, before, after, tokenizer, row_tools(row, data))
+        return _answered(row, data, before, after, tokenizer)
     return _plain(text, answer, tokenizer)
 
 
@@ -100,13 +99,14 @@ _FORMATS = "a row with `messages`, or with `prompt` and `completion`"
 
 
 def _answered(
-    row: RawRow,
-    before: list[dict[str, Any]],
-    after: list[dict[str, Any]],
+    row: Record,
+    data: DemonstrationsConfig,
+    before: Sequence[Turn],
+    after: Sequence[Turn],
     tokenizer: PreTrainedTokenizerBase,
-    tools: Tools,
 ) -> tuple[np.ndarray, np.ndarray]:
     """A prompt of messages with its completion: only what the assistant writes in the completion is learned."""
+    tools = row.tools(data.tools_field)
     require_template(tokenizer, tools)
     turns = [*before, *after]
     return conversation_tokens(tokenizer, turns, origin=row.origin, first_turn=len(before), tools=tools)

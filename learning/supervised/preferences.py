@@ -10,17 +10,16 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from core.errors import DataError
 from core.settings.supervised import PreferencesConfig
-from learning.data.whole_turns import Tools, Turn, turn_list
+from learning.data.messages import Tools, Turn
+from learning.data.record import Record
 from learning.rewards.rendering import render
 from learning.supervised.chat_masks import rendered, require_all_written, require_template
-from learning.supervised.rows import RawRow, required_field, row_tools, text_field, turns_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +55,7 @@ class _Texts:
 
 
 def encode_preferences(
-    rows: Sequence[RawRow], data: PreferencesConfig, tokenizer: PreTrainedTokenizerBase
+    rows: Sequence[Record], data: PreferencesConfig, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[list[PreferencePair], int]:
     """Every row as a pair, and how many were left out as too long.
 
@@ -98,31 +97,29 @@ def encode_preferences(
     return pairs, len(rows) - len(pairs)
 
 
-def _margin(row: RawRow, data: PreferencesConfig) -> float:
+def _margin(row: Record, data: PreferencesConfig) -> float:
     name = data.margin_field or "margin"
-    if data.margin_field is None and row.fields.get(name) is None:
+    if data.margin_field is None and row.values.get(name) is None:
         return 0.0
-    value = required_field(row, name, "data.margin_field")
+    value = row.find(name, "data.margin_field")
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise DataError(f"{row.origin}: field '{name}' must be a finite number, got {value!r}")
     return float(value)
 
 
-def _texts(row: RawRow, data: PreferencesConfig, tokenizer: PreTrainedTokenizerBase) -> _Texts:
-    chosen = required_field(row, data.chosen_field, "data.chosen_field")
-    rejected = required_field(row, data.rejected_field, "data.rejected_field")
-    if isinstance(chosen, list) or isinstance(rejected, list):
-        require_template(tokenizer, row_tools(row, data))
-        return _of_messages(row, data, chosen, rejected, tokenizer)
-    chosen = text_field(row, data.chosen_field, "data.chosen_field")
-    rejected = text_field(row, data.rejected_field, "data.rejected_field")
-    if row.fields.get(data.prompt_field) is None:
+def _texts(row: Record, data: PreferencesConfig, tokenizer: PreTrainedTokenizerBase) -> _Texts:
+    if row.holds_list(data.chosen_field) or row.holds_list(data.rejected_field):
+        require_template(tokenizer, row.tools(data.tools_field))
+        return _of_messages(row, data, tokenizer)
+    chosen = row.text(data.chosen_field, "data.chosen_field")
+    rejected = row.text(data.rejected_field, "data.rejected_field")
+    if row.values.get(data.prompt_field) is None:
         prompt = _shared_text(chosen, rejected)
         return _Texts(prompt=prompt, turns=(), chosen=chosen[len(prompt) :], rejected=rejected[len(prompt) :])
-    text = data.prompt_template.replace("{prompt}", text_field(row, data.prompt_field, "data.prompt_field"))
+    text = data.prompt_template.replace("{prompt}", row.text(data.prompt_field, "data.prompt_field"))
     if not data.chat:
         return _Texts(prompt=text, turns=(), chosen=chosen, rejected=rejected)
-    tools = row_tools(row, data)
+    tools = row.tools(data.tools_field)
     require_template(tokenizer, tools)
     turns = ({"role": "user", "content": text},)
     if tools:
@@ -131,17 +128,18 @@ def _texts(row: RawRow, data: PreferencesConfig, tokenizer: PreTrainedTokenizerB
     return _Texts(prompt=text, turns=turns, chosen=chosen, rejected=rejected, tools=tools)
 
 
-def _of_messages(
-    row: RawRow, data: PreferencesConfig, chosen: Any, rejected: Any, tokenizer: PreTrainedTokenizerBase
-) -> _Texts:
+def _of_messages(row: Record, data: PreferencesConfig, tokenizer: PreTrainedTokenizerBase) -> _Texts:
     ends = [
-        turns_of(row, chosen, data.chosen_field),
-        turns_of(row, rejected, data.rejected_field),
+        row.turns(data.chosen_field, "data.chosen_field", roles=None),
+        row.turns(data.rejected_field, "data.rejected_field", roles=None),
     ]
-    given = turn_list(row.fields.get(data.prompt_field))
-    if isinstance(given, str):
-        given = [{"role": "user", "content": data.prompt_template.replace("{prompt}", given)}]
-    before = [] if given is None else turns_of(row, given, data.prompt_field)
+    given = row.values.get(data.prompt_field)
+    if isinstance(given, str) and not row.holds_list(data.prompt_field):
+        before = [{"role": "user", "content": data.prompt_template.replace("{prompt}", given)}]
+    elif given is None:
+        before = []
+    else:
+        before = row.turns(data.prompt_field, "data.prompt_field", roles=None)
     shared = [one for one, _ in takewhile(lambda pair: pair[0] == pair[1], zip(*ends, strict=False))]
     before = [*before, *shared]
     responses = [turns[len(shared) :] for turns in ends]
@@ -153,7 +151,7 @@ def _of_messages(
                 f"messages of roles: {got}; mend the row"
             )
     # the template's own words for a conversation that it refuses
-    tools = row_tools(row, data)
+    tools = row.tools(data.tools_field)
     rendered(tokenizer, [*before, *responses[0]], ask=False, origin=row.origin, tools=tools)
     for said in responses:
         require_all_written(tokenizer, [*before, *said], tools, origin=row.origin)

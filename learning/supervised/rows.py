@@ -2,34 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from itertools import takewhile
-from typing import Any
 
 import numpy as np
 
 from core.errors import DataError
-from core.outside import cut
 from core.settings.supervised import DemonstrationsConfig, ExamplesConfig, PreferencesConfig
+from learning.data.messages import role_and_content, turn_list
 from learning.data.raw_records import iter_records
-from learning.data.whole_turns import Tools, role_and_content, tools_of, turn_list, turn_of
+from learning.data.record import Record
 
 _HELD_OUT = 0x5EED
 "In the seed of the split, so that it is not the seed of the rows' order."
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RawRow:
-    """One record as it was read; `origin` names file and line for error messages."""
-
-    fields: dict[str, Any]
-    origin: str
-    padded: bool = False
-    "of columns, where every object has all keys that any has"
-
-
-def read_raw_rows(data: ExamplesConfig, *, seed: int) -> tuple[list[RawRow], list[RawRow]]:
+def read_raw_rows(data: ExamplesConfig, *, seed: int) -> tuple[list[Record], list[Record]]:
     """The rows to learn from and those that are held out, each in the order of its file.
 
     Raises DataError: a file that is missing, malformed (naming the line) or empty, or too short to hold any row out.
@@ -70,14 +58,14 @@ def _with_equals(order: Sequence[int], prompts: Sequence[str], num_held_out: int
     return held_out
 
 
-def _prompt_of(row: RawRow, data: ExamplesConfig) -> str:
+def _prompt_of(row: Record, data: ExamplesConfig) -> str:
     """What rows of one prompt have alike: the field, or the turns up to where the assistant first answers."""
-    given = row.fields.get(data.prompt_field)
+    given = row.values.get(data.prompt_field)
     if given is None:
         name = messages_name(row, data) if isinstance(data, DemonstrationsConfig) else None
         name = data.chosen_field if isinstance(data, PreferencesConfig) else name
-        given = turn_list(row.fields.get(name)) if name is not None else None
-        other = row.fields.get(data.rejected_field) if isinstance(data, PreferencesConfig) else None
+        given = turn_list(row.values.get(name)) if name is not None else None
+        other = row.values.get(data.rejected_field) if isinstance(data, PreferencesConfig) else None
         if isinstance(given, str) and isinstance(other, str):
             given = _shared(given, other)
         elif isinstance(given, list):
@@ -86,71 +74,22 @@ def _prompt_of(row: RawRow, data: ExamplesConfig) -> str:
     return given.strip() if isinstance(given, str) else repr(given if given is not None else row.origin)
 
 
-def messages_name(row: RawRow, data: DemonstrationsConfig) -> str | None:
+def messages_name(row: Record, data: DemonstrationsConfig) -> str | None:
     """The field that holds the row's conversation: `data.messages_field`, or ShareGPT's; None for a row without."""
     names = (
         (data.messages_field, "conversations")
         if data.messages_field == "messages"
         else (data.messages_field,)
     )
-    return next((name for name in names if row.fields.get(name) is not None), None)
+    return next((name for name in names if row.values.get(name) is not None), None)
 
 
-def text_field(row: RawRow, name: str, key: str) -> str:
-    """A field that must be text. Raises DataError naming the row and the setting."""
-    value = required_field(row, name, key)
-    if not isinstance(value, str):
-        raise DataError(f"{row.origin}: field '{name}' must be text, got {type(value).__name__}; see {key}")
-    return value
-
-
-def required_field(row: RawRow, name: str, key: str) -> Any:
-    """A field that must be there, of a conversation the list. Raises DataError naming the row and the setting."""
-    value = turn_list(row.fields.get(name))
-    if value is None:
-        raise DataError(
-            f"{row.origin} has no field '{name}' ({key}); its fields are {cut(', '.join(row.fields))}"
-        )
-    return value
-
-
-def turns_of(row: RawRow, value: Any, name: str) -> list[dict[str, Any]]:
-    """A list of messages, each a role and a text (ShareGPT's `from` and `value` too) or a call of tools.
-
-    Raises DataError naming the row and the message.
-    """
-    value = turn_list(value)
-    if not isinstance(value, list) or not value:
-        raise DataError(f"{row.origin}: field '{name}' must be a list of messages, got {cut(repr(value))}")
-    return [_turn(row, turn, f"message {number} of '{name}'") for number, turn in enumerate(value)]
-
-
-def _turn(row: RawRow, given: Any, what: str) -> dict[str, Any]:
-    turn = turn_of(given, f"{row.origin}: {what}", padded=row.padded) if isinstance(given, dict) else {}
-    if not isinstance(turn.get("role"), str) or not isinstance(turn.get("content"), str):
-        raise DataError(f"{row.origin}: {what} must hold role and content as text, got {cut(repr(given))}")
-    return turn
-
-
-def row_tools(row: RawRow, data: ExamplesConfig) -> Tools:
-    """What the chat template is told of, where the row has it. Raises DataError naming the row."""
-    name = data.tools_field
-    value = row.fields.get(name) if name is not None else None
-    return tools_of(value, f"{row.origin}: field '{name}'", padded=row.padded)
-
-
-def _some(data: ExamplesConfig, path: str, key: str) -> list[RawRow]:
-    rows: list[RawRow] = []
-    padded = False
-
-    def of_columns(columns: Mapping[str, bool], where: str) -> None:
-        nonlocal padded
-        padded = True
-
-    for record in iter_records(path, data.split, of_columns, key=key):
+def _some(data: ExamplesConfig, path: str, key: str) -> list[Record]:
+    rows: list[Record] = []
+    for record in iter_records(path, data.split, key=key):
         if record.fault is not None:
             raise record.fault
-        rows.append(RawRow(fields=record.values, origin=record.origin, padded=padded))
+        rows.append(record)
         if data.limit is not None and len(rows) >= data.limit:
             break
     if not rows:

@@ -10,9 +10,9 @@ from word_chat import word_chat
 from cluster.supervised.job_inputs import open_end, set_end_token
 from core.errors import ConfigError
 from core.settings.supervised import DemonstrationsConfig
+from learning.data.record import Record
 from learning.supervised.demonstrations import encode_demonstrations
 from learning.supervised.finished_model import _name_end
-from learning.supervised.rows import RawRow
 
 TURNS = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "you"}]
 
@@ -29,7 +29,7 @@ def base_model_s():
 
 def test_a_turn_whose_end_stops_nothing_is_told_until_it_is_named():
     tokenizer = base_model_s()
-    row = RawRow(fields={"messages": TURNS}, origin="x:1")
+    row = Record("x:1", {"messages": TURNS})
     examples, _ = encode_demonstrations([row], DemonstrationsConfig(path="x.jsonl"), tokenizer)
     [line] = open_end(examples, tokenizer)
     assert "set model.eos_token to '<end>'" in line

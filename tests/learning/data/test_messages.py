@@ -8,7 +8,7 @@ from pytest import fixture, mark, raises
 
 from core.config import DataConfig
 from core.errors import DataError
-from learning.data.messages import parse_messages, readable
+from learning.data.messages import asked_and_answered, readable
 from learning.data.prompts import load_prompts
 from learning.pairs.tokenization import train_bpe
 
@@ -198,8 +198,8 @@ def test_further_columns_reach_reward_functions(tmp_path, tokenizer):
 def test_text_of_a_conversation_is_the_users_words_where_he_speaks_alone():
     assert readable((("system", "s"), ("user", "u"))) == "u"
     assert readable((("user", "a"), ("tool", "b"))) == "user: a\n\ntool: b"
-    messages, answer = parse_messages(turns(("user", "u"), ("assistant", "a"), ("assistant", "b")), "x")
-    assert (messages, answer) == ((("user", "u"),), "a")
+    asked, answer = asked_and_answered(turns(("user", "u"), ("assistant", "a"), ("assistant", "b")), "x")
+    assert (asked, answer) == (tuple(turns(("user", "u"))), "a")
 
 
 def test_a_variable_that_the_template_never_reads_is_refused(tmp_path, tokenizer):

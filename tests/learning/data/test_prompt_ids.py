@@ -11,9 +11,9 @@ from core.config import DataConfig
 from core.settings.supervised import DemonstrationsConfig
 from learning.data.encoding import prompt_ids
 from learning.data.prompts import load_prompts
+from learning.data.record import Record
 from learning.data.statistics import data_report
 from learning.supervised.demonstrations import encode_demonstrations
-from learning.supervised.rows import RawRow
 
 
 def adding(single, template=None):
@@ -45,7 +45,7 @@ def test_a_plain_prompt_has_no_end_that_it_does_not_write_and_one_beginning(tmp_
     (prompt,) = load_prompts(data, tokenizer, seed=0).prompts
     assert prompt.token_ids.tolist() == prompt_ids(tokenizer, [text])[0]
     # what is learned in sft follows the same ids
-    row = RawRow(fields={"prompt": text, "completion": "me"}, origin="x:1")
+    row = Record("x:1", {"prompt": text, "completion": "me"})
     (example,), _ = encode_demonstrations([row], DemonstrationsConfig(path="x.jsonl"), tokenizer)
     assert example.token_ids[~example.is_learned].tolist() == prompt.token_ids.tolist()
 

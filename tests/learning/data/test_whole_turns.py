@@ -12,6 +12,7 @@ from core.config import DataConfig
 from core.errors import DataError, ModelError
 from core.settings.supervised import DemonstrationsConfig, PreferencesConfig
 from learning.data.prompts import load_prompts
+from learning.data.record import Record
 from learning.environments.observations import ObservationRenderer
 from learning.pairs.tokenization import train_bpe
 from learning.rewards.model_text import ModelText
@@ -19,7 +20,7 @@ from learning.rewards.score_request import ScoreRequest
 from learning.rewards.user_function import _columns
 from learning.supervised.demonstrations import encode_demonstrations
 from learning.supervised.preferences import encode_preferences
-from learning.supervised.rows import RawRow, read_raw_rows
+from learning.supervised.rows import read_raw_rows
 
 TEMPLATE = (
     "{% for t in tools or [] %}T{{ t.function.name }};{% endfor %}"
@@ -192,7 +193,7 @@ def test_rewards_environments_and_servers_get_conversations_whole(tmp_path, toke
 
 def learned_of(tokenizer, fields, **settings):
     data = DemonstrationsConfig(path="x.jsonl", **settings)
-    (example,), _ = encode_demonstrations([RawRow(fields=fields, origin="x:1")], data, tokenizer)
+    (example,), _ = encode_demonstrations([Record("x:1", fields)], data, tokenizer)
     return tokenizer.decode(example.token_ids[example.is_learned].tolist())
 
 
@@ -225,14 +226,14 @@ def test_what_is_learned_must_be_written(tokenizer, fields, said):
     if "tools" in fields:
         pair["tools"] = TOOLS
     with raises(DataError, match=f"x:1: the chat template does not write {said}"):
-        encode_preferences([RawRow(fields=pair, origin="x:1")], PreferencesConfig(path="x.jsonl"), forgetful)
+        encode_preferences([Record("x:1", pair)], PreferencesConfig(path="x.jsonl"), forgetful)
 
 
 def test_preferences_compare_whole_turns(tokenizer):
     worse = {**CALLING, "tool_calls": [{**CALL, "function": {"name": "moon", "arguments": {}}}]}
     for form in (list, columns, json.dumps):
         fields = {"chosen": form([ASKED, CALLING]), "rejected": form([ASKED, worse]), "tools": TOOLS}
-        rows = [RawRow(fields=fields, origin="x:1")]
+        rows = [Record("x:1", fields)]
         (pair,), _ = encode_preferences(rows, PreferencesConfig(path="x.jsonl"), tokenizer)
         assert tokenizer.decode(pair.chosen_ids.tolist()) == (
             'Ttide;<user>High?/<assistant>[tide {"port": "Ely"}]/'

@@ -11,11 +11,11 @@ from core.config import DataConfig
 from core.records import FinishReason, Prompt, ResponseFacts
 from core.settings.supervised import PreferencesConfig
 from learning.data.prompts import load_prompts
+from learning.data.record import Record
 from learning.rewards.model_text import ModelText
 from learning.rewards.rendering import render
 from learning.rewards.score_request import ScoreRequest, score_requests
 from learning.supervised.preferences import encode_preferences
-from learning.supervised.rows import RawRow
 
 ASKED = (("system", "be kind"), ("user", "who are you"))
 WHOLE = "<system> be kind <end> <user> who are you <end> <assistant> me <end>"
@@ -63,7 +63,7 @@ def test_a_prompt_s_template_reaches_the_reward_model_in_ppo_as_in_its_training(
     row = {"prompt": "you", "chosen": "me", "rejected": "no"}
     (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
     pairs = PreferencesConfig(path="x.jsonl", prompt_template=template)
-    (pair,), _ = encode_preferences([RawRow(fields=row, origin="x:1")], pairs, tokenizer)
+    (pair,), _ = encode_preferences([Record("x:1", row)], pairs, tokenizer)
     data = DataConfig(
         path=str(tmp_path / "rows.jsonl"),
         prompt_field="prompt",

@@ -6,8 +6,8 @@ from word_chat import MARKED, PLAIN, word_chat
 
 from core.errors import DataError, ModelError
 from core.settings.supervised import DemonstrationsConfig
+from learning.data.record import Record
 from learning.supervised.demonstrations import encode_demonstrations
-from learning.supervised.rows import RawRow
 
 TALK = [
     {"role": "system", "content": "be kind"},
@@ -22,7 +22,7 @@ def shown(fields, *, template=PLAIN, **settings):
     """Each token, those that are learned in brackets."""
     tokenizer = word_chat(template)
     data = DemonstrationsConfig(path="x.jsonl", **settings)
-    (example,), _ = encode_demonstrations([RawRow(fields=fields, origin="x.jsonl:1")], data, tokenizer)
+    (example,), _ = encode_demonstrations([Record("x.jsonl:1", fields)], data, tokenizer)
     tokens = tokenizer.convert_ids_to_tokens(example.token_ids.tolist())
     marked = zip(tokens, example.is_learned, strict=True)
     return " ".join(f"[{token}]" if learned else token for token, learned in marked)
@@ -94,7 +94,7 @@ def test_named_fields_and_a_plain_prompt_as_a_user_turn():
 def test_a_long_example_is_cut_left_out_or_refused():
     fields = {"prompt": "hi", "completion": "me me me me"}
     assert shown(fields, max_tokens=4) == "hi [me] [me] [me]"
-    rows = [RawRow(fields=fields, origin="x:1"), RawRow(fields={**fields, "completion": "me"}, origin="x:2")]
+    rows = [Record("x:1", fields), Record("x:2", {**fields, "completion": "me"})]
 
     def encode(on_long, limit=4):
         data = DemonstrationsConfig(path="x.jsonl", on_long=on_long, max_tokens=limit)
@@ -109,8 +109,8 @@ def test_a_long_example_is_cut_left_out_or_refused():
 
 
 def test_a_cut_that_leaves_nothing_to_learn_leaves_the_example_out():
-    rows = [RawRow(fields={"prompt": "hi hi hi", "completion": "me"}, origin="x:1")]
-    rows.append(RawRow(fields={"prompt": "hi", "completion": "me"}, origin="x:2"))
+    rows = [Record("x:1", {"prompt": "hi hi hi", "completion": "me"})]
+    rows.append(Record("x:2", {"prompt": "hi", "completion": "me"}))
     kept, num_left_out = encode_demonstrations(
         rows, DemonstrationsConfig(path="x.jsonl", max_tokens=3), word_chat()
     )
@@ -124,15 +124,20 @@ REWRITING = "{% for m in messages %}{% if loop.last %}<user>{% endif %} {{ m.con
 @pytest.mark.parametrize(
     ("fields", "template", "kind", "said"),
     [
-        ({"messages": "hi"}, PLAIN, DataError, "field 'messages' must be a list of messages"),
-        ({"messages": [{"role": "user"}]}, PLAIN, DataError, "message 0 of 'messages' must hold role and"),
+        ({"messages": "hi"}, PLAIN, DataError, r"field 'messages' must be a list of \{role, content\}"),
+        (
+            {"messages": [{"role": "user"}]},
+            PLAIN,
+            DataError,
+            "'messages', message 0: its content must be text",
+        ),
         ({"messages": TALK[:2]}, PLAIN, DataError, "no message of role assistant"),
         ({"messages": TALK}, None, ModelError, "no chat template"),
         ({"messages": TALK}, REWRITING, DataError, "writes message 2 otherwise"),
         ({"messages": TALK}, "{{ raise_exception('no') }}", DataError, "the chat template refuses"),
         ({"question": "hi"}, PLAIN, DataError, "has no field 'prompt'"),
         ({"prompt": "hi"}, PLAIN, DataError, "has no field 'completion'"),
-        ({"prompt": "hi", "completion": 3}, PLAIN, DataError, "must be text, got int"),
+        ({"prompt": "hi", "completion": [3]}, PLAIN, DataError, "must be text, got list"),
     ],
 )
 def test_what_cannot_be_learned_from_is_named(fields, template, kind, said):

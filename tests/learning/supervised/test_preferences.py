@@ -5,8 +5,8 @@ from word_chat import PLAIN, word_chat
 
 from core.errors import DataError, ModelError
 from core.settings.supervised import PreferencesConfig
+from learning.data.record import Record
 from learning.supervised.preferences import encode_preferences
-from learning.supervised.rows import RawRow
 
 USER = {"role": "user", "content": "who are you"}
 GOOD, BAD = {"role": "assistant", "content": "me"}, {"role": "assistant", "content": "no"}
@@ -16,7 +16,7 @@ ASKED = "<user> who are you <end> <assistant>"
 def pair_of(fields, *, template=PLAIN, **settings):
     tokenizer = word_chat(template)
     data = PreferencesConfig(path="x.jsonl", **settings)
-    (pair,), _ = encode_preferences([RawRow(fields=fields, origin="x.jsonl:1")], data, tokenizer)
+    (pair,), _ = encode_preferences([Record("x.jsonl:1", fields)], data, tokenizer)
     both = (tokenizer.convert_ids_to_tokens(ids.tolist()) for ids in (pair.chosen_ids, pair.rejected_ids))
     return *(" ".join(tokens) for tokens in both), pair.margin
 
@@ -74,7 +74,7 @@ def test_long_prompts_lose_their_beginning_and_long_responses_are_refused_or_lef
     long = {"prompt": "hi ", "chosen": "me me me", "rejected": "no"}
     with pytest.raises(DataError, match="has a response of 3 tokens"):
         pair_of(long, max_tokens=2)
-    rows = [RawRow(fields=long, origin="x:1"), RawRow(fields={**long, "chosen": "me"}, origin="x:2")]
+    rows = [Record("x:1", long), Record("x:2", {**long, "chosen": "me"})]
     settings = PreferencesConfig(path="x.jsonl", on_long="skip", max_tokens=2)
     kept, num_left_out = encode_preferences(rows, settings, word_chat())
     assert (len(kept), num_left_out) == (1, 1)

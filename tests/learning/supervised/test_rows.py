@@ -8,7 +8,7 @@ import pytest
 
 from core.errors import DataError
 from core.settings.supervised import DemonstrationsConfig, ExamplesConfig, PreferencesConfig
-from learning.supervised.rows import read_raw_rows, turns_of
+from learning.supervised.rows import read_raw_rows
 
 ROWS = [{"prompt": f"p{i}", "completion": f"c{i}"} for i in range(20)]
 
@@ -21,7 +21,7 @@ def jsonl(tmp_path):
 
 
 def fields(rows):
-    return [row.fields for row in rows]
+    return [row.values for row in rows]
 
 
 def test_parquet_and_jsonl_give_the_same_rows_and_messages(tmp_path, jsonl):
@@ -33,7 +33,7 @@ def test_parquet_and_jsonl_give_the_same_rows_and_messages(tmp_path, jsonl):
     talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "name": "me"}]
     pq.write_table(pa.Table.from_pylist([{"messages": talk}]), tmp_path / "talks.parquet")
     (row,), _ = read_raw_rows(ExamplesConfig(path=str(tmp_path / "talks.parquet"), eval_share=0.0), seed=0)
-    assert turns_of(row, row.fields["messages"], "messages") == talk
+    assert row.turns("messages", "data.messages_field") == talk
 
 
 def test_the_split_is_the_seed_s_and_every_row_is_in_one_part(jsonl):

@@ -1,0 +1,83 @@
+"""One record of a data set as it was read, and what its fields hold; errors name its file and line."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from core.errors import DataError
+from core.outside import cut
+from learning.data.messages import ROLES, Turn, parse_turns, require_whole_text, tools_of, turn_list
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """`key` of its methods is the setting that named a field; they raise DataError."""
+
+    origin: str
+    "file and line, or row"
+    values: dict[str, Any] = field(default_factory=dict)
+    fault: DataError | None = None
+    "what is wrong with it; it has no values then"
+    padded: bool = False
+    "of columns, where every object has all keys that any has"
+
+    def find(self, name: str, key: str) -> Any:
+        """What stands under a name, or under a path of names in columns that hold objects."""
+        if name in self.values:
+            return self.values[name]
+        node: Any = self.values
+        for part in name.split("."):
+            if not isinstance(node, dict) or part not in node:
+                raise missing_field(self.origin, name, key, self.values)
+            node = node[part]
+        return node
+
+    def text(self, name: str, key: str) -> str:
+        """A text, or a finite number as one."""
+        value = self.find(name, key)
+        is_plain = isinstance(value, str | int | float) and not isinstance(value, bool)
+        if not is_plain or (isinstance(value, float) and not math.isfinite(value)):
+            raise DataError(f"{self._of(name)} must be text, got {type(value).__name__}; see {key}")
+        return require_whole_text(str(value), self._of(name))
+
+    def plain(self, name: str, key: str) -> Any:
+        """A JSON value."""
+        value = self.find(name, key)
+        try:
+            return json.loads(json.dumps(value, allow_nan=False))
+        except (TypeError, ValueError) as error:
+            raise DataError(
+                f"{self._of(name)} must hold text, finite numbers, lists or objects, got "
+                f"{type(value).__name__}: {error}; see {key}"
+            ) from error
+
+    def turns(self, name: str, key: str, *, roles: Sequence[str] | None = ROLES) -> list[Turn]:
+        """The messages of a conversation; `roles` that are known, None: any."""
+        return parse_turns(self.find(name, key), self._of(name), padded=self.padded, roles=roles)
+
+    def holds_list(self, name: str) -> bool:
+        """Whether the field is a conversation and no text."""
+        return isinstance(turn_list(self.values.get(name)), list)
+
+    def tools(self, name: str | None) -> tuple[dict[str, Any], ...]:
+        """What the assistant may call; none where there is no such field."""
+        if name is None or not has_field(self.values, name):
+            return ()
+        return tools_of(self.find(name, "data.tools_field"), self._of(name), padded=self.padded)
+
+    def _of(self, name: str) -> str:
+        return f"{self.origin}: field '{name}'"
+
+
+def has_field(fields: Mapping[str, Any], name: str) -> bool:
+    """Whether there is a field of a name, or the first of a path of names."""
+    return name in fields or ("." in name and name.split(".")[0] in fields)
+
+
+def missing_field(origin: str, name: str, key: str, fields: Mapping[str, Any]) -> DataError:
+    """The error to raise for a field that is not there."""
+    return DataError(f"{origin} has no field '{name}' ({key}); its fields are {cut(', '.join(fields))}")
