@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import glob
+import os
 import re
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from pathlib import Path, PurePath
+from typing import Any
 
 from core.errors import DataError
 from core.outside import cut, is_dir, is_file, is_lfs_pointer
-from learning.data.dataset_card import is_for_datasets, subset_files
-from learning.data.split_names import files_of_split, is_named_after_a_split, require_one_split
 from learning.data.text_records import COMPRESSIONS, form_of, looks_like_rows
 
 _FORMS = {
@@ -146,3 +146,202 @@ def _is_hidden(file: Path, folder: Path) -> bool:
 def _is_data(file: Path, folder: Path) -> bool:
     """False for a .json file that describes the files beside it."""
     return is_named_after_a_split(file.relative_to(folder)) or looks_like_rows(file)
+
+
+CARD = "README.md"
+_UNDERSTOOD = {"data_files", "data_dir", "default", "description", "version"}
+"What a subset may say that needs no `datasets` to be read."
+
+
+def subset_files(
+    folder: Path, subset: str, split: str, *, key: str = "data.path"
+) -> list[Path] | Path | None:
+    """Return the files of a subset's split as the folder's card names them; None without a card that names any.
+
+    A folder where the card names no more (`data_dir`): what split its files are of, their names say.
+
+    Raises DataError: the card cannot be read; no such subset, or several and none chosen; no such split.
+    """
+    subsets = _subsets(folder)
+    if not subsets:
+        if subset:
+            inside = f", such as {folder / subset}" if (folder / subset).is_dir() else ""
+            raise DataError(
+                f"the folder {folder} has no subset '{subset}': its {CARD} names none; name the folder that holds the "
+                f"files{inside}; check {key}"
+            )
+        return None
+    chosen = subsets[_choose(folder, subset, subsets, key)]
+    return _files(folder, chosen, split, key)
+
+
+def is_for_datasets(folder: Path, subset: str, *, key: str = "data.path") -> bool:
+    """True where the card says more of the subset than which files it has, which `datasets` alone heeds."""
+    subsets = _subsets(folder)
+    return bool(subsets) and not _UNDERSTOOD.issuperset(subsets[_choose(folder, subset, subsets, key)])
+
+
+def _subsets(folder: Path) -> dict[str, dict[str, Any]]:
+    card = folder / CARD
+    if not is_file(card):
+        return {}
+    try:
+        text = card.read_text(encoding="utf-8-sig")
+        if not text.startswith("---") or "\nconfigs:" not in text:
+            return {}
+        from datasets.utils.metadata import MetadataConfigs  # some seconds to import
+        from huggingface_hub import DatasetCard
+
+        described: Any = DatasetCard(text, ignore_metadata_errors=True).data
+        return dict(MetadataConfigs.from_dataset_card_data(described))
+    except Exception as error:  # of a file system, of UTF-8, of YAML, of `datasets`
+        raise DataError(f"cannot read the subsets in {card}: {error}; mend its configs") from error
+
+
+def _choose(folder: Path, subset: str, subsets: dict[str, dict[str, Any]], key: str) -> str:
+    names = cut(", ".join(subsets))
+    if subset:
+        if subset not in subsets:
+            raise DataError(
+                f"the folder {folder} has no subset '{subset}'; its {CARD} names {names}; check {key}"
+            )
+        return subset
+    default = [
+        name for name, one in subsets.items() if len(subsets) == 1 or name == "default" or one.get("default")
+    ]
+    if len(default) != 1:
+        raise DataError(
+            f"the folder {folder} holds several subsets ({names}); expected the name of one; set {key} to "
+            f"{folder}:{next(iter(subsets))}"
+        )
+    return default[0]
+
+
+def _files(folder: Path, chosen: dict[str, Any], split: str, key: str) -> list[Path] | Path | None:
+    base = folder / (chosen.get("data_dir") or "")
+    given = chosen.get("data_files")
+    if given is None:
+        return None if base == folder else base
+    from datasets.data_files import sanitize_patterns
+
+    patterns = sanitize_patterns(given)
+    if split not in patterns:
+        raise DataError(
+            f"the folder {folder} has no split '{split}' in the subset that {CARD} describes; it has "
+            f"{', '.join(patterns)}; check data.split"
+        )
+    files = _listed([str(pattern) for pattern in patterns[split]], base, split)
+    says_splits = isinstance(given, list) and any(isinstance(one, dict) for one in given)
+    if not says_splits:
+        require_one_split(files, f"{folder / CARD}", key=key)
+    return files
+
+
+def _listed(patterns: Sequence[str], base: Path, split: str) -> list[Path]:
+    from datasets.data_files import resolve_pattern
+
+    files: dict[Path, None] = {}
+    for pattern in patterns:
+        try:
+            files |= dict.fromkeys(sorted(Path(name) for name in resolve_pattern(pattern, str(base))))
+        except (OSError, ValueError) as error:
+            raise DataError(
+                f"{CARD} names '{pattern}' for split '{split}', which is not in {base}: {cut(str(error))}; get the "
+                "files, or mend its configs"
+            ) from error
+    return list(files)
+
+
+_SPLITS = {
+    "train": ("train", "training"),
+    "test": ("test", "testing", "eval", "evaluation"),
+    "validation": ("validation", "valid", "val", "dev"),
+    "holdout": ("holdout", "heldout"),
+}
+"Words in names, as `datasets` reads them, and what is held out."
+_CANONICAL = {word: split for split, words in _SPLITS.items() for word in words}
+_BETWEEN_WORDS = re.compile(r"[-_./\\ =0-9]+")
+"What `datasets` takes to end a word, and the sign of a hive partition."
+_HELD_OUT = re.compile(r"(?<![a-z])(held|hold)[-_ ]?out(?![a-z])")
+_PARTITION = re.compile(r"split=(.+)", re.IGNORECASE)
+_SHARD = re.compile(r"(.+?)-\d{5}-of-\d{5}")
+
+
+def splits_of(file: PurePath) -> frozenset[str]:
+    """Return the splits that a relative path is named after: a partition `split=NAME`, folders, else the file."""
+    for part in file.parts[:-1]:
+        if partition := _PARTITION.fullmatch(part):
+            return frozenset({_canonical(partition[1])})
+    of_folders = _words("/".join(file.parts[:-1]))
+    return of_folders or _words(file.name)
+
+
+def files_of_split(files: Sequence[Path], folder: Path, split: str, *, key: str = "data.path") -> list[Path]:
+    """Return those of a folder's files that are of a split; where none is named after any, all are of train.
+
+    Raises DataError: none is; a file is named after several splits; files of several, such as train_a and train_b.
+    """
+    below = {file: file.relative_to(folder) for file in files}
+    wanted = _canonical(split)
+    named = {file: splits_of(path) for file, path in below.items()}
+    if split not in _CANONICAL:
+        exact = [file for file, path in below.items() if split in _exact_names(path)]
+        if exact:
+            return exact
+    if not any(named.values()) and wanted in {"train", *_words(folder.name)}:
+        return list(files)
+    chosen = [file for file in files if wanted in named[file]]
+    if not chosen:
+        shown = ", ".join(str(below[file]) for file in files[:5])
+        unnamed = "" if any(named.values()) else " (what no name says otherwise is of split 'train')"
+        raise DataError(
+            f"the folder {folder} has no file of split '{split}'; it holds {shown}{unnamed}; check data.split"
+        )
+    for file in chosen:
+        if len(named[file]) > 1:
+            raise DataError(
+                f"{file} is named after several splits ({', '.join(sorted(named[file]))}); expected one; rename it, "
+                f"or name the files that are meant in {key}"
+            )
+    shards = sorted({name for file in chosen if (name := _shard_name(below[file]))})
+    if len(shards) > 1:
+        raise DataError(
+            f"the folder {folder} has several splits that are named after '{split}': {', '.join(shards)}; name one of "
+            "them in data.split"
+        )
+    return chosen
+
+
+def require_one_split(files: Sequence[Path], what: str, *, key: str = "data.path") -> None:
+    """Raises DataError where a pattern's files are of several splits: nobody would see a test split among them."""
+    common = os.path.commonpath([file.parent for file in files])
+    of: Mapping[frozenset[str], Path] = {splits_of(file.relative_to(common)): file for file in files}
+    if len(of) > 1:
+        shown = ", ".join(str(file) for file in sorted(of.values())[:5])
+        raise DataError(
+            f"{what} names files of several splits, such as {shown}; expected one split; narrow the pattern in {key}, "
+            "or name the folder and data.split"
+        )
+
+
+def is_named_after_a_split(file: PurePath) -> bool:
+    """True where the name of a file or of its folders says its split."""
+    return bool(splits_of(file))
+
+
+def _canonical(split: str) -> str:
+    return _CANONICAL.get(split.lower(), split)
+
+
+def _words(text: str) -> frozenset[str]:
+    words = _BETWEEN_WORDS.split(_HELD_OUT.sub(" holdout ", text.lower()))
+    return frozenset(_CANONICAL[word] for word in words if word in _CANONICAL)
+
+
+def _shard_name(file: PurePath) -> str | None:
+    match = _SHARD.match(file.name)
+    return match[1] if match and _words(match[1]) else None
+
+
+def _exact_names(file: PurePath) -> set[str]:
+    return {*file.parts[:-1], file.name.split(".")[0], _shard_name(file) or file.name}

@@ -10,8 +10,8 @@ import pyarrow as pa
 from pytest import mark, raises
 
 from core.errors import DataError
-from learning.data.json_list import BrokenList, list_items
 from learning.data.raw_records import ReadProgress, iter_records
+from learning.data.text_records import BrokenList, list_items
 
 ROWS = [{"question": f"What is {n}?", "answer": f"{n:03}"} for n in range(5)]
 LINES = "".join(json.dumps(row) + "\n" for row in ROWS)
