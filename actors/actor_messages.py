@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -25,10 +25,6 @@ from policies.scaling.scaling_policy import ScalingPolicy
 from policies.scaling.scaling_records import Resize
 from policies.scheduling.events import Alarm, Left, MoveRecord
 from profiles.profile import Profile
-
-if TYPE_CHECKING:
-    # who schedules needs no torch
-    from engine.drafters.exit_norm import ExitNorm
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,8 +75,6 @@ class GenerationSpec:
     "of a GPU that is its own"
     spot: SpotSpec | None = None
     "None: it trains no draft head"
-    exit_norm: ExitNorm | None = None
-    "of an early exit; None: the target's last norm"
 
     @property
     def model_names(self) -> tuple[str, ...]:

@@ -21,7 +21,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from benchmarks.contestants.contestants import LOOK_UPS, PAIRS, PLAIN, Contestants
+from benchmarks.contestants.contestants import PAIRS, PLAIN, Contestants
 from benchmarks.contestants.made_head import bench_head, head_folder
 from benchmarks.contestants.other_prompts import CHAT, CODE, other_prompts
 from benchmarks.contestants.training_runs import adapted_over_frozen
@@ -124,7 +124,7 @@ class _Parts:
             cool = self._cool(requests)
             self._figures.values |= {
                 "head_acceptance_length_t06": self.contestants.depths("head", cool).mean_length,
-                "head_over_model_free": lengths["head"] - max(lengths[name] for name in LOOK_UPS),
+                "head_over_model_free": lengths["head"] - lengths["suffix"],
             }
 
     def verdicts(self) -> dict[str, float]:
@@ -158,7 +158,7 @@ class _Parts:
 
     def other_prompts(self) -> None:
         """Code and chat, which no head was made from."""
-        names = ["head", *PAIRS, *LOOK_UPS] if self._has_head else list(LOOK_UPS)
+        names = ["head", *PAIRS, "suffix"] if self._has_head else ["suffix"]
         for number, (kind, questions) in enumerate((("code", CODE), ("chat", CHAT))):
             prompts = other_prompts(self._workload.tokenizer, questions)
             others = replace(self._workload, prompts=prompts)
@@ -169,12 +169,10 @@ class _Parts:
         """Eight responses a prompt, the second time over the same prompts."""
         prompts = self._workload.requests()[: REPEATED_PROMPTS[self._mode]]
         first, second = (_grouped(prompts, REPEATED + number * 5_000) for number in (0, 1))
-        names = [*LOOK_UPS, *PAIRS] if self._has_head else list(LOOK_UPS)
+        names = ["suffix", *PAIRS] if self._has_head else ["suffix"]
         self._compared("repeat", second, GROUP, names, before=[first])
-        for name in LOOK_UPS:
-            self._figures.values[f"{name}_repeat_over_plain"] = self._figures.values[f"{name}_repeat"]
-            length = self.contestants.acceptance_length[name]
-            self._figures.values[f"{name}_repeat_acceptance_length"] = length
+        self._figures.values["suffix_repeat_over_plain"] = self._figures.values["suffix_repeat"]
+        self._figures.values["suffix_repeat_acceptance_length"] = self.contestants.acceptance_length["suffix"]
 
     def _cool(self, requests: Sequence[SampleRequest]) -> list[SampleRequest]:
         return [_at(request, COOL + request.key.sample_index) for request in requests]

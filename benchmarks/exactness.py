@@ -1,7 +1,7 @@
 """Same key, same tokens: every plan, batch, order of admission and place gives the same bits (design 3.1).
 
 For each pair (demo; with `--data` one made from that file too), dtype and sampling: plain decoding alone, then a
-chain and two trees of a draft model, every other drafter (look-ups, early exit, a head made for it in some seconds),
+chain and two trees of a draft model, every other drafter (look-ups, a head made for it in some seconds),
 mixtures, and the adaptive policy (profile, online correction, a draft model or head exchanged half way as a refit
 would) under other batch sizes and orders of admission, then two Ray actors. Tokens and both log-probabilities are
 compared bitwise with plain decoding; plain decoding in float32 is compared with a teacher-forced Hugging Face forward.
@@ -43,7 +43,7 @@ from core.decode_records import GenerationStats
 from core.records import Completion, SampleKey, SampleRequest
 from core.weight_records import WeightManifest
 from engine.build import build_engine
-from engine.calibration.engine_provenance import provenance_of, what_drafts
+from engine.calibration.engine_provenance import provenance_of
 from engine.calibration.profiler import MAX_PROFILED_NODES, Placeholder, make_profile
 from engine.drafters.head.head_weights import HeadWeights
 from engine.drafters.head.published_head import pack_head
@@ -214,7 +214,7 @@ def _measured(workload: Workload, head: HeadWeights, dtype: str, plan: Plan, dra
     engine = _engine(workload, head, dtype, plan, settings, policy=Placeholder(MAX_PROFILED_NODES))
     provenance = provenance_of(
         engine.runner.model,
-        what_drafts(settings, head if drafter == "head" else workload.draft(dtype)),
+        head if drafter == "head" else workload.draft(dtype),
         engine=_engine_config(plan),
         dtype=dtype,
         sampling=workload.sampling,

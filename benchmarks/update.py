@@ -130,7 +130,7 @@ def sample(workload: Workload) -> Batch:
         workload.target("float32"),
         None,
         engine=ENGINE,
-        speculation=SpeculationConfig(policy="fixed", drafter="ngram", num_nodes=2),
+        speculation=SpeculationConfig(policy="fixed", drafter="suffix", num_nodes=2),
         max_total_tokens=workload.max_total_tokens,
         vocab_size=workload.vocab_size,
     )

@@ -17,14 +17,12 @@ from core.config import Config
 from core.config_io import apply_overrides, config_from_dict
 from core.errors import DataError
 from core.records import Prompt, SamplingParams
-from engine.drafters.exit_norm import save_exit_norm
 from engine.drafters.head.head_weights import HeadWeights, load_head, require_fit, save_head
 from engine.weights.causal_lm import max_context_tokens
 from engine.weights.loading import load_causal_lm, num_token_ids
 from learning.data.prompts import load_prompts, sampling_params
 from learning.heads.evaluate_head import evaluate_head
 from learning.heads.head_acceptance import Acceptance
-from learning.heads.make_exit_norm import MadeExitNorm, make_exit_norm
 from learning.heads.make_head import HeadRecipe, MadeHead, make_head
 
 TREES = (4, 8, 16)
@@ -138,21 +136,6 @@ def make_drafter(
     )
     print_acceptance([(f"held out, temperature {temperature:g}", made.acceptance)], report)
     _say_worth("held out", made.acceptance, report)
-    return made
-
-
-def make_exit(inputs: DrafterInputs, report: Reporter, *, out: Path, **settings: Any) -> MadeExitNorm:
-    """Make the norm of an early exit and write it into a folder. Settings and errors as `make_exit_norm`'s."""
-    with report.job("training a norm for the early exit") as tick:
-        made = make_exit_norm(
-            inputs.target, inputs.prompts, vocab_size=inputs.vocab_size, progress=tick, **settings
-        )
-    save_exit_norm(out, made.norm)
-    report.note(
-        f"norm of an early exit behind {made.norm.num_layers} layers {out}: {made.num_tokens:,} own tokens, "
-        f"{made.num_steps} steps, {made.seconds:.0f} s; held-out first tokens right {made.after:.3f}, with the "
-        f"target's last norm {made.before:.3f}"
-    )
     return made
 
 

@@ -33,7 +33,7 @@ from cluster.scheduling.instance_table import InstanceTable
 from cluster.scheduling.reallocation import migration_settings, reallocation_policy, scaling_policy
 from cluster.scheduling.scheduler_client import SchedulerClient, scheduler_name
 from cluster.trainer_pool import TrainerPool
-from cluster.weights.first_weights import exit_norm, first_draft, load_and_put
+from cluster.weights.first_weights import first_draft, load_and_put
 from cluster.weights.group_publication import Broadcast, are_on_gpus
 from cluster.weights.publish import PublishedWeights
 from core.config import Config
@@ -327,7 +327,6 @@ def _generation_spec(config: Config, inputs: Inputs, instance: str, max_total_to
         )
         if config.trains_head
         else None,
-        exit_norm=exit_norm(config),
     )
 
 

@@ -155,8 +155,6 @@ class Config(Section):
                 "drafter_training.mode is cotrain and drafter_training.refit false, which leaves the draft model as it "
                 "is; take one of the two out"
             )
-        if self.speculation.ngram_min > self.speculation.ngram_max:
-            raise ValueError("speculation.ngram_min must not exceed speculation.ngram_max")
         if self.algorithm.compares_groups and self.rollout.samples_per_prompt < 2:
             raise ValueError(
                 f"algorithm.kind {self.algorithm.kind} compares samples of one prompt: rollout.samples_per_prompt "

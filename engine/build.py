@@ -6,7 +6,6 @@ import logging
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Literal
 
 import torch
 
@@ -18,17 +17,13 @@ from engine.cache.kv_pool import KVPool
 from engine.decode_step import DecodeStep, decode_step
 from engine.draft_policies import build_policy
 from engine.drafters.drafter import Drafter
-from engine.drafters.early_exit_drafter import EarlyExitDrafter
-from engine.drafters.exit_norm import ExitNorm
 from engine.drafters.head.head_drafter import HeadDrafter
 from engine.drafters.head.head_forward import HeadForward
 from engine.drafters.head.head_weights import HeadWeights, require_fit
 from engine.drafters.head.mtp_forward import MtpForward
 from engine.drafters.head.mtp_weights import MtpConfig
 from engine.drafters.head.tapping import tap_for_head
-from engine.drafters.lookup_drafter import LookupDrafter
 from engine.drafters.model_drafter import ModelDrafter
-from engine.drafters.ngram_drafter import NgramDrafter
 from engine.drafters.paired_drafter import paired
 from engine.drafters.refinement import Scorer
 from engine.drafters.suffix_drafter import SuffixDrafter
@@ -57,7 +52,7 @@ logger = logging.getLogger(__name__)
 
 def build_engine(
     target: CausalLM,
-    draft: CausalLM | HeadWeights | ExitNorm | None,
+    draft: CausalLM | HeadWeights | None,
     *,
     engine: EngineConfig,
     speculation: SpeculationConfig,
@@ -80,8 +75,8 @@ def build_engine(
 
     Args:
         target: the target model, in eval mode.
-        draft: the draft model, for drafter `model`; the draft head, for drafter `head`; the MTP layer, for `mtp`; for
-            `early_exit` the norm that was trained for it, anything else is not looked at.
+        draft: the draft model, for drafter `model`; the draft head, for drafter `head`; the MTP layer, for `mtp`;
+            else it is not looked at.
         engine: numerics, attention, slots, threads.
         speculation: drafter and draft policy.
         max_total_tokens: the longest prompt plus the longest response.
@@ -104,7 +99,7 @@ def build_engine(
         NumericsError: invariant numerics are asked for and the probe finds a difference.
     """
     for model, role in ((target, "target"), (draft, "draft")):
-        if model is not None and not isinstance(model, HeadWeights | ExitNorm):
+        if model is not None and not isinstance(model, HeadWeights):
             _check_context(model, role, max_total_tokens)
     device = resolve_device(engine)
     if device.type == "cpu":
@@ -141,7 +136,7 @@ def build_engine(
             speculation, engine, policy, draft, runner, runner_of, max_total_tokens, vocab_size
         )
         if drafter is not None and speculation.look_up != "none":
-            drafter = paired(drafter, _look_up(speculation.look_up, speculation))
+            drafter = paired(drafter, _look_up(speculation))
     return Engine(
         runner,
         drafter=drafter,
@@ -254,7 +249,7 @@ def _drafter(
     speculation: SpeculationConfig,
     engine: EngineConfig,
     policy: DraftPolicy,
-    draft: CausalLM | HeadWeights | ExitNorm | None,
+    draft: CausalLM | HeadWeights | None,
     runner: ModelRunner,
     runner_of: Callable[[CausalLM], ModelRunner],
     max_total_tokens: int,
@@ -271,20 +266,15 @@ def _drafter(
             )
         return head_drafter(draft, engine, policy, runner, max_total_tokens, vocab_size)
     if speculation.drafter == "model":
-        if draft is None or isinstance(draft, HeadWeights | ExitNorm):
+        if draft is None or isinstance(draft, HeadWeights):
             raise ConfigError("speculation.drafter is 'model' but no draft model was given; set models.draft")
         _check_draft_vocabulary(draft, vocab_size)
         return ModelDrafter(runner_of(draft), max_prefill_tokens=engine.max_prefill_tokens)
-    if speculation.drafter == "early_exit":
-        norm = draft if isinstance(draft, ExitNorm) else None
-        return EarlyExitDrafter(runner, num_layers=speculation.exit_layers, norm=norm)
-    return None if speculation.drafter == "none" else _look_up(speculation.drafter, speculation)
+    return None if speculation.drafter == "none" else _look_up(speculation)
 
 
-def _look_up(kind: Literal["ngram", "suffix"], speculation: SpeculationConfig) -> LookupDrafter:
-    if kind == "suffix":
-        return SuffixDrafter(memory_mb=speculation.suffix_memory_mb, min_match=speculation.suffix_min)
-    return NgramDrafter(ngram_max=speculation.ngram_max, ngram_min=speculation.ngram_min)
+def _look_up(speculation: SpeculationConfig) -> SuffixDrafter:
+    return SuffixDrafter(memory_mb=speculation.suffix_memory_mb, min_match=speculation.suffix_min)
 
 
 def head_drafter(

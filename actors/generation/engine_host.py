@@ -30,8 +30,7 @@ from core.config import EngineConfig
 from core.errors import ModelError, RlhfSpecError, WeightsError
 from core.weight_records import TensorSpec, WeightManifest, kind_of
 from engine.build import build_engine
-from engine.calibration.engine_provenance import device_name, here, what_drafts
-from engine.drafters.exit_norm import ExitNorm
+from engine.calibration.engine_provenance import device_name, here
 from engine.drafters.head.head_drafter import HeadDrafter
 from engine.drafters.head.head_weights import HeadWeights, require_fit
 from engine.drafters.head.published_head import head_checksum, published_head
@@ -292,9 +291,9 @@ class ManifestHost:
         self._keep_comparisons(self._engine)
 
     @property
-    def _draft(self) -> CausalLM | HeadWeights | ExitNorm | None:
-        """What drafts beside the target's own layers, as far as it is there."""
-        return self._head or self._models.get("draft") or self._spec.exit_norm
+    def _draft(self) -> CausalLM | HeadWeights | None:
+        """What drafts, as far as it is there."""
+        return self._head or self._models.get("draft")
 
     def _module(self, manifest: WeightManifest) -> CausalLM:
         """The weights alone where an earlier start here compared such a model, else transformers' module."""
@@ -365,7 +364,7 @@ class ManifestHost:
         running = here(
             measured,
             self._models["target"],
-            what_drafts(self._spec.speculation, self._draft),
+            self._draft,
             engine=self._engine_settings,
             dtype=self._spec.dtype,
         )

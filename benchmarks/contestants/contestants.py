@@ -16,7 +16,7 @@ from benchmarks.support.workload import Workload
 from core.config import EngineConfig, SpeculationConfig
 from core.records import Completion, SampleRequest
 from engine.build import build_engine
-from engine.calibration.engine_provenance import provenance_of, what_drafts
+from engine.calibration.engine_provenance import provenance_of
 from engine.calibration.profiler import (
     MAX_PROFILED_NODES,
     Placeholder,
@@ -32,7 +32,6 @@ PLAIN = "plain"
 TREE = {"num_nodes": 8, "depth": 3, "branching": 3}
 CHAIN = {"num_nodes": 8, "depth": 8, "branching": 1}
 "Of the table: at most eight nodes, of drafters that know trees, and of look-ups."
-LOOK_UPS = ("ngram", "suffix")
 PAIRS = {"head_suffix": {"drafter": "head", "look_up": "suffix"}}
 "Of a drafter that computes and one that looks up: their settings."
 
@@ -58,9 +57,7 @@ class Contestants:
         self._target = workload.target("float32")
         self._drafts: dict[str, PreTrainedModel | HeadWeights | None] = {
             PLAIN: None,
-            "ngram": None,
             "suffix": None,
-            "early_exit": None,
             "model": workload.draft("float32"),
         }
         if head is not None:
@@ -102,7 +99,7 @@ class Contestants:
 
     def depths(self, name: str, requests: Sequence[SampleRequest]) -> Depths:
         """Decode one sample at a time by the table's plan."""
-        plan = CHAIN if name in LOOK_UPS else TREE
+        plan = CHAIN if name == "suffix" else TREE
         engine = self.engine(name, policy="fixed", **plan)
         engine.step_log = []
         for request in requests:
@@ -154,15 +151,14 @@ class Contestants:
         )
 
     def profile(self, name: str) -> Profile:
-        """What the policy goes by; drafters that look up share one, a pair has that of what computes."""
-        looks_up = name in LOOK_UPS
-        kept = "suffix" if looks_up else PAIRS.get(name, {"drafter": name})["drafter"]
+        """What the policy goes by; a pair has that of what computes."""
+        kept = PAIRS.get(name, {"drafter": name})["drafter"]
         if kept not in self._profiles:
-            self._profiles[kept] = self._measured(kept, looks_up)
+            self._profiles[kept] = self._measured(kept)
         return self._profiles[kept]
 
-    def _measured(self, name: str, looks_up: bool) -> Profile:
-        workload, draft = self._workload, self._drafts[name]
+    def _measured(self, name: str) -> Profile:
+        workload, draft, looks_up = self._workload, self._drafts[name], name == "suffix"
         settings = SpeculationConfig.model_validate({"drafter": name, "policy": "goodput"})
         engine = self._build(
             settings,
@@ -172,7 +168,7 @@ class Contestants:
         )
         provenance = provenance_of(
             self._target,
-            what_drafts(settings, draft),
+            draft,
             engine=self._config,
             dtype="float32",
             sampling=workload.sampling,

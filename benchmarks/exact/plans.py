@@ -31,26 +31,9 @@ PLANS = (
         speculation=SpeculationConfig(policy="fixed", num_nodes=16, depth=6, branching=3),
     ),
     Plan(
-        name="n-gram",
-        batch_size=7,
-        speculation=SpeculationConfig(policy="fixed", drafter="ngram", num_nodes=4, ngram_min=1),
-    ),
-    Plan(
         name="suffix",
         batch_size=6,
         speculation=SpeculationConfig(policy="fixed", drafter="suffix", num_nodes=6),
-    ),
-    Plan(
-        name="early exit, tree n=8 b=2",
-        batch_size=4,
-        speculation=SpeculationConfig(
-            policy="fixed", drafter="early_exit", num_nodes=8, depth=4, branching=2
-        ),
-    ),
-    Plan(
-        name="head, chain n=5",
-        batch_size=10,
-        speculation=SpeculationConfig(policy="fixed", drafter="head", num_nodes=5, depth=5),
     ),
     Plan(
         name="head, tree n=8 b=3",
@@ -62,13 +45,6 @@ PLANS = (
         batch_size=8,
         speculation=SpeculationConfig(
             policy="fixed", drafter="head", look_up="suffix", num_nodes=8, depth=4, branching=2
-        ),
-    ),
-    Plan(
-        name="early exit beside n-grams",
-        batch_size=5,
-        speculation=SpeculationConfig(
-            policy="fixed", drafter="early_exit", look_up="ngram", ngram_min=1, num_nodes=5, depth=5
         ),
     ),
 )

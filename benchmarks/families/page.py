@@ -26,7 +26,7 @@ Find your model's `model_type` (it stands in its `config.json`) in the table.
 - **refused**: it does not run. A clear error ends the start, and nothing is sampled.
 - **not built**: transformers made no small model of it here, so nothing is known of it.
 
-How it was tried (float32, CPU): samples were decoded plainly, by chains, by trees and by n-grams, alone and in batches,
+How it was tried (float32, CPU): samples were decoded plainly, by chains, trees and look-ups, alone and in batches,
 with guard pages around the caches of keys and values. The judge is a plain forward of the stock model in another copy:
 every token is the one that the sampling rule gives there, up to near ties; log-probabilities are within {tolerance}.
 A note behind a comma says what its config has that is special. A row tells of a family, not of every config and every

@@ -38,7 +38,7 @@ PLANS: dict[str, DraftPolicy] = {
     "plain": OffPolicy(),
 }
 DRAFTED = SpeculationConfig(policy="fixed", num_nodes=8, depth=4, branching=2)
-NGRAM = SpeculationConfig(policy="fixed", drafter="ngram", num_nodes=4, ngram_min=1)
+SUFFIX = SpeculationConfig(policy="fixed", drafter="suffix", num_nodes=4)
 PROMPT_TOKENS = (3, 70, 9, 40)
 NEW_TOKENS = (14, 9, 12, 10)
 SAMPLINGS = ({}, {"temperature": 0.7, "top_p": 0.9}, {"temperature": 0.0}, {"temperature": 1.3})
@@ -111,14 +111,14 @@ class _Trial:
             raise ValueError("the small model does not look at its context")
 
     def _decode_all(self, numerics: Literal["auto", "fast"]) -> None:
-        """Three plans in a batch of three, then n-grams one sample at a time; invariant ones must agree bitwise."""
+        """Three plans in a batch of three, then look-ups one sample at a time; invariant ones must agree bitwise."""
         found = {}
         engine = self._engine(numerics, 3, DRAFTED)
         for name, policy in PLANS.items():
             engine.policy = policy
             found[name] = self._decode(engine, self.requests if name == "plain" else self.requests[::-1])
         if numerics == "auto":
-            found["n-gram"] = self._decode(self._engine(numerics, 1, NGRAM), self.requests)
+            found["suffix"] = self._decode(self._engine(numerics, 1, SUFFIX), self.requests)
         plain = found["plain"]
         for name, done in found.items():
             self._judge(f"{numerics}, {name}", done)

@@ -25,8 +25,8 @@ ABOUT = {
     "exactness": About(
         title="Exactness",
         question="Do tokens or log-probabilities depend on what was drafted, batched or moved?",
-        how="Plain decoding alone is compared bit for bit with chains and trees of a draft model, look-ups (n-gram, "
-        "suffix), early exit, a head, mixtures (`accepted_looked_up`: by look-ups beside a drafter that computes) and "
+        how="Plain decoding alone is compared bit for bit with chains and trees of a draft model, look-ups, a "
+        "head, mixtures (`accepted_looked_up`: by look-ups beside a drafter that computes) and "
         "the adaptive policy, whose draft model or head is exchanged half way, under other batch sizes and orders of "
         "admission, in float32 and bfloat16, and on two Ray actors; then with a teacher-forced Hugging Face forward "
         "(`reference_mismatches`, `logprob_max_abs_error`). A near tie is a place where rounding could change the "
@@ -48,8 +48,9 @@ ABOUT = {
         question="What are drafters worth that need no smaller sibling of the target?",
         how="SmolLM2-135M-Instruct, chat prompts of GSM8K, float32, one thread. `head` is made by the benchmark with "
         "`drafter make`'s recipe from other prompts (`head_make_s`, `head_own_tokens`); `model` is the target's own "
-        "first 4 layers as a model of its own, `early_exit` its first 10 with the target's last norm; `ngram` and "
-        "`suffix` look up, `head_suffix` is both. The table, one sample at a time at temperature 1, trees of 8 nodes "
+        "first 4 layers as a model of its own; `suffix` looks up, `head_suffix` is both. `early_exit` (the first "
+        "10 with the target's last norm) and `ngram` (a sample's own text alone) have been removed since. "
+        "The table, one sample at a time at temperature 1, trees of 8 nodes "
         "in 3 levels, look-ups as chains of 8: `X_acceptance_length` counts the bonus token, `X_accepted_at_D` is the"
         " share right at depth D of those right before it, `X_level_share` a level's draft over a plain decode step. "
         "Speeds are rates under `goodput` over plain decoding, rate over rate: `X_bN` at batch N (`_t06`: temperature"

@@ -41,12 +41,10 @@ PLAIN = SpeculationConfig(policy="off")
 TREE = SpeculationConfig(policy="fixed", num_nodes=4, depth=3, branching=2)
 OTHERS = {
     "head": SpeculationConfig(policy="fixed", drafter="head", num_nodes=4, depth=3, branching=2),
-    "early_exit": SpeculationConfig(policy="fixed", drafter="early_exit", num_nodes=4, depth=3, branching=2),
     "head_suffix": SpeculationConfig(
         policy="fixed", drafter="head", look_up="suffix", num_nodes=4, depth=3, branching=2
     ),
     "suffix": SpeculationConfig(policy="fixed", drafter="suffix", num_nodes=6),
-    "ngram": SpeculationConfig(policy="fixed", drafter="ngram", num_nodes=4, ngram_min=1),
 }
 "Drafters that decode the first rollout's requests again."
 

@@ -1,6 +1,6 @@
 """Speed on the real model: plain decoding beside Hugging Face, and drafting without a trained draft.
 
-Drafts come from the text itself (n-grams) or from the target's own first layers; the adaptive policies may leave both.
+Drafts come from the texts (suffixes) or from the target's own first layers; the adaptive policies may leave both.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ ROUNDS = {"quick": 1, "default": 2, "full": 4}
 PROFILE_S = {"quick": 12.0, "default": 40.0, "full": 60.0}
 POLICIES = {
     "plain": SpeculationConfig(policy="off"),
-    "ngram_chain2": SpeculationConfig(policy="fixed", drafter="ngram", num_nodes=2),
-    "ngram_bandit": SpeculationConfig(policy="bandit", drafter="ngram"),
+    "suffix_chain2": SpeculationConfig(policy="fixed", drafter="suffix", num_nodes=2),
+    "suffix_bandit": SpeculationConfig(policy="bandit", drafter="suffix"),
     "layers_chain2": SpeculationConfig(policy="fixed", num_nodes=2),
     "goodput": SpeculationConfig(policy="goodput"),
 }

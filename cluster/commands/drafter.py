@@ -21,9 +21,7 @@ Make a draft head for a target from prompts alone: the target answers them, the 
 
   rlhfspec drafter make --target smollm2-135m-instruct --data train.jsonl --out head
   rlhfspec drafter make --target DIR --data prompts.jsonl --set data.prompt_field=prompt --out head --budget 1800
-  rlhfspec drafter make --target DIR --data train.jsonl --early-exit 10 --out norm
 
-With --early-exit no head is made but a norm for the target's first layers, for speculation.drafter=early_exit.
 The folder has the files and names of EAGLE-3 heads as SpecForge writes them: SGLang and vLLM load it.
 """
 
@@ -73,12 +71,6 @@ def add_parser(commands: Any) -> None:
         help="token ids that it drafts (%(default)s)",
     )
     make.add_argument(
-        "--early-exit",
-        type=_count("--early-exit"),
-        metavar="LAYERS",
-        help="train a norm for an exit behind so many of the target's layers instead",
-    )
-    make.add_argument(
         "--threads",
         type=_count("--threads"),
         default=1,
@@ -113,28 +105,15 @@ def add_parser(commands: Any) -> None:
 
 
 def make_head(args: argparse.Namespace) -> int:
-    """Make it, or the norm of an early exit. Raises InputError for bad input."""
+    """Make it. Raises InputError for bad input."""
     out = out_folder(args.out)
     if out.is_dir() and any(out.iterdir()):
         raise ConfigError(f"--out {out} is not empty; expected a new folder; remove it or name another")
     # what takes seconds to load comes after what may be mistyped
-    from cluster.drafter_jobs import make_drafter, make_exit
+    from cluster.drafter_jobs import make_drafter
     from learning.heads.make_head import HeadRecipe
 
     report, inputs = _inputs(args)
-    if args.early_exit is not None:
-        make_exit(
-            inputs,
-            report,
-            out=out,
-            num_layers=args.early_exit,
-            sampling=inputs.sampling(args.temperature, args.max_new_tokens),
-            budget_s=args.budget,
-            num_tokens=args.tokens,
-            seed=args.seed,
-            num_threads=args.threads,
-        )
-        return 0
     make_drafter(
         inputs,
         report,

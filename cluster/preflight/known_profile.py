@@ -9,11 +9,10 @@ import torch
 from transformers.modeling_utils import PreTrainedModel
 
 from cluster.preflight.inputs import Inputs
-from cluster.weights.first_weights import exit_norm, load_draft_model, read_head, read_mtp
+from cluster.weights.first_weights import load_draft_model, read_head, read_mtp
 from core.config import Config
 from core.errors import ConfigError, ProfileError
-from engine.calibration.engine_provenance import provenance_of, what_drafts
-from engine.drafters.exit_norm import ExitNorm
+from engine.calibration.engine_provenance import provenance_of
 from engine.drafters.head.head_weights import HeadWeights
 from engine.weights.loading import load_causal_lm
 from learning.data.prompts import sampling_params
@@ -29,8 +28,8 @@ class ProfiledRun:
     """What a profile of this run is measured with."""
 
     target: PreTrainedModel
-    draft: PreTrainedModel | HeadWeights | ExitNorm | None
-    "None: drafts are looked up, or made by the target's own layers with its last norm"
+    draft: PreTrainedModel | HeadWeights | None
+    "None: drafts are looked up"
     provenance: Provenance
     max_total_tokens: int
 
@@ -93,7 +92,7 @@ def describe(config: Config, inputs: Inputs) -> ProfiledRun:
             "a profile needs a target and what drafts for it; set models.draft, or speculation.drafter=suffix"
         )
     target = load_causal_lm(models.target, models.dtype, trust_remote_code=models.trust_remote_code)
-    draft = read_mtp(config).head if speculation.drafter == "mtp" else exit_norm(config)
+    draft = read_mtp(config).head if speculation.drafter == "mtp" else None
     if models.draft is not None and speculation.names_draft:
         draft = load_draft(models.draft, config)
     max_total_tokens = inputs.max_total_tokens(config)
@@ -103,7 +102,7 @@ def describe(config: Config, inputs: Inputs) -> ProfiledRun:
         max_total_tokens=max_total_tokens,
         provenance=provenance_of(
             target,
-            what_drafts(speculation, draft),
+            draft,
             engine=config.engine,
             dtype=models.dtype,
             sampling=sampling_params(config.sampling, inputs.tokenizer, model=config.models.target),

@@ -15,7 +15,6 @@ from cluster.preflight.draft_head import check_head, check_mtp, describe_trainin
 from cluster.preflight.inputs import read_tokenizer
 from cluster.preflight.param_count import count_params
 from cluster.preflight.template_files import TEMPLATE_FILE, other_templates
-from cluster.weights.first_weights import exit_norm
 from core.checkpoint_manifest import has_manifest, verify_checkpoint
 from core.config import Config
 from core.errors import ModelError
@@ -23,11 +22,7 @@ from core.outside import quote
 from engine.cache.kv_pool import KVShape
 from engine.calibration.cost_sweep import MAX_PROFILED_NODES
 from engine.draft_policies import most_nodes
-from engine.drafters.early_exit_drafter import exit_depth
-from engine.drafters.exit_norm import require_exit_fits
-from engine.model.stock_forward import no_early_exit
 from engine.model.support import refuse_unsupported
-from engine.weights.bare_llama import MODEL_TYPES
 from engine.weights.draft_vocabulary import foreign_ids
 from engine.weights.loading import (
     load_hf_config,
@@ -64,7 +59,7 @@ class CheckedModels:
 def check_models(config: Config) -> CheckedModels:
     """Look at target, what drafts, and tokenizers.
 
-    Raises ModelError, and ConfigError for adapters or an exit that the target has no layers for.
+    Raises ModelError, and ConfigError for adapters that the target has no layers for.
     """
     trust, speculation = config.models.trust_remote_code, config.speculation
     _verify_own_checkpoints(config)
@@ -84,8 +79,6 @@ def check_models(config: Config) -> CheckedModels:
     elif speculation.drafter == "mtp":
         draft, line = check_mtp(config)
         lines.append(line)
-    elif speculation.drafter == "early_exit":
-        lines += _check_exit(config, target_config)
     elif speculation.drafter == "model" and config.models.draft is not None:
         draft_config = load_hf_config(config.models.draft, trust_remote_code=trust)
         own = load_tokenizer(config.models.draft, trust_remote_code=trust)
@@ -138,20 +131,6 @@ def model_shape(config: PretrainedConfig, name: str | None = None) -> ModelShape
         hidden_size=text.hidden_size,
         vocab_size=text.vocab_size,
     )
-
-
-def _check_exit(config: Config, target: PretrainedConfig) -> list[str]:
-    """Require an early exit that the target has; a line where a norm of its own is named."""
-    norm, wanted = exit_norm(config), config.speculation.exit_layers
-    if norm is not None:
-        require_exit_fits(norm, target, exit_layers=wanted)
-    if config.speculation.policy != "off":
-        exit_depth(int(target.get_text_config().num_hidden_layers), norm.num_layers if norm else wanted)
-        if target.get_text_config().model_type not in MODEL_TYPES or config.engine.forward == "stock":
-            raise no_early_exit(meta_model(config.models.target, target))
-    if norm is None:
-        return []
-    return [f"early exit behind {norm.num_layers} layers, with the norm in {config.models.draft}"]
 
 
 def _verify_own_checkpoints(config: Config) -> None:

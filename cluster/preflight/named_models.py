@@ -44,12 +44,12 @@ def resolve_models(
 
 def _with_demo_pair(config: Config, report: Reporter) -> Config:
     models = config.models
-    is_head = config.speculation.drafter in ("head", "early_exit") and models.draft != DEMO
+    is_head = config.speculation.drafter == "head" and models.draft != DEMO
     if models.target != DEMO or (models.draft not in (DEMO, None) and not is_head):
         raise ConfigError(
             "models.target and models.draft belong together: expected both or none to be 'demo', got "
             f"target '{models.target}' and draft '{models.draft}'; a draft head goes with speculation.drafter=head, "
-            "a norm with early_exit, a checkpoint with such a layer with mtp"
+            "a checkpoint with such a layer with mtp"
         )
     from learning.pairs.make import make_demo_pair
 

@@ -11,7 +11,6 @@ from transformers import PreTrainedModel
 
 from cluster.weights.publish import PublishedWeights
 from core.config import Config
-from engine.drafters.exit_norm import ExitNorm, load_exit_norm
 from engine.drafters.head.head_weights import HeadWeights, load_head, require_fit
 from engine.drafters.head.mtp_weights import FoundMtp, load_mtp
 from engine.drafters.head.published_head import pack_head, rounded
@@ -84,14 +83,6 @@ def first_draft(config: Config) -> PublishedWeights | None:
     if drafter == "head" and name is not None:
         return put_head(read_head(config, Path(name)), weight_version=0)
     return load_and_put(config, name, "draft") if drafter == "model" and name is not None else None
-
-
-def exit_norm(config: Config) -> ExitNorm | None:
-    """Read the norm of an early exit, where models.draft names one. Raises ModelError."""
-    name = config.models.draft
-    if config.speculation.drafter != "early_exit" or name is None:
-        return None
-    return load_exit_norm(Path(name).expanduser())
 
 
 def read_head(config: Config, folder: Path) -> HeadWeights:

@@ -26,9 +26,9 @@ class SamplingConfig(Section):
 class SpeculationConfig(Section):
     """What is drafted, and who decides how much."""
 
-    drafter: Literal["model", "head", "mtp", "early_exit", "ngram", "suffix", "none"] = "model"
+    drafter: Literal["model", "head", "mtp", "suffix", "none"] = "model"
     """model: a draft model; head: a layer on the target's hidden states; mtp: the one that the target brings;
-    early_exit: its first layers; suffix: look-up in all responses to the prompt; ngram: in the sample's own text"""
+    suffix: look-up in all responses to the prompt"""
     policy: Literal["goodput", "bandit", "fixed", "off"] = "goodput"
     "goodput: adaptive, from a profile; bandit: TLT's, which learns by trying; fixed; off: plain decoding"
     profile: UserPath = "auto"
@@ -42,12 +42,8 @@ class SpeculationConfig(Section):
     depth: int = Field(default=8, ge=0, le=32)
     branching: int = Field(default=1, ge=1, le=8)
     "children offered per node; 1 is a chain"
-    exit_layers: int = Field(default=0, ge=0)
-    "early_exit: of the target's first layers, that draft; 0: a third of all"
-    look_up: Literal["none", "ngram", "suffix"] = "none"
+    look_up: Literal["none", "suffix"] = "none"
     "beside a drafter that computes: what is looked up stands in its place where it promises more"
-    ngram_max: int = Field(default=4, ge=1)
-    ngram_min: int = Field(default=2, ge=1)
     suffix_min: int = Field(default=1, ge=1)
     "suffix, as drafter or look_up: least tokens that must match"
     suffix_memory_mb: float = Field(default=256.0, gt=0.0)
@@ -66,7 +62,7 @@ class SpeculationConfig(Section):
     @property
     def looks_up(self) -> bool:
         """Whether drafts cost next to nothing, and come with no scores of a model."""
-        return self.drafter in ("ngram", "suffix")
+        return self.drafter == "suffix"
 
     @property
     def remembers(self) -> bool:
@@ -80,11 +76,11 @@ class SpeculationConfig(Section):
 
     @model_validator(mode="after")
     def _looks_up_beside(self) -> SpeculationConfig:
-        if self.look_up != "none" and self.drafter not in ("model", "head", "mtp", "early_exit"):
+        if self.look_up != "none" and self.drafter not in ("model", "head", "mtp"):
             raise ValueError(
-                f"speculation.look_up {self.look_up} stands beside a drafter that computes (model, head, mtp or "
-                f"early_exit), but drafter is {self.drafter}; set look_up to none, or drafter to one of these (to look "
-                f"up alone: drafter {self.look_up})"
+                f"speculation.look_up {self.look_up} stands beside a drafter that computes (model, head or mtp), "
+                f"but drafter is {self.drafter}; set look_up to none, or drafter to one of these (to look up alone: "
+                f"drafter {self.look_up})"
             )
         return self
 

@@ -9,12 +9,21 @@ from __future__ import annotations
 from typing import Any
 
 _ADAPTIVE = "use goodput or bandit, which adapt to the batch, or fixed"
+_SUFFIX = "use suffix, which looks in the sample's own text and in all responses to its prompt"
 REMOVED_VALUES: dict[str, dict[str, str]] = {
+    "speculation.drafter": {
+        "early_exit": "use suffix, which needs no weights either, or head (`rlhfspec drafter make`)",
+        "ngram": _SUFFIX,
+    },
+    "speculation.look_up": {"ngram": _SUFFIX},
     "speculation.policy": {"batch_table": _ADAPTIVE, "capacity": _ADAPTIVE},
 }
 "Of keys that stay: a value, and what to use instead."
 
 REMOVED_KEYS: dict[str, tuple[tuple[object, ...], str]] = {
+    "speculation.exit_layers": ((0,), "it was of drafter early_exit: take it out"),
+    "speculation.ngram_max": ((4,), "it was of drafter ngram: see speculation.suffix_min"),
+    "speculation.ngram_min": ((2,), "it was of drafter ngram: see speculation.suffix_min"),
     "speculation.capacity_tokens": ((24,), "it was of policy capacity: take it out"),
 }
 "Keys: values that say what happens now anyway, and what to do instead of any other."

@@ -45,8 +45,7 @@ class ModelsConfig(Section):
     "path or hub name of a Hugging Face causal LM, `demo`, or a name that `rlhfspec models get` knows"
     draft: Name | None = None
     """a smaller causal LM with an equal tokenizer; with drafter head a folder with a head made for this target, with
-    early_exit one with a norm trained for the exit, with mtp a checkpoint with the layer where the target's has none;
-    null with drafter suffix, ngram or none; `demo` with `demo`"""
+    mtp a checkpoint with the layer where the target's has none; null with drafter suffix or none; `demo` with `demo`"""
     tokenizer: Name | None = None
     "path or hub name; the target's by default"
     dtype: Literal["float32", "bfloat16"] = "float32"

@@ -11,15 +11,14 @@ from typing import Any
 
 import torch
 
-from core.config import EngineConfig, SpeculationConfig
+from core.config import EngineConfig
 from core.records import SamplingParams
 from engine.cache.kv_pool import KVShape
-from engine.drafters.exit_norm import ExitNorm
 from engine.drafters.head.head_weights import HeadWeights
 from engine.drafters.head.published_head import head_checksum
 from engine.numerics import choose_backend, kernels_for, resolve_device, resolve_numerics
 from engine.weights.causal_lm import CausalLM
-from engine.weights.chunks import checksum_of, model_checksum
+from engine.weights.chunks import model_checksum
 from profiles.provenance import Provenance
 
 ENGINE_CODE = "rows of attention abreast"
@@ -28,19 +27,8 @@ NO_DRAFT = "none: drafts are looked up"
 _RECORDED = ("transformers", "numpy", "statsmodels")
 
 
-Drafts = CausalLM | HeadWeights | str | None
-"A draft model, a head, words for what drafts with the target's own weights; None: drafts are looked up."
-
-
-def what_drafts(speculation: SpeculationConfig, draft: CausalLM | HeadWeights | ExitNorm | None) -> Drafts:
-    """Return what a profile is of."""
-    if speculation.drafter == "early_exit":
-        if isinstance(draft, ExitNorm):
-            return (
-                f"the target's first layers: {draft.num_layers}, with a norm of {checksum_of([draft.gain])}"
-            )
-        return f"the target's first layers: {speculation.exit_layers or 'a third'}"
-    return None if isinstance(draft, ExitNorm) else draft
+Drafts = CausalLM | HeadWeights | None
+"A draft model, a head; None: drafts are looked up."
 
 
 def provenance_of(
@@ -108,15 +96,15 @@ def device_name(device: torch.device) -> str:
 
 
 def _checksum(draft: Drafts) -> str:
-    if draft is None or isinstance(draft, str):
-        return draft or NO_DRAFT
+    if draft is None:
+        return NO_DRAFT
     return head_checksum(draft) if isinstance(draft, HeadWeights) else model_checksum(draft)
 
 
 def _architecture(model: Drafts) -> str:
     """Everything that decides a model's cost, readable."""
-    if model is None or isinstance(model, str):
-        return model or NO_DRAFT
+    if model is None:
+        return NO_DRAFT
     if isinstance(model, HeadWeights):
         size = model.config
         taps = ", ".join(map(str, size.tapped_layers))

@@ -104,11 +104,6 @@ class NativeForward:
         until = self._marks.layers[-1] + 1 if whole else self._marks.stored
         self._run(until, num_tokens, segments, 0, taps)
 
-    def inputs_of(self, layer: int, num_tokens: int, segments: Segments) -> Float[Tensor, "M H"]:
-        """See `FusedForward.inputs_of`."""
-        self._run(self._marks.layers[layer], num_tokens, segments, 0, None)
-        return self._x[:num_tokens]
-
     def _run(
         self, until: int, num_tokens: int, segments: Segments, logits: int, taps: SeesHidden | None
     ) -> None:

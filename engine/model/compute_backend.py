@@ -134,10 +134,6 @@ class FusedForward(Protocol):
         """Compute keys and values only."""
         ...
 
-    def inputs_of(self, layer: int, num_tokens: int, segments: Segments) -> Float[Tensor, "M H"]:
-        """Run the layers before one; return its inputs, a view until the next forward."""
-        ...
-
     def altered_gain(self, decoder: Decoder) -> str | None:
         """Name a gain of the decoder that is not held bit for bit; None: all are."""
         ...

@@ -157,20 +157,6 @@ class LlamaForward:
             x = self._after_layer(index, layer, x, attention)
         self._show(len(self._layers), x)
 
-    def exit_after(
-        self, num_layers: int, gain: Tensor, input_ids: Tensor, position_ids: Tensor, plan: ForwardPlan
-    ) -> Tensor:
-        """See `engine.model.runner.Forward`."""
-        if self.fused is not None and isinstance(plan.attention, PoolAttention):
-            self._write_inputs(self.fused, input_ids, position_ids, plan)
-            x = self.fused.inputs_of(num_layers, len(input_ids), plan.segments())
-        else:
-            x = self._embedded(input_ids)
-            attention = self._attention(position_ids, plan)
-            for index, layer in enumerate(self._layers[:num_layers]):
-                x = self._after_layer(index, layer, x, attention)
-        return self.output(F.rms_norm(x, (x.shape[-1],), gain.to(x.dtype), self._eps))
-
     def output(self, x: Tensor) -> Tensor:
         """See `engine.model.runner.Forward`."""
         x = x.to(self._dtype)

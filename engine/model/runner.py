@@ -55,20 +55,6 @@ class Forward(Protocol):
         """Return the logits of states that another norm than the last one has normed: the output matrix alone."""
         ...
 
-    def exit_after(
-        self,
-        num_layers: int,
-        gain: Float[Tensor, " H"],
-        input_ids: Int[Tensor, " M"],
-        position_ids: Int[Tensor, " M"],
-        plan: ForwardPlan,
-    ) -> Float[Tensor, "M V"]:
-        """Return next-token logits behind the first layers, by the model's head over a norm of this gain.
-
-        Writes those layers' keys and values. Raises ModelError: this forward cannot.
-        """
-        ...
-
     def reload(self) -> None:
         """Follow the module's weights after they changed."""
         ...
@@ -244,21 +230,6 @@ class ModelRunner:
         """Run the packed tokens for their keys and values only. Raises NumericsError as `logits`."""
         self._require_same_threads()
         self._forward.fill(*self._padded(input_ids, position_ids), plan)
-
-    @torch.inference_mode()
-    def exit_logits(
-        self,
-        num_layers: int,
-        gain: Float[Tensor, " H"],
-        input_ids: Int[Tensor, " M"],
-        position_ids: Int[Tensor, " M"],
-        plan: ForwardPlan,
-    ) -> Float[Tensor, "M V"]:
-        """Run the first layers only; see `Forward.exit_after`. Padded ids are cut off. Raises as `logits`."""
-        self._require_same_threads()
-        padded = self._padded(input_ids, position_ids)
-        out = self._forward.exit_after(num_layers, gain, *padded, plan)
-        return out[: len(input_ids), : self.vocab_size]
 
     @torch.inference_mode()
     def output_logits(self, x: Float[Tensor, "M H"]) -> Float[Tensor, "M V"]:

@@ -16,7 +16,6 @@ from torch.nn import functional as F
 from transformers import AttentionInterface
 from transformers.modeling_utils import PreTrainedModel
 
-from core.errors import ModelError
 from engine.cache.kv_pool import KVShape, cell_size
 from engine.model.compute_backend import ComputeBackend
 from engine.model.forward_plan import ForwardPlan
@@ -26,13 +25,6 @@ from engine.model.stock_linears import OwnProduct, with_own_products
 from engine.model.support import switch_attention, unsupported
 
 ATTENTION_NAME = "rlhfspec"
-
-
-def no_early_exit(model: Any) -> ModelError:
-    """Return the error for an exit behind the first layers of a module that runs as a whole."""
-    return unsupported(
-        model, "early exit needs our own forward (Llama, Mistral, Qwen2, Qwen3); draft with suffix"
-    )
 
 
 class StockForward:
@@ -74,12 +66,6 @@ class StockForward:
         """See `engine.model.runner.Forward`."""
         head: Any = self._model.get_output_embeddings()
         return head(x.to(self._model.dtype)).float()
-
-    def exit_after(
-        self, num_layers: int, gain: Tensor, input_ids: Tensor, position_ids: Tensor, plan: ForwardPlan
-    ) -> Tensor:
-        """See `engine.model.runner.Forward`. Raises ModelError: the module runs as a whole."""
-        raise no_early_exit(self._model)
 
     def reload(self) -> None:
         """Lay the linears' weights out anew; the others are the module's own."""

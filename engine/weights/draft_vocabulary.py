@@ -38,7 +38,7 @@ def foreign_ids(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase)
         raise ModelError(
             "draft and target need equal tokenizers, but for tokens that only one of them has; they differ first at id "
             f"{shown}, {len(differ)} ids in all (target {len(ours)} entries, draft {len(theirs)}); "
-            "take a draft model of the same family, or speculation.drafter=ngram"
+            "take a draft model of the same family, or speculation.drafter=suffix"
         )
     num_ids = max(names) + 1
     return sorted(number for number in names.keys() ^ other_names.keys() if number < num_ids)

@@ -267,7 +267,7 @@ def test_scored_by_the_engine_log_probabilities_are_the_samplers(tiny_pair, dtyp
     manifest, chunks = pack_weights(model, name="target", weight_version=0)
     trainer = new_trainer(dtype, engine=config, scoring="engine")
     trainer.load_weights(manifest, *chunks)
-    speculation = SpeculationConfig(policy="fixed", drafter="ngram", num_nodes=3)
+    speculation = SpeculationConfig(policy="fixed", drafter="suffix", num_nodes=3)
     engine = build_engine(
         model, None, engine=config, speculation=speculation, max_total_tokens=40, vocab_size=30
     )

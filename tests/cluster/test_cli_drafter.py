@@ -8,11 +8,6 @@ from pathlib import Path
 import pytest
 
 from cluster.cli import main
-from cluster.weights.first_weights import exit_norm
-from core.config import Config
-from core.errors import ModelError
-from engine.calibration.engine_provenance import what_drafts
-from engine.drafters.exit_norm import load_exit_norm
 from engine.drafters.head.head_weights import load_head
 from tests.conftest import TinyPair
 
@@ -61,28 +56,6 @@ def test_a_head_that_drafts_nothing_of_use_is_called_so(
     more = ["--out", str(tmp_path / "head"), "--tokens", "100", "--draft-vocab", "1"]
     assert main(["drafter", "make", *common, *more]) == 0
     assert "this head is worth nothing to a run" in capsys.readouterr().out
-
-
-def test_a_norm_for_an_early_exit_is_made_and_read_as_a_run_does(
-    tmp_path: Path, tiny_pair: TinyPair, data: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = tmp_path / "norm"
-    common = ["--target", str(tiny_pair.target), "--data", str(data), "--max-new-tokens", "12"]
-    assert main(["drafter", "make", *common, "--out", str(out), "--tokens", "100", "--early-exit", "1"]) == 0
-    assert "behind 1 layers" in capsys.readouterr().out
-
-    def config(draft: Path | str) -> Config:
-        models = {"target": str(tiny_pair.target), "draft": str(draft)}
-        settings = {"models": models, "data": {"task": "chain"}, "speculation": {"drafter": "early_exit"}}
-        return Config.model_validate(settings)
-
-    norm = exit_norm(config(out))
-    assert norm is not None and norm.gain.equal(load_exit_norm(out).gain) and norm.num_layers == 1
-    assert str(norm.num_layers) in str(what_drafts(config(out).speculation, norm))
-    with pytest.raises(ModelError, match="holds no norm for an early exit"):
-        exit_norm(config(tiny_pair.draft))
-    more = ["--out", tmp_path / "new", "--early-exit", "2"]
-    assert "behind 1 to 1 layers" in refused(capsys, "make", *common, *more)
 
 
 def test_bad_input_is_refused_before_the_work(

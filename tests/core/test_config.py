@@ -33,6 +33,11 @@ def test_an_unknown_key_is_refused_with_a_suggestion() -> None:
     [
         ("speculation", "policy", "batch_table", "batch_table was removed; use goodput or bandit"),
         ("speculation", "policy", "capacity", "capacity was removed; use goodput or bandit"),
+        ("speculation", "drafter", "early_exit", "early_exit was removed; use suffix"),
+        ("speculation", "drafter", "ngram", "ngram was removed; use suffix"),
+        ("speculation", "look_up", "ngram", "ngram was removed; use suffix"),
+        ("speculation", "exit_layers", 3, "was removed; it was of drafter early_exit"),
+        ("speculation", "ngram_min", 1, "was removed; it was of drafter ngram"),
         ("speculation", "capacity_tokens", 30, "was removed; it was of policy capacity"),
     ],
 )
@@ -48,7 +53,9 @@ def test_a_removed_setting_says_what_to_use_instead(
 
 def test_a_removed_key_that_says_what_happens_anyway_is_dropped() -> None:
     """As a run folder of before spells it out."""
-    old = SMALLEST | {"speculation": {"capacity_tokens": 24}}
+    old = SMALLEST | {
+        "speculation": {"capacity_tokens": 24, "exit_layers": 0, "ngram_max": 4, "ngram_min": 2}
+    }
     assert config_from_dict(old) == config_from_dict(SMALLEST)
     assert "capacity_tokens" in old["speculation"], "the caller's mapping stays"
 
@@ -82,7 +89,6 @@ def test_a_malformed_override_is_refused(tmp_path: Path, override: str) -> None:
         ("models", {"draft": None}, "models.draft is null"),
         ("data", {"task": "chain", "path": "a.jsonl"}, "exactly one of"),
         ("algorithm", {"kind": "grpo"}, "samples_per_prompt >= 2"),
-        ("speculation", {"ngram_min": 5}, "ngram_min must not exceed"),
         ("reward", {"kind": "model"}, "reward.model names none"),
         ("reward", {"kind": "environment", "mean": 1.0}, "mean, std and clip would have no effect"),
         ("reward", {"kind": "environment", "std": 2.0}, "mean, std and clip would have no effect"),
@@ -99,8 +105,8 @@ def test_a_malformed_override_is_refused(tmp_path: Path, override: str) -> None:
         ("trainer", {"lora": {"rnk": 8}}, r"unknown key trainer\.lora\.rnk; did you mean 'rank'"),
         ("trainer", {"device": "cuda"}, "cluster.trainer.num_gpus is 0"),
         ("speculation", {"policy": "fixed", "num_nodes": 64, "depth": 0}, "64 nodes at depth 0"),
-        ("speculation", {"drafter": "ngram", "look_up": "suffix"}, "look up alone: drafter suffix"),
-        ("speculation", {"drafter": "none", "look_up": "ngram"}, "set look_up to none, or drafter"),
+        ("speculation", {"drafter": "suffix", "look_up": "suffix"}, "look up alone: drafter suffix"),
+        ("speculation", {"drafter": "none", "look_up": "suffix"}, "set look_up to none, or drafter"),
         ("data", {"path": "a.jsonl", "prompt_template": "x"}, r"must hold \{prompt\}"),
         ("data", {"task": "chain", "limit": 10**9}, "more than a generated task draws"),
         ("data", {"path": "a.jsonl", "sources": [{"path": "b.jsonl"}]}, "exactly one of data.task"),

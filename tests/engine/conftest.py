@@ -26,19 +26,12 @@ PLANS = {
     "chain4": SpeculationConfig(policy="fixed", num_nodes=4, branching=1),
     "tree8": SpeculationConfig(policy="fixed", num_nodes=8, depth=4, branching=2),
     "tree16": SpeculationConfig(policy="fixed", num_nodes=16, depth=4, branching=3),
-    "ngram": SpeculationConfig(policy="fixed", drafter="ngram", num_nodes=5, ngram_max=3, ngram_min=1),
     "suffix": SpeculationConfig(policy="fixed", drafter="suffix", num_nodes=5),
     "head chain": SpeculationConfig(policy="fixed", drafter="head", num_nodes=5, branching=1),
     "head tree": SpeculationConfig(policy="fixed", drafter="head", num_nodes=8, depth=4, branching=3),
-    "exit tree": SpeculationConfig(policy="fixed", drafter="early_exit", num_nodes=8, depth=4, branching=2),
-    "model pair": SpeculationConfig(
-        policy="fixed", num_nodes=5, depth=5, look_up="ngram", ngram_max=3, ngram_min=1
-    ),
+    "model pair": SpeculationConfig(policy="fixed", num_nodes=5, depth=5, look_up="suffix"),
     "head pair": SpeculationConfig(
         policy="fixed", drafter="head", num_nodes=8, depth=4, branching=3, look_up="suffix"
-    ),
-    "exit pair": SpeculationConfig(
-        policy="fixed", drafter="early_exit", num_nodes=6, depth=4, branching=2, look_up="ngram", ngram_min=1
     ),
     "bandit": SpeculationConfig(policy="bandit", max_nodes=12, max_depth=8),
 }

@@ -28,7 +28,7 @@ PLANS = {
     "off": SpeculationConfig(policy="off"),
     "chain4": SpeculationConfig(policy="fixed", num_nodes=4, branching=1),
     "tree16": SpeculationConfig(policy="fixed", num_nodes=16, depth=4, branching=3),
-    "ngram": SpeculationConfig(policy="fixed", drafter="ngram", num_nodes=5, ngram_max=3, ngram_min=1),
+    "suffix": SpeculationConfig(policy="fixed", drafter="suffix", num_nodes=5),
 }
 
 
@@ -45,7 +45,7 @@ def make_small(pairs) -> Callable[..., Engine]:
         limit = None
         if num_long is not None:
             # two layers, two heads of 16, keys and values, float32; 416 tokens to a slot, rounded up
-            one = 2 * 2 * 2 * 448 * 16 * 4 * (1 if plan in ("off", "ngram") else 2)
+            one = 2 * 2 * 2 * 448 * 16 * 4 * (1 if plan in ("off", "suffix") else 2)
             limit = num_long * one / MB
         config = EngineConfig(
             device="cpu",

@@ -22,7 +22,7 @@ from engine.attention.backends import ATTENTION
 from engine.decoding.noise import NoiseSource
 from engine.draft_policies import build_policy
 from engine.drafters.model_drafter import ModelDrafter
-from engine.drafters.ngram_drafter import NgramDrafter
+from engine.drafters.suffix_drafter import SuffixDrafter
 from engine.engine import Engine
 from engine.model import runner as runner_module
 from engine.model.compute_backend import ComputeBackend
@@ -99,8 +99,8 @@ def pretended(plan: str, monkeypatch: pytest.MonkeyPatch, device: torch.device =
 
     settings = PLANS[plan]
     drafter = None
-    if settings.drafter == "ngram":
-        drafter = NgramDrafter(ngram_max=settings.ngram_max, ngram_min=settings.ngram_min)
+    if settings.drafter == "suffix":
+        drafter = SuffixDrafter(memory_mb=1.0, min_match=1)
     elif plan != "off":
         drafter = ModelDrafter(runner(2), max_prefill_tokens=8192)
     target, policy = runner(1), build_policy(settings, None)
@@ -121,7 +121,7 @@ def pretended(plan: str, monkeypatch: pytest.MonkeyPatch, device: torch.device =
 
 
 @pytest.mark.parametrize("top_p", [1.0, 0.9])
-@pytest.mark.parametrize("plan", ["off", "chain4", "tree8", "ngram", "head chain", "head tree"])
+@pytest.mark.parametrize("plan", ["off", "chain4", "tree8", "suffix", "head chain", "head tree"])
 def test_a_decode_step_uploads_once_and_reads_when_all_is_under_way(
     monkeypatch: pytest.MonkeyPatch,
     make_requests: Callable[..., list[SampleRequest]],
@@ -142,7 +142,7 @@ def test_a_decode_step_uploads_once_and_reads_when_all_is_under_way(
         assert step.counts["reads"] in (6, 7), "tokens, two log-probabilities, counts"
         assert not step.counts["blocking reads"] and not step.counts["blocking uploads"], step.counts
         # drafts by look-up are found on the host; a head is told which of the accepted are its cells, and which ended
-        most = {"ngram": 2, "head chain": 6, "head tree": 6}.get(plan, 1)
+        most = {"suffix": 2, "head chain": 6, "head tree": 6}.get(plan, 1)
         assert 1 <= step.counts["uploads"] <= most
 
 

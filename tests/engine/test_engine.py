@@ -94,7 +94,7 @@ def finish(engine: Engine) -> list[Completion]:
     return done
 
 
-@pytest.mark.parametrize("plan", ["off", "chain4", "tree16", "ngram"])
+@pytest.mark.parametrize("plan", ["off", "chain4", "tree16", "suffix"])
 def test_records_add_up(make_engine: Make, make_requests: MakeRequests, plan: str) -> None:
     engine = make_engine(plan, batch=3)
     requests = make_requests(LENGTHS, [SamplingParams(max_new_tokens=n) for n in (12, 5, 9, 1, 7)])
@@ -247,4 +247,4 @@ def test_draft_weights_may_change_under_open_samples(
 def test_draft_weights_without_a_draft_model_are_refused(make_engine: Make, new_model: NewModel) -> None:
     manifest, chunks = pack_weights(new_model(2, "float32"), name="draft", weight_version=1)
     with pytest.raises(WeightsError, match="no draft model"):
-        make_engine("ngram").load_weights(manifest, unpack_weights(manifest, chunks))
+        make_engine("suffix").load_weights(manifest, unpack_weights(manifest, chunks))

@@ -100,14 +100,11 @@ def expected(make_engine, make_requests) -> Callable[..., dict]:
         "chain4",
         "tree8",
         "tree16",
-        "ngram",
         "suffix",
         "bandit",
         "head tree",
-        "exit tree",
         "model pair",
         "head pair",
-        "exit pair",
     ],
 )
 def test_a_moved_sample_goes_on_to_the_same_bits(make_engine, make_requests, expected, plan, dtype, sampling):

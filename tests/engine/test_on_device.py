@@ -37,7 +37,7 @@ def engine_on(device: str, plan: str, **changes: object) -> Engine:
     )
 
 
-@pytest.mark.parametrize("plan", ["off", "chain4", "tree8", "ngram"])
+@pytest.mark.parametrize("plan", ["off", "chain4", "tree8", "suffix"])
 @pytest.mark.parametrize("device", DEVICES)
 def test_emitted_log_probabilities_are_the_models(
     device: str, plan: str, make_requests: Requests, dense_logits: Callable[..., torch.Tensor]

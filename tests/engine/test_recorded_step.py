@@ -127,7 +127,7 @@ def test_a_spent_budget_leaves_further_steps_unrecorded(
     assert len(steps.shapes) == 1 and "engine.graph_memory_mb" in caplog.text
 
 
-@pytest.mark.parametrize("plan", ["ngram", "head chain", "exit tree", "model pair"])
+@pytest.mark.parametrize("plan", ["suffix", "head chain", "model pair"])
 def test_drafts_that_the_host_takes_part_in_run_as_they_come(
     make_engine: Make, make_requests: MakeRequests, plan: str
 ) -> None:

@@ -129,7 +129,7 @@ def test_one_key_with_two_prompts_gives_two_samples(make_engine) -> None:
     assert np.mean(first.token_ids == second.token_ids) < 0.2
 
 
-@pytest.mark.parametrize("plan", ["off", "chain4", "tree16", "ngram"])
+@pytest.mark.parametrize("plan", ["off", "chain4", "tree16", "suffix"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_logits_that_are_not_finite_end_their_sample_and_no_other(
     pairs, new_model, make_engine, plan: str, value: float

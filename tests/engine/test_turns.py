@@ -71,7 +71,7 @@ def expected(asked) -> dict[SampleKey, Completion]:
     return {key: one for request in asked for key, one in play(plain, [request]).items()}
 
 
-@pytest.mark.parametrize("plan", ["off", "tree8", "chain4", "ngram"])
+@pytest.mark.parametrize("plan", ["off", "tree8", "chain4", "suffix"])
 def test_bits_do_not_depend_on_plan_and_company(plan, asked, expected):
     engine = tiny_pool.engine(plan, slots=3)
     done = play(engine, asked)

@@ -82,14 +82,14 @@ def engine(
     kv_cache_mb: float | None = None,
     max_total_tokens: int = MAX_TOTAL_TOKENS,
 ) -> Engine:
-    """An engine; plans are `off`, `ngram` and PLANS."""
-    speculation = SpeculationConfig(policy="fixed", drafter="ngram" if plan == "ngram" else "model")
+    """An engine; plans are `off`, `suffix` and PLANS."""
+    speculation = SpeculationConfig(policy="fixed", drafter="suffix" if plan == "suffix" else "model")
     if plan == "off":
         speculation = SpeculationConfig(policy="off")
-    policy = None if plan in ("off", "ngram") else PLANS[plan]
+    policy = None if plan in ("off", "suffix") else PLANS[plan]
     return build_engine(
         target(),
-        None if plan in ("off", "ngram") else draft(),
+        None if plan in ("off", "suffix") else draft(),
         engine=EngineConfig(
             device="cpu",
             max_running_samples=slots,

@@ -99,7 +99,7 @@ def test_moves_between_full_caches(make_pool):
 
 def test_moves_between_engines_without_draft_model(make_pool):
     asked = tiny_pool.requests(12, new_tokens=60)
-    pool = make_pool({"a": "ngram", "b": "off"}, slots=8, reallocation=Forced(share=0.3, seed=3))
+    pool = make_pool({"a": "suffix", "b": "off"}, slots=8, reallocation=Forced(share=0.3, seed=3))
     pool.run(asked)
     assert sum(moved(pool).values()) >= 30
     check(pool, asked)

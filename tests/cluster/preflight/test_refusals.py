@@ -22,7 +22,6 @@ from cluster.placement import ray_session
 from cluster.placement.ray_session import free_port
 from cluster.run_folder.layout import RunDir
 from core.config_io import load_config
-from engine.drafters.exit_norm import ExitNorm, save_exit_norm
 from tests.conftest import TinyPair
 
 Files = Path
@@ -63,10 +62,6 @@ def remove(name: str) -> Callable[[Files], None]:
 
 def cut(name: str) -> Callable[[Files], None]:
     return lambda files: (files / name).write_bytes((files / name).read_bytes()[:-200]) and None
-
-
-def wider_norm(files: Files) -> None:
-    save_exit_norm(files / "norm", ExitNorm(num_layers=1, num_target_layers=2, gain=torch.ones(48)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,19 +145,6 @@ WAYS = {
     "another draft vocabulary": Way("equal tokenizers", change=lambda files: other_tokenizer(files)),
     "a head that is a model": Way("head", {"speculation.drafter": "head"}),
     "no MTP layer": Way("no MTP layer", {"speculation.drafter": "mtp"}),
-    "an exit behind the last layer": Way(
-        "exit_layers from 1 to 1",
-        {"speculation.drafter": "early_exit", "models.draft": None, "speculation.exit_layers": 7},
-    ),
-    "an exit of the stock forward": Way(
-        "early exit needs our own forward",
-        {"speculation.drafter": "early_exit", "models.draft": None, "engine.forward": "stock"},
-    ),
-    "a norm of another target": Way(
-        "norm for an early exit is of a target",
-        {"speculation.drafter": "early_exit", "models.draft": "FILES/norm"},
-        change=wider_norm,
-    ),
     "adapters on nothing": Way("no_such_layer", {"trainer.lora": {"targets": ["no_such_layer"]}}),
     "no data there": Way("prompts2", {"data.path": "FILES/prompts2.jsonl"}),
     "a missing column": Way("query", {"data.prompt_field": "query"}),

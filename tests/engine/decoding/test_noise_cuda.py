@@ -111,7 +111,7 @@ class FusedSource(HashedNoiseSource):
 @pytest.mark.parametrize(
     "sampling", [{}, {"temperature": 0.0}, {"temperature": 0.7}, {"top_p": 0.8}], ids=str
 )
-@pytest.mark.parametrize("plan", ["off", "chain4", "tree8", "ngram"])
+@pytest.mark.parametrize("plan", ["off", "chain4", "tree8", "suffix"])
 def test_a_rollout_that_hashes_as_it_chooses_is_the_same(
     make_engine, make_requests, plan: str, sampling: dict
 ) -> None:

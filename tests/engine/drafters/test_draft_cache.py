@@ -208,7 +208,5 @@ def test_a_lookup_chain_is_no_deeper_than_asked(pairs, make_requests, branching:
         )
         return [completion.token_ids.tolist() for completion in engine.generate(requests)]
 
-    looked_up = SpeculationConfig(
-        policy="fixed", drafter="ngram", num_nodes=8, depth=4, branching=branching, ngram_max=2, ngram_min=1
-    )
+    looked_up = SpeculationConfig(policy="fixed", drafter="suffix", num_nodes=8, depth=4, branching=branching)
     assert tokens(looked_up) == tokens(SpeculationConfig(policy="off"))

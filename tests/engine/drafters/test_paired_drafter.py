@@ -220,11 +220,10 @@ def test_both_forms_of_a_draft_stand_in_one_tree() -> None:
     assert either(None, looked_up, used, np.array([0, 0]), torch.device("cpu")) is None
 
 
-def test_the_pair_takes_weights_where_its_computing_drafter_does(pair_engine, make_engine) -> None:
+def test_the_pair_takes_weights_where_its_computing_drafter_does(pair_engine) -> None:
     drafter = pair_engine("fixed").drafter
     assert isinstance(drafter, PairedDrafter) and isinstance(drafter, TrainedDrafter)
     model = part_of(drafter, ModelDrafter)
     assert model is not None and drafter.checksum() == model.checksum() and drafter.cache is model.cache
     assert part_of(drafter, SuffixDrafter) is drafter.looked_up
     assert part_of(model, ModelDrafter) is model and part_of(model, SuffixDrafter) is None
-    assert not isinstance(make_engine("exit pair").drafter, TrainedDrafter)

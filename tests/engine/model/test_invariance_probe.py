@@ -131,7 +131,7 @@ def test_the_engine_probes_when_it_promises_invariance(pairs, numerics, monkeypa
             engine=EngineConfig(
                 device="cpu", numerics=numerics, attention="reference", max_running_samples=2
             ),
-            speculation=SpeculationConfig(policy="fixed", drafter="ngram", num_nodes=8),
+            speculation=SpeculationConfig(policy="fixed", drafter="suffix", num_nodes=8),
             max_total_tokens=100,
         )
 
