@@ -18,8 +18,8 @@ from benchmarks.simulated_runs.own_runs import own_runs
 from benchmarks.support.result import write_result
 from cluster.reporting.console import PipeConsole
 from core.settings.simulated_cluster import SimulatedClusterConfig
-from policies.simulate.performance.cluster_simulation import simulate_rollout
-from policies.simulate.performance.described_cluster import describe
+from policies.simulate.cluster_simulation import simulate_rollout
+from policies.simulate.described_cluster import describe
 
 LARGE = {"instances": 1024, "samples": 100_000}
 

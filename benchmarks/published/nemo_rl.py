@@ -12,7 +12,7 @@ from typing import Any
 from benchmarks.published.dimensions import QWEN3_8B, QWEN3_235B
 from benchmarks.published.rollouts import rollout_speedup
 from benchmarks.published.row import Row, ranged
-from policies.simulate.performance.stale_pipeline import bound, stale_pipeline
+from policies.simulate.cluster_simulation import bound
 
 MEASURED = {"zero": (100.0, 151.2, 1.77, 1.41), "think": (133.6, 185.3, 1.54, 1.35)}
 "Plain seconds of generation and of the step; speed-ups of both."
@@ -82,13 +82,9 @@ def rows_8b() -> list[Row]:
     return rows
 
 
-def step_speedup(rollout_s: float, rest_s: float, faster: float, *, staleness: int = 0) -> float:
-    """What the pipeline makes of a faster rollout."""
-    plain, fast = (
-        stale_pipeline([seconds] * 8, [rest_s] * 8, staleness=staleness).step_s(4)
-        for seconds in (rollout_s, rollout_s / faster)
-    )
-    return plain / fast
+def step_speedup(rollout_s: float, rest_s: float, faster: float) -> float:
+    """What a faster rollout makes of a step whose parts take turns."""
+    return (rollout_s + rest_s) / (rollout_s / faster + rest_s)
 
 
 def rows_235b() -> list[Row]:

@@ -10,9 +10,8 @@ import itertools
 from benchmarks.published.dimensions import LLAMA_8B
 from benchmarks.published.row import Row, ranged
 from core.settings.simulated_cluster import SimulatedClusterConfig
-from policies.simulate.performance.cluster_simulation import simulate_cluster
-from policies.simulate.performance.described_cluster import describe
-from policies.simulate.performance.stale_pipeline import bound
+from policies.simulate.cluster_simulation import bound, simulate_cluster
+from policies.simulate.described_cluster import describe
 
 GENERATION, WHOLE = 3.01, 2.32
 LEAST_SHARE = 0.684

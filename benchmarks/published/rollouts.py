@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from core.settings.simulated_cluster import SimulatedClusterConfig
-from policies.simulate.performance.cluster_simulation import simulate_cluster
-from policies.simulate.performance.described_cluster import describe
+from policies.simulate.cluster_simulation import simulate_cluster
+from policies.simulate.described_cluster import describe
 
 
 def rollout_speedup(sections: Mapping[str, Mapping[str, Any]]) -> float:

@@ -13,8 +13,8 @@ import numpy as np
 from benchmarks.published.dimensions import QWEN25_32B
 from benchmarks.published.row import Row, ranged
 from core.settings.simulated_cluster import SimulatedClusterConfig
-from policies.simulate.performance.analytic_instance import AnalyticInstance
-from policies.simulate.performance.described_cluster import describe
+from policies.simulate.analytic_instance import AnalyticInstance
+from policies.simulate.described_cluster import describe
 
 DEPTHS = (4, 6, 8, 10, 12, 16)
 VERIFIED = (16, 32, 48, 64, 96, 128)

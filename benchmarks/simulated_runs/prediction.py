@@ -17,9 +17,9 @@ from benchmarks.simulated_runs.core_watch import Background
 from benchmarks.simulated_runs.machine_profile import MachineProfile
 from benchmarks.simulated_runs.recorded_run import Batch, RecordedRun
 from core.settings.simulated_cluster import SimulatedClusterConfig
-from policies.simulate.performance.cluster_simulation import simulate_cluster
-from policies.simulate.performance.described_cluster import describe
-from policies.simulate.shared_machine import SharedMachine
+from policies.simulate.cluster_simulation import simulate_cluster
+from policies.simulate.described_cluster import describe
+from policies.simulate.simulated_instance import SharedMachine
 
 FORWARD_SHARE = 1 / 3
 "Of a trained token's seconds: a forward's, as a backward pass is two of them."

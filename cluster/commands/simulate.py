@@ -180,7 +180,7 @@ def _setup(args: argparse.Namespace, samples: Samples, max_new_tokens: int) -> t
     from dataclasses import replace
 
     from policies.reallocation.rate_curve import rate_curve_from_profile
-    from policies.simulate.devices import H100_CLASS
+    from policies.simulate.described_cluster import H100_CLASS, H100_LABEL, describe
     from policies.simulate.perfect import least_finish_s
     from policies.simulate.simulation_records import Elastic, MoveTruth, PoolSetup
     from profiles.profile import load_profile
@@ -193,11 +193,16 @@ def _setup(args: argparse.Namespace, samples: Samples, max_new_tokens: int) -> t
         label = f"profile of {profile.provenance.target_model} on {profile.provenance.device}"
     else:
         speculation = args.device == "h100-class"
-        curve = H100_CLASS.rate_curve(context_tokens=context, max_samples=args.slots, speculation=speculation)
-        moves = H100_CLASS.moves()
+        cluster = describe(H100_CLASS)
+        curve = cluster.instance.rate_curve(
+            context_tokens=context,
+            max_samples=args.slots,
+            speculation="adaptive" if speculation else "off",
+        )
+        moves = cluster.moves()
         if args.kv_bytes_per_token is not None:
             moves = replace(moves, kv_bytes_per_token=args.kv_bytes_per_token)
-        label = H100_CLASS.label + (", speculation" if speculation else ", plain decoding")
+        label = H100_LABEL + (", speculation" if speculation else ", plain decoding")
     setup = PoolSetup(
         num_instances=args.instances,
         num_slots=args.slots,

@@ -13,7 +13,7 @@ matplotlib.use("Agg")
 from matplotlib.figure import Figure
 
 from core.files import write_whole
-from policies.simulate.performance.cluster_sweep import Tried, best
+from policies.simulate.sweep import Tried, best
 
 MOST_ROWS = 40
 "The shortest steps; more are no picture."

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from copy import deepcopy
 from dataclasses import dataclass
 
 from policies.reallocation.by_name import make_reallocation_policy
-from policies.reallocation.gate import Gate, GateMode
+from policies.reallocation.gate import GateMode
 from policies.reallocation.rate_curve import RateCurve
 from policies.simulate.perfect import least_finish_s, perfect_finish_s
 from policies.simulate.simulation import simulate
@@ -63,12 +62,7 @@ def compare(
         policy = make_reallocation_policy(
             "finish_time" if name == "recompute_only" else name,
             curve=curve() if curve is not None else setup.curve.copy(),
-            gate=Gate(
-                kv_bytes_per_token=setup.moves.kv_bytes_per_token,
-                transfer=deepcopy(setup.moves.transfer),
-                prefill=deepcopy(setup.moves.prefill),
-                mode=mode,
-            ),
+            gate=setup.moves.gate(mode),
             earlier_lengths=earlier_lengths,
         )
         binding: Binding = "static" if name == "static" else "pull"

@@ -13,8 +13,7 @@ import numpy as np
 from core.records import SampleKey, Stream
 from policies.reallocation.pool_records import ReallocationPolicy
 from policies.scheduling.ledger import AHEAD_SHARE
-from policies.simulate.shared_machine import TrainerWork
-from policies.simulate.simulated_instance import PaceLine, SimulatedInstance
+from policies.simulate.simulated_instance import PaceLine, SimulatedInstance, TrainerWork
 from policies.simulate.simulated_size import SimulatedSize
 from policies.simulate.simulation_records import Binding, PoolSetup, Samples
 

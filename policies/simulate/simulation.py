@@ -34,7 +34,7 @@ def simulate(
 
 
 class RolloutSimulation(SimulatedPool):
-    """The events of one rollout; `free_schedule` has those of many that run into one another."""
+    """The events of one rollout; `played_steps` has those of many that run into one another."""
 
     def run(self) -> SimulationResult:
         """Handle events until the last sample is done."""

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
 
+from policies.reallocation.gate import Gate, GateMode
 from policies.reallocation.rate_curve import RateCurve
 from policies.scaling.scaling_records import Resize
-from policies.simulate.shared_machine import SharedMachine
+from policies.simulate.simulated_instance import SharedMachine
 from profiles.transfer import PrefillModel, TransferModel
 
 Binding = Literal["static", "pull"]
@@ -43,6 +45,15 @@ class MoveTruth:
     "a migrated sample rests between its last decode step here and its first one there"
     bystander_share: float = 0.05
     "decode steps are longer by this share while a transfer of the instance goes on"
+
+    def gate(self, mode: GateMode = "auto") -> Gate:
+        """A policy's choice of ways that knows all this beforehand."""
+        return Gate(
+            kv_bytes_per_token=self.kv_bytes_per_token,
+            transfer=deepcopy(self.transfer),
+            prefill=deepcopy(self.prefill),
+            mode=mode,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ import pytest
 from benchmarks.cluster_simulation import paper_figures
 from benchmarks.published import nemo_rl, rlhfspec_paper, tlt_batches
 from benchmarks.published.row import ranged
-from policies.simulate.performance.stale_pipeline import bound
+from policies.simulate.cluster_simulation import bound
 
 
 def test_a_row_says_how_far_and_whether_the_range_holds_it() -> None:
@@ -82,9 +82,8 @@ def test_tlt_within_fifteen_percent_but_for_the_largest_batch() -> None:
 
 def test_a_share_and_the_bound_are_each_others_inverse() -> None:
     assert nemo_rl.share_of(3.0, bound(0.6, 3.0)) == pytest.approx(0.6)
-    # in turns the pipeline gains exactly the bound
+    # in turns a step gains exactly the bound
     assert nemo_rl.step_speedup(100.0, 50.0, 2.0) == pytest.approx(bound(100 / 150, 2.0))
-    assert nemo_rl.step_speedup(100.0, 50.0, 2.0, staleness=1) == pytest.approx(2.0)
 
 
 def test_the_share_that_rlhfspec_implies_is_above_the_one_that_it_states() -> None:

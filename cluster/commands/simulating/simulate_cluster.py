@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 from cluster.commands.arguments import add_config_arguments, path_argument
 
 if TYPE_CHECKING:
-    from policies.simulate.performance.assumptions import Assumption
-    from policies.simulate.performance.cluster_simulation import ClusterResult
-    from policies.simulate.performance.cluster_sweep import Tried
+    from policies.simulate.assumptions import Assumption
+    from policies.simulate.cluster_simulation import ClusterResult
+    from policies.simulate.sweep import Tried
 
 _TEXT = """\
 Simulate training on a cluster that is not here: rollouts event by event under the policies of real runs, updates,
@@ -58,12 +58,10 @@ def run(args: argparse.Namespace) -> int:
     from cluster.run_folder.recorded_lengths import read_lengths
     from core.config_io import load_config_of
     from core.settings.simulated_cluster import SimulatedClusterConfig
-    from policies.simulate.performance.assumptions import assumptions
-    from policies.simulate.performance.cluster_simulation import simulate_cluster
-    from policies.simulate.performance.cluster_sweep import best, planned, sweep
-    from policies.simulate.performance.described_cluster import describe
-    from policies.simulate.performance.simulated_work import num_played, require_bounded
-    from policies.simulate.performance.sweep_axes import default_axes
+    from policies.simulate.assumptions import assumptions
+    from policies.simulate.cluster_simulation import num_played, require_bounded, simulate_cluster
+    from policies.simulate.described_cluster import describe
+    from policies.simulate.sweep import best, default_axes, planned, sweep
     from profiles.profile import load_profile
 
     _check(args)

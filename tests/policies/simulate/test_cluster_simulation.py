@@ -9,9 +9,9 @@ import pytest
 
 from core.errors import ConfigError
 from core.settings.simulated_cluster import SimulatedClusterConfig
-from policies.simulate.performance.assumptions import MODELLED, SOURCES, assumptions
-from policies.simulate.performance.cluster_simulation import simulate_cluster
-from policies.simulate.performance.described_cluster import describe
+from policies.simulate.assumptions import MODELLED, SOURCES, assumptions
+from policies.simulate.cluster_simulation import bound, simulate_cluster
+from policies.simulate.described_cluster import describe
 
 
 def config(**sections: dict[str, Any]) -> SimulatedClusterConfig:
@@ -113,3 +113,11 @@ def test_every_assumption_is_in_the_table() -> None:
     assert told["learner.mfu"] == "the config" and "2511.16665" in told["device.memory_share"]
     without = assumptions(describe(config(drafter={"kind": "none"})))
     assert not any(row.name.startswith("drafter.") for row in without)
+
+
+def test_the_bound() -> None:
+    assert bound(0.5, 2.0) == pytest.approx(4 / 3)
+    assert bound(1.0, 3.0) == pytest.approx(3.0)
+    assert bound(0.0, 3.0) == pytest.approx(1.0)
+    # NeMo-RL's RL-Zero: 100.0 of 151.2 s, 1.77 times as fast
+    assert bound(100.0 / 151.2, 1.77) == pytest.approx(1.40, abs=0.01)

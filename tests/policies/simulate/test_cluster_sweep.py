@@ -8,11 +8,11 @@ import pytest
 
 from core.errors import ConfigError
 from core.settings.simulated_cluster import SimulatedClusterConfig
-from policies.simulate.performance import cluster_sweep
-from policies.simulate.performance.cluster_sweep import best, planned, sweep
-from policies.simulate.performance.described_cluster import describe
-from policies.simulate.performance.simulated_work import num_played, require_bounded, require_few_polls
-from policies.simulate.performance.sweep_axes import changed, combinations, default_axes
+from policies.simulate import sweep as sweep_module
+from policies.simulate.cluster_simulation import num_played, require_bounded
+from policies.simulate.described_cluster import describe
+from policies.simulate.rollout_player import require_few_polls
+from policies.simulate.sweep import best, changed, combinations, default_axes, planned, sweep
 
 
 def small(**sections: dict[str, Any]) -> SimulatedClusterConfig:
@@ -89,7 +89,7 @@ def test_a_late_fault_is_told_before_anything_is_simulated(
     def never(*args: object, **keys: object) -> None:
         raise AssertionError("simulated before all combinations were looked at")
 
-    monkeypatch.setattr(cluster_sweep, "simulate_cluster", never)
+    monkeypatch.setattr(sweep_module, "simulate_cluster", never)
     with pytest.raises(ConfigError, match=said):
         sweep(small(), axes)
 

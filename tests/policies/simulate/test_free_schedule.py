@@ -11,10 +11,9 @@ from core.settings.simulated_cluster import SimulatedClusterConfig
 from policies.pipelining.free_admission import FreeAdmission
 from policies.reallocation.no_moves import NoMoves
 from policies.reallocation.rate_curve import RateCurve
-from policies.simulate.free_schedule import FreeRun, Update, play_free
-from policies.simulate.performance.cluster_simulation import simulate_cluster
-from policies.simulate.performance.described_cluster import describe
-from policies.simulate.performance.played_steps import joined, phase_samples
+from policies.simulate.cluster_simulation import simulate_cluster
+from policies.simulate.described_cluster import describe
+from policies.simulate.played_steps import FreeRun, Update, joined, phase_samples, play_free
 from policies.simulate.simulation_records import MoveTruth, PoolSetup, Samples
 from policies.simulate.workloads import samples_of
 

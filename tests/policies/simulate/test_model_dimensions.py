@@ -10,7 +10,7 @@ import pytest
 
 from core.errors import ConfigError
 from core.settings.simulated_cluster import QWEN_7B
-from policies.simulate.performance.model_dimensions import dimensions_of, head_dimensions, read_dimensions
+from policies.simulate.model_dimensions import dimensions_of, head_dimensions, read_dimensions
 
 QWEN3_235B: dict[str, Any] = {
     "hidden_size": 4096,

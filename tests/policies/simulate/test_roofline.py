@@ -11,12 +11,11 @@ import pytest
 
 from core.errors import ConfigError
 from core.settings.simulated_cluster import QWEN_7B, SimulatedClusterConfig
-from policies.simulate.performance.analytic_instance import AnalyticInstance, Draft
-from policies.simulate.performance.described_cluster import describe
-from policies.simulate.performance.device_sheets import SHEETS, DeviceSheet
-from policies.simulate.performance.draft_yields import accepted_nodes, even_acceptance
-from policies.simulate.performance.model_dimensions import ModelDimensions, dimensions_of, head_dimensions
-from policies.simulate.performance.roofline import Reached, Roofline
+from policies.simulate.analytic_instance import AnalyticInstance, Draft, accepted_nodes, even_acceptance
+from policies.simulate.described_cluster import describe
+from policies.simulate.devices import SHEETS, DeviceSheet
+from policies.simulate.model_dimensions import ModelDimensions, dimensions_of, head_dimensions
+from policies.simulate.roofline import Reached, Roofline
 
 SHEET = DeviceSheet(
     name="hand",

@@ -11,7 +11,7 @@ import pytest
 from pool_views import cpu_curve
 
 from policies.simulate.compare import COMPARED, Comparison, compare
-from policies.simulate.devices import H100_CLASS
+from policies.simulate.described_cluster import H100_CLASS, describe
 from policies.simulate.simulation_records import MoveTruth, PoolSetup
 from policies.simulate.workloads import WorkloadName, drawn_lengths, samples_of
 from profiles.transfer import PrefillModel, TransferModel
@@ -125,23 +125,24 @@ def test_lengths_of_an_earlier_iteration_do_no_harm() -> None:
 def test_a_high_knee_leaves_less_to_gain_and_ours_takes_most_of_it() -> None:
     lengths = drawn_lengths("skewed", 512, 8, max_new_tokens=4096, seed=0)
     samples = samples_of(lengths, prompt_tokens=128, speed_sigma=0.1)
+    h100 = describe(H100_CLASS)
     pool = PoolSetup(
         num_instances=8,
         num_slots=64,
-        curve=H100_CLASS.rate_curve(context_tokens=1000, max_samples=64, speculation=True),
+        curve=h100.instance.rate_curve(context_tokens=1000, max_samples=64, speculation="adaptive"),
         max_new_tokens=4096,
-        moves=H100_CLASS.moves(),
+        moves=h100.moves(),
     )
     made = compare(samples, pool, POLICIES)
     closed = made.gap_closed("finish_time")
     assert closed is not None and closed >= 0.7
     assert made.over("finish_time", "paper_rule") >= 1.0
-    assert "not measured" in H100_CLASS.label
 
 
 def test_an_h100_class_step_is_flat_in_tokens_up_to_a_knee_of_a_few_hundred() -> None:
-    one, hundred, thousand = (H100_CLASS.step_s(1, tokens, 0) for tokens in (1, 100, 1000))
+    target = describe(H100_CLASS).instance.target
+    one, hundred, thousand = (target.forward_s(1, tokens, 0) for tokens in (1, 100, 1000))
     assert hundred == pytest.approx(one)
     assert thousand > 2 * one
-    knee = one / H100_CLASS.step_s(1, 10_000, 0) * 10_000
+    knee = one / target.forward_s(1, 10_000, 0) * 10_000
     assert 150 < knee < 500

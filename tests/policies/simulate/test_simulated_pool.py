@@ -9,7 +9,7 @@ import pytest
 
 from policies.reallocation.no_moves import NoMoves
 from policies.reallocation.rate_curve import RateCurve
-from policies.simulate.shared_machine import SharedMachine
+from policies.simulate.simulated_instance import SharedMachine
 from policies.simulate.simulation import simulate
 from policies.simulate.simulation_records import MoveTruth, PoolSetup, Samples, SimulationResult
 from policies.simulate.workloads import samples_of

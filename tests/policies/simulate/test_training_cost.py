@@ -6,11 +6,10 @@ import pytest
 
 from core.errors import ConfigError
 from core.settings.simulated_cluster import SimulatedLearnerConfig
-from policies.simulate.performance.device_sheets import DeviceSheet
-from policies.simulate.performance.memory_fit import memory_fit, most_slots
-from policies.simulate.performance.model_dimensions import ModelDimensions
-from policies.simulate.performance.roofline import Reached, Roofline
-from policies.simulate.performance.training_cost import gather_s, publication_s, training_cost
+from policies.simulate.devices import DeviceSheet
+from policies.simulate.model_dimensions import ModelDimensions
+from policies.simulate.roofline import Reached, Roofline
+from policies.simulate.training_cost import gather_s, memory_fit, most_slots, publication_s, training_cost
 
 SHEET = DeviceSheet(
     name="hand",

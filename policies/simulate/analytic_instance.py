@@ -1,25 +1,29 @@
 """An instance from a data sheet: seconds of a decode step with any draft, and the rate curve that policies see.
 
 What is drafted is the project's own choice (`policies.drafting.shapes`), on costs of the roofline instead of measured
-ones; or one fixed draft for every batch.
+ones; or one fixed draft for every batch. And what a measured profile says beside its rate: prompts, wasted tokens.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 
-from policies.drafting.cost_view import CostView
+from policies.drafting.cost_view import BatchCosts, CostView
 from policies.drafting.shapes import ShapeTable
 from policies.drafting.track_record import TrackRecord
 from policies.reallocation.rate_curve import RateCurve
-from policies.simulate.performance.roofline import Roofline
-from profiles.profile import YieldCurve
+from policies.simulate.roofline import Roofline
+from profiles.cost import CostModel, Shape
+from profiles.profile import Profile, YieldCurve
 
 Speculation = Literal["off", "fixed", "adaptive"]
 CURVE_POINTS = 40
+MOST_NODES = 16
+"Of a profile's drafts, as `rate_curve_from_profile` takes them."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,3 +117,74 @@ class AnalyticInstance:
             context_tokens=[batch * context_tokens for batch in batches],
             context_token_s=slopes,
         )
+
+
+def even_acceptance(length: float, depth: int) -> float:
+    """Acceptance of each level, given the one before it, with which a chain of `depth` yields `length` tokens a step.
+
+    That is the p of 1 + p + .. + p^depth = length; 1 where length is depth + 1.
+    """
+    low, high = 0.0, 1.0
+    for _ in range(60):
+        middle = (low + high) / 2.0
+        if float((middle ** np.arange(depth + 1)).sum()) < length:
+            low = middle
+        else:
+            high = middle
+    return high
+
+
+def accepted_nodes(acceptance: Sequence[float], levels: int) -> np.ndarray:
+    """[levels + 1] expected accepted nodes of chains of 0, 1, .. levels.
+
+    Args:
+        acceptance: of each level given those before it; the last one goes on.
+        levels: of the longest chain.
+    """
+    given = np.array([acceptance[min(level, len(acceptance) - 1)] for level in range(levels)])
+    return np.concatenate([[0.0], np.cumsum(np.cumprod(given))])
+
+
+def prompt_cost(cost: CostModel, prompt_tokens: int) -> tuple[float, float]:
+    """Seconds of a prompt whatever its length, and of each of its tokens.
+
+    A prompt is computed as a sample's draft is verified: one forward of as many rows.
+    """
+    one, whole = (float(_verify_s(cost, rows)) for rows in (1, max(prompt_tokens, 2)))
+    token_s = max(whole - one, 0.0) / (max(prompt_tokens, 2) - 1)
+    return max(one - token_s, 0.0), token_s
+
+
+def last_step_tokens(profile: Profile, *, samples: int, context_tokens: int) -> float:
+    """Tokens that the last decode step of a sample makes beyond its end, on average; 0 for plain decoding.
+
+    A response ends anywhere within a step of X tokens, and a long step is met more often: (E[X^2] / E[X] - 1) / 2.
+    """
+    shapes = ShapeTable(profile.yields, MOST_NODES)
+    path = np.clip(np.diff(profile.yields[0].curve)[:MOST_NODES], 0.0, 1.0)
+    views = {
+        width: BatchCosts(
+            profile.cost, num_samples=samples, width=width, max_nodes=MOST_NODES, max_levels=MOST_NODES
+        ).at(samples * context_tokens)
+        for width in shapes.widths
+    }
+    choice = shapes.best(views, path, TrackRecord(doubt=0.0))
+    if choice.branching > 1:
+        # of trees only the mean is known
+        return (choice.tokens - 1.0) / 2.0
+    at_least = np.concatenate([[1.0], path[: choice.levels]])
+    squares = float(((2.0 * np.arange(len(at_least)) + 1.0) * at_least).sum())
+    return (squares / float(at_least.sum()) - 1.0) / 2.0
+
+
+def _verify_s(cost: CostModel, rows: int) -> np.ndarray:
+    return cost.verify_s(
+        Shape(
+            num_samples=1.0,
+            context_tokens=float(rows),
+            num_nodes=rows - 1.0,
+            widest=rows - 1.0,
+            levels=0.0,
+            width=1.0,
+        )
+    )

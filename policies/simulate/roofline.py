@@ -12,8 +12,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from policies.simulate.performance.device_sheets import DeviceSheet
-from policies.simulate.performance.model_dimensions import ModelDimensions
+from policies.simulate.devices import DeviceSheet
+from policies.simulate.model_dimensions import ModelDimensions
 
 PRECISION_BYTES = {"bf16": 2.0, "fp8": 1.0}
 ACTIVATION_BYTES = 2.0
@@ -62,72 +62,49 @@ class Roofline:
         return 1.0 / (self.gpus if self.split == "expert" else min(self.gpus, self.model.kv_heads))
 
     def forward_s(self, samples: float, tokens_per_sample: float, context_tokens: float) -> float:
-        """Seconds of a forward.
+        """Seconds of a forward on the GPU that has most to do.
 
         Args:
             samples: in the batch.
             tokens_per_sample: of this forward, such as 1 in plain decoding, n + 1 to verify n nodes.
             context_tokens: of all samples together, before it.
         """
-        if self.split == "expert":
-            return self._expert_forward_s(samples, tokens_per_sample, context_tokens)
-        tokens = samples * tokens_per_sample
-        number_bytes = PRECISION_BYTES[self.precision]
-        read_bytes = (self.model.always_read + self.model.experts_read(tokens)) * number_bytes
-        memory = self.sheet.memory_bytes_per_s * self.reached.memory
-        flops = 2.0 * self.model.active * tokens
+        model, reached, tokens = self.model, self.reached, samples * tokens_per_sample
+        is_split = self.split == "tensor"
+        # with split experts each GPU has samples of its own, and all of the other parameters
+        own = 1.0 if is_split else math.ceil(samples / self.gpus) / samples
+        part = 1.0 / self.gpus if is_split else 1.0
+        held = context_tokens * own
+        memory = self.sheet.memory_bytes_per_s * reached.memory
+        read = model.always_read * part + model.experts_read(tokens) / self.gpus
         # queries with keys, then weights with values
-        flops += (
-            4.0
-            * self.model.layers
-            * self.model.heads
-            * self.model.head_size
-            * tokens_per_sample
-            * context_tokens
-        )
-        compute = self.sheet.flops(self.precision) * self.reached.compute
-        body_s = max(read_bytes / self.gpus / memory, flops / self.gpus / compute)
-        cache_s = context_tokens * self.kv_bytes_per_token * self.cache_share / memory
-        return body_s + cache_s + self.model.layers * (self.reached.layer_s + 2.0 * self.all_reduce_s(tokens))
-
-    def _expert_forward_s(self, samples: float, tokens_per_sample: float, context_tokens: float) -> float:
-        """The same on the GPU with most samples; experts have their even part of all tokens."""
-        tokens = samples * tokens_per_sample
-        own = math.ceil(samples / self.gpus)
-        own_context = context_tokens * own / samples
-        number_bytes = PRECISION_BYTES[self.precision]
-        memory = self.sheet.memory_bytes_per_s * self.reached.memory
-        read_bytes = (self.model.always_read + self.model.experts_read(tokens) / self.gpus) * number_bytes
-        flops = 2.0 * self.model.always_read * own * tokens_per_sample
-        flops += 2.0 * (self.model.active - self.model.always_read) * tokens / self.gpus
-        flops += (
-            4.0
-            * self.model.layers
-            * self.model.heads
-            * self.model.head_size
-            * tokens_per_sample
-            * own_context
-        )
-        body_s = max(read_bytes / memory, flops / (self.sheet.flops(self.precision) * self.reached.compute))
-        cache_s = own_context * self.kv_bytes_per_token / memory
-        exchange_s = 2.0 * self.model.expert_layers * self.exchange_s(own * tokens_per_sample)
-        return body_s + cache_s + self.model.layers * self.reached.layer_s + exchange_s
+        attention = 4.0 * model.layers * model.heads * model.head_size * tokens_per_sample * held
+        flops = (2.0 * model.always_read * tokens * own + attention) * part
+        flops += 2.0 * (model.active - model.always_read) * tokens / self.gpus
+        compute = self.sheet.flops(self.precision) * reached.compute
+        body_s = max(read * PRECISION_BYTES[self.precision] / memory, flops / compute)
+        cache_s = held * self.kv_bytes_per_token * (self.cache_share if is_split else 1.0) / memory
+        if is_split:
+            links_s = model.layers * self.all_reduce_s(tokens)
+        else:
+            links_s = model.expert_layers * self.exchange_s(tokens * own)
+        return body_s + cache_s + model.layers * reached.layer_s + 2.0 * links_s
 
     def exchange_s(self, tokens: float) -> float:
         """Seconds in which a GPU's tokens go to their experts on the instance's GPUs, or come back."""
-        if self.gpus == 1:
-            return 0.0
-        num_bytes = tokens * self.model.experts_per_token * self.model.hidden * ACTIVATION_BYTES
-        link = self.sheet.bandwidth(self.gpus) * self.reached.link
-        return self.reached.collective_s + (self.gpus - 1) / self.gpus * num_bytes / link
+        return self._collective_s(tokens * self.model.experts_per_token)
 
     def all_reduce_s(self, tokens: float) -> float:
         """Seconds of one all-reduce of so many tokens' hidden states over the instance's GPUs (a ring)."""
+        return self._collective_s(2.0 * tokens)
+
+    def _collective_s(self, hidden_states: float) -> float:
+        """Seconds in which all but the own part of so many hidden states passes each GPU's link."""
         if self.gpus == 1:
             return 0.0
-        num_bytes = tokens * self.model.hidden * ACTIVATION_BYTES
+        num_bytes = hidden_states * self.model.hidden * ACTIVATION_BYTES
         link = self.sheet.bandwidth(self.gpus) * self.reached.link
-        return self.reached.collective_s + 2.0 * (self.gpus - 1) / self.gpus * num_bytes / link
+        return self.reached.collective_s + (self.gpus - 1) / self.gpus * num_bytes / link
 
     def prefill_token_s(self) -> float:
         """Seconds of a prompt's token, in prompts long enough to be computed rather than read."""

@@ -8,22 +8,40 @@ from pathlib import Path
 import numpy as np
 
 from core.settings.simulated_cluster import QWEN_7B, SimulatedClusterConfig
-from policies.simulate.performance.analytic_instance import AnalyticInstance, Draft
-from policies.simulate.performance.contradiction import ContradictionError
-from policies.simulate.performance.device_sheets import SHEETS
-from policies.simulate.performance.draft_yields import accepted_nodes, even_acceptance
-from policies.simulate.performance.model_dimensions import (
+from policies.simulate.analytic_instance import AnalyticInstance, Draft, accepted_nodes, even_acceptance
+from policies.simulate.devices import SHEETS, ContradictionError
+from policies.simulate.model_dimensions import (
     ModelDimensions,
     dimensions_of,
     head_dimensions,
     read_dimensions,
 )
-from policies.simulate.performance.roofline import Reached, Roofline
-from policies.simulate.simulation_records import Samples
+from policies.simulate.roofline import Reached, Roofline
+from policies.simulate.simulated_instance import SharedMachine
+from policies.simulate.simulation_records import MoveTruth, Samples
 from policies.simulate.workloads import WorkloadName, drawn_lengths, samples_of
+from profiles.transfer import PrefillModel, TransferModel
 
 DEEPEST = 16
 "Levels up to which the adaptive choice looks."
+H100_CLASS = SimulatedClusterConfig.model_validate(
+    {
+        "device": {
+            "name": "H100",
+            "memory_share": 0.7,
+            "compute_share": 0.5,
+            # half of one 400 Gbit/s port
+            "link_share": 0.5,
+            "layer_s": 0.0,
+        },
+        # a 0.5B draft model: 1 GB of weights and the launch of its kernels take 0.8 ms
+        "drafter": {"depth": 8, "acceptance": (0.8,), "level_s": 5e-4, "step_s": 0.0},
+    }
+)
+"What `rlhfspec simulate` takes where no profile is given."
+H100_LABEL = (
+    "H100-class (analytic, not measured): Qwen2.5-7B, bf16, 70% of the memory's and 50% of the products' rate"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +61,31 @@ class DescribedCluster:
     def target(self) -> ModelDimensions:
         """The policy's."""
         return self.instance.target.model
+
+    @property
+    def machine(self) -> SharedMachine | None:
+        """What instances and trainer share; None where each has its own."""
+        pools = self.config.pools
+        if pools.cores is None:
+            return None
+        return SharedMachine(
+            cores=pools.cores,
+            slowdown=pools.core_slowdown,
+            background=pools.background,
+            resting=pools.resting_background,
+        )
+
+    def moves(self, *, prompt_s: float = 0.0, prompt_token_s: float | None = None) -> MoveTruth:
+        """What moves take, where a prompt takes these seconds and a token of it those, or as the sheet has it."""
+        target = self.instance.target
+        token_s = target.prefill_token_s() if prompt_token_s is None else prompt_token_s
+        link = target.sheet.network_bytes_per_s * self.config.device.link_share
+        return MoveTruth(
+            kv_bytes_per_token=target.kv_bytes_per_token,
+            transfer=TransferModel(latency_s=0.02, bytes_per_s=link, open_s=0.5),
+            prefill=PrefillModel(fixed_s=0.01 + prompt_s, token_s=token_s, token_squared_s=token_s * 1e-5),
+            downtime_s=0.02,
+        )
 
     def samples(self, step: int) -> Samples:
         """One step's samples, drawn for it alone."""

@@ -6,21 +6,31 @@ are of one over the other.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 
-from policies.simulate.performance.analytic_instance import Speculation
-from policies.simulate.performance.described_cluster import DescribedCluster
-from policies.simulate.performance.memory_fit import MemoryFit, memory_fit, most_slots
-from policies.simulate.performance.played_steps import Order, PlayedSteps, StepSeconds, play_steps
-from policies.simulate.performance.rollout_player import RolloutPlayer
-from policies.simulate.performance.stale_pipeline import bound
-from policies.simulate.performance.training_cost import TrainingCost, publication_s, training_cost
+from core.errors import ConfigError
+from core.settings.simulated_cluster import SimulatedClusterConfig
+from policies.simulate.analytic_instance import Speculation
+from policies.simulate.described_cluster import DescribedCluster
+from policies.simulate.played_steps import Order, PlayedSteps, StepSeconds, num_free_batches, play_steps
+from policies.simulate.rollout_player import RolloutPlayer
 from policies.simulate.simulation_records import Samples, SimulationResult
+from policies.simulate.training_cost import (
+    MemoryFit,
+    TrainingCost,
+    memory_fit,
+    most_slots,
+    publication_s,
+    training_cost,
+)
 from profiles.profile import Profile
+
+MOST_SAMPLES = 20_000_000
+"Of all rollouts together: an hour or two on one core."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -254,3 +264,30 @@ def _levels(cluster: DescribedCluster, slots: int, mean_tokens: float) -> tuple[
         return tuple((batch, draft.levels) for batch in batches)
     context = mean_tokens / 2
     return tuple((batch, cluster.instance.best_chain(batch, batch * context)[0]) for batch in batches)
+
+
+def bound(rollout_share: float, rollout_speedup: float) -> float:
+    """Most that a step gains from a faster rollout (Amdahl): S <= 1 / (R / a + 1 - R)."""
+    return 1.0 / (rollout_share / rollout_speedup + 1.0 - rollout_share)
+
+
+def num_played(config: SimulatedClusterConfig) -> int:
+    """Samples of all rollouts; each is played plainly, and once more where something drafts."""
+    step = config.step
+    is_free = step.staleness > 0 and step.schedule == "free"
+    batches = num_free_batches(step.steps, step.staleness) if is_free else step.steps
+    return config.lengths.samples * batches * (1 if config.drafter.kind == "none" else 2)
+
+
+def require_bounded(configs: Sequence[SimulatedClusterConfig]) -> int:
+    """Samples of all these simulations together. Raises ConfigError for more than anybody waits for."""
+    total = sum(map(num_played, configs))
+    if total > MOST_SAMPLES:
+        largest = max(configs, key=num_played)
+        among = f" in {len(configs)} combinations" if len(configs) > 1 else ""
+        raise ConfigError(
+            f"{total:,} samples would be played{among}, at most {largest.lengths.samples:,} lengths.samples x "
+            f"{largest.step.steps} step.steps; expected at most {MOST_SAMPLES:,}, which take an hour or two: lower one "
+            "of them, or try fewer combinations"
+        )
+    return total

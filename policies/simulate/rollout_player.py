@@ -7,20 +7,20 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from core.errors import ConfigError
 from policies.reallocation.by_name import make_reallocation_policy
-from policies.reallocation.gate import Gate
 from policies.reallocation.pool_records import ReallocationPolicy
 from policies.reallocation.rate_curve import RateCurve, rate_curve_from_profile
+from policies.simulate.analytic_instance import Speculation, last_step_tokens, prompt_cost
+from policies.simulate.described_cluster import DescribedCluster
 from policies.simulate.perfect import least_finish_s
-from policies.simulate.performance.analytic_instance import Speculation
-from policies.simulate.performance.described_cluster import DescribedCluster
-from policies.simulate.performance.profiled_instance import last_step_tokens, prompt_cost
-from policies.simulate.performance.simulated_work import POLLS, require_few_polls
-from policies.simulate.shared_machine import SharedMachine
 from policies.simulate.simulation import simulate
-from policies.simulate.simulation_records import Binding, MoveTruth, PoolSetup, Samples, SimulationResult
+from policies.simulate.simulation_records import Binding, PoolSetup, Samples, SimulationResult
 from profiles.profile import Profile
-from profiles.transfer import PrefillModel, TransferModel
+
+POLLS = 200
+"Of a rollout, where no interval is given."
+MOST_POLLS = 100_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +56,7 @@ class RolloutPlayer:
             curve = cluster.instance.rate_curve(
                 context_tokens=context, max_samples=slots, speculation=speculation
             )
-        machine = _machine(cluster)
+        machine = cluster.machine
         if machine is not None:
             # a profile is of an instance that is alone
             curve.factor /= machine.factor(cluster.config.pools.instances)
@@ -86,7 +86,7 @@ class RolloutPlayer:
     @property
     def trainer_stretch(self) -> float:
         """How many times as long an update takes with no instance beside it as with nothing else busy."""
-        machine = _machine(self.cluster)
+        machine = self.cluster.machine
         return 1.0 if machine is None else machine.factor(0, trainer=True)
 
     @property
@@ -103,7 +103,7 @@ class RolloutPlayer:
     def setup(self, samples: Samples) -> PoolSetup:
         """The pool for these samples. Raises ConfigError where polls are absurdly many."""
         config, profile = self.cluster.config, self.profile
-        pools, machine = config.pools, _machine(self.cluster)
+        pools, machine = config.pools, self.cluster.machine
         prompt_s, token_s = 0.0, self.cluster.instance.target.prefill_token_s()
         wasted = 0.0
         if profile is not None:
@@ -119,12 +119,7 @@ class RolloutPlayer:
             num_slots=self.slots,
             curve=self.curve,
             max_new_tokens=int(samples.response_tokens.max()),
-            moves=MoveTruth(
-                kv_bytes_per_token=self.cluster.instance.target.kv_bytes_per_token,
-                transfer=self._transfer(),
-                prefill=self._prefill(prompt_s, token_s),
-                downtime_s=0.02,
-            ),
+            moves=self.cluster.moves(prompt_s=prompt_s, prompt_token_s=token_s),
             prompt_s=prompt_s,
             prompt_token_s=token_s,
             last_step_tokens=wasted,
@@ -144,35 +139,20 @@ class RolloutPlayer:
         return make_reallocation_policy(
             self.cluster.config.reallocation.policy,
             curve=self.curve.copy(),
-            gate=Gate(
-                kv_bytes_per_token=self.cluster.instance.target.kv_bytes_per_token,
-                transfer=self._transfer(),
-                prefill=self._prefill(0.0, self.cluster.instance.target.prefill_token_s()),
-            ),
+            gate=self.cluster.moves().gate(),
             earlier_lengths=self.earlier.tolist(),
         )
-
-    def _transfer(self) -> TransferModel:
-        config, sheet = self.cluster.config, self.cluster.instance.target.sheet
-        link = sheet.network_bytes_per_s * config.device.link_share
-        return TransferModel(latency_s=0.02, bytes_per_s=link, open_s=0.5)
-
-    def _prefill(self, prompt_s: float, token_s: float) -> PrefillModel:
-        return PrefillModel(fixed_s=0.01 + prompt_s, token_s=token_s, token_squared_s=token_s * 1e-5)
-
-
-def _machine(cluster: DescribedCluster) -> SharedMachine | None:
-    pools = cluster.config.pools
-    if pools.cores is None:
-        return None
-    return SharedMachine(
-        cores=pools.cores,
-        slowdown=pools.core_slowdown,
-        background=pools.background,
-        resting=pools.resting_background,
-    )
 
 
 def _context(samples: Samples) -> np.ndarray:
     """[n] tokens of each sample at its end."""
     return samples.prompt_tokens + samples.response_tokens
+
+
+def require_few_polls(poll_interval_s: float, least_s: float) -> None:
+    """Raise ConfigError where a rollout that takes at least `least_s` would be looked at absurdly often."""
+    if least_s / poll_interval_s > MOST_POLLS:
+        raise ConfigError(
+            f"reallocation.poll_interval_s {poll_interval_s:g} would look {least_s / poll_interval_s:,.0f} times at a "
+            f"rollout of {least_s:.0f} s; expected at most {MOST_POLLS:,} looks: leave it out for {POLLS} of them"
+        )

@@ -1,21 +1,109 @@
-"""Which combinations a sweep tries: axes, their combinations, the config that each one makes; all refused early."""
+"""Tries every combination of some values of a simulated cluster's config, and names the one with the shortest step."""
 
 from __future__ import annotations
 
 import itertools
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
+
+import numpy as np
 
 from core.errors import ConfigError
 from core.settings.simulated_cluster import SimulatedClusterConfig
-from policies.simulate.performance.contradiction import ContradictionError
-from policies.simulate.performance.draft_yields import even_acceptance
+from policies.simulate.analytic_instance import even_acceptance
+from policies.simulate.cluster_simulation import ClusterResult, require_bounded, simulate_cluster
+from policies.simulate.described_cluster import DescribedCluster, describe
+from policies.simulate.devices import ContradictionError
+from profiles.profile import Profile
 
 MOST_COMBINATIONS = 500
 READ_ONCE = ("lengths.file", "device.profile")
 "Files of the whole sweep."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tried:
+    """One combination; before it is simulated there is neither result nor, where it cannot be, a cluster."""
+
+    values: dict[str, Any]
+    "dotted key to value"
+    gpus: int
+    cluster: DescribedCluster | None = None
+    result: ClusterResult | None = None
+    refused: str = ""
+    "why there is no cluster, or no result"
+
+    @property
+    def label(self) -> str:
+        """Keys without their sections, and their values."""
+        return ", ".join(f"{key.rsplit('.', 1)[-1]} {value}" for key, value in self.values.items())
+
+
+def sweep(
+    config: SimulatedClusterConfig,
+    axes: Mapping[str, Sequence[Any]],
+    *,
+    recorded: np.ndarray | None = None,
+    profile: Profile | None = None,
+    progress: Callable[[str, int], None] | None = None,
+) -> list[Tried]:
+    """Simulate every combination, in order, after all of them were looked at.
+
+    Args:
+        config: what the combinations change.
+        axes: see `combinations`.
+        recorded: lengths to draw from.
+        profile: as of `simulate_cluster`.
+        progress: told the rollout, such as "3 of 12: plain 1", and how many of its samples are done.
+
+    What cannot be is kept with its reason. Raises ConfigError, before anything is simulated, for axes that are none, a
+    value that a key cannot have, or more samples than a simulation may play.
+    """
+    rows = planned(config, axes, recorded=recorded)
+    for number, row in enumerate(rows):
+        if row.cluster is None:
+            continue
+        told = None if progress is None else _named(progress, f"{number + 1} of {len(rows)}")
+        try:
+            rows[number] = replace(row, result=simulate_cluster(row.cluster, profile=profile, progress=told))
+        except ConfigError as error:
+            rows[number] = replace(row, refused=str(error))
+    return rows
+
+
+def planned(
+    config: SimulatedClusterConfig, axes: Mapping[str, Sequence[Any]], *, recorded: np.ndarray | None = None
+) -> list[Tried]:
+    """Return every combination, described; nothing is simulated. Raises ConfigError as `sweep`."""
+    rows = []
+    for values in combinations(axes):
+        gpus = 0
+        try:
+            one = changed(config, values)
+            pools = one.pools
+            gpus = pools.instances * pools.tensor_parallel + (0 if pools.colocated else pools.trainer_gpus)
+            rows.append(Tried(values=values, gpus=gpus, cluster=describe(one, recorded)))
+        except ContradictionError as error:
+            rows.append(Tried(values=values, gpus=gpus, refused=str(error)))
+    require_bounded([row.cluster.config for row in rows if row.cluster is not None])
+    return rows
+
+
+def _named(progress: Callable[[str, int], None], number: str) -> Callable[[str, int], None]:
+    return lambda rollout, done: progress(f"{number}: {rollout}", done)
+
+
+def best(rows: Sequence[Tried]) -> Tried | None:
+    """The shortest step of those whose memory suffices; fewer GPUs where two are equal; None without any."""
+    fitting = [
+        (row.result.speculative.step_s, row.gpus, number)
+        for number, row in enumerate(rows)
+        if row.result and row.result.memory.instance_fits and row.result.memory.trainer_fits
+    ]
+    return rows[min(fitting)[-1]] if fitting else None
 
 
 def default_axes(config: SimulatedClusterConfig) -> dict[str, Sequence[Any]]:
