@@ -33,10 +33,7 @@ from cluster.placement.ray_session import ray_session
 from cluster.reporting.console import PipeConsole
 from core.config import (
     ClusterConfig,
-    Config,
-    DataConfig,
     EngineConfig,
-    ModelsConfig,
     SpeculationConfig,
 )
 from core.decode_records import GenerationStats
@@ -92,12 +89,7 @@ def run(*, out: Path, mode: str, data: Path | None, real: bool = False) -> int:
     else:
         console.print("no --data given: the pair made from real prompts is skipped")
     tally, rows = Tally(), []
-    config = Config(
-        data=DataConfig(task="chain"),
-        models=ModelsConfig(draft="demo"),
-        cluster=ClusterConfig(dashboard=False),
-    )
-    with ray_session(config, "bench-exactness"):
+    with ray_session(ClusterConfig(dashboard=False), "bench-exactness"):
         for workload, head in subjects:
             for dtype in ("float32", "bfloat16"):
                 rows += _compare_all(workload, head, dtype, tally, console)

@@ -23,9 +23,6 @@ from cluster.placement.ray_session import ray_session
 from cluster.reporting.console import PipeConsole
 from core.config import (
     ClusterConfig,
-    Config,
-    DataConfig,
-    ModelsConfig,
 )
 from core.errors import ModelError
 from learning.known_models.get import get_model
@@ -68,12 +65,8 @@ def run(*, out: Path, mode: str, data: Path | None) -> int:
 
 
 def _measure(folder: Path, rounds: int, *, num_bytes: int, broadcast: bool = False) -> Publications:
-    config = Config(
-        data=DataConfig(task="chain"),
-        models=ModelsConfig(draft="demo"),
-        cluster=ClusterConfig(dashboard=False),
-    )
-    with ray_session(config, "bench-publication", store_bytes=2 * num_bytes + (256 << 20)):
+    cluster = ClusterConfig(dashboard=False)
+    with ray_session(cluster, "bench-publication", store_bytes=2 * num_bytes + (256 << 20)):
         return measure(folder, rounds=rounds, broadcast=broadcast)
 
 

@@ -22,7 +22,7 @@ from benchmarks.support.result import write_result
 from benchmarks.support.timing import Figures
 from benchmarks.support.workload import Workload, demo_workload, job
 from benchmarks.update import ALGORITHM, MAX_NEW_TOKENS_REAL, TRAINER, Batch, sample
-from cluster.placement.memory_plan import ModelShape, plan_memory
+from cluster.placement.memory_plan import MemoryNeeds, ModelShape, ModelShapes
 from cluster.preflight.model_check import model_shape
 from cluster.reporting.console import PipeConsole
 from core.config import Config, TrainerConfig
@@ -110,15 +110,9 @@ def _planned_bytes(folder: Path, case: str, max_total_tokens: int) -> int:
         }
     )
     shape = model_shape(load_hf_config(str(folder)))
-    plan = plan_memory(
-        config,
-        target=_with_adapters(shape, folder) if case.startswith("lora") else shape,
-        draft=None,
-        reward_params=None,
-        max_total_tokens=max_total_tokens,
-        object_store_bytes=0,
-    )
-    return plan.trainer_bytes
+    shapes = ModelShapes(target=_with_adapters(shape, folder) if case.startswith("lora") else shape)
+    needs = MemoryNeeds(config, shapes, max_total_tokens=max_total_tokens)
+    return needs.plan(object_store_bytes=0).trainer_bytes
 
 
 def _with_adapters(shape: ModelShape, folder: Path) -> ModelShape:

@@ -77,7 +77,7 @@ def read_inputs(
     config = resolve_models(config, report)
     name = config.models.target
     trust = config.models.trust_remote_code
-    tokenizer = read_tokenizer(config)
+    tokenizer = read_tokenizer(config.models, config.run.template_time)
     says_chat = any(one.startswith("data.chat=") for one in overrides)
     if tokenizer.chat_template is not None and not says_chat:
         config = config.model_copy(update={"data": config.data.model_copy(update={"chat": True})})

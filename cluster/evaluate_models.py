@@ -90,7 +90,7 @@ def evaluate_model(config: Config, report: Reporter) -> ModelResult:
     Of these at most the first `evaluation.limit`.
     Raises InputError for model, data or reward that cannot be used; what `collect` raises.
     """
-    require_cores(config)
+    require_cores(config.cluster, engine=config.engine.num_threads, trainer=config.trainer.num_threads)
     # nothing learns
     frozen = config.trainer.model_copy(update={"lora": None})
     models = check_models(config.model_copy(update={"trainer": frozen}))
@@ -109,12 +109,12 @@ def evaluate_model(config: Config, report: Reporter) -> ModelResult:
     require_served(
         config, models, max_total_tokens=evaluation.max_total_tokens + config.max_first_words_tokens
     )
-    check_reward(config.reward, reward_columns(config))
+    check_reward(config.reward, reward_columns(config.data, config.evaluation))
     for line in evaluation.lines:
         report.note(line)
     inputs = Inputs(tokenizer=tokenizer, dataset=dataset, evaluation=evaluation)
     with (
-        ray_session(config, "evaluation") as session,
+        ray_session(config.cluster, "evaluation") as session,
         running_generation(config, session, inputs, note=report.note) as system,
     ):
         report.start(1)

@@ -73,7 +73,7 @@ def run_training(
         run_dir.heartbeat(),
         sigterm_exits(stopping),
         ray_session(
-            config,
+            config.cluster,
             run_dir.path.name,
             on_sigterm=stopping,
             store_bytes=inputs.object_store_bytes,
@@ -141,7 +141,7 @@ def train(system: System, run_dir: RunDir, report: Reporter, *, resume: RunState
             take_up(system, resume, pipeline)
         first = resume.num_iterations
     run = system.config.run
-    log = RunLog.begin(system.config, run_dir, report.note, num_done=first)
+    log = RunLog.begin(system.config.tracking, run_dir, report.note, num_done=first)
     recorder = Recorder(run_dir, report, step_log=run.step_log)
     evaluator = Evaluator(system, run_dir, report, recorder, None if resume is None else resume.evaluations)
     states = StateKeeper(system, run_dir, report.note)

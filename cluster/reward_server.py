@@ -14,7 +14,7 @@ from typing import Any
 from cluster.placement import machine
 from cluster.placement.ray_session import is_local, ray_session
 from cluster.preflight.reward_plan import check_reward
-from core.config import ClusterConfig, Config, DataConfig, SpeculationConfig
+from core.config import ClusterConfig
 from core.errors import PlacementError, RlhfSpecError, one_line
 
 _LOOK_S = 2.0
@@ -60,15 +60,10 @@ def serve_reward(
     parsed = ServerArguments.model_validate(arguments)
     for line in check_reward(parsed.reward_config(), fields=None).functions:
         note(line)
-    # the cluster is all that a session asks the config of
-    config = Config(
-        data=DataConfig(task="chain"),
-        speculation=SpeculationConfig(drafter="none", policy="off"),
-        cluster=ClusterConfig(address=place.address, dashboard=False),
-    )
-    if is_local(config):
+    cluster = ClusterConfig(address=place.address, dashboard=False)
+    if is_local(cluster):
         _require_room(parsed, place)
-    with ray_session(config, f"serve-{place.name}") as session:
+    with ray_session(cluster, f"serve-{place.name}") as session:
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
         quiet = {"log_level": "WARNING", "enable_access_log": False}
         try:

@@ -287,7 +287,7 @@ def _rewards(
 ) -> RewardPool[Scored] | EpisodeRewards:
     if episodes is not None and config.reward.kind == "environment":
         return EpisodeRewards(episodes)
-    reward = resolved_reward(config)
+    reward = resolved_reward(config.reward, config.sampling.max_new_tokens)
 
     def make(actor: int, number: int) -> Handle:
         where = topology.reward[actor]
@@ -298,7 +298,7 @@ def _rewards(
 
     return RewardPool(
         [make(actor, 0) for actor in range(len(topology.reward))],
-        timeout_s=scoring_timeout_s(config),
+        timeout_s=scoring_timeout_s(config.reward, config.cluster.order_timeout_s),
         heartbeat_timeout_s=config.cluster.silence_limit_s(config.reward.timeout_s),
         kind=reward.title,
         make=make,

@@ -10,26 +10,34 @@ from typing import Any
 
 from pydantic import model_validator
 
-from core.ranges import LEAST_TEMPERATURE
-from core.settings.algorithm import AlgorithmConfig
-from core.settings.cluster import ClusterConfig
+from core.settings.algorithm import AlgorithmConfig, require_groups
+from core.settings.cluster import ClusterConfig, require_publication
 from core.settings.correction import require_correction
 from core.settings.data import DataConfig
 from core.settings.environment import EnvironmentConfig
-from core.settings.evaluation import EvaluationConfig
+from core.settings.evaluation import EvaluationConfig, require_metric
 from core.settings.generation import (
     EngineConfig,
     ReallocationConfig,
     RolloutConfig,
     SamplingConfig,
     SpeculationConfig,
+    require_draft,
     require_schedule,
+    require_training_temperature,
 )
-from core.settings.reward import RewardConfig
+from core.settings.reward import RewardConfig, require_reward
 from core.settings.run import ModelsConfig, RunConfig
 from core.settings.section import Section
 from core.settings.tracking import TrackingConfig
-from core.settings.trainer import DrafterTrainingConfig, TrainerConfig
+from core.settings.trainer import (
+    DrafterTrainingConfig,
+    TrainerConfig,
+    require_cotrain,
+    require_spot,
+    require_trainer,
+    trains_head,
+)
 
 _GPU_DEFAULTS: dict[str, tuple[str, object, frozenset[str]]] = {
     # goodput waits for the device between levels; a profile that is named asks for it all the same
@@ -94,9 +102,7 @@ class Config(Section):
     @property
     def trains_head(self) -> bool:
         """True when a draft head drafts and instances are to train it while they have no samples."""
-        training, speculation = self.drafter_training, self.speculation
-        is_head = speculation.drafter == "head" and speculation.has_draft
-        return is_head and training.refit and training.spot != "off" and not self.decodes_on_gpu
+        return trains_head(self.drafter_training, self.speculation, on_gpu=self.decodes_on_gpu)
 
     @model_validator(mode="before")
     @classmethod
@@ -118,136 +124,22 @@ class Config(Section):
         return filled
 
     @model_validator(mode="after")
-    def _consistent(self) -> Config:
-        if self.sampling.temperature == 0.0:
-            raise ValueError(
-                "sampling.temperature must be above 0 to train: greedy sampling has no log-probability; "
-                "use 1.0"
-            )
-        if self.sampling.temperature < LEAST_TEMPERATURE:
-            raise ValueError(
-                f"sampling.temperature must be at least {LEAST_TEMPERATURE}, got {self.sampling.temperature}: logits "
-                "over it overflow; use 1.0"
-            )
-        drafter = self.speculation.drafter
-        if drafter in ("model", "head") and self.models.draft is None:
-            what = {"model": "a draft model", "head": "the folder of a draft head"}[drafter]
-            raise ValueError(
-                f"speculation.drafter is '{drafter}' but models.draft is null; "
-                f"name {what}, or set speculation.drafter to suffix or none"
-            )
-        self._require_spot()
-        if self.drafter_training.mode == "cotrain" and drafter == "head":
-            raise ValueError(
-                "drafter_training.mode cotrain is of a draft model, which learns from the target's logits in its "
-                "update; a draft head learns from hidden states on the instances: leave mode at refit, and see "
-                "drafter_training.spot"
-            )
-        if self.drafter_training.mode == "cotrain" and not (
-            drafter == "model" and self.speculation.has_draft
-        ):
-            raise ValueError(
-                f"drafter_training.mode is cotrain, and speculation.drafter {drafter} under policy "
-                f"{self.speculation.policy} has no draft model to train; leave mode at refit"
-            )
-        if self.drafter_training.mode == "cotrain" and not self.drafter_training.refit:
-            raise ValueError(
-                "drafter_training.mode is cotrain and drafter_training.refit false, which leaves the draft model as it "
-                "is; take one of the two out"
-            )
-        if self.algorithm.compares_groups and self.rollout.samples_per_prompt < 2:
-            raise ValueError(
-                f"algorithm.kind {self.algorithm.kind} compares samples of one prompt: rollout.samples_per_prompt "
-                f">= 2, got {self.rollout.samples_per_prompt}"
-            )
-        require_correction(self.algorithm.correction, self.rollout.max_staleness)
-        if self.algorithm.dynamic_sampling and self.trainer.stream_forwards == "on":
-            raise ValueError(
-                "trainer.stream_forwards on computes blocks of samples that are known beforehand, and "
-                "algorithm.dynamic_sampling chooses them during the rollout; set stream_forwards: off"
-            )
-        if self.trainer.device == "cuda" and self.cluster.trainer.num_gpus == 0:
-            raise ValueError(
-                "trainer.device is cuda but cluster.trainer.num_gpus is 0, which is a CPU whatever the machine has; "
-                "set it to 1, or trainer.device to auto"
-            )
-        if self.rollout.max_staleness and self.algorithm.dynamic_sampling:
-            raise ValueError(
-                f"algorithm.dynamic_sampling asks for further prompts until a batch is full, and with "
-                f"rollout.max_staleness {self.rollout.max_staleness} it is settled before their rewards how many run "
-                "ahead of which update; set max_staleness: 0, or dynamic_sampling: false"
-            )
-        require_schedule(self.rollout, environment=self.environment.kind)
-        if (
-            self.rollout.max_staleness
-            and self.rollout.weight_load == "keep_kv"
-            and not self.engine.turn_cache_mb
-        ):
-            raise ValueError(
-                "rollout.weight_load is keep_kv, and engine.turn_cache_mb 0 has no room for caches that wait; raise "
-                "it, or set weight_load: reprefill"
-            )
-        transport = self.cluster.publication.transport
-        if self.rollout.max_staleness and transport in ("broadcast", "nccl"):
-            raise ValueError(
-                f"cluster.publication.transport is {transport} and rollout.max_staleness above 0: an "
-                "instance that joins while the trainer is ahead could not be given the version that the others decode "
-                "from, so weights travel by the object store there; set transport: auto or object_store"
-            )
-        if self.rollout.max_staleness and self.trainer.stream_forwards == "on":
-            raise ValueError(
-                "trainer.stream_forwards on computes forwards while an iteration is generated, and with "
-                f"rollout.max_staleness {self.rollout.max_staleness} the trainer updates then; set stream_forwards: off"
-            )
-        silent = all(part.kind in ("model", "format") for part in self.reward.scorers)
-        metric = self.evaluation.metric
-        if self.evaluation.every and silent and metric not in ("eval/reward_mean", "eval/best_at_k"):
-            raise ValueError(
-                f"evaluation.metric is {metric}, which is made of a part 'correct', and rewards of kind "
-                f"{self.reward.title} have none; set it to eval/reward_mean or eval/best_at_k"
-            )
-        overlong = self.reward.shaping.overlong
-        if overlong is not None:
-            longest = overlong.max_tokens or self.sampling.max_new_tokens
-            if overlong.buffer_tokens > longest:
-                raise ValueError(
-                    f"reward.shaping.overlong.buffer_tokens is {overlong.buffer_tokens}, more than the {longest} "
-                    "tokens of the longest response; lower it"
-                )
-        if self.reward.kind == "environment" and self.environment.kind is None:
-            raise ValueError(
-                "reward.kind is 'environment' but environment.kind is null: nothing answers; name an environment"
-            )
-        if self.reward.kind == "environment" and self.reward.shaping.is_on:
-            raise ValueError(
-                "reward.kind environment takes what the environment gives; reward.shaping would have no effect; let "
-                "the environment shape its rewards"
-            )
+    def _agree(self) -> Config:
+        """What sections ask of one another; the checks stand beside the section that they speak of."""
+        rollout, reward, environment = self.rollout, self.reward, self.environment.kind
+        require_training_temperature(self.sampling.temperature)
+        require_draft(self.speculation, self.models.draft)
+        require_spot(self.drafter_training, self.speculation, on_gpu=self.decodes_on_gpu)
+        require_cotrain(self.drafter_training, self.speculation)
+        require_groups(self.algorithm, rollout)
+        require_correction(self.algorithm.correction, rollout.max_staleness)
+        num_gpus, staleness = self.cluster.trainer.num_gpus, rollout.max_staleness
+        require_trainer(self.trainer, self.algorithm, max_staleness=staleness, num_gpus=num_gpus)
+        require_schedule(rollout, environment=environment, turn_cache_mb=self.engine.turn_cache_mb)
+        require_publication(self.cluster.publication, staleness)
+        require_metric(self.evaluation, reward)
+        require_reward(reward, environment=environment, max_new_tokens=self.sampling.max_new_tokens)
         return self
-
-    def _require_spot(self) -> None:
-        """Raise ValueError where `drafter_training.spot` is on and no head would be trained."""
-        if self.drafter_training.spot != "on" or self.trains_head:
-            return
-        if self.speculation.drafter != "head":
-            raise ValueError(
-                "drafter_training.spot is on, which trains a draft head on the instances, and speculation.drafter is "
-                f"{self.speculation.drafter}, which has none; set spot to auto or off, or drafter to head"
-            )
-        if self.decodes_on_gpu:
-            raise ValueError(
-                "drafter_training.spot is on, but instances decode on GPUs, where training would queue before their "
-                "forwards; expected instances on CPUs: set it to auto or off"
-            )
-        why = (
-            "drafter_training.refit is false"
-            if not self.drafter_training.refit
-            else "speculation.policy is off"
-        )
-        raise ValueError(
-            f"drafter_training.spot is on, and {why}, so that no head would learn; set spot to auto or off, or that "
-            "otherwise"
-        )
 
 
 def _takes_gpus(wish: object, num_gpus: object) -> bool:

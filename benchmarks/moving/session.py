@@ -6,21 +6,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from cluster.placement.ray_session import ray_session
-from core.config import (
-    ClusterConfig,
-    Config,
-    DataConfig,
-    ModelsConfig,
-)
+from core.settings.cluster import ClusterConfig
 
 
 @contextmanager
 def bench_ray(name: str) -> Iterator[None]:
     """A local Ray without a dashboard."""
-    config = Config(
-        data=DataConfig(task="chain"),
-        models=ModelsConfig(draft="demo"),
-        cluster=ClusterConfig(dashboard=False),
-    )
-    with ray_session(config, name):
+    with ray_session(ClusterConfig(dashboard=False), name):
         yield

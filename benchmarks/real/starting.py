@@ -60,7 +60,7 @@ def _run(target: str, cache: str) -> None:
     config = load_config(ROOT / "configs" / "smollm2_grpo.yaml", overrides)
     inputs = check_run(config, output_dir=Path(cache) / "runs").inputs
     with (
-        ray_session(config, "bench-start", store_bytes=inputs.object_store_bytes) as session,
+        ray_session(config.cluster, "bench-start", store_bytes=inputs.object_store_bytes) as session,
         running_system(config, session, inputs) as system,
     ):
         requests: list[SampleRequest] = system.cursor.next_requests(1, 1, system.sampling)

@@ -15,7 +15,7 @@ from benchmarks.support.model_p import VOCAB_SIZE, model_p_folder, model_p_reque
 from benchmarks.support.peak_memory import measured_in_a_process, peak_bytes
 from benchmarks.support.rates import plain_engine
 from benchmarks.support.timing import Figures
-from cluster.placement.memory_plan import plan_memory
+from cluster.placement.memory_plan import MemoryNeeds, ModelShapes
 from cluster.preflight.model_check import model_shape
 from core.config import Config
 from engine.weights.loading import load_hf_config
@@ -43,15 +43,8 @@ def _planned_bytes(folder: Path) -> int:
             "speculation": {"policy": "off", "drafter": "none"},
         }
     )
-    plan = plan_memory(
-        config,
-        target=model_shape(load_hf_config(str(folder))),
-        draft=None,
-        reward_params=None,
-        max_total_tokens=TOKENS,
-        object_store_bytes=0,
-    )
-    return plan.generation_bytes
+    shapes = ModelShapes(target=model_shape(load_hf_config(str(folder))))
+    return MemoryNeeds(config, shapes, max_total_tokens=TOKENS).plan(object_store_bytes=0).generation_bytes
 
 
 def _measured_bytes(folder: Path) -> int:

@@ -60,12 +60,13 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("--like is for --manifest: without it the models are those of the config")
     try:
         prepared = prepare_run(args, report, dry_run=True)
+        from cluster.preflight.model_files import require_finite_weights
         from cluster.preflight.run_check import require_place_in_cluster
-        from cluster.preflight.weight_values import require_finite_weights
 
         report.stage("reading the weights")
-        require_finite_weights(prepared.config)
-        require_place_in_cluster(prepared.config)
+        config = prepared.config
+        require_finite_weights(config.models, has_draft_model=config.speculation.drafter == "model")
+        require_place_in_cluster(config)
     finally:
         report.stop()
     for line in prepared.checked.lines():

@@ -9,12 +9,12 @@ from pathlib import Path
 from transformers import AutoModelForSequenceClassification
 from transformers.configuration_utils import PretrainedConfig
 
-from cluster.placement.memory_plan import MemoryPlan, ModelShape, object_store_need, plan_memory
+from cluster.placement.memory_plan import MemoryNeeds, MemoryPlan, ModelShapes
 from cluster.placement.ray_session import MIN_OBJECT_STORE_BYTES
 from cluster.preflight.draft_head import head_shape
 from cluster.preflight.model_check import model_shape
+from cluster.preflight.model_files import count_params
 from cluster.preflight.named_models import DEMO
-from cluster.preflight.param_count import count_params
 from cluster.weights.first_weights import mtp_checkpoint
 from core.config import Config, DataConfig
 from core.errors import ModelError
@@ -54,19 +54,10 @@ def plan_remote_memory(config: Config, like: Mapping[str, str]) -> MemoryPlan:
         draft = head_shape(mtp_config(target_config, mtp_checkpoint(config)))
     elif config.speculation.drafter == "model" and models.draft is not None:
         draft = model_shape(_read_config(config, "draft", models.draft, like))
-    return plan_memory(
-        config,
-        target=target,
-        draft=draft,
-        reward_params=_reward_params(config, like),
-        max_total_tokens=_most_tokens(config),
-        object_store_bytes=_store_bytes(config, target, draft),
-    )
-
-
-def _store_bytes(config: Config, target: ModelShape, draft: ModelShape | None) -> int:
-    """Of every node: each pulls what is published."""
-    return max(MIN_OBJECT_STORE_BYTES, object_store_need(config, target, draft))
+    shapes = ModelShapes(target=target, draft=draft, reward_params=_reward_params(config, like))
+    needs = MemoryNeeds(config, shapes, max_total_tokens=_most_tokens(config))
+    # of every node: each pulls what is published
+    return needs.plan(object_store_bytes=max(MIN_OBJECT_STORE_BYTES, needs.object_store()))
 
 
 def _most_tokens(config: Config) -> int:

@@ -99,6 +99,17 @@ class ModelShape:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShapes:
+    """The models of a run."""
+
+    target: ModelShape
+    draft: ModelShape | None = None
+    "None: nothing drafts that has weights of its own"
+    reward_params: int | None = None
+    "of all reward models in the pool; None: there are only rules"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
     """Bytes by part of the system; `total_bytes` is what one machine must have."""
 
@@ -155,47 +166,6 @@ def gib(num_bytes: int) -> str:
     return f"{num_bytes / GIB:.2f} GiB"
 
 
-def plan_memory(
-    config: Config,
-    *,
-    target: ModelShape,
-    draft: ModelShape | None,
-    reward_params: int | None,
-    max_total_tokens: int,
-    object_store_bytes: int,
-) -> MemoryPlan:
-    """Reckon the plan. `max_total_tokens` is the longest prompt plus sampling.max_new_tokens."""
-    longest_sample = _sample_bytes(config, target, draft, max_total_tokens)
-    engine_bytes = _engine_bytes(config, target, draft)
-    kv_pool = config.engine.max_running_samples * longest_sample
-    if config.engine.kv_cache_mb is not None:
-        kv_pool = min(kv_pool, int(config.engine.kv_cache_mb * MB))
-    has_turns = config.environment.kind is not None
-    kept_mb = config.engine.turn_cache_mb if has_turns else 0.0
-    kept_mb += config.speculation.suffix_memory_mb if config.speculation.remembers else 0.0
-    learning_bytes = _learner_bytes(config, target) + _refit_bytes(config, draft)
-    return MemoryPlan(
-        generation_bytes=TORCH_PROCESS_BYTES
-        + kv_pool
-        + engine_bytes
-        + int(kept_mb * MB)
-        + _spot_bytes(config, draft),
-        kv_pool_bytes=kv_pool,
-        longest_sample_bytes=longest_sample,
-        trainer_bytes=TORCH_PROCESS_BYTES + learning_bytes + _scorer_bytes(config, target, max_total_tokens),
-        reward_bytes=_reward_bytes(reward_params),
-        environment_bytes=PLAIN_PROCESS_BYTES * (config.cluster.environment.num_actors if has_turns else 0),
-        object_store_bytes=object_store_bytes,
-        gpu_bytes=kv_pool + engine_bytes + _graph_bytes(config, draft) if config.decodes_on_gpu else 0,
-        trainer_gpu_bytes=learning_bytes if config.learns_on_gpu else 0,
-        ray_bytes=RAY_PROCESSES_BYTES + TORCH_PROCESS_BYTES,
-        num_generation=config.cluster.generation.most,
-        num_trainer=config.cluster.trainer.num_actors,
-        num_reward=config.num_reward_actors,
-        disk_bytes=_disk_bytes(config, target, draft),
-    )
-
-
 def require_gpu_room(plan: MemoryPlan, *, num_gpus: float, device_bytes: int) -> None:
     """Raise PlacementError unless the instances that share one GPU fit on it.
 
@@ -229,167 +199,179 @@ def require_trainer_gpu_room(plan: MemoryPlan, *, num_gpus: float, device_bytes:
         )
 
 
-def object_store_need(config: Config, target: ModelShape, draft: ModelShape | None) -> int:
-    """Bytes of the object store that hold two versions of every published model, and an iteration's rollouts."""
-    dtype, rollout = config.models.dtype, config.rollout
-    weights = target.weight_bytes(dtype) + (draft.weight_bytes(_draft_dtype(config)) if draft else 0)
-    # every instance's own head, on its way into their mean
-    heads = (
-        config.cluster.generation.most * draft.num_params * _MASTER_BYTES
-        if draft and config.trains_head
-        else 0
-    )
-    samples = rollout.prompts_per_iteration * rollout.samples_per_prompt
-    rollouts = (
-        samples * (config.data.max_prompt_tokens + config.max_response_tokens) * _ROLLOUT_BYTES_PER_TOKEN
-    )
-    return _PUBLISHED_VERSIONS * weights + heads + rollouts + _STORE_SLACK_BYTES
+class MemoryNeeds:
+    """What the parts of a run hold, reckoned from its config and the shapes of its models."""
 
+    def __init__(self, config: Config, models: ModelShapes, *, max_total_tokens: int) -> None:
+        """`max_total_tokens` is the longest prompt plus the longest response."""
+        self._config, self._max_total_tokens = config, max_total_tokens
+        self._target, self._draft, self._reward_params = models.target, models.draft, models.reward_params
+        self._on_gpu, self._dtype = config.decodes_on_gpu, config.models.dtype
+        # a head that is trained in float32 is published so
+        draft_dtype = "float32" if config.trains_head else self._dtype
+        self._target_bytes = self._target.weight_bytes(self._dtype)
+        self._draft_bytes = self._draft.weight_bytes(draft_dtype) if self._draft else 0
+        self._num_samples = config.rollout.prompts_per_iteration * config.rollout.samples_per_prompt
+        self._num_nodes = most_nodes(config.speculation)
 
-def _sample_bytes(config: Config, target: ModelShape, draft: ModelShape | None, max_total_tokens: int) -> int:
-    """Keys and values of one sample that grows to its limit, in both models' caches."""
-    nodes = most_nodes(config.speculation)
-    on_gpu = config.decodes_on_gpu
-    # pools on CPU are float32 whatever the model's dtype
-    element_bytes = _DTYPE_BYTES[config.models.dtype] if on_gpu else 4
-    shapes = [shape.kv for shape in (target, draft) if shape is not None]
-    if config.engine.kv_cache_mb is None:
-        return sum(shape.pool_bytes(1, max_total_tokens + nodes + 1, element_bytes) for shape in shapes)
-    if config.speculation.policy == "goodput" and draft is not None:
-        # the profile's engine has the same limit and drafts more nodes
-        nodes = max(nodes, MAX_PROFILED_NODES)
-    tokens = max_total_tokens + nodes + 1
-    pages = [_pages_of(shape, element_bytes, on_gpu=on_gpu) for shape in shapes]
-    return sum(each.bytes_of(np.array([each.whole(tokens)])) for each in pages)
+    def object_store(self) -> int:
+        """Of the object store: two versions of every published model, and an iteration's rollouts."""
+        config, draft = self._config, self._draft
+        # every instance's own head, on its way into their mean
+        heads = (
+            config.cluster.generation.most * draft.num_params * _MASTER_BYTES
+            if draft and config.trains_head
+            else 0
+        )
+        longest = config.data.max_prompt_tokens + config.max_response_tokens
+        rollouts = self._num_samples * longest * _ROLLOUT_BYTES_PER_TOKEN
+        versions = _PUBLISHED_VERSIONS * (self._target_bytes + self._draft_bytes)
+        return versions + heads + rollouts + _STORE_SLACK_BYTES
+
+    def plan(self, *, object_store_bytes: int) -> MemoryPlan:
+        """The plan, of an object store of that size."""
+        config, cluster = self._config, self._config.cluster
+        longest_sample, engine, learning = self._sample(), self._engine(), self._learner() + self._refit()
+        kv_pool = config.engine.max_running_samples * longest_sample
+        if config.engine.kv_cache_mb is not None:
+            kv_pool = min(kv_pool, int(config.engine.kv_cache_mb * MB))
+        has_turns = config.environment.kind is not None
+        kept_mb = config.engine.turn_cache_mb if has_turns else 0.0
+        kept_mb += config.speculation.suffix_memory_mb if config.speculation.remembers else 0.0
+        # of recorded decode forwards, for each model
+        graphs = config.engine.graph_memory_mb * 10**6 * (1 if self._draft is None else 2)
+        return MemoryPlan(
+            generation_bytes=TORCH_PROCESS_BYTES + kv_pool + engine + int(kept_mb * MB) + self._spot(),
+            kv_pool_bytes=kv_pool,
+            longest_sample_bytes=longest_sample,
+            trainer_bytes=TORCH_PROCESS_BYTES + learning + self._scorer(),
+            reward_bytes=PLAIN_PROCESS_BYTES
+            if self._reward_params is None
+            else TORCH_PROCESS_BYTES + 2 * self._reward_params * _DTYPE_BYTES["float32"],
+            environment_bytes=PLAIN_PROCESS_BYTES * (cluster.environment.num_actors if has_turns else 0),
+            object_store_bytes=object_store_bytes,
+            gpu_bytes=kv_pool + engine + graphs if self._on_gpu else 0,
+            trainer_gpu_bytes=learning if config.learns_on_gpu else 0,
+            ray_bytes=RAY_PROCESSES_BYTES + TORCH_PROCESS_BYTES,
+            num_generation=cluster.generation.most,
+            num_trainer=cluster.trainer.num_actors,
+            num_reward=config.num_reward_actors,
+            disk_bytes=self._checkpoints() + self._states(),
+        )
+
+    def _sample(self) -> int:
+        """Keys and values of one sample that grows to its limit, in both models' caches."""
+        # pools on CPU are float32 whatever the model's dtype
+        element_bytes = _DTYPE_BYTES[self._dtype] if self._on_gpu else 4
+        shapes = [shape.kv for shape in (self._target, self._draft) if shape is not None]
+        tokens = self._max_total_tokens + self._num_nodes + 1
+        if self._config.engine.kv_cache_mb is None:
+            return sum(shape.pool_bytes(1, tokens, element_bytes) for shape in shapes)
+        if self._config.speculation.policy == "goodput" and self._draft is not None:
+            # the profile's engine has the same limit and drafts more nodes
+            tokens = self._max_total_tokens + max(self._num_nodes, MAX_PROFILED_NODES) + 1
+        pages = [_pages_of(shape, element_bytes, on_gpu=self._on_gpu) for shape in shapes]
+        return sum(each.bytes_of(np.array([each.whole(tokens)])) for each in pages)
+
+    def _engine(self) -> int:
+        """Weights, their inference copy, the logits of a step."""
+        params = self._target.num_params + (self._draft.num_params if self._draft else 0)
+        copy = params * _DTYPE_BYTES[self._dtype] if self._on_gpu else int(params * 4 * _INFERENCE_COPY)
+        tokens = self._config.engine.max_running_samples * (self._num_nodes + 1)
+        logits = tokens * self._target.vocab_size * 4 * _STEP_COPIES
+        return self._target_bytes + self._draft_bytes + copy + logits
+
+    def _learner(self) -> int:
+        config, target = self._config, self._target
+        num_trainers = config.cluster.trainer.num_actors
+        packing = min(self._target_bytes, _PACKING_BUCKETS * CHUNK_BYTES)
+        weights = target.num_params * _MASTER_BYTES
+        if target.num_adapter_params is not None:
+            # the weights below stay, and serve as the reference too
+            kept = self._target_bytes if config.cluster.trainer.num_gpus else weights
+            learned, reference = target.num_adapter_params * _MASTER_BYTES * (1 + _ADAM_COPIES), 0
+        else:
+            # on a CPU that computes in float32 the reference is held in it too
+            kept, learned = 0, weights * (1 + _ADAM_COPIES)
+            reference = weights if config.algorithm.kl_coef > 0 else 0
+        if config.trainer.strategy == "fsdp2":
+            # shards; each trainer still reads and publishes whole models
+            kept, learned, reference = (-(-part // num_trainers) for part in (kept, learned, reference))
+        tokens = config.trainer.max_tokens_per_forward
+        kept_layers = 1 if config.trainer.gradient_checkpointing else target.kv.num_layers
+        holes = 0 if config.learns_on_gpu else _HOST_HOLES_PER_LAYER * target.kv.num_layers
+        activations = tokens * target.hidden_size * 4 * (_ACTIVATIONS_PER_LAYER * kept_layers + holes)
+        logits = tokens * target.vocab_size * 4 * _LOGIT_COPIES
+        # the critic learns from the states of every response token; each trainer keeps those of its share
+        states = self._num_samples * config.sampling.max_new_tokens * target.hidden_size * 4
+        states = -(-states // num_trainers) if config.algorithm.has_critic else 0
+        return kept + learned + reference + packing + activations + logits + states
+
+    def _scorer(self) -> int:
+        """Of the engine's forward that values log-probabilities: weights, their inference copy, caches."""
+        if self._config.trainer.scoring == "model":
+            return 0
+        weights = self._target_bytes + int(self._target.num_params * 4 * _INFERENCE_COPY)
+        slots = min(self._config.engine.max_running_samples, MOST_SLOTS)
+        return weights + self._target.kv.pool_bytes(slots, self._max_total_tokens)
+
+    def _refit(self) -> int:
+        """Of the draft model in the trainer, its packed copy and the targets of every response included."""
+        config, draft = self._config, self._draft
+        if draft is None or not config.refits_draft:
+            return 0
+        settings = config.drafter_training
+        copies = draft.num_params * _MASTER_BYTES * _REFIT_COPIES + self._draft_bytes
+        layers = draft.hidden_size * 4 * _ACTIVATIONS_PER_LAYER * draft.kv.num_layers
+        logits = draft.vocab_size * 4 * _REFIT_LOGIT_COPIES
+        if settings.mode == "cotrain":
+            # the target's logits are there anyway; their softmax is not
+            return copies + config.trainer.max_tokens_per_forward * (layers + logits + draft.vocab_size * 4)
+        kept = min(settings.num_target_tokens, draft.vocab_size) * _SOFT_TARGET_BYTES
+        targets = self._num_samples * config.sampling.max_new_tokens * kept
+        return copies + settings.max_tokens_per_step * (layers + logits) + targets
+
+    def _spot(self) -> int:
+        """Of a draft head that an instance trains while it has no samples, and of what it learns from."""
+        draft = self._draft
+        if draft is None or not self._config.trains_head:
+            return 0
+        buffer = int(self._config.drafter_training.buffer_mb * MB * _BUFFER_SHARES)
+        # the rows of the target's output matrix that the head's vocabulary has
+        rows = draft.vocab_size * draft.hidden_size * _MASTER_BYTES
+        logits = _SPOT_ANCHORS * draft.vocab_size * 4 * _REFIT_LOGIT_COPIES
+        return draft.num_params * _MASTER_BYTES * _SPOT_COPIES + rows + logits + buffer
+
+    def _checkpoints(self) -> int:
+        """On disk: checkpoints, the best among them, and rollouts."""
+        config, run = self._config, self._config.run
+        # an MTP layer is not written again
+        draft = 0 if config.speculation.drafter == "mtp" else self._draft_bytes
+        num_numbered = run.iterations // run.checkpoint_every if run.checkpoint_every else 0
+        # one more than are kept for the moment in which the oldest goes
+        kept = num_numbered if run.keep_checkpoints is None else min(num_numbered, run.keep_checkpoints + 1)
+        keeps_best = config.evaluation.every > 0 and config.evaluation.keep_best
+        best = 2 * self._target_bytes if keeps_best else 0
+        tokens = run.iterations * self._num_samples * config.sampling.max_new_tokens
+        return (1 + kept) * (self._target_bytes + draft) + best + tokens * _ROLLOUT_BYTES_PER_TOKEN
+
+    def _states(self) -> int:
+        """On disk: the states that a run is resumed from, and one that is being written."""
+        config, target, every = self._config, self._target, self._config.run.state_every
+        if not every or config.run.iterations < every:
+            return 0
+        adapter = target.num_adapter_params
+        has_reference = config.algorithm.kl_coef > 0.0 and adapter is None
+        weights = target.num_params * (2 if has_reference else 1) + (adapter or 0)
+        moments = 2 * (target.num_params if adapter is None else adapter)
+        # a draft model with two moments; of a head what was published
+        has_draft = self._draft is not None and (config.refits_draft or config.speculation.drafter == "head")
+        draft = self._draft.num_params * (3 if config.refits_draft else 1) if self._draft and has_draft else 0
+        numbers = weights + moments + draft
+        return numbers * _MASTER_BYTES * min(config.run.iterations // every, config.run.keep_states + 1)
 
 
 def _pages_of(kv: KVShape, element_bytes: int, *, on_gpu: bool) -> Pages:
     """How a slot of a paged cache lies on the pages of the device."""
     sizes = (kv.num_layers, kv.num_kv_heads, kv.head_size * element_bytes)
     return mapped_pages(*sizes, page_bytes=GPU_PAGE_BYTES) if on_gpu else host_pages(*sizes)
-
-
-def _engine_bytes(config: Config, target: ModelShape, draft: ModelShape | None) -> int:
-    dtype = config.models.dtype
-    weights = target.weight_bytes(dtype) + (draft.weight_bytes(_draft_dtype(config)) if draft else 0)
-    params = target.num_params + (draft.num_params if draft else 0)
-    on_gpu = config.decodes_on_gpu
-    copy = params * _DTYPE_BYTES[dtype] if on_gpu else int(params * 4 * _INFERENCE_COPY)
-    tokens = config.engine.max_running_samples * (most_nodes(config.speculation) + 1)
-    logits = tokens * target.vocab_size * 4 * _STEP_COPIES
-    return weights + copy + logits
-
-
-def _graph_bytes(config: Config, draft: ModelShape | None) -> int:
-    """Of recorded decode forwards, for each model."""
-    return config.engine.graph_memory_mb * 10**6 * (1 if draft is None else 2)
-
-
-def _learner_bytes(config: Config, target: ModelShape) -> int:
-    published = target.weight_bytes(config.models.dtype)
-    packing = min(published, _PACKING_BUCKETS * CHUNK_BYTES)
-    weights = target.num_params * _MASTER_BYTES
-    if target.num_adapter_params is not None:
-        # the weights below stay, and serve as the reference too
-        kept = published if config.cluster.trainer.num_gpus else weights
-        learned, reference = target.num_adapter_params * _MASTER_BYTES * (1 + _ADAM_COPIES), 0
-    else:
-        # on a CPU that computes in float32 the reference is held in it too
-        kept, learned = 0, weights * (1 + _ADAM_COPIES)
-        reference = weights if config.algorithm.kl_coef > 0 else 0
-    if config.trainer.strategy == "fsdp2":
-        # shards; each trainer still reads and publishes whole models
-        num_trainers = config.cluster.trainer.num_actors
-        kept, learned, reference = (-(-part // num_trainers) for part in (kept, learned, reference))
-    tokens = config.trainer.max_tokens_per_forward
-    kept_layers = 1 if config.trainer.gradient_checkpointing else target.kv.num_layers
-    holes = 0 if config.learns_on_gpu else _HOST_HOLES_PER_LAYER * target.kv.num_layers
-    activations = tokens * target.hidden_size * 4 * (_ACTIVATIONS_PER_LAYER * kept_layers + holes)
-    logits = tokens * target.vocab_size * 4 * _LOGIT_COPIES
-    samples = config.rollout.prompts_per_iteration * config.rollout.samples_per_prompt
-    # the critic learns from the states of every response token; each trainer keeps those of its share
-    states = samples * config.sampling.max_new_tokens * target.hidden_size * 4
-    states = -(-states // config.cluster.trainer.num_actors)
-    states = states if config.algorithm.has_critic else 0
-    return kept + learned + reference + packing + activations + logits + states
-
-
-def _scorer_bytes(config: Config, target: ModelShape, max_total_tokens: int) -> int:
-    """Of the engine's forward that values log-probabilities: weights, their inference copy, caches."""
-    if config.trainer.scoring == "model":
-        return 0
-    weights = target.weight_bytes(config.models.dtype) + int(target.num_params * 4 * _INFERENCE_COPY)
-    slots = min(config.engine.max_running_samples, MOST_SLOTS)
-    return weights + target.kv.pool_bytes(slots, max_total_tokens)
-
-
-def _refit_bytes(config: Config, draft: ModelShape | None) -> int:
-    """Of the draft model in the trainer, its packed copy and the targets of every response included."""
-    if draft is None or not config.refits_draft:
-        return 0
-    settings, rollout = config.drafter_training, config.rollout
-    published = draft.weight_bytes(config.models.dtype)
-    weights = draft.num_params * _MASTER_BYTES
-    layers = draft.hidden_size * 4 * _ACTIVATIONS_PER_LAYER * draft.kv.num_layers
-    logits = draft.vocab_size * 4 * _REFIT_LOGIT_COPIES
-    if settings.mode == "cotrain":
-        # the target's logits are there anyway; their softmax is not
-        at_once = config.trainer.max_tokens_per_forward * (layers + logits + draft.vocab_size * 4)
-        return weights * _REFIT_COPIES + published + at_once
-    samples = rollout.prompts_per_iteration * rollout.samples_per_prompt
-    kept = min(settings.num_target_tokens, draft.vocab_size) * _SOFT_TARGET_BYTES
-    targets = samples * config.sampling.max_new_tokens * kept
-    return weights * _REFIT_COPIES + published + settings.max_tokens_per_step * (layers + logits) + targets
-
-
-def _draft_dtype(config: Config) -> str:
-    """What a draft is published in: a head that is trained in float32 is published so."""
-    return "float32" if config.trains_head else config.models.dtype
-
-
-def _spot_bytes(config: Config, draft: ModelShape | None) -> int:
-    """Of a draft head that an instance trains while it has no samples, and of what it learns from."""
-    if draft is None or not config.trains_head:
-        return 0
-    buffer = int(config.drafter_training.buffer_mb * MB * _BUFFER_SHARES)
-    # the rows of the target's output matrix that the head's vocabulary has
-    rows = draft.vocab_size * draft.hidden_size * _MASTER_BYTES
-    logits = _SPOT_ANCHORS * draft.vocab_size * 4 * _REFIT_LOGIT_COPIES
-    return draft.num_params * _MASTER_BYTES * _SPOT_COPIES + rows + logits + buffer
-
-
-def _reward_bytes(reward_params: int | None) -> int:
-    if reward_params is None:
-        return PLAIN_PROCESS_BYTES
-    return TORCH_PROCESS_BYTES + 2 * reward_params * _DTYPE_BYTES["float32"]
-
-
-def _disk_bytes(config: Config, target: ModelShape, draft: ModelShape | None) -> int:
-    dtype = config.models.dtype
-    # an MTP layer is not written again
-    draft = None if config.speculation.drafter == "mtp" else draft
-    checkpoint = target.weight_bytes(dtype) + (draft.weight_bytes(_draft_dtype(config)) if draft else 0)
-    every, keep = config.run.checkpoint_every, config.run.keep_checkpoints
-    num_numbered = config.run.iterations // every if every else 0
-    # one more than are kept for the moment in which the oldest goes
-    num_checkpoints = 1 + (num_numbered if keep is None else min(num_numbered, keep + 1))
-    samples = config.rollout.prompts_per_iteration * config.rollout.samples_per_prompt
-    rollouts = config.run.iterations * samples * config.sampling.max_new_tokens * _ROLLOUT_BYTES_PER_TOKEN
-    keeps_best = config.evaluation.every > 0 and config.evaluation.keep_best
-    best = 2 * target.weight_bytes(dtype) if keeps_best else 0
-    return num_checkpoints * checkpoint + best + rollouts + _state_bytes(config, target, draft)
-
-
-def _state_bytes(config: Config, target: ModelShape, draft: ModelShape | None) -> int:
-    """Of the states that a run is resumed from, and one that is being written."""
-    every = config.run.state_every
-    if not every or config.run.iterations < every:
-        return 0
-    learned = target.num_params if target.num_adapter_params is None else target.num_adapter_params
-    has_reference = config.algorithm.kl_coef > 0.0 and target.num_adapter_params is None
-    weights = target.num_params * (2 if has_reference else 1) + (target.num_adapter_params or 0)
-    # a draft model with two moments; of a head what was published
-    drafts = 0 if draft is None else draft.num_params * (3 if config.refits_draft else 1)
-    has_draft = config.refits_draft or config.speculation.drafter == "head"
-    numbers = weights + 2 * learned + (drafts if has_draft else 0)
-    return numbers * _MASTER_BYTES * min(config.run.iterations // every, config.run.keep_states + 1)

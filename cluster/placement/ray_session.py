@@ -36,7 +36,6 @@ from cluster.placement.temporary_folder import BELOW, temporary_base, temporary_
 from cluster.placement.variables import environment
 from cluster.run_folder.folder_watch import removed_when_gone, uninterrupted
 from cluster.run_folder.leftovers import RAY_FOLDER, claim, sweep_ray_folders
-from core.config import Config
 from core.errors import NodeDied, PlacementError
 from core.settings.cluster import ClusterConfig
 
@@ -77,25 +76,25 @@ class RaySession:
     "variables that tell actors their run"
 
 
-def is_local(config: Config) -> bool:
+def is_local(cluster: ClusterConfig) -> bool:
     """Whether the run starts a Ray of its own on this machine."""
-    return not (joined_address(config) or ray.is_initialized())
+    return not (joined_address(cluster) or ray.is_initialized())
 
 
-def joined_address(config: Config) -> str | None:
+def joined_address(cluster: ClusterConfig) -> str | None:
     """The address of the running cluster that the run is to join; None where it starts one."""
-    return config.cluster.address or os.environ.get("RAY_ADDRESS") or None
+    return cluster.address or os.environ.get("RAY_ADDRESS") or None
 
 
-def check_local_ray(config: Config) -> None:
+def check_local_ray(cluster: ClusterConfig) -> None:
     """Require what a private Ray needs here: a port, shared memory, a short temporary folder.
 
     Raises PlacementError for the first that is missing; nothing is started.
     """
-    _check_object_store(config.cluster.object_store_bytes)
+    _check_object_store(cluster.object_store_bytes)
     temporary_base()
-    port = config.cluster.dashboard_port
-    if config.cluster.dashboard and port is not None:
+    port = cluster.dashboard_port
+    if cluster.dashboard and port is not None:
         _check_port(port)
 
 
@@ -130,7 +129,7 @@ def _check_port(port: int) -> None:
 
 @contextmanager
 def ray_session(
-    config: Config,
+    cluster: ClusterConfig,
     run_id: str,
     *,
     on_sigterm: Callable[[], None] = lambda: None,
@@ -140,7 +139,7 @@ def ray_session(
     """Start or join Ray, and leave it however the block ends. SIGTERM ends the block like Ctrl-C.
 
     `on_sigterm` is called first of all then: whoever sent it may not wait for the rest. `store_bytes` is the size of
-    a local cluster's object store where the config names none. `logs` is the folder where actors write theirs.
+    a local cluster's object store where `cluster` names none. `logs` is the folder where actors write theirs.
     A Ray that this process has already initialised is used and left alone.
     Raises PlacementError when Ray cannot be started here, or the cluster at `cluster.address` cannot be reached.
     """
@@ -149,7 +148,7 @@ def ray_session(
     if ray.is_initialized():
         yield RaySession(namespace=namespace, is_local=False, dashboard_url=None, environment=told)
         return
-    address = joined_address(config)
+    address = joined_address(cluster)
     is_up = False
     try:
         with environment(_worker_environment()):
@@ -158,7 +157,7 @@ def ray_session(
                     is_up = True
                     yield replace(session, environment=told)
             else:
-                with _local(config, namespace, on_sigterm, store_bytes or object_store_bytes()) as session:
+                with _local(cluster, namespace, on_sigterm, store_bytes or object_store_bytes()) as session:
                     is_up = True
                     yield replace(session, environment=told)
     except SystemExit as error:
@@ -171,9 +170,9 @@ def ray_session(
 
 @contextmanager
 def _local(
-    config: Config, namespace: str, on_sigterm: Callable[[], None], store_bytes: int
+    cluster: ClusterConfig, namespace: str, on_sigterm: Callable[[], None], store_bytes: int
 ) -> Iterator[RaySession]:
-    check_local_ray(config)
+    check_local_ray(cluster)
     base = temporary_base()
     notes = [*temporary_notes(), *sweep_ray_folders(base)]
     folder = Path(tempfile.mkdtemp(prefix=RAY_FOLDER, dir=base))
@@ -186,7 +185,7 @@ def _local(
             _on_loopback(),
             _shut_down_after(),
         ):
-            context = _start(config.cluster, folder, namespace, store_bytes)
+            context = _start(cluster, folder, namespace, store_bytes)
             note_address(folder, context.address_info["gcs_address"])
             with sigterm_exits(on_sigterm):
                 yield RaySession(

@@ -20,6 +20,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from cluster.placement.quiet import quiet_environment
 from core.config import Config
 from core.errors import ConfigError, PlacementError
+from core.settings.cluster import PoolConfig
 
 logger = logging.getLogger(__name__)
 
@@ -135,7 +136,7 @@ class Topology:
 def plan(config: Config) -> Topology:
     """Lay out the pools. Raises ConfigError for what this version cannot run."""
     cluster = config.cluster
-    _check_trainers(config)
+    _check_trainers(cluster.trainer, config.trainer.minibatch_size)
     if cluster.generation.is_elastic and cluster.placement.startswith("STRICT_"):
         raise ConfigError(
             f"cluster.placement {cluster.placement} is a promise about places reserved together, and instances "
@@ -282,19 +283,18 @@ def _place(name: str, bundle: int, num_cpus: float, num_gpus: float, num_threads
     )
 
 
-def _check_trainers(config: Config) -> None:
+def _check_trainers(pool: PoolConfig, minibatch_size: int) -> None:
     """Raise ConfigError where several trainers could not learn as one."""
-    num_trainers = config.cluster.trainer.num_actors
-    num_gpus = config.cluster.trainer.num_gpus
+    num_trainers, num_gpus = pool.num_actors, pool.num_gpus
     if num_trainers > 1 and num_gpus != int(num_gpus):
         raise ConfigError(
             f"cluster.trainer.num_gpus is {num_gpus} with {num_trainers} trainers: NCCL takes whole GPUs, one trainer "
             "each; set num_gpus: 1, or 0 for the CPU"
         )
-    if num_trainers > config.trainer.minibatch_size:
+    if num_trainers > minibatch_size:
         raise ConfigError(
             f"cluster.trainer.num_actors is {num_trainers}, but a step of the optimizer has "
-            f"trainer.minibatch_size {config.trainer.minibatch_size} responses to share out, so some trainers would "
+            f"trainer.minibatch_size {minibatch_size} responses to share out, so some trainers would "
             "never learn; raise trainer.minibatch_size or take fewer trainers"
         )
 

@@ -14,6 +14,8 @@ from cluster.placement.machine import num_cores
 from cluster.preflight.evaluation_prompts import EvaluationPrompts, split_evaluation
 from core.config import Config
 from core.errors import ConfigError
+from core.settings.cluster import ClusterConfig
+from core.settings.run import ModelsConfig
 from engine.weights.loading import load_tokenizer, num_token_ids
 from learning.data.end_tokens import EndTokens, find_end_tokens
 from learning.data.prompts import PromptDataset, load_prompts
@@ -56,23 +58,21 @@ class Inputs:
         return max(trained, evaluated) + config.max_first_words_tokens
 
 
-def read_tokenizer(config: Config) -> PreTrainedTokenizerBase:
+def read_tokenizer(models: ModelsConfig, template_time: str | None) -> PreTrainedTokenizerBase:
     """The run's tokenizer, which keeps its time: the target's unless the config names another. Raises ModelError."""
-    name = config.models.tokenizer or config.models.target
-    tokenizer = load_tokenizer(name, trust_remote_code=config.models.trust_remote_code)
-    return keep_time(tokenizer, config.run.template_time)
+    name = models.tokenizer or models.target
+    return keep_time(load_tokenizer(name, trust_remote_code=models.trust_remote_code), template_time)
 
 
-def require_cores(config: Config) -> None:
+def require_cores(cluster: ClusterConfig, **num_threads: int) -> None:
     """Refuse more threads than this machine has cores, where the run's actors are to run here.
 
     What nodes of a joined cluster have is known there only. Raises ConfigError.
     """
-    if config.cluster.address or os.environ.get("RAY_ADDRESS"):
+    if cluster.address or os.environ.get("RAY_ADDRESS"):
         return
     most = max(num_cores(), 2)  # 2 is a default, and slower by little on one core
-    for section in ("engine", "trainer"):
-        wanted = getattr(config, section).num_threads
+    for section, wanted in num_threads.items():
         if wanted > most:
             raise ConfigError(
                 f"{section}.num_threads is {wanted}, but this machine has {num_cores()} cores; expected at most "
@@ -85,8 +85,8 @@ def read_inputs(config: Config, tokenizer: PreTrainedTokenizerBase | None = None
 
     Raises ModelError, DataError, and ConfigError: more threads than cores, a stop token that is no token.
     """
-    require_cores(config)
-    tokenizer = tokenizer or read_tokenizer(config)
+    require_cores(config.cluster, engine=config.engine.num_threads, trainer=config.trainer.num_threads)
+    tokenizer = tokenizer or read_tokenizer(config.models, config.run.template_time)
     num_ids = num_token_ids(tokenizer)
     for name in ("stop_token_ids", "end_token_ids"):
         unknown = [number for number in getattr(config.sampling, name) or () if number >= num_ids]

@@ -13,8 +13,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from cluster.placement.memory_plan import ModelShape
 from cluster.preflight.draft_head import check_head, check_mtp, describe_training
 from cluster.preflight.inputs import read_tokenizer
-from cluster.preflight.param_count import count_params
-from cluster.preflight.template_files import TEMPLATE_FILE, other_templates
+from cluster.preflight.model_files import TEMPLATE_FILE, count_params, other_templates
 from core.checkpoint_manifest import has_manifest, verify_checkpoint
 from core.config import Config
 from core.errors import ModelError
@@ -64,7 +63,7 @@ def check_models(config: Config) -> CheckedModels:
     trust, speculation = config.models.trust_remote_code, config.speculation
     _verify_own_checkpoints(config)
     target_config = load_hf_config(config.models.target, trust_remote_code=trust)
-    tokenizer = read_tokenizer(config)
+    tokenizer = read_tokenizer(config.models, config.run.template_time)
     target = model_shape(target_config, config.models.target)
     if config.trainer.lora is not None:
         module = meta_model(config.models.target, target_config)

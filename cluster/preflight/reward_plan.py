@@ -7,9 +7,11 @@ from dataclasses import dataclass
 
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerBase
 
-from cluster.preflight.param_count import count_params
-from core.config import Config, RewardConfig
+from cluster.preflight.model_files import count_params
 from core.records import Prompt
+from core.settings.data import DataConfig
+from core.settings.evaluation import EvaluationConfig
+from core.settings.reward import RewardConfig
 from engine.weights.loading import load_hf_config, load_tokenizer
 from learning.rewards.format_note import format_notes
 from learning.rewards.reward_function import build_reward
@@ -61,27 +63,27 @@ def pattern_notes(
     return [note for pattern in patterns for note in format_notes(pattern, prefills, tokenizer)]
 
 
-def reward_columns(config: Config) -> tuple[str, ...]:
+def reward_columns(data: DataConfig, evaluation: EvaluationConfig) -> tuple[str, ...]:
     """The columns that every prompt of a run has for reward functions."""
-    sources = [*config.data.each_source()]
-    if config.evaluation.every and config.evaluation.data is not None:
-        sources += config.evaluation.data.each_source()
+    sources = [*data.each_source()]
+    if evaluation.every and evaluation.data is not None:
+        sources += evaluation.data.each_source()
     named = [source.reward_fields for source in sources]
     return tuple(name for name in named[0] if all(name in other for other in named))
 
 
-def resolved_reward(config: Config) -> RewardConfig:
-    """The reward section with what it takes from others: the longest response."""
-    shaping = config.reward.shaping
+def resolved_reward(reward: RewardConfig, max_new_tokens: int) -> RewardConfig:
+    """The reward section with the longest response, where shaping leaves that to `sampling`."""
+    shaping = reward.shaping
     if shaping.overlong is None or shaping.overlong.max_tokens is not None:
-        return config.reward
-    overlong = shaping.overlong.model_copy(update={"max_tokens": config.sampling.max_new_tokens})
-    return config.reward.model_copy(update={"shaping": shaping.model_copy(update={"overlong": overlong})})
+        return reward
+    overlong = shaping.overlong.model_copy(update={"max_tokens": max_new_tokens})
+    return reward.model_copy(update={"shaping": shaping.model_copy(update={"overlong": overlong})})
 
 
-def scoring_timeout_s(config: Config) -> float:
+def scoring_timeout_s(reward: RewardConfig, order_timeout_s: float) -> float:
     """How long one batch may take: functions may hang at every call, a server is asked again and again."""
-    reward, limit = config.reward, config.cluster.order_timeout_s
+    limit = order_timeout_s
     if reward.calls_functions:
         # `async` ones are awaited together first, then one by one where one of them hung
         limit += (1 + reward.batch_size) * reward.timeout_s

@@ -19,11 +19,11 @@ from transformers.configuration_utils import PretrainedConfig
 
 from cluster.placement import machine
 from cluster.placement.memory_plan import (
+    MemoryNeeds,
     MemoryPlan,
     ModelShape,
+    ModelShapes,
     gib,
-    object_store_need,
-    plan_memory,
     require_gpu_room,
     require_trainer_gpu_room,
 )
@@ -119,22 +119,20 @@ def check_run(config: Config, *, output_dir: Path) -> CheckReport:
         inputs.evaluation.require_context(models.configs)
     max_total_tokens = inputs.max_total_tokens(config)
     require_served(config, models, max_total_tokens=max_total_tokens)
-    reward = check_reward(config.reward, reward_columns(config))
+    reward = check_reward(config.reward, reward_columns(config.data, config.evaluation))
     environment = None
     if config.environment.kind is not None:
         environment = environment_maker(config.environment)()
         stop_texts(environment)
         is_raw(environment)
     evaluated = inputs.evaluation.prompts if inputs.evaluation is not None else ()
-    require_references(config, environment, chain(inputs.dataset.prompts, evaluated))
-    plan = plan_memory(
-        config,
-        target=models.target,
-        draft=models.draft,
-        reward_params=reward.num_params,
-        max_total_tokens=max_total_tokens,
-        object_store_bytes=config.cluster.object_store_bytes
-        or object_store_bytes(object_store_need(config, models.target, models.draft)),
+    require_references(
+        config.reward, config.environment, environment, chain(inputs.dataset.prompts, evaluated)
+    )
+    shapes = ModelShapes(target=models.target, draft=models.draft, reward_params=reward.num_params)
+    needs = MemoryNeeds(config, shapes, max_total_tokens=max_total_tokens)
+    plan = needs.plan(
+        object_store_bytes=config.cluster.object_store_bytes or object_store_bytes(needs.object_store())
     )
     report = CheckReport(
         inputs=replace(
@@ -172,9 +170,9 @@ def require_place_in_cluster(config: Config) -> None:
     Nothing is asked where the run starts a Ray of its own. Raises PlacementError: the cluster cannot be joined, or does
     not have it within `cluster.placement_timeout_s`.
     """
-    if not joined_address(config):
+    if not joined_address(config.cluster):
         return
-    with ray_session(config, "check"):
+    with ray_session(config.cluster, "check"):
         remove_placement_group(place(plan_topology(config), is_local=False))
 
 
@@ -192,14 +190,14 @@ def _check_engine(config: Config) -> str:
 
 def _check_surroundings(config: Config, output_dir: Path) -> Topology:
     """Require packages, machine or cluster; where the actors are to stand."""
-    require_trackers(config)
+    require_trackers(config.tracking)
     if config.run.copy_to is not None:
         require_place(config.run.copy_to, output_dir)
     topology = plan_topology(config)
-    address = joined_address(config)
-    if is_local(config):
+    address = joined_address(config.cluster)
+    if is_local(config.cluster):
         require_machine(topology, num_cpus=machine.num_cores(), num_gpus=torch.cuda.device_count())
-        check_local_ray(config)
+        check_local_ray(config.cluster)
     elif address is not None:
         require_reachable(address)
     return topology
@@ -247,7 +245,7 @@ def _check_lengths(config: Config, dataset: PromptDataset, models: Sequence[Pret
 
 
 def _require_room(config: Config, report: CheckReport, output_dir: Path) -> None:
-    if is_local(config) and torch.cuda.is_available():
+    if is_local(config.cluster) and torch.cuda.is_available():
         # GPUs of other nodes are not asked from here
         sizes = [
             torch.cuda.get_device_properties(index).total_memory for index in range(torch.cuda.device_count())
@@ -260,7 +258,7 @@ def _require_room(config: Config, report: CheckReport, output_dir: Path) -> None
                 report.memory, num_gpus=config.cluster.trainer.num_gpus, device_bytes=min(sizes)
             )
     needed = report.memory.total_bytes
-    here = joined_address(config) is None  # a Ray that this process has started runs here too
+    here = joined_address(config.cluster) is None  # a Ray that this process has started runs here too
     if here and report.available_bytes is not None and needed > report.available_bytes:
         parts = ", ".join(f"{label} {amount}" for label, amount in report.memory.rows()[:-1])
         raise PlacementError(

@@ -17,6 +17,7 @@ from cluster.run_folder.run_time import of_folder
 from core.config import Config
 from core.config_io import load_config
 from core.errors import ConfigError, DataError
+from core.settings.generation import EngineConfig
 
 
 def run_config(run: Path, overrides: Sequence[str] = ()) -> Config:
@@ -27,10 +28,9 @@ def run_config(run: Path, overrides: Sequence[str] = ()) -> Config:
     return of_folder(load_config(file, overrides), run)
 
 
-def all_places(run: Path, config: Config, proof: Proof) -> list[Place]:
+def all_places(run: Path, proof: Proof, *, run_seed: int, max_staleness: int) -> list[Place]:
     """All samples; files that cannot be read, foreign keys and second copies are differences."""
     places: dict[object, Place] = {}
-    staleness = config.rollout.max_staleness
     for file in rollout_files(run):
         name = str(file.relative_to(run))
         try:
@@ -43,10 +43,10 @@ def all_places(run: Path, config: Config, proof: Proof) -> list[Place]:
         proof.num_recorded += len(found)
         for place in found:
             index = place.key.sample_index
-            if place.key.run_seed != config.run.seed:
-                what, expected, got = "run seed", str(config.run.seed), str(place.key.run_seed)
-            elif staleness and not 0 <= place.iteration - min(place.weight_versions) <= staleness:
-                what, expected = "oldest weight version", f"{place.iteration - staleness} or later"
+            if place.key.run_seed != run_seed:
+                what, expected, got = "run seed", str(run_seed), str(place.key.run_seed)
+            elif max_staleness and not 0 <= place.iteration - min(place.weight_versions) <= max_staleness:
+                what, expected = "oldest weight version", f"{place.iteration - max_staleness} or later"
                 got = str(min(place.weight_versions))
             elif place.key in places:
                 other = places[place.key].file.relative_to(run)
@@ -63,20 +63,24 @@ def all_places(run: Path, config: Config, proof: Proof) -> list[Place]:
 def verifiable(
     places: Sequence[Place],
     metrics: Mapping[int, Mapping[str, float]],
-    config: Config,
     weights: KeptWeights,
     proof: Proof,
+    *,
+    why_not: str,
+    max_staleness: int,
 ) -> list[Place]:
-    """Samples that can be generated again here; the others are counted by reason. `metrics` by iteration."""
+    """Samples that can be generated again here; the others are counted by reason. `metrics` by iteration.
+
+    `why_not`: as `why_not_here` says of the run.
+    """
     loose = {iteration for iteration, row in metrics.items() if row.get("rollout/invariant") == 0.0}
-    machine = why_not_here(config)
     needed = {version for place in places for version in place.weight_versions}
     missing = sorted(needed - weights.targets.keys() - weights.damaged)
     good = []
     for place in places:
-        if machine:
-            proof.unverified[machine] += 1
-        elif loose & set(range(place.iteration - config.rollout.max_staleness, place.iteration + 1)):
+        if why_not:
+            proof.unverified[why_not] += 1
+        elif loose & set(range(place.iteration - max_staleness, place.iteration + 1)):
             proof.unverified["the run promised no bits in their iteration (rollout/invariant is 0)"] += 1
         elif weights.targets.keys() >= set(place.weight_versions):
             good.append(place)
@@ -91,16 +95,15 @@ def verifiable(
     return good
 
 
-def why_not_here(config: Config) -> str:
+def why_not_here(engine: EngineConfig, *, on_gpu: bool) -> str:
     """Why nothing of a run can be generated again on this machine; empty where its configuration allows it."""
-    engine = config.engine
-    if config.decodes_on_gpu and engine.numerics != "invariant":
+    if on_gpu and engine.numerics != "invariant":
         return "instances decoded on GPUs, which promise no bits (engine.numerics=invariant does)"
-    if config.decodes_on_gpu and not torch.cuda.is_available():
+    if on_gpu and not torch.cuda.is_available():
         return "instances decoded on GPUs, and there is none here"
     if engine.numerics == "fast":
         return "the run promised no bits (engine.numerics is fast)"
-    if not config.decodes_on_gpu and engine.num_threads > 1:
+    if not on_gpu and engine.num_threads > 1:
         return "the run promised no bits (engine.num_threads is above 1)"
     return ""
 

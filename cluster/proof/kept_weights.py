@@ -11,7 +11,6 @@ from cluster.proof.difference import Difference
 from cluster.run_folder.layout import RunDir
 from cluster.run_folder.weights_log import read_weights_log
 from core.checkpoint_manifest import MANIFEST, CheckpointDamaged, has_manifest, verify_checkpoint
-from core.config import Config
 from core.errors import ModelError
 from core.files import PARTIAL, REPLACED
 
@@ -39,8 +38,11 @@ class KeptWeights:
     "checkpoint folders without a manifest"
 
 
-def find_weights(run: Path, config: Config) -> KeptWeights:
-    """Compare every checkpoint of a run with its manifest, and its manifest with what the run noted."""
+def find_weights(run: Path, first_model: str) -> KeptWeights:
+    """Compare every checkpoint of a run with its manifest, and its manifest with what the run noted.
+
+    `first_model` is what the run began with: version 0.
+    """
     found = KeptWeights()
     noted = read_weights_log(RunDir(path=run).weights_file)
     for folder in _checkpoints(run):
@@ -75,14 +77,12 @@ def find_weights(run: Path, config: Config) -> KeptWeights:
                 )
             )
         found.targets.setdefault(version, KeptModel(name=str(folder), checksum=expected))
-    _add_first(found, config, noted.get(0))
+    _add_first(found, first_model, noted.get(0))
     found.damaged -= found.targets.keys()
     return found
 
 
-def _add_first(found: KeptWeights, config: Config, noted: str | None) -> None:
-    """Version 0 is the model that the run began with."""
-    name = config.models.target
+def _add_first(found: KeptWeights, name: str, noted: str | None) -> None:
     folder = Path(name).expanduser()
     if has_manifest(folder):
         found.num_checkpoints += 1

@@ -22,6 +22,7 @@ from core.checkpoint_manifest import has_manifest
 from core.config import Config
 from core.errors import DataError, ModelError, WeightsError
 from core.records import Completion
+from core.settings.generation import SpeculationConfig
 from engine.decoding.draft_tree import DraftTree
 from engine.decoding.running_batch import RunningBatch
 from engine.decoding.verify import Verdict
@@ -70,7 +71,8 @@ def replay_sample(run: Path, config: Config, sample_index: int) -> Replayed:
     Raises DataError: the run has no such sample, or its file cannot be read; ModelError for a tokenizer.
     """
     proof = Proof(seed=0)
-    found = [place for place in all_places(run, config, proof) if place.key.sample_index == sample_index]
+    places = all_places(run, proof, run_seed=config.run.seed, max_staleness=config.rollout.max_staleness)
+    found = [place for place in places if place.key.sample_index == sample_index]
     if not found:
         unread = "; ".join(str(one) for one in proof.differences if one.sample is None)
         raise DataError(
@@ -78,11 +80,11 @@ def replay_sample(run: Path, config: Config, sample_index: int) -> Replayed:
             + (f" ({unread})" if unread else "")
         )
     (sample,) = read_recorded(found)
-    tokenizer = read_tokenizer(config)
+    tokenizer = read_tokenizer(config.models, config.run.template_time)
     file = str(sample.place.file.relative_to(run))
-    weights = find_weights(run, config)
+    weights = find_weights(run, config.models.target)
     lacking = (_without_weights(weights, version) for version in sample.place.weight_versions)
-    why_not = why_not_here(config) or next(filter(None, lacking), "")
+    why_not = why_not_here(config.engine, on_gpu=config.decodes_on_gpu) or next(filter(None, lacking), "")
     if why_not:
         return _only_recorded(sample, file, tokenizer, why_not)
     try:
@@ -130,7 +132,7 @@ def _generate(
     sample: Recorded,
 ) -> tuple[Completion, tuple[Step, ...], str]:
     versions = tuple(dict.fromkeys(sample.place.weight_versions))
-    policy, said = _policy(config)
+    policy, said = _policy(config.speculation)
     draft, whose = _draft(run, config, sample.place.iteration)
     sampling = sampling_params(config.sampling, tokenizer, model=config.models.target)
     regenerator = Regenerator(
@@ -156,9 +158,8 @@ def _generate(
     return again, tuple(watched.steps) if watched else (), f"{whose}, {said}"
 
 
-def _policy(config: Config) -> tuple[DraftPolicy, str]:
+def _policy(speculation: SpeculationConfig) -> tuple[DraftPolicy, str]:
     """The run's policy where it decides by nothing but its settings, else a fixed one."""
-    speculation = config.speculation
     if speculation.drafter == "none" or speculation.policy == "off":
         return FixedPolicy(num_nodes=0, depth=0, branching=1), "plain decoding"
     shape = {name: getattr(speculation, name) for name in ("num_nodes", "depth", "branching")}

@@ -28,7 +28,9 @@ class RewardsAgain:
         if why := _why_not(config):
             raise InputError(why)
         # whoever cannot be scored is a difference, and no end
-        reward = resolved_reward(config).model_copy(update={"on_error": "skip"})
+        reward = resolved_reward(config.reward, config.sampling.max_new_tokens).model_copy(
+            update={"on_error": "skip"}
+        )
         self._stage = build_reward(reward, fields=None, template_time=config.run.template_time)
         self.prompts: dict[int, Prompt] = {}
         try:

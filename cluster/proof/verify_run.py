@@ -13,8 +13,8 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from cluster.placement.machine import memory_bytes, num_cores
 from cluster.preflight.inputs import read_tokenizer
-from cluster.preflight.param_count import count_params
-from cluster.proof.choice import all_places, drawn, run_config, verifiable
+from cluster.preflight.model_files import count_params
+from cluster.proof.choice import all_places, drawn, run_config, verifiable, why_not_here
 from cluster.proof.difference import Difference, completion_differences
 from cluster.proof.kept_weights import KeptWeights, find_weights
 from cluster.proof.proof_record import Proof
@@ -34,6 +34,7 @@ from core.config import Config
 from core.errors import DataError, InputError
 from core.metrics import read_metrics
 from core.records import Completion
+from core.settings.run import ModelsConfig
 from engine.model.compute_backend import ComputeBackend
 from engine.weights.causal_lm import max_context_tokens
 from engine.weights.loading import load_hf_config
@@ -78,12 +79,14 @@ def verify_run(
     config = run_config(run, overrides)
     proof = Proof(seed=seed)
     tick("checkpoints", 0.0)
-    weights = find_weights(run, config)
+    weights = find_weights(run, config.models.target)
     proof.num_checkpoints, proof.differences = weights.num_checkpoints, [*weights.differences]
     proof.notes += [f"checkpoint {name} has no manifest to be compared with" for name in weights.unverified]
-    places = all_places(run, config, proof)
+    staleness = config.rollout.max_staleness
+    places = all_places(run, proof, run_seed=config.run.seed, max_staleness=staleness)
     metrics = _metrics(run)
-    good = verifiable(places, metrics, config, weights, proof)
+    why_not = why_not_here(config.engine, on_gpu=config.decodes_on_gpu)
+    good = verifiable(places, metrics, weights, proof, why_not=why_not, max_staleness=staleness)
     chosen = drawn(good, share=share, seed=seed)
     if samples := _read(run, chosen, proof):
         if any(sample.rollout.completion.sampled is not None for sample in samples):
@@ -92,7 +95,9 @@ def verify_run(
             )
         started_s = time.perf_counter()
         works = _works(samples)
-        num_engines = min(num_engines or _most_engines(config), len(works))
+        num_engines = min(
+            num_engines or _most_engines(config.models, on_gpu=config.decodes_on_gpu), len(works)
+        )
         tick(f"starting {num_engines} engines", 0.0)
         tools = _Tools.start(run, config, weights, samples, proof, num_engines=num_engines)
         proof.start_s = time.perf_counter() - started_s
@@ -120,11 +125,10 @@ def _read(run: Path, places: Sequence[Place], proof: Proof) -> list[Recorded]:
     return samples
 
 
-def _most_engines(config: Config) -> int:
+def _most_engines(models: ModelsConfig, *, on_gpu: bool) -> int:
     """One a core, each with weights, their laid-out copies and the next version; on a GPU one."""
-    if config.decodes_on_gpu:
+    if on_gpu:
         return 1
-    models = config.models
     hf_config = load_hf_config(models.target, trust_remote_code=models.trust_remote_code)
     # laid-out copies are float32
     needed = 3 * 4 * count_params(hf_config, AutoModelForCausalLM, models.target)
@@ -154,7 +158,7 @@ class _Tools:
         num_engines: int,
     ) -> _Tools:
         """Raises InputError: a model that cannot be loaded, or an engine that promises no bits here."""
-        tokenizer = read_tokenizer(config)
+        tokenizer = read_tokenizer(config.models, config.run.template_time)
         sampling = sampling_params(config.sampling, tokenizer, model=config.models.target)
         hf_config = load_hf_config(config.models.target, trust_remote_code=config.models.trust_remote_code)
         longest = max(len(sample.rollout.prompt.token_ids) for sample in samples) + sampling.max_new_tokens

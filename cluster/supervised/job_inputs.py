@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from cluster.placement.machine import num_cores
-from cluster.preflight.param_count import count_params
+from cluster.preflight.model_files import count_params
 from cluster.reporting.console import Reporter
 from core.checkpoint_manifest import has_manifest, verify_checkpoint
 from core.config_io import config_text

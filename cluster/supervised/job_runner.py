@@ -8,11 +8,8 @@ from typing import Any
 
 import torch
 
-from core.config import Config
 from core.errors import ConfigError, WaitTimeout
 from core.settings.cluster import ClusterConfig
-from core.settings.data import DataConfig
-from core.settings.generation import SpeculationConfig
 from core.settings.supervised import SupervisedConfig
 from learning.supervised.supervised_job import StepReport, SupervisedJob, run_job
 
@@ -31,7 +28,7 @@ def run(config: SupervisedConfig, job: SupervisedJob, *, run_id: str) -> Iterato
     # seconds to import, and needed here only
     from cluster.placement.ray_session import ray_session
 
-    with ray_session(_session(config.cluster), run_id) as session:
+    with ray_session(config.cluster.model_copy(update={"dashboard": False}), run_id) as session:
         yield from _on_ray(config, job, session.namespace, is_local=session.is_local)
 
 
@@ -44,15 +41,6 @@ def _own_device(config: SupervisedConfig) -> torch.device:
             )
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())
-
-
-def _session(cluster: ClusterConfig) -> Config:
-    """The config of a run whose other sections say nothing: a session asks for its cluster alone."""
-    return Config(
-        data=DataConfig(task="chain"),
-        speculation=SpeculationConfig(policy="off", drafter="none"),
-        cluster=cluster.model_copy(update={"dashboard": False}),
-    )
 
 
 def _on_ray(

@@ -14,10 +14,10 @@ from cluster.tracking.distribution_figures import distribution_figures
 from cluster.tracking.histograms import Histogram, write_histograms
 from cluster.tracking.sample_table import SampleRow, as_markdown, choose_samples
 from cluster.tracking.trackers import Trackers
-from core.config import Config
 from core.files import storage_errors, write_whole
 from core.metrics import MetricsLog
 from core.records import Rollout, UpdateReport
+from core.settings.tracking import TrackingConfig
 from core.weight_records import WeightManifest
 from learning.update_metrics import LOG_RATIO_BINS, LOG_RATIO_WIDTH
 
@@ -28,15 +28,17 @@ class RunLog:
     Every method that writes raises RunTaken first where another process goes on with the run.
     """
 
-    def __init__(self, config: Config, run_dir: RunDir, trackers: Trackers) -> None:
-        self._tracking, self._run_dir, self._trackers = config.tracking, run_dir, trackers
+    def __init__(self, tracking: TrackingConfig, run_dir: RunDir, trackers: Trackers) -> None:
+        self._tracking, self._run_dir, self._trackers = tracking, run_dir, trackers
         self._metrics = MetricsLog(run_dir.metrics_file)
 
     @classmethod
-    def begin(cls, config: Config, run_dir: RunDir, note: Callable[[str], None], *, num_done: int) -> RunLog:
-        """With the trackers that the config asks for, which hear of what goes wrong by `note`."""
+    def begin(
+        cls, tracking: TrackingConfig, run_dir: RunDir, note: Callable[[str], None], *, num_done: int
+    ) -> RunLog:
+        """With the trackers that are asked for, which hear of what goes wrong by `note`."""
         run_dir.owner.require()
-        return cls(config, run_dir, Trackers.of(config, run_dir, note, num_done=num_done))
+        return cls(tracking, run_dir, Trackers.of(tracking, run_dir, note, num_done=num_done))
 
     def rollouts(
         self,

@@ -8,8 +8,9 @@ from typing import Protocol
 
 from cluster.run_folder.layout import RunDir
 from cluster.tracking.sample_table import SampleRow
-from core.config import Config
+from core.config_io import read_tree
 from core.errors import ConfigError, describe_error
+from core.settings.tracking import TrackingConfig, WandbConfig
 
 Chosen = Sequence[tuple[str, SampleRow]]
 
@@ -36,11 +37,11 @@ class Tracker(Protocol):
         ...
 
 
-def require_trackers(config: Config) -> None:
+def require_trackers(tracking: TrackingConfig) -> None:
     """Raise ConfigError where a tracker is asked for whose library is not installed."""
     for wanted, package, key in (
-        (config.tracking.tensorboard, "tensorboard", "tracking.tensorboard"),
-        (config.tracking.wandb is not None, "wandb", "tracking.wandb"),
+        (tracking.tensorboard, "tensorboard", "tracking.tensorboard"),
+        (tracking.wandb is not None, "wandb", "tracking.wandb"),
     ):
         if wanted and importlib.util.find_spec(package) is None:
             raise ConfigError(
@@ -60,14 +61,14 @@ class Trackers:
 
     @classmethod
     def of(
-        cls, config: Config, run_dir: RunDir, note: Callable[[str], None], *, num_done: int = 0
+        cls, tracking: TrackingConfig, run_dir: RunDir, note: Callable[[str], None], *, num_done: int = 0
     ) -> Trackers:
         """Start the trackers of a run, or of one that goes on after so many iterations: later steps are told anew."""
         makers: dict[str, Callable[[], Tracker]] = {}
-        if config.tracking.tensorboard:
+        if tracking.tensorboard:
             makers["TensorBoard"] = lambda: _tensorboard(run_dir, num_done)
-        if config.tracking.wandb is not None:
-            makers["Weights & Biases"] = lambda: _wandb(config, run_dir)
+        if (wandb := tracking.wandb) is not None:
+            makers["Weights & Biases"] = lambda: _wandb(wandb, run_dir)
         return cls(makers, note)
 
     def __bool__(self) -> bool:
@@ -113,8 +114,7 @@ def _tensorboard(run_dir: RunDir, num_done: int) -> Tracker:
     return TensorBoardTracker(run_dir.path / "tensorboard", num_done=num_done)
 
 
-def _wandb(config: Config, run_dir: RunDir) -> Tracker:
+def _wandb(settings: WandbConfig, run_dir: RunDir) -> Tracker:
     from cluster.tracking.wandb_tracker import WandbTracker
 
-    assert config.tracking.wandb is not None
-    return WandbTracker(config.tracking.wandb, run_dir.path, config.model_dump(mode="json"))
+    return WandbTracker(settings, run_dir.path, read_tree(run_dir.config_file))

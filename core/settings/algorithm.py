@@ -12,6 +12,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from core.settings.correction import CorrectionConfig, require_level
+from core.settings.generation import RolloutConfig
 from core.settings.section import Name, Section
 
 Kind = Literal[
@@ -239,3 +240,18 @@ class AlgorithmConfig(Section):
                     f"effect; take it out, or set what it is of"
                 )
         return self
+
+
+def require_groups(algorithm: AlgorithmConfig, rollout: RolloutConfig) -> None:
+    """Raise ValueError where groups are compared and there are none, or cannot be replaced while others run ahead."""
+    if algorithm.compares_groups and rollout.samples_per_prompt < 2:
+        raise ValueError(
+            f"algorithm.kind {algorithm.kind} compares samples of one prompt: rollout.samples_per_prompt >= 2, got "
+            f"{rollout.samples_per_prompt}"
+        )
+    if rollout.max_staleness and algorithm.dynamic_sampling:
+        raise ValueError(
+            f"algorithm.dynamic_sampling asks for further prompts until a batch is full, and with "
+            f"rollout.max_staleness {rollout.max_staleness} it is settled before their rewards how many run ahead of "
+            "which update; set max_staleness: 0, or dynamic_sampling: false"
+        )

@@ -132,3 +132,13 @@ class ClusterConfig(Section):
                 "taken for lost; raise the one or lower the other"
             )
         return self
+
+
+def require_publication(publication: PublicationConfig, max_staleness: int) -> None:
+    """Raise ValueError where an instance that joins could not be given the version that the others decode from."""
+    if max_staleness and publication.transport in ("broadcast", "nccl"):
+        raise ValueError(
+            f"cluster.publication.transport is {publication.transport} and rollout.max_staleness above 0: an instance "
+            "that joins while the trainer is ahead could not be given the version that the others decode from, so "
+            "weights travel by the object store there; set transport: auto or object_store"
+        )

@@ -6,6 +6,7 @@ from pydantic import Field, model_validator
 
 from core.ranges import LEAST_TEMPERATURE
 from core.settings.data import DataConfig
+from core.settings.reward import RewardConfig
 from core.settings.section import Name, Section
 
 MAX_SAMPLES_PER_PROMPT = 1024
@@ -54,3 +55,14 @@ class EvaluationConfig(Section):
                 "better"
             )
         return self
+
+
+def require_metric(evaluation: EvaluationConfig, reward: RewardConfig) -> None:
+    """Raise ValueError for a metric that is made of a part which the reward has not."""
+    silent = all(part.kind in ("model", "format") for part in reward.scorers)
+    metric = evaluation.metric
+    if evaluation.every and silent and metric not in ("eval/reward_mean", "eval/best_at_k"):
+        raise ValueError(
+            f"evaluation.metric is {metric}, which is made of a part 'correct', and rewards of kind {reward.title} "
+            "have none; set it to eval/reward_mean or eval/best_at_k"
+        )

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from core.ranges import LEAST_TEMPERATURE
 from core.settings.section import MAX_THREADS, Seconds, Section, UserPath
 
 
@@ -94,6 +95,29 @@ class SpeculationConfig(Section):
         return self
 
 
+def require_training_temperature(temperature: float) -> None:
+    """Raise ValueError for a temperature that no log-probability can be learned from."""
+    if temperature == 0.0:
+        raise ValueError(
+            "sampling.temperature must be above 0 to train: greedy sampling has no log-probability; use 1.0"
+        )
+    if temperature < LEAST_TEMPERATURE:
+        raise ValueError(
+            f"sampling.temperature must be at least {LEAST_TEMPERATURE}, got {temperature}: logits over it overflow; "
+            "use 1.0"
+        )
+
+
+def require_draft(speculation: SpeculationConfig, draft: str | None) -> None:
+    """Raise ValueError where `models.draft` must name what drafts and does not."""
+    if speculation.names_draft and draft is None:
+        what = {"model": "a draft model", "head": "the folder of a draft head"}[speculation.drafter]
+        raise ValueError(
+            f"speculation.drafter is '{speculation.drafter}' but models.draft is null; "
+            f"name {what}, or set speculation.drafter to suffix or none"
+        )
+
+
 class EngineConfig(Section):
     """One generation instance."""
 
@@ -139,8 +163,13 @@ class RolloutConfig(Section):
     learned from, none later than max_staleness allows"""
 
 
-def require_schedule(rollout: RolloutConfig, *, environment: str | None) -> None:
-    """Raise ValueError for settings of a schedule that would have no effect, or cut an environment's turns."""
+def require_schedule(rollout: RolloutConfig, *, environment: str | None, turn_cache_mb: float) -> None:
+    """Raise ValueError for a schedule without effect, or room for its caches, or that cuts an environment's turns."""
+    if rollout.max_staleness and rollout.weight_load == "keep_kv" and not turn_cache_mb:
+        raise ValueError(
+            "rollout.weight_load is keep_kv, and engine.turn_cache_mb 0 has no room for caches that wait; raise it, or "
+            "set weight_load: reprefill"
+        )
     cuts = (rollout.schedule, rollout.weight_load) != ("recorded", "drain")
     if rollout.max_staleness and environment is not None and cuts:
         raise ValueError(

@@ -179,3 +179,24 @@ class RewardConfig(Scorer):
             if name in RESERVED_NAMES:
                 raise ValueError(f"reward.parts: the name '{name}' is a figure of its own; choose another")
         return self
+
+
+def require_reward(reward: RewardConfig, *, environment: str | None, max_new_tokens: int) -> None:
+    """Raise ValueError for shaping that fits no response, or that an environment, which must be there, does itself."""
+    overlong = reward.shaping.overlong
+    if overlong is not None:
+        longest = overlong.max_tokens or max_new_tokens
+        if overlong.buffer_tokens > longest:
+            raise ValueError(
+                f"reward.shaping.overlong.buffer_tokens is {overlong.buffer_tokens}, more than the {longest} tokens "
+                "of the longest response; lower it"
+            )
+    if reward.kind == "environment" and environment is None:
+        raise ValueError(
+            "reward.kind is 'environment' but environment.kind is null: nothing answers; name an environment"
+        )
+    if reward.kind == "environment" and reward.shaping.is_on:
+        raise ValueError(
+            "reward.kind environment takes what the environment gives; reward.shaping would have no effect; let the "
+            "environment shape its rewards"
+        )

@@ -6,6 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
+from core.settings.algorithm import AlgorithmConfig
+from core.settings.generation import SpeculationConfig
 from core.settings.section import MAX_THREADS, Name, Section
 
 Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
@@ -101,3 +103,74 @@ class DrafterTrainingConfig(Section):
     buffer_mb: float = Field(default=256.0, gt=0.0)
     "a head: hidden states to learn from, of each instance"
     head_learning_rate: float = Field(default=1e-4, gt=0.0, le=1e6)
+
+
+def trains_head(training: DrafterTrainingConfig, speculation: SpeculationConfig, *, on_gpu: bool) -> bool:
+    """Whether a draft head drafts and instances, `on_gpu` or not, are to train it while they have no samples."""
+    is_head = speculation.drafter == "head" and speculation.has_draft
+    return is_head and training.refit and training.spot != "off" and not on_gpu
+
+
+def require_spot(training: DrafterTrainingConfig, speculation: SpeculationConfig, *, on_gpu: bool) -> None:
+    """Raise ValueError where `drafter_training.spot` is on and no head would be trained."""
+    if training.spot != "on" or trains_head(training, speculation, on_gpu=on_gpu):
+        return
+    if speculation.drafter != "head":
+        raise ValueError(
+            "drafter_training.spot is on, which trains a draft head on the instances, and speculation.drafter is "
+            f"{speculation.drafter}, which has none; set spot to auto or off, or drafter to head"
+        )
+    if on_gpu:
+        raise ValueError(
+            "drafter_training.spot is on, but instances decode on GPUs, where training would queue before their "
+            "forwards; expected instances on CPUs: set it to auto or off"
+        )
+    why = "drafter_training.refit is false" if not training.refit else "speculation.policy is off"
+    raise ValueError(
+        f"drafter_training.spot is on, and {why}, so that no head would learn; set spot to auto or off, or that "
+        "otherwise"
+    )
+
+
+def require_cotrain(training: DrafterTrainingConfig, speculation: SpeculationConfig) -> None:
+    """Raise ValueError where a draft model is to learn within the target's update and there is none, or it may not."""
+    if training.mode != "cotrain":
+        return
+    if speculation.drafter == "head":
+        raise ValueError(
+            "drafter_training.mode cotrain is of a draft model, which learns from the target's logits in its update; a "
+            "draft head learns from hidden states on the instances: leave mode at refit, and see drafter_training.spot"
+        )
+    if speculation.drafter != "model" or not speculation.has_draft:
+        raise ValueError(
+            f"drafter_training.mode is cotrain, and speculation.drafter {speculation.drafter} under policy "
+            f"{speculation.policy} has no draft model to train; leave mode at refit"
+        )
+    if not training.refit:
+        raise ValueError(
+            "drafter_training.mode is cotrain and drafter_training.refit false, which leaves the draft model as it is; "
+            "take one of the two out"
+        )
+
+
+def require_trainer(
+    trainer: TrainerConfig, algorithm: AlgorithmConfig, *, max_staleness: int, num_gpus: float
+) -> None:
+    """Raise ValueError for a GPU that is not given, or forwards of unknown samples or while the trainer updates."""
+    if trainer.device == "cuda" and num_gpus == 0:
+        raise ValueError(
+            "trainer.device is cuda but cluster.trainer.num_gpus is 0, which is a CPU whatever the machine has; set it "
+            "to 1, or trainer.device to auto"
+        )
+    if trainer.stream_forwards != "on":
+        return
+    if algorithm.dynamic_sampling:
+        raise ValueError(
+            "trainer.stream_forwards on computes blocks of samples that are known beforehand, and "
+            "algorithm.dynamic_sampling chooses them during the rollout; set stream_forwards: off"
+        )
+    if max_staleness:
+        raise ValueError(
+            "trainer.stream_forwards on computes forwards while an iteration is generated, and with "
+            f"rollout.max_staleness {max_staleness} the trainer updates then; set stream_forwards: off"
+        )

@@ -14,8 +14,8 @@ from cluster.cli import main
 from cluster.commands.bench import WITH_REAL_MODEL, benchmark_names
 from cluster.placement.origin import PACKAGES, ROOT, shadowed_packages
 from cluster.preflight.inputs import require_cores
-from core.config_io import load_config
 from core.errors import ConfigError
+from core.settings.cluster import ClusterConfig
 from tests.conftest import TinyPair
 
 COMMANDS = ("demo", "train", "bench", "check", "models", "serve", "show")
@@ -213,11 +213,10 @@ def test_what_check_refuses_before_anything_is_made(
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_threads_of_other_machines_are_not_judged_here(config_file: Path) -> None:
-    wishes = ["trainer.num_threads=500"]
+def test_threads_of_other_machines_are_not_judged_here() -> None:
     with pytest.raises(ConfigError, match=r"trainer\.num_threads is 500"):
-        require_cores(load_config(config_file, wishes))
-    require_cores(load_config(config_file, [*wishes, "cluster.address=10.0.0.1:6379"]))
+        require_cores(ClusterConfig(), engine=1, trainer=500)
+    require_cores(ClusterConfig(address="10.0.0.1:6379"), engine=1, trainer=500)
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ class Written:
         run_dir = RunDir.create(config, folder / "run")
         self.report = Reporter(PipeConsole(file=io.StringIO(), width=200))
         self.report.start(WARM_UP + 3 * ITERATIONS)
-        self.log = RunLog.begin(config, run_dir, self.report.note, num_done=0)
+        self.log = RunLog.begin(config.tracking, run_dir, self.report.note, num_done=0)
         self.recorder = Recorder(run_dir, self.report)
         self.num_done = 0
 

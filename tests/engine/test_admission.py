@@ -6,7 +6,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from cluster.placement.memory_plan import ModelShape, plan_memory
+from cluster.placement.memory_plan import MemoryNeeds, ModelShape, ModelShapes
 from core.config import EngineConfig, SpeculationConfig
 from core.config_io import config_from_dict
 from core.errors import ConfigError
@@ -163,14 +163,8 @@ def test_the_plan_of_memory_asks_for_the_room_that_the_engine_asks_for(make_smal
             "speculation": {"policy": "off"} if plan == "off" else {"policy": "fixed", "num_nodes": 4},
         }
     )
-    made = plan_memory(
-        config,
-        target=shape,
-        draft=None if plan == "off" else shape,
-        reward_params=None,
-        max_total_tokens=LONGEST,
-        object_store_bytes=0,
-    )
+    shapes = ModelShapes(target=shape, draft=None if plan == "off" else shape)
+    made = MemoryNeeds(config, shapes, max_total_tokens=LONGEST).plan(object_store_bytes=0)
     full = 2 * 2 * 2 * 448 * 16 * 4 * (1 if plan == "off" else 2)
     assert made.longest_sample_bytes == full
     make_small(plan, 1.0)

@@ -27,11 +27,10 @@ ROOT = Path(__file__).resolve().parents[3]
 
 WAITING = """
 import json, os
-from core.config_io import config_from_dict
+from core.settings.cluster import ClusterConfig
 from cluster.placement.ray_session import ray_session
 import ray
-models = {"target": "demo", "draft": "demo"}
-with ray_session(config_from_dict({"models": models, "data": {"task": "chain"}}), "test") as session:
+with ray_session(ClusterConfig(), "test") as session:
     @ray.remote(num_cpus=0.1)
     def one():
         return 1

@@ -25,20 +25,17 @@ from cluster.placement.ray_session import (
     ray_session,
 )
 from cluster.run_folder.process_identity import processes_using
-from core.config import Config
-from core.config_io import config_from_dict
 from core.errors import NodeDied, PlacementError
+from core.settings.cluster import ClusterConfig
 
 ROOT = Path(__file__).resolve().parents[3]
 
 SCRIPT = """
 import os, sys, time
-from core.config_io import config_from_dict
+from core.settings.cluster import ClusterConfig
 from cluster.placement.ray_session import ray_session
 import ray
-models = {"target": "demo", "draft": "demo"}
-config = config_from_dict({"models": models, "data": {"task": "chain"}, "cluster": {"dashboard": False}})
-with ray_session(config, "test") as session:
+with ray_session(ClusterConfig(dashboard=False), "test") as session:
     @ray.remote(num_cpus=0.1)
     def where():
         import core
@@ -52,12 +49,11 @@ with ray_session(config, "test") as session:
 
 JOINING = """
 import sys
-from core.config_io import config_from_dict
+from core.settings.cluster import ClusterConfig
 from cluster.placement.ray_session import ray_session
 import ray
-models = {"target": "demo", "draft": "demo"}
 cluster = {"address": sys.argv[1]}
-with ray_session(config_from_dict({"models": models, "data": {"task": "chain"}, "cluster": cluster}), "look"):
+with ray_session(ClusterConfig(**cluster), "look"):
     print("nodes", len(ray.nodes()))
 """
 
@@ -133,15 +129,13 @@ def test_ctrl_c_leaves_no_process_no_folder_and_an_untouched_home(tmp_path):
 
 WAITING = """
 import os, sys
-from core.config_io import config_from_dict
+from core.settings.cluster import ClusterConfig
 from cluster.placement.ray_session import ray_session
 import ray
-models = {"target": "demo", "draft": "demo"}
-config = config_from_dict({"models": models, "data": {"task": "chain"}, "cluster": {"dashboard": False}})
 def noted():
     # nothing has been cleaned up before
     print("noted", ray.is_initialized(), flush=True)
-with ray_session(config, "test", on_sigterm=noted) as session:
+with ray_session(ClusterConfig(dashboard=False), "test", on_sigterm=noted) as session:
     @ray.remote(num_cpus=0.1)
     def forever():
         import time
@@ -206,32 +200,28 @@ def test_a_free_port_is_in_the_unprivileged_range():
     assert 1024 <= free_port() <= 65535
 
 
-def config(**section) -> Config:
-    return config_from_dict({"models": {"draft": "demo"}, "data": {"task": "chain"}, "cluster": section})
-
-
 @pytest.mark.parametrize("wanted", [1, -5, 0, 1 << 60])
 def test_an_object_store_that_cannot_be_is_refused_with_the_sizes_that_can(wanted):
     with pytest.raises(
         PlacementError, match=rf"object_store_bytes {wanted} cannot be had: expected at least"
     ):
-        check_local_ray(config(object_store_bytes=wanted))
-    check_local_ray(config(object_store_bytes=MIN_OBJECT_STORE_BYTES))
+        check_local_ray(ClusterConfig(object_store_bytes=wanted))
+    check_local_ray(ClusterConfig(object_store_bytes=MIN_OBJECT_STORE_BYTES))
 
 
 @pytest.mark.parametrize("port", [99999, -1, 0])
 def test_an_invalid_port_is_refused(port):
     with pytest.raises(PlacementError, match=f"dashboard_port must be 1 to 65535, got {port}"):
-        check_local_ray(config(dashboard_port=port))
-    check_local_ray(config(dashboard_port=port, dashboard=False))
+        check_local_ray(ClusterConfig(dashboard_port=port))
+    check_local_ray(ClusterConfig(dashboard_port=port, dashboard=False))
 
 
 def test_a_port_in_use_is_refused_and_a_free_one_taken():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(PlacementError, match=f"dashboard_port {port} cannot be taken .*in use"):
-            check_local_ray(config(dashboard_port=port))
-    check_local_ray(config(dashboard_port=free_port()))
+            check_local_ray(ClusterConfig(dashboard_port=port))
+    check_local_ray(ClusterConfig(dashboard_port=free_port()))
 
 
 @pytest.mark.parametrize("scheme", ["", "ray://"])
@@ -240,7 +230,7 @@ def test_an_unreachable_cluster_address_is_refused_at_once(scheme, monkeypatch):
     address = f"{scheme}127.0.0.1:{free_port()}"
     with (
         pytest.raises(PlacementError, match=r"cannot reach the Ray cluster at .*refused"),
-        ray_session(config(address=address), "test"),
+        ray_session(ClusterConfig(address=address), "test"),
     ):
         pass
 
@@ -259,7 +249,7 @@ def test_a_failed_start_of_ray_is_one_placement_error_and_leaves_no_folder(tmp_p
     monkeypatch.setattr(tempfile, "mkdtemp", lambda **names: made.append(make(**names)) or made[-1])
     with (
         pytest.raises(NodeDied, match="cannot start Ray on this machine: no room for a store"),
-        ray_session(config(), "test"),
+        ray_session(ClusterConfig(), "test"),
     ):
         pass
     assert made and not Path(made[0]).exists()

@@ -165,12 +165,10 @@ def test_a_raylet_that_ended_in_the_first_try_is_none_of_the_second(
 
 ENDING = """
 import os, signal, sys
-from core.config_io import config_from_dict
+from core.settings.cluster import ClusterConfig
 from cluster.placement.ray_session import ray_session
 import ray
-models = {"target": "demo", "draft": "demo"}
-config = config_from_dict({"models": models, "data": {"task": "chain"}, "cluster": {"dashboard": False}})
-with ray_session(config, "test") as session:
+with ray_session(ClusterConfig(dashboard=False), "test") as session:
     node = ray._private.worker._global_node
     print("folder", node.get_temp_dir_path(), flush=True)
     assert os.stat(os.path.dirname(node.get_temp_dir_path())).st_mode & 0o777 == 0o700

@@ -20,8 +20,8 @@ from cluster.placement.temporary_folder import (
     temporary_environment,
     temporary_notes,
 )
-from core.config_io import config_from_dict
 from core.errors import PlacementError
+from core.settings.cluster import ClusterConfig
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -49,8 +49,7 @@ def test_a_longer_one_is_left_for_a_short_one_and_that_is_said(
         f"expected at most {LONGEST})"
     )
     assert temporary_environment() == ({"TMPDIR": "/tmp"} if num_bytes > PYTHON_LONGEST else {})
-    config = config_from_dict({"models": {"draft": "demo"}, "data": {"task": "chain"}})
-    check_local_ray(config)
+    check_local_ray(ClusterConfig())
 
 
 def test_the_longest_folder_that_is_taken_holds_ray_s_longest_socket():
@@ -74,11 +73,10 @@ def test_where_no_short_folder_can_be_written_it_is_refused(monkeypatch: pytest.
 
 SCRIPT = """
 import tempfile
-from core.config_io import config_from_dict
+from core.settings.cluster import ClusterConfig
 from cluster.placement.ray_session import ray_session
 import ray
-models = {"target": "demo", "draft": "demo"}
-with ray_session(config_from_dict({"models": models, "data": {"task": "chain"}}), "test") as session:
+with ray_session(ClusterConfig(), "test") as session:
     @ray.remote(num_cpus=0.1)
     def where():
         return tempfile.gettempdir()

@@ -10,10 +10,11 @@ from cluster.placement.memory_plan import (
     PLAIN_PROCESS_BYTES,
     RAY_PROCESSES_BYTES,
     TORCH_PROCESS_BYTES,
+    MemoryNeeds,
     MemoryPlan,
     ModelShape,
+    ModelShapes,
     gib,
-    plan_memory,
     require_gpu_room,
 )
 from cluster.preflight.model_check import model_shape
@@ -44,14 +45,8 @@ def config(**sections: dict) -> Config:
 
 
 def plan(settings: Config, reward_params: int | None = None) -> MemoryPlan:
-    return plan_memory(
-        settings,
-        target=TARGET,
-        draft=DRAFT,
-        reward_params=reward_params,
-        max_total_tokens=50,
-        object_store_bytes=7,
-    )
+    shapes = ModelShapes(target=TARGET, draft=DRAFT, reward_params=reward_params)
+    return MemoryNeeds(settings, shapes, max_total_tokens=50).plan(object_store_bytes=7)
 
 
 def test_the_kv_pool_holds_prompt_response_and_tree_of_every_slot() -> None:

@@ -11,7 +11,7 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from cluster.cli import main
-from cluster.preflight.template_files import TEMPLATE_FILE, other_templates
+from cluster.preflight.model_files import TEMPLATE_FILE, other_templates
 from cluster.weights.first_weights import load_and_put
 from core.config import Config
 from core.errors import ModelError

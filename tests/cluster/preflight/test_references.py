@@ -4,18 +4,19 @@ import numpy as np
 import pytest
 
 from cluster.preflight.references import require_references
-from core.config import Config
-from core.config_io import config_from_dict
 from core.errors import DataError, RewardError
 from core.records import Prompt
+from core.settings.environment import EnvironmentConfig
+from core.settings.reward import RewardConfig
 from learning.environments.calculator import Calculator
 
 GOOD = ("so #### 72", "7", "-1,000.5")
 
 
-def config(environment: dict | None = None, reward: dict | None = None) -> Config:
-    tree = {"models": {"target": "demo"}, "data": {"task": "chain"}, "speculation": {"drafter": "none"}}
-    return config_from_dict(tree | {"reward": reward or {}, "environment": environment or {}})
+def asks(
+    environment: dict | None = None, reward: dict | None = None
+) -> tuple[RewardConfig, EnvironmentConfig]:
+    return RewardConfig(**(reward or {})), EnvironmentConfig(**(environment or {}))
 
 
 def prompts(*references: str) -> list[Prompt]:
@@ -26,21 +27,21 @@ def prompts(*references: str) -> list[Prompt]:
 
 
 def test_a_calculator_wants_numbers_or_nothing() -> None:
-    calculates = config({"kind": "calculator"})
-    require_references(calculates, Calculator(), prompts(*GOOD, ""))
+    calculates = asks({"kind": "calculator"})
+    require_references(*calculates, Calculator(), prompts(*GOOD, ""))
     with pytest.raises(RewardError, match=r"prompt 3: .*got 'Paris'.*\(and 1 more prompts like it\)"):
-        require_references(calculates, Calculator(), prompts(*GOOD, "Paris", "Rome"))
+        require_references(*calculates, Calculator(), prompts(*GOOD, "Paris", "Rome"))
     for choice in ("end", "skip"):
-        require_references(config({"kind": "calculator", "on_error": choice}), Calculator(), prompts("Paris"))
+        require_references(*asks({"kind": "calculator", "on_error": choice}), Calculator(), prompts("Paris"))
 
 
 def test_the_gsm8k_rule_wants_a_number_of_every_prompt() -> None:
-    rule = config(reward={"kind": "gsm8k"})
-    require_references(rule, None, prompts(*GOOD))
+    rule = asks(reward={"kind": "gsm8k"})
+    require_references(*rule, None, prompts(*GOOD))
     with pytest.raises(RewardError, match="prompt 1: the reference must be a plain number"):
-        require_references(rule, None, prompts("7", ""))
-    require_references(config(reward={"kind": "gsm8k", "on_error": "skip"}), None, prompts(""))
-    require_references(config(reward={"kind": "chain"}), None, prompts(""))
+        require_references(*rule, None, prompts("7", ""))
+    require_references(*asks(reward={"kind": "gsm8k", "on_error": "skip"}), None, prompts(""))
+    require_references(*asks(reward={"kind": "chain"}), None, prompts(""))
 
 
 class Whole:
@@ -53,7 +54,7 @@ class Whole:
 
 
 def test_what_a_users_class_raises_is_said_with_its_name() -> None:
-    played = config({"kind": "my_tools:Whole"})
-    require_references(played, Whole(), prompts("1"))  # type: ignore[arg-type]
+    played = asks({"kind": "my_tools:Whole"})
+    require_references(*played, Whole(), prompts("1"))  # type: ignore[arg-type]
     with pytest.raises(DataError, match=r"environment my_tools:Whole: ValueError: .*'x'.*mend the data"):
-        require_references(played, Whole(), prompts("1", "x"))  # type: ignore[arg-type]
+        require_references(*played, Whole(), prompts("1", "x"))  # type: ignore[arg-type]

@@ -63,7 +63,7 @@ class Failing:
 
 def run_log(made: Config, folder: Path, trackers: Trackers) -> tuple[RunLog, RunDir]:
     run_dir = RunDir.create(made, folder / "run")
-    return RunLog(made, run_dir, trackers), run_dir
+    return RunLog(made.tracking, run_dir, trackers), run_dir
 
 
 def test_a_tracker_that_fails_is_told_once_and_the_run_goes_on(tmp_path):
@@ -94,8 +94,8 @@ def test_a_tracker_that_is_not_installed_is_refused_before_anything_starts(monke
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == package else found(name))
     with pytest.raises(ConfigError, match=rf"package {package} is not installed.*pip install"):
-        require_trackers(config(**tracking))
-    require_trackers(config())
+        require_trackers(config(**tracking).tracking)
+    require_trackers(config().tracking)
 
 
 def test_an_iteration_leaves_samples_histograms_and_figures(tmp_path):
@@ -128,12 +128,12 @@ def test_nothing_is_written_into_a_run_that_another_process_has_taken(tmp_path):
         lambda: log.weights(weights().manifest),
         lambda: log.record(0, ROLLOUTS, UPDATE),
         lambda: log.write(0, {"reward/mean": 0.5}),
-        lambda: RunLog.begin(config(), run_dir, print, num_done=0),
+        lambda: RunLog.begin(config().tracking, run_dir, print, num_done=0),
     ):
         with pytest.raises(RunTaken, match="this one ends here"):
             write()
     assert files() == before
-    theirs = RunLog.begin(config(), other, print, num_done=0)
+    theirs = RunLog.begin(config().tracking, other, print, num_done=0)
     theirs.rollouts(0, ROLLOUTS)
     theirs.weights(weights().manifest)
     assert {path.name for path in files()} - {path.name for path in before} == {
@@ -145,7 +145,7 @@ def test_nothing_is_written_into_a_run_that_another_process_has_taken(tmp_path):
 def track(made: Config, folder: Path) -> RunDir:
     notes: list[str] = []
     run_dir = RunDir.create(made, folder / "run")
-    log = RunLog(made, run_dir, Trackers.of(made, run_dir, notes.append))
+    log = RunLog(made.tracking, run_dir, Trackers.of(made.tracking, run_dir, notes.append))
     log.before_training({"eval/reward_mean": 0.25})
     for iteration in range(2):
         log.write(iteration, {"reward/mean": 0.5 + iteration, **log.record(iteration, ROLLOUTS, UPDATE)})

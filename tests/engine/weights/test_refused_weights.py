@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from cluster.preflight.param_count import count_params
+from cluster.preflight.model_files import count_params
 from core.errors import ModelError
 from engine.weights.loading import load_causal_lm, load_hf_config, load_tokenizer
 from tests.conftest import TinyPair

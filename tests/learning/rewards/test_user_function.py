@@ -134,7 +134,7 @@ def test_a_function_that_asks_for_a_column_that_no_data_has_is_refused_before_th
     both = {"sources": [data, {"path": "b.jsonl", "reward_fields": ["level"]}]}
     for tree, columns in ((data, ("level", "kind")), (both, ("level",))):
         made = config_from_dict({"models": {"target": "a", "draft": "b"}, "data": tree})
-        assert reward_columns(made) == columns
+        assert reward_columns(made.data, made.evaluation) == columns
 
 
 def test_a_format_pays_for_a_response_that_matches_as_a_whole():
