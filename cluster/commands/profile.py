@@ -39,9 +39,8 @@ def add_parser(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measure, fit, write, say how good the fit is. Raises InputError for bad input."""
     from cluster.preflight.inputs import read_inputs
-    from cluster.preflight.known_profile import describe
     from cluster.preflight.named_models import resolve_models
-    from cluster.preflight.run_profile import measure
+    from cluster.preflight.run_profile import describe, measure
     from cluster.reporting.console import Reporter
     from cluster.reporting.profile_picture import draw_profile
     from core.config_io import load_config

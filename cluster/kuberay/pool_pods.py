@@ -15,7 +15,7 @@ from cluster.placement.memory_plan import (
     MemoryPlan,
 )
 from cluster.placement.topology import Place, Topology, plan
-from cluster.preflight.known_profile import needs_profile
+from cluster.preflight.run_profile import needs_profile
 from core.config import Config
 from core.errors import ConfigError
 

@@ -38,10 +38,10 @@ from cluster.placement.ray_session import (
 from cluster.placement.topology import Topology, place, require_machine
 from cluster.placement.topology import plan as plan_topology
 from cluster.preflight.inputs import Inputs, read_inputs
-from cluster.preflight.known_profile import known_profile
 from cluster.preflight.model_check import check_models, require_served
 from cluster.preflight.references import require_references
 from cluster.preflight.reward_plan import check_reward, pattern_notes, reward_columns
+from cluster.preflight.run_profile import known_profile
 from cluster.run_folder.remote_copy import require_place
 from cluster.tracking.trackers import require_trackers
 from core.config import Config

@@ -11,8 +11,8 @@ from transformers import AutoTokenizer
 
 from cluster.evaluate_models import evaluation_config
 from cluster.kuberay.planned_memory import plan_remote_memory
-from cluster.preflight.known_profile import describe
 from cluster.preflight.run_check import CheckReport, check_run
+from cluster.preflight.run_profile import describe
 from cluster.run_checkpoints import kept_models
 from cluster.run_folder.layout import RunDir
 from cluster.weights.first_weights import read_mtp
