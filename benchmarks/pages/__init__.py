@@ -1,1 +1,1 @@
-"""Writes `docs/benchmarks/` and the README's figures from `benchmarks/results/`: `python -m benchmarks.pages`."""
+"""Writes the tables of `docs/benchmarks/` and the README from the result files: `python -m benchmarks.pages`."""

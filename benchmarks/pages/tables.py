@@ -1,4 +1,6 @@
-"""The tables: one row a figure and one column a machine; the README's five rows, each with command, commit, processor.
+"""The tables between two marks of each page and of the README; what stands around them is written by hand.
+
+One row a figure and one column a machine; the README's five rows have command, commit and processor.
 
 A test fails where a page or the README differs from the result files.
 """
@@ -6,14 +8,14 @@ A test fails where a page or the README differs from the result files.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.pages.about import ABOUT, About
-
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
+PAGES = ROOT / "docs" / "benchmarks"
+TABLE_MARKS = ("<!-- tables: python -m benchmarks.pages -->", "<!-- end of tables -->")
 MARKS = ("<!-- figures: python -m benchmarks.pages -->", "<!-- end of figures -->")
 HEADLINE_MACHINE = "intel-xeon-2c"
 
@@ -26,34 +28,38 @@ def load_results(name: str) -> dict[str, dict[str, Any]]:
     return {path.parent.name: json.loads(path.read_text()) for path in paths}
 
 
+def names() -> list[str]:
+    """Benchmarks that have a page."""
+    return sorted(path.stem for path in PAGES.glob("*.md"))
+
+
 def page(name: str) -> str:
-    """Return the text of a benchmark's page."""
-    about, results = ABOUT[name], load_results(name)
+    """Return a benchmark's page with its tables written anew. Raises ValueError when a mark is missing."""
+    return _between(TABLE_MARKS, (PAGES / f"{name}.md").read_text(), _tables(load_results(name)))
+
+
+def with_figures(readme: str) -> str:
+    """Return the README with its rows written anew. Raises ValueError when a mark is missing."""
+    return _between(MARKS, readme, readme_rows())
+
+
+def _between(marks: tuple[str, str], text: str, lines: Sequence[str]) -> str:
+    before, rest = text.split(marks[0])
+    return "\n".join([before + marks[0], *lines, marks[1] + rest.split(marks[1])[1]])
+
+
+def _tables(results: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """A row a figure and a column a machine; figures of papers; the machines."""
     beside = {row["name"] for result in results.values() for row in result["provenance"].get("published", ())}
-    figures = [
-        figure
-        for figure in dict.fromkeys(figure for result in results.values() for figure in result["figures"])
-        if figure not in beside
-    ]
+    figures = dict.fromkeys(figure for result in results.values() for figure in result["figures"])
     head = ["figure", *results]
-    lines = [
-        f"# {about.title}",
-        "",
-        f"{about.question} Written by `python -m benchmarks.pages` from `benchmarks/results/`.",
-        "",
-        f"```\n{_command(name)}\n```",
-        "",
-        about.how,
-        "",
-        *_picture(about),
-        "Ratios are named `a_over_b`, above 1 when `a` is better; in brackets the 95% interval, where there is one. "
-        "A column was measured with the code of its commit.",
-        "",
+    return [
         f"| {' | '.join(head)} |",
         f"|{'---|' * len(head)}",
         *(
             f"| `{figure}` | {' | '.join(_cell(result, figure) for result in results.values())} |"
             for figure in figures
+            if figure not in beside
         ),
         *_published_rows(results),
         "",
@@ -61,13 +67,6 @@ def page(name: str) -> str:
         "|---|---|---|---|---|---|",
         *(_machine_row(machine, result["provenance"]) for machine, result in results.items()),
     ]
-    return "\n".join(lines) + "\n"
-
-
-def _picture(about: About) -> list[str]:
-    if not about.picture or not load_results(about.picture):
-        return []
-    return [f"![{ABOUT[about.picture].question}]({about.picture}.svg)", ""]
 
 
 def _published_rows(results: Mapping[str, Mapping[str, Any]]) -> list[str]:
@@ -92,8 +91,8 @@ def _published_rows(results: Mapping[str, Mapping[str, Any]]) -> list[str]:
     ]
 
 
-def readme_rows() -> str:
-    """Return the README's five rows, marks included."""
+def readme_rows() -> list[str]:
+    """Return the README's table of five rows."""
 
     def row(what: str, name: str, text: str) -> str:
         provenance = load_results(name)[HEADLINE_MACHINE]["provenance"]
@@ -134,24 +133,7 @@ def readme_rows() -> str:
             f"{migration['downtime_decode_steps_median']:.2f}",
         ),
     ]
-    table = ["| what | figure | command | commit, processor |", "|---|---|---|---|", *rows]
-    return "\n".join([MARKS[0], *table, MARKS[1]])
-
-
-def with_figures(readme: str) -> str:
-    """Return the README with its rows written anew. Raises ValueError when a mark is missing."""
-    before, rest = readme.split(MARKS[0])
-    return before + readme_rows() + rest.split(MARKS[1])[1]
-
-
-def _command(name: str) -> str:
-    bench = name.removesuffix("_real") + (" --real" if name.endswith("_real") else "")
-    words = f"rlhfspec bench {bench} --out bench"
-    return (
-        words
-        + (" --full" if ABOUT[name].full else "")
-        + (" --data gsm8k_train.jsonl" if ABOUT[name].data else "")
-    )
+    return ["| what | figure | command | commit, processor |", "|---|---|---|---|", *rows]
 
 
 def _cell(result: Mapping[str, Any], figure: str) -> str:
