@@ -9,8 +9,6 @@ ordered by index, minibatches are drawn from (seed, weight version), and nothing
 
 from __future__ import annotations
 
-import copy
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,11 +18,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from core.config import AlgorithmConfig, TrainerConfig
-from core.errors import ConfigError, NotFiniteError
+from core.errors import ConfigError
 from core.records import Rollout, UpdateReport
 from engine.decoding.logprobs import scaled_logits
 from engine.weights.chunks import describe_not_finite, not_finite
-from learning.adapter import Adapter
 from learning.algorithms.controllers import Coefficients
 from learning.algorithms.losses import Sequences, token_weights
 from learning.algorithms.objective import LossInputs, objective
@@ -33,15 +30,14 @@ from learning.algorithms.targets import Targets, update_targets
 from learning.cotraining import DraftCotrainer
 from learning.critic import Critic
 from learning.experience import Experience, collate
+from learning.forward.batching import Pack
 from learning.forward.engine_scoring import EngineScorer, EngineValues, with_values
 from learning.forward.first_forwards import FirstForwards, Part
-from learning.forward.policy_forward import Pack, PolicyForward
-from learning.forward.precision import hold_linears_in, require_master_weights
+from learning.forward.policy_forward import PolicyForward
 from learning.forward.token_statistics import token_statistics
-from learning.forward.training_forward import prepare_for_training
 from learning.parallel.learner_state import LearnerState
 from learning.parallel.one_trainer import OneTrainer
-from learning.schedule import Horizon, adam, rate_factor
+from learning.schedule import Horizon, rate_factor
 from learning.soft_targets import SoftTargetStore
 from learning.trained_model import TrainedModel
 from learning.update_metrics import MinibatchFigures, added_up, describe_odd_loss
@@ -69,14 +65,12 @@ class Learner(TrainedModel):
         trainers: OneTrainer | None = None,
         horizon: Horizon | None = None,
     ) -> None:
-        """A learner around a model of float32 weights, on the device it is to learn on.
+        """See `TrainedModel`; all trainers of a group get equal rollouts.
 
-        `soft_targets` is filled at every update, for the draft model; it changes nothing here. `compute_dtype` is
-        what matrix products are computed in (`learning.forward.precision`). `scorer` values log-probabilities by the
-        engine's forward instead of the model's own; `trainer.scoring` engine needs one. `trainers` is the group that
-        learns together, each with an equal model and equal rollouts; None: this one alone. `horizon` is how far the
-        run goes; a schedule that falls, and `loss_aggregation` constant_length, need one.
-        Raises ConfigError: settings that do not go together, or weights that the optimizer cannot step.
+        `soft_targets` is filled at every update, for the draft model; it changes nothing here. `scorer` values
+        log-probabilities by the engine's forward instead of the model's own; `trainer.scoring` engine needs one.
+        `horizon` is how far the run goes; a schedule that falls, and `loss_aggregation` constant_length, need one.
+        Raises ConfigError: settings that do not go together; and as `TrainedModel`.
         """
         if temperature <= 0.0:
             raise ConfigError(
@@ -87,33 +81,37 @@ class Learner(TrainedModel):
                 f"trainer.scoring is {trainer.scoring}, but the learner was given "
                 f"{'no scorer' if scorer is None else 'a scorer'}; give it an EngineScorer with engine, none with model"
             )
-        self.model = model
-        self.trainers = trainers or OneTrainer()
+        self._horizon = horizon or Horizon()
+        if algorithm.loss_aggregation == "constant_length" and self._horizon.max_new_tokens is None:
+            raise ConfigError(
+                "algorithm.loss_aggregation constant_length divides by the most tokens that a response may have, and "
+                "the learner was not told; give it a Horizon with max_new_tokens"
+            )
+        super().__init__(
+            model,
+            trainer,
+            seed=seed,
+            rate_factor=rate_factor(trainer, self._horizon),
+            compute_dtype=compute_dtype,
+            trainers=trainers,
+            has_reference=algorithm.kl_coef > 0.0,
+        )
         self._scorer = scorer
         self.algorithm = algorithm
         self.trainer = trainer
-        self.seed = seed
         self.pad_token_id = pad_token_id
-        self.weight_version = 0
         self.soft_targets = soft_targets
         self.cotrainer: DraftCotrainer | None = None
         "learns in every update beside the target, from its logits; it changes nothing here"
+        text_config = model.config.get_text_config()
         self._forward = PolicyForward(
             # padded ids are cut off here as in the engine, or the two would not normalise over the same tokens
-            vocab_size=vocab_size or int(model.config.get_text_config().vocab_size),
+            vocab_size=vocab_size or int(text_config.vocab_size),
             temperature=temperature,
             max_tokens=trainer.max_tokens_per_forward,
             compute_dtype=compute_dtype,
             trainers=self.trainers,
         )
-        prepare_for_training(model, gradient_checkpointing=trainer.gradient_checkpointing)
-        self.adapter = None if trainer.lora is None else Adapter(model, trainer.lora, seed=seed)
-        require_master_weights(model)
-        self.reference: PreTrainedModel | None = None
-        if algorithm.kl_coef > 0.0 and self.adapter is None:
-            self.reference = copy.deepcopy(model).eval().requires_grad_(False)
-            hold_linears_in(self.reference, compute_dtype)
-        self.trainers.shard(model, self.reference)
         self._first = FirstForwards(
             forward=self._forward,
             model=model,
@@ -126,23 +124,14 @@ class Learner(TrainedModel):
         self.critic: Critic | None = None
         if algorithm.has_critic:
             self.critic = Critic(
-                model.config.get_text_config().hidden_size,
+                text_config.hidden_size,
                 seed=seed,
                 learning_rate=trainer.value_learning_rate,
                 max_grad_norm=trainer.max_grad_norm,
                 device=model.device,
                 trainers=self.trainers,
             )
-        self.optimizer = adam(self._learned(), trainer)
-        self._num_optimizer_steps = 0
         self._coefficients = Coefficients.first(algorithm)
-        self._horizon = horizon or Horizon()
-        self._rate_factor = rate_factor(trainer, self._horizon)
-        if algorithm.loss_aggregation == "constant_length" and self._horizon.max_new_tokens is None:
-            raise ConfigError(
-                "algorithm.loss_aggregation constant_length divides by the most tokens that a response may have, and "
-                "the learner was not told; give it a Horizon with max_new_tokens"
-            )
 
     def update(self, rollouts: Sequence[Rollout], *, recompute_old: bool = False) -> UpdateReport:
         """Learn from one batch of rollouts; `weight_version` grows by one.
@@ -182,7 +171,7 @@ class Learner(TrainedModel):
             engine = EngineValues(self._scorer, experience, self.weights, first.logprobs["engine"])
             targets = replace(targets, engine=engine)
             targets.figures["mismatch/bit_equal_share"] = engine.bit_equal_share
-        steps_before = self._num_optimizer_steps
+        steps_before = self.num_steps
         for rows in self._minibatches(len(experience.lengths), generator):
             self._learn(experience, targets, rows, figures)
         odd = not_finite(self.trainers.held(self.model))
@@ -206,7 +195,7 @@ class Learner(TrainedModel):
             weight_version=self.weight_version,
             num_samples=len(experience.lengths),
             num_tokens=experience.num_tokens,
-            num_optimizer_steps=self._num_optimizer_steps - steps_before,
+            num_optimizer_steps=self.num_steps - steps_before,
             figures={
                 **mismatch,
                 **targets.figures,
@@ -228,19 +217,14 @@ class Learner(TrainedModel):
         experience = collate(rollouts, pad_token_id=self.pad_token_id)
         self._first.ahead(experience, self._first_parts(recompute_old))
 
-    def save(self, folder: Path) -> None:
-        """Write everything an interrupted run needs to go on (`LearnerState`). Collective."""
-        self._state().save(folder)
-
-    def load(self, folder: Path) -> None:
-        """Go on where `save` was called, with any number of trainers. Raises ConfigError when it does not fit."""
-        state = self._state()
-        state.load(folder)
-        self.weight_version, self.seed = state.weight_version, state.seed
-        self._num_optimizer_steps, self._coefficients = state.num_optimizer_steps, state.coefficients
+    def load(self, folder: Path) -> LearnerState:
+        """See `TrainedModel`; the same algorithm is expected."""
+        state = super().load(folder)
+        self._coefficients = state.coefficients
         self._first.forget()
         if self._scorer is not None:
             self._scorer.holds = None
+        return state
 
     def _first_parts(self, recompute_old: bool) -> list[Part]:
         """What is to be computed before the first step."""
@@ -253,17 +237,8 @@ class Learner(TrainedModel):
         return [part for part, is_needed in parts.items() if is_needed]
 
     def _state(self) -> LearnerState:
-        return LearnerState(
-            model=self.model,
-            optimizer=self.optimizer,
-            reference=self.reference,
-            critic=None if self.critic is None else (self.critic.head, self.critic.optimizer),
-            weight_version=self.weight_version,
-            num_optimizer_steps=self._num_optimizer_steps,
-            seed=self.seed,
-            coefficients=self._coefficients,
-            trainers=self.trainers,
-        )
+        critic = None if self.critic is None else (self.critic.head, self.critic.optimizer)
+        return replace(super()._state(), critic=critic, coefficients=self._coefficients)
 
     def _learn(
         self, experience: Experience, targets: Targets, rows: list[int], figures: MinibatchFigures
@@ -332,7 +307,7 @@ class Learner(TrainedModel):
                 [experience.sample_indices[row] for row in rows],
                 mask.sum(dim=1).tolist(),
                 scaled_logits(logits.detach(), self._forward.temperature),
-                step=self._num_optimizer_steps,
+                step=self.num_steps,
             )
         if self.cotrainer is not None and not pack.is_filler:
             self.cotrainer.learn(packed, scaled_logits(logits.detach(), self._forward.temperature))
@@ -358,27 +333,16 @@ class Learner(TrainedModel):
         )
 
     def _step(self, figures: MinibatchFigures) -> bool:
-        """Step by the gradient; not by one that is 0, where momentum and decay alone would move the weights."""
-        norm = self.trainers.clip(self._learned(), self.trainer.max_grad_norm)
-        if not math.isfinite(norm):
-            raise NotFiniteError(
-                f"the gradient norm at weight version {self.weight_version} is {norm}; expected a finite "
-                "number; lower trainer.learning_rate"
-            )
-        has_gradient = norm > 0.0
-        if has_gradient:
-            self._num_optimizer_steps += 1
-            for group in self.optimizer.param_groups:
-                group["lr"] = self.trainer.learning_rate * self._rate_factor(self._num_optimizer_steps)
-            self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        """Step by the gradient, unless it is 0, and close the minibatch's figures; whether a step was taken."""
+        norm = self._take_step(f"at weight version {self.weight_version}")
+        self.num_steps += norm > 0.0
         closed = figures.close_minibatch(
             self.trainers.gather(figures.open_part()),
             grad_norm=norm,
             max_grad_norm=self.trainer.max_grad_norm,
         )
         self._coefficients.after_step(closed.get("entropy"), self.algorithm)
-        return has_gradient
+        return norm > 0.0
 
     def _minibatches(self, num_samples: int, generator: torch.Generator) -> Iterator[list[int]]:
         """Of equal size up to one sample: a small last one would step as far as a whole one."""

@@ -11,6 +11,8 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+from learning.parallel.one_trainer import OneTrainer
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedSequences:
@@ -33,6 +35,15 @@ class PackedSequences:
     def starts(self) -> Int[Tensor, " starts"]:
         """Where each sequence begins, and T behind the last: int32."""
         return torch.tensor([0, *accumulate(self.lengths)], dtype=torch.int32)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pack:
+    """Rows whose tokens go through one forward together."""
+
+    rows: list[int]
+    is_filler: bool = False
+    "computed for nothing, because another trainer has one more pack"
 
 
 def pack_tokens(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
@@ -69,19 +80,19 @@ def share_rows(lengths: Sequence[int], num_shares: int) -> list[list[int]]:
     return [sorted(share) for share in shares]
 
 
-def shared_packs(
-    lengths: Sequence[int], max_tokens: int, *, rank: int, num_shares: int
-) -> tuple[list[list[int]], int]:
-    """Packs of indices that the `rank`-th of several trainers computes, and how many fewer than another has.
+def shared_packs(lengths: Sequence[int], max_tokens: int, trainers: OneTrainer) -> list[Pack]:
+    """This trainer's share of some rows (the same ones for all trainers), as many packs as any trainer has.
 
-    Forwards are collective where weights are shards: it computes as many for nothing (`shortest_of`).
+    Forwards are collective where weights are shards: who has fewer computes the shortest row for nothing.
     """
     packs = [
         [[share[i] for i in pack] for pack in pack_tokens([lengths[i] for i in share], max_tokens)]
-        for share in share_rows(lengths, num_shares)
+        for share in share_rows(lengths, trainers.size)
     ]
-    mine = packs[rank]
-    return mine, max(len(one) for one in packs) - len(mine)
+    mine = [Pack(rows=pack) for pack in packs[trainers.rank]]
+    shortest = min(range(len(lengths)), key=lambda i: (lengths[i], i), default=0)
+    filler = Pack(rows=[shortest], is_filler=True)
+    return mine + [filler] * (max(len(one) for one in packs) - len(mine))
 
 
 def pack_by_length(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:

@@ -11,19 +11,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from learning.experience import Experience
-from learning.forward.batching import PackedSequences, shared_packs
+from learning.forward.batching import Pack, PackedSequences, shared_packs
 from learning.forward.token_statistics import token_statistics
 from learning.forward.training_forward import response_logits
 from learning.parallel.one_trainer import OneTrainer
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pack:
-    """Rows whose tokens go through one forward together."""
-
-    rows: list[int]
-    is_filler: bool = False
-    "computed for nothing, because another trainer has one more pack: forwards are collective where weights are shards"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,13 +49,8 @@ class PolicyForward:
         """This trainer's share of some rows (the same ones for all trainers), as many packs as any trainer has."""
         rows = list(rows)
         lengths = [experience.lengths[row] for row in rows]
-        mine, num_fillers = shared_packs(
-            lengths, self.max_tokens, rank=self.trainers.rank, num_shares=self.trainers.size
-        )
-        shortest = min(rows, key=lambda row: (experience.lengths[row], row), default=0)
-        return [Pack(rows=[rows[i] for i in pack]) for pack in mine] + [
-            Pack(rows=[shortest], is_filler=True)
-        ] * num_fillers
+        packs = shared_packs(lengths, self.max_tokens, self.trainers)
+        return [Pack(rows=[rows[i] for i in pack.rows], is_filler=pack.is_filler) for pack in packs]
 
     def logits(
         self, model: PreTrainedModel, packed: PackedSequences, *, with_logits: bool = True

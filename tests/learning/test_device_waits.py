@@ -12,7 +12,7 @@ from core.config import AlgorithmConfig, TrainerConfig
 from learning.algorithms.losses import clipped_policy_loss
 from learning.algorithms.targets import Targets
 from learning.experience import collate
-from learning.forward.policy_forward import Pack
+from learning.forward.batching import Pack
 from learning.learner import Learner
 from learning.soft_targets import SoftTargetStore
 from learning.update_metrics import MinibatchFigures
