@@ -1,6 +1,4 @@
-"""The command line: `rlhfspec demo | train | sft | train-reward | eval | profile | bench | gpu-selftest | simulate |
-check | data | models | drafter | serve | kube | show | verify | replay | status | diagnose |
-trace | monitoring`.
+"""The command line `rlhfspec COMMAND`: the table of commands, and what becomes of their errors.
 
 Exit codes: 0 good, 2 bad input (one line says what to mend), 1 failure, 130 interrupted. Only what a
 command needs is imported, so that `--help` answers at once.
@@ -12,10 +10,13 @@ import argparse
 import io
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cluster.machine_faults import explain_os_error
 from cluster.placement.origin import NAME, shadowed_packages, version
+
+if TYPE_CHECKING:
+    from cluster.commands.declare import Command, Group
 
 _INTRO = """\
 RLHF on Ray with lossless tree speculative decoding.
@@ -34,28 +35,49 @@ Docs: README.md, docs/operations.md. Every setting, its default and meaning: cor
 _INTERRUPTED = 130
 
 
+def commands() -> dict[str, Command | Group]:
+    """Every command, by what the user types."""
+    from cluster.commands import data, kube, models, serve
+    from cluster.commands.bench import bench, gpu_selftest
+    from cluster.commands.declare import Group
+    from cluster.commands.evaluate import evaluate, profile
+    from cluster.commands.observe import diagnose, monitoring, status, trace
+    from cluster.commands.show import show
+    from cluster.commands.simulate import simulate
+    from cluster.commands.simulating.simulate_cluster import cluster
+    from cluster.commands.supervised import sft, train_reward
+    from cluster.commands.train import check, demo, train
+    from cluster.commands.verify import replay, verify
+
+    return {
+        "demo": demo,
+        "train": train,
+        "sft": sft,
+        "train-reward": train_reward,
+        "eval": evaluate,
+        "profile": profile,
+        "bench": bench,
+        "gpu-selftest": gpu_selftest,
+        "simulate": Group(simulate.__doc__ or "", {"cluster": cluster}, simulate),
+        "check": check,
+        "data": Group(data.ABOUT, {"check": data.check_data}),
+        "models": Group(models.MODELS, {"make": models.make_pair, "get": models.get_known_model}),
+        "drafter": Group(models.DRAFTER, {"make": models.make_head, "eval": models.evaluate_head}),
+        "serve": Group(serve.ABOUT, {"reward": serve.serve}),
+        "kube": Group(kube.ABOUT, {"render": kube.render}),
+        "show": show,
+        "verify": verify,
+        "replay": replay,
+        "status": status,
+        "diagnose": diagnose,
+        "trace": trace,
+        "monitoring": monitoring,
+    }
+
+
 def build_parser() -> argparse.ArgumentParser:
-    """The whole command line, one sub-command a module of `cluster.commands`."""
-    from cluster.commands import (
-        bench,
-        check,
-        data,
-        drafter,
-        evaluate,
-        gpu_selftest,
-        kube,
-        models,
-        observe,
-        profile,
-        replay,
-        serve,
-        sft,
-        show,
-        simulate,
-        train,
-        train_reward,
-        verify,
-    )
+    """The whole command line."""
+    from cluster.commands.declare import add_commands
 
     parser = argparse.ArgumentParser(
         prog=NAME,
@@ -64,28 +86,7 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="print name and version")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for module in (
-        train,
-        sft,
-        train_reward,
-        evaluate,
-        profile,
-        bench,
-        gpu_selftest,
-        simulate,
-        check,
-        data,
-        models,
-        drafter,
-        serve,
-        kube,
-        show,
-        verify,
-        replay,
-        observe,
-    ):
-        module.add_parser(commands)
+    add_commands(parser.add_subparsers(title="commands", metavar="COMMAND", required=True), commands())
     return parser
 
 
@@ -111,7 +112,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         from cluster.placement.quiet import quiet_libraries
 
         quiet_libraries()
-        code = args.run(args)
+        from cluster.commands.declare import call
+
+        code = call(args)
         sys.stdout.flush()  # here, where a closed pipe can be told, not when Python ends
         return code
     except RlhfSpecError as error:

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from core.errors import ConfigError
+
 MAX_QUOTED_CHARS = 80
 _LONGEST_POINTER = 1024
 
@@ -86,6 +88,16 @@ def try_folder(folder: Path) -> None:
     """Make and delete a folder where `folder` is or will be: rights alone do not tell. Raises OSError."""
     there = next(place for place in (folder, *folder.parents) if place.exists())
     os.rmdir(tempfile.mkdtemp(prefix=".rlhfspec-", dir=there))
+
+
+def user_path(text: str) -> Path:
+    """A path given by the user, `~` and `~user` resolved. Raises ConfigError for a home that is not known."""
+    try:
+        return Path(text).expanduser()
+    except RuntimeError:
+        raise ConfigError(
+            f"the home folder that '{text}' begins with is not known; give the whole path"
+        ) from None
 
 
 def _stands(path: Path, is_kind: Callable[[Path], bool]) -> bool:

@@ -1,5 +1,5 @@
-"""Sub-commands of `rlhfspec`, one module each: `add_parser` describes it, `run` does it.
+"""Commands of `rlhfspec`: typed functions, of which `declare` makes the command line.
 
-Lives here: arguments, help texts, exit codes.
+Lives here: arguments, help texts, exit codes, the reference page.
 Must not live here: what a command does; each calls one function elsewhere.
 """

@@ -2,34 +2,25 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
-from cluster.commands.arguments import path_argument
+from cluster.commands.arguments import set_flag
+from cluster.commands.declare import Arg
 
 if TYPE_CHECKING:
     from cluster.reporting.console import Reporter
     from core.config import Config
 
-_ABOUT = """\
+ABOUT = """What a data set holds, and what is wrong with it (data check).
+
 Look at data before a run does.
 
   rlhfspec data check train.jsonl --tokenizer Qwen/Qwen3-0.6B
-"""
-
-_TEXT = """\
-Read a data set as a run would, and print rows, fields, roles, lengths, duplicates, faults and three prompts.
-
-  rlhfspec data check train.jsonl                          lengths in characters
-  rlhfspec data check 'shards/*.parquet' --tokenizer DIR --set data.chat=true
-  rlhfspec data check --config run.yaml --json             the data of a config, for programs
-
-FILE is what data.path may be: a file, a pattern, a folder, or the name of a `datasets` data set.
-Exit code 2 where a run would stop: a malformed row, a missing field, an empty or too long prompt.
 """
 
 _BAR_AFTER_S = 2.0
@@ -37,87 +28,70 @@ _NO_MODEL = "demo"
 "Made on the spot by a run, so it has no tokenizer that could be loaded here."
 
 
-def add_parser(commands: Any) -> None:
-    """Describe the command and its one action."""
-    parser = commands.add_parser(
-        "data",
-        help="what a data set holds, and what is wrong with it (data check)",
-        description=_ABOUT,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
-    check = actions.add_parser(
-        "check",
-        help="statistics, faults with file and line, three prompts as the model sees them",
-        description=_TEXT,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    check.add_argument("file", nargs="?", metavar="FILE", help="instead of the config's data.path")
-    check.add_argument("--config", type=path_argument, metavar="FILE", help="YAML file with the data section")
-    check.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="override one key, such as data.prompt_field=text; may be repeated",
-    )
-    check.add_argument(
-        "--tokenizer",
-        metavar="NAME",
-        help="path or hub name; else the config's, else lengths are in characters",
-    )
-    check.add_argument("--json", action="store_true", help="print the report as one JSON object")
-    check.set_defaults(run=run)
+def check_data(
+    file: Annotated[str, Arg("FILE", "instead of the config's data.path")] | None = None,
+    *,
+    config: Annotated[Path, Arg("FILE", "YAML file with the data section")] | None = None,
+    overrides: Annotated[list[str], set_flag("override one key, such as data.prompt_field=text")],
+    tokenizer: Annotated[
+        str, Arg("NAME", "path or hub name; else the config's, else lengths are in characters")
+    ]
+    | None = None,
+    as_json: Annotated[bool, Arg(help="print the report as one JSON object", flag="--json")] = False,
+) -> int:
+    """Statistics, faults with file and line, three prompts as the model sees them.
 
+    Read a data set as a run would, and print rows, fields, roles, lengths, duplicates, faults and three prompts.
 
-def run(args: argparse.Namespace) -> int:
-    """Print the report. Raises DataError where a run would stop at the data."""
+      rlhfspec data check train.jsonl                          lengths in characters
+      rlhfspec data check 'shards/*.parquet' --tokenizer DIR --set data.chat=true
+      rlhfspec data check --config run.yaml --json             the data of a config, for programs
+
+    FILE is what data.path may be: a file, a pattern, a folder, or the name of a `datasets` data set.
+    Exit code 2 where a run would stop: a malformed row, a missing field, an empty or too long prompt.
+    """
     from cluster.reporting.console import PipeConsole, Reporter
+    from core.errors import DataError
 
     # the report alone goes to standard output
-    report = Reporter(PipeConsole(highlight=False, soft_wrap=True, stderr=True))
-    config = _config(args)
-    try:
-        tokenizer = _tokenizer(args, config, report)
+    with Reporter(PipeConsole(highlight=False, soft_wrap=True, stderr=True)) as report:
+        read = _config(file, config, overrides)
+        loaded = _tokenizer(tokenizer, read, report)
         from cluster.reporting.data_text import data_lines
         from learning.data.statistics import data_report
 
         report.stop()
         with _late_bar(report, "reading") as tick:
-            found = data_report(config.data, tokenizer, seed=config.run.seed, tick=tick)
-    finally:
-        report.stop()
-    print(json.dumps(found.to_dict(), indent=2) if args.json else "\n".join(data_lines(found)))
+            found = data_report(read.data, loaded, seed=read.run.seed, tick=tick)
+    print(json.dumps(found.to_dict(), indent=2) if as_json else "\n".join(data_lines(found)))
     if found.num_faults or not found.num_prompts:
-        from core.errors import DataError
-
         first = f"{found.faults[0]}" if found.faults else "no prompt is left of it"
         raise DataError(f"{found.name}: {found.num_faults:,} faults; the first: {first}")
     return 0
 
 
-def _config(args: argparse.Namespace) -> Config:
+def _config(file: str | None, config: Path | None, overrides: list[str]) -> Config:
     from core.config_io import config_from_dict, load_config, read_tree
     from core.errors import ConfigError
 
-    if args.file is None:
-        if args.config is None:
+    if file is None:
+        if config is None:
             raise ConfigError("name what to check: rlhfspec data check FILE, or --config FILE")
-        return load_config(args.config, args.set)
+        return load_config(config, overrides)
     pair = {"models": {"target": _NO_MODEL, "draft": _NO_MODEL}}  # a config needs models, and these data none
-    tree = pair if args.config is None else read_tree(args.config)
+    tree = pair if config is None else read_tree(config)
     data = tree.get("data")
     kept = {
         key: value
         for key, value in (data.items() if isinstance(data, dict) else ())
         if key not in ("task", "sources")
     }
-    tree["data"] = kept | {"path": args.file}
-    return config_from_dict(tree, overrides=args.set, origin=str(args.config or "--set"))
+    tree["data"] = kept | {"path": file}
+    return config_from_dict(tree, overrides=overrides, origin=str(config or "--set"))
 
 
-def _tokenizer(args: argparse.Namespace, config: Config, report: Reporter) -> Any:
-    name = args.tokenizer or config.models.tokenizer
+def _tokenizer(name: str | None, config: Config, report: Reporter) -> Any:
+    name = name or config.models.tokenizer
     if name is None and config.models.target != _NO_MODEL:
         name = config.models.target
     if name is None:

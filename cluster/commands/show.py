@@ -2,64 +2,41 @@
 
 from __future__ import annotations
 
-import argparse
 import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated
 
-from cluster.commands.arguments import path_argument
+from cluster.commands.declare import Arg
 from core.errors import ConfigError
 
 if TYPE_CHECKING:
     from cluster.reporting.console import Reporter
     from cluster.reporting.run_record import RunRecord
 
-_TEXT = """\
-Print what a run achieved, from its folder alone: state, summary, curves, histograms. Several runs stand side by side.
 
-  rlhfspec show runs/demo-20260101-120000
-  rlhfspec show runs/a runs/b --metric 'reward/*' --out compared.png
-  rlhfspec show runs/a --samples --iteration 12
-"""
+def show(
+    run_dirs: Annotated[
+        Sequence[Path], Arg("RUN_DIR", "folder that the run printed first; several are compared")
+    ],
+    *,
+    metric: Annotated[
+        list[str],
+        Arg("NAME", "show this metric, or those of a pattern such as 'learner/*'; may be repeated"),
+    ],
+    out: Annotated[Path, Arg("FILE.png", "draw the curves into a picture")] | None = None,
+    samples: Annotated[bool, Arg(help="print a few samples of an iteration")] = False,
+    iteration: Annotated[int, Arg("N", "whose samples, counted from 1; the last by default")] | None = None,
+    as_json: Annotated[bool, Arg(help="print one JSON object and nothing else", flag="--json")] = False,
+) -> int:
+    """Draw a run, or compare several.
 
+    Print what a run achieved, from its folder alone: state, summary, curves, histograms. Several runs stand side by
+    side. Of a damaged folder it prints what can be read.
 
-def add_parser(commands: Any) -> None:
-    """Describe the command."""
-    parser = commands.add_parser(
-        "show",
-        help="draw a run, or compare several",
-        description=_TEXT,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument(
-        "run_dirs",
-        type=path_argument,
-        nargs="+",
-        metavar="RUN_DIR",
-        help="folder that the run printed first; several are compared",
-    )
-    parser.add_argument(
-        "--metric",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="show this metric, or those of a pattern such as 'learner/*'; may be repeated",
-    )
-    parser.add_argument(
-        "--out", type=path_argument, metavar="FILE.png", help="draw the curves into a picture"
-    )
-    parser.add_argument("--samples", action="store_true", help="print a few samples of an iteration")
-    parser.add_argument(
-        "--iteration", type=int, metavar="N", help="whose samples, counted from 1; the last by default"
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
-    parser.set_defaults(run=run)
-
-
-def run(args: argparse.Namespace) -> int:
-    """Print; of a damaged folder what can be read.
-
-    Raises ConfigError: one is no run folder, no run has the metric, there are no samples, or --out is no place.
+      rlhfspec show runs/demo-20260101-120000
+      rlhfspec show runs/a runs/b --metric 'reward/*' --out compared.png
+      rlhfspec show runs/a --samples --iteration 12
     """
     from cluster.reporting.console import Reporter
     from cluster.reporting.run_record import RunRecord
@@ -67,25 +44,26 @@ def run(args: argparse.Namespace) -> int:
 
     report = Reporter()
     notes: list[str] = []
-    runs = [RunRecord.read(path, notes.append) for path in args.run_dirs]
-    names = shown_names(runs, args.metric)
-    if args.metric and not names:
+    runs = [RunRecord.read(path, notes.append) for path in run_dirs]
+    names = shown_names(runs, metric)
+    if metric and not names:
         raise ConfigError(
-            f"no metric of {', '.join(run.name for run in runs)} is called {', '.join(args.metric)}; they have "
+            f"no metric of {', '.join(run.name for run in runs)} is called {', '.join(metric)}; they have "
             f"{', '.join(sorted({name for run in runs for name in run.names()})) or 'none'}"
         )
-    if args.out is not None:
-        _draw(runs, names, args.out, report if not args.json else None)
-    if args.json:
+    if out is not None:
+        _draw(runs, names, out, report if not as_json else None)
+    if as_json:
         print(json.dumps({"runs": [run_tree(run, names) for run in runs], "notes": notes}))
-    elif args.samples:
+        return 0
+    if samples:
         for one in runs:
-            report.console.print(_samples(one, args.iteration), markup=False)
+            report.console.print(_samples(one, iteration), markup=False)
     elif len(runs) > 1:
         _compare(runs, names, report)
     else:
         _show(runs[0], names, report)
-    for note in notes if not args.json else ():
+    for note in notes:
         report.note(note)
     return 0
 

@@ -4,32 +4,17 @@ from __future__ import annotations
 
 import argparse
 import json
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from cluster.commands.arguments import path_argument, seed_argument
-from cluster.commands.simulating import simulate_cluster
+from cluster.commands.arguments import SEED
+from cluster.commands.declare import Arg
+from core.outside import user_path
 
 if TYPE_CHECKING:
     from policies.simulate.compare import Comparison
     from policies.simulate.simulation_records import PoolSetup, Samples
 
-_TEXT = """\
-Simulate one rollout on many instances under every reallocation policy: how long it takes, how many samples move.
-Instances are rate curves: of a profile of this machine, or of a device that is not here (from its data sheet).
-
-  rlhfspec simulate                                               8 instances of an H100-class device, skewed lengths
-  rlhfspec simulate --instances 2 --slots 16 --profile profile    as measured by `rlhfspec profile`
-  rlhfspec simulate --lengths runs/RUN/rollouts/000005.parquet    lengths of a real iteration
-  rlhfspec simulate --instances 1024 --slots 32 --lengths long_tail --out simulated.json
-  rlhfspec simulate --instances 2 --max-instances 8 --start-up 60   a pool that grows and shrinks: every decision
-  rlhfspec simulate cluster --help                                a whole training run on a cluster that is not here
-
-static binds sample i to instance i mod K; pull binds when a slot frees; the other policies pull, then move.
-perfect spreads all samples evenly at every moment, at no cost; no schedule whatever is faster than the bound.
-"""
-
-DEVICES = ("h100-class", "h100-class-plain")
-POLICIES = ("all", "static", "pull", "recompute_only", "paper_rule", "finish_time")
 PRESETS = ("skewed", "long_tail", "balanced")
 POLLS = 500
 "The pool is looked at about so often in a rollout where no interval is given, at most every tenth of a second."
@@ -52,54 +37,52 @@ RANGES = {
 "Least and largest value of each number: what can be simulated in a time that somebody waits."
 
 
-def add_parser(commands: Any) -> None:
-    """Describe the command."""
-    parser = commands.add_parser(
-        "simulate",
-        help="try reallocation policies on simulated instances",
-        description=_TEXT,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add = parser.add_argument
-    add("--instances", type=int, default=8, metavar="K", help="instances (%(default)s)")
-    add("--slots", type=int, default=64, metavar="N", help="samples that run at once on each (%(default)s)")
-    add("--samples", type=int, metavar="N", help="samples of the rollout (as many as there are slots)")
-    add("--lengths", default="skewed", metavar="WHAT", help=f"{', '.join(PRESETS)} or a file (%(default)s)")
-    add("--max-new-tokens", type=int, metavar="N", help="limit of a response (4096; of a file: its longest)")
-    add("--prompt-tokens", type=int, default=128, metavar="N", help="of each prompt (%(default)s)")
-    rates = parser.add_mutually_exclusive_group()
-    rates.add_argument(
-        "--profile", type=path_argument, metavar="DIR", help="a folder made by `rlhfspec profile`"
-    )
-    rates.add_argument("--device", choices=DEVICES, default=DEVICES[0], help="analytic (%(default)s)")
-    add("--kv-bytes-per-token", type=float, metavar="N", help="size of both caches (of the device; 16384)")
-    add("--policy", choices=POLICIES, default="all", help="beside static and pull (%(default)s)")
-    add(
-        "--poll",
-        type=float,
-        metavar="SECONDS",
-        help=f"between two looks at the pool (a {POLLS}th of the rollout)",
-    )
-    add(
-        "--speed-sigma",
-        type=float,
-        default=0.1,
-        metavar="S",
-        help="log-normal spread of speeds (%(default)s)",
-    )
-    add(
-        "--max-instances",
-        type=int,
-        metavar="K",
-        help="let the pool grow from --instances to so many, and shrink",
-    )
-    add("--start-up", type=float, default=30.0, metavar="SECONDS", help="of an added instance (%(default)s)")
-    add("--idle-timeout", type=float, default=120.0, metavar="SECONDS", help="until one leaves (%(default)s)")
-    add("--rollouts-ahead", type=int, default=0, metavar="N", help="rollouts still to come (%(default)s)")
-    add("--seed", type=seed_argument, default=0, help="of drawn lengths and speeds (%(default)s)")
-    add("--out", type=path_argument, metavar="FILE", help="gets the figures as JSON")
-    parser.set_defaults(run=run)
-    simulate_cluster.add_parser(parser.add_subparsers(metavar="cluster", required=False))
+def simulate(
+    *,
+    instances: Annotated[int, Arg("K", "instances (%(default)s)")] = 8,
+    slots: Annotated[int, Arg("N", "samples that run at once on each (%(default)s)")] = 64,
+    samples: Annotated[int, Arg("N", "samples of the rollout (as many as there are slots)")] | None = None,
+    lengths: Annotated[str, Arg("WHAT", f"{', '.join(PRESETS)} or a file (%(default)s)")] = "skewed",
+    max_new_tokens: Annotated[int, Arg("N", "limit of a response (4096; of a file: its longest)")]
+    | None = None,
+    prompt_tokens: Annotated[int, Arg("N", "of each prompt (%(default)s)")] = 128,
+    profile: Annotated[Path, Arg("DIR", "a folder made by `rlhfspec profile`", group="rates")] | None = None,
+    device: Annotated[
+        Literal["h100-class", "h100-class-plain"], Arg(help="analytic (%(default)s)", group="rates")
+    ] = "h100-class",
+    kv_bytes_per_token: Annotated[float, Arg("N", "size of both caches (of the device; 16384)")]
+    | None = None,
+    policy: Annotated[
+        Literal["all", "static", "pull", "recompute_only", "paper_rule", "finish_time"],
+        Arg(help="beside static and pull (%(default)s)"),
+    ] = "all",
+    poll: Annotated[float, Arg("SECONDS", f"between two looks at the pool (a {POLLS}th of the rollout)")]
+    | None = None,
+    speed_sigma: Annotated[float, Arg("S", "log-normal spread of speeds (%(default)s)")] = 0.1,
+    max_instances: Annotated[int, Arg("K", "let the pool grow from --instances to so many, and shrink")]
+    | None = None,
+    start_up: Annotated[float, Arg("SECONDS", "of an added instance (%(default)s)")] = 30.0,
+    idle_timeout: Annotated[float, Arg("SECONDS", "until one leaves (%(default)s)")] = 120.0,
+    rollouts_ahead: Annotated[int, Arg("N", "rollouts still to come (%(default)s)")] = 0,
+    seed: Annotated[int, Arg(help="of drawn lengths and speeds (%(default)s)", parse=SEED)] = 0,
+    out: Annotated[Path, Arg("FILE", "gets the figures as JSON")] | None = None,
+) -> int:
+    """Try reallocation policies on simulated instances.
+
+    Simulate one rollout on many instances under every reallocation policy: how long it takes, how many samples move.
+    Instances are rate curves: of a profile of this machine, or of a device that is not here (from its data sheet).
+
+      rlhfspec simulate                                               8 instances of an H100-class device
+      rlhfspec simulate --instances 2 --slots 16 --profile profile    as measured by `rlhfspec profile`
+      rlhfspec simulate --lengths runs/RUN/rollouts/000005.parquet    lengths of a real iteration
+      rlhfspec simulate --instances 1024 --slots 32 --lengths long_tail --out simulated.json
+      rlhfspec simulate --instances 2 --max-instances 8 --start-up 60   a pool that grows and shrinks: every decision
+      rlhfspec simulate cluster --help                                a whole training run on a cluster that is not here
+
+    static binds sample i to instance i mod K; pull binds when a slot frees; the other policies pull, then move.
+    perfect spreads all samples evenly at every moment, at no cost; no schedule whatever is faster than the bound.
+    """
+    return run(argparse.Namespace(**locals()))
 
 
 def run(args: argparse.Namespace) -> int:
@@ -163,7 +146,7 @@ def _samples(args: argparse.Namespace) -> tuple[Samples, int]:
         count = args.samples or args.instances * args.slots
         lengths = drawn_lengths(args.lengths, count, args.instances, max_new_tokens=limit, seed=args.seed)
     else:
-        lengths = read_lengths(path_argument(args.lengths))
+        lengths = read_lengths(user_path(args.lengths))
         if args.samples is not None and args.samples > len(lengths):
             raise DataError(f"--samples {args.samples}: {args.lengths} holds {len(lengths)} lengths only")
         lengths = lengths[: args.samples]

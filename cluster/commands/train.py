@@ -1,18 +1,20 @@
-"""`rlhfspec train` and `rlhfspec demo`: run RLHF from a config to a run folder."""
+"""`rlhfspec train`, `demo` and `check`: run RLHF from a config to a run folder, or see whether it could run."""
 
 from __future__ import annotations
 
-import argparse
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
-from cluster.commands.arguments import add_config_arguments, add_run_folder_argument
+from cluster.commands.arguments import ConfigFile, Like, Overrides, RunFolder
+from cluster.commands.declare import Arg
 from cluster.placement.origin import ROOT
-from cluster.preflight.prepared_run import PreparedRun, prepare_run
+from core.errors import ConfigError
 
 if TYPE_CHECKING:
     from cluster.preflight.inputs import Inputs
+    from cluster.preflight.prepared_run import PreparedRun
     from cluster.reporting.console import Reporter
     from cluster.resuming.run_state import RunState
     from cluster.run_folder.layout import RunDir
@@ -20,96 +22,150 @@ if TYPE_CHECKING:
 
 DEMO_CONFIG = ROOT / "configs" / "demo.yaml"
 
-_TRAIN = """\
-Run RLHF: sample responses on the generation actors, score them, update the target, publish its weights.
-
-  rlhfspec train --config configs/gsm8k_ppo.yaml --set data.path=train.jsonl \\
-      --set models.target=pair/target --set models.draft=pair/draft
-  rlhfspec train --resume RUN                             go on with a run that was cut off, to the same result
-  rlhfspec train --config configs/demo.yaml --dry-run     print the resolved config and the plan, run nothing
-"""
-
-_DEMO = """\
-Train configs/demo.yaml: makes and caches a small target and draft model on the first run, then runs
-RLHF on step-by-step letter chains, on a local Ray with its dashboard.
-"""
+DryRun = Annotated[bool, Arg(help="check everything, print config and plan, run nothing")]
 
 
-def add_parser(commands: Any) -> None:
-    """Describe both commands."""
-    demo_help = "a whole run on a small pair that is made on the spot"
-    train_help = "run RLHF from a config"
-    for name, summary, text, default in (
-        ("demo", demo_help, _DEMO, DEMO_CONFIG),
-        ("train", train_help, _TRAIN, None),
-    ):
-        parser = commands.add_parser(
-            name,
-            help=summary,
-            description=text,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
-        add_config_arguments(parser, default=default, required=False)
-        add_run_folder_argument(parser)
-        parser.add_argument(
-            "--dry-run", action="store_true", help="check everything, print config and plan, run nothing"
-        )
-        if name == "train":
-            parser.add_argument(
-                "--resume",
-                metavar="RUN",
-                help="go on with the run in this folder, by its own config, from its last state (run.state_every); the "
-                "result is that of a run that was never cut off (but for rollout.schedule free). auto: with the newest "
-                "run of --config that is not finished, else with a new one",
-            )
-        parser.set_defaults(run=run, resume=None)
+def train(
+    *,
+    config: ConfigFile | None = None,
+    overrides: Overrides,
+    out: RunFolder | None = None,
+    dry_run: DryRun = False,
+    resume: Annotated[
+        str,
+        Arg(
+            "RUN",
+            "go on with the run in this folder, by its own config, from its last state (run.state_every); the "
+            "result is that of a run that was never cut off (but for rollout.schedule free). auto: with the newest "
+            "run of --config that is not finished, else with a new one",
+        ),
+    ]
+    | None = None,
+) -> int:
+    r"""Run RLHF from a config.
 
+    Run RLHF: sample responses on the generation actors, score them, update the target, publish its weights.
 
-def run(args: argparse.Namespace) -> int:
-    """Check, then train (or only print, with --dry-run). Raises InputError for bad input."""
+      rlhfspec train --config configs/gsm8k_ppo.yaml --set data.path=train.jsonl \
+          --set models.target=pair/target --set models.draft=pair/draft
+      rlhfspec train --resume RUN                             go on with a run that was cut off, to the same result
+      rlhfspec train --config configs/demo.yaml --dry-run     print the resolved config and the plan, run nothing
+    """
+    from cluster.preflight.prepared_run import prepare_run
     from cluster.reporting.console import Reporter
 
-    report = Reporter()
-    try:
-        prepared = prepare_run(args, report, dry_run=args.dry_run)
-        return _run(prepared, report, dry_run=args.dry_run)
-    finally:
-        report.stop()
+    with Reporter() as report:
+        prepared = prepare_run(config, overrides, report, out=out, resume=resume, dry_run=dry_run)
+        if dry_run:
+            import yaml
 
-
-def _run(prepared: PreparedRun, report: Reporter, *, dry_run: bool) -> int:
-    from cluster.run_folder.layout import RunDir
-
-    config, path, checked, resumed = prepared.config, prepared.path, prepared.checked, prepared.resumed
-    if dry_run:
-        _print_plan(config, checked.lines(), report)
-    else:
-        from cluster.preflight.run_profile import resolve_profile
-        from cluster.run_folder.leftovers import sweep_run_folders
-
-        inputs = replace(checked.inputs, profile=resolve_profile(config, checked.inputs, report))
-        for line in (checked.adapter, checked.correction, *checked.functions):
-            if line is not None:
-                report.note(line)
-        for line in (inputs if resumed is None else inputs.dataset).notes():
-            report.note(line)
-        run_dir = RunDir.create(config, path) if resumed is None else resumed.begin(config, report.note)
-        if run_dir.path != path:
-            report.note(f"run folder {run_dir.path} (another run took the first name)")
-        for line in sweep_run_folders(path.parent):
-            report.note(line)
-        from cluster.run_folder.remote_copy import copying
-
-        with copying(run_dir, config.run.copy_to, report.note):
-            _train(config, inputs, run_dir, report, None if resumed is None else resumed.state)
+            report.note(yaml.safe_dump(prepared.config.model_dump(mode="json"), sort_keys=False))
+            report.note("\n".join(prepared.checked.lines()))
+        else:
+            _run(prepared, report)
     return 0
 
 
-def _print_plan(config: Config, lines: list[str], report: Reporter) -> None:
-    import yaml
+def demo(
+    *,
+    config: ConfigFile = DEMO_CONFIG,
+    overrides: Overrides,
+    out: RunFolder | None = None,
+    dry_run: DryRun = False,
+) -> int:
+    """A whole run on a small pair that is made on the spot.
 
-    report.note(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
-    report.note("\n".join(lines))
+    Train configs/demo.yaml: makes and caches a small target and draft model on the first run, then runs
+    RLHF on step-by-step letter chains, on a local Ray with its dashboard.
+    """
+    return train(config=config, overrides=overrides, out=out, dry_run=dry_run)
+
+
+def check(
+    *,
+    config: ConfigFile | None = None,
+    overrides: Overrides,
+    resume: Annotated[
+        str, Arg("RUN", "check whether the run in this folder can be gone on with, as `train --resume`")
+    ]
+    | None = None,
+    manifest: Annotated[Path, Arg("FILE", "a manifest for KubeRay to compare with")] | None = None,
+    like: Like,
+) -> int:
+    """Check a config and print its memory, disk and placement plan.
+
+    Validate a config with its models, tokenizers and data, and print the memory, disk and placement plan.
+
+    Nothing is started. What `train` refuses for its config, its files or this machine is refused here, in the same
+    words (exit code 2); the weights are read for it once. Where the run would join a cluster, its places are reserved
+    there for a moment and given back.
+
+    With --manifest FILE the plan is compared with a RayJob or RayCluster for Kubernetes instead of this machine: groups
+    too small for their actors, missing GPUs, memory below the plan are named. Data and weights are not read then.
+    """
+    from cluster.reporting.console import Reporter
+
+    with Reporter() as report:
+        if manifest is not None:
+            _check_manifest(config, overrides, manifest, like, report)
+            return 0
+        if like:
+            raise ConfigError("--like is for --manifest: without it the models are those of the config")
+        from cluster.preflight.prepared_run import prepare_run
+
+        prepared = prepare_run(config, overrides, report, resume=resume, dry_run=True)
+        from cluster.preflight.model_files import require_finite_weights
+        from cluster.preflight.run_check import require_place_in_cluster
+
+        report.stage("reading the weights")
+        checked = prepared.config
+        require_finite_weights(checked.models, has_draft_model=checked.speculation.drafter == "model")
+        require_place_in_cluster(checked)
+        report.stop()
+        for line in (*prepared.checked.lines(), "check passed: the config can run here"):
+            report.note(line)
+    return 0
+
+
+def _check_manifest(
+    config: Path | None, overrides: list[str], manifest: Path, like: list[str], report: Reporter
+) -> None:
+    from core.config_io import load_config
+
+    if config is None:
+        raise ConfigError("--manifest is compared with a config: expected --config FILE, got none")
+    loaded = load_config(config, overrides)
+    report.stage("reckoning the plan")
+    from cluster.commands.kube import pods_of
+
+    pods = pods_of(loaded, like=like)
+    from cluster.kuberay.manifest_check import require_manifest
+
+    require_manifest(manifest, pods)
+    report.stop()
+    report.note(f"check passed: {manifest} can hold the run")
+
+
+def _run(prepared: PreparedRun, report: Reporter) -> None:
+    from cluster.preflight.run_profile import resolve_profile
+    from cluster.run_folder.layout import RunDir
+    from cluster.run_folder.leftovers import sweep_run_folders
+    from cluster.run_folder.remote_copy import copying
+
+    config, path, checked, resumed = prepared.config, prepared.path, prepared.checked, prepared.resumed
+    inputs = replace(checked.inputs, profile=resolve_profile(config, checked.inputs, report))
+    for line in (checked.adapter, checked.correction, *checked.functions):
+        if line is not None:
+            report.note(line)
+    for line in (inputs if resumed is None else inputs.dataset).notes():
+        report.note(line)
+    run_dir = RunDir.create(config, path) if resumed is None else resumed.begin(config, report.note)
+    if run_dir.path != path:
+        report.note(f"run folder {run_dir.path} (another run took the first name)")
+    for line in sweep_run_folders(path.parent):
+        report.note(line)
+    with copying(run_dir, config.run.copy_to, report.note):
+        _train(config, inputs, run_dir, report, None if resumed is None else resumed.state)
 
 
 def _train(

@@ -1,92 +1,76 @@
-"""`rlhfspec verify`: prove a run from its folder, bit for bit."""
+"""`rlhfspec verify` and `rlhfspec replay`: prove a run from its folder, bit for bit; follow one sample or one log."""
 
 from __future__ import annotations
 
-import argparse
 import secrets
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
-from cluster.commands.arguments import path_argument, seed_argument
-from core.errors import ConfigError
+from cluster.commands.arguments import SEED, number, set_flag
+from cluster.commands.declare import Arg
 
 if TYPE_CHECKING:
     from cluster.proof.proof_record import Proof
+    from core.decode_records import StepRecord
 
-_TEXT = """\
-Generate a random share of a run's samples again, from weights, prompt and key, and compare tokens, log-probabilities,
-finish reasons, rewards and checkpoints with the run folder, bit for bit. Whatever differs is named.
-
-  rlhfspec verify runs/RUN                 2% of what can be verified
-  rlhfspec verify runs/RUN --share 1       everything
-
-Samples can be generated again where their weights are kept: run.checkpoint_every=1 keeps every version.
-Exit codes: 0 nothing differs, 1 something differs, or nothing at all could be verified, 2 no run folder.
-"""
 _MOST_DIFFERENCES = 20
 
 
-def add_parser(commands: Any) -> None:
-    """Describe the command."""
-    parser = commands.add_parser(
-        "verify",
-        help="prove a run's samples, rewards and checkpoints",
-        description=_TEXT,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument(
-        "run_dir", type=path_argument, metavar="RUN", help="folder that the run printed first"
-    )
-    parser.add_argument(
-        "--share",
-        type=float,
-        default=0.02,
-        metavar="S",
-        help="of the samples, above 0, at most 1; 0.02 by default",
-    )
-    parser.add_argument(
-        "--seed", type=seed_argument, metavar="N", help="draws the samples; a new one by default"
-    )
-    parser.add_argument(
-        "--engines",
-        type=int,
-        metavar="N",
-        help="that generate at once, each with a copy of the weights; by default one a core where memory has room",
-    )
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="override a key of the run's config for what is elsewhere by now, such as models.target=DIR",
-    )
-    parser.set_defaults(run=run)
+def verify(
+    run_dir: Annotated[Path, Arg("RUN", "folder that the run printed first")],
+    *,
+    share: Annotated[
+        float,
+        Arg(
+            "S",
+            "of the samples, above 0, at most 1; 0.02 by default",
+            parse=number("a share above 0, at most 1", float, lambda value: 0.0 < value <= 1.0),
+        ),
+    ] = 0.02,
+    seed: Annotated[int, Arg("N", "draws the samples; a new one by default", parse=SEED)] | None = None,
+    engines: Annotated[
+        int,
+        Arg(
+            "N",
+            "that generate at once, each with a copy of the weights; by default one a core where memory has room",
+            parse=number("at least 1", int, lambda value: value >= 1),
+        ),
+    ]
+    | None = None,
+    overrides: Annotated[
+        list[str],
+        set_flag(
+            "override a key of the run's config for what is elsewhere by now, such as models.target=DIR"
+        ),
+    ],
+) -> int:
+    """Prove a run's samples, rewards and checkpoints.
 
+    Generate a random share of a run's samples again, from weights, prompt and key, and compare tokens,
+    log-probabilities, finish reasons, rewards and checkpoints with the run folder, bit for bit. Whatever differs is
+    named.
 
-def run(args: argparse.Namespace) -> int:
-    """Verify and print. Raises InputError: no run folder, or models that cannot be loaded."""
-    if not 0.0 < args.share <= 1.0:
-        raise ConfigError(f"--share expects a share above 0, at most 1, got {args.share}")
-    if args.engines is not None and args.engines < 1:
-        raise ConfigError(f"--engines expects at least 1, got {args.engines}")
-    seed = secrets.randbelow(2**32) if args.seed is None else args.seed
+      rlhfspec verify runs/RUN                 2% of what can be verified
+      rlhfspec verify runs/RUN --share 1       everything
+
+    Samples can be generated again where their weights are kept: run.checkpoint_every=1 keeps every version.
+    Exit codes: 0 nothing differs, 1 something differs, or nothing at all could be verified, 2 no run folder.
+    """
     from cluster.reporting.console import Reporter
 
-    report = Reporter()
-    report.stage("loading torch and transformers")
-    from cluster.proof.verify_run import verify_run
+    with Reporter() as report:
+        report.stage("loading torch and transformers")
+        from cluster.proof.verify_run import verify_run
 
-    try:
         with report.job("verify") as tick:
             proof = verify_run(
-                args.run_dir,
-                share=args.share,
-                seed=seed,
-                num_engines=args.engines,
-                overrides=args.set,
+                run_dir,
+                share=share,
+                seed=secrets.randbelow(2**32) if seed is None else seed,
+                num_engines=engines,
+                overrides=overrides,
                 tick=tick,
             )
-    finally:
-        report.stop()
     for line in _lines(proof):
         report.note(line)
     return 0 if proof.holds else 1
@@ -114,3 +98,75 @@ def _lines(proof: Proof) -> list[str]:
         lines.append("nothing was verified: no sample of this run could be generated again here")
     lines.append(f"{len(proof.differences)} differences")
     return lines
+
+
+def replay(
+    log: Annotated[Path, Arg("FILE", "a step log, or a folder of its files; with --sample a run folder")],
+    *,
+    sample: Annotated[int, Arg("N", "the sample with this index")] | None = None,
+) -> int:
+    """Check a step log's decisions, or look at one sample.
+
+    Feed a step log to a fresh draft policy and compare every decision; name the first that differs.
+    A run with run.step_log true writes the logs, a folder an instance, a file an iteration.
+
+      rlhfspec replay runs/RUN/steps/gen-0    all iterations of an instance
+      rlhfspec replay runs/RUN/steps/gen-0/iteration_0000.parquet
+
+    With --sample, print one sample of a run: prompt, response, reward, who generated it with which weights, and each
+    decode step of generating it again: what was drafted, what was accepted. It is alone then, so other steps than in
+    the run; its tokens and log-probabilities are the same.
+
+      rlhfspec replay runs/RUN --sample 17
+
+    Exit codes: 0 every decision, or the sample, is the same, 1 something differs, 2 nothing that can be replayed.
+    """
+    if sample is not None:
+        return _replay_sample(log, sample)
+    from engine.draft_policies import build_policy
+    from policies.drafting.replay import replay as replay_log
+    from profiles.step_log import read_step_log
+
+    records, origin = read_step_log(log)
+    _require_whole(records, log)
+    found = replay_log(build_policy(origin.speculation, origin.profile), records)
+    if found is None:
+        print(
+            f"{len(records)} decode steps of policy {origin.speculation.policy}: every decision comes out again"
+        )
+        return 0
+    print(
+        f"decode step {found.decode_step} differs: {found.what} is {found.recorded} in the log, "
+        f"{found.replayed} in the replay"
+    )
+    return 1
+
+
+def _replay_sample(run_dir: Path, index: int) -> int:
+    from cluster.reporting.console import Reporter
+
+    with Reporter() as report:
+        report.stage("loading torch and transformers")
+        from cluster.proof.choice import run_config
+        from cluster.proof.replay_sample import replay_sample
+        from cluster.proof.sample_text import sample_lines
+
+        replayed = replay_sample(run_dir.absolute(), run_config(run_dir), index)
+    for line in sample_lines(replayed):
+        print(line)
+    return 1 if replayed.differences else 0
+
+
+def _require_whole(records: list[StepRecord], path: Path) -> None:
+    """Raise DataError for a log that a fresh policy cannot follow: it decides by all steps before."""
+    from core.errors import DataError
+
+    if not records:
+        raise DataError(f"{path} holds no decode step")
+    for step, record in enumerate(records):
+        if record.decode_step != step:
+            what = "begins with" if step == 0 else f"goes from decode step {step - 1} to"
+            raise DataError(
+                f"{path} {what} decode step {record.decode_step}, expected {step}: a policy decides by all steps "
+                "before; give the instance's folder, with the files of all iterations"
+            )

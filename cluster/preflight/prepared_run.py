@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cluster.commands.arguments import out_folder, path_argument
+from core.outside import user_path
 
 if TYPE_CHECKING:
     from cluster.preflight.run_check import CheckReport
@@ -31,21 +30,30 @@ class PreparedRun:
     resumed: ResumedRun | None
 
 
-def prepare_run(args: argparse.Namespace, report: Reporter, *, dry_run: bool) -> PreparedRun:
-    """Open `args.config`, or the run `args.resume`, and check it; nothing is written or started.
+def prepare_run(
+    file: Path | None,
+    overrides: list[str],
+    report: Reporter,
+    *,
+    out: Path | None = None,
+    resume: str | None = None,
+    dry_run: bool,
+) -> PreparedRun:
+    """Open a config, or the run to `resume`, and check it; nothing is written or started.
 
     Raises InputError for all that a run is refused for before Ray starts.
     """
-    if args.out is not None and args.resume is not None:
+    if out is not None and resume is not None:
         from core.errors import ConfigError
 
         raise ConfigError(
-            f"--out {args.out} names a new run's folder; expected none beside --resume, which goes on in the run's own"
+            f"--out {out} names a new run's folder; expected none beside --resume, which goes on in the run's own"
         )
-    config, resumed = (
-        _named_run(args, report) if args.resume not in (None, AUTO) else _of_config(args, report)
-    )
-    path = _path(config, args.out, report, dry_run=dry_run) if resumed is None else resumed.run_dir.path
+    if resume is None or resume == AUTO:
+        config, resumed = _of_config(file, overrides, report, may_resume=resume == AUTO)
+    else:
+        config, resumed = _named_run(resume, file, overrides, report)
+    path = _path(config, out, report, dry_run=dry_run) if resumed is None else resumed.run_dir.path
     from cluster.preflight.named_models import resolve_models
     from cluster.run_folder.run_time import with_time
 
@@ -63,35 +71,39 @@ def prepare_run(args: argparse.Namespace, report: Reporter, *, dry_run: bool) ->
     return PreparedRun(config=config, path=path, checked=checked, resumed=resumed)
 
 
-def _named_run(args: argparse.Namespace, report: Reporter) -> tuple[Config, ResumedRun]:
+def _named_run(
+    resume: str, file: Path | None, overrides: list[str], report: Reporter
+) -> tuple[Config, ResumedRun]:
     from cluster.resuming.resumed_run import open_run
     from cluster.run_folder.layout import run_base
     from cluster.run_folder.remote_copy import fetch_run, is_url
     from core.config import RunConfig
     from core.errors import ConfigError
 
-    if args.config is not None:
+    if file is not None:
         raise ConfigError(
-            f"--resume {args.resume} goes on with that run by its own config, so that its result stays the same; "
+            f"--resume {resume} goes on with that run by its own config, so that its result stays the same; "
             "expected no --config beside it; change keys with --set (--config belongs to --resume auto)"
         )
-    folder = path_argument(args.resume)
-    if is_url(args.resume):
-        folder = fetch_run(args.resume, run_base(RunConfig(), caller_dir=Path.cwd()), report.note)
-    resumed = open_run(folder, args.set, report.note)
+    folder = user_path(resume)
+    if is_url(resume):
+        folder = fetch_run(resume, run_base(RunConfig(), caller_dir=Path.cwd()), report.note)
+    resumed = open_run(folder, overrides, report.note)
     return resumed.config, resumed
 
 
-def _of_config(args: argparse.Namespace, report: Reporter) -> tuple[Config, ResumedRun | None]:
+def _of_config(
+    file: Path | None, overrides: list[str], report: Reporter, *, may_resume: bool
+) -> tuple[Config, ResumedRun | None]:
     from cluster.preflight.absolute_paths import with_absolute_paths
     from cluster.run_folder.layout import run_base
     from core.config_io import load_config
     from core.errors import ConfigError
 
-    if args.config is None:
+    if file is None:
         raise ConfigError("expected --config FILE, got none; or --resume RUN to go on with a run by its own")
-    config = with_absolute_paths(load_config(args.config, args.set), Path.cwd())
-    if args.resume is None:
+    config = with_absolute_paths(load_config(file, overrides), Path.cwd())
+    if not may_resume:
         return config, None
     from cluster.preflight.named_models import resolve_models
     from cluster.resuming.resumed_run import newest_run
@@ -109,7 +121,6 @@ def _of_config(args: argparse.Namespace, report: Reporter) -> tuple[Config, Resu
 def _path(config: Config, out: Path | None, report: Reporter, *, dry_run: bool) -> Path:
     from cluster.run_folder.layout import choose_run_path, is_ray_working_dir
 
-    out = None if out is None else out_folder(out)
     path = choose_run_path(config.run, caller_dir=Path.cwd(), now=datetime.now(), out=out)
     report.note(f"run folder {path}" + (" (dry run: not made)" if dry_run else ""))
     if out is None and is_ray_working_dir(Path.cwd()):

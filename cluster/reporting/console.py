@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import IO, Any, Protocol
+from typing import IO, Any, Protocol, Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
@@ -106,6 +106,12 @@ class Reporter:
         "called with the iteration in progress, counted from 0, and its phase"
         self.listener: Listener | None = None
         "is told the same as the console"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
 
     def stage(self, text: str) -> None:
         """Say what the start-up is doing; on a terminal it turns until the next stage or `start`."""

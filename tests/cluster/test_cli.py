@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated, Literal
 
 import pytest
 
-from cluster.cli import main
+from cluster.cli import build_parser, commands, main
+from cluster.commands.arguments import SECONDS, set_flag
 from cluster.commands.bench import WITH_REAL_MODEL, benchmark_names
+from cluster.commands.declare import Arg, Group, add_arguments, call
+from cluster.commands.reference import page
 from cluster.placement.origin import PACKAGES, ROOT, shadowed_packages
 from cluster.preflight.inputs import require_cores
 from core.errors import ConfigError
 from core.settings.cluster import ClusterConfig
 from tests.conftest import TinyPair
 
-COMMANDS = ("demo", "train", "bench", "check", "models", "serve", "show")
+COMMANDS = [
+    [word, *below]
+    for word, entry in commands().items()
+    for below in ([()] if not isinstance(entry, Group) else [(), *((one,) for one in entry.commands)])
+]
 
 
 @pytest.fixture
@@ -51,19 +61,81 @@ def refused(capsys: pytest.CaptureFixture[str], *argv: object) -> str:
     return captured.err
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_every_command_explains_itself(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ending:
-        main([command, "--help"])
+        main([*command, "--help"])
     assert ending.value.code == 0
-    assert len(capsys.readouterr().out) > 200
+    out = capsys.readouterr().out
+    assert len(out) > 200 and f"usage: rlhfspec {' '.join(command)} " in out
+
+
+def test_the_reference_page_is_that_of_the_commands() -> None:
+    told = "python -m cluster.commands.reference > docs/reference-commands.md"
+    assert (ROOT / "docs/reference-commands.md").read_text() == page(build_parser()), f"out of date: {told}"
+
+
+def sample(
+    place: Annotated[Path, Arg("DIR", "where")],
+    count: Annotated[int, Arg("N", "how many")] = 2,
+    *,
+    near: Annotated[Sequence[float], Arg("X", "several")] = (1.0,),
+    near_set: Annotated[list[str], set_flag("a key")],
+    kind: Annotated[Literal["a", "b"], Arg(help="(%(default)s)")] = "a",
+    watch: Annotated[float, Arg("S", "seconds", parse=SECONDS, bare=2.0)] | None = None,
+    big: Annotated[bool, Arg(help="more", group="size")] = False,
+    small: Annotated[bool, Arg(help="less", group="size")] = False,
+    one: Annotated[str, Arg("A", "this", group="what")] | None,
+    other: Annotated[str, Arg("B", "or this", group="what")] | None,
+) -> int:
+    """Try a declaration."""
+    SAMPLED.update(locals())
+    return 3
+
+
+SAMPLED: dict[str, object] = {}
+
+
+@pytest.mark.parametrize(
+    ("words", "given"),
+    [
+        ("~ --one x", {"place": Path.home(), "count": 2, "near": (1.0,), "near_set": [], "kind": "a"}),
+        ("d 5 --other y --set a=1 --set b=2", {"count": 5, "other": "y", "near_set": ["a=1", "b=2"]}),
+        (
+            "d --one x --near 1 2 --kind b --big",
+            {"near": [1.0, 2.0], "kind": "b", "big": True, "small": False},
+        ),
+        ("d --one x --watch", {"watch": 2.0}),
+        ("d --one x --watch 3", {"watch": 3.0}),
+        ("d", "one of the arguments --one --other is required"),
+        ("d --one x --other y", "not allowed with argument --one"),
+        ("d --one x --big --small", "not allowed with argument --big"),
+        ("d x --one x", "argument N: invalid int value: 'x'"),
+        ("d --one x --kind c", "invalid choice: 'c'"),
+        ("d --one x --watch 0", "--watch expects seconds above 0, got 0"),
+        ("--one x", "required: DIR"),
+    ],
+)
+def test_a_function_is_a_command(
+    words: str, given: dict[str, object] | str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser, sample)
+    if isinstance(given, dict):
+        assert call(parser.parse_args(words.split())) == 3
+        assert {name: SAMPLED[name] for name in given} == given
+        return
+    with pytest.raises((SystemExit, ConfigError)) as ending:
+        parser.parse_args(words.split())
+    assert given in capsys.readouterr().err + str(ending.value)
+    assert ending.type is ConfigError or ending.value.code == 2
 
 
 def test_the_module_runs_as_a_script_from_the_checkout() -> None:
     answer = subprocess.run(
         [sys.executable, "-m", "cluster.cli", "--help"], cwd=ROOT, capture_output=True, text=True, check=True
     )
-    assert all(command in answer.stdout for command in COMMANDS)
+    assert all(command in answer.stdout for command in commands())
 
 
 def test_an_unknown_command_exits_with_2() -> None:

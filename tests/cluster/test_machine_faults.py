@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from cluster.cli import main
-from cluster.commands import show
 from cluster.machine_faults import explain_os_error
 from cluster.placement.origin import ROOT
+from cluster.reporting.run_record import RunRecord
 
 
 def raised(error: OSError) -> OSError:
@@ -61,15 +61,18 @@ def test_the_command_line_tells_the_machines_faults_and_raises_bugs(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def failing(error: Exception) -> None:
-        def run(_: object) -> int:
+        def read(*_: object) -> int:
             raise error
 
-        monkeypatch.setattr(show, "run", run)
+        monkeypatch.setattr(RunRecord, "read", read)
 
     failing(PermissionError(errno.EACCES, "Permission denied", "/some/file"))
     assert main(["show", "x"]) == 1
     err = capsys.readouterr().err
-    assert err.startswith("error: Permission denied: /some/file (in cluster/cli.py:") and err.count("\n") == 1
+    assert (
+        err.startswith("error: Permission denied: /some/file (in cluster/commands/show.py:")
+        and err.count("\n") == 1
+    )
     for bug in (FileNotFoundError(errno.ENOENT, "x"), KeyError("x"), ValueError("x")):
         failing(bug)
         with pytest.raises(type(bug)):

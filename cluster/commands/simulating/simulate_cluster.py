@@ -5,50 +5,47 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from cluster.commands.arguments import add_config_arguments, path_argument
+from cluster.commands.arguments import ConfigFile, Overrides
+from cluster.commands.declare import Arg
+from core.outside import user_path
 
 if TYPE_CHECKING:
     from policies.simulate.assumptions import Assumption
     from policies.simulate.cluster_simulation import ClusterResult
     from policies.simulate.sweep import Tried
 
-_TEXT = """\
-Simulate training on a cluster that is not here: rollouts event by event under the policies of real runs, updates,
-publication, the pipeline of bounded staleness, memory. Devices are data sheets or a measured profile.
-
-  rlhfspec simulate cluster                              8 H100 that generate, 8 that train, Qwen2.5-7B
-  rlhfspec simulate cluster --set device.name=GB200 --set model.precision=fp8
-  rlhfspec simulate cluster --set model.config=path/to/config.json --set step.staleness=1
-  rlhfspec simulate cluster --config cluster.yaml --sweep --picture sweep.svg --out sweep.json
-
-Every key, its default and its meaning: core/settings/simulated_cluster.py. What it assumes is printed with its source;
-how far it is from published figures: docs/simulator.md.
-"""
-
 PICTURES = (".png", ".svg", ".pdf")
 
 
-def add_parser(parents: Any) -> None:
-    """Describe the command below `rlhfspec simulate`."""
-    parser = parents.add_parser(
-        "cluster",
-        help="a training run on a cluster that is not here",
-        description=_TEXT,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add_config_arguments(parser, required=False)
-    parser.add_argument(
-        "--sweep",
-        action="store_true",
-        help="try the combinations of the file's `sweep` section, or drafts, split of the GPUs and staleness",
-    )
-    parser.add_argument(
-        "--picture", type=path_argument, metavar="FILE", help="with --sweep: .png, .svg or .pdf of all steps"
-    )
-    parser.add_argument("--out", type=path_argument, metavar="FILE", help="gets the figures as JSON")
-    parser.set_defaults(run=run)
+def cluster(
+    *,
+    config: ConfigFile | None = None,
+    overrides: Overrides,
+    sweep: Annotated[
+        bool,
+        Arg(
+            help="try the combinations of the file's `sweep` section, or drafts, split of the GPUs and staleness"
+        ),
+    ] = False,
+    picture: Annotated[Path, Arg("FILE", "with --sweep: .png, .svg or .pdf of all steps")] | None = None,
+    out: Annotated[Path, Arg("FILE", "gets the figures as JSON")] | None = None,
+) -> int:
+    """A training run on a cluster that is not here.
+
+    Simulate training on a cluster that is not here: rollouts event by event under the policies of real runs, updates,
+    publication, the pipeline of bounded staleness, memory. Devices are data sheets or a measured profile.
+
+      rlhfspec simulate cluster                              8 H100 that generate, 8 that train, Qwen2.5-7B
+      rlhfspec simulate cluster --set device.name=GB200 --set model.precision=fp8
+      rlhfspec simulate cluster --set model.config=path/to/config.json --set step.staleness=1
+      rlhfspec simulate cluster --config cluster.yaml --sweep --picture sweep.svg --out sweep.json
+
+    Every key, its default and its meaning: core/settings/simulated_cluster.py. What it assumes is printed with its
+    source; how far it is from published figures: docs/simulator.md.
+    """
+    return run(argparse.Namespace(**locals()))
 
 
 def run(args: argparse.Namespace) -> int:
@@ -65,9 +62,9 @@ def run(args: argparse.Namespace) -> int:
     from profiles.profile import load_profile
 
     _check(args)
-    config = load_config_of(SimulatedClusterConfig, args.config, args.set)
-    recorded = None if config.lengths.file is None else read_lengths(path_argument(config.lengths.file))
-    profile = None if config.device.profile is None else load_profile(path_argument(config.device.profile))
+    config = load_config_of(SimulatedClusterConfig, args.config, args.overrides)
+    recorded = None if config.lengths.file is None else read_lengths(user_path(config.lengths.file))
+    profile = None if config.device.profile is None else load_profile(user_path(config.device.profile))
     cluster = describe(config, recorded)
     console = PipeConsole(highlight=False)
     rows = assumptions(cluster, profiled=profile is not None)

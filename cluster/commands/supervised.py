@@ -1,0 +1,125 @@
+"""`rlhfspec sft` and `train-reward`: supervised training from a file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cluster.commands.arguments import RunFolder, set_flag
+from cluster.commands.declare import Arg
+from core.errors import ConfigError
+from core.outside import user_path
+
+if TYPE_CHECKING:
+    from core.settings.supervised import SupervisedConfig
+
+ConfigFile = Annotated[Path, Arg("FILE", "YAML file; keys: core/settings/supervised.py")]
+Model = Annotated[str, Arg("NAME", "path, hub name or known name of the model (model.name)")]
+Data = Annotated[str, Arg("FILE", "the rows (data.path)")]
+Overrides = Annotated[list[str], set_flag("override one key, such as trainer.epochs=3")]
+Resume = Annotated[Path, Arg("DIR", "go on with this run folder from its last state, by its own config")]
+
+
+def sft(
+    *,
+    config: ConfigFile | None = None,
+    model: Model | None = None,
+    data: Data | None = None,
+    out: RunFolder | None = None,
+    resume: Resume | None = None,
+    overrides: Overrides,
+) -> int:
+    r"""Supervised fine-tuning from a file.
+
+    Supervised fine-tuning: rows with `messages` (loss on the assistant's turns), or with `prompt` and `completion`
+    (text, or lists of messages), JSONL or Parquet.
+
+      rlhfspec sft --model smollm2-135m-instruct --data train.jsonl --out sft
+      rlhfspec sft --model BASE --data gsm8k.jsonl --out sft --set data.prompt_field=question \
+          --set data.reference_field=answer --set trainer.lora.rank=16 --set trainer.learning_rate=2e-4
+      rlhfspec sft --resume sft                       goes on from its last state (trainer.checkpoint_every)
+
+    The checkpoint is OUT/checkpoints/model, which models.target, --model and train-reward take.
+    """
+    from core.settings.supervised import SftConfig
+
+    return _train(SftConfig, config, model, data, out, resume, overrides)
+
+
+def train_reward(
+    *,
+    config: ConfigFile | None = None,
+    model: Model | None = None,
+    data: Data | None = None,
+    out: RunFolder | None = None,
+    resume: Resume | None = None,
+    overrides: Overrides,
+) -> int:
+    """Train a reward model from preference pairs.
+
+    Train a reward model: rows with `prompt`, `chosen` and `rejected` (text, or lists of messages), or `chosen` and
+    `rejected` conversations that begin alike; a `margin` where rows have one. JSONL or Parquet.
+
+      rlhfspec train-reward --model sft/checkpoints/model --data pairs.jsonl --out reward
+      rlhfspec train --config FILE --set reward.kind=model --set reward.model=reward/checkpoints/model
+
+    A causal language model gets a new head with one output. Accuracy and margin are of held-out pairs.
+    """
+    from core.settings.supervised import TrainRewardConfig
+
+    return _train(TrainRewardConfig, config, model, data, out, resume, overrides)
+
+
+def _train(
+    kind: type[SupervisedConfig],
+    config: Path | None,
+    model: str | None,
+    data: str | None,
+    out: Path | None,
+    resume: Path | None,
+    overrides: list[str],
+) -> int:
+    from core.config_io import load_config_of
+
+    if resume is not None and (config or out or model or data):
+        raise ConfigError(
+            "--resume goes on with a run by its own config; expected no --config, --out, --model or --data beside it; "
+            "change keys with --set"
+        )
+    given: dict[str, dict[str, Any]] = {}
+    for section, key, value in (("model", "name", model), ("data", "path", data)):
+        if value is not None:
+            _ = user_path(value)  # a home that is not known is refused here
+            given[section] = {key: value}
+    path = config if resume is None else _own_config(kind, resume)
+    loaded = load_config_of(kind, path, overrides, given=given)
+    from cluster.preflight.absolute_paths import with_absolute_paths
+
+    loaded = with_absolute_paths(loaded, Path.cwd())
+    # what takes seconds to load comes after what may be mistyped
+    from cluster.reporting.console import Reporter
+    from cluster.supervised.supervised_run import resume_supervised, train_supervised
+
+    with Reporter() as report:
+        if resume is not None:
+            resume_supervised(loaded, report, folder=resume)
+        else:
+            train_supervised(loaded, report, out=out)
+    return 0
+
+
+def _own_config(kind: type[SupervisedConfig], folder: Path) -> Path:
+    """The config that a run folder holds. Raises ConfigError: it is none, or one of another command."""
+    from cluster.resuming.own_config import kept_config
+    from cluster.run_folder.layout import RunDir
+    from core.config_io import load_config_of
+
+    file = RunDir.open(folder).config_file
+    try:
+        load_config_of(kind, file)
+    except ConfigError as error:
+        raise ConfigError(
+            f"{folder} is no run of this command, or one of another version, and cannot be resumed: {error}"
+            f"{kept_config(file.parent / 'checkpoints')}"
+        ) from None
+    return file
